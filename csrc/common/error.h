@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace meshcast {
+
+// The Python classes of meshcast.errors, one for one; the binding translates by this value.
+enum class ErrorKind : uint8_t {
+  Generic,           // MeshcastError
+  Layout,            // LayoutError: bad shape, placement, mesh, rank, topology or JSON
+  PlanMismatch,      // PlanMismatchError: ranks called with different arguments
+  DeadlineExceeded,  // DeadlineExceededError
+  PeerLost,          // PeerLostError
+  Aborted,           // AbortedError: the group failed before; carries the first cause
+};
+
+// What a message must be able to say. -1 (or an empty string) means "does not apply".
+struct ErrorContext {
+  int32_t rank = -1;      // global rank that raises
+  int32_t peer = -1;      // global rank that it was dealing with
+  std::string op;         // "reshard", "plan", ...
+  int64_t sequence = -1;  // call number inside the private group
+  std::string phase;      // "connect", "agree", "transfer"
+  double elapsed = -1;    // seconds since the call was made
+  double limit = -1;      // seconds it was allowed
+};
+
+class Error : public std::runtime_error {
+ public:
+  Error(ErrorKind kind, const std::string& message, ErrorContext context = {})
+      : std::runtime_error(message), kind_(kind), context_(std::move(context)) {}
+
+  ErrorKind kind() const noexcept { return kind_; }
+  const ErrorContext& context() const noexcept { return context_; }
+
+ private:
+  ErrorKind kind_;
+  ErrorContext context_;
+};
+
+// Bad input found before anything was planned or sent.
+class LayoutError : public Error {
+ public:
+  explicit LayoutError(const std::string& message) : Error(ErrorKind::Layout, message) {}
+};
+
+}  // namespace meshcast

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace meshcast {
+
+// One network interface of a host, full duplex. Rates in bytes per second.
+struct Nic {
+  int64_t out_rate = 0;
+  int64_t in_rate = 0;
+
+  friend bool operator==(const Nic&, const Nic&) = default;
+};
+
+// The ranks of a host share its NICs; among themselves they copy at local_rate (bytes/s, per rank).
+struct Host {
+  std::vector<int32_t> ranks;
+  std::vector<Nic> nics;
+  int64_t local_rate = 0;
+
+  friend bool operator==(const Host&, const Host&) = default;
+};
+
+struct Topology {
+  std::vector<Host> hosts;
+  int64_t latency_ns = 0;  // alpha of one hop
+
+  friend bool operator==(const Topology&, const Topology&) = default;
+};
+
+// Throws LayoutError: no NIC, a rate that is not positive, a rank on two hosts.
+void validate(const Topology& topology);
+
+// Hosts of `ranks_per_host` consecutive ranks each, covering ranks 0..max_rank.
+Topology uniform_topology(int64_t max_rank, int64_t ranks_per_host, int64_t nic_rate, int64_t nics_per_host,
+                          int64_t local_rate, int64_t latency_ns);
+
+// rank -> index into topology.hosts. Throws LayoutError where a rank of `ranks` is on no host.
+std::unordered_map<int32_t, int32_t> host_index(const Topology& topology, const std::vector<int32_t>& ranks);
+
+}  // namespace meshcast
