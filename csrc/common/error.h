@@ -26,6 +26,11 @@ struct ErrorContext {
   std::string phase;      // "connect", "agree", "transfer"
   double elapsed = -1;    // seconds since the call was made
   double limit = -1;      // seconds it was allowed
+
+  // PeerLost only.
+  int64_t bytes_done = -1;      // of this call, with that peer
+  int64_t bytes_expected = -1;  // what the call would have moved with it
+  std::string address;          // of the peer, where known
 };
 
 class Error : public std::runtime_error {

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+// The files of this folder are the only ones that know Python. Each adds its part of the module _C.
+namespace meshcast {
+
+// meshcast::Error and its kinds become the classes of meshcast.errors, also where they pass through torch's bindings.
+void bind_errors(pybind11::module_& m);
+
+// Layouts, topologies and plans. Includes no torch header, so that it compiles in seconds.
+void bind_plan(pybind11::module_& m);
+
+// Private groups and the registered c10d backend.
+void bind_runtime(pybind11::module_& m);
+
+}  // namespace meshcast

@@ -1,0 +1,69 @@
+#include <exception>
+
+#include "binding/bind.h"
+#include "common/error.h"
+
+namespace py = pybind11;
+
+namespace meshcast {
+namespace {
+
+const char* class_name(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::Layout: return "LayoutError";
+    case ErrorKind::PlanMismatch: return "PlanMismatchError";
+    case ErrorKind::DeadlineExceeded: return "DeadlineExceededError";
+    case ErrorKind::PeerLost: return "PeerLostError";
+    case ErrorKind::Aborted: return "AbortedError";
+    case ErrorKind::Generic: break;
+  }
+  return "MeshcastError";
+}
+
+// Fields that do not apply are left out, so that Python sees its default, None.
+py::dict fields_of(const Error& error) {
+  const ErrorContext& context = error.context();
+  py::dict fields;
+  if (context.rank >= 0) fields["rank"] = context.rank;
+  if (context.peer >= 0) fields["peer"] = context.peer;
+  if (!context.op.empty()) fields["op"] = context.op;
+  if (context.sequence >= 0) fields["sequence"] = context.sequence;
+  if (!context.phase.empty()) fields["phase"] = context.phase;
+  if (context.elapsed >= 0) fields["elapsed"] = context.elapsed;
+  if (context.limit >= 0) fields["limit"] = context.limit;
+  if (error.kind() == ErrorKind::PeerLost) {
+    if (context.bytes_done >= 0) fields["bytes_done"] = context.bytes_done;
+    if (context.bytes_expected >= 0) fields["bytes_expected"] = context.bytes_expected;
+    if (!context.address.empty()) fields["address"] = context.address;
+  }
+  return fields;
+}
+
+void raise(const Error& error) {
+  try {
+    py::object type = py::module_::import("meshcast.errors").attr(class_name(error.kind()));
+    // A peer's message may carry bytes that are not UTF-8; losing the error for that would be worse.
+    py::str message = py::reinterpret_steal<py::str>(
+        PyUnicode_DecodeUTF8(error.what(), static_cast<py::ssize_t>(std::char_traits<char>::length(error.what())), "replace"));
+    py::object instance = type(message, **fields_of(error));
+    PyErr_SetObject(type.ptr(), instance.ptr());
+  } catch (const py::error_already_set&) {
+    // At interpreter exit modules can no longer be imported: the text still gets through.
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+}
+
+}  // namespace
+
+void bind_errors(py::module_&) {
+  // Registered with the pybind11 internals that torch shares, hence also asked when the error leaves Work.wait().
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+      raise(error);
+    }
+  });
+}
+
+}  // namespace meshcast

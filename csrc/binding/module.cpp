@@ -1,0 +1,8 @@
+#include "binding/bind.h"
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "C++ side of meshcast. Use the names of the package meshcast instead.";
+  meshcast::bind_errors(m);
+  meshcast::bind_plan(m);
+  meshcast::bind_runtime(m);
+}

@@ -1,0 +1,101 @@
+"""Typed errors. Every error of meshcast says who (rank, peer), in what (op, sequence, phase) and when (elapsed of limit).
+
+A field is None where it does not apply. All classes derive from `MeshcastError`, which is a `RuntimeError` and, where torch
+has it, a `torch.distributed.DistError`, so that handlers written for torch.distributed catch them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = [
+    "AbortedError",
+    "DeadlineExceededError",
+    "LayoutError",
+    "MeshcastError",
+    "PeerLostError",
+    "PlanMismatchError",
+]
+
+_Base: type[RuntimeError] = getattr(dist, "DistError", RuntimeError)
+
+
+class MeshcastError(_Base):  # type: ignore[misc, valid-type]
+    """Base of all errors of meshcast.
+
+    Fields: `rank` that raises, `peer` it was dealing with (both global), `op` ("reshard", "plan", ...), `sequence` number of
+    the call in its group, `phase` ("connect", "agree", "transfer"), seconds `elapsed` since the call was made, and its `limit`.
+    """
+
+    _fields: tuple[str, ...] = ("rank", "peer", "op", "sequence", "phase", "elapsed", "limit")
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        rank: int | None = None,
+        peer: int | None = None,
+        op: str | None = None,
+        sequence: int | None = None,
+        phase: str | None = None,
+        elapsed: float | None = None,
+        limit: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.peer = peer
+        self.op = op
+        self.sequence = sequence
+        self.phase = phase
+        self.elapsed = elapsed
+        self.limit = limit
+
+    def __reduce__(self) -> tuple[Callable[..., MeshcastError], tuple[Any, ...]]:
+        # Errors cross processes (launchers, pools); the default would drop the keyword fields.
+        return _rebuild, (type(self), str(self), {name: getattr(self, name) for name in self._fields})
+
+
+def _rebuild(cls: type[MeshcastError], message: str, fields: dict[str, Any]) -> MeshcastError:
+    return cls(message, **fields)
+
+
+class LayoutError(MeshcastError, ValueError):
+    """Bad shape, placement, mesh, rank, topology, option or file, found before anything was sent."""
+
+
+class PlanMismatchError(MeshcastError):
+    """Ranks made the same call with different arguments; the message prints both sides."""
+
+
+class DeadlineExceededError(MeshcastError, TimeoutError):
+    """The call did not finish within its deadline; the message names the ranks waited for."""
+
+
+class PeerLostError(MeshcastError):
+    """A peer died or closed its connection.
+
+    Fields beside those of `MeshcastError`: `bytes_done` of `bytes_expected` with that peer in this call, and its `address`.
+    """
+
+    _fields = (*MeshcastError._fields, "bytes_done", "bytes_expected", "address")
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        bytes_done: int | None = None,
+        bytes_expected: int | None = None,
+        address: str | None = None,
+        **fields: Any,
+    ) -> None:
+        super().__init__(message, **fields)
+        self.bytes_done = bytes_done
+        self.bytes_expected = bytes_expected
+        self.address = address
+
+
+class AbortedError(MeshcastError):
+    """The group failed or was aborted before; the message carries the first cause."""
