@@ -1,0 +1,211 @@
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <memory>
+#include <tuple>
+
+#include "binding/bind.h"
+#include "binding/plan_figures.h"
+#include "common/error.h"
+#include "plan/plan.h"
+
+namespace py = pybind11;
+
+namespace meshcast {
+namespace {
+
+using PlacementTuple = std::tuple<std::string, int, int64_t, std::string>;  // kind, dim, split factor, reduce op
+using HostTuple = std::tuple<std::vector<int32_t>, std::vector<std::pair<int64_t, int64_t>>, int64_t>;
+using ProblemTuple = std::tuple<std::vector<int64_t>, int64_t, Layout, Layout>;
+
+Placement placement_from(const PlacementTuple& tuple) {
+  const auto& [kind, dim, split_factor, op] = tuple;
+  if (kind == "replicate") return Placement{};
+  if (kind == "shard") return Placement{PlacementKind::Shard, dim, 1, ReduceOp::None};
+  if (kind == "strided_shard") return Placement{PlacementKind::StridedShard, dim, split_factor, ReduceOp::None};
+  if (kind == "partial") return Placement{PlacementKind::Partial, 0, 1, parse_reduce_op(op)};
+  throw LayoutError("placement kind '" + kind + "' is none of replicate, shard, strided_shard, partial");
+}
+
+// Ranks arrive as int32 bytes: a mesh of thousands of ranks crosses in one copy.
+Layout layout_from(std::vector<int64_t> mesh_shape, const py::bytes& ranks, const std::vector<PlacementTuple>& placements) {
+  Layout layout;
+  layout.mesh.shape = std::move(mesh_shape);
+  const std::string_view raw = ranks;
+  layout.mesh.ranks.resize(raw.size() / sizeof(int32_t));
+  std::memcpy(layout.mesh.ranks.data(), raw.data(), layout.mesh.ranks.size() * sizeof(int32_t));
+  for (const PlacementTuple& tuple : placements) layout.placements.push_back(placement_from(tuple));
+  return layout;
+}
+
+py::tuple box_tuple(const Box& box) {
+  py::tuple out(static_cast<size_t>(box.ndim));
+  for (int d = 0; d < box.ndim; ++d) {
+    out[static_cast<size_t>(d)] = py::make_tuple(box.lo[static_cast<size_t>(d)], box.hi[static_cast<size_t>(d)]);
+  }
+  return out;
+}
+
+// [(rank, local shape, [(box, index of its first element in the local tensor)])]
+py::list shards_list(const Layout& layout, const std::vector<int64_t>& shape) {
+  validate(layout, shape);
+  py::list out;
+  for (const Shard& shard : shards(layout, shape)) {
+    py::list pieces;
+    for (const ShardPiece& piece : shard.pieces) {
+      py::tuple local(static_cast<size_t>(piece.box.ndim));
+      for (size_t d = 0; d < local.size(); ++d) local[d] = piece.local[d];
+      pieces.append(py::make_tuple(box_tuple(piece.box), local));
+    }
+    out.append(py::make_tuple(shard.rank, py::tuple(py::cast(shard.local_shape)), pieces));
+  }
+  return out;
+}
+
+Topology topology_from(const std::vector<HostTuple>& hosts, int64_t latency_ns) {
+  Topology topology;
+  topology.latency_ns = latency_ns;
+  for (const auto& [ranks, nics, local_rate] : hosts) {
+    Host host{ranks, {}, local_rate};
+    for (const auto& [out_rate, in_rate] : nics) host.nics.push_back(Nic{out_rate, in_rate});
+    topology.hosts.push_back(std::move(host));
+  }
+  validate(topology);
+  return topology;
+}
+
+std::vector<HostTuple> hosts_of(const Topology& topology) {
+  std::vector<HostTuple> out;
+  for (const Host& host : topology.hosts) {
+    std::vector<std::pair<int64_t, int64_t>> nics;
+    for (const Nic& nic : host.nics) nics.emplace_back(nic.out_rate, nic.in_rate);
+    out.emplace_back(host.ranks, std::move(nics), host.local_rate);
+  }
+  return out;
+}
+
+std::shared_ptr<Plan> plan_from(const std::vector<ProblemTuple>& tuples, const Topology& topology, const std::string& strategy,
+                                const std::string& balance, int64_t chunk_bytes, uint64_t seed) {
+  std::vector<Problem> problems;
+  for (const auto& [shape, element_bytes, src, dst] : tuples) problems.push_back(Problem{shape, element_bytes, src, dst});
+  const PlanOptions options{parse_strategy(strategy), parse_balance(balance), chunk_bytes, seed};
+  const py::gil_scoped_release release;
+  return std::make_shared<Plan>(make_plan(problems, topology, options));
+}
+
+// One field of an array of structs, read in place through the buffer protocol (memoryview, numpy.asarray). It
+// shares ownership of the plan, so that the view outlives every Python name of it.
+struct Column {
+  std::shared_ptr<Plan> plan;
+  const void* first = nullptr;
+  py::ssize_t itemsize = 0;
+  std::string format;
+  py::ssize_t count = 0;
+  py::ssize_t stride = 0;
+};
+
+template <typename Row, typename Field>
+Column column_of(std::shared_ptr<Plan> plan, const std::vector<Row>& rows, Field Row::*field) {
+  // Enums travel as the integer below them.
+  using Value = typename std::conditional_t<std::is_enum_v<Field>, std::underlying_type<Field>, std::type_identity<Field>>::type;
+  static const Row none{};
+  const void* first = rows.empty() ? &(none.*field) : &(rows.front().*field);
+  return Column{std::move(plan), first, sizeof(Value), py::format_descriptor<Value>::format(),
+                static_cast<py::ssize_t>(rows.size()), sizeof(Row)};
+}
+
+Column column(std::shared_ptr<Plan> plan, const std::string& name) {
+  const Plan& p = *plan;
+  if (name == "hop_src") return column_of(plan, p.hops, &Hop::src);
+  if (name == "hop_dst") return column_of(plan, p.hops, &Hop::dst);
+  if (name == "hop_chunk") return column_of(plan, p.hops, &Hop::chunk);
+  if (name == "hop_after") return column_of(plan, p.hops, &Hop::after);
+  if (name == "hop_reduce") return column_of(plan, p.hops, &Hop::reduce);
+  if (name == "start_ns") return column_of(plan, p.times, &HopTime::start_ns);
+  if (name == "finish_ns") return column_of(plan, p.times, &HopTime::finish_ns);
+  if (name == "chunk_begin") return column_of(plan, p.chunks, &Chunk::piece_begin);
+  if (name == "chunk_end") return column_of(plan, p.chunks, &Chunk::piece_end);
+  if (name == "chunk_nbytes") return column_of(plan, p.chunks, &Chunk::nbytes);
+  if (name == "piece_task") return column_of(plan, p.pieces, &ChunkPiece::task);
+  throw py::key_error(name);
+}
+
+template <typename Rows>
+const auto& at(const Rows& rows, int64_t index) {
+  if (index < 0 || index >= static_cast<int64_t>(rows.size())) throw py::index_error();
+  return rows[static_cast<size_t>(index)];
+}
+
+// (tensor, task, box, nbytes)
+py::tuple piece_tuple(const Plan& plan, int64_t index) {
+  const ChunkPiece& piece = at(plan.pieces, index);
+  const int64_t element_bytes = plan.problems[static_cast<size_t>(piece.tensor)].element_bytes;
+  return py::make_tuple(piece.tensor, piece.task, box_tuple(piece.box), piece.box.volume() * element_bytes);
+}
+
+// (src, dst, chunk, after, reduce or None, start_ns, finish_ns)
+py::tuple hop_tuple(const Plan& plan, int64_t index) {
+  const Hop& hop = at(plan.hops, index);
+  const HopTime& time = at(plan.times, index);
+  const py::object reduce = hop.reduce == ReduceOp::None ? py::object(py::none()) : py::object(py::str(to_string(hop.reduce)));
+  return py::make_tuple(hop.src, hop.dst, hop.chunk, hop.after, reduce, time.start_ns, time.finish_ns);
+}
+
+// (tensor, box, nbytes, holders, receivers)
+py::tuple task_tuple(const Plan& plan, int64_t index) {
+  const Task& task = at(plan.tasks, index);
+  return py::make_tuple(task.tensor, box_tuple(task.box), task.nbytes, py::tuple(py::cast(task.holders)),
+                        py::tuple(py::cast(task.receivers)));
+}
+
+// (rank, tensor, box)
+py::tuple copy_tuple(const Plan& plan, int64_t index) {
+  const LocalCopy& copy = at(plan.local_copies, index);
+  return py::make_tuple(copy.rank, copy.tensor, box_tuple(copy.box));
+}
+
+}  // namespace
+
+void bind_plan(py::module_& m) {
+  py::class_<Layout>(m, "Layout")
+      .def(py::init(&layout_from), py::arg("mesh_shape"), py::arg("ranks"), py::arg("placements"))
+      .def("shards", &shards_list, py::arg("shape"))
+      .def("describe", [](const Layout& layout) { return describe(layout); });
+
+  py::class_<Topology>(m, "Topology")
+      .def(py::init(&topology_from), py::arg("hosts"), py::arg("latency_ns"))
+      .def_static("uniform", &uniform_topology, py::arg("max_rank"), py::arg("ranks_per_host"), py::arg("nic_rate"),
+                  py::arg("nics_per_host"), py::arg("local_rate"), py::arg("latency_ns"))
+      .def_property_readonly("hosts", &hosts_of)
+      .def_readonly("latency_ns", &Topology::latency_ns)
+      .def("host_index", &host_index, py::arg("ranks"));
+
+  py::class_<Column>(m, "Column", py::buffer_protocol()).def_buffer([](Column& c) {
+    return py::buffer_info(const_cast<void*>(c.first), c.itemsize, c.format, 1, {c.count}, {c.stride}, /*readonly=*/true);
+  });
+
+  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
+      .def(py::init(&plan_from), py::arg("problems"), py::arg("topology"), py::arg("strategy"), py::arg("balance"),
+           py::arg("chunk_bytes"), py::arg("seed"))
+      .def_property_readonly("strategy", [](const Plan& plan) { return to_string(plan.strategy); })
+      .def_readonly("hash", &Plan::hash)
+      .def_readonly("makespan_ns", &Plan::makespan_ns)
+      .def_readonly("lower_bound_ns", &Plan::lower_bound_ns)
+      .def_readonly("topology", &Plan::topology)
+      .def_readonly("ranks", &Plan::ranks)
+      .def_property_readonly("num_tasks", [](const Plan& plan) { return plan.tasks.size(); })
+      .def_property_readonly("num_hops", [](const Plan& plan) { return plan.hops.size(); })
+      .def_property_readonly("num_chunks", [](const Plan& plan) { return plan.chunks.size(); })
+      .def_property_readonly("num_pieces", [](const Plan& plan) { return plan.pieces.size(); })
+      .def_property_readonly("num_local_copies", [](const Plan& plan) { return plan.local_copies.size(); })
+      .def("task", &task_tuple, py::arg("index"))
+      .def("hop", &hop_tuple, py::arg("index"))
+      .def("piece", &piece_tuple, py::arg("index"))
+      .def("local_copy", &copy_tuple, py::arg("index"))
+      .def("column", &column, py::arg("name"))
+      .def("rank_traffic", &rank_traffic)
+      .def("nic_traffic", &nic_traffic)
+      .def("peak_staging_bytes", &peak_staging_bytes, py::arg("rank"));
+}
+
+}  // namespace meshcast

@@ -1,0 +1,266 @@
+"""Topology: which ranks share a host, the NICs of each host, and their rates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import _checks
+from ._json import Reader, read_json
+from .errors import LayoutError
+
+if TYPE_CHECKING:
+    from . import _C
+
+__all__ = ["Host", "Nic", "Topology"]
+
+_FORMAT = "meshcast.topology/1"
+_MAX_RATE = 1 << 50  # bytes/s; about 9 Pbit/s
+_MAX_LATENCY_NS = 1_000_000_000
+_MAX_RANK = (1 << 31) - 1
+_MAX_UNIFORM_RANK = (1 << 20) - 1  # hosts are listed up to the highest rank
+
+
+@dataclass(frozen=True, slots=True)
+class Nic:
+    """One full-duplex network interface: rates in bytes/s."""
+
+    out_rate: int
+    in_rate: int
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Ranks that share NICs, and the rate in bytes/s at which each of them copies to its neighbours."""
+
+    ranks: tuple[int, ...]
+    nics: tuple[Nic, ...]
+    local_rate: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Uniform:
+    ranks_per_host: int
+    nic_rate: int
+    nics_per_host: int
+    local_rate: int
+
+
+class Topology:
+    """Hosts with their ranks and NICs, and the latency of one hop.
+
+    Args:
+        hosts: every rank of a plan must be on exactly one of them.
+        latency_us: fixed cost of a hop in microseconds; a hop of n bytes takes latency + n / rate.
+
+    Topologies are immutable, compare and hash by value, and can be pickled.
+    """
+
+    __slots__ = ("_cores", "_hash", "_hosts", "_latency_ns", "_uniform")
+
+    def __init__(self, hosts: Iterable[Host], latency_us: float = 20.0) -> None:
+        self._set(tuple(_checked_host(i, h) for i, h in enumerate(hosts)), None, _latency_ns(latency_us))
+        seen: dict[int, int] = {}
+        for index, host in enumerate(self._hosts):
+            for rank in host.ranks:
+                if rank in seen:
+                    raise LayoutError(f"rank {rank} is on host {seen[rank]} and on host {index}: a rank has one host")
+                seen[rank] = index
+        if not self._hosts:
+            raise LayoutError("a topology needs at least one host")
+
+    def _set(self, hosts: tuple[Host, ...], uniform: _Uniform | None, latency_ns: int) -> None:
+        self._hosts = hosts
+        self._uniform = uniform
+        self._latency_ns = latency_ns
+        self._hash = hash((hosts, uniform, latency_ns))
+        self._cores: dict[int, _C.Topology] = {}
+
+    @classmethod
+    def uniform(
+        cls,
+        ranks_per_host: int,
+        nic_gbps: float,
+        nics_per_host: int = 1,
+        local_gbps: float = 80.0,
+        latency_us: float = 20.0,
+    ) -> Topology:
+        """Equal hosts: rank r is on host r // ranks_per_host. Rates in Gbit/s, for each NIC and direction; latency in microseconds."""
+        uniform = _Uniform(
+            _checks.integer("ranks_per_host", ranks_per_host, 1, _MAX_UNIFORM_RANK + 1),
+            _rate("nic_gbps", nic_gbps),
+            _checks.integer("nics_per_host", nics_per_host, 1, 1024),
+            _rate("local_gbps", local_gbps),
+        )
+        topology = cls.__new__(cls)
+        topology._set((), uniform, _latency_ns(latency_us))
+        return topology
+
+    @property
+    def latency(self) -> float:
+        """Seconds that a hop costs beside its bytes."""
+        return self._latency_ns / 1e9
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """The hosts; empty for a uniform topology, whose hosts follow from the ranks of each plan."""
+        return self._hosts
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> Topology:
+        """Read what `to_json` wrote: a path, or the JSON text itself.
+
+        The text is {"format": "meshcast.topology/1", "latency_ns": n} with either "hosts", a list of {"ranks": [...],
+        "nics": [{"out_rate": bytes/s, "in_rate": bytes/s}, ...], "local_rate": bytes/s}, or "uniform", an object with
+        "ranks_per_host", "nic_rate", "nics_per_host" and "local_rate".
+        """
+        return cls._read(Reader(read_json(source, "topology"), "topology"))
+
+    @classmethod
+    def _read(cls, reader: Reader) -> Topology:
+        reader.expect_format(_FORMAT)
+        latency_ns = reader.integer("latency_ns", 0, _MAX_LATENCY_NS)
+        topology = cls.__new__(cls)
+        if reader.has("uniform"):
+            fields = reader.child("uniform")
+            uniform = _Uniform(
+                fields.integer("ranks_per_host", 1, _MAX_UNIFORM_RANK + 1),
+                fields.integer("nic_rate", 1, _MAX_RATE),
+                fields.integer("nics_per_host", 1, 1024),
+                fields.integer("local_rate", 1, _MAX_RATE),
+            )
+            fields.finish()
+            topology._set((), uniform, latency_ns)
+        else:
+            topology.__init__([_read_host(host) for host in reader.children("hosts")], latency_ns / 1e3)  # type: ignore[misc]
+        reader.finish()
+        return topology
+
+    def to_json(self) -> str:
+        """JSON text that `from_json` reads back into an equal topology."""
+        return json.dumps(self._to_dict(), indent=1)
+
+    def _to_dict(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"format": _FORMAT, "latency_ns": self._latency_ns}
+        if self._uniform is not None:
+            out["uniform"] = {name: getattr(self._uniform, name) for name in _Uniform.__slots__}
+        else:
+            out["hosts"] = [
+                {
+                    "ranks": list(host.ranks),
+                    "nics": [{"out_rate": nic.out_rate, "in_rate": nic.in_rate} for nic in host.nics],
+                    "local_rate": host.local_rate,
+                }
+                for host in self._hosts
+            ]
+        return out
+
+    def _core(self, max_rank: int) -> _C.Topology:
+        """The C++ topology for plans whose highest rank is `max_rank`."""
+        key = max_rank if self._uniform is not None else 0
+        core = self._cores.get(key)
+        if core is None:
+            from . import _C
+
+            if self._uniform is not None:
+                if max_rank > _MAX_UNIFORM_RANK:
+                    raise LayoutError(
+                        f"rank {max_rank}: a uniform topology covers ranks 0 to {_MAX_UNIFORM_RANK}; "
+                        "list the hosts with Topology(hosts=...) instead"
+                    )
+                u = self._uniform
+                core = _C.Topology.uniform(
+                    max_rank, u.ranks_per_host, u.nic_rate, u.nics_per_host, u.local_rate, self._latency_ns
+                )
+            else:
+                hosts = [(list(h.ranks), [(n.out_rate, n.in_rate) for n in h.nics], h.local_rate) for h in self._hosts]
+                core = _C.Topology(hosts, self._latency_ns)
+            self._cores[key] = core
+        return core
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Topology):
+            return NotImplemented
+        return (
+            self._hash == other._hash
+            and self._latency_ns == other._latency_ns
+            and self._uniform == other._uniform
+            and self._hosts == other._hosts
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        if self._uniform is not None:
+            u = self._uniform
+            return (
+                f"Topology.uniform(ranks_per_host={u.ranks_per_host}, nic_gbps={u.nic_rate * 8e-9:g}, "
+                f"nics_per_host={u.nics_per_host}, local_gbps={u.local_rate * 8e-9:g}, latency_us={self._latency_ns / 1e3:g})"
+            )
+        ranks = sum(len(host.ranks) for host in self._hosts)
+        nics = sum(len(host.nics) for host in self._hosts)
+        return f"Topology({len(self._hosts)} hosts, {ranks} ranks, {nics} NICs, latency_us={self._latency_ns / 1e3:g})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._hosts, self._uniform, self._latency_ns)
+
+
+DEFAULT = Topology.uniform(ranks_per_host=8, nic_gbps=10.0)
+"""What plans use when no topology is given."""
+
+
+def _rebuild(hosts: tuple[Host, ...], uniform: _Uniform | None, latency_ns: int) -> Topology:
+    topology = Topology.__new__(Topology)
+    topology._set(hosts, uniform, latency_ns)
+    return topology
+
+
+def _rate(name: str, gbps: Any) -> int:
+    """Bytes per second of a rate in Gbit/s."""
+    rate = round(_checks.positive(name, gbps, high=_MAX_RATE * 8e-9) * 1e9 / 8)
+    if rate < 1:
+        raise LayoutError(f"{name} {gbps}: less than one byte per second")
+    return rate
+
+
+def _latency_ns(latency_us: Any) -> int:
+    return round(_checks.not_negative("latency_us", latency_us, high=_MAX_LATENCY_NS / 1e3) * 1e3)
+
+
+def _checked_host(index: int, host: Any) -> Host:
+    if not isinstance(host, Host):
+        raise LayoutError(f"host {index}, {_checks.shown(host)}: expected meshcast.topology.Host")
+    where = f"host {index}"
+    nics = _checked_nics(where, host.nics)
+    ranks = tuple(_checks.integer(f"{where}: rank", rank, 0, _MAX_RANK) for rank in host.ranks)
+    return Host(ranks, nics, _checks.integer(f"{where}: local_rate", host.local_rate, 1, _MAX_RATE))
+
+
+def _checked_nics(where: str, nics: Sequence[Nic]) -> tuple[Nic, ...]:
+    if not nics:
+        raise LayoutError(f"{where} has no NIC: give at least one")
+    return tuple(
+        Nic(
+            _checks.integer(f"{where}: NIC {i}: out_rate", nic.out_rate, 1, _MAX_RATE),
+            _checks.integer(f"{where}: NIC {i}: in_rate", nic.in_rate, 1, _MAX_RATE),
+        )
+        for i, nic in enumerate(nics)
+    )
+
+
+def _read_host(reader: Reader) -> Host:
+    nics = []
+    for nic in reader.children("nics"):
+        nics.append(Nic(nic.integer("out_rate", 1, _MAX_RATE), nic.integer("in_rate", 1, _MAX_RATE)))
+        nic.finish()
+    host = Host(
+        tuple(reader.integers("ranks", 0, _MAX_RANK)), tuple(nics), reader.integer("local_rate", 1, _MAX_RATE)
+    )
+    reader.finish()
+    return host
