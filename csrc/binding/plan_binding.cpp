@@ -121,6 +121,7 @@ Column column(std::shared_ptr<Plan> plan, const std::string& name) {
   if (name == "hop_chunk") return column_of(plan, p.hops, &Hop::chunk);
   if (name == "hop_after") return column_of(plan, p.hops, &Hop::after);
   if (name == "hop_reduce") return column_of(plan, p.hops, &Hop::reduce);
+  if (name == "hop_last_reduce") return column_of(plan, p.hops, &Hop::last_reduce);
   if (name == "start_ns") return column_of(plan, p.times, &HopTime::start_ns);
   if (name == "finish_ns") return column_of(plan, p.times, &HopTime::finish_ns);
   if (name == "chunk_begin") return column_of(plan, p.chunks, &Chunk::piece_begin);
@@ -143,12 +144,13 @@ py::tuple piece_tuple(const Plan& plan, int64_t index) {
   return py::make_tuple(piece.tensor, piece.task, box_tuple(piece.box), piece.box.volume() * element_bytes);
 }
 
-// (src, dst, chunk, after, reduce or None, start_ns, finish_ns)
+// (src, dst, first piece of the chunk, after, reduce or None, start_ns, finish_ns)
 py::tuple hop_tuple(const Plan& plan, int64_t index) {
   const Hop& hop = at(plan.hops, index);
   const HopTime& time = at(plan.times, index);
   const py::object reduce = hop.reduce == ReduceOp::None ? py::object(py::none()) : py::object(py::str(to_string(hop.reduce)));
-  return py::make_tuple(hop.src, hop.dst, hop.chunk, hop.after, reduce, time.start_ns, time.finish_ns);
+  const int32_t piece = at(plan.chunks, hop.chunk).piece_begin;
+  return py::make_tuple(hop.src, hop.dst, piece, hop.after, reduce, time.start_ns, time.finish_ns);
 }
 
 // (tensor, box, nbytes, holders, receivers)

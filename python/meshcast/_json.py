@@ -49,7 +49,7 @@ class Reader:
         if not isinstance(value, dict):
             raise LayoutError(f"{where}: expected an object, found {_checks.shown(value)}")
         self._fields = value
-        self._where = where
+        self.where = where
         self._used: set[str] = set()
 
     def has(self, name: str) -> bool:
@@ -59,48 +59,48 @@ class Reader:
     def value(self, name: str) -> Any:
         """The field, whatever it is."""
         if name not in self._fields:
-            raise LayoutError(f"{self._where}: field {name!r} is missing")
+            raise LayoutError(f"{self.where}: field {name!r} is missing")
         self._used.add(name)
         return self._fields[name]
 
     def integer(self, name: str, low: int, high: int) -> int:
         """The field as an integer within [low, high]."""
-        return _checks.integer(f"{self._where}.{name}", self.value(name), low, high)
+        return _checks.integer(f"{self.where}.{name}", self.value(name), low, high)
 
     def integers(self, name: str, low: int, high: int) -> list[int]:
         """The field as a list of integers within [low, high]."""
-        return [_checks.integer(f"{self._where}.{name}[{i}]", v, low, high) for i, v in enumerate(self.items(name))]
+        return [_checks.integer(f"{self.where}.{name}[{i}]", v, low, high) for i, v in enumerate(self.items(name))]
 
     def items(self, name: str) -> list[Any]:
         """The field as a list."""
         value = self.value(name)
         if not isinstance(value, list):
-            raise LayoutError(f"{self._where}.{name}: expected a list, found {_checks.shown(value)}")
+            raise LayoutError(f"{self.where}.{name}: expected a list, found {_checks.shown(value)}")
         return value
 
     def text(self, name: str) -> str:
         """The field as text."""
         value = self.value(name)
         if not isinstance(value, str):
-            raise LayoutError(f"{self._where}.{name}: expected text, found {_checks.shown(value)}")
+            raise LayoutError(f"{self.where}.{name}: expected text, found {_checks.shown(value)}")
         return value
 
     def child(self, name: str) -> Reader:
         """The field as an object."""
-        return Reader(self.value(name), f"{self._where}.{name}")
+        return Reader(self.value(name), f"{self.where}.{name}")
 
     def children(self, name: str) -> list[Reader]:
         """The field as a list of objects."""
-        return [Reader(value, f"{self._where}.{name}[{i}]") for i, value in enumerate(self.items(name))]
+        return [Reader(value, f"{self.where}.{name}[{i}]") for i, value in enumerate(self.items(name))]
 
     def expect_format(self, name: str) -> None:
         """Checks the field "format", so that a file of another kind or version is named as such."""
         found = self.value("format")
         if found != name:
-            raise LayoutError(f"{self._where}.format is {_checks.shown(found)}; this version reads {name!r}")
+            raise LayoutError(f"{self.where}.format is {_checks.shown(found)}; this version reads {name!r}")
 
     def finish(self) -> None:
         """Refuses fields that nobody read: most are typing errors."""
         unknown = [name for name in self._fields if name not in self._used]
         if unknown:
-            raise LayoutError(f"{self._where}: unknown field {_checks.shown(unknown[0])}; allowed are {', '.join(sorted(self._used))}")
+            raise LayoutError(f"{self.where}: unknown field {_checks.shown(unknown[0])}; allowed are {', '.join(sorted(self._used))}")

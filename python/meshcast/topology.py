@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _checks
+from ._host import host_identity
 from ._json import Reader, read_json
 from .errors import LayoutError
 
 if TYPE_CHECKING:
     from . import _C
 
-__all__ = ["Host", "Nic", "Topology"]
+__all__ = ["Host", "Nic", "Topology", "host_identity"]
 
 _FORMAT = "meshcast.topology/1"
 _MAX_RATE = 1 << 50  # bytes/s; about 9 Pbit/s
 _MAX_LATENCY_NS = 1_000_000_000
+_MAX_NICS = 1024  # of a host
 _MAX_RANK = (1 << 31) - 1
 _MAX_UNIFORM_RANK = (1 << 20) - 1  # hosts are listed up to the highest rank
 
@@ -92,12 +94,32 @@ class Topology:
         uniform = _Uniform(
             _checks.integer("ranks_per_host", ranks_per_host, 1, _MAX_UNIFORM_RANK + 1),
             _rate("nic_gbps", nic_gbps),
-            _checks.integer("nics_per_host", nics_per_host, 1, 1024),
+            _checks.integer("nics_per_host", nics_per_host, 1, _MAX_NICS),
             _rate("local_gbps", local_gbps),
         )
         topology = cls.__new__(cls)
         topology._set((), uniform, _latency_ns(latency_us))
         return topology
+
+    @classmethod
+    def from_hosts(
+        cls,
+        hosts: Mapping[int, str],
+        nic_gbps: float = 10.0,
+        nics_per_host: int = 1,
+        local_gbps: float = 80.0,
+        latency_us: float = 20.0,
+    ) -> Topology:
+        """Hosts from who runs where ({rank: host identity}) and rates in Gbit/s that hold for all. Hosts are ordered by lowest rank."""
+        if not isinstance(hosts, Mapping):
+            raise LayoutError(f"hosts {_checks.shown(hosts)}: expected a mapping from rank to host identity")
+        ranks_of: dict[str, list[int]] = {}
+        for rank in sorted(hosts):
+            ranks_of.setdefault(hosts[rank], []).append(rank)
+        nics = (Nic(_rate("nic_gbps", nic_gbps), _rate("nic_gbps", nic_gbps)),)
+        nics *= _checks.integer("nics_per_host", nics_per_host, 1, _MAX_NICS)
+        local_rate = _rate("local_gbps", local_gbps)
+        return cls((Host(tuple(ranks), nics, local_rate) for ranks in ranks_of.values()), latency_us)
 
     @property
     def latency(self) -> float:
@@ -129,7 +151,7 @@ class Topology:
             uniform = _Uniform(
                 fields.integer("ranks_per_host", 1, _MAX_UNIFORM_RANK + 1),
                 fields.integer("nic_rate", 1, _MAX_RATE),
-                fields.integer("nics_per_host", 1, 1024),
+                fields.integer("nics_per_host", 1, _MAX_NICS),
                 fields.integer("local_rate", 1, _MAX_RATE),
             )
             fields.finish()
@@ -211,10 +233,6 @@ class Topology:
         return _rebuild, (self._hosts, self._uniform, self._latency_ns)
 
 
-DEFAULT = Topology.uniform(ranks_per_host=8, nic_gbps=10.0)
-"""What plans use when no topology is given."""
-
-
 def _rebuild(hosts: tuple[Host, ...], uniform: _Uniform | None, latency_ns: int) -> Topology:
     topology = Topology.__new__(Topology)
     topology._set(hosts, uniform, latency_ns)
@@ -264,3 +282,7 @@ def _read_host(reader: Reader) -> Host:
     )
     reader.finish()
     return host
+
+
+DEFAULT = Topology.uniform(ranks_per_host=8, nic_gbps=10.0)
+"""What plans use when no topology is given."""

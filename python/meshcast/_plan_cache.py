@@ -1,0 +1,75 @@
+"""The plan cache: least recently used plans go first, bounded by number and by size."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+__all__ = ["PlanCacheInfo", "plan_cache_clear", "plan_cache_info"]
+
+MAX_PLANS = 512
+MAX_HOPS = 4_000_000  # of all cached plans together; a hop takes about 36 bytes
+
+
+class PlanCacheInfo(NamedTuple):
+    """Counts since the start or the last `plan_cache_clear`, as `functools.lru_cache` names them, and the cached hops."""
+
+    hits: int
+    misses: int
+    maxsize: int
+    currsize: int
+    hops: int
+
+
+_lock = threading.Lock()
+_plans: OrderedDict[Hashable, Plan] = OrderedDict()
+_hits = 0
+_misses = 0
+_hops = 0
+
+
+def lookup(key: Hashable) -> Plan | None:
+    """The plan made for `key`, if it is still cached."""
+    global _hits, _misses
+    with _lock:
+        plan = _plans.get(key)
+        if plan is None:
+            _misses += 1
+        else:
+            _hits += 1
+            _plans.move_to_end(key)
+        return plan
+
+
+def insert(key: Hashable, plan: Plan) -> Plan:
+    """Caches `plan`. Where two threads planned the same, both get the one that came first."""
+    global _hops
+    dropped: list[Plan] = []  # freed after the lock is released
+    with _lock:
+        plan = _plans.setdefault(key, plan)
+        _plans.move_to_end(key)
+        _hops = sum(len(p) for p in _plans.values())
+        while len(_plans) > 1 and (len(_plans) > MAX_PLANS or _hops > MAX_HOPS):
+            _, oldest = _plans.popitem(last=False)
+            _hops -= len(oldest)
+            dropped.append(oldest)
+    return plan
+
+
+def plan_cache_info() -> PlanCacheInfo:
+    """Hits, misses and size of the plan cache of this process."""
+    with _lock:
+        return PlanCacheInfo(_hits, _misses, MAX_PLANS, len(_plans), _hops)
+
+
+def plan_cache_clear() -> None:
+    """Empties the plan cache and sets its counts to zero. Plans in use stay valid."""
+    global _hits, _misses, _hops
+    with _lock:
+        _plans.clear()
+        _hits = _misses = _hops = 0
