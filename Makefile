@@ -1,33 +1,92 @@
-# Every target does its own set-up and is quick the second time. Variables:
-#   PYTHON           interpreter that makes .venv (3.11 or newer)      default python3
-#   TORCH_SPEC       torch requirement to install                      default torch==2.13.0
-#   TORCH_INDEX_URL  package index to take torch from                  default pip's own
-#   JOBS             parallel compiler processes                       default number of cores
-#   WERROR           ON: compiler warnings are errors                default OFF
+# Every target does its own set-up and is quick the second time. Variables (make VARIABLE=value ...):
+#   PYTHON           interpreter that makes .venv, 3.11 or newer         default python3
+#   TORCH_SPEC       torch requirement to install                        default torch==2.13.0
+#   TORCH_INDEX_URL  package index to take torch from                    default pip's own
+#   JOBS             parallel compiler processes                         default number of cores
+#   WERROR           ON: compiler warnings are errors                    default OFF
+#   MESHCAST_CUDA    AUTO, ON or OFF                                     default AUTO
+#   PYTEST_ARGS      more arguments for pytest, e.g. PYTEST_ARGS="-k halo"
 SHELL := /bin/bash
 PYTHON ?= python3
 TORCH_SPEC ?= torch==2.13.0
 TORCH_INDEX_URL ?=
 JOBS ?= $(shell nproc)
 WERROR ?= OFF
+MESHCAST_CUDA ?= AUTO
+PYTEST_ARGS ?=
+
 VENV := .venv
-PY := $(VENV)/bin/python
-LAUNCHER := $(shell command -v ccache >/dev/null && echo -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
-GENERATOR := $(shell command -v ninja >/dev/null && echo Ninja || echo 'Unix Makefiles')
-
-.PHONY: build clean
-.DEFAULT_GOAL := build
-
-$(VENV)/.torch-installed:
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH_SPEC)" numpy
-	touch $@
-
+PY := $(abspath $(VENV)/bin/python)
+PIP := $(PY) -m pip install -q --disable-pip-version-check
+TORCH_STAMP := $(VENV)/.stamp-$(subst /,_,$(subst $() ,_,$(TORCH_SPEC)))
+CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix Makefiles"') \
+             -DPython_EXECUTABLE=$(PY) -DMESHCAST_WERROR=$(WERROR) -DMESHCAST_CUDA=$(MESHCAST_CUDA) \
+             $(shell command -v ccache >/dev/null && echo -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 # The lock serialises builds that several people or tools start in one tree.
-build: $(VENV)/.torch-installed
+LOCK := flock build/.lock
+
+.DEFAULT_GOAL := build
+.PHONY: build demo test test-all test-cpp test-python bench lint format asan tsan clean configure help
+
+help:
+	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build demo test test-all bench lint format asan tsan clean'
+
+# ---- set-up ----------------------------------------------------------------------------------------------
+
+$(VENV)/bin/python:
+	@PYTHON=$(PYTHON) tools/check_host.sh
+	$(PYTHON) -m venv $(VENV)
+
+$(TORCH_STAMP): | $(VENV)/bin/python
+	$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH_SPEC)"
+	@rm -f $(VENV)/.stamp-torch* && touch $@
+
+$(VENV)/.stamp-dev: requirements-dev.txt $(TORCH_STAMP)
+	$(PIP) -r requirements-dev.txt
+	@touch $@
+
+$(VENV)/.stamp-lint: requirements-lint.txt $(VENV)/.stamp-dev
+	$(PIP) -r requirements-lint.txt
+	@touch $@
+
+# ---- build -----------------------------------------------------------------------------------------------
+
+configure: $(TORCH_STAMP)
 	@mkdir -p build
-	@flock build/.lock cmake --preset release -G "$(GENERATOR)" -DPython_EXECUTABLE=$(abspath $(PY)) $(LAUNCHER) -DMESHCAST_WERROR=$(WERROR) >build/configure.log 2>&1 || { cat build/configure.log; exit 1; }
-	flock build/.lock cmake --build build/release -j$(JOBS) --target _C
+	@$(LOCK) cmake --preset release $(CONFIGURE) >build/configure.log 2>&1 || { cat build/configure.log; exit 1; }
+	@grep -E '^-- (meshcast|CUDA)' build/configure.log
+
+build: configure
+	@$(LOCK) cmake --build build/release -j$(JOBS) --target _C
+
+# ---- test ------------------------------------------------------------------------------------------------
+
+test: build $(VENV)/.stamp-dev
+	@PY=$(PY) JOBS=$(JOBS) tools/run_tests.sh quick $(PYTEST_ARGS)
+
+test-all: build $(VENV)/.stamp-dev asan tsan
+	@PY=$(PY) JOBS=$(JOBS) tools/run_tests.sh all $(PYTEST_ARGS)
+
+asan tsan: $(TORCH_STAMP)
+	@mkdir -p build && tools/ensure_catch2.sh
+	@$(LOCK) cmake --preset $@ $(CONFIGURE) >build/configure-$@.log 2>&1 || { cat build/configure-$@.log; exit 1; }
+	$(LOCK) cmake --build build/$@ -j$(JOBS) --target meshcast_tests
+	build/$@/meshcast_tests
+
+demo: build $(VENV)/.stamp-dev
+	PYTHON=$(PY) examples/gpt/demo.sh
+
+bench: build $(VENV)/.stamp-dev
+	PYTHON=$(PY) benchmarks/run.sh
+
+# ---- style -----------------------------------------------------------------------------------------------
+
+lint: configure $(VENV)/.stamp-lint
+	@$(PY) tools/lint.py --jobs $(JOBS)
+
+format: $(VENV)/.stamp-lint
+	$(VENV)/bin/ruff check --fix-only -q . ; $(VENV)/bin/ruff format -q .
+	find csrc tests/cpp \( -name '*.h' -o -name '*.cpp' \) -print0 | xargs -0 $(VENV)/bin/clang-format -i
 
 clean:
-	rm -rf build python/meshcast/_C*.so
+	rm -rf build dist python/meshcast/_C*.so python/meshcast/_build_info.py python/*.egg-info

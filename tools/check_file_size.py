@@ -1,0 +1,50 @@
+"""Refuses source and test files that are too long to read at one go.
+
+A file above 400 lines deserves a second thought (printed, not refused); 600 is the limit, for tests as well.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SUFFIXES = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh", ".sh", ".cmake"}
+WARN_LINES = 400
+MAX_LINES = 600
+
+
+def long_files(root: Path, threshold: int) -> list[tuple[int, str]]:
+    """(lines, path) of the files known to git, or new and not ignored, that are longer than `threshold` lines."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=root,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    found = []
+    for name in filter(None, listing.stdout.split("\0")):
+        path = root / name
+        if path.suffix in SUFFIXES and path.is_file():
+            with path.open("rb") as file:
+                lines = sum(1 for _ in file)
+            if lines > threshold:
+                found.append((lines, name))
+    return sorted(found, reverse=True)
+
+
+def main() -> int:
+    root = Path(__file__).resolve().parent.parent
+    status = 0
+    for lines, name in long_files(root, WARN_LINES):
+        if lines > MAX_LINES:
+            status = 1
+            print(f"{name}: {lines} lines, the limit is {MAX_LINES}: split it by idea")
+        else:
+            print(f"{name}: {lines} lines (above {WARN_LINES}: think about splitting it)")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

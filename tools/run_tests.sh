@@ -1,0 +1,30 @@
+#!/bin/bash
+# Runs the C++ tests, then pytest, and ends with the counts of both.
+#   run_tests.sh quick|all [pytest arguments]
+# Both suites always run, so that one report shows every failure; the exit status is that of the worse one.
+set -u
+scope=$1
+shift
+py=${PY:-.venv/bin/python}
+status=0
+
+if tools/ensure_catch2.sh; then
+  # The build folder may have been configured before Catch2 came.
+  [ -e build/release/meshcast_tests ] || cmake build/release >/dev/null || status=1
+  flock build/.lock cmake --build build/release -j"${JOBS:-2}" --target meshcast_tests || status=1
+  [ $status = 0 ] && { build/release/meshcast_tests | tee build/cpp_tests.log; status=${PIPESTATUS[0]}; }
+  cpp_result=$([ $status = 0 ] && tail -n 3 build/cpp_tests.log | grep -m1 . || echo "FAILED")
+  # A suite without a single case would pass silently.
+  case $cpp_result in *"No tests ran"*) status=1 ;; esac
+elif [ "${MESHCAST_ALLOW_NO_CATCH2:-0}" = 1 ]; then
+  cpp_result="NOT RUN: Catch2 is missing, allowed by MESHCAST_ALLOW_NO_CATCH2=1"
+else
+  cpp_result="NOT RUN: Catch2 is missing"
+  status=1
+fi
+
+selection=()
+[ "$scope" = quick ] && selection=(-m "not slow")
+"$py" -m pytest "${selection[@]}" "$@" || status=1
+echo "C++ tests: $cpp_result"
+exit $status
