@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "backend/bulletin.h"
+#include "transport/transport.h"
+
+namespace meshcast {
+
+// Who a private group is: its global ranks in ascending order and which of them this process is.
+struct GroupIdentity {
+  std::vector<int32_t> ranks;
+  int32_t rank = -1;
+  std::string name;
+};
+
+// One call as the ranks number it.
+struct CallId {
+  int32_t lane = 0;
+  int64_t ordinal = 0;
+};
+
+// Blocks until every rank of the group has posted the same descriptor for this call, and returns the slot
+// that the first rank gave to it. Moves no tensor data. `offered_slot` counts on the first rank only.
+// Throws PlanMismatch with both sides where descriptors differ or a rank rejected its arguments, and
+// DeadlineExceeded naming the ranks that did not call.
+int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const std::string& descriptor,
+              int32_t offered_slot, TimePoint deadline, double limit_seconds);
+
+// Compares what others posted for a call with this rank's descriptor. Returns the ranks that have posted
+// nothing; throws PlanMismatch as above.
+std::vector<int32_t> compare_postings(Bulletin& bulletin, const GroupIdentity& group, CallId call,
+                                      const std::string& descriptor);
+
+// "[1, 4, 5]"
+std::string format_ranks(const std::vector<int32_t>& ranks);
+
+}  // namespace meshcast

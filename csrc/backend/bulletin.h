@@ -1,0 +1,45 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace meshcast {
+
+// What a rank says about one call of one lane: what it called, or that it refused its own arguments.
+struct Posting {
+  bool rejected = false;
+  int32_t slot = -1;  // number the group's first rank gives to this descriptor; -1 from the others
+  std::string text;   // descriptor, or the reason of the rejection
+};
+
+// Why the group is broken, as told by the rank that saw it first.
+struct Cause {
+  int32_t kind = 0;      // ErrorKind
+  int32_t reporter = -1;  // global ranks
+  int32_t peer = -1;
+  std::string text;
+};
+
+// The group's notice board in the rendezvous store: postings by (lane, ordinal, rank) and one first cause.
+// Plain text, bounded, nothing executed. Owns a connection of its own, so that a thread blocked on another
+// connection never holds it up. Every call may throw what the store throws.
+class Bulletin {
+ public:
+  explicit Bulletin(const c10::intrusive_ptr<c10d::Store>& store) : store_(store->clone()) {}
+
+  void post(int32_t lane, int64_t ordinal, int32_t rank, const Posting& posting);
+  std::optional<Posting> read(int32_t lane, int64_t ordinal, int32_t rank);
+  void erase(int32_t lane, int64_t ordinal, int32_t rank);
+
+  // Returns the cause that counts: this one, or the one that another rank wrote before.
+  Cause settle_cause(const Cause& cause);
+  std::optional<Cause> read_cause();
+
+ private:
+  c10::intrusive_ptr<c10d::Store> store_;
+};
+
+}  // namespace meshcast

@@ -1,0 +1,169 @@
+#include "backend/reshard_group.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "backend/tensor_memory.h"
+#include "transport/c10d_transport.h"
+
+namespace meshcast {
+namespace {
+
+constexpr size_t kCompiledPlans = 128;  // programs kept per group
+
+TimePoint deadline_after(double seconds) {
+  // Capped at a year, so that "no limit" in any spelling cannot overflow the clock.
+  const double capped = std::min(seconds, 365.0 * 24 * 3600);
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(capped));
+}
+
+std::optional<std::vector<int64_t>> local_shape(const Layout& layout, const std::vector<int64_t>& shape,
+                                                int32_t rank) {
+  const auto& ranks = layout.mesh.ranks;
+  const auto it = std::find(ranks.begin(), ranks.end(), rank);
+  if (it == ranks.end()) return std::nullopt;
+  return shards(layout, shape)[static_cast<size_t>(it - ranks.begin())].local_shape;
+}
+
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    return e.what();
+  }
+}
+
+}  // namespace
+
+ReshardGroup::ReshardGroup(c10::intrusive_ptr<c10d::Backend> backend, const c10::intrusive_ptr<c10d::Store>& store,
+                           GroupIdentity identity)
+    : identity_(std::move(identity)),
+      backend_(std::move(backend)),
+      agreement_bulletin_(store),
+      bin_(std::make_shared<RecycleBin>()) {
+  engine_ = std::make_unique<Engine>(
+      make_c10d_transport(backend_),
+      [this](int peer, const TransportError& error, const std::shared_ptr<Run>& run) {
+        watcher_->transport_failed(peer, error, run);
+      });
+  watcher_ = std::make_unique<Watcher>(*engine_, identity_, store);
+}
+
+ReshardGroup::~ReshardGroup() { shutdown(); }
+
+int32_t ReshardGroup::agree_on(CallId call, const std::string& descriptor, double timeout_seconds) {
+  refuse_if_failed();
+  const std::lock_guard lock(agree_mutex_);
+  const int32_t slot = agree(agreement_bulletin_, identity_, call, descriptor, next_slot_,
+                             deadline_after(timeout_seconds), timeout_seconds);
+  ++next_slot_;
+  // That everybody agreed on this call means that everybody has read what was posted for the one before.
+  if (last_agreed_) agreement_bulletin_.erase(last_agreed_->lane, last_agreed_->ordinal, identity_.rank);
+  last_agreed_ = call;
+  return slot;
+}
+
+void ReshardGroup::reject(CallId call, const std::string& message) {
+  const std::lock_guard lock(agree_mutex_);
+  agreement_bulletin_.post(call.lane, call.ordinal, identity_.rank, {true, -1, message});
+}
+
+std::shared_ptr<const ReshardGroup::Compiled> ReshardGroup::compile(const std::shared_ptr<const Plan>& plan) {
+  const std::lock_guard lock(mutex_);
+  const auto hit =
+      std::find_if(compiled_.begin(), compiled_.end(), [&](const auto& entry) { return entry->plan == plan; });
+  if (hit != compiled_.end()) {
+    compiled_.splice(compiled_.begin(), compiled_, hit);
+    return compiled_.front();
+  }
+  auto entry = std::make_shared<Compiled>();
+  entry->plan = plan;
+  entry->program = std::make_shared<const Program>(project(*plan, identity_.rank, identity_.ranks));
+  for (const Problem& problem : plan->problems) {
+    entry->source_shapes.push_back(local_shape(problem.src, problem.shape, identity_.rank));
+    entry->destination_shapes.push_back(local_shape(problem.dst, problem.shape, identity_.rank));
+  }
+  compiled_.push_front(entry);
+  if (compiled_.size() > kCompiledPlans) compiled_.pop_back();
+  return entry;
+}
+
+c10::intrusive_ptr<c10d::Work> ReshardGroup::start(const std::shared_ptr<const Plan>& plan, StartArgs args) {
+  bin_->empty();
+  refuse_if_failed();
+  const auto compiled = compile(plan);
+  const size_t n = plan->problems.size();
+  if (args.source.size() != n || args.destination.size() != n) {
+    throw LayoutError(fmt::format("the plan has {} tensors, given are {} sources and {} destinations", n,
+                                  args.source.size(), args.destination.size()));
+  }
+  Buffers buffers;
+  RecycleBin::Bag bag;
+  std::vector<at::Tensor> outputs;
+  for (size_t i = 0; i < n; ++i) {
+    const int64_t element_bytes = plan->problems[i].element_bytes;
+    const auto& src = args.source[i];
+    const auto& dst = args.destination[i];
+    buffers.source.push_back(source_memory(src, compiled->source_shapes[i], element_bytes, i));
+    buffers.destination.push_back(destination_memory(dst, compiled->destination_shapes[i], element_bytes, i));
+    refuse_overlap(src, dst, i);
+    if (src) bag.tensors.push_back(*src);
+    if (dst) bag.tensors.push_back(*dst);
+    if (dst) outputs.push_back(*dst);
+  }
+  buffers.keepalive = bin_->bag(std::move(bag));
+  const auto sequence = static_cast<uint64_t>(args.label.ordinal);
+  const auto run = engine_->start(compiled->program, std::move(buffers), std::move(args.label),
+                                  deadline_after(args.timeout_seconds));
+  watcher_->wake();
+  return c10::make_intrusive<ReshardWork>(identity_.rank, run, bin_, std::move(outputs), sequence);
+}
+
+void ReshardGroup::refuse_if_failed() const {
+  const auto cause = error();
+  if (!cause) return;
+  throw raise_context(ErrorKind::Aborted,
+                      fmt::format("rank {}: group {} was aborted by an earlier failure: {}. Destroy the process group and "
+                                  "build it again.",
+                                  identity_.rank, identity_.name, *cause));
+}
+
+Error ReshardGroup::raise_context(ErrorKind kind, const std::string& text) const {
+  ErrorContext context;
+  context.rank = identity_.rank;
+  context.op = "reshard";
+  context.phase = "start";
+  return {kind, text, context};
+}
+
+void ReshardGroup::abort(const std::string& reason) {
+  if (!error()) watcher_->abort(reason);
+}
+
+std::optional<std::string> ReshardGroup::error() const {
+  const auto error = engine_->error();
+  if (!error) return std::nullopt;
+  return text_of(error);
+}
+
+void ReshardGroup::shutdown() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (shut_down_) return;
+    shut_down_ = true;
+  }
+  watcher_->stop();
+  engine_->shutdown(std::make_exception_ptr(
+      raise_context(ErrorKind::Aborted, fmt::format("rank {}: group {} was shut down", identity_.rank, identity_.name))));
+  {
+    const std::lock_guard lock(mutex_);
+    compiled_.clear();
+  }
+  bin_->empty();
+  backend_.reset();
+}
+
+}  // namespace meshcast

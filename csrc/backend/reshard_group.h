@@ -1,0 +1,85 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "backend/agreement.h"
+#include "backend/reshard_work.h"
+#include "backend/watcher.h"
+#include "exec/engine.h"
+#include "plan/plan.h"
+
+namespace meshcast {
+
+// What one start() is given besides the plan.
+struct StartArgs {
+  RunLabel label;
+  std::vector<std::optional<at::Tensor>> source;       // by problem; none where this rank holds nothing
+  std::vector<std::optional<at::Tensor>> destination;  // likewise
+  double timeout_seconds = 0;
+};
+
+// One private group: the ranks that take part in a transfer, with connections of their own that no user
+// operation shares. Owns the engine that runs programs and the watcher that ends them when something breaks.
+// Thread-safe. No method may be called with the GIL held; start() never blocks on another rank.
+class ReshardGroup {
+ public:
+  ReshardGroup(c10::intrusive_ptr<c10d::Backend> backend, const c10::intrusive_ptr<c10d::Store>& store,
+               GroupIdentity identity);
+  ~ReshardGroup();
+
+  // Returns the slot for `descriptor`; see agreement.h. Blocks.
+  int32_t agree_on(CallId call, const std::string& descriptor, double timeout_seconds);
+
+  // Tells the ranks that wait for this call that this rank refused its own arguments.
+  void reject(CallId call, const std::string& message);
+
+  // Throws LayoutError where a tensor does not fit the plan, before anything is enqueued, and AbortedError
+  // with the first cause where the group has failed.
+  c10::intrusive_ptr<c10d::Work> start(const std::shared_ptr<const Plan>& plan, StartArgs args);
+
+  void abort(const std::string& reason);
+  std::optional<std::string> error() const;  // the first cause
+  void shutdown();                           // any state, idempotent
+
+ private:
+  // A plan projected on this rank, with what the tensors must look like.
+  struct Compiled {
+    std::shared_ptr<const Plan> plan;
+    std::shared_ptr<const Program> program;
+    std::vector<std::optional<std::vector<int64_t>>> source_shapes;  // none: not in that mesh
+    std::vector<std::optional<std::vector<int64_t>>> destination_shapes;
+  };
+
+  std::shared_ptr<const Compiled> compile(const std::shared_ptr<const Plan>& plan);
+  void refuse_if_failed() const;
+  Error raise_context(ErrorKind kind, const std::string& text) const;
+
+  const GroupIdentity identity_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  Bulletin agreement_bulletin_;
+  const std::shared_ptr<RecycleBin> bin_;
+  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<Watcher> watcher_;
+
+  mutable std::mutex mutex_;
+  std::list<std::shared_ptr<const Compiled>> compiled_;  // most recently used first
+  bool shut_down_ = false;
+
+  std::mutex agree_mutex_;  // one agreement at a time
+  int32_t next_slot_ = 0;
+  std::optional<CallId> last_agreed_;
+};
+
+}  // namespace meshcast

@@ -1,0 +1,96 @@
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "backend/process_group.h"
+#include "backend/reshard_group.h"
+#include "backend/reshard_work.h"
+#include "binding/bind.h"
+#include "plan/plan.h"
+
+namespace meshcast {
+namespace {
+
+// Limits come from Python as seconds. Zero and negative ones have expired already; NaN is a mistake.
+double checked_timeout(double seconds) {
+  if (std::isnan(seconds)) throw LayoutError("timeout must be a number of seconds, found NaN");
+  return std::max(seconds, 0.0);
+}
+
+py::dict stats_of(const c10::intrusive_ptr<c10d::Work>& work) {
+  const auto* reshard = dynamic_cast<const ReshardWork*>(work.get());
+  if (!reshard) throw LayoutError("stats are kept for works that ReshardGroup.start returned");
+  const Run& run = reshard->run();
+  py::dict out;
+  out["bytes_sent"] = run.program().bytes_sent;
+  out["bytes_received"] = run.program().bytes_received;
+  out["seconds"] = run.seconds();
+  return out;
+}
+
+using OptionalTensors = std::vector<std::optional<at::Tensor>>;
+
+}  // namespace
+
+// Every method that may block or free tensors runs without the GIL; the engine's threads never take it.
+void bind_runtime(py::module_& m) {
+  py::module_::import("torch.distributed");  // registers Backend, Store and Work
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+
+  py::class_<ReshardGroup, std::shared_ptr<ReshardGroup>>(m, "ReshardGroup")
+      .def(py::init([](c10::intrusive_ptr<c10d::Backend> backend, const c10::intrusive_ptr<c10d::Store>& store,
+                       std::vector<int32_t> ranks, int32_t rank, std::string name) {
+             // The deleter joins threads, which must not wait for the GIL that the interpreter holds here.
+             return std::shared_ptr<ReshardGroup>(
+                 new ReshardGroup(std::move(backend), store, {std::move(ranks), rank, std::move(name)}),
+                 [](ReshardGroup* group) {
+                   if (PyGILState_Check() != 0) {
+                     const py::gil_scoped_release release;
+                     delete group;
+                   } else {
+                     delete group;
+                   }
+                 });
+           }),
+           py::arg("backend"), py::arg("store"), py::arg("ranks"), py::arg("rank"), py::arg("name"))
+      .def(
+          "agree",
+          [](ReshardGroup& self, int32_t lane, int64_t ordinal, const std::string& descriptor, double timeout) {
+            return self.agree_on({lane, ordinal}, descriptor, checked_timeout(timeout));
+          },
+          py::arg("lane"), py::arg("ordinal"), py::arg("descriptor"), py::arg("timeout"), NoGil())
+      .def(
+          "reject",
+          [](ReshardGroup& self, int32_t lane, int64_t ordinal, const std::string& message) {
+            self.reject({lane, ordinal}, message);
+          },
+          py::arg("lane"), py::arg("ordinal"), py::arg("message"), NoGil())
+      .def(
+          "start",
+          [](ReshardGroup& self, const std::shared_ptr<Plan>& plan, int32_t slot, int32_t run, bool reverse,
+             int32_t lane, int64_t ordinal, std::string descriptor, OptionalTensors src, OptionalTensors dst,
+             double timeout, std::string op) {
+            RunLabel label{slot, run, reverse, lane, ordinal, std::move(descriptor), std::move(op)};
+            return self.start(plan, {std::move(label), std::move(src), std::move(dst), checked_timeout(timeout)});
+          },
+          py::arg("plan"), py::kw_only(), py::arg("slot"), py::arg("run"), py::arg("reverse"), py::arg("lane"),
+          py::arg("ordinal"), py::arg("descriptor"), py::arg("src"), py::arg("dst"), py::arg("timeout"),
+          py::arg("op"), NoGil())
+      .def("stats", [](ReshardGroup&, const c10::intrusive_ptr<c10d::Work>& work) { return stats_of(work); })
+      .def("abort", &ReshardGroup::abort, py::arg("reason"), NoGil())
+      .def("error", &ReshardGroup::error, NoGil())
+      .def("shutdown", &ReshardGroup::shutdown, NoGil());
+
+  py::class_<ProcessGroupMeshcast, c10d::Backend, c10::intrusive_ptr<ProcessGroupMeshcast>>(m, "ProcessGroupMeshcast")
+      .def(py::init<c10::intrusive_ptr<c10d::Backend>, int, int>(), py::arg("inner"), py::arg("rank"),
+           py::arg("size"), NoGil())
+      .def_property_readonly("inner", &ProcessGroupMeshcast::inner);
+}
+
+}  // namespace meshcast

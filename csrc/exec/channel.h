@@ -1,0 +1,102 @@
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "exec/run.h"
+#include "transport/transport.h"
+
+namespace meshcast {
+
+// Messages that a channel keeps posted at a time. Both ends of a pair use the same number: a sender never
+// issues a message whose receive is not within the receiver's window, so no slot waits for a message that
+// can only be posted after it.
+inline constexpr size_t kWindow = 4;
+
+// Called by a channel's thread when a request failed; the channel then stops.
+using ChannelFailure = std::function<void(int peer, const TransportError& error, const std::shared_ptr<Run>& run)>;
+
+// Everything that comes from one peer in one lane, in start order of the runs and plan order within a run.
+// A receive depends on nothing but its sender: what arrives is put into place at once and forwards are read
+// from there, so receiving never waits for sending and no cycle of full buffers can form.
+class InChannel {
+ public:
+  using Arrived = std::function<void(const std::shared_ptr<Run>& run, const RecvOp& op)>;
+
+  InChannel(std::shared_ptr<Transport> transport, int peer, Arrived arrived, ChannelFailure failure);
+  ~InChannel();
+
+  void enqueue(const std::shared_ptr<Run>& run, const std::vector<const RecvOp*>& ops);
+  void close();  // aborts what is posted and drops the rest; any thread, idempotent, does not wait
+
+ private:
+  struct Entry {
+    std::shared_ptr<Run> run;
+    const RecvOp* op = nullptr;
+    std::unique_ptr<Request> request;   // null: not posted yet
+    std::vector<std::byte> staging;     // empty: straight into the destination
+  };
+
+  void post_locked();
+  void loop();
+  void drop(std::deque<Entry> entries);
+
+  const std::shared_ptr<Transport> transport_;
+  const int peer_;
+  const Arrived arrived_;
+  const ChannelFailure failure_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Entry> entries_;  // the first posted_ are posted
+  size_t posted_ = 0;
+  std::vector<std::vector<std::byte>> pool_;  // staging buffers to reuse, at most kWindow
+  bool closed_ = false;
+  std::thread thread_;
+};
+
+// Everything that goes to one peer in one lane. A message is issued as soon as its data is there and it is
+// within the window, by whichever thread learns of it first; the channel's own thread only waits.
+class OutChannel {
+ public:
+  OutChannel(std::shared_ptr<Transport> transport, int peer, ChannelFailure failure);
+  ~OutChannel();
+
+  // Returns the sequence number of the first op; the others follow in order.
+  int64_t enqueue(const std::shared_ptr<Run>& run, const std::vector<const SendOp*>& ops);
+  void mark_ready(int64_t sequence);
+  void pump();  // issues what may be issued
+  void close();
+
+ private:
+  enum class State : uint8_t { Waiting, Ready, Packing, Issued };
+  struct Entry {
+    std::shared_ptr<Run> run;
+    const SendOp* op = nullptr;
+    State state = State::Waiting;
+    std::unique_ptr<Request> request;
+    std::vector<std::byte> staging;
+  };
+
+  void loop();
+  void drop(std::deque<Entry> entries);
+
+  const std::shared_ptr<Transport> transport_;
+  const int peer_;
+  const ChannelFailure failure_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Entry> entries_;
+  int64_t first_ = 0;  // sequence number of entries_.front()
+  std::vector<std::vector<std::byte>> pool_;
+  bool closed_ = false;
+  std::thread thread_;
+};
+
+}  // namespace meshcast

@@ -1,0 +1,114 @@
+#include <utility>
+
+#include "exec/channel.h"
+
+namespace meshcast {
+namespace {
+
+// Deadlines are the watcher's business, which knows the first cause; a wait lasts this much longer so that
+// it is never the transport that tears the group down at the deadline.
+constexpr auto kWaitSlack = std::chrono::seconds(10);
+
+}  // namespace
+
+InChannel::InChannel(std::shared_ptr<Transport> transport, int peer, Arrived arrived, ChannelFailure failure)
+    : transport_(std::move(transport)), peer_(peer), arrived_(std::move(arrived)), failure_(std::move(failure)) {
+  thread_ = std::thread([this] { loop(); });
+}
+
+InChannel::~InChannel() {
+  close();
+  thread_.join();
+}
+
+void InChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const RecvOp*>& ops) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return;
+  for (const RecvOp* op : ops) entries_.push_back({run, op, nullptr, {}});
+  post_locked();
+  changed_.notify_all();
+}
+
+void InChannel::post_locked() {
+  while (!closed_ && posted_ < kWindow && posted_ < entries_.size()) {
+    Entry& entry = entries_[posted_];
+    entry.run->pin();
+    std::byte* data = nullptr;
+    if (!entry.run->direct(entry.op->parts, &data)) {
+      if (!pool_.empty()) {
+        entry.staging = std::move(pool_.back());
+        pool_.pop_back();
+      }
+      entry.staging.resize(static_cast<size_t>(entry.op->nbytes));
+      data = entry.staging.data();
+    }
+    entry.request =
+        transport_->recv(peer_, message_tag(entry.run->label(), entry.op->index), data, entry.op->nbytes);
+    ++posted_;
+  }
+}
+
+void InChannel::loop() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] { return closed_ || posted_ > 0; });
+    if (closed_) break;
+    // Only this thread pops, and a deque keeps references across push_back.
+    Entry& front = entries_.front();
+    lock.unlock();
+    try {
+      front.request->wait(front.run->deadline() + kWaitSlack);
+    } catch (const TransportError& error) {
+      failure_(peer_, error, front.run);
+      lock.lock();
+      changed_.wait(lock, [this] { return closed_; });
+      break;
+    }
+    lock.lock();
+    Entry done = std::move(entries_.front());
+    entries_.pop_front();
+    --posted_;
+    post_locked();  // the next message travels while this one is unpacked
+    lock.unlock();
+
+    done.request.reset();
+    const std::byte* packed = done.staging.data();
+    if (!done.staging.empty()) {
+      for (int32_t i = done.op->parts.begin; i < done.op->parts.end; ++i) {
+        const StridedView view = done.run->view(done.run->part(i));
+        unpack(packed, view);
+        packed += view.nbytes();
+      }
+    }
+    arrived_(done.run, *done.op);
+    done.run->complete_ops(1, done.op->nbytes);
+    done.run->unpin();
+    done.run.reset();
+
+    lock.lock();
+    if (!done.staging.empty() && pool_.size() < kWindow) pool_.push_back(std::move(done.staging));
+  }
+  std::deque<Entry> rest = std::move(entries_);
+  entries_.clear();
+  posted_ = 0;
+  lock.unlock();
+  drop(std::move(rest));
+}
+
+void InChannel::drop(std::deque<Entry> entries) {
+  for (Entry& entry : entries) {
+    if (!entry.request) continue;
+    entry.request.reset();
+    entry.run->unpin();
+  }
+}
+
+void InChannel::close() {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return;
+  closed_ = true;
+  for (size_t i = 0; i < posted_; ++i) entries_[i].request->abort();
+  changed_.notify_all();
+}
+
+}  // namespace meshcast

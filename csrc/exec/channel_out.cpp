@@ -1,0 +1,146 @@
+#include <algorithm>
+#include <utility>
+
+#include "exec/channel.h"
+
+namespace meshcast {
+namespace {
+
+constexpr auto kWaitSlack = std::chrono::seconds(10);  // as in channel_in.cpp
+
+}  // namespace
+
+OutChannel::OutChannel(std::shared_ptr<Transport> transport, int peer, ChannelFailure failure)
+    : transport_(std::move(transport)), peer_(peer), failure_(std::move(failure)) {
+  thread_ = std::thread([this] { loop(); });
+}
+
+OutChannel::~OutChannel() {
+  close();
+  thread_.join();
+}
+
+int64_t OutChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const SendOp*>& ops) {
+  const std::lock_guard lock(mutex_);
+  const int64_t sequence = first_ + static_cast<int64_t>(entries_.size());
+  if (closed_) return sequence;
+  for (const SendOp* op : ops) {
+    entries_.push_back({run, op, op->forward ? State::Waiting : State::Ready, nullptr, {}});
+  }
+  changed_.notify_all();
+  return sequence;
+}
+
+void OutChannel::mark_ready(int64_t sequence) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    entries_[static_cast<size_t>(sequence - first_)].state = State::Ready;
+  }
+  pump();
+}
+
+void OutChannel::pump() {
+  std::unique_lock lock(mutex_);
+  while (!closed_) {
+    Entry* next = nullptr;
+    for (size_t i = 0; i < std::min(kWindow, entries_.size()) && !next; ++i) {
+      if (entries_[i].state == State::Ready) next = &entries_[i];
+    }
+    if (!next) return;
+    next->state = State::Packing;  // nobody pops or issues it meanwhile
+    next->run->pin();
+    if (!pool_.empty()) {
+      next->staging = std::move(pool_.back());
+      pool_.pop_back();
+    }
+    lock.unlock();
+
+    std::byte* data = nullptr;
+    if (!next->run->direct(next->op->parts, &data)) {
+      next->staging.resize(static_cast<size_t>(next->op->nbytes));
+      data = next->staging.data();
+      std::byte* out = data;
+      for (int32_t i = next->op->parts.begin; i < next->op->parts.end; ++i) {
+        const StridedView view = next->run->view(next->run->part(i));
+        pack(view, out);
+        out += view.nbytes();
+      }
+    }
+    auto request = transport_->send(peer_, message_tag(next->run->label(), next->op->index), data, next->op->nbytes);
+
+    lock.lock();
+    next->request = std::move(request);
+    next->state = State::Issued;
+    if (closed_) next->request->abort();  // close() could not see it
+    changed_.notify_all();
+  }
+}
+
+void OutChannel::loop() {
+  std::unique_lock lock(mutex_);
+  const auto front_issued = [this] { return !entries_.empty() && entries_.front().state == State::Issued; };
+  const auto any_ready = [this] {
+    const auto end = entries_.begin() + static_cast<int64_t>(std::min(kWindow, entries_.size()));
+    return std::any_of(entries_.begin(), end, [](const Entry& e) { return e.state == State::Ready; });
+  };
+  for (;;) {
+    changed_.wait(lock, [&] { return closed_ || front_issued() || any_ready(); });
+    if (closed_) break;
+    if (any_ready()) {
+      lock.unlock();
+      pump();
+      lock.lock();
+      continue;
+    }
+    Entry& front = entries_.front();
+    lock.unlock();
+    try {
+      front.request->wait(front.run->deadline() + kWaitSlack);
+    } catch (const TransportError& error) {
+      failure_(peer_, error, front.run);
+      lock.lock();
+      changed_.wait(lock, [this] { return closed_; });
+      break;
+    }
+    lock.lock();
+    Entry done = std::move(entries_.front());
+    entries_.pop_front();
+    ++first_;
+    if (done.staging.capacity() > 0 && pool_.size() < kWindow) pool_.push_back(std::move(done.staging));
+    lock.unlock();
+    done.request.reset();
+    pump();
+    done.run->complete_ops(1, 0);
+    done.run->unpin();
+    done.run.reset();
+    lock.lock();
+  }
+  changed_.wait(lock, [this] {
+    return std::none_of(entries_.begin(), entries_.end(), [](const Entry& e) { return e.state == State::Packing; });
+  });
+  std::deque<Entry> rest = std::move(entries_);
+  entries_.clear();
+  lock.unlock();
+  drop(std::move(rest));
+}
+
+void OutChannel::drop(std::deque<Entry> entries) {
+  for (Entry& entry : entries) {
+    if (entry.state != State::Issued) continue;
+    entry.request.reset();
+    entry.run->unpin();
+  }
+}
+
+void OutChannel::close() {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return;
+  closed_ = true;
+  for (Entry& entry : entries_) {
+    if (entry.state == State::Issued) entry.request->abort();
+  }
+  changed_.notify_all();
+}
+
+}  // namespace meshcast

@@ -1,0 +1,152 @@
+#include "exec/engine.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace meshcast {
+namespace {
+
+// Messages up to this size are packed and issued by the caller of start(): waking a thread would cost more.
+constexpr int64_t kInlineBytes = 64 * 1024;
+
+}  // namespace
+
+Engine::Engine(std::shared_ptr<Transport> transport, ChannelFailure failure)
+    : transport_(std::move(transport)), failure_(std::move(failure)) {}
+
+Engine::~Engine() { shutdown(std::make_exception_ptr(TransportError(TransportError::Cause::Aborted, "shut down"))); }
+
+std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label,
+                                   TimePoint deadline) {
+  const auto run = std::make_shared<Run>(program, std::move(buffers), std::move(label), deadline);
+  const int32_t lane = run->label().lane;
+
+  std::map<int, std::vector<const RecvOp*>> recvs;
+  std::map<int, std::vector<const SendOp*>> sends;
+  std::map<int, std::vector<size_t>> send_index;
+  for (const RecvOp& op : program->recvs) recvs[op.peer].push_back(&op);
+  for (size_t i = 0; i < program->sends.size(); ++i) {
+    sends[program->sends[i].peer].push_back(&program->sends[i]);
+    send_index[program->sends[i].peer].push_back(i);
+  }
+
+  std::vector<OutChannel*> to_pump;
+  {
+    // Held throughout, so that all channels of a lane see the runs in the same order.
+    const std::lock_guard lock(mutex_);
+    if (error_) std::rethrow_exception(error_);
+    runs_.erase(std::remove_if(runs_.begin(), runs_.end(), [](const auto& w) { return w.expired(); }), runs_.end());
+    runs_.push_back(run);
+    run->send_tickets.resize(program->sends.size());
+    // Sends first: a receive that completes at once must find the tickets of its forwards.
+    for (const auto& [peer, ops] : sends) {
+      OutChannel& channel = out_channel_locked({lane, peer});
+      int64_t sequence = channel.enqueue(run, ops);
+      for (const size_t i : send_index[peer]) run->send_tickets[i] = {&channel, sequence++};
+      if (!ops.front()->forward && ops.front()->nbytes <= kInlineBytes) to_pump.push_back(&channel);
+    }
+    for (const auto& [peer, ops] : recvs) in_channel_locked({lane, peer}).enqueue(run, ops);
+  }
+  for (OutChannel* channel : to_pump) channel->pump();
+
+  if (!program->copies.empty()) {
+    const std::lock_guard lock(copy_mutex_);
+    if (!copier_.joinable() && !copy_closed_) copier_ = std::thread([this] { copy_loop(); });
+    run->pin();
+    copy_queue_.push_back(run);
+    copy_changed_.notify_all();
+  }
+  return run;
+}
+
+InChannel& Engine::in_channel_locked(ChannelKey key) {
+  auto& channel = in_[key];
+  if (!channel) {
+    channel = std::make_unique<InChannel>(
+        transport_, key.second,
+        [this](const std::shared_ptr<Run>& run, const RecvOp& op) { forward(run, op); }, failure_);
+  }
+  return *channel;
+}
+
+OutChannel& Engine::out_channel_locked(ChannelKey key) {
+  auto& channel = out_[key];
+  if (!channel) channel = std::make_unique<OutChannel>(transport_, key.second, failure_);
+  return *channel;
+}
+
+void Engine::forward(const std::shared_ptr<Run>& run, const RecvOp& op) {
+  for (const int32_t send : op.forwards) {
+    const SendTicket& ticket = run->send_tickets[static_cast<size_t>(send)];
+    ticket.channel->mark_ready(ticket.sequence);
+  }
+}
+
+void Engine::copy_loop() {
+  std::unique_lock lock(copy_mutex_);
+  for (;;) {
+    copy_changed_.wait(lock, [this] { return copy_closed_ || !copy_queue_.empty(); });
+    if (copy_queue_.empty()) return;
+    const std::shared_ptr<Run> run = std::move(copy_queue_.front());
+    copy_queue_.pop_front();
+    lock.unlock();
+    const auto& copies = run->program().copies;
+    if (!run->failed()) {
+      for (const CopyOp& op : copies) copy(run->view(op.from), run->view(op.to));
+      run->complete_ops(static_cast<int64_t>(copies.size()), 0);
+    }
+    run->unpin();
+    lock.lock();
+  }
+}
+
+void Engine::fail(std::exception_ptr error) {
+  std::vector<std::shared_ptr<Run>> runs;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!error_) error_ = std::move(error);
+    for (const auto& weak : runs_) {
+      if (auto run = weak.lock()) runs.push_back(std::move(run));
+    }
+    for (auto& [key, channel] : in_) channel->close();
+    for (auto& [key, channel] : out_) channel->close();
+    error = error_;
+  }
+  // Without the lock: a run that ends calls back into its users.
+  for (const auto& run : runs) run->fail(error);
+}
+
+std::exception_ptr Engine::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+std::vector<std::shared_ptr<Run>> Engine::in_flight() {
+  std::vector<std::shared_ptr<Run>> out;
+  const std::lock_guard lock(mutex_);
+  for (const auto& weak : runs_) {
+    auto run = weak.lock();
+    if (run && !run->ended()) out.push_back(std::move(run));
+  }
+  return out;
+}
+
+void Engine::shutdown(std::exception_ptr error) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+  }
+  fail(std::move(error));
+  {
+    const std::lock_guard lock(copy_mutex_);
+    copy_closed_ = true;
+    copy_changed_.notify_all();
+  }
+  if (copier_.joinable()) copier_.join();
+  // No start() can add channels any more; their destructors join. In before out: arrivals use the senders.
+  in_.clear();
+  out_.clear();
+}
+
+}  // namespace meshcast

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "exec/channel.h"
+#include "exec/run.h"
+#include "transport/transport.h"
+
+namespace meshcast {
+
+// Executes programs of one private group. start() only enqueues; the work is done by one thread per
+// (lane, peer) and direction, made when first needed, and one for local copies. Runs interleave freely:
+// each has messages of its own, and a lane never waits for another.
+class Engine {
+ public:
+  // `failure` hears of every transport error, once per channel, from the channel's thread. It decides what
+  // the error means and calls fail(); until then the runs concerned stand still.
+  Engine(std::shared_ptr<Transport> transport, ChannelFailure failure);
+  ~Engine();
+
+  // Throws what fail() was given if the engine has failed.
+  std::shared_ptr<Run> start(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label,
+                             TimePoint deadline);
+
+  // Ends every run in flight with `error` and refuses new ones. The first call counts. Any thread.
+  void fail(std::exception_ptr error);
+
+  std::exception_ptr error() const;
+  std::vector<std::shared_ptr<Run>> in_flight();
+
+  // fail() with `error` if runs are left, then joins all threads. Not from a thread of the engine.
+  void shutdown(std::exception_ptr error);
+
+ private:
+  using ChannelKey = std::pair<int32_t, int>;  // lane, peer
+
+  InChannel& in_channel_locked(ChannelKey key);
+  OutChannel& out_channel_locked(ChannelKey key);
+  void forward(const std::shared_ptr<Run>& run, const RecvOp& op);
+  void copy_loop();
+
+  const std::shared_ptr<Transport> transport_;
+  const ChannelFailure failure_;
+
+  mutable std::mutex mutex_;
+  std::map<ChannelKey, std::unique_ptr<InChannel>> in_;
+  std::map<ChannelKey, std::unique_ptr<OutChannel>> out_;
+  std::vector<std::weak_ptr<Run>> runs_;
+  std::exception_ptr error_;
+  bool closed_ = false;
+
+  std::mutex copy_mutex_;
+  std::condition_variable copy_changed_;
+  std::deque<std::shared_ptr<Run>> copy_queue_;
+  bool copy_closed_ = false;
+  std::thread copier_;
+};
+
+}  // namespace meshcast

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "layout/box.h"
+#include "plan/plan.h"
+
+namespace meshcast {
+
+// Which of a rank's two local tensors of a problem.
+enum class Side : uint8_t { Source, Destination };
+
+// A box of one local tensor, by local index. Becomes a StridedView once the tensors are known.
+struct Part {
+  int32_t tensor = 0;
+  Side side = Side::Source;
+  int8_t ndim = 0;
+  int64_t element_bytes = 0;
+  std::array<int64_t, kMaxDims> at{};
+  std::array<int64_t, kMaxDims> extent{};
+};
+
+// Parts [begin, end) of Program::parts, packed one after the other on the wire.
+struct PartRange {
+  int32_t begin = 0;
+  int32_t end = 0;
+};
+
+struct RecvOp {
+  int32_t peer = -1;  // group-local rank
+  int32_t index = 0;  // number of this hop between the two ranks, the same on both sides
+  int64_t nbytes = 0;
+  PartRange parts;                // where it goes
+  std::vector<int32_t> forwards;  // indices into Program::sends that wait for it
+};
+
+struct SendOp {
+  int32_t peer = -1;
+  int32_t index = 0;
+  int64_t nbytes = 0;
+  PartRange parts;       // where it is read: the source shard, or the destination once it has arrived
+  bool forward = false;  // becomes ready through a RecvOp, not at the start
+};
+
+struct CopyOp {
+  Part from;
+  Part to;
+};
+
+// What one rank does for one plan, in plan order. Holds no addresses: one program serves every run.
+struct Program {
+  int32_t rank = -1;  // group-local
+  std::vector<Part> parts;
+  std::vector<RecvOp> recvs;
+  std::vector<SendOp> sends;
+  std::vector<CopyOp> copies;
+  int64_t bytes_sent = 0;
+  int64_t bytes_received = 0;
+};
+
+// Projects a plan on one rank. `rank` and `group` are global ranks; `group` ascends and holds every rank of
+// the plan. Throws Error where the plan asks for what the executor cannot do.
+Program project(const Plan& plan, int32_t rank, const std::vector<int32_t>& group);
+
+}  // namespace meshcast

@@ -1,0 +1,124 @@
+#include "exec/run.h"
+
+#include <utility>
+
+namespace meshcast {
+
+Run::Run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label, TimePoint deadline)
+    : program_(std::move(program)),
+      buffers_(std::move(buffers)),
+      label_(std::move(label)),
+      started_(Clock::now()),
+      deadline_(deadline),
+      remaining_(static_cast<int64_t>(program_->recvs.size() + program_->sends.size() + program_->copies.size())) {
+  if (remaining_ == 0) {
+    ended_ = true;
+    ended_at_ = started_;
+    buffers_.keepalive.reset();
+  }
+}
+
+StridedView Run::view(const Part& part) const {
+  const auto& memories = part.side == Side::Source ? buffers_.source : buffers_.destination;
+  const TensorMemory& memory = memories[static_cast<size_t>(part.tensor)];
+  StridedView view{memory.data, part.ndim, part.element_bytes, part.extent, memory.stride};
+  for (int d = 0; d < part.ndim; ++d) view.data += part.at[d] * memory.stride[d];
+  return view;
+}
+
+bool Run::direct(PartRange range, std::byte** data) const {
+  if (range.end - range.begin != 1) return false;
+  const StridedView whole = view(part(range.begin));
+  if (!whole.contiguous()) return false;
+  *data = whole.data;
+  return true;
+}
+
+void Run::pin() {
+  const std::lock_guard lock(mutex_);
+  ++pins_;
+}
+
+void Run::unpin() {
+  std::unique_lock lock(mutex_);
+  --pins_;
+  end_if_due(std::move(lock), false);
+}
+
+void Run::complete_ops(int64_t count, int64_t received_bytes) {
+  std::unique_lock lock(mutex_);
+  remaining_ -= count;
+  received_bytes_ += received_bytes;
+  end_if_due(std::move(lock), false);
+}
+
+void Run::fail(std::exception_ptr error) {
+  std::unique_lock lock(mutex_);
+  if (ended_ || error_) return;
+  error_ = std::move(error);
+  end_if_due(std::move(lock), false);
+}
+
+void Run::force_end() {
+  std::unique_lock lock(mutex_);
+  end_if_due(std::move(lock), true);
+}
+
+void Run::end_if_due(std::unique_lock<std::mutex> lock, bool forced) {
+  const bool complete = remaining_ == 0 && pins_ == 0 && !error_;
+  const bool given_up = error_ && (pins_ == 0 || forced);
+  if (ended_ || !(complete || given_up)) return;
+  ended_ = true;
+  ended_at_ = Clock::now();
+  const auto callbacks = std::move(callbacks_);
+  callbacks_.clear();
+  // A forced end leaves a request that may still write: the memory then stays with the run for good.
+  std::shared_ptr<void> keepalive = forced ? nullptr : std::move(buffers_.keepalive);
+  lock.unlock();
+  changed_.notify_all();
+  keepalive.reset();
+  for (const auto& callback : callbacks) callback();
+}
+
+bool Run::ended() const {
+  const std::lock_guard lock(mutex_);
+  return ended_;
+}
+
+bool Run::failed() const {
+  const std::lock_guard lock(mutex_);
+  return error_ != nullptr;
+}
+
+bool Run::wait_until(TimePoint limit) const {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_until(lock, limit, [&] { return ended_; });
+}
+
+std::exception_ptr Run::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+int64_t Run::received_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return received_bytes_;
+}
+
+double Run::seconds() const {
+  const std::lock_guard lock(mutex_);
+  return std::chrono::duration<double>((ended_ ? ended_at_ : Clock::now()) - started_).count();
+}
+
+void Run::on_end(std::function<void()> callback) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!ended_) {
+      callbacks_.push_back(std::move(callback));
+      return;
+    }
+  }
+  callback();
+}
+
+}  // namespace meshcast

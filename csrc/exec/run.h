@@ -1,0 +1,115 @@
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "exec/program.h"
+#include "exec/strided.h"
+#include "transport/transport.h"
+
+namespace meshcast {
+
+class OutChannel;
+
+// Where a send of a run waits to be issued.
+struct SendTicket {
+  OutChannel* channel = nullptr;
+  int64_t sequence = 0;
+};
+
+// A local tensor as memory. data is null where the rank holds nothing of it.
+struct TensorMemory {
+  std::byte* data = nullptr;
+  std::array<int64_t, kMaxDims> stride{};  // bytes
+};
+
+// What a run reads and writes, by problem; `keepalive` owns the memory and is dropped once the run has ended.
+struct Buffers {
+  std::vector<TensorMemory> source;
+  std::vector<TensorMemory> destination;
+  std::shared_ptr<void> keepalive;
+};
+
+// Names a run towards the other ranks and in messages.
+struct RunLabel {
+  int32_t slot = 0;      // agreed number of the plan in the group
+  int32_t number = 0;    // how often this slot was started before
+  bool reverse = false;  // backward direction of the same call
+  int32_t lane = 0;
+  int64_t ordinal = 0;     // call number in the lane
+  std::string descriptor;  // what the ranks agreed on, in words
+  std::string op;
+};
+
+// 31 bits that gloo offers: direction 1, slot 10, run 8, hop 12. Runs that disagree differ in slot, so their
+// messages can never match: gloo aborts the process when a message is larger than its buffer.
+// A channel keeps far fewer than 4096 hops in flight and a slot at most kMaxRunsInFlight runs.
+inline constexpr int32_t kMaxRunsInFlight = 256;
+inline int32_t message_tag(const RunLabel& label, int32_t hop_index) {
+  return (label.reverse ? 1 << 30 : 0) | ((label.slot & 0x3FF) << 20) | ((label.number & 0xFF) << 12) |
+         (hop_index & 0xFFF);
+}
+
+// One execution of a program. Threads of the engine report progress; anybody may wait. It ends when every
+// operation is through, or, once failed, when no transport request touches the tensors any more.
+class Run {
+ public:
+  Run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label, TimePoint deadline);
+
+  const Program& program() const { return *program_; }
+  const RunLabel& label() const { return label_; }
+  TimePoint started() const { return started_; }
+  TimePoint deadline() const { return deadline_; }
+
+  StridedView view(const Part& part) const;
+  const Part& part(int32_t index) const { return program_->parts[static_cast<size_t>(index)]; }
+
+  // True, and `data` set, if the parts are one contiguous piece of memory: no packing needed.
+  bool direct(PartRange range, std::byte** data) const;
+
+  void pin();    // a request or a copy that touches the tensors begins ...
+  void unpin();  // ... and ends
+  void complete_ops(int64_t count, int64_t received_bytes);
+  void fail(std::exception_ptr error);  // the first failure counts
+  void force_end();                     // after fail: do not wait for pins any longer
+
+  bool ended() const;
+  bool failed() const;
+  bool wait_until(TimePoint limit) const;  // false: still running at `limit`
+  std::exception_ptr error() const;
+  int64_t received_bytes() const;
+  double seconds() const;  // start to end, or to now
+  void on_end(std::function<void()> callback);  // at once if it has ended
+
+  // One per send of the program; written by Engine::start before the run is known to any other thread.
+  std::vector<SendTicket> send_tickets;
+
+ private:
+  void end_if_due(std::unique_lock<std::mutex> lock, bool forced);
+
+  const std::shared_ptr<const Program> program_;
+  Buffers buffers_;
+  const RunLabel label_;
+  const TimePoint started_;
+  const TimePoint deadline_;
+
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  int64_t remaining_ = 0;
+  int64_t pins_ = 0;
+  int64_t received_bytes_ = 0;
+  bool ended_ = false;
+  TimePoint ended_at_{};
+  std::exception_ptr error_;
+  std::vector<std::function<void()>> callbacks_;
+};
+
+}  // namespace meshcast

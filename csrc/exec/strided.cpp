@@ -1,0 +1,125 @@
+#include "exec/strided.h"
+
+#include <cstring>
+
+namespace meshcast {
+namespace {
+
+// A copy between two strided regions with the dimensions that are jointly dense merged away. What is left
+// is a nest of loops around one innermost run.
+struct CopyNest {
+  int ndim = 0;
+  std::array<int64_t, kMaxDims> extent{};
+  std::array<int64_t, kMaxDims> from_stride{};
+  std::array<int64_t, kMaxDims> to_stride{};
+};
+
+CopyNest merge_dims(const StridedView& from, const StridedView& to) {
+  CopyNest nest;
+  for (int d = 0; d < from.ndim; ++d) {
+    if (from.extent[d] == 1) continue;
+    const int last = nest.ndim - 1;
+    const bool dense = last >= 0 && nest.from_stride[last] == from.extent[d] * from.stride[d] &&
+                       nest.to_stride[last] == from.extent[d] * to.stride[d];
+    if (dense) {
+      nest.extent[last] *= from.extent[d];
+      nest.from_stride[last] = from.stride[d];
+      nest.to_stride[last] = to.stride[d];
+    } else {
+      nest.extent[nest.ndim] = from.extent[d];
+      nest.from_stride[nest.ndim] = from.stride[d];
+      nest.to_stride[nest.ndim] = to.stride[d];
+      ++nest.ndim;
+    }
+  }
+  return nest;
+}
+
+// Fixed-size element copies compile to plain loads and stores; memcpy keeps them free of alignment rules.
+template <int64_t kBytes>
+void copy_elements(const std::byte* from, int64_t from_stride, std::byte* to, int64_t to_stride, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) std::memcpy(to + i * to_stride, from + i * from_stride, kBytes);
+}
+
+void copy_run(const std::byte* from, int64_t from_stride, std::byte* to, int64_t to_stride, int64_t n,
+              int64_t element_bytes) {
+  if (from_stride == element_bytes && to_stride == element_bytes) {
+    std::memcpy(to, from, static_cast<size_t>(n * element_bytes));
+    return;
+  }
+  switch (element_bytes) {
+    case 1: return copy_elements<1>(from, from_stride, to, to_stride, n);
+    case 2: return copy_elements<2>(from, from_stride, to, to_stride, n);
+    case 4: return copy_elements<4>(from, from_stride, to, to_stride, n);
+    case 8: return copy_elements<8>(from, from_stride, to, to_stride, n);
+    case 16: return copy_elements<16>(from, from_stride, to, to_stride, n);
+    default:
+      for (int64_t i = 0; i < n; ++i) {
+        std::memcpy(to + i * to_stride, from + i * from_stride, static_cast<size_t>(element_bytes));
+      }
+  }
+}
+
+StridedView packed_like(const StridedView& view, std::byte* data) {
+  StridedView out = view;
+  out.data = data;
+  int64_t stride = view.element_bytes;
+  for (int d = view.ndim - 1; d >= 0; --d) {
+    out.stride[d] = stride;
+    stride *= view.extent[d];
+  }
+  return out;
+}
+
+}  // namespace
+
+int64_t StridedView::nbytes() const {
+  int64_t n = element_bytes;
+  for (int d = 0; d < ndim; ++d) n *= extent[d];
+  return n;
+}
+
+bool StridedView::contiguous() const {
+  int64_t expected = element_bytes;
+  for (int d = ndim - 1; d >= 0; --d) {
+    if (extent[d] == 0) return true;
+    if (extent[d] != 1 && stride[d] != expected) return false;
+    expected *= extent[d];
+  }
+  return true;
+}
+
+void copy(const StridedView& from, const StridedView& to) {
+  if (from.nbytes() == 0) return;
+  const CopyNest nest = merge_dims(from, to);
+  if (nest.ndim == 0) {
+    std::memcpy(to.data, from.data, static_cast<size_t>(from.element_bytes));
+    return;
+  }
+  const int inner = nest.ndim - 1;
+  std::array<int64_t, kMaxDims> index{};
+  const std::byte* src = from.data;
+  std::byte* dst = to.data;
+  for (;;) {
+    copy_run(src, nest.from_stride[inner], dst, nest.to_stride[inner], nest.extent[inner], from.element_bytes);
+    int d = inner - 1;
+    for (; d >= 0; --d) {
+      src += nest.from_stride[d];
+      dst += nest.to_stride[d];
+      if (++index[d] < nest.extent[d]) break;
+      src -= nest.extent[d] * nest.from_stride[d];
+      dst -= nest.extent[d] * nest.to_stride[d];
+      index[d] = 0;
+    }
+    if (d < 0) return;
+  }
+}
+
+void pack(const StridedView& view, std::byte* out) { copy(view, packed_like(view, out)); }
+
+void unpack(const std::byte* in, const StridedView& view) {
+  // packed_like only computes strides; the data behind `in` is read, never written.
+  copy(packed_like(view, const_cast<std::byte*>(in)), view);
+}
+
+}  // namespace meshcast
