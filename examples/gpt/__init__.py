@@ -1,0 +1,1 @@
+"""A decoder-only GPT trained over pipeline stages that live on unlike device meshes."""

@@ -1,0 +1,64 @@
+"""The training loop: start, resume, steps, checks, checkpoints, end."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import meshcast  # noqa: F401  (registers the backend)
+import torch.distributed as dist
+
+from gpt import checkpoint
+from gpt.data import TextSamples, read_text
+from gpt.options import Options, config_errors_exit
+from gpt.report import Reporter
+from gpt.trainer import Trainer
+from gpt.verify import Difference, Verifier
+
+
+def run(options: Options) -> int:
+    """Train as asked. Returns the exit status: 1 where --verify found too large a difference."""
+    with config_errors_exit():
+        samples = TextSamples(read_text(options.data), options.model.seq_len, options.seed)
+        folder, first_step = checkpoint.newest(options) if options.resume else (None, 0)
+    dist.init_process_group("meshcast")
+    try:
+        return _train(options, Trainer(options, samples), folder, first_step)
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(options: Options, trainer: Trainer, folder: Path | None, first_step: int) -> int:
+    if folder is not None:
+        checkpoint.load(folder, trainer.module, trainer.optimizer)
+    verifier = Verifier(trainer) if options.verify else None
+    reporter = Reporter(options) if trainer.reports else None
+    differences: list[Difference] = []
+    tokens = options.run.batch * options.model.seq_len
+    if reporter is not None:
+        reporter.start(first_step)
+    for step in range(first_step, options.steps):
+        begin = time.perf_counter()
+        loss, norm = trainer.gradients(step)
+        seconds = time.perf_counter() - begin
+        if verifier is not None and step < options.verify:
+            differences.append(verifier.compare(step, loss))
+        begin = time.perf_counter()
+        lr = trainer.update(step, norm)
+        seconds += time.perf_counter() - begin
+        done = step + 1
+        record: dict[str, Any] = {"step": step, "loss": loss, "lr": lr, "norm": norm}
+        record |= {"seconds": seconds, "tokens_per_s": tokens / seconds}
+        if done == options.steps or (options.eval_every and done % options.eval_every == 0):
+            record["held_out_loss"] = trainer.held_out_loss()
+        if reporter is not None:
+            if differences and differences[-1].step == step:
+                record["reference_loss"] = differences[-1].reference_loss
+                record["gradient_differences"] = differences[-1].gradients
+            reporter.step(record)
+        if options.checkpoint is not None and (done % options.checkpoint_every == 0 or done == options.steps):
+            checkpoint.save(options, trainer.module, trainer.optimizer, done)
+    if reporter is not None:
+        reporter.close()
+        if differences:
+            reporter.differences(differences)
+    return 0 if all(d.within(options.tolerance) for d in differences) else 1

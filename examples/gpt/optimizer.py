@@ -1,0 +1,40 @@
+"""AdamW with GPT-3's settings, linear warm-up followed by a cosine down to a tenth."""
+
+import math
+
+import torch
+from torch import nn
+
+FINAL_FRACTION = 0.1  # of the peak learning rate, reached at the last step
+
+
+def make_optimizer(module: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """Matrices decay, biases and norms do not (GPT-3, appendix B)."""
+    matrices = [p for p in module.parameters() if p.dim() >= 2]
+    vectors = [p for p in module.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+
+
+def learning_rate(step: int, *, peak: float, warmup: int, steps: int) -> float:
+    """Of step 0, 1, ...: rises over `warmup` steps to `peak`, then falls to a tenth of it at step `steps`."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return peak * (FINAL_FRACTION + (1 - FINAL_FRACTION) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def gradient_squares(module: nn.Module) -> float:
+    """Sum of the squares of all gradients, in float64."""
+    return sum(float(p.grad.double().square().sum()) for p in module.parameters() if p.grad is not None)
+
+
+def clip_gradients(module: nn.Module, norm: float, limit: float) -> None:
+    """Scale all gradients so that their norm, given as `norm`, is at most `limit`."""
+    if norm > limit:
+        torch._foreach_mul_([p.grad for p in module.parameters() if p.grad is not None], limit / norm)

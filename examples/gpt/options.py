@@ -1,0 +1,131 @@
+"""The command line, checked as a whole before torch is imported or a socket opened."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from gpt import config
+from gpt.config import MODELS, ConfigError, ModelConfig, RunLayout
+
+SCHEDULES = ("GPipe", "1F1B", "Eager1F1B")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything a run needs; equal on all ranks."""
+
+    model: ModelConfig
+    run: RunLayout
+    schedule: str
+    steps: int
+    lr: float
+    warmup: int
+    weight_decay: float
+    clip: float
+    seed: int
+    data: str | None
+    eval_every: int
+    verify: int  # steps to compare with one process
+    tolerance: float
+    checkpoint: Path | None
+    checkpoint_every: int
+    resume: bool
+    metrics: Path | None
+
+
+def parse(argv: list[str], world_size: int) -> Options:
+    """Options from a command line. Raises ConfigError on a combination that cannot run."""
+    args = _parser().parse_args(argv)
+    sizes = {name: getattr(args, name) for name in ("layers", "heads", "width", "seq_len")}
+    model = config.model_config(args.model, tied=args.tied, **sizes)
+    stages = config.even_stages(2, world_size) if args.stages is None else config.parse_stages(args.stages)
+    run = RunLayout(stages, args.batch, args.microbatches)
+    config.check_run(model, run, world_size)
+    for name, least in (("steps", 1), ("checkpoint_every", 1), ("verify", 0), ("eval_every", 0)):
+        if getattr(args, name) < least:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+    if args.resume and args.checkpoint is None:
+        raise ConfigError("--resume needs --checkpoint DIR: the folder that the earlier run wrote")
+    if args.resume and args.verify:
+        raise ConfigError(
+            "--verify starts from the initial weights and cannot --resume; leave one of them out"
+        )
+    values = {field.name: getattr(args, field.name, None) for field in fields(Options)}
+    values |= {"model": model, "run": run}
+    if args.warmup is None:
+        values["warmup"] = max(1, args.steps // 10)
+    return Options(**values)
+
+
+@contextmanager
+def config_errors_exit() -> Iterator[None]:
+    """Turn a ConfigError, which all ranks meet alike, into one line on stderr and exit status 2."""
+    try:
+        yield
+    except ConfigError as error:
+        # torchrun ends all ranks when the first one exits, so the others leave rank 0 the time to speak.
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"train.py: error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(5)
+        sys.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train.py", description="Train a GPT over pipeline stages on unlike device meshes."
+    )
+    add = parser.add_argument_group("model").add_argument
+    add("--model", default="tiny", metavar="NAME", help=f"{', '.join(MODELS)} (%(default)s)")
+    for name in ("layers", "heads", "width", "seq-len"):
+        add(f"--{name}", type=int, metavar="N", help=f"replace the model's {name}")
+    add("--tied", action="store_true", help="one matrix for embedding and head (one stage only)")
+    add = parser.add_argument_group("layout").add_argument
+    add("--stages", metavar="N,N", help="ranks of every stage (two stages, as even as the ranks allow)")
+    add("--schedule", default="1F1B", choices=SCHEDULES, help="(%(default)s)")
+    add("--batch", type=int, default=24, metavar="N", help="samples per step over all ranks (%(default)s)")
+    add(
+        "--microbatches",
+        type=int,
+        default=4,
+        metavar="N",
+        help="pieces of a batch in the pipeline (%(default)s)",
+    )
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=int, default=200, metavar="N", help="optimiser steps (%(default)s)")
+    add("--lr", type=float, default=4e-3, metavar="X", help="peak learning rate (%(default)s)")
+    add("--warmup", type=int, metavar="N", help="steps of linear warm-up (a tenth of --steps)")
+    add("--weight-decay", type=float, default=0.1, metavar="X", help="of matrices (%(default)s)")
+    add(
+        "--clip",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="largest gradient norm over all stages (%(default)s)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of initial weights and data order (%(default)s)")
+    add("--data", metavar="PATH", help="text file or folder (the sources of Python's standard library)")
+    add("--eval-every", type=int, default=0, metavar="N", help="held-out loss every N steps (at the end)")
+    add = parser.add_argument_group("check").add_argument
+    verify = "train in one process as well and compare the first N steps (all, where N is left out)"
+    add("--verify", type=int, nargs="?", const=sys.maxsize, default=0, metavar="N", help=verify)
+    add(
+        "--tolerance", type=float, default=1e-5, metavar="X", help="largest difference accepted (%(default)s)"
+    )
+    add = parser.add_argument_group("output").add_argument
+    add("--checkpoint", type=Path, metavar="DIR", help="write checkpoints there")
+    add(
+        "--checkpoint-every",
+        type=int,
+        default=100,
+        metavar="N",
+        help="steps between them (%(default)s; and at the end)",
+    )
+    add("--resume", action="store_true", help="go on from the newest checkpoint in DIR")
+    add("--metrics", type=Path, metavar="FILE", help="append one JSON object per step")
+    return parser

@@ -1,0 +1,90 @@
+"""What a run says: a progress bar and tables on the terminal, JSON lines in a file."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from gpt.options import Options
+from gpt.verify import Difference
+
+LINES_WITHOUT_TERMINAL = 10
+WIDTH_WITHOUT_TERMINAL = 110
+
+
+class Reporter:
+    """Lives on one rank; the others have none."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        terminal = sys.stdout.isatty()
+        self.console = Console(width=None if terminal else WIDTH_WITHOUT_TERMINAL)
+        self.bar: Progress | None = None
+        self.file: TextIO | None = None
+
+    def start(self, first_step: int) -> None:
+        options = self.options
+        stages = " -> ".join(str(n) for n in options.run.stages)
+        size = f"{options.model.parameters() / 1e6:.2f} M parameters, {options.model.layers} layers"
+        pieces = f"{options.run.microbatches} micro-batches of {options.run.microbatch} samples"
+        self.console.print(f"GPT, {size}; stages on {stages} ranks; {options.schedule}, {pieces}")
+        if options.metrics is not None:
+            options.metrics.parent.mkdir(parents=True, exist_ok=True)
+            self.file = options.metrics.open("a")
+        if self.console.is_terminal:
+            columns = [
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]:.3f}"),
+                TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+                TimeRemainingColumn(),
+            ]
+            self.bar = Progress(*columns, console=self.console)
+            self.bar.add_task(
+                "training", total=options.steps, completed=first_step, loss=float("nan"), speed=0.0
+            )
+            self.bar.start()
+
+    def step(self, record: dict[str, Any]) -> None:
+        """One optimiser step: `record` has at least step, loss and tokens_per_s."""
+        self.write({"event": "step", **record})
+        done = record["step"] + 1
+        if self.bar is not None:
+            self.bar.update(
+                self.bar.task_ids[0], completed=done, loss=record["loss"], speed=record["tokens_per_s"]
+            )
+        elif done % max(1, self.options.steps // LINES_WITHOUT_TERMINAL) == 0 or done == self.options.steps:
+            speed = f"{record['tokens_per_s']:,.0f} tokens/s"
+            self.console.print(f"step {done}/{self.options.steps}  loss {record['loss']:.3f}  {speed}")
+
+    def write(self, record: dict[str, Any]) -> None:
+        if self.file is not None:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        if self.file is not None:
+            self.file.close()
+
+    def differences(self, found: list[Difference]) -> None:
+        """The table of --verify."""
+        table = Table(title="Largest absolute difference from training in one process", title_justify="left")
+        for header in ("step", "loss", "one process", "difference"):
+            table.add_column(header, justify="right")
+        for stage, ranks in enumerate(self.options.run.stages):
+            table.add_column(f"gradients of stage {stage}, {ranks} ranks", justify="right")
+        for d in found:
+            losses = [f"{d.loss:.6f}", f"{d.reference_loss:.6f}", f"{d.loss_difference:.1e}"]
+            table.add_row(str(d.step), *losses, *(f"{g:.1e}" for g in d.gradients))
+        self.console.print(table)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

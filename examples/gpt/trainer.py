@@ -1,0 +1,80 @@
+"""One rank's part of the training step: its stage of the model, the schedule, the optimiser."""
+
+import torch
+import torch.distributed as dist
+from meshcast.pipelining import PipelineStage, get_schedule_class
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from gpt.data import TextSamples
+from gpt.model import build_stage, loss_fn
+from gpt.optimizer import clip_gradients, gradient_squares, learning_rate, make_optimizer, set_learning_rate
+from gpt.options import Options
+
+EVAL_BATCHES = 4
+
+
+class Trainer:
+    """Collective: every rank makes one and calls the same methods in the same order."""
+
+    def __init__(self, options: Options, samples: TextSamples) -> None:
+        run = options.run
+        self.options = options
+        self.samples = samples
+        self.stage_index = run.stage_of(dist.get_rank())
+        self.n_stages = len(run.stages)
+        stage_ranks = run.stage_ranks(self.stage_index)
+        self.leads_stage = dist.get_rank() == stage_ranks[0]
+        # DeviceMesh makes process groups, so every rank makes every stage's mesh, in the same order.
+        meshes = [DeviceMesh("cpu", run.stage_ranks(i)) for i in range(self.n_stages)]
+        mesh = meshes[self.stage_index]
+        self.module = build_stage(options.model, self.stage_index, self.n_stages, options.seed)
+        stage = PipelineStage(self.module, self.stage_index, self.n_stages, torch.device("cpu"), mesh=mesh)
+        schedule_class = get_schedule_class(options.schedule)
+        self.schedule = schedule_class(stage, n_microbatches=run.microbatches, loss_fn=loss_fn)
+        self.optimizer = make_optimizer(self.module, options.lr, options.weight_decay)
+
+    @property
+    def reports(self) -> bool:
+        """True on the one rank that talks: the first of the last stage, where the loss is known first."""
+        return self.leads_stage and self.stage_index == self.n_stages - 1
+
+    def gradients(self, step: int) -> tuple[float, float]:
+        """Forward and backward of one batch. Returns (mean loss, gradient norm of all stages) on every rank.
+
+        Afterwards `parameter.grad` is the gradient of the mean over the whole batch, on every rank.
+        """
+        inputs, targets = self.samples.train(step, self.options.run.batch)
+        self.optimizer.zero_grad()
+        losses: list[Tensor] = []
+        self.schedule.step(inputs, target=targets, losses=losses, return_outputs=False)
+        # All ranks of a stage hold the same gradients; its first rank speaks for them.
+        squares = gradient_squares(self.module) if self.leads_stage else 0.0
+        total, loss = self._sum_over_ranks(squares, losses)
+        return loss, total**0.5
+
+    def update(self, step: int, norm: float) -> float:
+        """Clip by the norm over all stages and apply the optimiser. Returns the learning rate used."""
+        options = self.options
+        lr = learning_rate(step, peak=options.lr, warmup=options.warmup, steps=options.steps)
+        set_learning_rate(self.optimizer, lr)
+        clip_gradients(self.module, norm, options.clip)
+        self.optimizer.step()
+        return lr
+
+    def held_out_loss(self) -> float:
+        """Mean loss over a few batches of text that is never trained on; on every rank."""
+        total = 0.0
+        for index in range(EVAL_BATCHES):
+            inputs, targets = self.samples.held_out(index, self.options.run.batch)
+            losses: list[Tensor] = []
+            self.schedule.eval(inputs, target=targets, losses=losses, return_outputs=False)
+            total += self._sum_over_ranks(0.0, losses)[1]
+        return total / EVAL_BATCHES
+
+    def _sum_over_ranks(self, value: float, losses: list[Tensor]) -> list[float]:
+        """Sum over ranks of `value`, and the mean loss that the last stage knows, in one collective."""
+        loss = float(torch.stack(losses).mean()) if self.reports else 0.0
+        both = torch.tensor([value, loss], dtype=torch.float64)
+        dist.all_reduce(both)
+        return both.tolist()

@@ -1,0 +1,93 @@
+"""The same training in one process, compared with the pipeline step by step.
+
+One rank trains the whole model on whole batches: no stages, no micro-batches, no resharding. Both start
+from the same initial weights and then run on their own, so an error in one step shows in every later one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpt.data import TextSamples
+from gpt.model import build_stage, loss_fn
+from gpt.optimizer import clip_gradients, gradient_squares, learning_rate, make_optimizer, set_learning_rate
+from gpt.options import Options
+from gpt.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one step: both losses, and the largest absolute difference of any gradient element, per stage."""
+
+    step: int
+    loss: float
+    reference_loss: float
+    gradients: list[float]
+
+    @property
+    def loss_difference(self) -> float:
+        return abs(self.loss - self.reference_loss)
+
+    def within(self, tolerance: float) -> bool:
+        # `not any(d > tolerance)` would let NaN pass.
+        return all(d <= tolerance for d in [self.loss_difference, *self.gradients])
+
+
+class SingleProcess:
+    """The whole model on this rank alone."""
+
+    def __init__(self, options: Options, samples: TextSamples) -> None:
+        self.options = options
+        self.samples = samples
+        self.module = build_stage(options.model, 0, 1, options.seed)
+        self.optimizer = make_optimizer(self.module, options.lr, options.weight_decay)
+
+    def gradients(self, step: int) -> tuple[float, dict[str, Tensor]]:
+        """Loss of the whole batch and the gradient of every parameter by name."""
+        inputs, targets = self.samples.train(step, self.options.run.batch)
+        self.optimizer.zero_grad()
+        loss = loss_fn(self.module(inputs), targets)
+        loss.backward()
+        return loss.item(), {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+
+    def update(self, step: int) -> None:
+        options = self.options
+        lr = learning_rate(step, peak=options.lr, warmup=options.warmup, steps=options.steps)
+        set_learning_rate(self.optimizer, lr)
+        clip_gradients(self.module, gradient_squares(self.module) ** 0.5, options.clip)
+        self.optimizer.step()
+
+
+class Verifier:
+    """Compares every rank's own gradients with the single process, which runs on the rank that reports."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.reporter = trainer.options.run.stage_ranks(trainer.n_stages - 1)[0]
+        self.reference = SingleProcess(trainer.options, trainer.samples) if trainer.reports else None
+
+    def compare(self, step: int, loss: float) -> Difference:
+        """Call between `gradients` and `update`, on every rank; every rank gets the same answer."""
+        answer: list[tuple[float, dict[str, Tensor]] | None] = [None]
+        if self.reference is not None:
+            answer[0] = self.reference.gradients(step)
+        dist.broadcast_object_list(answer, src=self.reporter)
+        assert answer[0] is not None
+        reference_loss, expected = answer[0]
+        worst = torch.zeros(self.trainer.n_stages, dtype=torch.float64)
+        for name, parameter in self.trainer.module.named_parameters():
+            difference = largest_difference(parameter.grad, expected[name])
+            worst[self.trainer.stage_index] = max(worst[self.trainer.stage_index].item(), difference)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        if self.reference is not None:
+            self.reference.update(step)
+        return Difference(step, loss, reference_loss, worst.tolist())
+
+
+def largest_difference(actual: Tensor | None, expected: Tensor) -> float:
+    """Largest absolute difference; infinite where a gradient is missing or NaN, so that MAX keeps it."""
+    if actual is None:
+        return float("inf")
+    return float((actual - expected).abs().max().nan_to_num(nan=float("inf")))

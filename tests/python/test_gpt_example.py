@@ -1,0 +1,186 @@
+"""The GPT example without process groups: sizes and their errors, data order, the cut into stages, the optimiser."""
+
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from gpt import config, data, model, optimizer, options
+from gpt.config import ConfigError, RunLayout
+
+pytestmark = pytest.mark.timeout(120)
+NANO = config.MODELS["nano"]
+
+
+@pytest.mark.parametrize("name", ["nano", "tiny", "small"])
+def test_parameter_count_matches_the_formula(name: str) -> None:
+    whole = model.build_stage(config.MODELS[name], 0, 1, seed=0)
+    assert sum(p.numel() for p in whole.parameters()) == config.MODELS[name].parameters()
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("125M", 0.0864), ("1.3B", 1.42), ("2.6B", 2.78), ("39B", 39.5)]
+)
+def test_named_sizes_have_the_parameters_of_their_name(name: str, billions: float) -> None:
+    assert config.MODELS[name].parameters() / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3, 4])
+def test_stages_in_sequence_equal_the_whole_model(n_stages: int) -> None:
+    tiny = config.MODELS["tiny"]
+    whole = model.build_stage(tiny, 0, 1, seed=3)
+    stages = [model.build_stage(tiny, i, n_stages, seed=3) for i in range(n_stages)]
+    tokens = torch.randint(0, 256, (2, tiny.seq_len), generator=torch.Generator().manual_seed(1))
+    logits = tokens
+    for stage in stages:
+        logits = stage(logits)
+    torch.testing.assert_close(logits, whole(tokens), rtol=0, atol=0)
+    model.loss_fn(logits, tokens).backward()
+    model.loss_fn(whole(tokens), tokens).backward()
+    parts = {name: p.grad for stage in stages for name, p in stage.named_parameters()}
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    assert parts.keys() == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(parts[name], grad, rtol=0, atol=0, msg=name)
+
+
+def test_initial_values_depend_on_seed_and_name_and_have_the_stated_spread() -> None:
+    first, again, other = (dict(model.build_stage(NANO, 0, 1, seed).named_parameters()) for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    weight = "layers.1.up.weight"
+    assert not torch.equal(first[weight], other[weight])
+    assert not torch.equal(first[weight], first["layers.0.up.weight"])
+    assert first[weight].std().item() == pytest.approx(0.02, rel=0.1)
+    assert first["layers.0.down.weight"].std().item() == pytest.approx(
+        0.02 / math.sqrt(2 * NANO.layers), rel=0.1
+    )
+
+
+def test_an_output_depends_on_no_later_token() -> None:
+    whole = model.build_stage(NANO, 0, 1, seed=0)
+    tokens = torch.zeros(1, NANO.seq_len, dtype=torch.long)
+    changed = tokens.clone()
+    changed[0, 10] = 7
+    before, after = whole(tokens), whole(changed)
+    assert torch.equal(before[0, :10], after[0, :10])
+    assert not torch.allclose(before[0, 10:], after[0, 10:])
+
+
+def test_a_stage_accepts_an_empty_shard() -> None:
+    stages = [model.build_stage(NANO, i, 2, seed=0) for i in range(2)]
+    hidden = stages[0](torch.zeros(0, NANO.seq_len, dtype=torch.long))
+    assert hidden.shape == (0, NANO.seq_len, NANO.width)
+    assert stages[1](hidden).shape == (0, NANO.seq_len, NANO.vocab)
+
+
+def test_tied_embedding_is_one_parameter_and_is_counted_once() -> None:
+    tied = config.model_config("nano", tied=True)
+    whole = model.build_stage(tied, 0, 1, seed=0)
+    assert whole.head is not None
+    assert whole.embedding is not None
+    assert whole.head.output.weight is whole.embedding.tokens.weight
+    assert sum(p.numel() for p in whole.parameters()) == tied.parameters()
+
+
+def test_samples_depend_on_seed_and_step_alone() -> None:
+    text = torch.arange(4000).remainder(251).to(torch.uint8)
+    samples = data.TextSamples(text, seq_len=16, seed=5)
+    inputs, targets = samples.train(7, batch=6)
+    samples.train(3, batch=9)
+    again, _ = data.TextSamples(text, seq_len=16, seed=5).train(7, batch=6)
+    assert inputs.shape == targets.shape == (6, 16)
+    assert torch.equal(inputs, again)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    for other in (
+        samples.train(8, 6),
+        data.TextSamples(text, 16, seed=6).train(7, 6),
+        samples.held_out(7, 6),
+    ):
+        assert not torch.equal(inputs, other[0])
+
+
+def test_held_out_text_is_never_trained_on() -> None:
+    text = torch.zeros(2000, dtype=torch.uint8)
+    text[-100:] = 1
+    samples = data.TextSamples(text, seq_len=8, seed=0)
+    assert all(int(torch.stack(samples.train(step, 64)).sum()) == 0 for step in range(20))
+    assert int(torch.stack(samples.held_out(0, 64)).min()) == 1
+
+
+def test_text_comes_from_the_standard_library_or_a_path(tmp_path: Path) -> None:
+    assert len(data.read_text(None)) > 5_000_000
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.py").write_text("first")
+    (tmp_path / "c.bin").write_text("never")
+    assert bytes(data.read_text(str(tmp_path)).tolist()) == b"first\nsecond"
+    assert bytes(data.read_text(str(tmp_path / "b.txt")).tolist()) == b"second"
+    with pytest.raises(ConfigError, match="no such file"):
+        data.read_text(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="at least"):
+        data.TextSamples(data.read_text(str(tmp_path)), seq_len=16, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("command", "world_size", "message"),
+    [
+        ("--stages 2,3", 4, r"needs 5 ranks, but 4 started.*--nproc-per-node 5.*--stages 2,2"),
+        ("--stages 2;3", 5, r"--stages 2;3: expected"),
+        ("--stages 2,0", 2, r"--stages 2,0: expected"),
+        ("--stages 1,1,1,1,1", 5, r"5 stages for 4 layers.*at most 4 stages"),
+        ("--stages 2,3 --heads 5", 5, r"--width 96 is not divisible by --heads 5.*--heads 4, or --width 95"),
+        ("--stages 2,3 --batch 20", 5, r"divide by 2 and 3 ranks; use a multiple of 24: --batch 24"),
+        ("--stages 2,3 --batch 100 --microbatches 2", 5, r"multiple of 12: --batch 96"),
+        ("--stages 2,3 --batch 24 --microbatches 0", 5, r"--microbatches 0: both must be at least 1"),
+        ("--stages 2,3 --tied", 5, r"--tied needs.*--stages 5"),
+        ("--stages 2,3 --model giant", 5, r"--model giant: unknown.*tiny.*39B"),
+        ("--stages 2,3 --layers 0", 5, r"--layers 0: must be at least 1"),
+        ("--stages 2,3 --steps 0", 5, r"--steps 0: must be at least 1"),
+        ("--stages 2,3 --resume", 5, r"--resume needs --checkpoint"),
+        ("--stages 2,3 --resume --checkpoint x --verify", 5, r"--verify starts from the initial weights"),
+    ],
+)
+def test_a_wrong_combination_is_refused_with_the_nearest_choice(
+    command: str, world_size: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        options.parse(command.split(), world_size)
+
+
+def test_a_valid_command_line() -> None:
+    chosen = options.parse(
+        "--model nano --seq-len 16 --batch 12 --microbatches 2 --steps 30 --verify".split(), 5
+    )
+    assert chosen.run == RunLayout((3, 2), batch=12, microbatches=2)
+    assert [chosen.run.stage_of(rank) for rank in range(5)] == [0, 0, 0, 1, 1]
+    assert chosen.run.stage_ranks(1) == [3, 4]
+    assert (chosen.model.seq_len, chosen.model.layers, chosen.warmup) == (16, 2, 3)
+    assert chosen.verify >= chosen.steps
+
+
+@pytest.mark.parametrize(("layers", "n_stages"), [(4, 1), (4, 3), (7, 3), (5, 5)])
+def test_layers_are_cut_evenly_and_completely(layers: int, n_stages: int) -> None:
+    parts = config.split_layers(layers, n_stages)
+    assert [i for part in parts for i in part] == list(range(layers))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
+    rates = [optimizer.learning_rate(step, peak=1.0, warmup=4, steps=20) for step in range(21)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert all(a > b for a, b in pairwise(rates[4:]))
+    assert rates[20] == pytest.approx(0.1)
+
+
+def test_clipping_scales_to_the_limit_only_above_it() -> None:
+    layer = torch.nn.Linear(2, 1, bias=False)
+    layer.weight.grad = torch.tensor([[3.0, 4.0]])
+    norm = optimizer.gradient_squares(layer) ** 0.5
+    optimizer.clip_gradients(layer, norm, 10.0)
+    assert layer.weight.grad.tolist() == [[3.0, 4.0]]
+    optimizer.clip_gradients(layer, norm, 1.0)
+    torch.testing.assert_close(layer.weight.grad, torch.tensor([[0.6, 0.8]]))
