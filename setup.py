@@ -42,9 +42,9 @@ def require_torch() -> str:
     version = torch_version()
     if version is None:
         stop(
-            f"torch is not installed for {sys.executable}, and the extension must be built against the torch it will "
-            "run with: install torch, then run `pip install --no-build-isolation .` (plain `pip install .` builds "
-            "in an empty environment that hides your torch)."
+            f"torch is not installed for {sys.executable}, and the extension must be built against the torch "
+            "it will run with: install torch, then run `pip install --no-build-isolation .` (plain "
+            "`pip install .` builds in an empty environment that hides your torch)."
         )
     return version  # type: ignore[return-value]
 
@@ -53,20 +53,20 @@ def require_tools() -> str:
     """The path of cmake, once it is sure that a compiler is there too."""
     cmake = shutil.which("cmake")
     if cmake is None:
-        stop("cmake is not on PATH: install cmake 3.22 or newer (`pip install cmake`, or your system's package).")
+        stop("cmake is not on PATH: install cmake 3.22 or newer (`pip install cmake`, or a system package).")
     # CMake looks for these names itself; its own complaint is a page long.
     asked = os.environ.get("CXX")
     names = [shlex.split(asked)[0]] if asked else ["c++", "g++", "clang++"]
     if not any(shutil.which(name) for name in names):
         stop(
-            f"no C++ compiler found (looked for {', '.join(names)} on PATH): install GCC 11 or newer or Clang 14 or "
-            "newer, or set CXX to a compiler."
+            f"no C++ compiler found (looked for {', '.join(names)} on PATH): install GCC 11 or newer or "
+            "Clang 14 or newer, or set CXX to a compiler."
         )
     return cmake  # type: ignore[return-value]
 
 
 def requirements() -> list[str]:
-    """A wheel works with the torch minor release it was built for; a source archive with any that is new enough."""
+    """A wheel works with the torch minor release it was built for, a source archive with any new enough."""
     version = torch_version()
     if version is None or "sdist" in sys.argv:
         return [f"torch>={OLDEST_TORCH}"]
@@ -122,7 +122,9 @@ class CMakeBuild(build_ext):
 
 
 if int(setuptools.__version__.split(".")[0]) < 77:
-    stop(f"setuptools {setuptools.__version__} is too old: run `pip install 'setuptools>=77'` and build again.")
+    stop(
+        f"setuptools {setuptools.__version__} is too old: run `pip install 'setuptools>=77'` and build again."
+    )
 
 setup(
     install_requires=requirements(),

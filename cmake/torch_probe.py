@@ -1,6 +1,6 @@
 """Print what CMake must know of the interpreter and of the torch installed for it, one KEY=VALUE per line.
 
-CMake runs this file with the interpreter it builds for. A problem is one sentence on stderr and exit status 1.
+CMake runs this file with the interpreter it builds for. A problem: one sentence on stderr, exit status 1.
 """
 
 import importlib.util
@@ -28,8 +28,8 @@ def main() -> None:
     python_include = sysconfig.get_path("include")
     if not os.path.exists(os.path.join(include, "pybind11", "pybind11.h")):
         fail(
-            f"torch {torch.__version__} at {root} has no pybind11 headers in include/pybind11: install a torch "
-            "wheel that carries them (2.11 or newer), since another pybind11 cannot exchange types with torch."
+            f"torch {torch.__version__} at {root} has no pybind11 headers in include/pybind11: install a "
+            "torch wheel that carries them (2.11 or newer); another pybind11 cannot exchange types with torch."
         )
     if not os.path.exists(os.path.join(python_include, "Python.h")):
         fail(

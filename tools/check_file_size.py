@@ -15,7 +15,7 @@ MAX_LINES = 600
 
 
 def long_files(root: Path, threshold: int) -> list[tuple[int, str]]:
-    """(lines, path) of the files known to git, or new and not ignored, that are longer than `threshold` lines."""
+    """(lines, path) of the files that git tracks or does not ignore with more than `threshold` lines."""
     listing = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=root,

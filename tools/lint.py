@@ -1,6 +1,6 @@
 """Runs every style and static check and reports all failures, not only the first.
 
-    python tools/lint.py [--jobs N] [--only NAME ...]
+python tools/lint.py [--jobs N] [--only NAME ...]
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def clang_tidy(jobs: int) -> tuple[int, str]:
     )
     if not files:
         return 1, "no torch-free source in build/release/compile_commands.json: run `make build` first\n"
-    # The wheel of clang-tidy lacks the compiler's own headers (stddef.h and the like): lend it those of the compiler.
+    # The wheel of clang-tidy lacks headers such as stddef.h: lend it those of the compiler.
     words = next(entry["command"] for entry in entries).split()
     compiler = next(word for word in words if "ccache" not in word)
     _, own_headers = run([compiler, "-print-file-name=include"])

@@ -25,12 +25,17 @@ def mismatch(built: str, found: str) -> str | None:
 
 
 def check_torch(found: str) -> None:
-    """Raise ImportError when `_C` is missing or was built for a torch that `found` (torch.__version__) cannot stand in for."""
+    """Raise ImportError when `_C` has not been built, or not for the torch that runs.
+
+    Args:
+        found: version of the torch that runs (`torch.__version__`).
+    """
     try:
         info = importlib.import_module("meshcast._build_info")
     except ModuleNotFoundError:
         raise ImportError(
-            f"meshcast's extension module has not been built: run {BUILD_COMMAND} (or `make build` to work on it)."
+            f"meshcast's extension module has not been built: run {BUILD_COMMAND}, or `make build` to work "
+            "on meshcast itself."
         ) from None
     sentence = mismatch(info.torch_version, found)
     if sentence is not None:
