@@ -66,6 +66,8 @@ std::vector<Shard> shards(const Layout& layout, const std::vector<int64_t>& shap
 // "mesh 2x4 [0..7], S0 R": for messages, plan descriptions and the agreement between ranks.
 std::string describe(const Layout& layout);
 
+const char* to_string(ReduceOp op);
+
 // True if some placement is Partial: values are pending reduction over that mesh dimension.
 bool has_partial(const Layout& layout);
 

@@ -40,6 +40,11 @@ struct Task {
   int64_t nbytes = 0;
   std::vector<int32_t> holders;
   std::vector<int32_t> receivers;
+  // Partial sources only (else None and empty): holders have values still to be reduced. contribution[i] tells
+  // which one holders[i] has; replicas of one value share a number. Receivers are then all ranks that need the
+  // box, holders among them: a partial value is not the box.
+  ReduceOp reduce = ReduceOp::None;
+  std::vector<int32_t> contribution;
 };
 
 // Data that a rank holds and needs: copied locally, never sent.
@@ -67,16 +72,21 @@ struct Chunk {
 // One edge of a chain: `chunk` travels from rank `src` to rank `dst`. `after` is the index of the hop that
 // brings the chunk to `src`, or -1 where src holds it. after < own index: the hops are in schedule order,
 // which is at once the order in which every rank issues its part.
-// reduce != None: dst adds what arrives to its own partial value (see design.md 4.4).
+// reduce != None: dst combines what arrives with its own partial value of the box; the result is what dst
+// carries on from there, and `last_reduce` marks the hop after which it is complete (Avg divides there). A
+// receiver that ends a reduction keeps the result as its shard: no further hop brings it.
 struct Hop {
   int32_t src = -1;
   int32_t dst = -1;
   int32_t chunk = -1;
   int32_t after = -1;
   ReduceOp reduce = ReduceOp::None;
+  bool last_reduce = false;
 };
 
-// When a hop occupies its link under the cost model, nanoseconds from the start of the plan.
+// When a hop travels under the cost model, nanoseconds from the start of the plan. It starts when both its
+// lanes are free, holds each for bytes / rate of that lane, and arrives (finish) after the slower of the two
+// and the latency, which delays but occupies nothing.
 struct HopTime {
   int64_t start_ns = 0;
   int64_t finish_ns = 0;
@@ -105,7 +115,7 @@ struct Plan {
 Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, const PlanOptions& options);
 
 const char* to_string(Strategy strategy);
-const char* to_string(ReduceOp op);
+const char* to_string(Balance balance);
 Strategy parse_strategy(const std::string& name);  // throws LayoutError naming what is allowed
 Balance parse_balance(const std::string& name);
 ReduceOp parse_reduce_op(const std::string& name);

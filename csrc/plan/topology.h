@@ -15,11 +15,15 @@ struct Nic {
   friend bool operator==(const Nic&, const Nic&) = default;
 };
 
-// The ranks of a host share its NICs; among themselves they copy at local_rate (bytes/s, per rank).
+// The ranks of a host share its NICs: the rank at position i of `ranks` uses NIC i mod nics.size() for all
+// its traffic with other hosts (as processes are bound to the nearest interface). Among themselves the ranks
+// of a host copy at local_rate (bytes/s, per rank, full duplex); that traffic never touches a NIC.
 struct Host {
   std::vector<int32_t> ranks;
   std::vector<Nic> nics;
   int64_t local_rate = 0;
+
+  size_t nic_of(size_t position) const { return position % nics.size(); }
 
   friend bool operator==(const Host&, const Host&) = default;
 };

@@ -1,0 +1,139 @@
+#include "plan/draft.h"
+
+#include <algorithm>
+#include <string>
+#include <unordered_map>
+
+#include "common/checked.h"
+#include "common/error.h"
+#include "plan/hash.h"
+
+namespace meshcast {
+namespace {
+
+bool same_ranks(const Task& a, const Task& b) {
+  return a.holders == b.holders && a.receivers == b.receivers && a.reduce == b.reduce &&
+         a.contribution == b.contribution;
+}
+
+}  // namespace
+
+std::vector<Bundle> bundle_tasks(const std::vector<Task>& tasks, const std::vector<Problem>& problems) {
+  std::vector<Bundle> out;
+  std::unordered_map<uint64_t, std::vector<int32_t>> seen;  // hash of the rank sets -> bundles
+  for (size_t t = 0; t < tasks.size(); ++t) {
+    const Task& task = tasks[t];
+    Hasher hasher;
+    hasher.add(static_cast<int64_t>(task.reduce));
+    hasher.add(task.holders);
+    hasher.add(task.receivers);
+    hasher.add(task.contribution);
+    // Pending values are combined element by element, so elements of unlike size never share a chunk.
+    if (task.reduce != ReduceOp::None) hasher.add(problems[static_cast<size_t>(task.tensor)].element_bytes);
+    int32_t found = -1;
+    for (const int32_t b : seen[hasher.word()]) {
+      const Task& other = tasks[static_cast<size_t>(out[static_cast<size_t>(b)].tasks.front())];
+      const bool elements = task.reduce == ReduceOp::None ||
+                            problems[static_cast<size_t>(task.tensor)].element_bytes ==
+                                problems[static_cast<size_t>(other.tensor)].element_bytes;
+      if (elements && same_ranks(task, other)) found = b;
+    }
+    if (found < 0) {
+      found = static_cast<int32_t>(out.size());
+      seen[hasher.word()].push_back(found);
+      out.emplace_back();
+    }
+    out[static_cast<size_t>(found)].tasks.push_back(static_cast<int32_t>(t));
+    out[static_cast<size_t>(found)].nbytes =
+        checked_add(out[static_cast<size_t>(found)].nbytes, task.nbytes, "bytes of a batch");
+  }
+  return out;
+}
+
+std::vector<Box> cut_box(const Box& box, int64_t max_elements) {
+  std::vector<Box> done;
+  std::vector<Box> open{box};
+  for (int d = 0; d < box.ndim && !open.empty(); ++d) {
+    if (open.front().volume() <= max_elements) break;
+    // All open boxes have one row in the dimensions before d, so they are cut alike.
+    const int64_t extent = box.extent(d);
+    const int64_t row = open.front().volume() / extent;
+    const int64_t rows = std::clamp<int64_t>(max_elements / row, 1, extent);
+    const int64_t parts = ceil_div(extent, rows);
+    std::vector<Box> next;
+    next.reserve(open.size() * static_cast<size_t>(parts));
+    for (const Box& b : open) {
+      int64_t lo = box.lo[d];
+      for (int64_t p = 0; p < parts; ++p) {
+        const int64_t size = extent / parts + (p < extent % parts);
+        Box piece = b;
+        piece.lo[d] = lo;
+        piece.hi[d] = lo + size;
+        lo += size;
+        next.push_back(piece);
+      }
+    }
+    open = std::move(next);
+  }
+  done = std::move(open);
+  return done;
+}
+
+void Drafter::close_chunk(int32_t first_piece, int64_t nbytes) {
+  draft_.chunks.push_back({first_piece, static_cast<int32_t>(draft_.pieces.size()), nbytes});
+}
+
+Drafter::Range Drafter::cut(const Bundle& bundle, int64_t chunk_bytes) {
+  Range range;
+  range.first = static_cast<int32_t>(draft_.chunks.size());
+  auto open_piece = static_cast<int32_t>(draft_.pieces.size());
+  int64_t open_bytes = 0;
+  for (const int32_t t : bundle.tasks) {
+    const Task& task = tasks_[static_cast<size_t>(t)];
+    if (open_bytes > 0 && open_bytes + task.nbytes > chunk_bytes) {
+      close_chunk(open_piece, open_bytes);
+      open_piece = static_cast<int32_t>(draft_.pieces.size());
+      open_bytes = 0;
+    }
+    const int64_t element = problems_[static_cast<size_t>(task.tensor)].element_bytes;
+    if (task.nbytes / chunk_bytes > kMaxHops) {
+      throw LayoutError("chunks of " + std::to_string(chunk_bytes) + " bytes cut a box of " +
+                        std::to_string(task.nbytes) + " bytes into more than " + std::to_string(kMaxHops) +
+                        " chunks: choose larger chunks");
+    }
+    const std::vector<Box> boxes = cut_box(task.box, std::max<int64_t>(1, chunk_bytes / element));
+    for (const Box& box : boxes) {
+      draft_.pieces.push_back({task.tensor, t, box});
+      open_bytes += box.volume() * element;
+      if (boxes.size() > 1) {
+        close_chunk(open_piece, open_bytes);
+        open_piece = static_cast<int32_t>(draft_.pieces.size());
+        open_bytes = 0;
+      }
+    }
+  }
+  if (open_bytes > 0) close_chunk(open_piece, open_bytes);
+  range.last = static_cast<int32_t>(draft_.chunks.size());
+  return range;
+}
+
+void Drafter::send(int32_t chunk, const Route& route, int64_t priority) {
+  const auto first = static_cast<int32_t>(draft_.hops.size());
+  if (static_cast<int64_t>(draft_.hops.size() + route.size()) > kMaxHops) {
+    throw LayoutError("the plan needs more than " + std::to_string(kMaxHops) +
+                      " hops: choose larger chunks or move the tensor in several steps");
+  }
+  for (const Edge& edge : route) {
+    Hop hop;
+    hop.src = network_.rank(edge.src);
+    hop.dst = network_.rank(edge.dst);
+    hop.chunk = chunk;
+    hop.after = edge.parent < 0 ? -1 : first + edge.parent;
+    hop.reduce = edge.reduce;
+    hop.last_reduce = edge.last_reduce;
+    draft_.hops.push_back(hop);
+    if (priority >= 0) draft_.priority.push_back(priority);
+  }
+}
+
+}  // namespace meshcast

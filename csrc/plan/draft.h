@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/network.h"
+#include "plan/plan.h"
+
+namespace meshcast {
+
+// Tasks with equal holders and receivers, planned as one: what is right for one is right for all, and their
+// small boxes share chunks.
+struct Bundle {
+  std::vector<int32_t> tasks;  // indices into the plan's tasks; the first one names holders and receivers
+  int64_t nbytes = 0;
+};
+
+std::vector<Bundle> bundle_tasks(const std::vector<Task>& tasks, const std::vector<Problem>& problems);
+
+// One edge of a route. Ranks are dense indices of the Network; `parent` is the edge of the same route that
+// brings the data to `src`, or -1 where src holds it. Parents come first.
+struct Edge {
+  int32_t src = -1;
+  int32_t dst = -1;
+  int32_t parent = -1;
+  ReduceOp reduce = ReduceOp::None;
+  bool last_reduce = false;
+};
+using Route = std::vector<Edge>;
+
+// Chunks and the hops that carry them, before the hops are put in time order.
+struct Draft {
+  std::vector<ChunkPiece> pieces;
+  std::vector<Chunk> chunks;
+  std::vector<Hop> hops;          // global ranks; after < own index
+  std::vector<int64_t> priority;  // parallel to hops, lower goes first; empty: the scheduler's own rule
+};
+
+// Cuts bundles into chunks and routes into hops.
+class Drafter {
+ public:
+  Drafter(const std::vector<Task>& tasks, const std::vector<Problem>& problems, const Network& network)
+      : tasks_(tasks), problems_(problems), network_(network) {}
+
+  // Adds the chunks of `bundle`, none above `chunk_bytes` where a single element allows it, of nearly equal
+  // size. Returns the range [first, last) of their indices.
+  struct Range {
+    int32_t first = 0;
+    int32_t last = 0;
+  };
+  Range cut(const Bundle& bundle, int64_t chunk_bytes);
+
+  // Adds one hop for each edge of the route. Throws LayoutError beyond the largest number of hops.
+  void send(int32_t chunk, const Route& route, int64_t priority = -1);
+
+  Draft take() { return std::move(draft_); }
+  int64_t chunk_bytes(int32_t chunk) const { return draft_.chunks[static_cast<size_t>(chunk)].nbytes; }
+
+ private:
+  void close_chunk(int32_t first_piece, int64_t nbytes);
+
+  const std::vector<Task>& tasks_;
+  const std::vector<Problem>& problems_;
+  const Network& network_;
+  Draft draft_;
+};
+
+// Cuts a box along its outermost dimensions into boxes of at most max_elements (at least one) each.
+std::vector<Box> cut_box(const Box& box, int64_t max_elements);
+
+// The most hops a plan may have, whatever the tensor.
+inline constexpr int64_t kMaxHops = int64_t{1} << 21;
+
+}  // namespace meshcast

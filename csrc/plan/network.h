@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/topology.h"
+
+namespace meshcast {
+
+// Nanoseconds that `nbytes` take at `rate`, rounded up. Exact: 128 bits inside.
+inline int64_t transfer_ns(int64_t nbytes, int64_t rate) {
+  const __int128 ns = (static_cast<__int128>(nbytes) * 1000000000 + rate - 1) / rate;
+  return static_cast<int64_t>(ns);
+}
+
+// The topology seen from the ranks of one plan: dense indices instead of global ranks, and lanes. A lane is
+// one direction of one link and carries one byte at a time: for every NIC an out and an in lane, for every
+// rank a local out and a local in lane. A hop between hosts takes the sender's NIC out lane and the
+// receiver's NIC in lane, a hop inside a host the two local lanes.
+class Network {
+ public:
+  // `ranks` ascends. Throws LayoutError where a rank is on no host.
+  Network(const Topology& topology, const std::vector<int32_t>& ranks);
+
+  struct Link {
+    int32_t out = -1;  // lane indices
+    int32_t in = -1;
+  };
+
+  int32_t index(int32_t rank) const;  // position of a global rank in `ranks`
+  int32_t rank(int32_t index) const { return ranks_[static_cast<size_t>(index)]; }
+  int32_t host(int32_t index) const { return host_[static_cast<size_t>(index)]; }
+  int32_t nic(int32_t index) const { return nic_[static_cast<size_t>(index)]; }
+  int32_t rank_count() const { return static_cast<int32_t>(ranks_.size()); }
+  int32_t host_count() const { return hosts_; }
+  int32_t nic_count() const { return nics_; }
+  int32_t lane_count() const { return static_cast<int32_t>(lane_rate_.size()); }
+  int64_t lane_rate(int32_t lane) const { return lane_rate_[static_cast<size_t>(lane)]; }
+  int64_t latency_ns() const { return latency_ns_; }
+
+  // Lane numbers: NIC n has 2n and 2n+1, then rank i its local pair.
+  int32_t nic_out(int32_t nic) const { return 2 * nic; }
+  int32_t nic_in(int32_t nic) const { return 2 * nic + 1; }
+  int32_t local_out(int32_t index) const { return 2 * (nics_ + index); }
+  int32_t local_in(int32_t index) const { return 2 * (nics_ + index) + 1; }
+
+  Link link(int32_t src, int32_t dst) const {
+    if (host(src) == host(dst)) return {local_out(src), local_in(dst)};
+    return {nic_out(nic(src)), nic_in(nic(dst))};
+  }
+
+ private:
+  std::vector<int32_t> ranks_;
+  std::vector<int32_t> dense_;  // global rank -> index where ranks are dense enough, else empty
+  std::vector<int32_t> host_;   // topology host of each rank
+  std::vector<int32_t> nic_;    // NIC of each rank, numbered over all hosts of the topology
+  std::vector<int64_t> lane_rate_;
+  int32_t hosts_ = 0;
+  int32_t nics_ = 0;
+  int64_t latency_ns_ = 0;
+};
+
+}  // namespace meshcast

@@ -1,0 +1,189 @@
+#include "plan/plan.h"
+
+#include <algorithm>
+#include <set>
+
+#include "common/checked.h"
+#include "common/error.h"
+#include "plan/bound.h"
+#include "plan/draft.h"
+#include "plan/hash.h"
+#include "plan/network.h"
+#include "plan/schedule.h"
+#include "plan/strategies.h"
+#include "plan/tasks.h"
+
+namespace meshcast {
+namespace {
+
+constexpr int64_t kKiB = 1024;
+
+std::vector<int32_t> all_ranks(const std::vector<Problem>& problems) {
+  std::vector<int32_t> out;
+  for (const Problem& p : problems) {
+    out.insert(out.end(), p.src.mesh.ranks.begin(), p.src.mesh.ranks.end());
+    out.insert(out.end(), p.dst.mesh.ranks.begin(), p.dst.mesh.ranks.end());
+    if (out.size() > (size_t{1} << 20)) {
+      std::sort(out.begin(), out.end());
+      out.erase(std::unique(out.begin(), out.end()), out.end());
+    }
+  }
+  std::sort(out.begin(), out.end());
+  out.erase(std::unique(out.begin(), out.end()), out.end());
+  return out;
+}
+
+// The slowest plan sends every byte to every receiver over the slowest lane, one after the other. Where even
+// that fits into 62 bits of nanoseconds, no sum of times in the planner can wrap.
+void check_times(const std::vector<Task>& tasks, const Network& network) {
+  __int128 bytes = 0;
+  int64_t hops = 1;
+  for (const Task& task : tasks) {
+    const auto n = static_cast<int64_t>(task.receivers.size() + task.holders.size());
+    bytes += static_cast<__int128>(task.nbytes) * n;
+    hops += n;
+  }
+  int64_t slowest = INT64_MAX;
+  for (int32_t lane = 0; lane < network.lane_count(); ++lane) slowest = std::min(slowest, network.lane_rate(lane));
+  const __int128 ns = bytes * 1000000000 / slowest + static_cast<__int128>(hops + kMaxHops) * (network.latency_ns() + 1);
+  if (ns >> 62 != 0) throw LayoutError("the transfer would take more than a century at the rates of the topology");
+}
+
+// About 1/128 of the bound on the fastest lane: small enough that filling a chain costs little.
+int64_t choose_chunk_bytes(int64_t bound_ns, const Network& network) {
+  int64_t rate = 0;
+  for (int32_t n = 0; n < network.nic_count(); ++n) rate = std::max(rate, network.lane_rate(network.nic_out(n)));
+  const auto bytes = static_cast<__int128>(bound_ns) * rate / 1000000000 / 128;
+  return static_cast<int64_t>(std::clamp<__int128>(bytes, 64 * kKiB, 4096 * kKiB));
+}
+
+void hash_layout(const Layout& layout, Hasher* hasher) {
+  hasher->add(layout.mesh.shape);
+  hasher->add(layout.mesh.ranks);
+  for (const Placement& p : layout.placements) {
+    for (const int64_t v : {static_cast<int64_t>(p.kind), static_cast<int64_t>(p.dim), p.split_factor,
+                            static_cast<int64_t>(p.op)}) {
+      hasher->add(v);
+    }
+  }
+}
+
+void hash_box(const Box& box, Hasher* hasher) {
+  for (int d = 0; d < box.ndim; ++d) {
+    hasher->add(box.lo[d]);
+    hasher->add(box.hi[d]);
+  }
+}
+
+std::string hash_plan(const Plan& plan) {
+  Hasher hasher;
+  hasher.add(static_cast<int64_t>(plan.problems.size()));
+  for (const Problem& p : plan.problems) {
+    hasher.add(p.shape);
+    hasher.add(p.element_bytes);
+    hash_layout(p.src, &hasher);
+    hash_layout(p.dst, &hasher);
+  }
+  hasher.add(static_cast<int64_t>(plan.topology.hosts.size()));
+  for (const Host& host : plan.topology.hosts) {
+    hasher.add(host.ranks);
+    for (const Nic& nic : host.nics) {
+      hasher.add(nic.out_rate);
+      hasher.add(nic.in_rate);
+    }
+    hasher.add(host.local_rate);
+  }
+  hasher.add(plan.topology.latency_ns);
+  for (const int64_t v : {static_cast<int64_t>(plan.options.strategy), static_cast<int64_t>(plan.options.balance),
+                          plan.options.chunk_bytes, static_cast<int64_t>(plan.options.seed),
+                          static_cast<int64_t>(plan.strategy), plan.makespan_ns, plan.lower_bound_ns}) {
+    hasher.add(v);
+  }
+  for (const Task& task : plan.tasks) {
+    hasher.add(task.tensor);
+    hash_box(task.box, &hasher);
+    hasher.add(task.holders);
+    hasher.add(task.receivers);
+    hasher.add(static_cast<int64_t>(task.reduce));
+    hasher.add(task.contribution);
+  }
+  for (const LocalCopy& copy : plan.local_copies) {
+    hasher.add(copy.rank);
+    hasher.add(copy.tensor);
+    hash_box(copy.box, &hasher);
+  }
+  for (const ChunkPiece& piece : plan.pieces) {
+    hasher.add(piece.task);
+    hash_box(piece.box, &hasher);
+  }
+  for (const Chunk& chunk : plan.chunks) {
+    hasher.add(chunk.piece_begin);
+    hasher.add(chunk.piece_end);
+  }
+  for (const Hop& hop : plan.hops) {
+    hasher.add((static_cast<int64_t>(hop.src) << 32) | hop.dst);
+    hasher.add((static_cast<int64_t>(hop.chunk) << 32) | static_cast<uint32_t>(hop.after));
+    if (hop.reduce != ReduceOp::None) hasher.add(static_cast<int64_t>(hop.reduce) * 2 + hop.last_reduce);
+  }
+  return hasher.hex();
+}
+
+std::vector<Strategy> candidates(Strategy asked) {
+  if (asked != Strategy::Auto) return {asked};
+  return {Strategy::Broadcast, Strategy::SendRecv};
+}
+
+Draft make_draft(Strategy strategy, const Inputs& in) {
+  switch (strategy) {
+    case Strategy::SendRecv: return draft_send_recv(in);
+    case Strategy::Broadcast: return draft_broadcast(in);
+    default: throw LayoutError(std::string("strategy ") + to_string(strategy) + " is not available");
+  }
+}
+
+}  // namespace
+
+Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, const PlanOptions& options) {
+  validate(topology);
+  if (options.chunk_bytes < 0) {
+    throw LayoutError("chunk_bytes is " + std::to_string(options.chunk_bytes) + ", it must not be negative");
+  }
+  Plan plan;
+  plan.problems = problems;
+  plan.topology = topology;
+  plan.options = options;
+  plan.strategy = options.strategy == Strategy::Auto ? Strategy::SendRecv : options.strategy;
+  Demand demand = intersect_layouts(problems);
+  plan.ranks = all_ranks(problems);
+  plan.local_copies = std::move(demand.local_copies);
+  plan.tasks = std::move(demand.tasks);
+  const Network network(topology, plan.ranks);
+  check_times(plan.tasks, network);
+  const std::vector<Bundle> bundles = bundle_tasks(plan.tasks, problems);
+  for (const Task& task : plan.tasks) {
+    if (task.reduce != ReduceOp::None) throw LayoutError("Partial sources are not available");
+  }
+  plan.lower_bound_ns = lower_bound_ns(plan.tasks, bundles, network);
+  if (!bundles.empty()) {
+    const int64_t chunk =
+        options.chunk_bytes > 0 ? options.chunk_bytes : choose_chunk_bytes(plan.lower_bound_ns, network);
+    const Inputs in{problems, plan.tasks, bundles, network, chunk, options.balance, options.seed};
+    bool first = true;
+    for (const Strategy strategy : candidates(options.strategy)) {
+      Draft draft = make_draft(strategy, in);
+      Schedule made = schedule(draft, network);
+      if (!first && made.makespan_ns >= plan.makespan_ns) continue;
+      first = false;
+      plan.strategy = strategy;
+      plan.pieces = std::move(draft.pieces);
+      plan.chunks = std::move(draft.chunks);
+      plan.hops = std::move(made.hops);
+      plan.times = std::move(made.times);
+      plan.makespan_ns = made.makespan_ns;
+    }
+  }
+  plan.hash = hash_plan(plan);
+  return plan;
+}
+
+}  // namespace meshcast

@@ -1,0 +1,224 @@
+#include "plan/schedule.h"
+
+#include <algorithm>
+#include <queue>
+#include <tuple>
+
+namespace meshcast {
+namespace {
+
+constexpr int32_t kNone = -1;
+
+// The hops between one pair of lanes that may start as far as their data is concerned.
+struct Pair {
+  int32_t out = kNone;
+  int32_t in = kNone;
+  std::vector<int32_t> ready;  // heap, best hop first
+  int32_t out_slot = kNone;    // where the pair stands in its lanes' lists, kNone while `ready` is empty
+  int32_t in_slot = kNone;
+};
+
+struct Lane {
+  int64_t free_at = 0;
+  int64_t work_left = 0;         // ns of hops that have not started
+  std::vector<int32_t> waiting;  // pairs with ready hops
+};
+
+class ListScheduler {
+ public:
+  ListScheduler(const Draft& draft, const Network& network)
+      : draft_(draft), lanes_(static_cast<size_t>(network.lane_count())), latency_(network.latency_ns()) {
+    const size_t n = draft.hops.size();
+    out_ns_.resize(n);
+    in_ns_.resize(n);
+    rest_.assign(n, 0);
+    pair_.resize(n);
+    prepare(network);
+  }
+
+  Schedule run() {
+    const size_t n = draft_.hops.size();
+    Schedule result;
+    result.hops.reserve(n);
+    result.times.reserve(n);
+    place_.assign(n, kNone);
+    for (size_t i = 0; i < n; ++i) {
+      if (draft_.hops[i].after < 0) make_ready(static_cast<int32_t>(i));
+    }
+    while (true) {
+      start_all(&result);
+      if (events_.empty()) break;
+      now_ = std::get<0>(events_.top());
+      while (!events_.empty() && std::get<0>(events_.top()) == now_) {
+        const auto [time, kind, id] = events_.top();
+        events_.pop();
+        if (kind == 0) {
+          freed_.push_back(id);
+        } else {
+          const auto hop = static_cast<size_t>(id);
+          for (int32_t c = child_begin_[hop]; c < child_begin_[hop + 1]; ++c) make_ready(children_[static_cast<size_t>(c)]);
+        }
+      }
+    }
+    return result;
+  }
+
+ private:
+  // (time, 0 = lane is free or 1 = hop arrived, lane or hop): a total order, so runs repeat exactly.
+  using Event = std::tuple<int64_t, int32_t, int32_t>;
+
+  void prepare(const Network& network) {
+    const size_t n = draft_.hops.size();
+    std::vector<std::pair<int64_t, int32_t>> keys(n);
+    for (size_t i = 0; i < n; ++i) {
+      const Hop& hop = draft_.hops[i];
+      const Network::Link link = network.link(network.index(hop.src), network.index(hop.dst));
+      const int64_t nbytes = draft_.chunks[static_cast<size_t>(hop.chunk)].nbytes;
+      out_ns_[i] = transfer_ns(nbytes, network.lane_rate(link.out));
+      in_ns_[i] = transfer_ns(nbytes, network.lane_rate(link.in));
+      lanes_[static_cast<size_t>(link.out)].work_left += out_ns_[i];
+      lanes_[static_cast<size_t>(link.in)].work_left += in_ns_[i];
+      keys[i] = {static_cast<int64_t>(link.out) * network.lane_count() + link.in, static_cast<int32_t>(i)};
+    }
+    std::sort(keys.begin(), keys.end());
+    for (size_t k = 0; k < n; ++k) {
+      if (k == 0 || keys[k].first != keys[k - 1].first) {
+        Pair pair;
+        pair.out = static_cast<int32_t>(keys[k].first / network.lane_count());
+        pair.in = static_cast<int32_t>(keys[k].first % network.lane_count());
+        pairs_.push_back(std::move(pair));
+      }
+      pair_[static_cast<size_t>(keys[k].second)] = static_cast<int32_t>(pairs_.size()) - 1;
+    }
+    child_begin_.assign(n + 1, 0);
+    for (const Hop& hop : draft_.hops) {
+      if (hop.after >= 0) ++child_begin_[static_cast<size_t>(hop.after) + 1];
+    }
+    for (size_t i = 0; i < n; ++i) child_begin_[i + 1] += child_begin_[i];
+    children_.resize(static_cast<size_t>(child_begin_[n]));
+    std::vector<int32_t> fill(child_begin_.begin(), child_begin_.end() - 1);
+    for (size_t i = n; i-- > 0;) {
+      if (draft_.hops[i].after < 0) continue;
+      const auto before = static_cast<size_t>(draft_.hops[i].after);
+      rest_[before] = std::max(rest_[before], rest_[i] + std::max(out_ns_[i], in_ns_[i]) + latency_);
+    }
+    for (size_t i = 0; i < n; ++i) {
+      if (draft_.hops[i].after < 0) continue;
+      children_[static_cast<size_t>(fill[static_cast<size_t>(draft_.hops[i].after)]++)] = static_cast<int32_t>(i);
+    }
+  }
+
+  // True if `a` should go after `b` on the same pair (heap order of the standard library).
+  bool worse(int32_t a, int32_t b) const {
+    const auto i = static_cast<size_t>(a);
+    const auto j = static_cast<size_t>(b);
+    if (!draft_.priority.empty() && draft_.priority[i] != draft_.priority[j]) {
+      return draft_.priority[i] > draft_.priority[j];
+    }
+    if (rest_[i] != rest_[j]) return rest_[i] < rest_[j];
+    return a > b;
+  }
+
+  void make_ready(int32_t hop) {
+    const int32_t p = pair_[static_cast<size_t>(hop)];
+    Pair& pair = pairs_[static_cast<size_t>(p)];
+    pair.ready.push_back(hop);
+    std::push_heap(pair.ready.begin(), pair.ready.end(), [this](int32_t a, int32_t b) { return worse(a, b); });
+    if (pair.ready.size() == 1) {
+      insert(p, &pair.out_slot, pair.out);
+      insert(p, &pair.in_slot, pair.in);
+      candidates_.push_back(p);
+    }
+  }
+
+  void insert(int32_t p, int32_t* slot, int32_t lane) {
+    auto& list = lanes_[static_cast<size_t>(lane)].waiting;
+    *slot = static_cast<int32_t>(list.size());
+    list.push_back(p);
+  }
+
+  void remove(int32_t slot, int32_t lane, int32_t Pair::*slot_of) {
+    auto& list = lanes_[static_cast<size_t>(lane)].waiting;
+    list[static_cast<size_t>(slot)] = list.back();
+    pairs_[static_cast<size_t>(list.back())].*slot_of = slot;
+    list.pop_back();
+  }
+
+  bool idle(int32_t lane) const { return lanes_[static_cast<size_t>(lane)].free_at <= now_; }
+
+  // Lower goes first.
+  std::tuple<int64_t, int64_t, int32_t> key(int32_t p) const {
+    const Pair& pair = pairs_[static_cast<size_t>(p)];
+    const auto hop = static_cast<size_t>(pair.ready.front());
+    const int64_t work = std::max(lanes_[static_cast<size_t>(pair.out)].work_left,
+                                  lanes_[static_cast<size_t>(pair.in)].work_left);
+    return {draft_.priority.empty() ? -work : draft_.priority[hop], -rest_[hop], p};
+  }
+
+  void start_all(Schedule* result) {
+    for (const int32_t lane : freed_) {
+      for (const int32_t p : lanes_[static_cast<size_t>(lane)].waiting) candidates_.push_back(p);
+    }
+    freed_.clear();
+    ranked_.clear();
+    for (const int32_t p : candidates_) {
+      const Pair& pair = pairs_[static_cast<size_t>(p)];
+      if (idle(pair.out) && idle(pair.in)) ranked_.push_back(key(p));
+    }
+    candidates_.clear();
+    std::sort(ranked_.begin(), ranked_.end());
+    for (const auto& [first, second, p] : ranked_) {
+      const Pair& pair = pairs_[static_cast<size_t>(p)];
+      if (idle(pair.out) && idle(pair.in)) start(p, result);
+    }
+  }
+
+  void start(int32_t p, Schedule* result) {
+    Pair& pair = pairs_[static_cast<size_t>(p)];
+    const int32_t id = pair.ready.front();
+    const auto i = static_cast<size_t>(id);
+    std::pop_heap(pair.ready.begin(), pair.ready.end(), [this](int32_t a, int32_t b) { return worse(a, b); });
+    pair.ready.pop_back();
+    if (pair.ready.empty()) {
+      remove(pair.out_slot, pair.out, &Pair::out_slot);
+      remove(pair.in_slot, pair.in, &Pair::in_slot);
+    }
+    Lane& out = lanes_[static_cast<size_t>(pair.out)];
+    Lane& in = lanes_[static_cast<size_t>(pair.in)];
+    out.free_at = now_ + out_ns_[i];
+    in.free_at = now_ + in_ns_[i];
+    out.work_left -= out_ns_[i];
+    in.work_left -= in_ns_[i];
+    const int64_t finish = now_ + std::max(out_ns_[i], in_ns_[i]) + latency_;
+    events_.emplace(out.free_at, 0, pair.out);
+    events_.emplace(in.free_at, 0, pair.in);
+    events_.emplace(finish, 1, id);
+
+    Hop hop = draft_.hops[i];
+    place_[i] = static_cast<int32_t>(result->hops.size());
+    if (hop.after >= 0) hop.after = place_[static_cast<size_t>(hop.after)];
+    result->hops.push_back(hop);
+    result->times.push_back({now_, finish});
+    result->makespan_ns = std::max(result->makespan_ns, finish);
+  }
+
+  const Draft& draft_;
+  std::vector<Lane> lanes_;
+  std::vector<Pair> pairs_;
+  std::vector<int64_t> out_ns_, in_ns_;  // by hop
+  std::vector<int64_t> rest_;            // ns from a hop's arrival to the last arrival that depends on it
+  std::vector<int32_t> pair_;
+  std::vector<int32_t> child_begin_, children_;
+  std::vector<int32_t> place_;  // index in the result, once started
+  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+  std::vector<int32_t> freed_, candidates_;
+  std::vector<std::tuple<int64_t, int64_t, int32_t>> ranked_;
+  int64_t now_ = 0;
+  int64_t latency_ = 0;
+};
+
+}  // namespace
+
+Schedule schedule(const Draft& draft, const Network& network) { return ListScheduler(draft, network).run(); }
+
+}  // namespace meshcast

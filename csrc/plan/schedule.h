@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/draft.h"
+#include "plan/network.h"
+#include "plan/plan.h"
+
+namespace meshcast {
+
+struct Schedule {
+  std::vector<Hop> hops;       // by start time; topological
+  std::vector<HopTime> times;  // parallel
+  int64_t makespan_ns = 0;
+};
+
+// List scheduling: a hop may start when its chunk is there and both its lanes are free. Among the hops that
+// may, the one with the lower priority value goes first; without priorities the one whose busier lane has the
+// most work left, then the one with the longer rest of its route.
+Schedule schedule(const Draft& draft, const Network& network);
+
+// Event times of hops taken in the given order on every lane (what `schedule` returns, or any hand-made
+// list): knows hops, chunk sizes and the topology, nothing of how they were chosen. Throws LayoutError where
+// `after` does not come earlier or does not end at the hop's source.
+Schedule simulate(const std::vector<Hop>& hops, const std::vector<Chunk>& chunks, const Network& network);
+
+}  // namespace meshcast

@@ -1,0 +1,186 @@
+#include "plan/tasks.h"
+
+#include <algorithm>
+#include <string>
+
+#include "common/checked.h"
+#include "common/error.h"
+#include "layout/tiling.h"
+
+namespace meshcast {
+namespace {
+
+constexpr int64_t kMaxTasks = int64_t{1} << 20;
+constexpr int64_t kMaxEntries = int64_t{1} << 26;     // holders, receivers and copies of all tasks: 256 MiB
+constexpr int64_t kMaxDeliveries = int64_t{1} << 20;  // (task, receiver) pairs: each is at least one hop
+
+// Stretch of one dimension with one source part and one destination part.
+struct Cell {
+  Interval range;
+  int64_t src_part = 0;
+  int64_t dst_part = 0;
+};
+
+struct Owned {
+  Interval range;
+  int64_t part = 0;
+};
+
+std::vector<Owned> by_position(const AxisTiling& axis) {
+  std::vector<Owned> out;
+  for (size_t p = 0; p < axis.parts.size(); ++p) {
+    for (const Interval& i : axis.parts[p]) out.push_back({i, static_cast<int64_t>(p)});
+  }
+  std::sort(out.begin(), out.end(), [](const Owned& a, const Owned& b) { return a.range.lo < b.range.lo; });
+  return out;
+}
+
+// Both sides partition the dimension, so one sweep finds every overlap.
+std::vector<Cell> merge_axis(const AxisTiling& src, const AxisTiling& dst) {
+  const std::vector<Owned> a = by_position(src);
+  const std::vector<Owned> b = by_position(dst);
+  std::vector<Cell> out;
+  for (size_t i = 0, j = 0; i < a.size() && j < b.size();) {
+    const int64_t lo = std::max(a[i].range.lo, b[j].range.lo);
+    const int64_t hi = std::min(a[i].range.hi, b[j].range.hi);
+    if (lo < hi) out.push_back({{lo, hi}, a[i].part, b[j].part});
+    a[i].range.hi <= b[j].range.hi ? ++i : ++j;
+  }
+  return out;
+}
+
+class Intersection {
+ public:
+  explicit Intersection(Demand* out) : out_(out) {}
+
+  void add(const Problem& problem, int32_t tensor) {
+    const Tiling src = tile_layout(problem.src, problem.shape);
+    const Tiling dst = tile_layout(problem.dst, problem.shape);
+    // A layout that stays as it is keeps its pending reduction too: nothing is added up, all is copied.
+    const bool same = problem.src == problem.dst;
+    const bool reduces = !same && src.contributions > 1;
+    const size_t ndim = problem.shape.size();
+    std::vector<std::vector<Cell>> axes(ndim);
+    int64_t cells = 1;
+    for (size_t d = 0; d < ndim; ++d) {
+      axes[d] = merge_axis(src.axes[d], dst.axes[d]);
+      cells = checked_mul(cells, static_cast<int64_t>(axes[d].size()), "number of tasks");
+    }
+    cells_ += cells;
+    if (cells_ > kMaxTasks) {
+      throw LayoutError("the layouts cut the tensors into " + std::to_string(cells_) + " tasks or more, at most " +
+                        std::to_string(kMaxTasks) + " are planned at once: move the tensor in several steps or "
+                        "through a layout that shares more cuts");
+    }
+    std::vector<size_t> at(ndim, 0);
+    std::vector<int64_t> src_part(ndim), dst_part(ndim);
+    for (int64_t n = 0; n < cells; ++n) {
+      Task task;
+      task.tensor = tensor;
+      task.box.ndim = static_cast<int>(ndim);
+      for (size_t d = 0; d < ndim; ++d) {
+        const Cell& cell = axes[d][at[d]];
+        task.box.lo[d] = cell.range.lo;
+        task.box.hi[d] = cell.range.hi;
+        src_part[d] = cell.src_part;
+        dst_part[d] = cell.dst_part;
+      }
+      task.nbytes = task.box.volume() * problem.element_bytes;
+      emit(std::move(task), src, static_cast<size_t>(src.tile(src_part)),
+           dst.holders[static_cast<size_t>(dst.tile(dst_part))], reduces, same);
+      for (size_t d = ndim; d-- > 0;) {
+        if (++at[d] < axes[d].size()) break;
+        at[d] = 0;
+      }
+    }
+  }
+
+ private:
+  void emit(Task task, const Tiling& src, size_t src_tile, std::vector<int32_t> needed, bool reduces, bool same) {
+    const std::vector<int32_t>& held = src.holders[src_tile];
+    std::sort(needed.begin(), needed.end());
+    std::vector<std::pair<int32_t, int32_t>> holders(held.size());
+    for (size_t i = 0; i < held.size(); ++i) holders[i] = {held[i], src.contribution[src_tile][i]};
+    std::sort(holders.begin(), holders.end());
+    task.receivers.reserve(needed.size());
+    for (const auto& [rank, contribution] : holders) {
+      task.holders.push_back(rank);
+      if (reduces) task.contribution.push_back(contribution);
+    }
+    if (reduces) {
+      task.receivers = std::move(needed);
+      for (const Placement& p : *src_placements_) {
+        if (p.kind == PlacementKind::Partial) task.reduce = p.op;
+      }
+    } else {
+      for (const int32_t rank : needed) {
+        if (std::binary_search(task.holders.begin(), task.holders.end(), rank)) {
+          out_->local_copies.push_back({rank, task.tensor, task.box});
+        } else if (!same) {
+          task.receivers.push_back(rank);
+        }
+      }
+    }
+    deliveries_ += static_cast<int64_t>(task.receivers.size());
+    entries_ += static_cast<int64_t>(task.holders.size() + task.receivers.size());
+    if (deliveries_ > kMaxDeliveries) {
+      throw LayoutError("the layouts ask for more than " + std::to_string(kMaxDeliveries) +
+                        " deliveries of a box to a rank, the most that is planned at once: move the tensor in "
+                        "several steps");
+    }
+    if (entries_ > kMaxEntries) {
+      throw LayoutError("the tasks name more than " + std::to_string(kMaxEntries) + " holders and receivers");
+    }
+    if (!task.receivers.empty()) out_->tasks.push_back(std::move(task));
+  }
+
+ public:
+  const std::vector<Placement>* src_placements_ = nullptr;
+
+ private:
+  Demand* out_;
+  int64_t cells_ = 0;
+  int64_t deliveries_ = 0;
+  int64_t entries_ = 0;
+};
+
+void check(const Problem& problem) {
+  if (problem.element_bytes < 1 || problem.element_bytes > 1024) {
+    throw LayoutError("elements of " + std::to_string(problem.element_bytes) + " bytes: it must be in 1..1024");
+  }
+  validate(problem.src, problem.shape);
+  validate(problem.dst, problem.shape);
+  int64_t nbytes = problem.element_bytes;
+  for (const int64_t n : problem.shape) {
+    if (n > 0) nbytes = checked_mul(nbytes, n, "size of the tensor in bytes");
+  }
+  if (problem.src == problem.dst) return;
+  if (has_partial(problem.dst)) {
+    throw LayoutError("the destination " + describe(problem.dst) +
+                      " is Partial: a reshard ends in Shard or Replicate (only an unchanged layout may stay Partial)");
+  }
+  ReduceOp op = ReduceOp::None;
+  for (const Placement& p : problem.src.placements) {
+    if (p.kind != PlacementKind::Partial) continue;
+    if (op != ReduceOp::None && op != p.op) {
+      throw LayoutError("the source " + describe(problem.src) +
+                        " mixes Partial operations: reduce all but one of them inside the source mesh first");
+    }
+    op = p.op;
+  }
+}
+
+}  // namespace
+
+Demand intersect_layouts(const std::vector<Problem>& problems) {
+  Demand out;
+  Intersection intersection(&out);
+  for (size_t i = 0; i < problems.size(); ++i) {
+    check(problems[i]);
+    intersection.src_placements_ = &problems[i].src.placements;
+    intersection.add(problems[i], static_cast<int32_t>(i));
+  }
+  return out;
+}
+
+}  // namespace meshcast

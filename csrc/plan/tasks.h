@@ -1,0 +1,21 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/plan.h"
+
+namespace meshcast {
+
+// What a batch of problems asks for, before any route is chosen.
+struct Demand {
+  std::vector<Task> tasks;  // those with at least one receiver, in row-major box order per tensor
+  std::vector<LocalCopy> local_copies;
+};
+
+// Cuts every tensor where a source or a destination shard ends. Per dimension the cuts of both sides are
+// merged, and the boxes are the product over dimensions, so the work is proportional to the boxes found.
+// Throws LayoutError where a layout is invalid or a plan would have more boxes or deliveries than supported.
+Demand intersect_layouts(const std::vector<Problem>& problems);
+
+}  // namespace meshcast
