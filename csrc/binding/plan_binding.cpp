@@ -144,20 +144,23 @@ py::tuple piece_tuple(const Plan& plan, int64_t index) {
   return py::make_tuple(piece.tensor, piece.task, box_tuple(piece.box), piece.box.volume() * element_bytes);
 }
 
-// (src, dst, first piece of the chunk, after, reduce or None, start_ns, finish_ns)
+py::object reduce_name(ReduceOp op) {
+  return op == ReduceOp::None ? py::object(py::none()) : py::object(py::str(to_string(op)));
+}
+
+// (src, dst, first piece of the chunk, after, reduce or None, last_reduce, start_ns, finish_ns)
 py::tuple hop_tuple(const Plan& plan, int64_t index) {
   const Hop& hop = at(plan.hops, index);
   const HopTime& time = at(plan.times, index);
-  const py::object reduce = hop.reduce == ReduceOp::None ? py::object(py::none()) : py::object(py::str(to_string(hop.reduce)));
   const int32_t piece = at(plan.chunks, hop.chunk).piece_begin;
-  return py::make_tuple(hop.src, hop.dst, piece, hop.after, reduce, time.start_ns, time.finish_ns);
+  return py::make_tuple(hop.src, hop.dst, piece, hop.after, reduce_name(hop.reduce), hop.last_reduce, time.start_ns, time.finish_ns);
 }
 
-// (tensor, box, nbytes, holders, receivers)
+// (tensor, box, nbytes, holders, receivers, reduce or None, contribution of each holder)
 py::tuple task_tuple(const Plan& plan, int64_t index) {
   const Task& task = at(plan.tasks, index);
   return py::make_tuple(task.tensor, box_tuple(task.box), task.nbytes, py::tuple(py::cast(task.holders)),
-                        py::tuple(py::cast(task.receivers)));
+                        py::tuple(py::cast(task.receivers)), reduce_name(task.reduce), py::tuple(py::cast(task.contribution)));
 }
 
 // (rank, tensor, box)

@@ -84,3 +84,8 @@ def dtype(value: Any) -> torch.dtype:
 def dtype_name(value: torch.dtype) -> str:
     """ "int32" for torch.int32."""
     return str(value).removeprefix("torch.")
+
+
+def total_bytes(sizes: Sequence[int], of: torch.dtype) -> int:
+    """Bytes of a tensor."""
+    return math.prod(sizes) * of.itemsize

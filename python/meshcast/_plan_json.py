@@ -145,7 +145,7 @@ def _read_layout(reader: Reader) -> Layout:
 
 
 def _read_placement(where: str, value: Any) -> tuple[str, int, int, str]:
-    if not isinstance(value, list) or not value or value[0] not in _PLACEMENT_FIELDS:
+    if not isinstance(value, list) or not value or not isinstance(value[0], str) or value[0] not in _PLACEMENT_FIELDS:
         raise LayoutError(f"{where} {_checks.shown(value)}: allowed are [{'], ['.join(_PLACEMENT_FIELDS)}] with their numbers")
     kind, *fields = value
     if len(fields) != _PLACEMENT_FIELDS[kind]:

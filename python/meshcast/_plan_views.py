@@ -24,6 +24,10 @@ class Task(NamedTuple):
     nbytes: int
     tensor: int = 0
     """Position of the tensor in `plan_many`."""
+    reduce: str | None = None
+    """With a Partial source: how the values of the holders combine. The receivers are then all ranks that need the box."""
+    contribution: tuple[int, ...] = ()
+    """With a Partial source: which partial value each holder has; replicas of one value share a number."""
 
 
 class LocalCopy(NamedTuple):
@@ -37,8 +41,8 @@ class LocalCopy(NamedTuple):
 class Transfer(NamedTuple):
     """One hop: `box` travels from rank `src` to rank `dst` once all transfers in `after` are done.
 
-    With `reduce`, dst combines what arrives with the value it carries, which starts as its own partial value. `task` is the
-    position in `plan.tasks`, `start` and `finish` are seconds of the simulated timeline. Transfers of one message share them.
+    With `reduce`, dst combines what arrives with the value it carries, which starts as its own partial value; after the transfer
+    marked `last_reduce` that value is complete ("avg" divides it there). `task` is the position in `plan.tasks`, `start` and `finish` are seconds of the simulated timeline. Transfers of one message share them.
     """
 
     id: int
@@ -48,6 +52,7 @@ class Transfer(NamedTuple):
     nbytes: int
     after: tuple[int, ...]
     reduce: str | None
+    last_reduce: bool
     tensor: int
     task: int
     start: float
@@ -89,8 +94,8 @@ def tasks(core: _C.Plan) -> Sequence[Task]:
     """The tasks of a plan."""
 
     def task(index: int) -> Task:
-        tensor, box, nbytes, holders, receivers = core.task(index)
-        return Task(box, holders, receivers, nbytes, tensor)
+        tensor, box, nbytes, holders, receivers, reduce, contribution = core.task(index)
+        return Task(box, holders, receivers, nbytes, tensor, reduce, contribution)
 
     return LazySequence(core.num_tasks, task)
 
@@ -125,7 +130,9 @@ def transfers(core: _C.Plan) -> Sequence[Transfer]:
 
 
 def _transfer(core: _C.Plan, index: int, hop: int, piece: int, start_of: Callable[[int], int]) -> Transfer:
-    src, dst, chunk_begin, after, reduce, start_ns, finish_ns = core.hop(hop)
-    tensor, task, box, nbytes = core.piece(chunk_begin + piece)
+    src, dst, first, after, reduce, last_reduce, start_ns, finish_ns = core.hop(hop)
+    tensor, task, box, nbytes = core.piece(first + piece)
     waits = () if after < 0 else (start_of(after) + piece,)
-    return Transfer(index, src, dst, box, nbytes, waits, reduce, tensor, task, start_ns / 1e9, finish_ns / 1e9)
+    return Transfer(
+        index, src, dst, box, nbytes, waits, reduce, last_reduce, tensor, task, start_ns / 1e9, finish_ns / 1e9
+    )

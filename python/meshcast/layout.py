@@ -127,6 +127,11 @@ class Layout:
         return tuple(_torch_placement(p) for p in self._placements)
 
     @property
+    def placement_texts(self) -> tuple[str, ...]:
+        """The placements as text, without importing torch.distributed.tensor."""
+        return tuple(map(_text, self._placements))
+
+    @property
     def has_partial(self) -> bool:
         """True if values are pending reduction over some mesh dimension."""
         return any(p[0] == "partial" for p in self._placements)
@@ -190,7 +195,7 @@ class Layout:
         else:
             listed = f"{','.join(map(str, ranks[:8]))},... {len(ranks)} ranks"
         mesh = "x".join(map(str, self._mesh_shape))
-        return f"Layout({mesh} ranks [{listed}], ({', '.join(map(_text, self._placements))}))"
+        return f"Layout({mesh} ranks [{listed}], ({', '.join(self.placement_texts)}))"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self._mesh_shape, self._ranks, self._placements, self._ndim)

@@ -14,7 +14,7 @@ from ._plan_cache import PlanCacheInfo, plan_cache_clear, plan_cache_info
 from ._plan_views import LocalCopy, Task, Transfer
 from .errors import LayoutError
 from .layout import Layout
-from .topology import DEFAULT, Topology
+from .topology import DEFAULT, Host, Nic, Topology
 
 if TYPE_CHECKING:
     from . import _C
@@ -140,6 +140,14 @@ class Plan:
     @cached_property
     def _nic_traffic(self) -> list[tuple[int, int]]:
         return self._core.nic_traffic()
+
+    @cached_property
+    def hosts(self) -> tuple[Host, ...]:
+        """The hosts of the topology, as far as the ranks of this plan reach; `nic_bytes` counts by their position."""
+        return tuple(
+            Host(tuple(ranks), tuple(Nic(*nic) for nic in nics), local_rate)
+            for ranks, nics, local_rate in self._core.topology.hosts
+        )
 
     def bytes_sent(self, rank: int) -> int:
         """Bytes that `rank` sends to other ranks, forwarding included; 0 for a rank that takes no part."""
