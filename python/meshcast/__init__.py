@@ -1,9 +1,15 @@
 """meshcast moves sharded tensors from one device mesh to another by chunk-pipelined multicast.
 
 Importing it registers the c10d backend "meshcast"; it opens no socket, starts no thread and changes nothing else in torch.
+Public names are loaded when they are first used: torch.distributed.tensor alone takes the better part of a second.
 """
 
 from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,18 +18,26 @@ from ._version import __version__
 
 check_torch(torch.__version__)  # before anything loads _C
 
-# Not lazy: importing the submodule `plan` later would put the module in the place of the function.
-from .errors import (  # noqa: E402
-    AbortedError,
-    DeadlineExceededError,
-    LayoutError,
-    MeshcastError,
-    PeerLostError,
-    PlanMismatchError,
-)
-from .layout import Layout  # noqa: E402
-from .plan import Plan, plan, plan_cache_clear, plan_cache_info, plan_many  # noqa: E402
-from .topology import Topology  # noqa: E402
+from . import backend  # noqa: E402
+
+backend.register()
+
+if TYPE_CHECKING:
+    from .autograd import backward
+    from .dtensor import reshard
+    from .errors import (
+        AbortedError,
+        DeadlineExceededError,
+        LayoutError,
+        MeshcastError,
+        PeerLostError,
+        PlanMismatchError,
+    )
+    from .layout import Layout
+    from .local import reshard_local
+    from .plan import Plan, plan, plan_cache_clear, plan_cache_info, plan_many
+    from .spec import TensorSpec
+    from .topology import Topology
 
 __all__ = [
     "AbortedError",
@@ -34,10 +48,60 @@ __all__ = [
     "PeerLostError",
     "Plan",
     "PlanMismatchError",
+    "TensorSpec",
     "Topology",
     "__version__",
+    "backward",
     "plan",
     "plan_cache_clear",
     "plan_cache_info",
     "plan_many",
+    "reshard",
+    "reshard_local",
 ]
+
+_HOME = {
+    "AbortedError": "errors",
+    "DeadlineExceededError": "errors",
+    "Layout": "layout",
+    "LayoutError": "errors",
+    "MeshcastError": "errors",
+    "PeerLostError": "errors",
+    "Plan": "plan",
+    "PlanMismatchError": "errors",
+    "TensorSpec": "spec",
+    "Topology": "topology",
+    "backward": "autograd",
+    "plan": "plan",
+    "plan_cache_clear": "plan",
+    "plan_cache_info": "plan",
+    "plan_many": "plan",
+    "reshard": "dtensor",
+    "reshard_local": "local",
+}
+
+
+class _Package(ModuleType):
+    """Some functions share the name of the module that holds them. Importing that module binds its name in the package; this
+    keeps the function there, whoever imported the module and when."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, ModuleType) and _HOME.get(name) == name:
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'meshcast' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
