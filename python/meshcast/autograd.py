@@ -1,0 +1,206 @@
+"""Gradients of reshard: the reverse transfer, and the tokens that keep reverse transfers in one order on all ranks.
+
+Ranks relay for each other, so two ranks that run the backward of two reshards in opposite order can wait for each other for
+ever. Each differentiable call therefore takes a hidden token and returns the next one. One chain of tokens runs through all calls
+of this process, whatever their group: the calls have one order on all ranks, so the autograd engine runs their backward in
+exactly the reverse of it, on every rank. Chains per group would leave the order between groups to the engine, and ranks in
+both could still wait for each other.
+
+A chain ends when the first of its backwards runs; the next call starts a new one, so that no graph outlives its step. Calls
+under no_grad, or of values without gradient, take no part.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+from .errors import LayoutError, MeshcastError
+
+if TYPE_CHECKING:
+    from .compiled import Compiled
+    from .handle import Launch
+    from .transfer import CallNumber
+
+__all__ = ["backward", "differentiable_call"]
+
+
+class _Chain:
+    """Calls that one backward pass visits, in call order; the last token leads to all of them."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.token = torch.zeros((), requires_grad=True)
+
+
+_lock = threading.Lock()
+_current: _Chain | None = None  # takes further calls
+_retained: _Chain | None = None  # ended by meshcast.backward(retain_graph=True), can be run again until the next call
+
+
+class _Call:
+    """One differentiable reshard on this rank."""
+
+    def __init__(self, compiled: Compiled, timeout: float, chain: _Chain | None) -> None:
+        self.compiled = compiled
+        self.timeout = timeout
+        self.chain = chain  # None on a rank of neither mesh
+        self.position = len(chain.calls) if chain is not None else 0
+        self.launch: Launch | None = None
+        self.number: CallNumber | None = None
+
+    def check_order(self, grad_token: torch.Tensor | None) -> None:
+        """The engine reaches the last call first, and every other one through the token of its successor."""
+        chain = self.chain
+        if chain is None or grad_token is not None or self.position == len(chain.calls) - 1:
+            return
+        later = chain.calls[self.position + 1 :]
+        error = MeshcastError(
+            f"backward reached reshard {self.position + 1} of {len(chain.calls)} without {len(later)} later ones: the roots of this "
+            "backward do not use their results. Ranks that differ here would wait for each other for ever; call "
+            "meshcast.backward(*losses) once, with all losses of the step, on every rank.",
+            op="reshard backward",
+        )
+        for call in (self, *later):
+            call.refuse_reverse(error)
+        raise error
+
+    def refuse_reverse(self, error: Exception) -> None:
+        """Lets the other ranks of this call's backward raise at once."""
+        if self.compiled.transfer is not None and self.number is not None:
+            self.compiled.transfer.reject_reverse(self.number, error, self.timeout)
+
+    def destination_gradient(self, grad: Any) -> torch.Tensor | None:
+        """This rank's shard of the incoming gradient, in the agreed layout; zeros where the value was not used."""
+        gradient, spec = self.compiled.gradient, self.compiled.spec
+        assert gradient is not None
+        if gradient.destination_shape is None:
+            return None
+        if grad is None:
+            return torch.zeros(gradient.destination_shape, dtype=self.compiled.wire_dtype)
+        if not isinstance(grad, DTensor) or grad.device_mesh != spec.mesh:
+            raise LayoutError(f"reshard backward: expected a DTensor gradient on {spec.mesh}, found {type(grad).__name__}")
+        if grad.placements != gradient.destination_placements:
+            grad = grad.redistribute(spec.mesh, gradient.destination_placements)
+        local = grad._local_tensor
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
+        if tuple(local.shape) != gradient.destination_shape:
+            raise LayoutError(
+                f"reshard backward: the gradient's shard does not fit its layout: expected {gradient.destination_shape}, found "
+                f"{tuple(local.shape)}"
+            )
+        return local.to(self.compiled.wire_dtype)
+
+    def reverse(self, grad: Any) -> Any:
+        """Runs the reverse transfer; waits only where this rank needs the result."""
+        compiled = self.compiled
+        gradient = compiled.gradient
+        assert gradient is not None
+        if compiled.transfer is not None:
+            assert self.number is not None
+            try:
+                outgoing = self.destination_gradient(grad)
+            except Exception as error:
+                self.refuse_reverse(error)
+                raise
+            incoming = None
+            if gradient.source_shape is not None:
+                incoming = torch.empty(gradient.source_shape, dtype=compiled.wire_dtype)
+            launch = compiled.transfer.launch_reverse(self.number, [outgoing], [incoming], self.timeout)
+            if incoming is not None:
+                launch.wait()
+                if gradient.scale != 1.0:
+                    incoming.mul_(gradient.scale)
+                return DTensor(incoming.to(gradient.spec.tensor_meta.dtype), gradient.spec, requires_grad=False)
+        return DTensor(compiled.shell(gradient.spec.tensor_meta.dtype), gradient.spec, requires_grad=False)
+
+
+class _Reshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, x: DTensor | None, call: _Call) -> tuple[DTensor, torch.Tensor]:  # type: ignore[override]
+        ctx.call = call
+        ctx.has_input = x is not None
+        ctx.set_materialize_grads(False)
+        # Saved so that a second backward without retain_graph raises here as well, alike on every rank.
+        ctx.save_for_backward(token)
+        y, call.launch, call.number = call.compiled.begin(x, call.timeout)
+        return y, torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any, grad_token: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise MeshcastError("reshard has no second derivative: create_graph=True is not supported", op="reshard backward")
+        (token,) = ctx.saved_tensors
+        call: _Call = ctx.call
+        call.check_order(grad_token)
+        _end(call.chain)
+        if call.launch is not None and call.launch.error is not None:
+            return torch.zeros_like(token), None, None  # it failed in forward: no value, no gradient
+        grad_x = call.reverse(grad)
+        return torch.zeros_like(token), grad_x if ctx.has_input else None, None
+
+
+def differentiable_call(compiled: Compiled, x: DTensor | None, timeout: float) -> tuple[DTensor, Launch | None]:
+    """Begins a reshard whose result carries the graph; x is None on ranks that know only the spec."""
+    global _current, _retained
+    if compiled.transfer is None:
+        y, _ = _Reshard.apply(torch.zeros((), requires_grad=True), x, _Call(compiled, timeout, None))
+        return y, None
+    with _lock:
+        chain = _current if _current is not None else _Chain()
+        call = _Call(compiled, timeout, chain)
+        y, token = _Reshard.apply(chain.token, x, call)
+        chain.token = token
+        chain.calls.append(call)
+        _current, _retained = chain, None
+    return y, call.launch
+
+
+def backward(*roots: torch.Tensor | None, retain_graph: bool = False) -> None:
+    """Runs autograd over the local losses and over every reshard since the last backward, on every rank alike.
+
+    roots: this rank's losses (scalars), any number, also none; None and values without gradient are passed over. Every rank of
+    all meshes involved calls it once per step. Each reshard of the step runs its reverse exactly once, in reverse call order,
+    with zeros for results that no root uses here. Raises what torch.autograd.backward raises, and the typed errors of the
+    reverse transfers.
+    """
+    global _retained
+    tensors = [root for root in roots if isinstance(root, torch.Tensor) and root.requires_grad]
+    gradients: list[torch.Tensor | None] = [None] * len(tensors)
+    with _lock:
+        chain = _current if _current is not None else _retained
+    if chain is not None:
+        token = chain.token
+        tensors.append(token)
+        gradients.append(torch.zeros_like(token))
+    if not tensors:
+        return
+    try:
+        torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
+    finally:
+        _end(chain)
+    if retain_graph and chain is not None:
+        with _lock:
+            if _current is None:
+                chain.token = token
+                _retained = chain
+
+
+def _end(chain: _Chain | None) -> None:
+    """The chain takes no further calls and lets go of the graph."""
+    global _current, _retained
+    if chain is None:
+        return
+    with _lock:
+        if _current is chain:
+            _current = None
+        if _retained is chain:
+            _retained = None
+    chain.token = torch.zeros(())
+
+

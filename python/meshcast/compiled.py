@@ -1,0 +1,190 @@
+"""What a reshard call compiles to, once per kind of call: layouts, dtypes, result spec and transfer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from .errors import LayoutError
+from .layout import Layout
+from .transfer import CallNumber, Problem, Transfer, agreed_transfer, touch
+
+if TYPE_CHECKING:
+    from .groups import ParentGroup
+    from .handle import Launch
+    from .topology import Topology
+
+__all__ = ["Compiled", "Source", "compile_call"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The source as every rank knows it, from a DTensor or a TensorSpec."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """How the gradient travels back. Shapes are this rank's shards, None outside the mesh."""
+
+    destination_placements: tuple[Placement, ...]
+    destination_shape: tuple[int, ...] | None
+    source_shape: tuple[int, ...] | None
+    spec: DTensorSpec  # of the source's gradient
+    scale: float
+
+
+class Compiled:
+    """One kind of call. transfer is None on a rank of neither mesh, which only gets a shell."""
+
+    def __init__(
+        self,
+        spec: DTensorSpec,
+        local_shape: tuple[int, ...] | None,
+        wire_dtype: torch.dtype,
+        is_holder: bool,
+        gradient: Gradient | None,
+        transfer: Transfer | None,
+    ) -> None:
+        self.spec = spec
+        self.wire_dtype = wire_dtype
+        self.gradient = gradient
+        self.transfer = transfer
+        self._local_shape = local_shape
+        self._is_holder = is_holder
+
+    def shell(self, dtype: torch.dtype) -> torch.Tensor:
+        """Local tensor of a rank outside the mesh: no elements, but the global number of dimensions, which gradients need."""
+        return torch.zeros((0,) * len(self.spec.tensor_meta.shape), dtype=dtype)
+
+    def bound(self) -> float:
+        """Seconds that no plan of this call can beat."""
+        return self.transfer.plan.lower_bound if self.transfer is not None else 0.0
+
+    def begin(self, x: DTensor | None, timeout: float) -> tuple[DTensor, Launch | None, CallNumber | None]:
+        """Starts the transfer of x; the result's local tensor is filled once the launch has ended and finish() ran."""
+        result_dtype = self.spec.tensor_meta.dtype
+        if self._local_shape is None:
+            local = self.shell(result_dtype)
+        else:
+            local = torch.empty(self._local_shape, dtype=result_dtype)
+        result = DTensor(local, self.spec, requires_grad=False)
+        if self.transfer is None:
+            return result, None, None
+        touch(self.transfer)
+        source = destination = None
+        if self._is_holder:
+            assert x is not None
+            source = x._local_tensor.detach().to(self.wire_dtype)
+        if self._local_shape is not None:
+            destination = local if self.wire_dtype == result_dtype else torch.empty(self._local_shape, dtype=self.wire_dtype)
+        launch, number = self.transfer.launch([source], [destination], timeout)
+        if destination is not None and destination is not local:
+            launch.on_success(lambda: local.copy_(destination))
+        return result, launch, number
+
+
+def compile_call(
+    parent: ParentGroup,
+    source: Source,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    dtype: torch.dtype | None,
+    grad_placements: Sequence[Placement] | None,
+    strategy: str,
+    topology: Topology | None,
+) -> Compiled:
+    """Checks the arguments and compiles. Raises LayoutError for what is wrong with them, before any byte moves."""
+    shape, ndim = source.shape, len(source.shape)
+    result_dtype = dtype or source.dtype
+    for name, where in (("source", source.mesh), ("destination", mesh)):
+        if where.device_type != "cpu":
+            raise LayoutError(f"reshard: the {name} mesh is on {where.device_type}; this build moves CPU tensors only")
+    src = Layout(source.mesh, _counted_up(source.placements, ndim))
+    dst = Layout(mesh, _counted_up(placements, ndim))
+    if dst.has_partial:
+        raise LayoutError(f"reshard: destination placements {tuple(placements)} hold Partial; ask for Replicate or Shard instead")
+    if result_dtype.is_floating_point < source.dtype.is_floating_point and source.needs_grad:
+        raise LayoutError(f"reshard: a value with gradient cannot become {result_dtype}; detach it first")
+    # The narrower type travels, whichever side that is.
+    wire = result_dtype if result_dtype.itemsize <= source.dtype.itemsize else source.dtype
+    local_shape = dst.local_shapes(shape).get(parent.rank)
+    holder_shape = src.local_shapes(shape).get(parent.rank)
+    spec = _spec(mesh, dst, shape, result_dtype)
+    gradient = backward = None
+    if source.needs_grad:
+        gradient, backward = _gradient(parent, source, src, mesh, dst, grad_placements, wire)
+    transfer = None
+    if local_shape is not None or holder_shape is not None:
+        problem: Problem = (shape, wire, src, dst)
+        transfer = agreed_transfer(parent, problem, backward, op="reshard", strategy=strategy, topology=topology)
+    else:
+        parent.private(sorted({*src.ranks, *dst.ranks}), "reshard")  # the ranks must exist here as well
+    return Compiled(spec, local_shape, wire, holder_shape is not None, gradient, transfer)
+
+
+def _gradient(
+    parent: ParentGroup,
+    source: Source,
+    src: Layout,
+    mesh: DeviceMesh,
+    dst: Layout,
+    grad_placements: Sequence[Placement] | None,
+    wire: torch.dtype,
+) -> tuple[Gradient, Problem]:
+    """The reverse problem: destination mesh to source mesh. A Partial source is a sum over its mesh dimension, so the gradient of
+    each summand is the whole gradient, Replicate; of an average of n, one nth of it."""
+    ndim, scale = len(source.shape), 1.0
+    back: list[Placement] = []
+    for size, placement in zip(src.mesh_shape, src.placements, strict=True):
+        if isinstance(placement, Partial):
+            if placement.reduce_op not in ("sum", "avg"):
+                raise LayoutError(f"reshard: no gradient through {placement}; only Partial('sum') and Partial('avg') have one")
+            scale /= size if placement.reduce_op == "avg" else 1
+            back.append(Replicate())
+        else:
+            back.append(placement)
+    forth = tuple(dst.placements) if grad_placements is None else _counted_up(grad_placements, ndim)
+    outgoing = Layout(mesh, forth)
+    if outgoing.has_partial:
+        raise LayoutError(f"reshard: grad_placements {tuple(forth)} hold Partial; ask for Replicate or Shard instead")
+    incoming = Layout(source.mesh, back)
+    gradient = Gradient(
+        destination_placements=forth,
+        destination_shape=outgoing.local_shapes(source.shape).get(parent.rank),
+        source_shape=incoming.local_shapes(source.shape).get(parent.rank),
+        spec=_spec(source.mesh, incoming, source.shape, source.dtype),
+        scale=scale,
+    )
+    return gradient, (source.shape, wire, outgoing, incoming)
+
+
+def _spec(mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
+    stride = tuple(math.prod(max(size, 1) for size in shape[d + 1 :]) for d in range(len(shape)))
+    return DTensorSpec(mesh, layout.placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
+
+
+def _counted_up(placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
+    """Shard(-1) as Shard(ndim - 1): equal layouts must look equal to the cache on every rank."""
+    return tuple(_positive(p, ndim) for p in placements)
+
+
+def _positive(placement: Placement, ndim: int) -> Placement:
+    if isinstance(placement, Shard | _StridedShard) and -ndim <= placement.dim < 0:
+        if isinstance(placement, _StridedShard):
+            return _StridedShard(placement.dim + ndim, split_factor=placement.split_factor)
+        return Shard(placement.dim + ndim)
+    return placement

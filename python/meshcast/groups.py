@@ -1,0 +1,309 @@
+"""Private groups: the ranks of one transfer, with communicators that the user's own calls never share.
+
+A private group is made at its first use, on its own control thread, which also agrees on new transfers and starts those that
+have to wait for it. User threads only enqueue. Each private group has a control thread of its own, so that the order in which
+ranks meet groups cannot deadlock, and a group that waits for a rank that never calls holds up no other group. The thread ends
+whenever its queue is empty.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from . import _C
+from ._host import host_identity
+from .errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PeerLostError
+from .topology import Topology
+
+if TYPE_CHECKING:
+    from .handle import Launch
+
+__all__ = ["ParentGroup", "PrivateGroup", "parent_group", "seconds"]
+
+# A job gets the running group, or the error that ended it.
+Job = Callable[["_C.ReshardGroup | None", "Exception | None"], None]
+
+_POLL_LIMIT = 0.02  # seconds between two looks at the store while members are still missing
+_DRAIN_LIMIT = 2.0  # seconds that a process that exits gives its transfers in flight
+
+
+def seconds(timeout: float | timedelta | None, default: float) -> float:
+    """A user's timeout as seconds. Raises LayoutError unless it is positive."""
+    if timeout is None:
+        return default
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not value > 0:
+        raise LayoutError(f"timeout must be positive, found {timeout!r}")
+    return value
+
+
+class PrivateGroup:
+    """The ranks of both meshes of a transfer. Counts calls per lane alike on every rank."""
+
+    def __init__(self, store: dist.Store, ranks: Sequence[int], rank: int, timeout: float) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.timeout = timeout
+        self.name = _group_name(self.ranks)
+        self.topology: Topology | None = None  # of these ranks, known once they have met
+        self.slots: Any = None  # transfers agreed on, kept by transfer.py
+        self._store = store
+        self._core: _C.ReshardGroup | None = None
+        self._error: Exception | None = None
+        self._closing = ""  # why, once the group is being ended
+        self._ordinals: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[float, Job]] = deque()
+        self._thread: threading.Thread | None = None
+        self._flying: list[Launch] = []
+        self._flying_limit = 64
+
+    def call(self, lane: int, deadline: float, job: Callable[[int], Job], *, ready: Callable[[], bool]) -> int:
+        """Takes the next ordinal of `lane` and runs job(ordinal) behind all earlier jobs: at once in this thread if nothing is
+        queued, the group is up and ready() holds; else on the control thread. Returns the ordinal."""
+        with self._lock:
+            ordinal = self._ordinals.get(lane, 0)
+            self._ordinals[lane] = ordinal + 1
+            self._dispatch(deadline, job(ordinal), ready)
+            return ordinal
+
+    def replay(self, deadline: float, job: Job, *, ready: Callable[[], bool]) -> None:
+        """Runs a job that has its ordinal already (a reverse transfer has that of its forward call)."""
+        with self._lock:
+            self._dispatch(deadline, job, ready)
+
+    def _dispatch(self, deadline: float, job: Job, ready: Callable[[], bool]) -> None:
+        if self._thread is None and self._core is not None and ready():
+            job(self._core, None)
+            return
+        self._queue.append((deadline, job))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"meshcast-control {self.name}", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._thread = None
+                    return
+                deadline, job = self._queue.popleft()
+            if self._core is None and self._error is None:
+                try:
+                    self._core = self._meet(deadline)
+                except Exception as error:
+                    self._error = error
+            if self._core is None:
+                job(None, self._error)
+                self._error = _as_first_cause(self._error, self.rank)
+            else:
+                job(self._core, None)
+
+    def _meet(self, deadline: float) -> _C.ReshardGroup:
+        """Waits until every member is here, then connects. All members of one life of the parent group come exactly once, so
+        counting arrivals tells lives apart even where they share a store."""
+        try:
+            arrivals = int(self._store.add(f"{self.name}/arrivals", 1))
+            store = dist.PrefixStore(f"{self.name}/{(arrivals - 1) // len(self.ranks)}", self._store)
+            hosts = self._gather(store, deadline)
+            self.topology = Topology.from_hosts(hosts)
+            left = max(deadline - time.monotonic(), 0.001)
+            inner = dist.ProcessGroupGloo(
+                dist.PrefixStore("gloo", store), self.ranks.index(self.rank), len(self.ranks), timedelta(seconds=left)
+            )
+            inner._set_default_timeout(timedelta(seconds=self.timeout))
+            return _C.ReshardGroup(inner, dist.PrefixStore("control", store), list(self.ranks), self.rank, self.name)
+        except MeshcastError:
+            raise
+        except Exception as cause:
+            if time.monotonic() >= deadline:
+                raise DeadlineExceededError(
+                    f"rank {self.rank}: connecting the private group of ranks {list(self.ranks)} did not finish in time: {cause}",
+                    rank=self.rank, op="connect", phase="connect",
+                ) from cause
+            raise PeerLostError(
+                f"rank {self.rank}: connecting the private group of ranks {list(self.ranks)} failed: {cause}",
+                rank=self.rank, op="connect", phase="connect",
+            ) from cause
+
+    def _gather(self, store: dist.Store, deadline: float) -> dict[int, str]:
+        """Publishes this rank's host and returns everybody's. Who gives up says so, and those who come later fail at once."""
+        begin = time.monotonic()
+        store.set(f"member/{self.rank}", host_identity())
+        missing = [rank for rank in self.ranks if rank != self.rank]
+        pause = 0.0005
+        while True:
+            missing = [rank for rank in missing if not store.check([f"member/{rank}"])]
+            if not missing:
+                return {rank: store.get(f"member/{rank}").decode() for rank in self.ranks}
+            if store.check(["failed"]):
+                raise AbortedError(store.get("failed").decode(), rank=self.rank, op="connect", phase="connect")
+            if self._closing:
+                store.set("failed", f"rank {self.rank}: {self._closing}")
+                raise AbortedError(self._closing, rank=self.rank, op="connect", phase="connect")
+            now = time.monotonic()
+            if now >= deadline:
+                message = (
+                    f"rank {self.rank}: ranks {missing} did not call within {now - begin:.1f} s; the group of ranks "
+                    f"{list(self.ranks)} exists only once each of them made its first call. Check that every rank of both "
+                    "meshes makes the same calls in the same order."
+                )
+                store.set("failed", message)
+                raise DeadlineExceededError(
+                    message, rank=self.rank, peer=missing[0], op="connect", phase="connect",
+                    elapsed=now - begin, limit=now - begin,
+                )
+            time.sleep(min(pause, max(deadline - now, 0.0005)))
+            pause = min(pause * 1.5, _POLL_LIMIT)
+
+    def watch(self, launch: Launch) -> None:
+        """Remembers a transfer in flight, so that close() can let it finish."""
+        self._flying.append(launch)
+        if len(self._flying) > self._flying_limit:
+            self._flying = [other for other in self._flying if not other.is_completed()]
+            self._flying_limit = 2 * len(self._flying) + 64
+
+    def abort(self, reason: str) -> None:
+        """Fails this group's calls, here and on the other ranks, with AbortedError(reason). Never blocks; idempotent."""
+        self._closing = self._closing or reason
+        if self._core is not None:
+            self._core.abort(reason)
+
+    def close(self) -> None:
+        """Ends the group in any state. Transfers in flight get a short time to finish: a rank that only sends returns from its
+        call before its peers have the data. Queued jobs fail."""
+        limit = time.monotonic() + _DRAIN_LIMIT
+        while time.monotonic() < limit and not all(launch.is_completed() for launch in self._flying):
+            time.sleep(0.002)
+        self._closing = self._closing or "the process group was destroyed"
+        with self._lock:
+            queue, self._queue = self._queue, deque()
+            thread = self._thread
+            self._error = self._error or AbortedError(self._closing, rank=self.rank, phase="connect")
+        for _, job in queue:
+            job(None, self._error)
+        if self._core is not None:
+            self._core.shutdown()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_DRAIN_LIMIT)
+
+
+class ParentGroup:
+    """A process group of the user and the private groups made inside it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ranks = frozenset(dist.get_process_group_ranks(group))
+        self.rank = dist.get_rank()
+        self.timeout = _group_timeout(group)
+        self.name = group.group_name
+        self.compiled: dict[Any, Any] = {}  # calls seen before, kept by reshard.py and local.py
+        # Own connection: a wait in the store blocks every other user of the same connection.
+        store = c10d._get_process_group_store(group).clone()
+        self._store = dist.PrefixStore("meshcast", store)
+        self._groups: dict[tuple[int, ...], PrivateGroup] = {}
+
+    def private(self, ranks: Sequence[int], op: str) -> PrivateGroup:
+        """The private group of these global ranks, ascending and unique. Raises LayoutError for ranks outside the parent group."""
+        key = tuple(ranks)
+        group = self._groups.get(key)
+        if group is None:
+            outside = [rank for rank in key if rank not in self.ranks]
+            if outside:
+                raise LayoutError(
+                    f"{op}: ranks {outside} are not in process group {self.name!r}, which has ranks {_brief(self.ranks)}; "
+                    "pass group= a group that holds both meshes",
+                    rank=self.rank, op=op,
+                )
+            group = self._groups[key] = PrivateGroup(self._store, key, self.rank, self.timeout)
+        return group
+
+    def close(self) -> None:
+        groups, self._groups = list(self._groups.values()), {}
+        self.compiled.clear()
+        for group in groups:
+            group.close()
+
+
+_parents: weakref.WeakKeyDictionary[dist.ProcessGroup, ParentGroup] = weakref.WeakKeyDictionary()
+_parents_lock = threading.Lock()
+_exit_registered = False
+
+
+def parent_group(group: dist.ProcessGroup | None, op: str) -> ParentGroup:
+    """What meshcast knows of a process group, None for the default one. A group that was destroyed takes its private groups
+    along; one that came in its place starts anew."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise MeshcastError(f"{op}: no process group; call torch.distributed.init_process_group first", op=op)
+    key = dist.group.WORLD if group is None else group
+    known = _parents.get(key)
+    if known is not None:
+        return known
+    with _parents_lock:
+        _forget_destroyed()
+        if key not in c10d._world.pg_map:
+            raise LayoutError(f"{op}: group {group!r} is not a process group that this rank belongs to", op=op)
+        parent = _parents.get(key)
+        if parent is None:
+            parent = _parents[key] = ParentGroup(key)
+            weakref.finalize(key, parent.close).atexit = False  # _close_all does it
+            _register_exit()
+        return parent
+
+
+def _forget_destroyed() -> None:
+    """A destroyed group that somebody still holds a reference to was not finalized: end it here."""
+    for group in [group for group in _parents if group not in c10d._world.pg_map]:
+        _parents.pop(group).close()
+
+
+def _register_exit() -> None:
+    global _exit_registered
+    if not _exit_registered:
+        _exit_registered = True
+        atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    for parent in list(_parents.values()):
+        parent.close()
+
+
+def _group_timeout(group: dist.ProcessGroup) -> float:
+    """The group's own timeout in seconds, looked for below the debug wrapper and inside the meshcast backend; torch's default
+    where a backend has none."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    backend = getattr(backend, "wrapped_pg", backend)
+    backend = getattr(backend, "inner", backend)
+    timeout = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
+    return float(timeout.total_seconds())
+
+
+def _group_name(ranks: tuple[int, ...]) -> str:
+    text = ",".join(map(str, ranks))
+    return text if len(text) <= 40 else f"{text[:32]}..{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _brief(ranks: frozenset[int]) -> str:
+    ordered = sorted(ranks)
+    if len(ordered) > 2 and ordered[-1] - ordered[0] + 1 == len(ordered):
+        return f"{ordered[0]}..{ordered[-1]}"
+    return str(ordered)
+
+
+def _as_first_cause(error: Exception | None, rank: int) -> Exception | None:
+    """Calls after the failing one report its cause, as an aborted group does."""
+    if error is None or isinstance(error, AbortedError):
+        return error
+    return AbortedError(f"rank {rank}: the private group failed before: {error}", rank=rank, phase="connect")

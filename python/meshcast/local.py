@@ -1,0 +1,86 @@
+"""reshard_local: plain tensors and layouts, no DTensor, no DeviceMesh, no autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal, overload
+
+import torch
+
+from .errors import LayoutError
+from .groups import parent_group, seconds
+from .handle import Handle
+from .layout import Layout
+from .transfer import agreed_transfer, publish_rejection, touch
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from .topology import Topology
+
+__all__ = ["reshard_local"]
+
+_OP = "reshard_local"
+
+
+@overload
+def reshard_local(
+    src: torch.Tensor | None, src_layout: Layout, dst: torch.Tensor | None, dst_layout: Layout, *, shape: Sequence[int],
+    dtype: torch.dtype, group: dist.ProcessGroup | None = None, strategy: str = "auto", topology: Topology | None = None,
+    async_op: Literal[False] = False, timeout: float | timedelta | None = None,
+) -> torch.Tensor | None: ...
+@overload
+def reshard_local(
+    src: torch.Tensor | None, src_layout: Layout, dst: torch.Tensor | None, dst_layout: Layout, *, shape: Sequence[int],
+    dtype: torch.dtype, group: dist.ProcessGroup | None = None, strategy: str = "auto", topology: Topology | None = None,
+    async_op: Literal[True], timeout: float | timedelta | None = None,
+) -> Handle[torch.Tensor | None]: ...
+@torch.no_grad()
+def reshard_local(
+    src: torch.Tensor | None,
+    src_layout: Layout,
+    dst: torch.Tensor | None,
+    dst_layout: Layout,
+    *,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+    strategy: str = "auto",
+    topology: Topology | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> torch.Tensor | None | Handle[torch.Tensor | None]:
+    """Fills dst, this rank's shard under dst_layout, from the src shards of all ranks under src_layout.
+
+    Called by every rank of both layouts in one order; other ranks may skip it. src: this rank's shard, of the shape and dtype that
+    the layout gives it, any strides; None on a rank outside src_layout or whose shard is empty. dst: likewise; None inside
+    dst_layout allocates it. shape: global shape. Gradients do not flow. Returns dst, or with async_op a Handle whose wait()
+    returns it. After an error the contents of dst are undefined.
+
+    Raises the errors of meshcast.reshard.
+    """
+    parent = parent_group(group, _OP)
+    limit = seconds(timeout, parent.timeout)
+    for name, layout in (("src_layout", src_layout), ("dst_layout", dst_layout)):
+        if not isinstance(layout, Layout):
+            raise LayoutError(f"{_OP}: {name} must be a meshcast.Layout, found {type(layout).__name__}")
+    ranks = sorted({*src_layout.ranks, *dst_layout.ranks})
+    private = parent.private(ranks, _OP)
+    if parent.rank not in private.ranks:
+        return Handle(None, None, lambda: 0.0) if async_op else None
+    try:
+        if dst_layout.has_partial:
+            raise LayoutError(f"{_OP}: dst_layout {dst_layout} holds Partial; ask for Replicate or Shard instead")
+        problem = (tuple(shape), dtype, src_layout, dst_layout)
+        transfer = agreed_transfer(parent, problem, None, op=_OP, strategy=strategy, topology=topology)
+    except LayoutError as error:
+        publish_rejection(private, 0, error, limit)
+        raise
+    touch(transfer)
+    if dst is None:
+        local_shape = dst_layout.local_shapes(shape).get(parent.rank)
+        dst = None if local_shape is None else torch.empty(local_shape, dtype=dtype)
+    launch, _ = transfer.launch([src], [dst], limit)
+    handle = Handle(launch, dst, lambda: transfer.plan.lower_bound, [] if src is None else [src])
+    return handle if async_op else handle.wait()
