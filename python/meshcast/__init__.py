@@ -24,7 +24,6 @@ backend.register()
 
 if TYPE_CHECKING:
     from .autograd import backward
-    from .dtensor import reshard
     from .errors import (
         AbortedError,
         DeadlineExceededError,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from .layout import Layout
     from .local import reshard_local
     from .plan import Plan, plan, plan_cache_clear, plan_cache_info, plan_many
+    from .reshard import reshard
     from .spec import TensorSpec
     from .topology import Topology
 
@@ -76,7 +76,7 @@ _HOME = {
     "plan_cache_clear": "plan",
     "plan_cache_info": "plan",
     "plan_many": "plan",
-    "reshard": "dtensor",
+    "reshard": "reshard",
     "reshard_local": "local",
 }
 
