@@ -1,0 +1,115 @@
+"""Layouts of a stage: its mesh, the placements of its inputs and outputs, and the local shards they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from meshcast.errors import LayoutError
+from meshcast.layout import Layout
+
+__all__ = ["StageMesh", "ValuePlacements", "gradient_placements", "local_shard"]
+
+Placements = tuple[Placement, ...]
+
+
+class StageMesh:
+    """The ranks of a stage in their shape, with or without a DeviceMesh (none where the stage has one rank
+    and none was given)."""
+
+    def __init__(self, ranks: torch.Tensor, rank: int, device_mesh: Any = None) -> None:
+        self.shape = tuple(ranks.shape)
+        self.ranks = [int(value) for value in ranks.flatten()]
+        self.device_mesh = device_mesh
+        if rank not in self.ranks:
+            raise LayoutError(
+                f"rank {rank} makes a stage on a mesh of ranks {self.ranks}, which it is not in", rank=rank
+            )
+        self.coordinate = tuple(int(value) for value in (ranks == rank).nonzero()[0])
+        self._nested = ranks.tolist()
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def layout(self, placements: Placements) -> Layout:
+        return Layout(self._nested, placements)
+
+
+class ValuePlacements:
+    """Placements of the numbered inputs or outputs of a stage: one list for all, one list each, or the
+    default.
+
+    The default is data parallelism over the first mesh dimension: Shard(0), then Replicate() on the others.
+    """
+
+    def __init__(self, what: str, given: Sequence[Any] | None, mesh: StageMesh) -> None:
+        self.given = given is not None
+        self._what = what
+        dims = len(mesh.shape)
+        if given is None:
+            self._each, self._all = None, (Shard(0), *[Replicate()] * (dims - 1))
+        elif all(isinstance(placement, Placement) for placement in given):
+            self._each, self._all = None, tuple(given)
+        else:
+            self._each, self._all = [tuple(placements) for placements in given], ()
+        for placements in self.listed():
+            if len(placements) != dims or not all(
+                isinstance(placement, Placement) for placement in placements
+            ):
+                raise LayoutError(
+                    f"{what}: expected one placement for each of the {dims} mesh dimensions, found {placements!r}"
+                )
+
+    def listed(self) -> list[Placements]:
+        return [self._all] if self._each is None else self._each
+
+    def __getitem__(self, index: int) -> Placements:
+        if self._each is None:
+            return self._all
+        if index >= len(self._each):
+            raise LayoutError(f"{self._what} lists {len(self._each)} values, but value {index} is used")
+        return self._each[index]
+
+
+def batch_dims(placements: ValuePlacements) -> list[int]:
+    """The mesh dimensions over which the samples are split: data parallelism."""
+    found = {
+        dim for each in placements.listed() for dim, placement in enumerate(each) if placement == Shard(0)
+    }
+    return sorted(found)
+
+
+def gradient_placements(placements: Placements) -> Placements:
+    """How the gradient of a value with these placements is laid out: as the value, but whole where the value
+    is a pending sum.
+
+    Raises LayoutError for pending reductions whose gradient is not the value's (max, min, product, avg).
+    """
+    for placement in placements:
+        if isinstance(placement, Partial) and placement.reduce_op != "sum":
+            raise LayoutError(
+                f"a value with placement {placement} cannot leave a stage that trains; only Partial('sum') can"
+            )
+    return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in placements)
+
+
+def local_shard(tensor: torch.Tensor, mesh: StageMesh, placements: Placements) -> torch.Tensor:
+    """This rank's part of a tensor that every rank has whole: a view, no copy. Cuts follow torch.chunk; a
+    shard may be empty."""
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            continue
+        if type(placement) is not Shard:
+            raise LayoutError(f"an argument of step can be placed by Shard and Replicate, found {placement}")
+        if not -tensor.dim() <= placement.dim < tensor.dim():
+            raise LayoutError(
+                f"{placement} of an argument of step with shape {tuple(tensor.shape)}: there is no such dimension"
+            )
+        parts, index = mesh.shape[mesh_dim], mesh.coordinate[mesh_dim]
+        size, offset = Shard.local_shard_size_and_offset(tensor.shape[placement.dim], parts, index)
+        tensor = tensor.narrow(placement.dim, min(offset, tensor.shape[placement.dim]), size)
+    return tensor

@@ -1,0 +1,33 @@
+"""Eager 1F1B: 1F1B with a longer warm-up, so that every forward transfer has a whole period to travel.
+
+Three stages, six micro-batches, backward twice as long as forward, transfers as long as a forward (``-`` fills a backward)::
+
+    stage 0  F0 F1 F2 F3 F4 .  .  .  .  .  B0--- F5 B1--- B2--- ...
+    stage 1        F0 F1 F2 .  .  .  B0--- F3 B1--- F4 B2--- ...
+    stage 2              F0 B0--- F1 B1--- F2 B2--- F3 B3--- ...
+
+- warm-up of stage i: min(m, 2(n - i) - 1), one micro-batch more in flight on every hop than 1F1B has
+- peak activations of stage i: min(m, 2(n - i) - 1); the last stage holds one, as in 1F1B
+- the loop through one hop (forward transfer, work of the consumer, backward transfer) spans two periods
+  instead of one, so the period stays F + B while the transfer time c of one micro-batch and direction is at
+  most (F + B) / 2
+- makespan then: (m + n - 1)(F + B) + 2 (n - 1) c, where only the first forward and the last backward wait for
+  transfers
+
+n stages, m micro-batches, i from 0. Source: Zhuang et al., "On Optimizing the Communication of Model
+Parallelism", 2022, section 4.
+"""
+
+from __future__ import annotations
+
+from meshcast.pipelining.action import Actions
+from meshcast.pipelining.schedules.warmup import alternate, check_sizes
+
+
+def eager_1f1b(stages: int, microbatches: int) -> Actions:
+    """Compute actions of each rank; rank i runs stage i."""
+    check_sizes(stages, microbatches)
+    return {
+        stage: alternate(stage, min(microbatches, 2 * (stages - stage) - 1), microbatches)
+        for stage in range(stages)
+    }

@@ -1,0 +1,36 @@
+"""GPipe: all forwards, then all backwards.
+
+Three stages, four micro-batches, backward twice as long as forward, transfers free::
+
+    stage 0  F0 F1 F2 F3 .  .  .  .  .  .  B0--- B1--- B2--- B3---
+    stage 1     F0 F1 F2 F3 .  .  .  B0--- B1--- B2--- B3---
+    stage 2        F0 F1 F2 F3 B0--- B1--- B2--- B3---
+
+- makespan, free transfers: (m + n - 1)(F + B)
+- bubble: (n - 1) / (m + n - 1)
+- peak activations: m on every stage
+
+n stages, m micro-batches. Source: Huang et al., "GPipe", 2019. Micro-batches go backward in the order they
+went forward, as in torch.distributed.pipelining, so that each stage accumulates gradients in the order of the
+data.
+"""
+
+from __future__ import annotations
+
+from meshcast.pipelining.action import Action, ActionKind, Actions
+from meshcast.pipelining.schedules.warmup import check_sizes
+
+
+def gpipe(stages: int, microbatches: int) -> Actions:
+    """Compute actions of each rank; rank i runs stage i."""
+    check_sizes(stages, microbatches)
+    return {
+        stage: [Action(stage, kind, k) for kind in (ActionKind.F, ActionKind.B) for k in range(microbatches)]
+        for stage in range(stages)
+    }
+
+
+def forward_only(stages: int, microbatches: int) -> Actions:
+    """What evaluation runs: every stage forwards its micro-batches in order."""
+    check_sizes(stages, microbatches)
+    return {stage: [Action(stage, ActionKind.F, k) for k in range(microbatches)] for stage in range(stages)}

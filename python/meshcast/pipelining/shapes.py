@@ -1,0 +1,117 @@
+"""Shapes of the values that leave a stage, found without computing them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+
+from meshcast.errors import LayoutError
+from meshcast.layout import Layout
+
+__all__ = ["LocalValue", "describe_values", "global_shape", "infer_outputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalValue:
+    """One output of one micro-batch on one rank. placements: of a DTensor, else None."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    placements: tuple[Placement, ...] | None = None
+
+
+def as_tuple(values: Any, what: str) -> tuple[torch.Tensor, ...]:
+    """The tensors of an output. Raises LayoutError unless it is a tensor or a sequence of tensors."""
+    found = (
+        (values,)
+        if isinstance(values, torch.Tensor)
+        else tuple(values)
+        if isinstance(values, (tuple, list))
+        else ()
+    )
+    if not found or not all(isinstance(value, torch.Tensor) for value in found):
+        kinds = [type(value).__name__ for value in found] or type(values).__name__
+        raise LayoutError(f"{what}: values that leave a stage must be tensors, found {kinds}")
+    return found
+
+
+def describe_values(values: Sequence[torch.Tensor], with_grad: bool) -> list[LocalValue]:
+    """Local shapes of tensors or DTensors."""
+    described = []
+    for value in values:
+        placements = tuple(value.placements) if isinstance(value, DTensor) else None
+        local = value.to_local() if isinstance(value, DTensor) else value
+        described.append(
+            LocalValue(tuple(local.shape), value.dtype, with_grad and value.requires_grad, placements)
+        )
+    return described
+
+
+def infer_outputs(
+    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, with_grad: bool, what: str
+) -> list[LocalValue]:
+    """Runs `module` on fake tensors of the shapes of `args`: no data, no arithmetic, no change of buffers or
+    random state.
+
+    Raises LayoutError, with the cause, for a module that only runs on data; give its `output_args` instead.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.func import functional_call
+    from torch.utils._pytree import tree_map_only
+
+    plain = getattr(module, "_orig_mod", module)  # below torch.compile
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(with_grad):
+            fake = mode.from_tensor
+            state = {name: fake(value) for name, value in (*plain.named_parameters(), *plain.named_buffers())}
+            fake_args, fake_kwargs = tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs)))
+            outputs = functional_call(plain, state, fake_args, fake_kwargs)
+            return describe_values(as_tuple(outputs, what), with_grad)
+    except LayoutError:
+        raise
+    except Exception as cause:
+        raise LayoutError(
+            f"{what}: its output shapes could not be inferred ({type(cause).__name__}: {cause}). If the module cannot run on fake tensors, "
+            "give output_args= with tensors (meta device will do) of the local shapes of one micro-batch"
+        ) from cause
+
+
+def global_shape(layout: Layout, local: Mapping[int, Sequence[int]], what: str) -> tuple[int, ...]:
+    """The global shape of a value from the local shape on each rank of its mesh.
+
+    Raises LayoutError if no shape laid out this way has these shards, naming the rank whose shard differs.
+    """
+    dims = {len(shape) for shape in local.values()}
+    if len(dims) != 1:
+        raise LayoutError(f"{what}: its ranks have tensors of different dimensions: {dict(local)}")
+    ndim = dims.pop()
+    sharding: dict[int, list[int]] = {}
+    for mesh_dim, placement in enumerate(layout.placements):
+        if isinstance(placement, (Shard, _StridedShard)):
+            if not -ndim <= placement.dim < ndim:
+                raise LayoutError(
+                    f"{what}: {placement} does not fit a tensor of {ndim} dimensions; its local shape is {local}"
+                )
+            sharding.setdefault(placement.dim % ndim, []).append(mesh_dim)
+    ranks = torch.tensor(layout.ranks).reshape(layout.mesh_shape)
+    shape = []
+    for dim in range(ndim):
+        along = ranks[
+            tuple(slice(None) if axis in sharding.get(dim, ()) else 0 for axis in range(ranks.dim()))
+        ]
+        shape.append(sum(local[int(rank)][dim] for rank in along.reshape(-1)))
+    for rank, expected in layout.local_shapes(shape).items():
+        if tuple(local[rank]) != tuple(expected):
+            raise LayoutError(
+                f"{what}: the module's output does not match its layout {layout}: rank {rank} has a local shape of {tuple(local[rank])}, "
+                f"a tensor of shape {tuple(shape)} would have {tuple(expected)} there (uneven sizes follow torch.chunk). "
+                "Check output_placements, or leave the batch dimension unflattened",
+                rank=rank,
+            )
+    return tuple(shape)

@@ -1,0 +1,252 @@
+"""PipelineStage: a module, its place in the pipeline and the mesh it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshcast.errors import LayoutError
+from meshcast.pipelining.edge import Edge, check_edges
+from meshcast.pipelining.gradients import sum_gradients
+from meshcast.pipelining.layouts import (
+    Placements,
+    StageMesh,
+    ValuePlacements,
+    batch_dims,
+    gradient_placements,
+)
+from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values, infer_outputs
+
+__all__ = ["PipelineStage"]
+
+Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What the backward of a micro-batch needs from its forward."""
+
+    inputs: list[Any]
+    roots: list[torch.Tensor]
+
+
+class PipelineStage:
+    """One stage of a pipeline, as this rank runs it.
+
+    Args:
+        submodule: the stage's module. Its positional inputs are the values of the edges that lead here (stage
+            0: the arguments of ``step``), its outputs the values that leave: a tensor or a tuple of tensors;
+                the last stage may return anything ``loss_fn``
+            takes. It sees this rank's local shards, whose batch dimension may be of size 0.
+        stage_index, num_stages: its place.
+        device: where it computes and receives.
+        input_args: examples of one micro-batch's local inputs; checked against what the producers send.
+        output_args: examples (device "meta" will do) of one micro-batch's local outputs, for modules whose
+            shapes cannot be inferred.
+        output_grads, input_grads, get_mesh: torch passes the metadata of DTensor gradients through these;
+            here layouts follow from ``mesh`` and the placements, so they must be None.
+        group: the ranks of the whole pipeline, all stages together; default: the default group.
+        dw_builder: must be None; a backward is not split here.
+        mesh: the ranks of this stage, any shape. None: one rank, number ``stage_index`` of ``group``, as in
+            torch.
+        input_placements, output_placements: one list of placements for all values, or one list for each.
+            Default: Shard(0) over the first mesh dimension, Replicate() over the others. The mesh dimensions
+                on which an input is Shard(0) are the data-parallel ones:
+            samples are split over them, gradients of parameters are summed over them.
+        edges: all edges of the pipeline, the same on every rank. Default: output j of each stage is input j
+            of the next.
+        use_dtensor: the module gets DTensors on ``mesh`` instead of local shards. Outputs may be either in
+            both cases.
+
+    Raises:
+        LayoutError: naming the argument that is wrong.
+    """
+
+    def __init__(
+        self,
+        submodule: torch.nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        input_args: Tensors | None = None,
+        output_args: Tensors | None = None,
+        output_grads: Any = None,
+        input_grads: Any = None,
+        group: dist.ProcessGroup | None = None,
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
+        get_mesh: Any = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        input_placements: Sequence[Any] | None = None,
+        output_placements: Sequence[Any] | None = None,
+        edges: Sequence[Edge] | None = None,
+        use_dtensor: bool = False,
+    ) -> None:
+        if not 0 <= stage_index < num_stages:
+            raise LayoutError(f"stage_index must be in 0..{num_stages - 1}, found {stage_index}")
+        for name, value in (
+            ("output_grads", output_grads),
+            ("input_grads", input_grads),
+            ("get_mesh", get_mesh),
+        ):
+            if value is not None:
+                raise LayoutError(
+                    f"stage {stage_index}: {name} is not used here: give mesh=, input_placements= and output_placements="
+                )
+        if dw_builder is not None:
+            raise LayoutError(
+                f"stage {stage_index}: dw_builder is not supported, the backward of a stage is not split"
+            )
+        if isinstance(submodule, torch.nn.parallel.DistributedDataParallel):
+            raise LayoutError(
+                f"stage {stage_index}: give the bare module, not DistributedDataParallel: the pipeline sums gradients itself, once per step"
+            )
+        self.submod = submodule
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = torch.device(device)
+        self.group = group
+        self.rank = dist.get_rank()
+        self.mesh = _stage_mesh(stage_index, num_stages, group, mesh, self.rank)
+        self.input_placements = ValuePlacements(
+            f"stage {stage_index}, input_placements", input_placements, self.mesh
+        )
+        self.output_placements = ValuePlacements(
+            f"stage {stage_index}, output_placements", output_placements, self.mesh
+        )
+        self.edges = None if edges is None else check_edges(edges, num_stages)
+        self.input_examples = (
+            None if input_args is None else as_tuple(input_args, f"stage {stage_index}, input_args")
+        )
+        self.output_examples = (
+            None if output_args is None else as_tuple(output_args, f"stage {stage_index}, output_args")
+        )
+        if use_dtensor and mesh is None:
+            raise LayoutError(f"stage {stage_index}: use_dtensor needs mesh=")
+        self.use_dtensor = use_dtensor
+        self.batch_dims = batch_dims(self.input_placements)
+        self._kept: dict[int, _Kept] = {}
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
+
+    @property
+    def batch_parts(self) -> int:
+        """How many ways the samples of a micro-batch are split: the data-parallel degree."""
+        parts = 1
+        for dim in self.batch_dims:
+            parts *= self.mesh.shape[dim]
+        return parts
+
+    def sync_gradients(self) -> None:
+        """Sums the gradients of the parameters over the data-parallel ranks of the stage. Called by all of
+        them, once per step.
+
+        ``step`` does it unless the schedule was made with ``sync_gradients=False``.
+        """
+        if self.batch_parts > 1:
+            sum_gradients(list(self.submod.parameters()), self.mesh.device_mesh, self.batch_dims)
+
+    def output_layout(self, index: int, local: LocalValue) -> Placements:
+        """Placements of output `index`: those given, else those of the DTensor, else the default."""
+        if local.placements is None or self.output_placements.given:
+            return self.output_placements[index]
+        return local.placements
+
+    def infer(self, args: Sequence[Any], kwargs: Mapping[str, Any], with_grad: bool) -> list[LocalValue]:
+        """Local shapes of the outputs of one micro-batch."""
+        what = f"rank {self.rank}, stage {self.stage_index}"
+        if self.output_examples is not None:
+            examples = [
+                value.detach().requires_grad_(with_grad and value.is_floating_point())
+                for value in self.output_examples
+            ]
+            return describe_values(examples, with_grad)
+        return infer_outputs(self.submod, args, kwargs, with_grad=with_grad, what=what)
+
+    def wrap(self, local: torch.Tensor, placements: Placements, shape: Sequence[int]) -> torch.Tensor:
+        """The DTensor on the stage's mesh that a local shard belongs to."""
+        stride = torch.empty(tuple(shape), device="meta").stride()
+        return DTensor.from_local(
+            local, self.mesh.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    def forward(self, microbatch: int, inputs: list[Any], kwargs: Mapping[str, Any], keep: bool) -> Any:
+        """Runs the module. keep: its backward will follow."""
+        output = self.submod(*inputs, **kwargs)
+        if keep:
+            roots = (
+                [] if self.is_last else list(as_tuple(output, f"rank {self.rank}, stage {self.stage_index}"))
+            )
+            self._kept[microbatch] = _Kept(inputs, roots)
+        return output
+
+    def keep_loss(self, microbatch: int, loss: torch.Tensor) -> None:
+        """The last stage goes backward from its loss."""
+        self._kept[microbatch].roots = [loss]
+
+    def backward(
+        self, microbatch: int, gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Accumulates into the parameters' gradients.
+
+        Args:
+            gradients: one per output, local shards laid out as `gradient_placements` says; None where no
+                gradient comes back.
+
+        Returns:
+            One per input: its local gradient in the layout of `gradient_placements`; None for an input that
+                takes none.
+        """
+        kept = self._kept.pop(microbatch)
+        roots, seeds = [], []
+        for root, gradient in zip(kept.roots, gradients, strict=True):
+            if gradient is not None and root.requires_grad:
+                if isinstance(root, DTensor):
+                    gradient = self.wrap(gradient, gradient_placements(tuple(root.placements)), root.shape)
+                roots.append(root)
+                seeds.append(gradient)
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        return [self._input_gradient(index, value) for index, value in enumerate(kept.inputs)]
+
+    def _input_gradient(self, index: int, value: Any) -> torch.Tensor | None:
+        if self.is_first or not value.requires_grad:
+            return None
+        gradient = value.grad
+        value.grad = None
+        if gradient is None:  # the module did not use it
+            return torch.zeros_like(value.to_local() if isinstance(value, DTensor) else value)
+        if isinstance(gradient, DTensor):
+            return gradient.redistribute(
+                placements=gradient_placements(self.input_placements[index])
+            ).to_local()
+        return gradient
+
+    def clear(self) -> None:
+        """Drops what a step that failed had kept."""
+        self._kept.clear()
+
+
+def _stage_mesh(
+    stage_index: int, num_stages: int, group: dist.ProcessGroup | None, mesh: DeviceMesh | None, rank: int
+) -> StageMesh:
+    if mesh is not None:
+        return StageMesh(mesh.mesh, rank, mesh)
+    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    if len(ranks) != num_stages:
+        raise LayoutError(
+            f"stage {stage_index}: without mesh= the group must have one rank per stage: expected {num_stages} ranks, found {len(ranks)}"
+        )
+    return StageMesh(torch.tensor([ranks[stage_index]]), rank)

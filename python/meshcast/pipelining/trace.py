@@ -1,0 +1,64 @@
+"""Traces: what a step really did, as a Chrome trace, and a simulated timeline as text."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+
+from meshcast.pipelining.simulate import SimulationReport
+
+__all__ = ["Trace", "format_timeline"]
+
+
+@dataclass(slots=True)
+class Trace:
+    """Events of one step on one rank. Times are those of ``time.perf_counter``, in seconds."""
+
+    events: list[tuple[str, str, float, float]] = field(default_factory=list)  # name, category, begin, end
+
+    def add(self, name: str, category: str, begin: float, end: float) -> None:
+        self.events.append((name, category, begin, end))
+
+    def write(self, path: str | os.PathLike[str], rank: int) -> None:
+        """Writes the Chrome trace event format (chrome://tracing, Perfetto): compute, waits and transfers in
+        rows of their own."""
+        start = min((begin for _, _, begin, _ in self.events), default=0.0)
+        rows = sorted({category for _, category, _, _ in self.events})
+        events: list[dict[str, object]] = [
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": category}}
+            for row, category in enumerate(rows)
+        ]
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for name, category, begin, end in self.events:
+            events.append(
+                {
+                    "ph": "X",
+                    "name": name,
+                    "cat": category,
+                    "pid": rank,
+                    "tid": rows.index(category),
+                    "ts": (begin - start) * 1e6,
+                    "dur": (end - begin) * 1e6,
+                }
+            )
+        with open(path, "w") as file:
+            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+
+def format_timeline(report: SimulationReport, unit: float = 1.0) -> str:
+    """A simulated timeline as text: one line per rank, three characters per ``unit`` of time, idle time as
+    dots.
+
+    Spans must begin and end on multiples of ``unit``; the picture is exact then.
+    """
+    ranks = sorted({span.rank for span in report.timeline})
+    lines = []
+    for rank in ranks:
+        line = ""
+        for span in (span for span in report.timeline if span.rank == rank):
+            line += ".".ljust(3) * (round(span.start / unit) - len(line) // 3)
+            text = f"{span.action.kind.value}{span.action.microbatch}"
+            line += text.ljust(3 * round((span.end - span.start) / unit) - 1, "-") + " "
+        lines.append(f"rank {rank}  {line}".rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,194 @@
+"""Validation: what must be true of a lowered schedule before it may run.
+
+1. Each stage is on one rank, and does each micro-batch once forward and once backward (B, or I before W),
+forward first. 2. A receive precedes its use, a send follows what makes its value, and each has its other end.
+3. Both ends of a link see its micro-batches in the same order: transfers of a link and direction match by
+order. 4. It does not deadlock, whether sends are buffered or wait for their receive. The runtime's sends
+never wait, so the second is stricter
+   than it needs; a schedule that passes runs with bounded buffers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from meshcast.pipelining.action import Action, ActionKind, Actions
+from meshcast.pipelining.errors import ScheduleError
+from meshcast.pipelining.grid import Cell, format_grid
+from meshcast.pipelining.lower import Link, chain, stage_ranks
+from meshcast.pipelining.simulate import Costs, SendModel, simulate_actions
+
+__all__ = ["validate"]
+
+_SEND_MODELS: tuple[SendModel, ...] = ("buffered", "rendezvous")
+
+
+def validate(
+    actions: Mapping[int, Sequence[Action]],
+    stages: int,
+    microbatches: int,
+    *,
+    links: Sequence[Link] | None = None,
+    forward_only: bool = False,
+    send_models: Sequence[SendModel] = _SEND_MODELS,
+) -> None:
+    """Raises ScheduleError unless the lowered schedule can run. The message names rank, step, stage and
+    micro-batch and shows the grid.
+
+    Args:
+        actions: actions of each rank, transfers included.
+        stages, microbatches: what the schedule must cover.
+        links: pairs of stages (from, to); default: each stage feeds the next.
+        forward_only: no backward is expected.
+        send_models: the models under which it must not deadlock.
+    """
+    check = _Check({rank: list(row) for rank, row in actions.items()})
+    check.coverage(stages, microbatches, forward_only)
+    check.transfers(chain(stages) if links is None else links, microbatches, forward_only)
+    check.order()
+    costs = Costs.of(stages, 1.0, 2.0, None, 1.0)
+    for model in send_models:
+        simulate_actions(check.actions, costs, model)
+
+
+class _Check:
+    def __init__(self, actions: Actions) -> None:
+        self.actions = actions
+        self.at: dict[Action, Cell] = {}
+        stage_ranks(actions)
+        for rank, row in actions.items():
+            for step, action in enumerate(row):
+                if action in self.at:
+                    self.fail(f"{action} comes twice", (rank, step), self.at[action])
+                self.at[action] = (rank, step)
+
+    def fail(self, what: str, *cells: Cell) -> NoReturn:
+        lines = []
+        for rank, step in cells:
+            action = self.actions[rank][step]
+            lines.append(
+                f"rank {rank}, step {step}, stage {action.stage}, micro-batch {action.microbatch}: {action}"
+            )
+        raise ScheduleError(
+            "\n".join([f"invalid schedule: {what}", *lines, format_grid(self.actions, cells)])
+        )
+
+    def before(self, first: Action, second: Action, why: str) -> None:
+        """`first` must be on the rank of `second` and come earlier."""
+        cell = self.at[second]
+        found = self.at.get(first)
+        if found is None:
+            self.fail(f"{second} needs {first} before it ({why}), which is missing", cell)
+        if found[0] != cell[0] or found[1] > cell[1]:
+            self.fail(f"{second} needs {first} before it on its rank ({why})", cell, found)
+
+    def coverage(self, stages: int, microbatches: int, forward_only: bool) -> None:
+        for action, cell in self.at.items():
+            if not action.stage < stages or not action.microbatch < microbatches:
+                self.fail(f"{action} is outside {stages} stages and {microbatches} micro-batches", cell)
+            if forward_only and action.kind.is_backward:
+                self.fail(f"{action} does not belong into a forward-only schedule", cell)
+        for stage in range(stages):
+            if not any(action.stage == stage for action in self.at):
+                raise ScheduleError(
+                    f"invalid schedule: stage {stage} is on no rank\n{format_grid(self.actions)}"
+                )
+            for microbatch in range(microbatches):
+                self.compute(stage, microbatch, forward_only)
+
+    def compute(self, stage: int, microbatch: int, forward_only: bool) -> None:
+        forward, whole, inputs, weights = (
+            Action(stage, kind, microbatch)
+            for kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
+        )
+        if forward not in self.at:
+            raise ScheduleError(
+                f"invalid schedule: {forward} (stage {stage}, micro-batch {microbatch}) is missing\n{format_grid(self.actions)}"
+            )
+        if forward_only:
+            return
+        if whole in self.at:
+            self.before(forward, whole, "backward follows forward")
+            for part in (inputs, weights):
+                if part in self.at:
+                    self.fail(
+                        f"{whole} is the whole backward, {part} is a part of it",
+                        self.at[whole],
+                        self.at[part],
+                    )
+        elif inputs in self.at and weights in self.at:
+            self.before(forward, inputs, "backward follows forward")
+            self.before(inputs, weights, "weight gradients follow input gradients")
+        else:
+            found = inputs if inputs in self.at else weights if weights in self.at else forward
+            self.fail(
+                f"stage {stage}, micro-batch {microbatch} has no backward: {whole}, or {inputs} and {weights}",
+                self.at[found],
+            )
+
+    def transfers(self, links: Sequence[Link], microbatches: int, forward_only: bool) -> None:
+        expected: set[Action] = set()
+        for source, target in links:
+            for microbatch in range(microbatches):
+                expected.add(Action(source, ActionKind.SEND_F, microbatch, target))
+                if not forward_only:
+                    expected.add(Action(target, ActionKind.SEND_B, microbatch, source))
+        for send in sorted(expected, key=str):
+            for end, other in ((send, send.matching()), (send.matching(), send)):
+                if end not in self.at:
+                    if other in self.at:
+                        self.fail(f"{other} has no other end, {end} is missing", self.at[other])
+                    raise ScheduleError(
+                        f"invalid schedule: {send} and {send.matching()} (stages {send.stage} and {send.peer}, micro-batch "
+                        f"{send.microbatch}) are missing\n{format_grid(self.actions)}"
+                    )
+            self.neighbours(send)
+        for action, cell in self.at.items():
+            if (
+                not action.kind.is_compute
+                and (action if action.kind.is_send else action.matching()) not in expected
+            ):
+                self.fail(f"{action} belongs to no link; links are {sorted(links)}", cell)
+
+    def neighbours(self, send: Action) -> None:
+        """A send follows what makes its value, a receive precedes what uses it."""
+        receive = send.matching()
+        if send.kind is ActionKind.SEND_F:
+            self.before(
+                Action(send.stage, ActionKind.F, send.microbatch), send, "a value is sent once it exists"
+            )
+            self.before(
+                receive,
+                Action(receive.stage, ActionKind.F, receive.microbatch),
+                "a forward uses what was received",
+            )
+            return
+        self.before(self.backward_of(send.stage, send.microbatch), send, "a gradient is sent once it exists")
+        self.before(
+            receive, self.backward_of(receive.stage, receive.microbatch), "a backward uses what was received"
+        )
+
+    def backward_of(self, stage: int, microbatch: int) -> Action:
+        whole = Action(stage, ActionKind.B, microbatch)
+        return whole if whole in self.at else Action(stage, ActionKind.I, microbatch)
+
+    def order(self) -> None:
+        """Per link and direction, the k-th send must be the k-th receive."""
+        sends: dict[tuple[int, int, ActionKind], list[Action]] = defaultdict(list)
+        receives: dict[tuple[int, int, ActionKind], list[Action]] = defaultdict(list)
+        for row in self.actions.values():
+            for action in row:
+                if action.kind.is_send:
+                    sends[action.stage, action.peer, action.kind].append(action)
+                elif action.kind.is_recv:
+                    receives[action.peer, action.stage, action.matching().kind].append(action)
+        for lane, sent in sends.items():
+            for send, receive in zip(sent, receives[lane], strict=True):
+                if send.microbatch != receive.microbatch:
+                    self.fail(
+                        f"stage {lane[0]} sends {send} where stage {lane[1]} receives {receive}",
+                        self.at[send],
+                        self.at[receive],
+                    )
