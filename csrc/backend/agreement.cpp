@@ -70,7 +70,8 @@ std::vector<int32_t> compare_postings(Bulletin& bulletin, const GroupIdentity& g
 }
 
 int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const std::string& descriptor,
-              int32_t offered_slot, TimePoint deadline, double limit_seconds) {
+              int32_t offered_slot, TimePoint deadline, double limit_seconds,
+              const std::function<void()>& checkpoint) {
   const int32_t first = group.ranks.front();
   const bool leads = group.rank == first;
   bulletin.post(call.lane, call.ordinal, group.rank, {false, leads ? offered_slot : -1, descriptor});
@@ -95,6 +96,7 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
     if (missing.empty()) return slot;
     const TimePoint now = Clock::now();
     if (now >= deadline) break;
+    checkpoint();
     if (now - last_look > kLookForCause) {
       last_look = now;
       raise_if_broken(bulletin, group, call);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -25,9 +26,11 @@ struct CallId {
 // Blocks until every rank of the group has posted the same descriptor for this call, and returns the slot
 // that the first rank gave to it. Moves no tensor data. `offered_slot` counts on the first rank only.
 // Throws PlanMismatch with both sides where descriptors differ or a rank rejected its arguments, and
-// DeadlineExceeded naming the ranks that did not call.
+// DeadlineExceeded naming the ranks that did not call. `checkpoint` is called every few milliseconds and
+// throws where the group has been given up meanwhile.
 int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const std::string& descriptor,
-              int32_t offered_slot, TimePoint deadline, double limit_seconds);
+              int32_t offered_slot, TimePoint deadline, double limit_seconds,
+              const std::function<void()>& checkpoint);
 
 // Compares what others posted for a call with this rank's descriptor. Returns the ranks that have posted
 // nothing; throws PlanMismatch as above.

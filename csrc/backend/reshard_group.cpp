@@ -58,7 +58,7 @@ int32_t ReshardGroup::agree_on(CallId call, const std::string& descriptor, doubl
   refuse_if_failed();
   const std::lock_guard lock(agree_mutex_);
   const int32_t slot = agree(agreement_bulletin_, identity_, call, descriptor, next_slot_,
-                             deadline_after(timeout_seconds), timeout_seconds);
+                             deadline_after(timeout_seconds), timeout_seconds, [this] { refuse_if_failed(); });
   ++next_slot_;
   // That everybody agreed on this call means that everybody has read what was posted for the one before.
   if (last_agreed_) agreement_bulletin_.erase(last_agreed_->lane, last_agreed_->ordinal, identity_.rank);

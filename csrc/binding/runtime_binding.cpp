@@ -1,3 +1,4 @@
+#include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -90,7 +91,9 @@ void bind_runtime(py::module_& m) {
   py::class_<ProcessGroupMeshcast, c10d::Backend, c10::intrusive_ptr<ProcessGroupMeshcast>>(m, "ProcessGroupMeshcast")
       .def(py::init<c10::intrusive_ptr<c10d::Backend>, int, int>(), py::arg("inner"), py::arg("rank"),
            py::arg("size"), NoGil())
-      .def_property_readonly("inner", &ProcessGroupMeshcast::inner);
+      .def_property_readonly("inner", &ProcessGroupMeshcast::inner)
+      .def_property_readonly("timeout",
+                             [](ProcessGroupMeshcast& self) { return self.getBackendOptions()->timeout; });
 }
 
 }  // namespace meshcast
