@@ -1,6 +1,7 @@
 """The training loop: start, resume, steps, checks, checkpoints, end."""
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +39,20 @@ def _train(options: Options, trainer: Trainer, folder: Path | None, first_step: 
         reporter.start(first_step)
     for step in range(first_step, options.steps):
         begin = time.perf_counter()
-        loss, norm = trainer.gradients(step)
+        result = trainer.gradients(step)
         seconds = time.perf_counter() - begin
         if verifier is not None and step < options.verify:
-            differences.append(verifier.compare(step, loss))
+            differences.append(verifier.compare(step, result.loss))
         begin = time.perf_counter()
-        lr = trainer.update(step, norm)
+        lr = trainer.update(step, result.norm)
         seconds += time.perf_counter() - begin
         done = step + 1
-        record: dict[str, Any] = {"step": step, "loss": loss, "lr": lr, "norm": norm}
+        record: dict[str, Any] = {"step": done, "lr": lr, **asdict(result)}
         record |= {"seconds": seconds, "tokens_per_s": tokens / seconds}
         if done == options.steps or (options.eval_every and done % options.eval_every == 0):
             record["held_out_loss"] = trainer.held_out_loss()
         if reporter is not None:
-            if differences and differences[-1].step == step:
+            if differences and differences[-1].step == done:
                 record["reference_loss"] = differences[-1].reference_loss
                 record["gradient_differences"] = differences[-1].gradients
             reporter.step(record)

@@ -1,10 +1,11 @@
-"""AdamW with GPT-3's settings, linear warm-up followed by a cosine down to a tenth."""
+"""AdamW as in GPT-3, but for eps; linear warm-up, then a cosine down to a tenth of the peak learning rate."""
 
 import math
 
 import torch
 from torch import nn
 
+EPS = 1e-6
 FINAL_FRACTION = 0.1  # of the peak learning rate, reached at the last step
 
 
@@ -13,7 +14,9 @@ def make_optimizer(module: nn.Module, lr: float, weight_decay: float) -> torch.o
     matrices = [p for p in module.parameters() if p.dim() >= 2]
     vectors = [p for p in module.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+    # Adam turns gradients of any size into steps of about lr. Below EPS a float32 gradient is mostly rounding (that
+    # of a byte that never occurs, say) and must not move a weight as far as a true one.
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=EPS)
 
 
 def learning_rate(step: int, *, peak: float, warmup: int, steps: int) -> float:

@@ -58,7 +58,7 @@ def parse(argv: list[str], world_size: int) -> Options:
     values = {field.name: getattr(args, field.name, None) for field in fields(Options)}
     values |= {"model": model, "run": run}
     if args.warmup is None:
-        values["warmup"] = max(1, args.steps // 10)
+        values["warmup"] = max(20, args.steps // 10)
     return Options(**values)
 
 
@@ -98,8 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=int, default=200, metavar="N", help="optimiser steps (%(default)s)")
-    add("--lr", type=float, default=4e-3, metavar="X", help="peak learning rate (%(default)s)")
-    add("--warmup", type=int, metavar="N", help="steps of linear warm-up (a tenth of --steps)")
+    add("--lr", type=float, default=3e-3, metavar="X", help="peak learning rate (%(default)s)")
+    add("--warmup", type=int, metavar="N", help="steps of linear warm-up (a tenth of --steps, at least 20)")
     add("--weight-decay", type=float, default=0.1, metavar="X", help="of matrices (%(default)s)")
     add(
         "--clip",

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -35,6 +34,15 @@ class Reporter:
         if options.metrics is not None:
             options.metrics.parent.mkdir(parents=True, exist_ok=True)
             self.file = options.metrics.open("a")
+            self._write(
+                event="start",
+                parameters=options.model.parameters(),
+                layers=options.model.layers,
+                stages=options.run.stages,
+                schedule=options.schedule,
+                microbatches=options.run.microbatches,
+                tolerance=options.tolerance,
+            )
         if self.console.is_terminal:
             columns = [
                 TextColumn("training"),
@@ -52,8 +60,8 @@ class Reporter:
 
     def step(self, record: dict[str, Any]) -> None:
         """One optimiser step: `record` has at least step, loss and tokens_per_s."""
-        self.write({"event": "step", **record})
-        done = record["step"] + 1
+        self._write(event="step", **record)
+        done = record["step"]
         if self.bar is not None:
             self.bar.update(
                 self.bar.task_ids[0], completed=done, loss=record["loss"], speed=record["tokens_per_s"]
@@ -62,7 +70,7 @@ class Reporter:
             speed = f"{record['tokens_per_s']:,.0f} tokens/s"
             self.console.print(f"step {done}/{self.options.steps}  loss {record['loss']:.3f}  {speed}")
 
-    def write(self, record: dict[str, Any]) -> None:
+    def _write(self, **record: Any) -> None:
         if self.file is not None:
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
@@ -84,7 +92,11 @@ class Reporter:
             losses = [f"{d.loss:.6f}", f"{d.reference_loss:.6f}", f"{d.loss_difference:.1e}"]
             table.add_row(str(d.step), *losses, *(f"{g:.1e}" for g in d.gradients))
         self.console.print(table)
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+        outside = [d.step for d in found if not d.within(self.options.tolerance)]
+        if outside:
+            steps = ", ".join(str(step) for step in outside)
+            self.console.print(
+                f"The difference exceeds --tolerance {self.options.tolerance:g} in step {steps}."
+            )
+        else:
+            self.console.print(f"All differences are within {self.options.tolerance:g}.")

@@ -1,5 +1,7 @@
 """One rank's part of the training step: its stage of the model, the schedule, the optimiser."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from meshcast.pipelining import PipelineStage, get_schedule_class
@@ -12,6 +14,15 @@ from gpt.optimizer import clip_gradients, gradient_squares, learning_rate, make_
 from gpt.options import Options
 
 EVAL_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """Of one batch: mean loss, gradient norm of all stages, bytes that all ranks sent between the meshes."""
+
+    loss: float
+    norm: float
+    moved_bytes: int
 
 
 class Trainer:
@@ -39,19 +50,21 @@ class Trainer:
         """True on the one rank that talks: the first of the last stage, where the loss is known first."""
         return self.leads_stage and self.stage_index == self.n_stages - 1
 
-    def gradients(self, step: int) -> tuple[float, float]:
-        """Forward and backward of one batch. Returns (mean loss, gradient norm of all stages) on every rank.
+    def gradients(self, step: int) -> BatchResult:
+        """Forward and backward of one batch; every rank gets the same result.
 
         Afterwards `parameter.grad` is the gradient of the mean over the whole batch, on every rank.
         """
         inputs, targets = self.samples.train(step, self.options.run.batch)
         self.optimizer.zero_grad()
         losses: list[Tensor] = []
+        sent_before = self.schedule.bytes_sent
         self.schedule.step(inputs, target=targets, losses=losses, return_outputs=False)
         # All ranks of a stage hold the same gradients; its first rank speaks for them.
         squares = gradient_squares(self.module) if self.leads_stage else 0.0
-        total, loss = self._sum_over_ranks(squares, losses)
-        return loss, total**0.5
+        sent = self.schedule.bytes_sent - sent_before
+        loss, squares, sent = self._sum_over_ranks(self._mean_loss(losses), squares, sent)
+        return BatchResult(loss=loss, norm=squares**0.5, moved_bytes=int(sent))
 
     def update(self, step: int, norm: float) -> float:
         """Clip by the norm over all stages and apply the optimiser. Returns the learning rate used."""
@@ -68,13 +81,15 @@ class Trainer:
         for index in range(EVAL_BATCHES):
             inputs, targets = self.samples.held_out(index, self.options.run.batch)
             losses: list[Tensor] = []
-            self.schedule.eval(inputs, target=targets, losses=losses, return_outputs=False)
-            total += self._sum_over_ranks(0.0, losses)[1]
-        return total / EVAL_BATCHES
+            self.schedule.eval(inputs, target=targets, losses=losses)
+            total += self._mean_loss(losses)
+        return self._sum_over_ranks(total)[0] / EVAL_BATCHES
 
-    def _sum_over_ranks(self, value: float, losses: list[Tensor]) -> list[float]:
-        """Sum over ranks of `value`, and the mean loss that the last stage knows, in one collective."""
-        loss = float(torch.stack(losses).mean()) if self.reports else 0.0
-        both = torch.tensor([value, loss], dtype=torch.float64)
-        dist.all_reduce(both)
-        return both.tolist()
+    def _mean_loss(self, losses: list[Tensor]) -> float:
+        """Mean over micro-batches on the rank that reports, 0 elsewhere: it is summed over ranks."""
+        return float(torch.stack(losses).mean()) if self.reports else 0.0
+
+    def _sum_over_ranks(self, *values: float) -> list[float]:
+        summed = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(summed)
+        return summed.tolist()

@@ -19,7 +19,7 @@ from gpt.trainer import Trainer
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one step: both losses, and the largest absolute difference of any gradient element, per stage."""
+    """Of one step, counted from 1: both losses and the largest difference of a gradient element per stage."""
 
     step: int
     loss: float
@@ -83,7 +83,7 @@ class Verifier:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         if self.reference is not None:
             self.reference.update(step)
-        return Difference(step, loss, reference_loss, worst.tolist())
+        return Difference(step + 1, loss, reference_loss, worst.tolist())
 
 
 def largest_difference(actual: Tensor | None, expected: Tensor) -> float:

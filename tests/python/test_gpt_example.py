@@ -1,4 +1,4 @@
-"""The GPT example without process groups: sizes and their errors, data order, the cut into stages, the optimiser."""
+"""The GPT example without process groups: sizes and errors, data order, cut into stages, optimiser."""
 
 import math
 import sys
@@ -152,13 +152,12 @@ def test_a_wrong_combination_is_refused_with_the_nearest_choice(
 
 
 def test_a_valid_command_line() -> None:
-    chosen = options.parse(
-        "--model nano --seq-len 16 --batch 12 --microbatches 2 --steps 30 --verify".split(), 5
-    )
+    command = "--model nano --seq-len 16 --batch 12 --microbatches 2 --steps 30 --verify"
+    chosen = options.parse(command.split(), 5)
     assert chosen.run == RunLayout((3, 2), batch=12, microbatches=2)
     assert [chosen.run.stage_of(rank) for rank in range(5)] == [0, 0, 0, 1, 1]
     assert chosen.run.stage_ranks(1) == [3, 4]
-    assert (chosen.model.seq_len, chosen.model.layers, chosen.warmup) == (16, 2, 3)
+    assert (chosen.model.seq_len, chosen.model.layers, chosen.warmup) == (16, 2, 20)
     assert chosen.verify >= chosen.steps
 
 
