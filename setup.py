@@ -75,10 +75,12 @@ def requirements() -> list[str]:
 
 
 class CheckedDistInfo(dist_info):
-    """Metadata comes first in `pip install`: stop here, before pip fetches a torch to satisfy it."""
+    """Metadata comes first in `pip install`: stop here, before pip fetches a torch to satisfy it, and
+    before the reason drowns in the output of a build."""
 
     def run(self) -> None:
         require_torch()
+        require_tools()
         super().run()
 
 
