@@ -33,6 +33,7 @@ class InChannel {
 
   void enqueue(const std::shared_ptr<Run>& run, const std::vector<const RecvOp*>& ops);
   void close();  // aborts what is posted and drops the rest; any thread, idempotent, does not wait
+  void join();   // after close(): waits for the channel's thread
 
  private:
   struct Entry {
@@ -72,6 +73,7 @@ class OutChannel {
   void mark_ready(int64_t sequence);
   void pump();  // issues what may be issued
   void close();
+  void join();
 
  private:
   enum class State : uint8_t { Waiting, Ready, Packing, Issued };

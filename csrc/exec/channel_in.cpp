@@ -18,7 +18,11 @@ InChannel::InChannel(std::shared_ptr<Transport> transport, int peer, Arrived arr
 
 InChannel::~InChannel() {
   close();
-  thread_.join();
+  join();
+}
+
+void InChannel::join() {
+  if (thread_.joinable()) thread_.join();
 }
 
 void InChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const RecvOp*>& ops) {

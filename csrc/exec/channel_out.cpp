@@ -17,7 +17,11 @@ OutChannel::OutChannel(std::shared_ptr<Transport> transport, int peer, ChannelFa
 
 OutChannel::~OutChannel() {
   close();
-  thread_.join();
+  join();
+}
+
+void OutChannel::join() {
+  if (thread_.joinable()) thread_.join();
 }
 
 int64_t OutChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const SendOp*>& ops) {

@@ -144,7 +144,11 @@ void Engine::shutdown(std::exception_ptr error) {
     copy_changed_.notify_all();
   }
   if (copier_.joinable()) copier_.join();
-  // No start() can add channels any more; their destructors join. In before out: arrivals use the senders.
+  // No start() can add channels any more. All threads end before any channel goes: arrivals use the senders,
+  // and a thread that hears of a failure at this moment closes every channel.
+  for (auto& [key, channel] : in_) channel->join();
+  for (auto& [key, channel] : out_) channel->join();
+  const std::lock_guard lock(mutex_);
   in_.clear();
   out_.clear();
 }

@@ -80,9 +80,9 @@ int64_t StridedView::nbytes() const {
 }
 
 bool StridedView::contiguous() const {
+  if (nbytes() == 0) return true;
   int64_t expected = element_bytes;
   for (int d = ndim - 1; d >= 0; --d) {
-    if (extent[d] == 0) return true;
     if (extent[d] != 1 && stride[d] != expected) return false;
     expected *= extent[d];
   }

@@ -1,0 +1,108 @@
+#include "exec/strided.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "catch.h"
+
+using meshcast::StridedView;
+
+namespace {
+
+// Element addresses in row-major order, the slow and obvious way.
+std::vector<std::byte*> addresses(const StridedView& view) {
+  std::vector<std::byte*> out{view.data};
+  for (int d = 0; d < view.ndim; ++d) {
+    std::vector<std::byte*> next;
+    for (std::byte* base : out) {
+      for (int64_t i = 0; i < view.extent[d]; ++i) next.push_back(base + i * view.stride[d]);
+    }
+    out = std::move(next);
+  }
+  return out;
+}
+
+// A box inside a dense tensor of random shape whose dimensions lie in memory in random order.
+struct RandomBox {
+  std::vector<std::byte> memory;
+  StridedView view;
+};
+
+RandomBox random_box(std::mt19937& rng, const std::vector<int64_t>& extent, int64_t element_bytes) {
+  RandomBox out;
+  const int ndim = static_cast<int>(extent.size());
+  std::vector<int> order(extent.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), rng);
+  out.view.ndim = ndim;
+  out.view.element_bytes = element_bytes;
+  int64_t stride = element_bytes;
+  int64_t offset = 0;
+  for (const int d : order) {
+    const int64_t margin = static_cast<int64_t>(rng() % 3);
+    out.view.extent[d] = extent[d];
+    out.view.stride[d] = stride;
+    offset += static_cast<int64_t>(rng() % (margin + 1)) * stride;
+    stride *= extent[d] + margin;
+  }
+  out.memory.resize(static_cast<size_t>(std::max<int64_t>(stride, element_bytes)));
+  out.view.data = out.memory.data() + offset;
+  return out;
+}
+
+}  // namespace
+
+TEST_CASE("pack, unpack and copy move exactly the elements of the box", "[exec][strided]") {
+  const uint32_t seed = 20260;
+  INFO("seed " << seed);
+  std::mt19937 rng(seed);
+  for (int round = 0; round < 500; ++round) {
+    const int ndim = static_cast<int>(rng() % 5);
+    const int64_t element_bytes = std::vector<int64_t>{1, 2, 3, 4, 8, 16}[rng() % 6];
+    std::vector<int64_t> extent;
+    for (int d = 0; d < ndim; ++d) extent.push_back(static_cast<int64_t>(rng() % 5));
+    RandomBox from = random_box(rng, extent, element_bytes);
+    RandomBox to = random_box(rng, extent, element_bytes);
+    for (auto& b : from.memory) b = static_cast<std::byte>(rng());
+    std::fill(to.memory.begin(), to.memory.end(), std::byte{0x5A});
+
+    std::vector<std::byte> expected;
+    if (from.view.nbytes() > 0) {
+      for (std::byte* p : addresses(from.view)) expected.insert(expected.end(), p, p + element_bytes);
+    }
+    std::vector<std::byte> packed(expected.size());
+    pack(from.view, packed.data());
+    REQUIRE(packed == expected);
+
+    // Everything outside the box must stay as it was.
+    std::vector<std::byte> image = to.memory;
+    if (!expected.empty()) {
+      size_t at = 0;
+      for (std::byte* p : addresses(to.view)) {
+        std::memcpy(image.data() + (p - to.memory.data()), expected.data() + at, static_cast<size_t>(element_bytes));
+        at += static_cast<size_t>(element_bytes);
+      }
+    }
+    std::vector<std::byte> untouched = to.memory;
+    unpack(packed.data(), to.view);
+    REQUIRE(to.memory == image);
+
+    to.memory.swap(untouched);
+    to.view.data = to.memory.data() + (to.view.data - untouched.data());
+    copy(from.view, to.view);
+    REQUIRE(to.memory == image);
+  }
+}
+
+TEST_CASE("a view is contiguous only without gaps and in row-major order", "[exec][strided]") {
+  std::byte memory[64];
+  CHECK(StridedView{memory, 2, 4, {3, 4}, {16, 4}}.contiguous());
+  CHECK_FALSE(StridedView{memory, 2, 4, {3, 4}, {20, 4}}.contiguous());  // a gap after each row
+  CHECK_FALSE(StridedView{memory, 2, 4, {3, 4}, {4, 12}}.contiguous());  // column-major
+  CHECK(StridedView{memory, 2, 4, {1, 4}, {999, 4}}.contiguous());       // the stride of a single row is never used
+  CHECK(StridedView{memory, 0, 4, {}, {}}.contiguous());
+  CHECK(StridedView{memory, 2, 4, {0, 4}, {1, 1}}.contiguous());
+}
