@@ -47,7 +47,11 @@ void Watcher::stop() {
   if (timer_.joinable()) timer_.join();
 }
 
-void Watcher::wake() { changed_.notify_all(); }
+void Watcher::wake() {
+  const std::lock_guard lock(mutex_);
+  ++wakes_;
+  changed_.notify_all();
+}
 
 Cause Watcher::describe_transport_error(int32_t peer, const TransportError& error, const Run& run) const {
   const int32_t peer_rank = group_.ranks[static_cast<size_t>(peer)];
@@ -113,10 +117,11 @@ void Watcher::give_up(const Cause& cause) {
 void Watcher::report_loop() {
   std::unique_lock lock(mutex_);
   while (!stopping_) {
+    // Read before looking for runs: one that starts in between ends the sleep at once.
+    const uint64_t seen = wakes_;
     const bool busy = local_ ? !published_ : !failed() && !engine_.in_flight().empty();
     if (!busy) {
-      // wake() takes no lock, so a notification can be missed: look again now and then.
-      changed_.wait_for(lock, milliseconds(200));
+      changed_.wait(lock, [&] { return stopping_ || wakes_ != seen || (local_ && !published_); });
       continue;
     }
     lock.unlock();
@@ -202,11 +207,10 @@ void Watcher::timer_loop() {
   std::unique_lock lock(mutex_);
   TimePoint failed_at{};
   while (!stopping_) {
-    lock.unlock();
+    const uint64_t seen = wakes_;
     const auto runs = engine_.in_flight();
-    lock.lock();
-    if (runs.empty() && !local_) {
-      changed_.wait_for(lock, milliseconds(200));
+    if (runs.empty() && (!local_ || failed())) {
+      changed_.wait(lock, [&] { return stopping_ || wakes_ != seen || (local_ && !failed()); });
       continue;
     }
     const TimePoint now = Clock::now();
