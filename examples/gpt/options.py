@@ -12,6 +12,7 @@ from pathlib import Path
 from gpt import config
 from gpt.config import MODELS, ConfigError, ModelConfig, RunLayout
 
+EXAMPLE = "torchrun --standalone --nproc-per-node 5 examples/gpt/train.py --stages 2,3"
 SCHEDULES = ("GPipe", "1F1B", "Eager1F1B")
 
 
@@ -38,14 +39,19 @@ class Options:
     metrics: Path | None
 
 
-def parse(argv: list[str], world_size: int) -> Options:
-    """Options from a command line. Raises ConfigError on a combination that cannot run."""
+def parse(argv: list[str], ranks: int | None) -> Options:
+    """Options from a command line and the number of ranks under torchrun, None without torchrun.
+
+    Raises ConfigError on a combination that cannot run.
+    """
     args = _parser().parse_args(argv)
+    if ranks is None:
+        raise ConfigError(f"start it with torchrun, as in {EXAMPLE}")
     sizes = {name: getattr(args, name) for name in ("layers", "heads", "width", "seq_len")}
     model = config.model_config(args.model, tied=args.tied, **sizes)
-    stages = config.even_stages(2, world_size) if args.stages is None else config.parse_stages(args.stages)
+    stages = config.even_stages(2, ranks) if args.stages is None else config.parse_stages(args.stages)
     run = RunLayout(stages, args.batch, args.microbatches)
-    config.check_run(model, run, world_size)
+    config.check_run(model, run, ranks)
     for name, least in (("steps", 1), ("checkpoint_every", 1), ("verify", 0), ("eval_every", 0)):
         if getattr(args, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
@@ -78,7 +84,9 @@ def config_errors_exit() -> Iterator[None]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="train.py", description="Train a GPT over pipeline stages on unlike device meshes."
+        prog="train.py",
+        description="Train a GPT over pipeline stages on unlike device meshes.",
+        epilog=f"example: {EXAMPLE}",
     )
     add = parser.add_argument_group("model").add_argument
     add("--model", default="tiny", metavar="NAME", help=f"{', '.join(MODELS)} (%(default)s)")

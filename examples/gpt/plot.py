@@ -62,9 +62,13 @@ def _differences(axis: Axes, start: dict[str, Any], verified: Sequence[dict[str,
     axis.annotate(
         "tolerance", (at[0], start["tolerance"]), xytext=(0, 3), textcoords="offset points", color=GREY
     )
-    axis.set_ylim(SMALLEST_SHOWN / 2, start["tolerance"] * 10)
+    axis.set_ylim(SMALLEST_SHOWN / 2, start["tolerance"] * 300)
     axis.set_xlabel("step")
-    axis.set_title("Largest absolute difference from one process", loc="left", fontsize=10)
+    axis.set_title(
+        f"Largest absolute difference from one process (0 drawn at {SMALLEST_SHOWN:.0e})",
+        loc="left",
+        fontsize=10,
+    )
     _tidy(axis)
 
 

@@ -86,8 +86,8 @@ class Reporter:
         table = Table(title="Largest absolute difference from training in one process", title_justify="left")
         for header in ("step", "loss", "one process", "difference"):
             table.add_column(header, justify="right")
-        for stage, ranks in enumerate(self.options.run.stages):
-            table.add_column(f"gradients of stage {stage}, {ranks} ranks", justify="right")
+        for stage in range(len(self.options.run.stages)):
+            table.add_column(f"gradients, stage {stage}", justify="right")
         for d in found:
             losses = [f"{d.loss:.6f}", f"{d.reference_loss:.6f}", f"{d.loss_difference:.1e}"]
             table.add_row(str(d.step), *losses, *(f"{g:.1e}" for g in d.gradients))

@@ -15,7 +15,7 @@ from gpt.options import config_errors_exit, parse
 
 def main(argv: list[str]) -> int:
     with config_errors_exit():
-        options = parse(argv, int(os.environ.get("WORLD_SIZE", "1")))
+        options = parse(argv, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
     # Only now, so that a wrong command line is answered at once.
     from gpt.loop import run
 

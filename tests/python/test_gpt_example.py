@@ -10,7 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from gpt import config, data, model, optimizer, options
+from gpt import config, data, model, optimizer, options, verify
 from gpt.config import ConfigError, RunLayout
 
 pytestmark = pytest.mark.timeout(120)
@@ -126,8 +126,9 @@ def test_text_comes_from_the_standard_library_or_a_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "world_size", "message"),
+    ("command", "ranks", "message"),
     [
+        ("--stages 2,3", None, r"start it with torchrun, as in torchrun .*--stages 2,3"),
         ("--stages 2,3", 4, r"needs 5 ranks, but 4 started.*--nproc-per-node 5.*--stages 2,2"),
         ("--stages 2;3", 5, r"--stages 2;3: expected"),
         ("--stages 2,0", 2, r"--stages 2,0: expected"),
@@ -145,10 +146,10 @@ def test_text_comes_from_the_standard_library_or_a_path(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_combination_is_refused_with_the_nearest_choice(
-    command: str, world_size: int, message: str
+    command: str, ranks: int | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        options.parse(command.split(), world_size)
+        options.parse(command.split(), ranks)
 
 
 def test_a_valid_command_line() -> None:
@@ -183,3 +184,38 @@ def test_clipping_scales_to_the_limit_only_above_it() -> None:
     assert layer.weight.grad.tolist() == [[3.0, 4.0]]
     optimizer.clip_gradients(layer, norm, 1.0)
     torch.testing.assert_close(layer.weight.grad, torch.tensor([[0.6, 0.8]]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "gradients", "within"),
+    [
+        (2.0, [0.0, 1e-6], True),
+        (2.0 + 1e-4, [0.0, 0.0], False),
+        (2.0, [0.0, 1e-4], False),
+        (math.nan, [0.0, 0.0], False),
+    ],
+)
+def test_a_difference_is_accepted_only_where_every_part_is(
+    loss: float, gradients: list[float], within: bool
+) -> None:
+    assert verify.Difference(1, loss, 2.0, gradients).within(1e-5) is within
+
+
+def test_a_missing_or_undefined_gradient_is_the_largest_difference() -> None:
+    expected = torch.tensor([1.0, 2.0, 3.0])
+    assert verify.largest_difference(torch.tensor([1.0, 2.5, 2.75]), expected) == 0.5
+    assert verify.largest_difference(torch.tensor([1.0, math.nan, 3.0]), expected) == math.inf
+    assert verify.largest_difference(None, expected) == math.inf
+
+
+def test_the_single_process_learns() -> None:
+    command = "--model nano --stages 1 --batch 12 --microbatches 1 --steps 30 --warmup 5 --lr 0.01"
+    chosen = options.parse(command.split(), 1)
+    text = torch.arange(4000).remainder(7).to(torch.uint8)
+    process = verify.SingleProcess(chosen, data.TextSamples(text, chosen.model.seq_len, chosen.seed))
+    losses = []
+    for step in range(chosen.steps):
+        losses.append(process.gradients(step)[0])
+        process.update(step)
+    assert losses[0] == pytest.approx(math.log(256), abs=0.1)  # nothing learnt: every byte is as likely
+    assert losses[-1] < 2.5
