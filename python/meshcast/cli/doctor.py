@@ -1,0 +1,236 @@
+"""Print versions, backends, devices, network links, and what will not work here, and why."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import resource
+import runpy
+import shutil
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+# Where the import of meshcast itself fails this file still runs, as a script: it loads its siblings by path
+# and meshcast only where that failure is part of the report.
+_PACKAGE = Path(__file__).resolve().parent.parent
+_VARIABLES = (
+    "MESHCAST_HOST_ID",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "OMP_NUM_THREADS",
+)
+_FEW_FILES = 1024
+_PLANNED_GBPS = 10  # what Topology.from_hosts assumes of a host's link
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report. Returns 0 whatever it says: reporting a problem is no failure of the report."""
+    report = examine()
+    print(json.dumps(report, indent=2) if arguments.json else render(report))
+    return 0
+
+
+def examine() -> dict[str, Any]:
+    """All facts by section; `problems` lists what will not work, each with its reason and what to do."""
+    problems: list[str] = []
+    return {
+        "versions": _versions(problems),
+        "backends": _backends(problems),
+        "devices": _devices(problems),
+        "host": _host(problems),
+        "links": _links(problems),
+        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "problems": problems,
+    }
+
+
+def render(report: dict[str, Any]) -> str:
+    lines = []
+    for section, facts in report.items():
+        if section == "problems":
+            continue
+        lines.append(f"{section}:")
+        lines += [f"  {name:<20} {value}" for name, value in facts.items()] or ["  (nothing set)"]
+    lines.append("will not work here:")
+    lines += [f"  - {problem}" for problem in report["problems"]] or ["  (nothing found)"]
+    return "\n".join(lines)
+
+
+def _versions(problems: list[str]) -> dict[str, str]:
+    import torch
+
+    facts = {
+        "meshcast": str(runpy.run_path(str(_PACKAGE / "_version.py"))["__version__"]),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "torch": f"{torch.__version__} (CUDA: {torch.version.cuda or 'none'})",
+    }
+    built = _PACKAGE / "_build_info.py"
+    if built.exists():
+        info = runpy.run_path(str(built))
+        cuda = "with" if info["with_cuda"] else "without"
+        facts["built for"] = f"torch {info['torch_version']}, {cuda} CUDA code"
+        facts["built with"] = f"{info['compiler']}, {info['flags']}"
+    else:
+        facts["built for"] = "not built"
+    try:
+        # In a process of its own: a module built for another torch may crash instead of raising.
+        _try_import()
+    except RuntimeError as error:
+        problems.append(f"import meshcast: {error}")
+    facts["compiler found"] = _compiler()
+    return facts
+
+
+def _try_import() -> None:
+    path = os.pathsep.join(filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", "import meshcast; from meshcast import _C"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or [f"the process ended with status {done.returncode}"]
+        raise RuntimeError(last[0])
+
+
+def _compiler() -> str:
+    """Only building needs one, so its absence is no problem by itself."""
+    path = next(filter(None, map(shutil.which, [os.environ.get("CXX") or "c++", "g++", "clang++"])), None)
+    if path is None:
+        return "none (needed only to build meshcast)"
+    done = subprocess.run([path, "--version"], check=False, capture_output=True, text=True, timeout=20)
+    return (done.stdout.splitlines() or [path])[0]
+
+
+def _backends(problems: list[str]) -> dict[str, str]:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        problems.append("everything between ranks: this torch was built without torch.distributed")
+        return {}
+    facts = {}
+    for name, available in (
+        ("gloo", dist.is_gloo_available()),
+        ("nccl", dist.is_nccl_available()),
+        ("mpi", dist.is_mpi_available()),
+    ):
+        facts[name] = "available" if available else "not in this torch"
+    if not dist.is_gloo_available():
+        problems.append("transfers on CPU: they travel over gloo, which this torch lacks")
+        return facts
+    try:
+        # Alone in its group, gloo still looks for an address to listen on, and fails as it would in a job.
+        dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=20))
+        facts["gloo"] = "available, opens its listening socket"
+    except RuntimeError as error:
+        facts["gloo"] = "available, but cannot listen"
+        reason = str(error).splitlines()[0]
+        problems.append(
+            f"transfers on CPU: gloo finds no address to listen on ({reason}); set GLOO_SOCKET_IFNAME to one "
+            "of the interfaces below"
+        )
+    return facts
+
+
+def _devices(problems: list[str]) -> dict[str, str]:
+    import torch
+
+    facts = {"cpu": f"{len(os.sched_getaffinity(0))} cores for this process, {platform.machine()}"}
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"sm_{properties.major}{properties.minor}"
+        facts[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {capability}"
+    info = _PACKAGE / "_build_info.py"
+    if not info.exists() or not runpy.run_path(str(info))["with_cuda"]:
+        problems.append("transfers of tensors on a GPU: this build of meshcast has no CUDA code")
+    elif count == 0:
+        problems.append("transfers of tensors on a GPU: torch sees no CUDA device")
+    return facts
+
+
+def _host(problems: list[str]) -> dict[str, str]:
+    identity = runpy.run_path(str(_PACKAGE / "_host.py"))["host_identity"]()
+    name = socket.gethostname()
+    try:
+        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+    except socket.gaierror as error:
+        addresses = []
+        problems.append(
+            f"jobs of several hosts: the name of this host, {name}, does not resolve ({error.strerror}); add "
+            "it to /etc/hosts or set GLOO_SOCKET_IFNAME"
+        )
+    unreachable = all(address.startswith("127.") or address == "::1" for address in addresses)
+    if addresses and unreachable and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        problems.append(
+            f"jobs of several hosts: {name} resolves to {', '.join(addresses)} only, where no other host can "
+            "connect; set GLOO_SOCKET_IFNAME to the interface that faces the others"
+        )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _FEW_FILES:
+        problems.append(
+            f"large groups: at most {soft} files may be open, and each group opens a connection per peer; "
+            f"raise the limit (ulimit -n {min(hard, 65536) if hard > 0 else 65536})"
+        )
+    return {
+        "host id": identity,
+        "name": f"{name} ({', '.join(addresses) or 'does not resolve'})",
+        "open files": f"{soft} (at most {hard})",
+        "system": platform.platform(),
+    }
+
+
+def _links(problems: list[str], sysfs: Path = Path("/sys/class/net")) -> dict[str, str]:
+    """Interfaces that are up, with their speed as the operating system knows it; an unknown one stays so."""
+    facts = {}
+    for link in sorted(sysfs.iterdir()) if sysfs.is_dir() else []:
+        if link.name == "lo" or _read(link / "operstate") not in ("up", "unknown"):
+            continue
+        speed = _read(link / "speed")
+        known = speed.isdigit() and int(speed) > 0
+        facts[link.name] = (
+            f"{int(speed) / 1000:g} Gbit/s" if known else "speed unknown to the operating system"
+        )
+    others = [f"{name}: {speed}" for name, speed in facts.items() if speed != f"{_PLANNED_GBPS} Gbit/s"]
+    if others:
+        problems.append(
+            f"plans that fit this network unasked: without topology= they assume {_PLANNED_GBPS} Gbit/s "
+            f"per host ({', '.join(others)}); give a topology (topology=meshcast.Topology.uniform(...))"
+        )
+    return facts
+
+
+def _read(path: Path) -> str:
+    """A file of sysfs, or "": links that are down answer with an error."""
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def main() -> int:
+    if importlib.util.find_spec("torch") is None:
+        print(f"meshcast doctor: torch is not installed for {sys.executable}", file=sys.stderr)
+        return 1
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
