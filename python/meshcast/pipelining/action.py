@@ -1,10 +1,10 @@
 """Actions: what a rank of a pipeline does, one step after the other, and their text form.
 
 A schedule is data: ``{rank: [Action, ...]}``. Here a *rank* is a row of the schedule, as in
-    torch.distributed.pipelining: all ranks of a
-stage's mesh run the same row. The text form is the one torch.distributed.pipelining reads and writes
-(``2F0``, ``0I3``, ``0W3``, ``1B2``, ``2SEND_F0``, ``1RECV_F0``), with one addition: a transfer whose other
-end is not the neighbouring stage names it, ``0SEND_F3>2`` (to stage 2) and ``2RECV_F3<0`` (from stage 0).
+torch.distributed.pipelining: all ranks of a stage's mesh run the same row. The text form is the one
+torch.distributed.pipelining reads and writes (``2F0``, ``0I3``, ``0W3``, ``1B2``, ``2SEND_F0``,
+``1RECV_F0``), with one addition: a transfer whose other end is not the neighbouring stage names it,
+``0SEND_F3>2`` (to stage 2) and ``2RECV_F3<0`` (from stage 0).
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ class Action:
         kind: what it does.
         microbatch: which micro-batch it does it for.
         peer: sends and receives only, the stage at the other end. May be left out for the neighbour the kind
-            implies (SEND_F: stage + 1,
-            RECV_F: stage - 1, SEND_B: stage - 1, RECV_B: stage + 1).
+            implies (SEND_F: stage + 1, RECV_F: stage - 1, SEND_B: stage - 1, RECV_B: stage + 1).
     """
 
     stage: int
@@ -87,7 +86,8 @@ class Action:
         if self.kind.is_compute:
             if self.peer != -1:
                 raise ScheduleError(
-                    f"a compute action has no peer, found {self.peer} in {self.stage}{self.kind.value}{self.microbatch}"
+                    f"a compute action has no peer, found {self.peer} in "
+                    f"{self.stage}{self.kind.value}{self.microbatch}"
                 )
         elif self.peer == -1:
             object.__setattr__(self, "peer", neighbour(self.stage, self.kind))
@@ -111,7 +111,8 @@ class Action:
                 if name in text:
                     raise ScheduleError(f"action {text!r}: {name} is refused: {reason}")
             raise ScheduleError(
-                f"action {text!r}: expected [stage][kind][micro-batch] such as 2F0, 1B3, 0SEND_F2 or 0SEND_F2>3"
+                f"action {text!r}: expected [stage][kind][micro-batch] such as 2F0, 1B3, 0SEND_F2 "
+                "or 0SEND_F2>3"
             )
         stage, kind_text, microbatch, arrow, peer = match.groups()
         kind = ActionKind(kind_text)

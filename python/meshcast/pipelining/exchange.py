@@ -2,8 +2,7 @@
 group.
 
 Nothing here is a collective: a rank publishes without waiting, and reads with a deadline that names who is
-    missing. A rank that found an
-error publishes that instead, so that the others raise at once.
+missing. A rank that found an error publishes that instead, so that the others raise at once.
 """
 
 from __future__ import annotations
@@ -81,7 +80,8 @@ class Exchange:
         missing = [rank for rank in wanted if not self._store.check([f"{topic}/{rank}"])]
         elapsed = time.monotonic() - begin
         return DeadlineExceededError(
-            f"rank {self.rank}: ranks {missing} of the pipeline did not reach {topic!r} within {self.timeout:g} s; every rank of every "
+            f"rank {self.rank}: ranks {missing} of the pipeline did not reach {topic!r} within "
+            f"{self.timeout:g} s; every rank of every "
             "stage makes its stage and schedule and calls step in the same order",
             rank=self.rank,
             peer=missing[0] if missing else None,

@@ -2,7 +2,7 @@
 
 Every rank scales its loss by its share of the samples, so the gradient of the global mean is the *sum* over
 ranks, not the average: with averages, stages of unlike data-parallel degree would scale the gradients that
-    cross between them by the ratio of their degrees.
+cross between them by the ratio of their degrees.
 """
 
 from __future__ import annotations

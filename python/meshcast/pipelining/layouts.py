@@ -61,7 +61,8 @@ class ValuePlacements:
                 isinstance(placement, Placement) for placement in placements
             ):
                 raise LayoutError(
-                    f"{what}: expected one placement for each of the {dims} mesh dimensions, found {placements!r}"
+                    f"{what}: expected one placement for each of the {dims} mesh dimensions, found "
+                    f"{placements!r}"
                 )
 
     def listed(self) -> list[Placements]:
@@ -92,7 +93,8 @@ def gradient_placements(placements: Placements) -> Placements:
     for placement in placements:
         if isinstance(placement, Partial) and placement.reduce_op != "sum":
             raise LayoutError(
-                f"a value with placement {placement} cannot leave a stage that trains; only Partial('sum') can"
+                f"a value with placement {placement} cannot leave a stage that trains; only "
+                "Partial('sum') can"
             )
     return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in placements)
 
@@ -107,7 +109,8 @@ def local_shard(tensor: torch.Tensor, mesh: StageMesh, placements: Placements) -
             raise LayoutError(f"an argument of step can be placed by Shard and Replicate, found {placement}")
         if not -tensor.dim() <= placement.dim < tensor.dim():
             raise LayoutError(
-                f"{placement} of an argument of step with shape {tuple(tensor.shape)}: there is no such dimension"
+                f"{placement} of an argument of step with shape {tuple(tensor.shape)}: there is no "
+                "such dimension"
             )
         parts, index = mesh.shape[mesh_dim], mesh.coordinate[mesh_dim]
         size, offset = Shard.local_shard_size_and_offset(tensor.shape[placement.dim], parts, index)

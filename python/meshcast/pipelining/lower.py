@@ -35,7 +35,8 @@ def stage_ranks(actions: Mapping[int, Sequence[Action]]) -> dict[int, int]:
         for action in row:
             if action.kind.is_compute and ranks.setdefault(action.stage, rank) != rank:
                 raise ScheduleError(
-                    f"stage {action.stage} is computed by rank {ranks[action.stage]} and by rank {rank} ({action})"
+                    f"stage {action.stage} is computed by rank {ranks[action.stage]} and by rank "
+                    f"{rank} ({action})"
                 )
     return ranks
 
@@ -46,14 +47,15 @@ def lower(
     """Inserts the transfers into a compute-only schedule.
 
     A SEND comes right after the compute action that makes its value. A RECV comes ``ahead`` compute actions
-    before the one that uses it (or first), which bounds the buffers of a link and direction by ``ahead + 1``.
+    per stage that its link spans before the one that uses it (or first): a link that skips stages joins ranks
+    that are further apart in time. This bounds the buffers of a link and direction by ``ahead * span + 1``.
     Both ends of a link thus see its micro-batches in the order of their compute actions; `validate` proves
     that the two orders agree.
 
     Args:
         actions: compute actions of each rank.
         links: pairs of stages (from, to), to > from; default: each stage feeds the next.
-        ahead: at least 1.
+        ahead: at least 1; see above.
 
     Raises:
         ScheduleError: a link names a stage that no rank computes, or goes backwards, or the schedule holds
@@ -79,9 +81,11 @@ def _lower_row(rank: int, row: Sequence[Action], links: Sequence[Link], ahead: i
     for position, action in enumerate(row):
         if not action.kind.is_compute:
             raise ScheduleError(
-                f"rank {rank}, step {position}: {action} is a transfer; only a compute-only schedule can be lowered"
+                f"rank {rank}, step {position}: {action} is a transfer; only a compute-only "
+                "schedule can be lowered"
             )
-        receives[max(0, position - ahead)] += _receives(action, links)
+        for receive in _receives(action, links):
+            receives[max(0, position - ahead * abs(receive.peer - receive.stage))].append(receive)
     lowered: list[Action] = []
     for posted, action in zip(receives, row, strict=True):
         lowered += [*posted, action, *_sends(action, links)]

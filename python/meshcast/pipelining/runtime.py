@@ -1,8 +1,8 @@
 """Runtime: runs the actions of this rank's stage.
 
 Receives are posted where the schedule says, sends leave right after what made their value, and neither is
-    waited for: this thread waits
-only in a forward or backward, for the data that it needs now. Sends are waited for when the step ends.
+waited for: this thread waits only in a forward or backward, for the data that it needs now. Sends are waited
+for when the step ends.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class Runtime:
         self._stage.clear()
 
     def _named(self, action: Action, cause: Exception) -> Exception:
-        where = f"rank {self._stage.rank}: stage {action.stage}, {_NAMES.get(action.kind, str(action))} of micro-batch {action.microbatch}"
+        what = _NAMES.get(action.kind, str(action))
+        where = f"rank {self._stage.rank}: stage {action.stage}, {what} of micro-batch {action.microbatch}"
         if isinstance(cause, LayoutError):
             return LayoutError(f"{where}: {cause}", rank=self._stage.rank, op="pipeline")
         if isinstance(cause, MeshcastError):

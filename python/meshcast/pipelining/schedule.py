@@ -223,8 +223,10 @@ class PipelineSchedule:
             self._shapes = feed.shapes
         elif feed.shapes != self._shapes:
             raise LayoutError(
-                f"rank {self._stage.rank}, stage {self._stage.stage_index}: micro-batches have shapes {feed.shapes}, those of the first step "
-                f"had {self._shapes}; the transfers are compiled for one shape. Drop or pad a last, smaller batch",
+                f"rank {self._stage.rank}, stage {self._stage.stage_index}: micro-batches have "
+                f"shapes {feed.shapes}, those of the first step "
+                f"had {self._shapes}; the transfers are compiled for one shape. Drop or pad a last, "
+                "smaller batch",
                 rank=self._stage.rank,
                 op="pipeline",
             )

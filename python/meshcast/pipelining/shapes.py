@@ -77,7 +77,8 @@ def infer_outputs(
         raise
     except Exception as cause:
         raise LayoutError(
-            f"{what}: its output shapes could not be inferred ({type(cause).__name__}: {cause}). If the module cannot run on fake tensors, "
+            f"{what}: its output shapes could not be inferred ({type(cause).__name__}: {cause}). If "
+            "the module cannot run on fake tensors, "
             "give output_args= with tensors (meta device will do) of the local shapes of one micro-batch"
         ) from cause
 
@@ -96,7 +97,8 @@ def global_shape(layout: Layout, local: Mapping[int, Sequence[int]], what: str) 
         if isinstance(placement, (Shard, _StridedShard)):
             if not -ndim <= placement.dim < ndim:
                 raise LayoutError(
-                    f"{what}: {placement} does not fit a tensor of {ndim} dimensions; its local shape is {local}"
+                    f"{what}: {placement} does not fit a tensor of {ndim} dimensions; its local "
+                    f"shape is {local}"
                 )
             sharding.setdefault(placement.dim % ndim, []).append(mesh_dim)
     ranks = torch.tensor(layout.ranks).reshape(layout.mesh_shape)
@@ -109,8 +111,10 @@ def global_shape(layout: Layout, local: Mapping[int, Sequence[int]], what: str) 
     for rank, expected in layout.local_shapes(shape).items():
         if tuple(local[rank]) != tuple(expected):
             raise LayoutError(
-                f"{what}: the module's output does not match its layout {layout}: rank {rank} has a local shape of {tuple(local[rank])}, "
-                f"a tensor of shape {tuple(shape)} would have {tuple(expected)} there (uneven sizes follow torch.chunk). "
+                f"{what}: the module's output does not match its layout {layout}: rank {rank} has a "
+                f"local shape of {tuple(local[rank])}, "
+                f"a tensor of shape {tuple(shape)} would have {tuple(expected)} there (uneven sizes "
+                "follow torch.chunk). "
                 "Check output_placements, or leave the batch dimension unflattened",
                 rank=rank,
             )

@@ -164,6 +164,7 @@ class _Simulation:
     now: float = 0.0
     step: dict[int, int] = field(default_factory=dict)
     busy: set[int] = field(default_factory=set)  # ranks inside a compute action
+    owner: dict[Action, int] = field(default_factory=dict)
     needs: dict[Action, set[Action]] = field(default_factory=dict)  # compute action -> RECVs it waits for
     ready: set[Action] = field(default_factory=set)  # SENDs whose value exists
     posted: set[Action] = field(default_factory=set)  # RECVs, as their SEND
@@ -177,20 +178,25 @@ class _Simulation:
     transfers: list[Span] = field(default_factory=list)
     events: list[tuple[float, int, int, Action | None]] = field(
         default_factory=list
-    )  # time, tie break, rank or -1, arrived RECV
+    )  # time, tie break, rank, arrived RECV or None
 
     def run(self) -> SimulationReport:
         for rank, row in self.actions.items():
             self.step[rank] = 0
-            pending: list[Action] = []
+            posted: dict[tuple[int, int, bool], set[Action]] = defaultdict(
+                set
+            )  # stage, micro-batch, backward
             for action in row:
+                self.owner[action] = rank
                 if action.kind.is_recv:
-                    pending.append(action)
+                    posted[action.stage, action.microbatch, action.kind.is_backward].add(action)
+                elif action.kind is ActionKind.W:
+                    self.needs[action] = set()
                 elif action.kind.is_compute:
-                    self.needs[action] = {receive for receive in pending if _feeds(receive, action)}
+                    self.needs[action] = posted[action.stage, action.microbatch, action.kind.is_backward]
                 if action.kind is ActionKind.I:
                     self.split.add((action.stage, action.microbatch))
-        self._advance()
+        self._advance(list(self.actions))
         while self.events:
             self.now, _, rank, receive = heapq.heappop(self.events)
             if receive is None:
@@ -198,23 +204,23 @@ class _Simulation:
                 self._finish(rank)
             else:
                 self.arrived.add(receive)
-            self._advance()
+            self._advance([rank])
         stuck = {rank: step for rank, step in self.step.items() if step < len(self.actions[rank])}
         if stuck:
             raise ScheduleError(self._deadlock(stuck))
         return self._report()
 
-    def _advance(self) -> None:
-        moved = True
-        while moved:
-            moved = False
-            for rank, row in self.actions.items():
-                while (
-                    rank not in self.busy
-                    and self.step[rank] < len(row)
-                    and self._try(rank, row[self.step[rank]])
-                ):
-                    moved = True
+    def _advance(self, ranks: list[int]) -> None:
+        """Lets these ranks go on, and those whose sends they thereby release."""
+        while ranks:
+            rank = ranks.pop()
+            row = self.actions[rank]
+            while rank not in self.busy and self.step[rank] < len(row):
+                action = row[self.step[rank]]
+                if not self._try(rank, action):
+                    break
+                if self.rendezvous and action.kind.is_recv and action.matching() in self.owner:
+                    ranks.append(self.owner[action.matching()])
 
     def _try(self, rank: int, action: Action) -> bool:
         """Runs the action if it need not wait."""
@@ -252,9 +258,10 @@ class _Simulation:
         lane: object = link if self.shared_links else (link, send.kind)
         start = max(self.now, self.link_free[lane])
         self.link_free[lane] = end = start + self.costs.of_transfer(link)
-        rank = next(rank for rank, row in self.actions.items() if send in row)
+        rank = self.owner[send]
         self.transfers.append(Span(rank, send, start, end))
-        heapq.heappush(self.events, (end, len(self.transfers), -1, send.matching()))
+        receive = send.matching()
+        heapq.heappush(self.events, (end, len(self.transfers), self.owner.get(receive, rank), receive))
 
     def _report(self) -> SimulationReport:
         makespan = max((span.end for span in [*self.timeline, *self.transfers]), default=0.0)
@@ -280,10 +287,11 @@ class _Simulation:
                 wanted = min(self.needs[action] - self.arrived, key=str).matching()
             else:
                 wanted = action.matching()
-            owner = next((other for other, row in self.actions.items() if wanted in row), None)
+            owner = self.owner.get(wanted)
             where = f"{wanted}, which no rank has" if owner is None else f"{wanted} on rank {owner}"
             lines.append(
-                f"rank {rank}, step {stuck[rank]}: {action} (stage {action.stage}, micro-batch {action.microbatch}) waits for {where}"
+                f"rank {rank}, step {stuck[rank]}: {action} (stage {action.stage}, micro-batch "
+                f"{action.microbatch}) waits for {where}"
             )
             if owner is None:
                 break
@@ -299,11 +307,3 @@ class _Simulation:
                 format_grid(self.actions, marked),
             ]
         )
-
-
-def _feeds(receive: Action, action: Action) -> bool:
-    if receive.stage != action.stage or receive.microbatch != action.microbatch:
-        return False
-    if receive.kind is ActionKind.RECV_F:
-        return action.kind is ActionKind.F
-    return action.kind in (ActionKind.B, ActionKind.I)

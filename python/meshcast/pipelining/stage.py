@@ -42,8 +42,8 @@ class PipelineStage:
     Args:
         submodule: the stage's module. Its positional inputs are the values of the edges that lead here (stage
             0: the arguments of ``step``), its outputs the values that leave: a tensor or a tuple of tensors;
-                the last stage may return anything ``loss_fn``
-            takes. It sees this rank's local shards, whose batch dimension may be of size 0.
+            the last stage may return anything ``loss_fn`` takes. It sees this rank's local shards, whose
+            batch dimension may be of size 0.
         stage_index, num_stages: its place.
         device: where it computes and receives.
         input_args: examples of one micro-batch's local inputs; checked against what the producers send.
@@ -57,8 +57,8 @@ class PipelineStage:
             torch.
         input_placements, output_placements: one list of placements for all values, or one list for each.
             Default: Shard(0) over the first mesh dimension, Replicate() over the others. The mesh dimensions
-                on which an input is Shard(0) are the data-parallel ones:
-            samples are split over them, gradients of parameters are summed over them.
+            on which an input is Shard(0) are the data-parallel ones: samples are split over them, gradients
+            of parameters are summed over them.
         edges: all edges of the pipeline, the same on every rank. Default: output j of each stage is input j
             of the next.
         use_dtensor: the module gets DTensors on ``mesh`` instead of local shards. Outputs may be either in
@@ -97,7 +97,8 @@ class PipelineStage:
         ):
             if value is not None:
                 raise LayoutError(
-                    f"stage {stage_index}: {name} is not used here: give mesh=, input_placements= and output_placements="
+                    f"stage {stage_index}: {name} is not used here: give mesh=, input_placements= "
+                    "and output_placements="
                 )
         if dw_builder is not None:
             raise LayoutError(
@@ -105,7 +106,8 @@ class PipelineStage:
             )
         if isinstance(submodule, torch.nn.parallel.DistributedDataParallel):
             raise LayoutError(
-                f"stage {stage_index}: give the bare module, not DistributedDataParallel: the pipeline sums gradients itself, once per step"
+                f"stage {stage_index}: give the bare module, not DistributedDataParallel: the "
+                "pipeline sums gradients itself, once per step"
             )
         self.submod = submodule
         self.stage_index = stage_index
@@ -247,6 +249,7 @@ def _stage_mesh(
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     if len(ranks) != num_stages:
         raise LayoutError(
-            f"stage {stage_index}: without mesh= the group must have one rank per stage: expected {num_stages} ranks, found {len(ranks)}"
+            f"stage {stage_index}: without mesh= the group must have one rank per stage: expected "
+            f"{num_stages} ranks, found {len(ranks)}"
         )
     return StageMesh(torch.tensor([ranks[stage_index]]), rank)

@@ -124,7 +124,8 @@ class StepFeed:
             self._mean_is_global = True
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise LayoutError(
-                f"loss_fn must return a tensor with one element, found {getattr(loss, 'shape', type(loss).__name__)}"
+                "loss_fn must return a tensor with one element, found "
+                f"{getattr(loss, 'shape', type(loss).__name__)}"
             )
         self._losses.append(loss.detach())
         return loss
@@ -193,8 +194,10 @@ class StepFeed:
                 size = tensor.shape[spec.split_dim] if tensor.dim() > spec.split_dim else 0
                 if size == 0 or size % self._microbatches:
                     raise LayoutError(
-                        f"rank {self._stage.rank}, stage {self._stage.stage_index}: {self._microbatches} micro-batches do not divide "
-                        f"dimension {spec.split_dim} of a tensor of shape {tuple(tensor.shape)}; every micro-batch must have the same size",
+                        f"rank {self._stage.rank}, stage {self._stage.stage_index}: "
+                        f"{self._microbatches} micro-batches do not divide "
+                        f"dimension {spec.split_dim} of a tensor of shape {tuple(tensor.shape)}; "
+                        "every micro-batch must have the same size",
                         rank=self._stage.rank,
                         op="pipeline",
                     )

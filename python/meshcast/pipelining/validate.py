@@ -1,11 +1,12 @@
 """Validation: what must be true of a lowered schedule before it may run.
 
 1. Each stage is on one rank, and does each micro-batch once forward and once backward (B, or I before W),
-forward first. 2. A receive precedes its use, a send follows what makes its value, and each has its other end.
+   forward first.
+2. A receive precedes its use, a send follows what makes its value, and each has its other end.
 3. Both ends of a link see its micro-batches in the same order: transfers of a link and direction match by
-order. 4. It does not deadlock, whether sends are buffered or wait for their receive. The runtime's sends
-never wait, so the second is stricter
-   than it needs; a schedule that passes runs with bounded buffers.
+   order.
+4. It does not deadlock, whether sends are buffered or wait for their receive. The runtime's sends never
+   wait, so the second is stricter than it needs; a schedule that passes runs with bounded buffers.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class _Check:
         )
         if forward not in self.at:
             raise ScheduleError(
-                f"invalid schedule: {forward} (stage {stage}, micro-batch {microbatch}) is missing\n{format_grid(self.actions)}"
+                f"invalid schedule: {forward} (stage {stage}, micro-batch {microbatch}) is "
+                f"missing\n{format_grid(self.actions)}"
             )
         if forward_only:
             return
@@ -124,7 +126,8 @@ class _Check:
         else:
             found = inputs if inputs in self.at else weights if weights in self.at else forward
             self.fail(
-                f"stage {stage}, micro-batch {microbatch} has no backward: {whole}, or {inputs} and {weights}",
+                f"stage {stage}, micro-batch {microbatch} has no backward: {whole}, or {inputs} and "
+                f"{weights}",
                 self.at[found],
             )
 
@@ -141,7 +144,8 @@ class _Check:
                     if other in self.at:
                         self.fail(f"{other} has no other end, {end} is missing", self.at[other])
                     raise ScheduleError(
-                        f"invalid schedule: {send} and {send.matching()} (stages {send.stage} and {send.peer}, micro-batch "
+                        f"invalid schedule: {send} and {send.matching()} (stages {send.stage} and "
+                        f"{send.peer}, micro-batch "
                         f"{send.microbatch}) are missing\n{format_grid(self.actions)}"
                     )
             self.neighbours(send)

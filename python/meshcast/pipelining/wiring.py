@@ -121,7 +121,8 @@ def agree_on_stages(exchange: Exchange) -> StageTable:
         for field in ("stages", "edges", "schedule", "microbatches"):
             if found[field] != first[field]:
                 raise LayoutError(
-                    f"the ranks of a pipeline disagree on {field}: rank {first_rank} has {first[field]}, rank {rank} has {found[field]}"
+                    f"the ranks of a pipeline disagree on {field}: rank {first_rank} has "
+                    f"{first[field]}, rank {rank} has {found[field]}"
                 )
     ranks: list[list[int]] = []
     inputs: list[list[Layout]] = []
@@ -130,7 +131,8 @@ def agree_on_stages(exchange: Exchange) -> StageTable:
         members = [rank for rank, found in described.items() if found["stage"] == stage]
         if not members:
             raise LayoutError(
-                f"stage {stage} is on no rank; ranks {exchange.ranks} hold stages {[f['stage'] for f in described.values()]}"
+                f"stage {stage} is on no rank; ranks {exchange.ranks} hold stages "
+                f"{[f['stage'] for f in described.values()]}"
             )
         chosen = described[members[0]]
         if sorted(chosen["ranks"]) != sorted(members):
@@ -141,7 +143,8 @@ def agree_on_stages(exchange: Exchange) -> StageTable:
             for field in ("ranks", "inputs"):
                 if described[rank][field] != chosen[field]:
                     raise LayoutError(
-                        f"the ranks of stage {stage} disagree on {field}: rank {members[0]} has {chosen[field]}, "
+                        f"the ranks of stage {stage} disagree on {field}: rank {members[0]} has "
+                        f"{chosen[field]}, "
                         f"rank {rank} has {described[rank][field]}"
                     )
         ranks.append(chosen["ranks"])
@@ -168,15 +171,14 @@ def connect(
         kwargs: local keyword arguments of one micro-batch.
     """
     values: list[list[Value]] = []
-    edges = table.edges
-    for index in range(stage.num_stages - 1):
+    for index in range(stage.num_stages):
         if index == stage.stage_index:
-            inputs = _inputs(stage, table, edges, values) if index else {}
-            _publish_shapes(
-                stage, exchange, list(args) if index == 0 else _examples(stage, inputs), kwargs, table.trains
-            )
-        found = exchange.collect(f"shapes/{index}", table.ranks[index])
-        values.append(_values(index, found, table))
+            inputs = _inputs(stage, table, table.edges, values)
+            _publish_shapes(stage, exchange, _examples(stage, inputs) if index else list(args), kwargs, table)
+        # The last stage only tells whether it came this far: nobody must wait for it in vain.
+        values.append(_values(index, exchange.collect(f"shapes/{index}", table.ranks[index]), table))
+    del values[-1]
+    edges = table.edges
     edges = check_edges(_default_edges(values), stage.num_stages) if edges is None else edges
     for edge in edges:
         _value_of(edge, values)
@@ -191,9 +193,13 @@ def connect(
 
 
 def _publish_shapes(
-    stage: PipelineStage, exchange: Exchange, args: Sequence[Any], kwargs: Mapping[str, Any], trains: bool
+    stage: PipelineStage,
+    exchange: Exchange,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    table: StageTable,
 ) -> None:
-    outputs = stage.infer(args, kwargs, trains)
+    outputs = [] if stage.is_last else stage.infer(args, kwargs, table.trains)
     encoded = [
         encode_value(local, stage.mesh.layout(stage.output_layout(index, local)))
         for index, local in enumerate(outputs)
@@ -219,7 +225,8 @@ def _values(index: int, found: Mapping[int, Mapping[str, Any]], table: StageTabl
         for rank, outputs in locals_of.items():
             if (outputs[output][0].dtype, outputs[output][1]) != (local.dtype, layout):
                 raise LayoutError(
-                    f"{what}: rank {first_rank} has {local.dtype} in {layout}, rank {rank} has {outputs[output][0].dtype} in {outputs[output][1]}"
+                    f"{what}: rank {first_rank} has {local.dtype} in {layout}, rank {rank} has "
+                    f"{outputs[output][0].dtype} in {outputs[output][1]}"
                 )
         shape = global_shape(
             layout, {rank: outputs[output][0].shape for rank, outputs in locals_of.items()}, what
@@ -286,14 +293,16 @@ def _check_examples(stage: PipelineStage, inputs: Mapping[int, Value]) -> None:
         return
     if len(stage.input_examples) != len(inputs):
         raise LayoutError(
-            f"stage {stage.stage_index}: input_args has {len(stage.input_examples)} tensors, edges feed {len(inputs)} inputs"
+            f"stage {stage.stage_index}: input_args has {len(stage.input_examples)} tensors, edges "
+            f"feed {len(inputs)} inputs"
         )
     for (index, value), example in zip(inputs.items(), stage.input_examples, strict=True):
         local = example.to_local() if hasattr(example, "to_local") else example
         expected = value.layout.local_shapes(value.shape)[stage.rank]
         if tuple(local.shape) != tuple(expected) or example.dtype != value.dtype:
             raise LayoutError(
-                f"rank {stage.rank}, stage {stage.stage_index}, input {index}: input_args says {example.dtype} {tuple(local.shape)}, "
+                f"rank {stage.rank}, stage {stage.stage_index}, input {index}: input_args says "
+                f"{example.dtype} {tuple(local.shape)}, "
                 f"its producer sends {value.dtype} {tuple(expected)}"
             )
 

@@ -1,5 +1,4 @@
-"""Schedules: pure functions from (stages, micro-batches) to the compute actions of each rank. One file
-each."""
+"""Schedules: pure functions from (stages, micro-batches) to the compute actions of each rank."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Eager 1F1B: 1F1B with a longer warm-up, so that every forward transfer has a whole period to travel.
 
-Three stages, six micro-batches, backward twice as long as forward, transfers as long as a forward (``-`` fills a backward)::
+Three stages, six micro-batches, backward twice as long as forward, each transfer as long as a forward::
 
-    stage 0  F0 F1 F2 F3 F4 .  .  .  .  .  B0--- F5 B1--- B2--- ...
-    stage 1        F0 F1 F2 .  .  .  B0--- F3 B1--- F4 B2--- ...
-    stage 2              F0 B0--- F1 B1--- F2 B2--- F3 B3--- ...
+    rank 0  F0 F1 F2 F3 F4 .  .  .  .  .  .  B0--- F5 B1--- .  B2--- .  B3--- .  B4--- .  B5---
+    rank 1  .  .  F0 F1 F2 .  .  .  B0--- F3 B1--- F4 B2--- F5 B3--- .  B4--- .  B5---
+    rank 2  .  .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---
 
 - warm-up of stage i: min(m, 2(n - i) - 1), one micro-batch more in flight on every hop than 1F1B has
 - peak activations of stage i: min(m, 2(n - i) - 1); the last stage holds one, as in 1F1B

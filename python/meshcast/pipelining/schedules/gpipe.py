@@ -2,9 +2,9 @@
 
 Three stages, four micro-batches, backward twice as long as forward, transfers free::
 
-    stage 0  F0 F1 F2 F3 .  .  .  .  .  .  B0--- B1--- B2--- B3---
-    stage 1     F0 F1 F2 F3 .  .  .  B0--- B1--- B2--- B3---
-    stage 2        F0 F1 F2 F3 B0--- B1--- B2--- B3---
+    rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0--- B1--- B2--- B3---
+    rank 1  .  F0 F1 F2 F3 .  .  .  B0--- B1--- B2--- B3---
+    rank 2  .  .  F0 F1 F2 F3 B0--- B1--- B2--- B3---
 
 - makespan, free transfers: (m + n - 1)(F + B)
 - bubble: (n - 1) / (m + n - 1)

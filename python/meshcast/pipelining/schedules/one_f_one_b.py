@@ -2,9 +2,9 @@
 
 Three stages, four micro-batches, backward twice as long as forward, transfers free::
 
-    stage 0  F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---
-    stage 1     F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3---
-    stage 2        F0 B0--- F1 B1--- F2 B2--- F3 B3---
+    rank 0  F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---
+    rank 1  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3---
+    rank 2  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3---
 
 - warm-up (forwards before the first backward) of stage i: min(m, n - i)
 - makespan, free transfers: (m + n - 1)(F + B), as GPipe

@@ -11,7 +11,8 @@ def check_sizes(stages: int, microbatches: int) -> None:
     """Raises ScheduleError unless both counts are at least one."""
     if stages < 1 or microbatches < 1:
         raise ScheduleError(
-            f"a pipeline needs at least 1 stage and 1 micro-batch, found stages={stages}, microbatches={microbatches}"
+            f"a pipeline needs at least 1 stage and 1 micro-batch, found stages={stages}, "
+            f"microbatches={microbatches}"
         )
 
 
