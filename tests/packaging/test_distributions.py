@@ -1,0 +1,90 @@
+"""What the source archive holds, and that a wheel built from it works in an environment of its own."""
+
+from __future__ import annotations
+
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+BUILD_SDIST = "import setuptools.build_meta as b; print(b.build_sdist('dist'))"
+
+
+def build_sdist(interpreter: Callable, source_tree: Path) -> Path:
+    done = interpreter(with_torch=False).run("-c", BUILD_SDIST, cwd=source_tree)
+    assert done.returncode == 0, done.stderr
+    return source_tree / "dist" / done.stdout.strip().splitlines()[-1]
+
+
+def test_sdist_needs_no_torch_and_holds_every_source(interpreter: Callable, source_tree: Path) -> None:
+    with tarfile.open(build_sdist(interpreter, source_tree)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {
+        str(path.relative_to(source_tree))
+        for folder in ("csrc", "cmake", "python", "tests", "examples", "tools")
+        for path in (source_tree / folder).rglob("*")
+        if path.suffix in {".h", ".cpp", ".py", ".pyi", ".cmake", ".in", ".typed", ".sh", ".json", ".csv"}
+        or path.name == "py.typed"
+    }
+    assert len(wanted) > 50
+    assert wanted <= names, sorted(wanted - names)
+    assert {"CMakeLists.txt", "LICENSE", "README.md", "pyproject.toml", "setup.py"} <= names
+    built = [name for name in names if name.endswith((".so", "_build_info.py"))]
+    assert built == []
+
+
+def test_sdist_asks_for_any_torch_that_is_new_enough(interpreter: Callable, source_tree: Path) -> None:
+    with tarfile.open(build_sdist(interpreter, source_tree)) as archive:
+        member = next(
+            name for name in archive.getnames() if name.count("/") == 1 and name.endswith("/PKG-INFO")
+        )
+        metadata = archive.extractfile(member).read().decode()
+    assert "Requires-Dist: torch>=2.11" in metadata.splitlines()
+
+
+TRY_OUT = """
+import meshcast, torch
+from meshcast import _C, _build_info
+assert _build_info.torch_version == torch.__version__, _build_info.torch_version
+assert "site-packages" in meshcast.__file__, meshcast.__file__
+src, dst = meshcast.Layout.parse("1x2:S0R"), meshcast.Layout.parse("1x3@2:S0R")
+p = meshcast.plan((64, 8), torch.float32, src, dst)
+print("planned", len(p.tasks), "tasks with meshcast", meshcast.__version__)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_wheel_from_the_sdist_imports_elsewhere(
+    interpreter: Callable, source_tree: Path, tmp_path: Path
+) -> None:
+    """The slow one: it compiles everything, from the archive and not from the checkout."""
+    sdist = build_sdist(interpreter, source_tree)
+    unpacked = tmp_path / "unpacked"
+    with tarfile.open(sdist) as archive:
+        archive.extractall(unpacked, filter="data")
+    (tree,) = unpacked.iterdir()
+    environment = interpreter(with_torch=True)
+
+    pip = ("-m", "pip", "--disable-pip-version-check")
+    done = environment.run(
+        *pip, "wheel", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), ".", cwd=tree
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
+    assert {"meshcast/py.typed", "meshcast/_C.pyi", "meshcast/_build_info.py"} <= set(names)
+    assert [name for name in names if name.endswith(".so") and name.startswith("meshcast/_C.")]
+    minor = ".".join(torch.__version__.split(".")[:2])
+    assert f"Requires-Dist: torch=={minor}.*" in metadata.splitlines()
+
+    done = environment.run(*pip, "install", "--no-deps", "--no-index", str(wheel), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = environment.run("-c", TRY_OUT, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("planned")

@@ -1,0 +1,77 @@
+"""`python -m meshcast doctor` reports and never guesses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import meshcast
+import torch
+from meshcast.cli import doctor
+
+PACKAGE = Path(meshcast.__file__).parent
+
+
+def fake_link(sysfs: Path, name: str, speed: str, state: str = "up") -> None:
+    (sysfs / name).mkdir(parents=True)
+    (sysfs / name / "speed").write_text(f"{speed}\n")
+    (sysfs / name / "operstate").write_text(f"{state}\n")
+
+
+def test_links_have_the_speed_of_the_system_or_none(tmp_path: Path) -> None:
+    fake_link(tmp_path, "eth0", "25000")
+    fake_link(tmp_path, "veth1", "-1")
+    fake_link(tmp_path, "eth2", "10000", state="down")
+    fake_link(tmp_path, "lo", "0", state="unknown")
+    problems: list[str] = []
+    assert doctor._links(problems, tmp_path) == {
+        "eth0": "25 Gbit/s",
+        "veth1": "speed unknown to the operating system",
+    }
+    (problem,) = problems
+    assert "eth0: 25 Gbit/s, veth1: speed unknown" in problem
+
+
+def test_a_link_of_the_planned_speed_is_no_problem(tmp_path: Path) -> None:
+    fake_link(tmp_path, "eth0", "10000")
+    problems: list[str] = []
+    assert doctor._links(problems, tmp_path) == {"eth0": "10 Gbit/s"}
+    assert problems == []
+
+
+def test_report_of_this_build() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "meshcast", "doctor", "--json"],
+        env={"PYTHONPATH": str(PACKAGE.parent), "PATH": "/usr/bin:/bin"},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["versions"]["meshcast"] == meshcast.__version__
+    assert report["versions"]["torch"].startswith(torch.__version__)
+    assert report["backends"]["gloo"] == "available, opens its listening socket"
+    assert not [problem for problem in report["problems"] if problem.startswith("import meshcast")]
+
+
+def test_the_script_reports_a_package_that_cannot_be_imported(tmp_path: Path) -> None:
+    shutil.copytree(
+        PACKAGE, tmp_path / "meshcast", ignore=shutil.ignore_patterns("__pycache__", "_build_info.py")
+    )
+    (tmp_path / "meshcast" / "_build_info.py").write_text(
+        "torch_version = '2.9.1'\nwith_cuda = False\ncompiler = 'GNU 12'\nflags = '-O3'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "meshcast" / "cli" / "doctor.py")],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "- import meshcast: ImportError: meshcast was built for torch 2.9.1" in done.stdout
