@@ -157,6 +157,8 @@ def differentiable_call(compiled: Compiled, x: DTensor | None, timeout: float) -
         y, token = _Reshard.apply(chain.token, x, call)
         chain.token = token
         chain.calls.append(call)
+        if _retained is not None:
+            _retained.token = torch.zeros(())  # its calls refer to the chain: only this breaks the circle
         _current, _retained = chain, None
     return y, call.launch
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -47,6 +48,21 @@ class Gradient:
     scale: float
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """Sums up a Partial source inside its own mesh before it travels. gloo cannot average, so that is a sum and a division."""
+
+    placements: tuple[Placement, ...]  # reduced
+    pending: DTensorSpec  # the source, with averages as sums
+    divisor: int
+
+    def run(self, x: DTensor) -> torch.Tensor:
+        pending = DTensor(x._local_tensor.detach(), self.pending, requires_grad=False)
+        reduced = pending.redistribute(self.pending.mesh, self.placements)._local_tensor
+        reduced = reduced.wait() if isinstance(reduced, AsyncCollectiveTensor) else reduced
+        return reduced if self.divisor == 1 else reduced / self.divisor
+
+
 class Compiled:
     """One kind of call. transfer is None on a rank of neither mesh, which only gets a shell."""
 
@@ -56,6 +72,7 @@ class Compiled:
         local_shape: tuple[int, ...] | None,
         wire_dtype: torch.dtype,
         is_holder: bool,
+        reduction: Reduction | None,
         gradient: Gradient | None,
         transfer: Transfer | None,
     ) -> None:
@@ -65,6 +82,7 @@ class Compiled:
         self.transfer = transfer
         self._local_shape = local_shape
         self._is_holder = is_holder
+        self._reduction = reduction
 
     def shell(self, dtype: torch.dtype) -> torch.Tensor:
         """Local tensor of a rank outside the mesh: no elements, but the global number of dimensions, which gradients need."""
@@ -88,7 +106,8 @@ class Compiled:
         source = destination = None
         if self._is_holder:
             assert x is not None
-            source = x._local_tensor.detach().to(self.wire_dtype)
+            local_source = x._local_tensor.detach() if self._reduction is None else self._reduction.run(x)
+            source = local_source.to(self.wire_dtype)
         if self._local_shape is not None:
             destination = local if self.wire_dtype == result_dtype else torch.empty(self._local_shape, dtype=self.wire_dtype)
         launch, number = self.transfer.launch([source], [destination], timeout)
@@ -113,7 +132,8 @@ def compile_call(
     for name, where in (("source", source.mesh), ("destination", mesh)):
         if where.device_type != "cpu":
             raise LayoutError(f"reshard: the {name} mesh is on {where.device_type}; this build moves CPU tensors only")
-    src = Layout(source.mesh, _counted_up(source.placements, ndim))
+    pending = Layout(source.mesh, _counted_up(source.placements, ndim))
+    src = Layout(source.mesh, [Replicate() if isinstance(p, Partial) else p for p in pending.placements])
     dst = Layout(mesh, _counted_up(placements, ndim))
     if dst.has_partial:
         raise LayoutError(f"reshard: destination placements {tuple(placements)} hold Partial; ask for Replicate or Shard instead")
@@ -126,14 +146,27 @@ def compile_call(
     spec = _spec(mesh, dst, shape, result_dtype)
     gradient = backward = None
     if source.needs_grad:
-        gradient, backward = _gradient(parent, source, src, mesh, dst, grad_placements, wire)
+        gradient, backward = _gradient(parent, source, pending, mesh, dst, grad_placements, wire)
     transfer = None
     if local_shape is not None or holder_shape is not None:
         problem: Problem = (shape, wire, src, dst)
         transfer = agreed_transfer(parent, problem, backward, op="reshard", strategy=strategy, topology=topology)
     else:
         parent.private(sorted({*src.ranks, *dst.ranks}), "reshard")  # the ranks must exist here as well
-    return Compiled(spec, local_shape, wire, holder_shape is not None, gradient, transfer)
+    reduction = _reduction(source, pending, src) if pending.has_partial else None
+    return Compiled(spec, local_shape, wire, holder_shape is not None, reduction, gradient, transfer)
+
+
+def _reduction(source: Source, pending: Layout, reduced: Layout) -> Reduction:
+    sums, divisor = [], 1
+    for size, placement in zip(pending.mesh_shape, pending.placements, strict=True):
+        if isinstance(placement, Partial) and placement.reduce_op == "avg":
+            sums.append(Partial("sum"))
+            divisor *= size
+        else:
+            sums.append(placement)
+    spec = _spec(source.mesh, Layout(source.mesh, sums), source.shape, source.dtype)
+    return Reduction(tuple(reduced.placements), spec, divisor)
 
 
 def _gradient(
