@@ -74,7 +74,7 @@ asan tsan: $(TORCH_STAMP)
 	build/$@/meshcast_tests
 
 demo: build $(VENV)/.stamp-dev
-	PYTHONPATH=python PYTHON=$(PY) examples/gpt/demo.sh
+	PYTHONPATH=$(CURDIR)/python PYTHON=$(PY) examples/gpt/demo.sh
 
 bench: build $(VENV)/.stamp-dev
 	PYTHON=$(PY) benchmarks/run.sh

@@ -29,7 +29,7 @@ def main() -> None:
     if not os.path.exists(os.path.join(include, "pybind11", "pybind11.h")):
         fail(
             f"torch {torch.__version__} at {root} has no pybind11 headers in include/pybind11: install a "
-            "torch wheel that carries them (2.11 or newer); another pybind11 cannot exchange types with torch."
+            "torch wheel that has them (2.11 or newer); another pybind11 cannot exchange types with torch."
         )
     if not os.path.exists(os.path.join(python_include, "Python.h")):
         fail(
