@@ -37,6 +37,11 @@ TensorMemory checked_memory(const char* side, const std::optional<at::Tensor>& t
   }
   TensorMemory memory;
   memory.data = static_cast<std::byte*>(tensor->data_ptr());
+  if (!memory.data) {
+    throw LayoutError(fmt::format("{} tensor {}: it has no memory of its own (a pending asynchronous result, a fake or another "
+                                  "wrapped tensor); wait for it or pass what it wraps",
+                                  side, index));
+  }
   for (int64_t d = 0; d < tensor->dim(); ++d) memory.stride[static_cast<size_t>(d)] = tensor->stride(d) * element_bytes;
   return memory;
 }
