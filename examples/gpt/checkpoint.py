@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ def load(folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer
     set_state_dict(module, optimizer, model_state_dict=model, optim_state_dict=optim, options=FLAT)
 
 
-def _state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, object]]:
+def _state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     model, optim = get_state_dict(module, optimizer, options=FLAT)
     return {"model": model, "optimizer": optim}
 

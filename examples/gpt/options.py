@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from gpt import config
 from gpt.config import MODELS, ConfigError, ModelConfig, RunLayout
@@ -61,7 +62,7 @@ def parse(argv: list[str], ranks: int | None) -> Options:
         raise ConfigError(
             "--verify starts from the initial weights and cannot --resume; leave one of them out"
         )
-    values = {field.name: getattr(args, field.name, None) for field in fields(Options)}
+    values: dict[str, Any] = {field.name: getattr(args, field.name, None) for field in fields(Options)}
     values |= {"model": model, "run": run}
     if args.warmup is None:
         values["warmup"] = max(20, args.steps // 10)

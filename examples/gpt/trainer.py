@@ -63,8 +63,8 @@ class Trainer:
         # All ranks of a stage hold the same gradients; its first rank speaks for them.
         squares = gradient_squares(self.module) if self.leads_stage else 0.0
         sent = self.schedule.bytes_sent - sent_before
-        loss, squares, sent = self._sum_over_ranks(self._mean_loss(losses), squares, sent)
-        return BatchResult(loss=loss, norm=squares**0.5, moved_bytes=int(sent))
+        loss, all_squares, all_sent = self._sum_over_ranks(self._mean_loss(losses), squares, sent)
+        return BatchResult(loss=loss, norm=all_squares**0.5, moved_bytes=int(all_sent))
 
     def update(self, step: int, norm: float) -> float:
         """Clip by the norm over all stages and apply the optimiser. Returns the learning rate used."""

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 150  # seconds for one launch; it takes about 10 on an idle machine
 STEPS = 6
-NANO = f"--model nano --batch 12 --microbatches 2 --steps {STEPS} --eval-every 3".split()
+NANO = f"--model nano --batch 12 --microbatches 2 --steps {STEPS} --warmup 3 --eval-every 3".split()
 
 pytestmark = pytest.mark.timeout(LIMIT + 30)
 
