@@ -32,6 +32,7 @@ Layout layout_from(std::vector<int64_t> mesh_shape, const py::bytes& ranks, cons
   Layout layout;
   layout.mesh.shape = std::move(mesh_shape);
   const std::string_view raw = ranks;
+  if (raw.size() % sizeof(int32_t) != 0) throw LayoutError("ranks: " + std::to_string(raw.size()) + " bytes are no int32 values");
   layout.mesh.ranks.resize(raw.size() / sizeof(int32_t));
   std::memcpy(layout.mesh.ranks.data(), raw.data(), layout.mesh.ranks.size() * sizeof(int32_t));
   for (const PlacementTuple& tuple : placements) layout.placements.push_back(placement_from(tuple));

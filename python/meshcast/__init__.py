@@ -1,7 +1,8 @@
 """meshcast moves sharded tensors from one device mesh to another by chunk-pipelined multicast.
 
-Importing it registers the c10d backend "meshcast"; it opens no socket, starts no thread and changes nothing else in torch.
-Public names are loaded when they are first used: torch.distributed.tensor alone takes the better part of a second.
+Importing it registers the c10d backend "meshcast"; it opens no socket, starts no thread and changes nothing
+else in torch. Public names are loaded when they are first used: torch.distributed.tensor alone takes the
+better part of a second.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ _HOME = {
 
 
 class _Package(ModuleType):
-    """Some functions share the name of the module that holds them. Importing that module binds its name in the package; this
-    keeps the function there, whoever imported the module and when."""
+    """Some functions share the name of the module that holds them. Importing that module binds its name in
+    the package; this keeps the function there, whoever imported the module and when."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, ModuleType) and _HOME.get(name) == name:

@@ -64,7 +64,8 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
 
 
 def shape(value: Any) -> tuple[int, ...]:
-    """A tensor shape: up to 8 sizes from 0 to 2^63 - 1. Their product is checked against the bytes of the tensor in C++."""
+    """A tensor shape: up to 8 sizes from 0 to 2^63 - 1. Their product is checked against the bytes of the
+    tensor in C++."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise LayoutError(f"shape {shown(value)}: expected a sequence of sizes")
     sizes = tuple(value)
@@ -77,7 +78,9 @@ def dtype(value: Any) -> torch.dtype:
     """A torch dtype, given as such or by its name ("int32" or "torch.int32")."""
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype):
-        raise LayoutError(f"dtype {shown(value)}: expected a torch dtype or its name, for example float32, bfloat16, int64")
+        raise LayoutError(
+            f"dtype {shown(value)}: expected a torch dtype or its name, for example float32, bfloat16, int64"
+        )
     return found
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 def host_identity() -> str:
     """Text that is equal for processes of one host and unlike for others.
 
-    It is the boot id of the kernel and the inode of the network namespace: containers and emulated hosts of one machine share
-    the boot id, the host name and /dev/shm, but not the network. `MESHCAST_HOST_ID` overrides it.
+    It is the boot id of the kernel and the inode of the network namespace: containers and emulated hosts of
+    one machine share the boot id, the host name and /dev/shm, but not the network. `MESHCAST_HOST_ID`
+    overrides it.
     """
     override = os.environ.get("MESHCAST_HOST_ID")
     if override:

@@ -1,4 +1,5 @@
-"""Reading JSON that nobody vouches for: every field is checked, unknown fields are refused, sizes are bounded first."""
+"""Reading JSON that nobody vouches for: every field is checked, unknown fields are refused, sizes are bounded
+first."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def read_json(source: str | Path, what: str) -> Any:
             text = path.read_text(encoding="utf-8") if size <= MAX_BYTES else ""
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text or not a path"
-            raise LayoutError(f"{what} file {_checks.shown(str(path))}: {reason}") from None
+            raise LayoutError(f"{what} file {_checks.shown(str(path), 250)}: {reason}") from None
     else:
         raise LayoutError(f"{what} {_checks.shown(source)}: expected a path or JSON text")
     if size > MAX_BYTES:
@@ -69,7 +70,9 @@ class Reader:
 
     def integers(self, name: str, low: int, high: int) -> list[int]:
         """The field as a list of integers within [low, high]."""
-        return [_checks.integer(f"{self.where}.{name}[{i}]", v, low, high) for i, v in enumerate(self.items(name))]
+        return [
+            _checks.integer(f"{self.where}.{name}[{i}]", v, low, high) for i, v in enumerate(self.items(name))
+        ]
 
     def items(self, name: str) -> list[Any]:
         """The field as a list."""
@@ -103,4 +106,7 @@ class Reader:
         """Refuses fields that nobody read: most are typing errors."""
         unknown = [name for name in self._fields if name not in self._used]
         if unknown:
-            raise LayoutError(f"{self.where}: unknown field {_checks.shown(unknown[0])}; allowed are {', '.join(sorted(self._used))}")
+            raise LayoutError(
+                f"{self.where}: unknown field {_checks.shown(unknown[0])}; "
+                f"allowed are {', '.join(sorted(self._used))}"
+            )

@@ -17,7 +17,8 @@ MAX_HOPS = 4_000_000  # of all cached plans together; a hop takes about 36 bytes
 
 
 class PlanCacheInfo(NamedTuple):
-    """Counts since the start or the last `plan_cache_clear`, as `functools.lru_cache` names them, and the cached hops."""
+    """Counts since the start or the last `plan_cache_clear`, as `functools.lru_cache` names them, and the
+    cached hops."""
 
     hits: int
     misses: int

@@ -23,7 +23,16 @@ _MAX_BARS = 1500  # per lane; finer detail than a pixel is sampled
 _MAX_LEGEND = 10
 # Ten hues that stay apart in print and under the common colour deficiencies; red is left to the lower bound.
 _PALETTE = (
-    "#4477aa", "#ee8866", "#44aa99", "#ddcc77", "#aa6699", "#88ccee", "#999933", "#bb9977", "#77aadd", "#666677",
+    "#4477aa",
+    "#ee8866",
+    "#44aa99",
+    "#ddcc77",
+    "#aa6699",
+    "#88ccee",
+    "#999933",
+    "#bb9977",
+    "#77aadd",
+    "#666677",
 )
 
 
@@ -37,7 +46,8 @@ class _Lane:
 
 
 def draw(plan: Plan, path: str | Path) -> None:
-    """Writes the picture to `path`; its suffix tells the format."""
+    """Writes the picture to `path`; its suffix tells the format. Raises OSError where the file cannot be
+    written."""
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:
         raise LayoutError(f"path {_checks.shown(str(path))}: allowed suffixes are {', '.join(_SUFFIXES)}")
@@ -56,17 +66,14 @@ def draw(plan: Plan, path: str | Path) -> None:
         axes = figure.add_subplot()
         unit, scale = _time_unit(max(plan.makespan, plan.lower_bound))
         _draw_rows(axes, plan, shown, scale)
-        _draw_limits(axes, plan, scale, unit, len(shown))
+        _draw_limits(axes, plan, scale, unit)
         _draw_legend(figure, plan, len(rows) - len(shown))
         axes.set_xlabel(f"time ({unit})")
         head, details = _titles(plan)
         axes.set_title(details, loc="left", fontsize=8, color="#555555")
         figure.suptitle(head, x=0.008, ha="left", fontsize=11, fontweight="bold")
         metadata = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-        try:
-            figure.savefig(path, dpi=160, facecolor="white", metadata=metadata[path.suffix.lower()])
-        except OSError as error:
-            raise MeshcastError(f"cannot write {path}: {error.strerror}") from error
+        figure.savefig(path, dpi=160, facecolor="white", metadata=metadata[path.suffix.lower()])
 
 
 def _rows(plan: Plan) -> list[tuple[str, _Lane, _Lane]]:
@@ -76,7 +83,15 @@ def _rows(plan: Plan) -> list[tuple[str, _Lane, _Lane]]:
     core = plan._core
     columns = {
         name: np.asarray(core.column(name))
-        for name in ("hop_src", "hop_dst", "hop_chunk", "start_ns", "chunk_nbytes", "chunk_begin", "piece_task")
+        for name in (
+            "hop_src",
+            "hop_dst",
+            "hop_chunk",
+            "start_ns",
+            "chunk_nbytes",
+            "chunk_begin",
+            "piece_task",
+        )
     }
     chunk = columns["hop_chunk"]
     nbytes = columns["chunk_nbytes"][chunk].astype(np.float64)
@@ -117,7 +132,8 @@ def _rows(plan: Plan) -> list[tuple[str, _Lane, _Lane]]:
 
 
 def _bars(lane: _Lane, span: float) -> dict[int, list[tuple[float, float]]]:
-    """(start, width) of the bars of each task. Neighbours of one task join; more bars than pixels are sampled."""
+    """(start, width) of the bars of each task. Neighbours of one task join; more bars than pixels are
+    sampled."""
     import numpy as np
 
     start, end, task = lane.start, lane.end, lane.task
@@ -133,7 +149,9 @@ def _bars(lane: _Lane, span: float) -> dict[int, list[tuple[float, float]]]:
     gap = span / 3000
     breaks = np.flatnonzero((task[1:] != task[:-1]) | (start[1:] > end[:-1] + gap)) + 1
     for first, last in zip([0, *breaks.tolist()], [*breaks.tolist(), len(start)], strict=True):
-        bars.setdefault(int(task[first]), []).append((float(start[first]), float(end[last - 1] - start[first])))
+        bars.setdefault(int(task[first]), []).append(
+            (float(start[first]), float(end[last - 1] - start[first]))
+        )
     return bars
 
 
@@ -144,9 +162,20 @@ def _draw_rows(axes: Any, plan: Plan, rows: list[tuple[str, _Lane, _Lane]], scal
         for lane, bottom in ((out, y - 0.40), (received, y + 0.03)):
             for task, bars in _bars(lane, span).items():
                 scaled = [(begin * scale, width * scale) for begin, width in bars]
-                axes.broken_barh(scaled, (bottom, 0.37), facecolors=_colour(task, len(plan.tasks)), linewidth=0, zorder=2)
+                axes.broken_barh(
+                    scaled, (bottom, 0.37), facecolors=_colour(task, len(plan.tasks)), linewidth=0, zorder=2
+                )
         for text, at in (("out", y - 0.215), ("in", y + 0.215)):
-            axes.text(-0.004, at, text, transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=6.5, color="#666666")
+            axes.text(
+                -0.004,
+                at,
+                text,
+                transform=axes.get_yaxis_transform(),
+                ha="right",
+                va="center",
+                fontsize=6.5,
+                color="#666666",
+            )
     axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
     axes.tick_params(axis="y", length=0, pad=20)
     axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
@@ -154,15 +183,27 @@ def _draw_rows(axes: Any, plan: Plan, rows: list[tuple[str, _Lane, _Lane]], scal
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     if not plan.transfers:
-        axes.text(0.5, 0.5, "nothing travels", transform=axes.transAxes, ha="center", va="center", color="#666666")
+        axes.text(
+            0.5, 0.5, "nothing travels", transform=axes.transAxes, ha="center", va="center", color="#666666"
+        )
 
 
-def _draw_limits(axes: Any, plan: Plan, scale: float, unit: str, rows: int) -> None:
+def _draw_limits(axes: Any, plan: Plan, scale: float, unit: str) -> None:
     if not plan.lower_bound:
         return
-    axes.axvline(plan.makespan * scale, color="#222222", linewidth=0.9, zorder=3, label=f"makespan {plan.makespan * scale:.4g} {unit}")
     axes.axvline(
-        plan.lower_bound * scale, color="#d62728", linewidth=1.3, linestyle=(0, (4, 2)), zorder=4,
+        plan.makespan * scale,
+        color="#222222",
+        linewidth=0.9,
+        zorder=3,
+        label=f"makespan {plan.makespan * scale:.4g} {unit}",
+    )
+    axes.axvline(
+        plan.lower_bound * scale,
+        color="#d62728",
+        linewidth=1.3,
+        linestyle=(0, (4, 2)),
+        zorder=4,
         label=f"lower bound {plan.lower_bound * scale:.4g} {unit}",
     )
 
@@ -174,18 +215,23 @@ def _draw_legend(figure: Any, plan: Plan, hidden_rows: int) -> None:
     tasks = plan.tasks
     for index, task in enumerate(tasks if len(tasks) <= _MAX_LEGEND else ()):
         who = f"{ranks_text(task.holders)} \N{RIGHTWARDS ARROW} {ranks_text(task.receivers)}"
-        handles.append(Patch(color=_colour(index, len(tasks)), label=f"task {index}: {size_text(task.nbytes)}, {who}"))
+        handles.append(
+            Patch(color=_colour(index, len(tasks)), label=f"task {index}: {size_text(task.nbytes)}, {who}")
+        )
     if len(tasks) > _MAX_LEGEND:
         handles.append(Patch(color="none", label=f"{len(tasks)} tasks, one colour each"))
     if hidden_rows > 0:
         handles.append(Patch(color="none", label=f"and {hidden_rows} more NICs"))
     if handles:
-        figure.legend(handles=handles, loc="outside lower left", ncols=3, frameon=False, fontsize=7.5, handlelength=1.6)
+        figure.legend(
+            handles=handles, loc="outside lower left", ncols=3, frameon=False, fontsize=7.5, handlelength=1.6
+        )
 
 
 def _titles(plan: Plan) -> tuple[str, str]:
     nbytes = size_text(sum(_checks.total_bytes(p.shape, p.dtype) for p in plan.problems))
-    head = f"{plan.strategy}: {time_text(plan.makespan)}, {plan.ratio:.3f} \N{MULTIPLICATION SIGN} the lower bound"
+    ratio = f"{plan.ratio:.3f} \N{MULTIPLICATION SIGN} the lower bound"
+    head = f"{plan.strategy}: {time_text(plan.makespan)}, {ratio}"
     if len(plan.problems) > 1:
         return head, f"{len(plan.problems)} tensors, {nbytes}"
     problem = plan.problems[0]

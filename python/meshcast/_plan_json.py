@@ -1,14 +1,15 @@
 """Plans as JSON: all that went in, and all that came out in compact arrays.
 
     {"format": "meshcast.plan/1",
-     "problems": [{"shape": [...], "dtype": "int32", "src": {"mesh_shape": [...], "ranks": [...], "placements": [["shard", 0], ...]},
-                   "dst": {...}}],
+     "problems": [{"shape": [...], "dtype": "int32", "src": LAYOUT, "dst": LAYOUT}, ...],
      "topology": {...}, "options": {"strategy", "balance", "chunk_bytes", "seed"},
      "result": {"strategy", "makespan_ns", "lower_bound_ns", "hash",
                 "tasks": [[tensor, box, holders, receivers], ...], "local_copies": [[rank, tensor, box], ...],
                 "pieces": [[tensor, task, box], ...], "chunks": [[first piece, end piece, nbytes], ...],
-                "hops": {"src": [...], "dst": [...], "chunk": [...], "after": [...], "reduce": [...], "start_ns": [...], ...}}}
+                "hops": {"src": [...], "dst": [...], "chunk": [...], "after": [...], "reduce": [...],
+                         "last_reduce": [...], "start_ns": [...], "finish_ns": [...]}}}
 
+LAYOUT is {"mesh_shape": [...], "ranks": [...], "placements": [["shard", 0], ["replicate"], ...]}.
 A box is [[lo, hi], ...]. A hop sends its chunk, the pieces [first, end), after the hop `after` (-1: at once).
 """
 
@@ -53,8 +54,8 @@ def from_json(source: str | Path) -> Plan:
     if result != made:
         differing = [name for name in made if not isinstance(result, dict) or result.get(name) != made[name]]
         raise LayoutError(
-            f"plan.result.{differing[0] if differing else '?'} is not what this version plans from the same input: the file was "
-            "altered, or written by another version; make the plan again"
+            f"plan.result.{differing[0] if differing else '?'} is not what this version plans from the same "
+            "input: the file was altered, or written by another version; make the plan again"
         )
     return plan
 
@@ -80,7 +81,8 @@ def _to_dict(plan: Plan) -> dict[str, Any]:
 def _result(plan: Plan) -> dict[str, Any]:
     core = plan._core
     hops = {
-        name: memoryview(core.column(name if name.endswith("_ns") else f"hop_{name}")).tolist() for name in _HOP_COLUMNS
+        name: memoryview(core.column(name if name.endswith("_ns") else f"hop_{name}")).tolist()
+        for name in _HOP_COLUMNS
     }
     chunks = [memoryview(core.column(f"chunk_{name}")).tolist() for name in ("begin", "end", "nbytes")]
     return {
@@ -108,11 +110,8 @@ def _layout_dict(layout: Layout) -> dict[str, Any]:
 
 
 def _placement_list(kind: str, dim: int, split_factor: int, op: str) -> list[Any]:
-    return {
-        "shard": [kind, dim],
-        "strided_shard": [kind, dim, split_factor],
-        "partial": [kind, op],
-    }.get(kind, [kind])
+    fields: dict[str, list[Any]] = {"shard": [dim], "strided_shard": [dim, split_factor], "partial": [op]}
+    return [kind, *fields.get(kind, [])]
 
 
 def _read_problem(reader: Reader) -> Problem:
@@ -133,10 +132,15 @@ def _read_layout(reader: Reader) -> Layout:
     for n in mesh_shape:
         size *= n
     if size != len(ranks):
-        raise LayoutError(f"{reader.where}: {len(ranks)} ranks for a mesh of {'x'.join(map(str, mesh_shape))}")
+        raise LayoutError(
+            f"{reader.where}: {len(ranks)} ranks for a mesh of {'x'.join(map(str, mesh_shape))}"
+        )
     if len(set(ranks)) != len(ranks):
         raise LayoutError(f"{reader.where}.ranks: a rank appears twice")
-    placements = tuple(_read_placement(f"{reader.where}.placements[{i}]", p) for i, p in enumerate(reader.items("placements")))
+    placements = tuple(
+        _read_placement(f"{reader.where}.placements[{i}]", p)
+        for i, p in enumerate(reader.items("placements"))
+    )
     ndim = reader.integer("ndim", 0, _checks.MAX_DIMS) if reader.has("ndim") else None
     reader.finish()
     layout = Layout.__new__(Layout)
@@ -145,15 +149,29 @@ def _read_layout(reader: Reader) -> Layout:
 
 
 def _read_placement(where: str, value: Any) -> tuple[str, int, int, str]:
-    if not isinstance(value, list) or not value or not isinstance(value[0], str) or value[0] not in _PLACEMENT_FIELDS:
-        raise LayoutError(f"{where} {_checks.shown(value)}: allowed are [{'], ['.join(_PLACEMENT_FIELDS)}] with their numbers")
+    if (
+        not isinstance(value, list)
+        or not value
+        or not isinstance(value[0], str)
+        or value[0] not in _PLACEMENT_FIELDS
+    ):
+        raise LayoutError(
+            f"{where} {_checks.shown(value)}: allowed are [{'], ['.join(_PLACEMENT_FIELDS)}] "
+            "with their values"
+        )
     kind, *fields = value
     if len(fields) != _PLACEMENT_FIELDS[kind]:
         raise LayoutError(f"{where}: {kind} takes {_PLACEMENT_FIELDS[kind]} values, found {len(fields)}")
     if kind == "partial":
         return kind, 0, 1, _checks.choice(where, fields[0], ("sum", "avg", "min", "max", "product"))
-    dim = _checks.integer(f"{where}: dimension", fields[0], -_checks.MAX_DIMS, _checks.MAX_DIMS - 1) if fields else 0
-    split_factor = _checks.integer(f"{where}: split factor", fields[1], 1, _checks.MAX_INT64) if len(fields) > 1 else 1
+    dim = (
+        _checks.integer(f"{where}: dimension", fields[0], -_checks.MAX_DIMS, _checks.MAX_DIMS - 1)
+        if fields
+        else 0
+    )
+    split_factor = (
+        _checks.integer(f"{where}: split factor", fields[1], 1, _checks.MAX_INT64) if len(fields) > 1 else 1
+    )
     return kind, dim, split_factor, ""
 
 

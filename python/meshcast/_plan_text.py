@@ -39,7 +39,9 @@ def time_text(seconds: float) -> str:
 def _head(plan: Plan) -> list[str]:
     lines = []
     for problem in islice(plan.problems, _SHOWN):
-        lines.append(f"tensor       {'x'.join(map(str, problem.shape)) or 'scalar'} {dtype_name(problem.dtype)}")
+        lines.append(
+            f"tensor       {'x'.join(map(str, problem.shape)) or 'scalar'} {dtype_name(problem.dtype)}"
+        )
         lines.append(f"  from       {problem.src!r}")
         lines.append(f"  to         {problem.dst!r}")
     if len(plan.problems) > _SHOWN:
@@ -47,14 +49,15 @@ def _head(plan: Plan) -> list[str]:
     sent = sum(plan.bytes_sent(rank) for rank in plan.ranks)
     network = sum(plan.nic_bytes(host)[0] for host in range(len(plan.hosts)))
     asked = plan.options.strategy
+    bound = f"{plan.ratio:.4g} x the lower bound of {time_text(plan.lower_bound)}"
     lines += [
         f"topology     {plan.topology!r}",
         f"strategy     {plan.strategy}{'' if asked == plan.strategy else f' (chosen by {asked})'}",
-        f"makespan     {time_text(plan.makespan)}, {plan.ratio:.4g} x the lower bound of {time_text(plan.lower_bound)}",
+        f"makespan     {time_text(plan.makespan)}, {bound}",
         "             (no plan is faster in which only holders and receivers of a box carry it)",
-        f"traffic      {len(plan)} messages, {size_text(sent)}, of which {size_text(network)} between hosts; "
-        f"{len(plan.local_copies)} local copies",
+        f"traffic      {len(plan)} messages, {size_text(sent)} ({size_text(network)} between hosts)",
         f"staging      {size_text(max(map(plan.peak_staging_bytes, plan.ranks)))} at most on one rank",
+        f"kept         {len(plan.local_copies)} local copies",
         f"hash         {plan.hash}",
     ]
     return lines
@@ -67,8 +70,13 @@ def _nics(plan: Plan) -> list[str]:
         out, received = plan.nic_bytes(index)
         out_rate = sum(nic.out_rate for nic in host.nics)
         in_rate = sum(nic.in_rate for nic in host.nics)
-        busy = [nbytes / rate / plan.makespan if plan.makespan else 0.0 for nbytes, rate in ((out, out_rate), (received, in_rate))]
-        lines.append(f"{index:<12} {size_text(out):<13} {size_text(received):<13} {busy[0]:>8.1%}  {busy[1]:>7.1%}")
+        busy = [
+            nbytes / rate / plan.makespan if plan.makespan else 0.0
+            for nbytes, rate in ((out, out_rate), (received, in_rate))
+        ]
+        lines.append(
+            f"{index:<12} {size_text(out):<13} {size_text(received):<13} {busy[0]:>8.1%}  {busy[1]:>7.1%}"
+        )
     if len(hosts) > _SHOWN:
         lines.append(f"...          {len(hosts)} hosts")
     return lines

@@ -1,4 +1,5 @@
-"""What a plan consists of, as Python values made on access: a plan of a million hops stays as small as its C++ arrays."""
+"""What a plan consists of, as Python values made on access: a plan of a million hops stays as small as its
+C++ arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ T = TypeVar("T")
 
 
 class Task(NamedTuple):
-    """The unit of communication (paper, section 3): one box, the ranks that hold it, and those that need it and do not hold it."""
+    """The unit of communication (paper, section 3): one box, the ranks that hold it, and those that need it
+    and do not hold it."""
 
     box: Box
     holders: tuple[int, ...]
@@ -25,7 +27,8 @@ class Task(NamedTuple):
     tensor: int = 0
     """Position of the tensor in `plan_many`."""
     reduce: str | None = None
-    """With a Partial source: how the values of the holders combine. The receivers are then all ranks that need the box."""
+    """With a Partial source: how the values of the holders combine. The receivers are then all ranks that
+    need the box."""
     contribution: tuple[int, ...] = ()
     """With a Partial source: which partial value each holder has; replicas of one value share a number."""
 
@@ -41,8 +44,10 @@ class LocalCopy(NamedTuple):
 class Transfer(NamedTuple):
     """One hop: `box` travels from rank `src` to rank `dst` once all transfers in `after` are done.
 
-    With `reduce`, dst combines what arrives with the value it carries, which starts as its own partial value; after the transfer
-    marked `last_reduce` that value is complete ("avg" divides it there). `task` is the position in `plan.tasks`, `start` and `finish` are seconds of the simulated timeline. Transfers of one message share them.
+    With `reduce`, dst combines what arrives with the value it carries, which starts as its own partial value;
+    after the transfer marked `last_reduce` that value is complete ("avg" divides it there). `task` is the
+    position in `plan.tasks`, `start` and `finish` are seconds of the simulated timeline. Transfers of one
+    message share them.
     """
 
     id: int
@@ -113,8 +118,9 @@ def local_copies(core: _C.Plan) -> Sequence[LocalCopy]:
 def transfers(core: _C.Plan) -> Sequence[Transfer]:
     """The hops of a plan, one transfer per box.
 
-    A message of several boxes (small ones with the same holders and receivers travel together) becomes as many transfers in a
-    row; along a chain the pieces of a message keep their order, so piece k waits for piece k of the message before.
+    A message of several boxes (small ones with the same holders and receivers travel together) becomes as
+    many transfers in a row; along a chain the pieces of a message keep their order, so piece k waits for
+    piece k of the message before.
     """
     first = memoryview(core.column("chunk_begin"))
     end = memoryview(core.column("chunk_end"))
@@ -134,5 +140,16 @@ def _transfer(core: _C.Plan, index: int, hop: int, piece: int, start_of: Callabl
     tensor, task, box, nbytes = core.piece(first + piece)
     waits = () if after < 0 else (start_of(after) + piece,)
     return Transfer(
-        index, src, dst, box, nbytes, waits, reduce, last_reduce, tensor, task, start_ns / 1e9, finish_ns / 1e9
+        index,
+        src,
+        dst,
+        box,
+        nbytes,
+        waits,
+        reduce,
+        last_reduce,
+        tensor,
+        task,
+        start_ns / 1e9,
+        finish_ns / 1e9,
     )

@@ -1,7 +1,9 @@
-"""Typed errors. Every error of meshcast says who (rank, peer), in what (op, sequence, phase) and when (elapsed of limit).
+"""Typed errors. Every error of meshcast says who (rank, peer), in what (op, sequence, phase) and when
+(elapsed of limit).
 
-A field is None where it does not apply. All classes derive from `MeshcastError`, which is a `RuntimeError` and, where torch
-has it, a `torch.distributed.DistError`, so that handlers written for torch.distributed catch them too.
+A field is None where it does not apply. All classes derive from `MeshcastError`, which is a `RuntimeError`
+and, where torch has it, a `torch.distributed.DistError`, so that handlers written for torch.distributed catch
+them too.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ _Base: type[RuntimeError] = getattr(dist, "DistError", RuntimeError)
 class MeshcastError(_Base):  # type: ignore[misc, valid-type]
     """Base of all errors of meshcast.
 
-    Fields: `rank` that raises, `peer` it was dealing with (both global), `op` ("reshard", "plan", ...), `sequence` number of
-    the call in its group, `phase` ("connect", "agree", "transfer"), seconds `elapsed` since the call was made, and its `limit`.
+    Fields: `rank` that raises, `peer` it was dealing with (both global), `op` ("reshard", "plan", ...),
+    `sequence` number of the call in its group, `phase` ("connect", "agree", "transfer"), seconds `elapsed`
+    since the call was made, and its `limit`.
     """
 
     _fields: tuple[str, ...] = ("rank", "peer", "op", "sequence", "phase", "elapsed", "limit")
@@ -77,7 +80,8 @@ class DeadlineExceededError(MeshcastError, TimeoutError):
 class PeerLostError(MeshcastError):
     """A peer died or closed its connection.
 
-    Fields beside those of `MeshcastError`: `bytes_done` of `bytes_expected` with that peer in this call, and its `address`.
+    Fields beside those of `MeshcastError`: `bytes_done` of `bytes_expected` with that peer in this call, and
+    its `address`.
     """
 
     _fields = (*MeshcastError._fields, "bytes_done", "bytes_expected", "address")

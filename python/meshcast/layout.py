@@ -27,7 +27,9 @@ _Placement = tuple[str, int, int, str]
 _MAX_MESH_DIMS = 5
 _MAX_RANKS = 1 << 20  # a mesh above this is a typing error; nothing is allocated for it
 _REDUCE_OPS = ("sum", "avg", "min", "max", "product")
-_NOTATION = re.compile(r"(?P<mesh>[0-9]{1,7}(?:x[0-9]{1,7})*)(?:@(?P<first>[0-9]{1,7}))?:(?P<dims>(?:R|S[0-9]+)*)")
+_NOTATION = re.compile(
+    r"(?P<mesh>[0-9]{1,7}(?:x[0-9]{1,7})*)(?:@(?P<first>[0-9]{1,7}))?:(?P<dims>(?:R|S[0-9]+)*)"
+)
 _NOTATION_HELP = "allowed: <mesh>[@first_rank]:<dims>, for example 2x4:S0RR or 1x4@8:S1RR"
 
 
@@ -35,9 +37,11 @@ class Layout:
     """A mesh of global ranks and one placement for each of its dimensions.
 
     Args:
-        mesh: nested list or integer tensor of global ranks, or a `DeviceMesh`; 1 to 5 dimensions, every rank once.
+        mesh: nested list or integer tensor of global ranks, or a `DeviceMesh`; 1 to 5 dimensions, every rank
+            once.
         placements: one per mesh dimension: `Shard(d)`, `Replicate()`, `Partial(op)` or `_StridedShard` of
-            torch.distributed.tensor. They apply left to right; a negative `d` counts from the last tensor dimension.
+            torch.distributed.tensor. They apply left to right; a negative `d` counts from the last tensor
+            dimension.
 
     Layouts are immutable, compare and hash by value, and can be pickled.
 
@@ -50,11 +54,17 @@ class Layout:
     def __init__(self, mesh: Any, placements: Sequence[Placement]) -> None:
         mesh_shape, ranks = _read_mesh(mesh)
         if isinstance(placements, str) or not isinstance(placements, Iterable):
-            raise LayoutError(f"placements {placements!r}: expected a sequence with one placement per mesh dimension")
+            raise LayoutError(
+                f"placements {placements!r}: expected a sequence with one placement per mesh dimension"
+            )
         self._set(mesh_shape, ranks, tuple(_read_placement(i, p) for i, p in enumerate(placements)), None)
 
     def _set(
-        self, mesh_shape: tuple[int, ...], ranks: array[int], placements: tuple[_Placement, ...], ndim: int | None
+        self,
+        mesh_shape: tuple[int, ...],
+        ranks: array[int],
+        placements: tuple[_Placement, ...],
+        ndim: int | None,
     ) -> None:
         if not 1 <= len(mesh_shape) <= _MAX_MESH_DIMS:
             raise LayoutError(f"a mesh of {len(mesh_shape)} dimensions: allowed are 1 to {_MAX_MESH_DIMS}")
@@ -73,8 +83,10 @@ class Layout:
     def parse(cls, text: str, first_rank: int = 0) -> Layout:
         """Read the notation of the AlpaComm paper (arXiv 2211.05322), for example "2x4:S0RR" or "1x4@8:S1RR".
 
-        Before the colon: the mesh, whose ranks count up in row-major order from `first_rank`, or from the number after @.
-        After it, for each tensor dimension: R (not sharded) or S with the mesh axes that shard it (S0, S1, S01).
+        Before the colon: the mesh, whose ranks count up in row-major order from `first_rank`, or from the
+            number after @.
+        After it, for each tensor dimension: R (not sharded) or S with the mesh axes that shard it (S0, S1,
+            S01).
         """
         if not isinstance(text, str):
             raise LayoutError(f"layout {text!r}: expected text; {_NOTATION_HELP}")
@@ -82,17 +94,29 @@ class Layout:
         if found is None:
             raise LayoutError(f"layout {_checks.shown(text)} cannot be read; {_NOTATION_HELP}")
         mesh_shape = tuple(int(n) for n in found["mesh"].split("x"))
-        first = int(found["first"]) if found["first"] is not None else _checks.integer("first_rank", first_rank, 0, _MAX_RANKS)
+        first = (
+            int(found["first"])
+            if found["first"] is not None
+            else _checks.integer("first_rank", first_rank, 0, _MAX_RANKS)
+        )
         if len(mesh_shape) > _MAX_MESH_DIMS:
-            raise LayoutError(f"layout {_checks.shown(text)}: {len(mesh_shape)} mesh dimensions; allowed are 1 to {_MAX_MESH_DIMS}")
+            raise LayoutError(
+                f"layout {_checks.shown(text)}: {len(mesh_shape)} mesh dimensions; "
+                f"allowed are 1 to {_MAX_MESH_DIMS}"
+            )
         size = 1
         for n in mesh_shape:
             size *= n
         if not 1 <= size <= _MAX_RANKS:
-            raise LayoutError(f"layout {_checks.shown(text)}: a mesh of {size} ranks; allowed are 1 to {_MAX_RANKS}")
+            raise LayoutError(
+                f"layout {_checks.shown(text)}: a mesh of {size} ranks; allowed are 1 to {_MAX_RANKS}"
+            )
         dims = re.findall(r"R|S[0-9]+", found["dims"])
         if len(dims) > _checks.MAX_DIMS:
-            raise LayoutError(f"layout {_checks.shown(text)}: {len(dims)} tensor dimensions; allowed are 0 to {_checks.MAX_DIMS}")
+            raise LayoutError(
+                f"layout {_checks.shown(text)}: {len(dims)} tensor dimensions; "
+                f"allowed are 0 to {_checks.MAX_DIMS}"
+            )
         placements: list[_Placement] = [("replicate", 0, 1, "")] * len(mesh_shape)
         for dim, letters in enumerate(dims):
             axes = [int(digit) for digit in letters[1:]]
@@ -103,9 +127,14 @@ class Layout:
                 )
             for axis in axes:
                 if axis >= len(mesh_shape):
-                    raise LayoutError(f"layout {text!r}: {letters} names mesh axis {axis}; allowed are 0 to {len(mesh_shape) - 1}")
+                    raise LayoutError(
+                        f"layout {text!r}: {letters} names mesh axis {axis}; "
+                        f"allowed are 0 to {len(mesh_shape) - 1}"
+                    )
                 if placements[axis][0] != "replicate":
-                    raise LayoutError(f"layout {text!r}: mesh axis {axis} shards twice; every axis may appear once")
+                    raise LayoutError(
+                        f"layout {text!r}: mesh axis {axis} shards twice; every axis may appear once"
+                    )
                 placements[axis] = ("shard", dim, 1, "")
         layout = cls.__new__(cls)
         layout._set(mesh_shape, array("i", range(first, first + size)), tuple(placements), len(dims))
@@ -137,18 +166,24 @@ class Layout:
         return any(p[0] == "partial" for p in self._placements)
 
     def shards(self, shape: Sequence[int]) -> dict[int, list[Box]]:
-        """Boxes that each rank holds of a tensor of `shape`, in the order in which its local tensor holds them.
+        """Boxes that each rank holds of a tensor of `shape`, in the order in which its local tensor holds
+        them.
 
-        A rank has several boxes only under `_StridedShard`, and none if its shard is empty. Uneven sizes follow torch.chunk.
+        A rank has several boxes only under `_StridedShard`, and none if its shard is empty. Uneven sizes
+        follow torch.chunk.
         """
-        return {rank: [box for box, _ in pieces] for rank, _, pieces in self._core(shape).shards(_checks.shape(shape))}
+        return {
+            rank: [box for box, _ in pieces]
+            for rank, _, pieces in self._core(shape).shards(_checks.shape(shape))
+        }
 
     def local_shapes(self, shape: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Shape of each rank's local tensor; an empty shard has a zero in it."""
         return {rank: local for rank, local, _ in self._core(shape).shards(_checks.shape(shape))}
 
     def _core(self, shape: Sequence[int]) -> _C.Layout:
-        """The C++ layout for tensors of as many dimensions as `shape`: negative dimensions resolved, all in range."""
+        """The C++ layout for tensors of as many dimensions as `shape`: negative dimensions resolved, all in
+        range."""
         ndim = len(shape)
         cores: dict[int, _C.Layout] = self.__dict__.setdefault("_cores", {})
         core = cores.get(ndim)
@@ -156,7 +191,9 @@ class Layout:
             from . import _C
 
             if self._ndim is not None and ndim != self._ndim:
-                raise LayoutError(f"{self} describes tensors of {self._ndim} dimensions, but the shape is {tuple(shape)}")
+                raise LayoutError(
+                    f"{self} describes tensors of {self._ndim} dimensions, but the shape is {tuple(shape)}"
+                )
             resolved = [self._resolve(i, p, ndim) for i, p in enumerate(self._placements)]
             core = cores[ndim] = _C.Layout(list(self._mesh_shape), self._ranks, resolved)
         return core
@@ -166,8 +203,12 @@ class Layout:
         if kind not in ("shard", "strided_shard"):
             return placement
         if not -ndim <= dim < ndim:
-            allowed = f"allowed are {-ndim} to {ndim - 1}" if ndim else "a scalar can only be replicated or partial"
-            raise LayoutError(f"placement {index}, {_text(placement)}: the tensor has {ndim} dimensions; {allowed}")
+            allowed = (
+                f"allowed are {-ndim} to {ndim - 1}" if ndim else "a scalar can only be replicated or partial"
+            )
+            raise LayoutError(
+                f"placement {index}, {_text(placement)}: the tensor has {ndim} dimensions; {allowed}"
+            )
         return kind, dim % ndim, split_factor, op
 
     def __eq__(self, other: object) -> bool:
@@ -201,7 +242,9 @@ class Layout:
         return _rebuild, (self._mesh_shape, self._ranks, self._placements, self._ndim)
 
 
-def _rebuild(mesh_shape: tuple[int, ...], ranks: bytes, placements: tuple[_Placement, ...], ndim: int | None) -> Layout:
+def _rebuild(
+    mesh_shape: tuple[int, ...], ranks: bytes, placements: tuple[_Placement, ...], ndim: int | None
+) -> Layout:
     layout = Layout.__new__(Layout)
     layout._set(mesh_shape, array("i", ranks), placements, ndim)
     return layout
@@ -217,7 +260,9 @@ def _read_mesh(mesh: Any) -> tuple[tuple[int, ...], array[int]]:
     # Level by level, so that a ragged or endlessly nested list is found without recursion.
     while isinstance(level[0], list | tuple):
         if len(shape) == _MAX_MESH_DIMS:
-            raise LayoutError(f"a mesh of more than {_MAX_MESH_DIMS} dimensions: allowed are 1 to {_MAX_MESH_DIMS}")
+            raise LayoutError(
+                f"a mesh of more than {_MAX_MESH_DIMS} dimensions: allowed are 1 to {_MAX_MESH_DIMS}"
+            )
         size = len(level[0])
         if size == 0:
             raise LayoutError("the mesh has no ranks: give at least one")
@@ -227,7 +272,9 @@ def _read_mesh(mesh: Any) -> tuple[tuple[int, ...], array[int]]:
         shape.append(size)
         level = [item for row in level for item in row]
     if not shape:
-        raise LayoutError(f"mesh {_checks.shown(mesh)}: expected a nested list or tensor of global ranks, or a DeviceMesh")
+        raise LayoutError(
+            f"mesh {_checks.shown(mesh)}: expected a nested list or tensor of global ranks, or a DeviceMesh"
+        )
     if len(level) > _MAX_RANKS:
         raise LayoutError(f"a mesh of {len(level)} ranks; allowed are 1 to {_MAX_RANKS}")
     ranks = array("i", [_checks.integer("mesh rank", rank, 0, (1 << 31) - 1) for rank in level])
@@ -253,10 +300,13 @@ def _read_placement(index: int, placement: Any) -> _Placement:
         return "replicate", 0, 1, ""
     if type(placement) is torch_types.Partial:
         if placement.reduce_op not in _REDUCE_OPS:
-            raise LayoutError(f"placement {index}, Partial({placement.reduce_op!r}): allowed are {', '.join(_REDUCE_OPS)}")
+            raise LayoutError(
+                f"placement {index}, Partial({placement.reduce_op!r}): allowed are {', '.join(_REDUCE_OPS)}"
+            )
         return "partial", 0, 1, placement.reduce_op
     raise LayoutError(
-        f"placement {index}, {_checks.shown(placement)}: allowed are Shard(dim), Replicate(), Partial(op) and _StridedShard"
+        f"placement {index}, {_checks.shown(placement)}: "
+        "allowed are Shard(dim), Replicate(), Partial(op) and _StridedShard"
     )
 
 

@@ -1,4 +1,5 @@
-"""Plans: what travels between which ranks, in which order, how long it should take, and how much longer than the least possible."""
+"""Plans: what travels between which ranks, in which order, how long it should take, and how much longer than
+the least possible."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class Options(NamedTuple):
 
 
 class Plan:
-    """An ordered multicast plan with its predicted time and a lower bound. Made by `plan`, `plan_many` or `Plan.from_json`."""
+    """An ordered multicast plan with its predicted time and a lower bound. Made by `plan`, `plan_many` or
+    `Plan.from_json`."""
 
     def __init__(self, problems: Sequence[Problem], topology: Topology, options: Options) -> None:
         from . import _C
@@ -65,7 +67,10 @@ class Plan:
         self.options = options
         max_rank = max(max(max(p.src.ranks), max(p.dst.ranks)) for p in self.problems)
         self._core: _C.Plan = _C.Plan(
-            [(list(p.shape), p.dtype.itemsize, p.src._core(p.shape), p.dst._core(p.shape)) for p in self.problems],
+            [
+                (list(p.shape), p.dtype.itemsize, p.src._core(p.shape), p.dst._core(p.shape))
+                for p in self.problems
+            ],
             topology._core(max_rank),
             options.strategy,
             options.balance,
@@ -87,7 +92,8 @@ class Plan:
     def lower_bound(self) -> float:
         """Seconds that no plan can beat in which only holders and receivers of a box carry it.
 
-        An idle third party can sometimes help: with tasks A -> {B, C}, B -> D, C -> E and an idle X, relaying through X lowers
+        An idle third party can sometimes help: with tasks A -> {B, C}, B -> D, C -> E and an idle X, relaying
+            through X lowers
         the time from 4/3 to 1.2 of a unit. Such plans are not counted.
         """
         return self._core.lower_bound_ns / 1e9
@@ -116,8 +122,8 @@ class Plan:
     def transfers(self) -> Sequence[Transfer]:
         """The hops in schedule order, made on access.
 
-        Executed in any order that respects `after`, over exact copies of the source shards, they and the local copies fill
-        every destination shard and write every element once (reducing transfers aside).
+        Executed in any order that respects `after`, over exact copies of the source shards, they and the
+        local copies fill every destination shard and write every element once (reducing transfers aside).
         """
         return _plan_views.transfers(self._core)
 
@@ -143,7 +149,8 @@ class Plan:
 
     @cached_property
     def hosts(self) -> tuple[Host, ...]:
-        """The hosts of the topology, as far as the ranks of this plan reach; `nic_bytes` counts by their position."""
+        """The hosts of the topology, as far as the ranks of this plan reach; `nic_bytes` counts by their
+        position."""
         return tuple(
             Host(tuple(ranks), tuple(Nic(*nic) for nic in nics), local_rate)
             for ranks, nics, local_rate in self._core.topology.hosts
@@ -163,7 +170,8 @@ class Plan:
         return self._nic_traffic[index]
 
     def peak_staging_bytes(self, rank: int) -> int:
-        """Most bytes of packed messages that `rank` holds at one time of the simulated timeline, beside both of its tensors."""
+        """Most bytes of packed messages that `rank` holds at one time of the simulated timeline, beside both
+        of its tensors."""
         return self._core.peak_staging_bytes(_checks.integer("rank", rank, 0, (1 << 31) - 1))
 
     def describe(self) -> str:
@@ -173,7 +181,8 @@ class Plan:
         return describe(self)
 
     def draw(self, path: str | Path) -> None:
-        """Draws the timeline of every NIC to a PNG, SVG or PDF file (needs matplotlib): one colour per task, the bound as a line."""
+        """Draws the timeline of every NIC to a PNG, SVG or PDF file (needs matplotlib): one colour per task,
+        the bound as a line."""
         from ._plan_draw import draw
 
         draw(self, path)
@@ -188,7 +197,8 @@ class Plan:
     def from_json(cls, source: str | Path) -> Plan:
         """Read what `to_json` wrote: a path, or the JSON text itself.
 
-        The plan is made again from what went in and compared with the file, so that a damaged or altered file is refused.
+        The plan is made again from what went in and compared with the file, so that a damaged or altered file
+        is refused.
         """
         from ._plan_json import from_json
 
@@ -204,8 +214,9 @@ class Plan:
 
     def __repr__(self) -> str:
         return (
-            f"Plan({self.strategy}: {len(self.problems)} tensor{'s' * (len(self.problems) != 1)}, {len(self.tasks)} tasks, "
-            f"{len(self)} hops, makespan {self.makespan:.6g} s, {self.ratio:.3f}x the lower bound)"
+            f"Plan({self.strategy}: {len(self.problems)} tensor{'s' * (len(self.problems) != 1)}, "
+            f"{len(self.tasks)} tasks, {len(self)} hops, "
+            f"makespan {self.makespan:.6g} s, {self.ratio:.3f}x the lower bound)"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -223,15 +234,16 @@ def plan(
     chunk_bytes: int | None = None,
     seed: int = 0,
 ) -> Plan:
-    """Plan how a tensor moves from one layout to another. Needs no process group; the same arguments give the same plan anywhere.
+    """Plan how a tensor moves from one layout to another. Needs no process group; the same arguments give the
+    same plan anywhere.
 
     Args:
         shape: of the global tensor.
         dtype: torch dtype or its name.
         src, dst: layouts on any two meshes: disjoint, overlapping or equal.
         topology: hosts, NICs and rates; None means 8 ranks per host and 10 Gbit/s.
-        strategy: "auto" simulates the others and takes the best; "multicast", "broadcast", "send_recv", "local_all_gather",
-            "global_all_gather".
+        strategy: "auto" simulates the others and takes the best; "multicast", "broadcast", "send_recv",
+            "local_all_gather", "global_all_gather".
         balance: sender choice of "broadcast" (paper, section 3.2): "none", "size", "greedy", "search".
         chunk_bytes: pipelining grain; None lets the cost model choose.
         seed: of the random rounds of "greedy".

@@ -69,7 +69,9 @@ class Topology:
         for index, host in enumerate(self._hosts):
             for rank in host.ranks:
                 if rank in seen:
-                    raise LayoutError(f"rank {rank} is on host {seen[rank]} and on host {index}: a rank has one host")
+                    raise LayoutError(
+                        f"rank {rank} is on host {seen[rank]} and on host {index}: a rank has one host"
+                    )
                 seen[rank] = index
         if not self._hosts:
             raise LayoutError("a topology needs at least one host")
@@ -90,7 +92,8 @@ class Topology:
         local_gbps: float = 80.0,
         latency_us: float = 20.0,
     ) -> Topology:
-        """Equal hosts: rank r is on host r // ranks_per_host. Rates in Gbit/s, for each NIC and direction; latency in microseconds."""
+        """Equal hosts: rank r is on host r // ranks_per_host. Rates in Gbit/s, for each NIC and direction;
+        latency in microseconds."""
         uniform = _Uniform(
             _checks.integer("ranks_per_host", ranks_per_host, 1, _MAX_UNIFORM_RANK + 1),
             _rate("nic_gbps", nic_gbps),
@@ -110,14 +113,15 @@ class Topology:
         local_gbps: float = 80.0,
         latency_us: float = 20.0,
     ) -> Topology:
-        """Hosts from who runs where ({rank: host identity}) and rates in Gbit/s that hold for all. Hosts are ordered by lowest rank."""
+        """Hosts from who runs where ({rank: host identity}) and rates in Gbit/s that hold for all. Hosts are
+        ordered by lowest rank."""
         if not isinstance(hosts, Mapping):
             raise LayoutError(f"hosts {_checks.shown(hosts)}: expected a mapping from rank to host identity")
         ranks_of: dict[str, list[int]] = {}
         for rank in sorted(hosts):
             ranks_of.setdefault(hosts[rank], []).append(rank)
-        nics = (Nic(_rate("nic_gbps", nic_gbps), _rate("nic_gbps", nic_gbps)),)
-        nics *= _checks.integer("nics_per_host", nics_per_host, 1, _MAX_NICS)
+        nic = Nic(_rate("nic_gbps", nic_gbps), _rate("nic_gbps", nic_gbps))
+        nics = (nic,) * _checks.integer("nics_per_host", nics_per_host, 1, _MAX_NICS)
         local_rate = _rate("local_gbps", local_gbps)
         return cls((Host(tuple(ranks), nics, local_rate) for ranks in ranks_of.values()), latency_us)
 
@@ -135,9 +139,9 @@ class Topology:
     def from_json(cls, source: str | Path) -> Topology:
         """Read what `to_json` wrote: a path, or the JSON text itself.
 
-        The text is {"format": "meshcast.topology/1", "latency_ns": n} with either "hosts", a list of {"ranks": [...],
-        "nics": [{"out_rate": bytes/s, "in_rate": bytes/s}, ...], "local_rate": bytes/s}, or "uniform", an object with
-        "ranks_per_host", "nic_rate", "nics_per_host" and "local_rate".
+        The text is {"format": "meshcast.topology/1", "latency_ns": n} with either "hosts", a list of
+        {"ranks": [...], "nics": [{"out_rate": bytes/s, "in_rate": bytes/s}, ...], "local_rate": bytes/s}, or
+        "uniform", an object with "ranks_per_host", "nic_rate", "nics_per_host" and "local_rate".
         """
         return cls._read(Reader(read_json(source, "topology"), "topology"))
 
@@ -198,7 +202,10 @@ class Topology:
                     max_rank, u.ranks_per_host, u.nic_rate, u.nics_per_host, u.local_rate, self._latency_ns
                 )
             else:
-                hosts = [(list(h.ranks), [(n.out_rate, n.in_rate) for n in h.nics], h.local_rate) for h in self._hosts]
+                hosts = [
+                    (list(h.ranks), [(n.out_rate, n.in_rate) for n in h.nics], h.local_rate)
+                    for h in self._hosts
+                ]
                 core = _C.Topology(hosts, self._latency_ns)
             self._cores[key] = core
         return core
@@ -223,11 +230,13 @@ class Topology:
             u = self._uniform
             return (
                 f"Topology.uniform(ranks_per_host={u.ranks_per_host}, nic_gbps={u.nic_rate * 8e-9:g}, "
-                f"nics_per_host={u.nics_per_host}, local_gbps={u.local_rate * 8e-9:g}, latency_us={self._latency_ns / 1e3:g})"
+                f"nics_per_host={u.nics_per_host}, local_gbps={u.local_rate * 8e-9:g}, "
+                f"latency_us={self._latency_ns / 1e3:g})"
             )
         ranks = sum(len(host.ranks) for host in self._hosts)
         nics = sum(len(host.nics) for host in self._hosts)
-        return f"Topology({len(self._hosts)} hosts, {ranks} ranks, {nics} NICs, latency_us={self._latency_ns / 1e3:g})"
+        latency_us = f"{self._latency_ns / 1e3:g}"
+        return f"Topology({len(self._hosts)} hosts, {ranks} ranks, {nics} NICs, latency_us={latency_us})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self._hosts, self._uniform, self._latency_ns)

@@ -1,0 +1,65 @@
+"""Command line: `python -m meshcast <command>`. Each command is a module here with add_arguments(parser) and
+run(arguments)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .._version import __version__
+from ..errors import LayoutError, MeshcastError
+
+_PROGRAM = "python -m meshcast"
+_COMMANDS = {
+    "plan": "plan the transfer of a tensor between two layouts and print it",
+    "doctor": "print versions, backends, devices and what will not work here, and why",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Bad input is one line on stderr and exit status 2, without the usage text around it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message.removeprefix('argument ')}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0 done, 1 failed, 2 bad input."""
+    argv = sys.argv[1:] if argv is None else argv
+    command = argv[0] if argv else ""
+    if command not in _COMMANDS:
+        parser = _Parser(
+            prog=_PROGRAM, description=_description(), formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        parser.add_argument("--version", action="version", version=f"meshcast {__version__}")
+        parser.add_argument("command", choices=list(_COMMANDS), metavar="|".join(_COMMANDS))
+        parser.parse_args(argv)
+    module = importlib.import_module(f".{command}", __name__)
+    parser = _Parser(prog=f"{_PROGRAM} {command}", description=module.__doc__, allow_abbrev=False)
+    module.add_arguments(parser)
+    arguments = parser.parse_args(argv[1:])
+    try:
+        status: int = module.run(arguments)
+        sys.stdout.flush()
+    except LayoutError as error:
+        return _complain(command, error, 2)
+    except MeshcastError as error:
+        return _complain(command, error, 1)
+    except BrokenPipeError:  # the reader, `head` for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+def _description() -> str:
+    rows = "\n".join(f"  {name:<10} {summary}" for name, summary in _COMMANDS.items())
+    return f"Cross-mesh resharding of tensors. Commands:\n{rows}\nEach explains its options with --help."
+
+
+def _complain(command: str, error: Exception, status: int) -> int:
+    print(f"{_PROGRAM} {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return status

@@ -1,0 +1,174 @@
+"""Plan how a tensor moves between two layouts, without any process group, and print or draw the plan."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .. import _checks
+from .._plan_text import time_text
+from ..errors import LayoutError
+from ..layout import Layout
+from ..plan import BALANCES, STRATEGIES, Plan, plan
+from ..topology import Topology
+
+T = TypeVar("T")
+
+_TOPOLOGY_OPTIONS: dict[str, Any] = {
+    "ranks_per_host": 8,
+    "nic_gbps": 10.0,
+    "nics_per_host": 1,
+    "local_gbps": 80.0,
+    "latency_us": 20.0,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `plan`."""
+    parser.add_argument(
+        "--shape", required=True, metavar="N,N,...", help="sizes of the tensor; '' for a scalar"
+    )
+    parser.add_argument("--dtype", required=True, help="torch dtype by name: float32, bfloat16, int32, ...")
+    parser.add_argument(
+        "--src",
+        required=True,
+        metavar="LAYOUT",
+        help="source: mesh, @ first rank, : sharding per dimension, e.g. 2x4:S0RR",
+    )
+    parser.add_argument("--dst", required=True, metavar="LAYOUT", help="destination, e.g. 3x4@8:S0RR")
+    group = parser.add_argument_group("topology")
+    group.add_argument(
+        "--topology", type=Path, metavar="FILE", help="JSON of Topology.to_json; excludes the options below"
+    )
+    group.add_argument(
+        "--ranks-per-host", metavar="N", help="consecutive ranks that share a host (default 8)"
+    )
+    group.add_argument("--nic-gbps", metavar="RATE", help="Gbit/s of each NIC and direction (default 10)")
+    group.add_argument("--nics-per-host", metavar="N", help="NICs of a host (default 1)")
+    group.add_argument(
+        "--local-gbps", metavar="RATE", help="Gbit/s of a rank to its neighbours on the host (default 80)"
+    )
+    group.add_argument(
+        "--latency-us", metavar="TIME", help="fixed cost of a hop in microseconds (default 20)"
+    )
+    group = parser.add_argument_group("planning")
+    group.add_argument("--strategy", default="auto", help=f"{', '.join(STRATEGIES)} (default auto)")
+    group.add_argument(
+        "--balance", default="greedy", help=f"of broadcast: {', '.join(BALANCES)} (default greedy)"
+    )
+    group.add_argument(
+        "--chunk-bytes", metavar="N", help="pipelining grain (default: chosen by the cost model)"
+    )
+    group.add_argument("--seed", default="0", metavar="N", help="of the random rounds of greedy (default 0)")
+    group = parser.add_argument_group("output")
+    group.add_argument("--draw", type=Path, metavar="FILE", help="write the timeline as .png, .svg or .pdf")
+    group.add_argument("--json", action="store_true", help="print the plan as JSON instead of text")
+    group.add_argument(
+        "--compare", action="store_true", help="print every strategy's makespan instead of one plan"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the plan."""
+    with _option("--shape"):
+        shape = _read_shape(arguments.shape)
+    with _option("--dtype"):
+        dtype = _checks.dtype(arguments.dtype)
+    layouts = []
+    for name in ("--src", "--dst"):
+        with _option(name):
+            layout = Layout.parse(getattr(arguments, name[2:]))
+            layout.shards(shape)
+            layouts.append(layout)
+    topology = _read_topology(arguments)
+    with _option("--strategy"):
+        strategy = _checks.choice("value", arguments.strategy, STRATEGIES)
+    with _option("--balance"):
+        balance = _checks.choice("value", arguments.balance, BALANCES)
+    with _option("--chunk-bytes"):
+        chunk_bytes = None if arguments.chunk_bytes is None else _read_number(arguments.chunk_bytes, int)
+        if chunk_bytes is not None:
+            _checks.integer("value", chunk_bytes, 1, _checks.MAX_INT64)
+    with _option("--seed"):
+        seed = _checks.integer("value", _read_number(arguments.seed, int), 0, (1 << 64) - 1)
+
+    def made(strategy: str) -> Plan:
+        return plan(shape, dtype, layouts[0], layouts[1], topology, strategy, balance, chunk_bytes, seed)
+
+    if arguments.compare:
+        print(_compare(made))
+        return 0
+    result = made(strategy)
+    if arguments.draw is not None:
+        with _option("--draw"):
+            result.draw(arguments.draw)
+    print(result.to_json() if arguments.json else result.describe())
+    return 0
+
+
+@contextmanager
+def _option(name: str) -> Iterator[None]:
+    """Puts the option's name in front of what is wrong with its value."""
+    try:
+        yield
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error}") from None
+    except OSError as error:
+        raise LayoutError(f"{name}: cannot write {error.filename}: {error.strerror}") from None
+
+
+def _read_shape(text: str) -> tuple[int, ...]:
+    sizes = text.split(",") if text.strip() else []
+    if not all(size.strip().isascii() and size.strip().isdigit() and len(size) < 25 for size in sizes):
+        raise LayoutError(
+            f"{_checks.shown(text)}: expected sizes with commas between them, for example 1024,1024,512"
+        )
+    return _checks.shape(int(size) for size in sizes)
+
+
+def _read_number(text: str, kind: Callable[[str], T]) -> T:
+    try:
+        if len(text) > 30:
+            raise ValueError
+        return kind(text)
+    except ValueError:
+        raise LayoutError(
+            f"{_checks.shown(text)}: expected {'an integer' if kind is int else 'a number'}"
+        ) from None
+
+
+def _read_topology(arguments: argparse.Namespace) -> Topology:
+    given = {
+        name: getattr(arguments, name) for name in _TOPOLOGY_OPTIONS if getattr(arguments, name) is not None
+    }
+    if arguments.topology is not None:
+        if given:
+            option = f"--{next(iter(given)).replace('_', '-')}"
+            raise LayoutError(f"{option}: not allowed with --topology, which sets it")
+        with _option("--topology"):
+            return Topology.from_json(arguments.topology)
+    values = dict(_TOPOLOGY_OPTIONS)
+    for name, text in given.items():
+        with _option(f"--{name.replace('_', '-')}"):
+            values[name] = _read_number(text, type(_TOPOLOGY_OPTIONS[name]))
+            Topology.uniform(**{**_TOPOLOGY_OPTIONS, name: values[name]})
+    return Topology.uniform(**values)
+
+
+def _compare(made: Callable[[str], Plan]) -> str:
+    """A table of all strategies, best first. Those that this pair of layouts rules out say why."""
+    rows, refused = [], []
+    for strategy in STRATEGIES[1:]:
+        try:
+            rows.append(made(strategy))
+        except LayoutError as error:
+            refused.append(f"{strategy:<18} {error}")
+    rows.sort(key=lambda row: row.makespan)
+    lines = [f"{'strategy':<18} {'makespan':>10}  x lower bound"]
+    lines += [f"{row.strategy:<18} {time_text(row.makespan):>10}  {row.ratio:.3f}" for row in rows]
+    if rows:
+        lines.append(f"{'lower bound':<18} {time_text(rows[0].lower_bound):>10}  1")
+    return "\n".join(lines + refused)
