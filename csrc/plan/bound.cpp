@@ -1,50 +1,182 @@
 #include "plan/bound.h"
 
 #include <algorithm>
-#include <set>
+#include <map>
+
+#include "plan/flow.h"
 
 namespace meshcast {
+namespace {
 
-int64_t lower_bound_ns(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles, const Network& network) {
-  if (bundles.empty()) return 0;
-  std::vector<int64_t> demand(static_cast<size_t>(network.host_count()), 0);
-  std::vector<int64_t> local(static_cast<size_t>(network.rank_count()), 0);
-  for (const Bundle& bundle : bundles) {
-    const Task& task = tasks[static_cast<size_t>(bundle.tasks.front())];
-    if (task.reduce != ReduceOp::None) continue;
-    std::set<int32_t> holding;
-    for (const int32_t holder : task.holders) holding.insert(network.host(network.index(holder)));
-    std::set<int32_t> needing;
-    for (const int32_t receiver : task.receivers) {
-      const int32_t r = network.index(receiver);
-      if (holding.count(network.host(r)) == 0) {
-        needing.insert(network.host(r));
-      } else {
-        local[static_cast<size_t>(r)] += bundle.nbytes;
+constexpr size_t kMaxFlowEntries = 2'000'000;  // lanes of all items of one flow problem
+
+int64_t ceil_time(__int128 nbytes, __int128 rate) {
+  return static_cast<int64_t>((nbytes * 1000000000 + rate - 1) / rate);
+}
+
+// Least T for which the items fit on their lanes. Starts at `floor`, which T is known to reach.
+int64_t least_time(const std::vector<const LaneItem*>& items, const Network& network, int64_t floor) {
+  std::map<int32_t, int32_t> node_of;  // lane -> node
+  size_t entries = 0;
+  for (const LaneItem* item : items) {
+    entries += item->lanes.size();
+    for (const int32_t lane : item->lanes) node_of.emplace(lane, 0);
+  }
+  if (entries > kMaxFlowEntries) return floor;  // still a bound, only a looser one
+  const int32_t source = 0;
+  const int32_t sink = 1;
+  int32_t nodes = 2;
+  for (auto& [lane, node] : node_of) node = nodes++;
+  const int32_t first_item = nodes;
+  FlowNetwork flow(nodes + 2 * static_cast<int32_t>(items.size()));
+  __int128 demand = 0;
+  for (size_t i = 0; i < items.size(); ++i) {
+    const LaneItem& item = *items[i];
+    const int32_t node = first_item + 2 * static_cast<int32_t>(i);
+    const int64_t all = item.nbytes * item.copies;
+    demand += all;
+    flow.add_edge(source, node, all);
+    const auto emitters = static_cast<size_t>(item.emitters);
+    for (size_t k = 0; k < item.lanes.size(); ++k) {
+      flow.add_edge(k < emitters ? node : node + 1, node_of[item.lanes[k]], all);
+    }
+    if (emitters < item.lanes.size()) flow.add_edge(node, node + 1, all - item.nbytes);
+  }
+  std::vector<int32_t> edge_of(static_cast<size_t>(nodes), -1);
+  for (const auto& [lane, node] : node_of) edge_of[static_cast<size_t>(node)] = flow.add_edge(node, sink, 0);
+
+  int64_t time = floor;
+  while (true) {
+    const auto capacity = [&](int64_t rate) {
+      return (static_cast<__int128>(rate) * time + 999999999) / 1000000000;
+    };
+    for (const auto& [lane, node] : node_of) {
+      const __int128 room = std::min<__int128>(capacity(network.lane_rate(lane)), demand);
+      flow.set_capacity(edge_of[static_cast<size_t>(node)], static_cast<int64_t>(room));
+    }
+    if (flow.maximum(source, sink) >= demand) return time;
+    // The lanes on the source's side must carry what the items there cannot put elsewhere.
+    __int128 need = 0;
+    __int128 rate = 0;
+    for (size_t i = 0; i < items.size(); ++i) {
+      const int32_t node = first_item + 2 * static_cast<int32_t>(i);
+      if (!flow.on_source_side(node)) continue;
+      need += static_cast<__int128>(items[i]->nbytes) * items[i]->copies;
+      const bool relays = static_cast<size_t>(items[i]->emitters) < items[i]->lanes.size();
+      if (relays && !flow.on_source_side(node + 1)) {
+        need -= static_cast<__int128>(items[i]->nbytes) * (items[i]->copies - 1);
       }
     }
-    for (const int32_t h : needing) demand[static_cast<size_t>(h)] += bundle.nbytes;
+    for (const auto& [lane, node] : node_of) {
+      if (flow.on_source_side(node)) rate += network.lane_rate(lane);
+    }
+    const int64_t next = ceil_time(need, rate);
+    if (next <= time) return time;  // rounding of capacities: nothing left to gain
+    time = next;
   }
-  std::vector<int64_t> rate(static_cast<size_t>(network.host_count()), 0);
+}
+
+// Highest level of any lane of the items under their balanced shares: a time that is enough for them.
+int64_t enough_time(const std::vector<const LaneItem*>& items, const Network& network) {
+  std::map<int32_t, int64_t> load;
+  for (const LaneItem* item : items) {
+    for (size_t k = 0; k < item->lanes.size(); ++k) load[item->lanes[k]] += item->share[k];
+  }
+  int64_t out = 0;
+  for (const auto& [lane, bytes] : load) out = std::max(out, ceil_time(bytes, network.lane_rate(lane)));
+  return out;
+}
+
+struct HostInput {
+  int64_t rate = 0;       // of all its NICs that ranks of the plan use
+  int64_t mandatory = 0;  // bytes that must enter it
+};
+
+}  // namespace
+
+LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles,
+                            const Network& network) {
+  LaneDemand out;
+  const auto hosts = static_cast<size_t>(network.host_count());
+  out.parties.resize(bundles.size());
+  out.hot_hosts.assign(hosts, 0);
+  std::vector<HostInput> input(hosts);
+  std::vector<int64_t> inside(hosts, 0);  // most bytes that one rank of a host could have to pass on
+  std::vector<int64_t> local_only(static_cast<size_t>(network.rank_count()), 0);
+  std::vector<int64_t> received(static_cast<size_t>(network.rank_count()), 0);
   std::vector<char> seen(static_cast<size_t>(network.nic_count()), 0);
   for (int32_t r = 0; r < network.rank_count(); ++r) {
     if (seen[static_cast<size_t>(network.nic(r))]++) continue;
-    rate[static_cast<size_t>(network.host(r))] += network.lane_rate(network.nic_in(network.nic(r)));
+    input[static_cast<size_t>(network.host(r))].rate += network.lane_rate(network.nic_in(network.nic(r)));
   }
+  for (size_t b = 0; b < bundles.size(); ++b) {
+    const Task& task = tasks[static_cast<size_t>(bundles[b].tasks.front())];
+    if (task.reduce != ReduceOp::None) continue;
+    out.parties[b] = find_parties(task, network);
+    const Parties& parties = out.parties[b];
+    append_network_items(static_cast<int32_t>(b), bundles[b].nbytes, parties, network, &out.items);
+    for (size_t p = 0; p < parties.receivers.size(); ++p) {
+      const auto host = static_cast<size_t>(parties.receivers[p].host);
+      if (parties.remote(p)) input[host].mandatory += bundles[b].nbytes;
+      if (!parties.remote(p) || parties.receivers[p].ranks.size() > 1) inside[host] += bundles[b].nbytes;
+      for (const int32_t r : parties.receivers[p].ranks) {
+        received[static_cast<size_t>(r)] += bundles[b].nbytes;
+        if (!parties.remote(p)) local_only[static_cast<size_t>(r)] += bundles[b].nbytes;
+      }
+    }
+  }
+  balance_lanes(network, &out.items);
+
   int64_t bound = 0;
-  for (int32_t h = 0; h < network.host_count(); ++h) {
-    if (demand[static_cast<size_t>(h)] > 0) {
-      bound = std::max(bound, transfer_ns(demand[static_cast<size_t>(h)], rate[static_cast<size_t>(h)]));
+  std::vector<const LaneItem*> sending;
+  std::map<int32_t, std::vector<const LaneItem*>> entering;  // by host
+  for (const LaneItem& item : out.items) {
+    if (item.kind == LaneItem::Kind::NicOut) sending.push_back(&item);
+    if (item.kind == LaneItem::Kind::NicIn) {
+      const Parties& parties = out.parties[static_cast<size_t>(item.bundle)];
+      entering[parties.receivers[static_cast<size_t>(item.party)].host].push_back(&item);
     }
   }
+  for (const auto& [host, items] : entering) {
+    const HostInput& in = input[static_cast<size_t>(host)];
+    bound = std::max(bound, ceil_time(in.mandatory, in.rate));
+  }
+  for (const auto& [host, items] : entering) {
+    if (enough_time(items, network) > bound) bound = least_time(items, network, bound);
+  }
+  if (enough_time(sending, network) > bound) bound = least_time(sending, network, bound);
+
   for (int32_t r = 0; r < network.rank_count(); ++r) {
-    if (local[static_cast<size_t>(r)] > 0) {
-      bound = std::max(bound, transfer_ns(local[static_cast<size_t>(r)],
-                                         network.lane_rate(network.local_in(r)) +
-                                             network.lane_rate(network.nic_in(network.nic(r)))));
-    }
+    const int64_t local = network.lane_rate(network.local_in(r));
+    bound = std::max(bound, ceil_time(local_only[static_cast<size_t>(r)], local));
+    bound = std::max(bound, ceil_time(received[static_cast<size_t>(r)],
+                                      local + network.lane_rate(network.nic_in(network.nic(r)))));
   }
-  return bound + network.latency_ns();
+  std::vector<int64_t> local_rate(hosts, 0);
+  for (int32_t r = 0; r < network.rank_count(); ++r) {
+    local_rate[static_cast<size_t>(network.host(r))] = network.lane_rate(network.local_out(r));
+  }
+  for (size_t h = 0; h < hosts; ++h) {
+    // Where half the time is enough for one rank to pass on everything, the order inside the host is free.
+    out.hot_hosts[h] = inside[h] > 0 && ceil_time(inside[h], local_rate[h]) > bound / 2;
+  }
+  std::vector<LaneItem> local;
+  for (size_t b = 0; b < bundles.size(); ++b) {
+    append_local_items(static_cast<int32_t>(b), bundles[b].nbytes, out.parties[b], network, out.hot_hosts, &local);
+  }
+  balance_lanes(network, &local);
+  std::map<int32_t, std::vector<const LaneItem*>> copying;
+  for (const LaneItem& item : local) {
+    const Parties& parties = out.parties[static_cast<size_t>(item.bundle)];
+    copying[parties.receivers[static_cast<size_t>(item.party)].host].push_back(&item);
+  }
+  for (const auto& [host, items] : copying) {
+    if (enough_time(items, network) <= bound) continue;
+    bound = least_time(items, network, bound);
+  }
+  out.items.insert(out.items.end(), local.begin(), local.end());
+  out.bound_ns = bundles.empty() ? 0 : bound + network.latency_ns();
+  return out;
 }
 
 }  // namespace meshcast

@@ -4,12 +4,28 @@
 #include <vector>
 
 #include "plan/draft.h"
+#include "plan/lane_items.h"
 #include "plan/network.h"
+#include "plan/parties.h"
 #include "plan/plan.h"
 
 namespace meshcast {
 
-// Nanoseconds that no plan can beat in which only holders and receivers of a box carry it. 0 without tasks.
-int64_t lower_bound_ns(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles, const Network& network);
+// What the lanes have to carry whatever the routes, and how soon they can be done.
+struct LaneDemand {
+  std::vector<Parties> parties;   // by bundle; empty for bundles to be reduced
+  std::vector<char> hot_hosts;    // hosts whose internal lanes might limit the plan
+  std::vector<LaneItem> items;    // balanced: between all hosts, and inside the hot ones
+  int64_t bound_ns = 0;           // no plan can beat it in which only holders and receivers carry a box
+};
+
+// The bound is the latency of one hop and the largest of
+//   - for the NICs that send: each box leaves a host that holds it once, and is sent once per remote host;
+//   - for the NICs that receive, host by host: each box that the host needs and does not hold enters it once;
+//   - for the ranks of a host: each receives what it needs, and copies leave over local lanes or NICs.
+// Each is the least T for which a flow exists (a lane carries rate * T), found by Newton's method on its
+// minimum cut. All are relaxations: the time to fill a chain is not in them.
+LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles,
+                            const Network& network);
 
 }  // namespace meshcast

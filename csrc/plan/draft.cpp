@@ -51,7 +51,6 @@ std::vector<Bundle> bundle_tasks(const std::vector<Task>& tasks, const std::vect
 }
 
 std::vector<Box> cut_box(const Box& box, int64_t max_elements) {
-  std::vector<Box> done;
   std::vector<Box> open{box};
   for (int d = 0; d < box.ndim && !open.empty(); ++d) {
     if (open.front().volume() <= max_elements) break;
@@ -75,8 +74,7 @@ std::vector<Box> cut_box(const Box& box, int64_t max_elements) {
     }
     open = std::move(next);
   }
-  done = std::move(open);
-  return done;
+  return open;
 }
 
 void Drafter::close_chunk(int32_t first_piece, int64_t nbytes) {
@@ -117,7 +115,7 @@ Drafter::Range Drafter::cut(const Bundle& bundle, int64_t chunk_bytes) {
   return range;
 }
 
-void Drafter::send(int32_t chunk, const Route& route, int64_t priority) {
+void Drafter::send(int32_t chunk, const Route& route, int64_t order, int64_t due_ns) {
   const auto first = static_cast<int32_t>(draft_.hops.size());
   if (static_cast<int64_t>(draft_.hops.size() + route.size()) > kMaxHops) {
     throw LayoutError("the plan needs more than " + std::to_string(kMaxHops) +
@@ -132,7 +130,8 @@ void Drafter::send(int32_t chunk, const Route& route, int64_t priority) {
     hop.reduce = edge.reduce;
     hop.last_reduce = edge.last_reduce;
     draft_.hops.push_back(hop);
-    if (priority >= 0) draft_.priority.push_back(priority);
+    if (order >= 0) draft_.order.push_back(order);
+    if (due_ns >= 0) draft_.due_ns.push_back(due_ns);
   }
 }
 

@@ -32,8 +32,11 @@ using Route = std::vector<Edge>;
 struct Draft {
   std::vector<ChunkPiece> pieces;
   std::vector<Chunk> chunks;
-  std::vector<Hop> hops;          // global ranks; after < own index
-  std::vector<int64_t> priority;  // parallel to hops, lower goes first; empty: the scheduler's own rule
+  std::vector<Hop> hops;        // global ranks; after < own index
+  // Parallel to hops or empty. Lower order goes first whatever else; due_ns is when the chunk of the hop would
+  // leave its holder in a steady stream.
+  std::vector<int64_t> order;
+  std::vector<int64_t> due_ns;
 };
 
 // Cuts bundles into chunks and routes into hops.
@@ -51,7 +54,8 @@ class Drafter {
   Range cut(const Bundle& bundle, int64_t chunk_bytes);
 
   // Adds one hop for each edge of the route. Throws LayoutError beyond the largest number of hops.
-  void send(int32_t chunk, const Route& route, int64_t priority = -1);
+  // `order` and `due_ns` as in Draft, given for all routes or for none (-1).
+  void send(int32_t chunk, const Route& route, int64_t order = -1, int64_t due_ns = -1);
 
   Draft take() { return std::move(draft_); }
   int64_t chunk_bytes(int32_t chunk) const { return draft_.chunks[static_cast<size_t>(chunk)].nbytes; }

@@ -1,7 +1,6 @@
 #include "plan/plan.h"
 
 #include <algorithm>
-#include <set>
 
 #include "common/checked.h"
 #include "common/error.h"
@@ -16,7 +15,10 @@
 namespace meshcast {
 namespace {
 
-constexpr int64_t kKiB = 1024;
+constexpr int64_t kSmallestChunk = 64 * 1024;
+constexpr int64_t kLargestChunk = 4096 * 1024;
+constexpr int64_t kMostHops = 300'000;  // of a plan whose chunk size is ours to choose
+constexpr int64_t kRetryHops = 60'000;  // a plan below that is quick to make again
 
 std::vector<int32_t> all_ranks(const std::vector<Problem>& problems) {
   std::vector<int32_t> out;
@@ -46,7 +48,7 @@ void check_times(const std::vector<Task>& tasks, const Network& network) {
   int64_t slowest = INT64_MAX;
   for (int32_t lane = 0; lane < network.lane_count(); ++lane) slowest = std::min(slowest, network.lane_rate(lane));
   const __int128 ns = bytes * 1000000000 / slowest + static_cast<__int128>(hops + kMaxHops) * (network.latency_ns() + 1);
-  if (ns >> 62 != 0) throw LayoutError("the transfer would take more than a century at the rates of the topology");
+  if (ns >> 62 != 0 || bytes >> 62 != 0) throw LayoutError("the transfer would take more than a century at the rates of the topology");
 }
 
 // About 1/128 of the bound on the fastest lane: small enough that filling a chain costs little.
@@ -54,7 +56,7 @@ int64_t choose_chunk_bytes(int64_t bound_ns, const Network& network) {
   int64_t rate = 0;
   for (int32_t n = 0; n < network.nic_count(); ++n) rate = std::max(rate, network.lane_rate(network.nic_out(n)));
   const auto bytes = static_cast<__int128>(bound_ns) * rate / 1000000000 / 128;
-  return static_cast<int64_t>(std::clamp<__int128>(bytes, 64 * kKiB, 4096 * kKiB));
+  return static_cast<int64_t>(std::clamp<__int128>(bytes, kSmallestChunk, kLargestChunk));
 }
 
 void hash_layout(const Layout& layout, Hasher* hasher) {
@@ -128,9 +130,70 @@ std::string hash_plan(const Plan& plan) {
   return hasher.hex();
 }
 
+// Hops of all chunks if bundles are cut into chunks of the given size.
+int64_t count_hops(int64_t chunk_bytes, const std::vector<Task>& tasks, const std::vector<Bundle>& bundles) {
+  int64_t out = 0;
+  for (const Bundle& bundle : bundles) {
+    const Task& task = tasks[static_cast<size_t>(bundle.tasks.front())];
+    out += (bundle.nbytes / chunk_bytes + 1) * static_cast<int64_t>(task.receivers.size() + task.contribution.size());
+  }
+  return out;
+}
+
+// The size itself, or the smallest doubling of it that keeps the plan within `most` hops.
+int64_t fit_chunk_bytes(int64_t chunk_bytes, const std::vector<Task>& tasks, const std::vector<Bundle>& bundles,
+                        int64_t most) {
+  while (chunk_bytes < (int64_t{1} << 60) && count_hops(chunk_bytes, tasks, bundles) > most) chunk_bytes *= 2;
+  return chunk_bytes;
+}
+
+// Keeps the plan with the least makespan; the first of equals.
+class Best {
+ public:
+  explicit Best(Plan* plan) : plan_(*plan) {}
+
+  void offer(Strategy strategy, Draft draft, const Network& network) {
+    Schedule made = schedule(draft, network);
+    if (!empty_ && made.makespan_ns >= plan_.makespan_ns) return;
+    empty_ = false;
+    plan_.strategy = strategy;
+    plan_.pieces = std::move(draft.pieces);
+    plan_.chunks = std::move(draft.chunks);
+    plan_.hops = std::move(made.hops);
+    plan_.times = std::move(made.times);
+    plan_.makespan_ns = made.makespan_ns;
+  }
+
+  // Within half a per cent of the bound: no use in trying on.
+  bool good() const { return !empty_ && plan_.makespan_ns <= plan_.lower_bound_ns + plan_.lower_bound_ns / 200; }
+
+ private:
+  Plan& plan_;
+  bool empty_ = true;
+};
+
+// The same routes cut finer and scheduled by either rule, until the bound is near or hops get too many. A
+// finer cut fills the chains sooner.
+void try_multicast(Inputs in, const LaneDemand& lanes, bool fixed_chunk, Best* best) {
+  const int64_t coarse = in.chunk_bytes;
+  for (const int64_t finer : {1, 2, 4, 8}) {
+    in.chunk_bytes = std::max(coarse / finer, std::min(coarse, kSmallestChunk));
+    const bool again = finer > 1;
+    if (again && (fixed_chunk || in.chunk_bytes >= coarse ||
+                  count_hops(in.chunk_bytes, in.tasks, in.bundles) > kRetryHops)) {
+      return;
+    }
+    for (const bool steady : {true, false}) {
+      best->offer(Strategy::Multicast, draft_multicast(in, lanes, steady), in.network);
+      if (best->good()) return;
+      if (count_hops(in.chunk_bytes, in.tasks, in.bundles) > kRetryHops) return;
+    }
+  }
+}
+
 std::vector<Strategy> candidates(Strategy asked) {
   if (asked != Strategy::Auto) return {asked};
-  return {Strategy::Broadcast, Strategy::SendRecv};
+  return {Strategy::Multicast, Strategy::Broadcast, Strategy::SendRecv};
 }
 
 Draft make_draft(Strategy strategy, const Inputs& in) {
@@ -163,23 +226,20 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
   for (const Task& task : plan.tasks) {
     if (task.reduce != ReduceOp::None) throw LayoutError("Partial sources are not available");
   }
-  plan.lower_bound_ns = lower_bound_ns(plan.tasks, bundles, network);
+  const LaneDemand lanes = find_lane_demand(plan.tasks, bundles, network);
+  plan.lower_bound_ns = lanes.bound_ns;
   if (!bundles.empty()) {
     const int64_t chunk =
         options.chunk_bytes > 0 ? options.chunk_bytes : choose_chunk_bytes(plan.lower_bound_ns, network);
-    const Inputs in{problems, plan.tasks, bundles, network, chunk, options.balance, options.seed};
-    bool first = true;
+    Inputs in{problems, plan.tasks, bundles, network, chunk, options.balance, options.seed};
+    Best best(&plan);
     for (const Strategy strategy : candidates(options.strategy)) {
-      Draft draft = make_draft(strategy, in);
-      Schedule made = schedule(draft, network);
-      if (!first && made.makespan_ns >= plan.makespan_ns) continue;
-      first = false;
-      plan.strategy = strategy;
-      plan.pieces = std::move(draft.pieces);
-      plan.chunks = std::move(draft.chunks);
-      plan.hops = std::move(made.hops);
-      plan.times = std::move(made.times);
-      plan.makespan_ns = made.makespan_ns;
+      in.chunk_bytes = fit_chunk_bytes(chunk, plan.tasks, bundles, options.chunk_bytes > 0 ? kMaxHops / 2 : kMostHops);
+      if (strategy == Strategy::Multicast) {
+        try_multicast(in, lanes, options.chunk_bytes > 0, &best);
+      } else {
+        best.offer(strategy, make_draft(strategy, in), network);
+      }
     }
   }
   plan.hash = hash_plan(plan);

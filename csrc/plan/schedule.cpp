@@ -97,6 +97,12 @@ class ListScheduler {
     for (size_t i = 0; i < n; ++i) child_begin_[i + 1] += child_begin_[i];
     children_.resize(static_cast<size_t>(child_begin_[n]));
     std::vector<int32_t> fill(child_begin_.begin(), child_begin_.end() - 1);
+    depth_ns_.assign(n, 0);
+    for (size_t i = 0; i < n; ++i) {
+      if (draft_.hops[i].after < 0) continue;
+      const auto before = static_cast<size_t>(draft_.hops[i].after);
+      depth_ns_[i] = depth_ns_[before] + std::max(out_ns_[before], in_ns_[before]) + latency_;
+    }
     for (size_t i = n; i-- > 0;) {
       if (draft_.hops[i].after < 0) continue;
       const auto before = static_cast<size_t>(draft_.hops[i].after);
@@ -112,9 +118,8 @@ class ListScheduler {
   bool worse(int32_t a, int32_t b) const {
     const auto i = static_cast<size_t>(a);
     const auto j = static_cast<size_t>(b);
-    if (!draft_.priority.empty() && draft_.priority[i] != draft_.priority[j]) {
-      return draft_.priority[i] > draft_.priority[j];
-    }
+    if (!draft_.order.empty() && draft_.order[i] != draft_.order[j]) return draft_.order[i] > draft_.order[j];
+    if (!draft_.due_ns.empty() && draft_.due_ns[i] != draft_.due_ns[j]) return draft_.due_ns[i] > draft_.due_ns[j];
     if (rest_[i] != rest_[j]) return rest_[i] < rest_[j];
     return a > b;
   }
@@ -146,13 +151,17 @@ class ListScheduler {
 
   bool idle(int32_t lane) const { return lanes_[static_cast<size_t>(lane)].free_at <= now_; }
 
-  // Lower goes first.
-  std::tuple<int64_t, int64_t, int32_t> key(int32_t p) const {
+  // Lower goes first. Work that is left on the two lanes counts against the time at which the hop is due:
+  // a hop may be late by as much as its lanes are behind the others.
+  using Key = std::tuple<int64_t, int64_t, int64_t, int32_t>;
+  Key key(int32_t p) const {
     const Pair& pair = pairs_[static_cast<size_t>(p)];
     const auto hop = static_cast<size_t>(pair.ready.front());
-    const int64_t work = std::max(lanes_[static_cast<size_t>(pair.out)].work_left,
-                                  lanes_[static_cast<size_t>(pair.in)].work_left);
-    return {draft_.priority.empty() ? -work : draft_.priority[hop], -rest_[hop], p};
+    const int64_t out = lanes_[static_cast<size_t>(pair.out)].work_left;
+    const int64_t in = lanes_[static_cast<size_t>(pair.in)].work_left;
+    const int64_t order = draft_.order.empty() ? 0 : draft_.order[hop];
+    if (draft_.due_ns.empty()) return {order, -(out + in), -rest_[hop], p};
+    return {order, draft_.due_ns[hop] + depth_ns_[hop] - (out + in), -std::min(out, in), p};
   }
 
   void start_all(Schedule* result) {
@@ -167,7 +176,8 @@ class ListScheduler {
     }
     candidates_.clear();
     std::sort(ranked_.begin(), ranked_.end());
-    for (const auto& [first, second, p] : ranked_) {
+    for (const Key& ranked : ranked_) {
+      const int32_t p = std::get<3>(ranked);
       const Pair& pair = pairs_[static_cast<size_t>(p)];
       if (idle(pair.out) && idle(pair.in)) start(p, result);
     }
@@ -206,13 +216,14 @@ class ListScheduler {
   std::vector<Lane> lanes_;
   std::vector<Pair> pairs_;
   std::vector<int64_t> out_ns_, in_ns_;  // by hop
+  std::vector<int64_t> depth_ns_;        // ns from the start of a hop's route to its own start, at best
   std::vector<int64_t> rest_;            // ns from a hop's arrival to the last arrival that depends on it
   std::vector<int32_t> pair_;
   std::vector<int32_t> child_begin_, children_;
   std::vector<int32_t> place_;  // index in the result, once started
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::vector<int32_t> freed_, candidates_;
-  std::vector<std::tuple<int64_t, int64_t, int32_t>> ranked_;
+  std::vector<Key> ranked_;
   int64_t now_ = 0;
   int64_t latency_ = 0;
 };

@@ -16,8 +16,8 @@ struct Schedule {
 };
 
 // List scheduling: a hop may start when its chunk is there and both its lanes are free. Among the hops that
-// may, the one with the lower priority value goes first; without priorities the one whose busier lane has the
-// most work left, then the one with the longer rest of its route.
+// may, Draft::order decides first; then the work left on the two lanes (most goes first), against the time
+// at which the hop is due where the draft says so; then the rest of the route.
 Schedule schedule(const Draft& draft, const Network& network);
 
 // Event times of hops taken in the given order on every lane (what `schedule` returns, or any hand-made

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "plan/bound.h"
 #include "plan/draft.h"
 #include "plan/network.h"
 #include "plan/plan.h"
@@ -27,5 +28,9 @@ Draft draft_send_recv(const Inputs& in);
 
 // One chunk-pipelined chain per task from one holder through all receivers, host by host.
 Draft draft_broadcast(const Inputs& in);
+
+// Ours: every chunk takes a tree of its own, so that all NICs finish together (see TreeBuilder). `steady` asks
+// the scheduler to let all tasks advance at the same pace; without it the busiest lanes come first throughout.
+Draft draft_multicast(const Inputs& in, const LaneDemand& demand, bool steady);
 
 }  // namespace meshcast

@@ -1,0 +1,199 @@
+#include "plan/lane_items.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace meshcast {
+namespace {
+
+constexpr int kMaxPasses = 64;
+constexpr int64_t kMaxSteps = 20'000'000;  // lane visits of all passes together
+
+void sort_unique(std::vector<int32_t>* values) {
+  std::sort(values->begin(), values->end());
+  values->erase(std::unique(values->begin(), values->end()), values->end());
+}
+
+// First `first`, then what of `second` is not in it. Both are sorted and made unique.
+void join(std::vector<int32_t> first, std::vector<int32_t> second, LaneItem* item) {
+  sort_unique(&first);
+  sort_unique(&second);
+  item->emitters = static_cast<int32_t>(first.size());
+  item->lanes = first;
+  std::set_difference(second.begin(), second.end(), first.begin(), first.end(), std::back_inserter(item->lanes));
+}
+
+class Balancer {
+ public:
+  Balancer(const Network& network, std::vector<LaneItem>* items)
+      : network_(network), items_(*items), load_(static_cast<size_t>(network.lane_count()), 0) {}
+
+  int64_t run() {
+    int64_t entries = 0;
+    for (LaneItem& item : items_) {
+      item.share.assign(item.lanes.size(), 0);
+      entries += static_cast<int64_t>(item.lanes.size());
+    }
+    // Items with no choice first, so that the others see their load at once.
+    order_.resize(items_.size());
+    for (size_t i = 0; i < order_.size(); ++i) order_[i] = static_cast<int32_t>(i);
+    std::stable_sort(order_.begin(), order_.end(), [&](int32_t a, int32_t b) {
+      return items_[static_cast<size_t>(a)].lanes.size() < items_[static_cast<size_t>(b)].lanes.size();
+    });
+    int64_t before = INT64_MAX;
+    for (int pass = 0; pass < kMaxPasses && pass * entries < kMaxSteps; ++pass) {
+      int64_t moved = 0;
+      int64_t total = 0;
+      for (const int32_t i : order_) moved += place(&items_[static_cast<size_t>(i)], &total);
+      const int64_t now = highest();
+      // Bytes may still move between lanes that are not the busiest; a thousandth of them does not matter.
+      if (moved <= total / 1000 && before - now <= now / 10000) break;
+      before = now;
+    }
+    return highest();
+  }
+
+ private:
+  int64_t level(int32_t lane) const {
+    return static_cast<int64_t>(static_cast<__int128>(load_[static_cast<size_t>(lane)]) * 1000000000 /
+                                network_.lane_rate(lane));
+  }
+
+  int64_t highest() const {
+    int64_t out = 0;
+    for (int32_t lane = 0; lane < network_.lane_count(); ++lane) out = std::max(out, level(lane));
+    return out;
+  }
+
+  // Adds `amount` to the lanes [begin, end) of an item so that the highest of them stays lowest.
+  void pour(LaneItem* item, size_t begin, size_t end, int64_t amount) {
+    levels_.clear();
+    for (size_t i = begin; i < end; ++i) levels_.emplace_back(level(item->lanes[i]), static_cast<int32_t>(i));
+    std::sort(levels_.begin(), levels_.end());
+    // Lanes below the final level: the longest prefix whose common level passes its own highest member.
+    __int128 bytes = amount;
+    __int128 rate = 0;
+    int64_t final_level = 0;
+    size_t used = 0;
+    while (used < levels_.size()) {
+      if (used > 0 && levels_[used].first >= final_level) break;
+      const int32_t lane = item->lanes[static_cast<size_t>(levels_[used].second)];
+      bytes += load_[static_cast<size_t>(lane)];
+      rate += network_.lane_rate(lane);
+      final_level = static_cast<int64_t>((bytes * 1000000000 + rate - 1) / rate);
+      ++used;
+    }
+    int64_t left = amount;
+    for (size_t k = 0; k < used; ++k) {
+      const auto i = static_cast<size_t>(levels_[k].second);
+      const int32_t lane = item->lanes[i];
+      const auto room = static_cast<int64_t>(static_cast<__int128>(final_level) * network_.lane_rate(lane) / 1000000000) -
+                        load_[static_cast<size_t>(lane)];
+      int64_t take = std::clamp<int64_t>(room, 0, left);
+      if (k + 1 == used) take = left;
+      item->share[i] += take;
+      load_[static_cast<size_t>(lane)] += take;
+      left -= take;
+    }
+  }
+
+  void withdraw(LaneItem* item) {
+    for (size_t i = 0; i < item->lanes.size(); ++i) {
+      load_[static_cast<size_t>(item->lanes[i])] -= item->share[i];
+      item->share[i] = 0;
+    }
+  }
+
+  // Takes the item out and pours it in again. Returns the bytes that ended on another lane.
+  int64_t place(LaneItem* item, int64_t* total) {
+    old_ = item->share;
+    withdraw(item);
+    const int64_t all = item->nbytes * item->copies;
+    const auto emitters = static_cast<size_t>(item->emitters);
+    pour(item, 0, item->lanes.size(), all);
+    int64_t emitted = 0;
+    for (size_t i = 0; i < emitters; ++i) emitted += item->share[i];
+    if (emitted < item->nbytes && emitters < item->lanes.size()) {
+      withdraw(item);
+      pour(item, 0, emitters, item->nbytes);
+      pour(item, emitters, item->lanes.size(), all - item->nbytes);
+    }
+    int64_t moved = 0;
+    for (size_t i = 0; i < old_.size(); ++i) moved += std::max<int64_t>(0, item->share[i] - old_[i]);
+    *total += all;
+    return moved;
+  }
+
+  const Network& network_;
+  std::vector<LaneItem>& items_;
+  std::vector<int64_t> load_;
+  std::vector<int32_t> order_;
+  std::vector<std::pair<int64_t, int32_t>> levels_;
+  std::vector<int64_t> old_;
+};
+
+}  // namespace
+
+void append_network_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
+                          std::vector<LaneItem>* out) {
+  if (parties.remote_hosts == 0) return;
+  LaneItem item;
+  item.bundle = bundle;
+  item.nbytes = nbytes;
+  // A receiver on a host that holds the box gets it locally, so its NIC may send as well as the holder's.
+  std::vector<int32_t> emit, relay;
+  for (const Party& party : parties.holders) {
+    for (const int32_t r : party.ranks) emit.push_back(network.nic_out(network.nic(r)));
+  }
+  for (size_t p = 0; p < parties.receivers.size(); ++p) {
+    for (const int32_t r : parties.receivers[p].ranks) {
+      (parties.remote(p) ? relay : emit).push_back(network.nic_out(network.nic(r)));
+    }
+  }
+  item.kind = LaneItem::Kind::NicOut;
+  item.copies = parties.remote_hosts;
+  if (item.copies == 1) relay.clear();
+  join(std::move(emit), std::move(relay), &item);
+  out->push_back(item);
+  item.kind = LaneItem::Kind::NicIn;
+  item.copies = 1;
+  for (size_t p = 0; p < parties.receivers.size(); ++p) {
+    if (!parties.remote(p)) continue;
+    item.party = static_cast<int32_t>(p);
+    std::vector<int32_t> enter;
+    for (const int32_t r : parties.receivers[p].ranks) enter.push_back(network.nic_in(network.nic(r)));
+    join(std::move(enter), {}, &item);
+    out->push_back(item);
+  }
+}
+
+void append_local_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
+                        const std::vector<char>& hot_hosts, std::vector<LaneItem>* out) {
+  LaneItem item;
+  item.kind = LaneItem::Kind::Local;
+  item.bundle = bundle;
+  item.nbytes = nbytes;
+  for (size_t p = 0; p < parties.receivers.size(); ++p) {
+    const Party& party = parties.receivers[p];
+    if (!hot_hosts[static_cast<size_t>(party.host)]) continue;
+    item.party = static_cast<int32_t>(p);
+    std::vector<int32_t> relay, emit;
+    for (const int32_t r : party.ranks) relay.push_back(network.local_out(r));
+    item.copies = static_cast<int64_t>(party.ranks.size());
+    if (parties.remote(p)) {  // whichever rank the box enters at, the others get it from inside
+      --item.copies;
+      emit = relay;
+    } else {
+      for (const int32_t r : parties.holders[static_cast<size_t>(parties.holder_party[p])].ranks) {
+        emit.push_back(network.local_out(r));
+      }
+      if (item.copies == 1) relay.clear();
+    }
+    join(std::move(emit), std::move(relay), &item);
+    if (item.copies > 0) out->push_back(item);
+  }
+}
+
+int64_t balance_lanes(const Network& network, std::vector<LaneItem>* items) { return Balancer(network, items).run(); }
+
+}  // namespace meshcast

@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/network.h"
+#include "plan/parties.h"
+
+namespace meshcast {
+
+// A part of the demand that lanes of one kind have to share: `copies` transmissions of `nbytes` each. The
+// lanes [0, emitters) may take any of them and must take at least one copy's worth, since data first leaves
+// its holders; the others relay at most copies - 1.
+struct LaneItem {
+  enum class Kind : uint8_t { NicOut, NicIn, Local };
+  Kind kind = Kind::NicOut;
+  int32_t bundle = -1;
+  int32_t party = -1;  // index into Parties::receivers, NicIn and Local only
+  int64_t nbytes = 0;
+  int64_t copies = 0;
+  int32_t emitters = 0;
+  std::vector<int32_t> lanes;
+  std::vector<int64_t> share;  // bytes for each lane, filled by balance_lanes
+};
+
+// Between hosts: one item for the NIC out lanes of every host that takes part, and one for the NIC in lanes of
+// each remote host.
+void append_network_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
+                          std::vector<LaneItem>* out);
+
+// Inside hosts: one item for the local out lanes of each receiving host that is marked hot.
+void append_local_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
+                        const std::vector<char>& hot_hosts, std::vector<LaneItem>* out);
+
+// Splits every item over its lanes so that the busiest lane finishes as early as possible, then the next
+// busiest, and so on. Each item in turn pours its bytes where the levels (load / rate) are lowest; as the
+// items constrain only themselves and the sum of squared loads falls with each step, repeating this converges
+// to the one balanced split. Returns the highest level, ns.
+int64_t balance_lanes(const Network& network, std::vector<LaneItem>* items);
+
+}  // namespace meshcast

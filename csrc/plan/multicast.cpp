@@ -1,0 +1,23 @@
+#include "plan/strategies.h"
+#include "plan/tree_builder.h"
+
+namespace meshcast {
+
+Draft draft_multicast(const Inputs& in, const LaneDemand& demand, bool steady) {
+  Drafter drafter(in.tasks, in.problems, in.network);
+  TreeBuilder trees(demand, in.network);
+  for (size_t b = 0; b < in.bundles.size(); ++b) {
+    const Bundle& bundle = in.bundles[b];
+    const Drafter::Range chunks = drafter.cut(bundle, in.chunk_bytes);
+    int64_t before = 0;
+    for (int32_t c = chunks.first; c < chunks.last; ++c) {
+      const int64_t nbytes = drafter.chunk_bytes(c);
+      const auto due = static_cast<int64_t>(static_cast<__int128>(before) * demand.bound_ns / bundle.nbytes);
+      drafter.send(c, trees.route(static_cast<int32_t>(b), bundle.nbytes, nbytes), -1, steady ? due : -1);
+      before += nbytes;
+    }
+  }
+  return drafter.take();
+}
+
+}  // namespace meshcast
