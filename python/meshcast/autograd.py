@@ -1,13 +1,14 @@
-"""Gradients of reshard: the reverse transfer, and the tokens that keep reverse transfers in one order on all ranks.
+"""Gradients of reshard: the reverse transfer, and the tokens that keep reverse transfers in one order on all
+ranks.
 
-Ranks relay for each other, so two ranks that run the backward of two reshards in opposite order can wait for each other for
-ever. Each differentiable call therefore takes a hidden token and returns the next one. One chain of tokens runs through all calls
-of this process, whatever their group: the calls have one order on all ranks, so the autograd engine runs their backward in
-exactly the reverse of it, on every rank. Chains per group would leave the order between groups to the engine, and ranks in
-both could still wait for each other.
+Ranks relay for each other, so two ranks that run the backward of two reshards in opposite order can wait for
+each other for ever. Each differentiable call therefore takes a hidden token and returns the next one. One
+chain of tokens runs through all calls of this process, whatever their group: the calls have one order on all
+ranks, so the autograd engine runs their backward in exactly the reverse of it, on every rank. Chains per
+group would leave the order between groups to the engine, and ranks in both could still wait for each other.
 
-A chain ends when the first of its backwards runs; the next call starts a new one, so that no graph outlives its step. Calls
-under no_grad, or of values without gradient, take no part.
+A chain ends when the first of its backwards runs; the next call starts a new one, so that no graph outlives
+its step. Calls under no_grad, or of values without gradient, take no part.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from .errors import LayoutError, MeshcastError
+from .transfer import settled
 
 if TYPE_CHECKING:
     from .compiled import Compiled
@@ -39,7 +40,9 @@ class _Chain:
 
 _lock = threading.Lock()
 _current: _Chain | None = None  # takes further calls
-_retained: _Chain | None = None  # ended by meshcast.backward(retain_graph=True), can be run again until the next call
+_retained: _Chain | None = (
+    None  # ended by meshcast.backward(retain_graph=True), can be run again until the next call
+)
 
 
 class _Call:
@@ -60,8 +63,10 @@ class _Call:
             return
         later = chain.calls[self.position + 1 :]
         error = MeshcastError(
-            f"backward reached reshard {self.position + 1} of {len(chain.calls)} without {len(later)} later ones: the roots of this "
-            "backward do not use their results. Ranks that differ here would wait for each other for ever; call "
+            f"backward reached reshard {self.position + 1} of {len(chain.calls)} without {len(later)} later "
+            "ones: the roots of this "
+            "backward do not use their results. Ranks that differ here would wait for each other for ever; "
+            "call "
             "meshcast.backward(*losses) once, with all losses of the step, on every rank.",
             op="reshard backward",
         )
@@ -75,7 +80,8 @@ class _Call:
             self.compiled.transfer.reject_reverse(self.number, error, self.timeout)
 
     def destination_gradient(self, grad: Any) -> torch.Tensor | None:
-        """This rank's shard of the incoming gradient, in the agreed layout; zeros where the value was not used."""
+        """This rank's shard of the incoming gradient, in the agreed layout; zeros where the value was not
+        used."""
         gradient, spec = self.compiled.gradient, self.compiled.spec
         assert gradient is not None
         if gradient.destination_shape is None:
@@ -83,15 +89,16 @@ class _Call:
         if grad is None:
             return torch.zeros(gradient.destination_shape, dtype=self.compiled.wire_dtype)
         if not isinstance(grad, DTensor) or grad.device_mesh != spec.mesh:
-            raise LayoutError(f"reshard backward: expected a DTensor gradient on {spec.mesh}, found {type(grad).__name__}")
+            raise LayoutError(
+                f"reshard backward: expected a DTensor gradient on {spec.mesh}, found {type(grad).__name__}"
+            )
         if grad.placements != gradient.destination_placements:
             grad = grad.redistribute(spec.mesh, gradient.destination_placements)
-        local = grad._local_tensor
-        if isinstance(local, AsyncCollectiveTensor):
-            local = local.wait()
+        local = settled(grad._local_tensor)
         if tuple(local.shape) != gradient.destination_shape:
             raise LayoutError(
-                f"reshard backward: the gradient's shard does not fit its layout: expected {gradient.destination_shape}, found "
+                "reshard backward: the gradient's shard does not fit its layout: expected "
+                f"{gradient.destination_shape}, found "
                 f"{tuple(local.shape)}"
             )
         return local.to(self.compiled.wire_dtype)
@@ -116,13 +123,15 @@ class _Call:
                 launch.wait()
                 if gradient.scale != 1.0:
                     incoming.mul_(gradient.scale)
-                return DTensor(incoming.to(gradient.spec.tensor_meta.dtype), gradient.spec, requires_grad=False)
-        return DTensor(compiled.shell(gradient.spec.tensor_meta.dtype), gradient.spec, requires_grad=False)
+                return DTensor(incoming.to(gradient.dtype), gradient.spec, requires_grad=False)
+        return DTensor(compiled.shell(gradient.dtype), gradient.spec, requires_grad=False)
 
 
 class _Reshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, x: DTensor | None, call: _Call) -> tuple[DTensor, torch.Tensor]:  # type: ignore[override]
+    def forward(
+        ctx: Any, token: torch.Tensor, x: DTensor | None, call: _Call
+    ) -> tuple[DTensor, torch.Tensor]:
         ctx.call = call
         ctx.has_input = x is not None
         ctx.set_materialize_grads(False)
@@ -132,9 +141,11 @@ class _Reshard(torch.autograd.Function):
         return y, torch.zeros(())
 
     @staticmethod
-    def backward(ctx: Any, grad: Any, grad_token: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any, grad_token: torch.Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise MeshcastError("reshard has no second derivative: create_graph=True is not supported", op="reshard backward")
+            raise MeshcastError(
+                "reshard has no second derivative: create_graph=True is not supported", op="reshard backward"
+            )
         (token,) = ctx.saved_tensors
         call: _Call = ctx.call
         call.check_order(grad_token)
@@ -145,7 +156,9 @@ class _Reshard(torch.autograd.Function):
         return torch.zeros_like(token), grad_x if ctx.has_input else None, None
 
 
-def differentiable_call(compiled: Compiled, x: DTensor | None, timeout: float) -> tuple[DTensor, Launch | None]:
+def differentiable_call(
+    compiled: Compiled, x: DTensor | None, timeout: float
+) -> tuple[DTensor, Launch | None]:
     """Begins a reshard whose result carries the graph; x is None on ranks that know only the spec."""
     global _current, _retained
     if compiled.transfer is None:
@@ -164,12 +177,13 @@ def differentiable_call(compiled: Compiled, x: DTensor | None, timeout: float) -
 
 
 def backward(*roots: torch.Tensor | None, retain_graph: bool = False) -> None:
-    """Runs autograd over the local losses and over every reshard since the last backward, on every rank alike.
+    """Runs autograd over the local losses and over every reshard since the last backward, on every rank
+    alike.
 
-    roots: this rank's losses (scalars), any number, also none; None and values without gradient are passed over. Every rank of
-    all meshes involved calls it once per step. Each reshard of the step runs its reverse exactly once, in reverse call order,
-    with zeros for results that no root uses here. Raises what torch.autograd.backward raises, and the typed errors of the
-    reverse transfers.
+    roots: this rank's losses (scalars), any number, also none; None and values without gradient are passed
+    over. Every rank of all meshes involved calls it once per step. Each reshard of the step runs its reverse
+    exactly once, in reverse call order, with zeros for results that no root uses here. Raises what
+    torch.autograd.backward raises, and the typed errors of the reverse transfers.
     """
     global _retained
     tensors = [root for root in roots if isinstance(root, torch.Tensor) and root.requires_grad]
@@ -204,5 +218,3 @@ def _end(chain: _Chain | None) -> None:
         if _retained is chain:
             _retained = None
     chain.token = torch.zeros(())
-
-

@@ -16,8 +16,8 @@ NAME = "meshcast"
 
 
 def register() -> None:
-    """Makes `init_process_group("meshcast")` and `new_group(backend="meshcast")` known to torch. Idempotent; opens no socket and
-    starts no thread. Does nothing where torch was built without torch.distributed."""
+    """Makes `init_process_group("meshcast")` and `new_group(backend="meshcast")` known to torch. Idempotent;
+    opens no socket and starts no thread. Does nothing where torch was built without torch.distributed."""
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, devices=["cpu"])
 

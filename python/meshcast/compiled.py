@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -16,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from .errors import LayoutError
 from .layout import Layout
-from .transfer import CallNumber, Problem, Transfer, agreed_transfer, touch
+from .transfer import CallNumber, Problem, Transfer, agreed_transfer, settled, touch
 
 if TYPE_CHECKING:
     from .groups import ParentGroup
@@ -45,21 +44,22 @@ class Gradient:
     destination_shape: tuple[int, ...] | None
     source_shape: tuple[int, ...] | None
     spec: DTensorSpec  # of the source's gradient
+    dtype: torch.dtype  # likewise
     scale: float
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Sums up a Partial source inside its own mesh before it travels. gloo cannot average, so that is a sum and a division."""
+    """Sums up a Partial source inside its own mesh before it travels. gloo cannot average, so that is a sum
+    and a division."""
 
     placements: tuple[Placement, ...]  # reduced
     pending: DTensorSpec  # the source, with averages as sums
     divisor: int
 
     def run(self, x: DTensor) -> torch.Tensor:
-        pending = DTensor(x._local_tensor.detach(), self.pending, requires_grad=False)
-        reduced = pending.redistribute(self.pending.mesh, self.placements)._local_tensor
-        reduced = reduced.wait() if isinstance(reduced, AsyncCollectiveTensor) else reduced
+        pending = DTensor(settled(x._local_tensor.detach()), self.pending, requires_grad=False)
+        reduced = settled(pending.redistribute(self.pending.mesh, self.placements)._local_tensor)
         return reduced if self.divisor == 1 else reduced / self.divisor
 
 
@@ -69,6 +69,8 @@ class Compiled:
     def __init__(
         self,
         spec: DTensorSpec,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
         local_shape: tuple[int, ...] | None,
         wire_dtype: torch.dtype,
         is_holder: bool,
@@ -77,6 +79,7 @@ class Compiled:
         transfer: Transfer | None,
     ) -> None:
         self.spec = spec
+        self._shape, self._dtype = shape, dtype
         self.wire_dtype = wire_dtype
         self.gradient = gradient
         self.transfer = transfer
@@ -85,16 +88,18 @@ class Compiled:
         self._reduction = reduction
 
     def shell(self, dtype: torch.dtype) -> torch.Tensor:
-        """Local tensor of a rank outside the mesh: no elements, but the global number of dimensions, which gradients need."""
-        return torch.zeros((0,) * len(self.spec.tensor_meta.shape), dtype=dtype)
+        """Local tensor of a rank outside the mesh: no elements, but the global number of dimensions, which
+        gradients need."""
+        return torch.zeros((0,) * len(self._shape), dtype=dtype)
 
     def bound(self) -> float:
         """Seconds that no plan of this call can beat."""
         return self.transfer.plan.lower_bound if self.transfer is not None else 0.0
 
     def begin(self, x: DTensor | None, timeout: float) -> tuple[DTensor, Launch | None, CallNumber | None]:
-        """Starts the transfer of x; the result's local tensor is filled once the launch has ended and finish() ran."""
-        result_dtype = self.spec.tensor_meta.dtype
+        """Starts the transfer of x; the result's local tensor is filled once the launch has ended and
+        finish() ran."""
+        result_dtype = self._dtype
         if self._local_shape is None:
             local = self.shell(result_dtype)
         else:
@@ -106,13 +111,19 @@ class Compiled:
         source = destination = None
         if self._is_holder:
             assert x is not None
-            local_source = x._local_tensor.detach() if self._reduction is None else self._reduction.run(x)
+            local_source = (
+                settled(x._local_tensor.detach()) if self._reduction is None else self._reduction.run(x)
+            )
             source = local_source.to(self.wire_dtype)
         if self._local_shape is not None:
-            destination = local if self.wire_dtype == result_dtype else torch.empty(self._local_shape, dtype=self.wire_dtype)
+            destination = (
+                local
+                if self.wire_dtype == result_dtype
+                else torch.empty(self._local_shape, dtype=self.wire_dtype)
+            )
         launch, number = self.transfer.launch([source], [destination], timeout)
         if destination is not None and destination is not local:
-            launch.on_success(lambda: local.copy_(destination))
+            launch.on_success(lambda: _copy(local, destination))
         return result, launch, number
 
 
@@ -126,17 +137,23 @@ def compile_call(
     strategy: str,
     topology: Topology | None,
 ) -> Compiled:
-    """Checks the arguments and compiles. Raises LayoutError for what is wrong with them, before any byte moves."""
+    """Checks the arguments and compiles. Raises LayoutError for what is wrong with them, before any byte
+    moves."""
     shape, ndim = source.shape, len(source.shape)
     result_dtype = dtype or source.dtype
     for name, where in (("source", source.mesh), ("destination", mesh)):
         if where.device_type != "cpu":
-            raise LayoutError(f"reshard: the {name} mesh is on {where.device_type}; this build moves CPU tensors only")
+            raise LayoutError(
+                f"reshard: the {name} mesh is on {where.device_type}; this build moves CPU tensors only"
+            )
     pending = Layout(source.mesh, _counted_up(source.placements, ndim))
     src = Layout(source.mesh, [Replicate() if isinstance(p, Partial) else p for p in pending.placements])
     dst = Layout(mesh, _counted_up(placements, ndim))
     if dst.has_partial:
-        raise LayoutError(f"reshard: destination placements {tuple(placements)} hold Partial; ask for Replicate or Shard instead")
+        raise LayoutError(
+            f"reshard: destination placements {tuple(placements)} hold Partial; ask for Replicate or Shard "
+            "instead"
+        )
     if result_dtype.is_floating_point < source.dtype.is_floating_point and source.needs_grad:
         raise LayoutError(f"reshard: a value with gradient cannot become {result_dtype}; detach it first")
     # The narrower type travels, whichever side that is.
@@ -150,15 +167,20 @@ def compile_call(
     transfer = None
     if local_shape is not None or holder_shape is not None:
         problem: Problem = (shape, wire, src, dst)
-        transfer = agreed_transfer(parent, problem, backward, op="reshard", strategy=strategy, topology=topology)
+        transfer = agreed_transfer(
+            parent, problem, backward, op="reshard", strategy=strategy, topology=topology
+        )
     else:
         parent.private(sorted({*src.ranks, *dst.ranks}), "reshard")  # the ranks must exist here as well
     reduction = _reduction(source, pending, src) if pending.has_partial else None
-    return Compiled(spec, local_shape, wire, holder_shape is not None, reduction, gradient, transfer)
+    return Compiled(
+        spec, shape, result_dtype, local_shape, wire, holder_shape is not None, reduction, gradient, transfer
+    )
 
 
 def _reduction(source: Source, pending: Layout, reduced: Layout) -> Reduction:
-    sums, divisor = [], 1
+    sums: list[Placement] = []
+    divisor = 1
     for size, placement in zip(pending.mesh_shape, pending.placements, strict=True):
         if isinstance(placement, Partial) and placement.reduce_op == "avg":
             sums.append(Partial("sum"))
@@ -178,14 +200,18 @@ def _gradient(
     grad_placements: Sequence[Placement] | None,
     wire: torch.dtype,
 ) -> tuple[Gradient, Problem]:
-    """The reverse problem: destination mesh to source mesh. A Partial source is a sum over its mesh dimension, so the gradient of
-    each summand is the whole gradient, Replicate; of an average of n, one nth of it."""
+    """The reverse problem: destination mesh to source mesh. A Partial source is a sum over its mesh
+    dimension, so the gradient of each summand is the whole gradient, Replicate; of an average of n, one nth
+    of it."""
     ndim, scale = len(source.shape), 1.0
     back: list[Placement] = []
     for size, placement in zip(src.mesh_shape, src.placements, strict=True):
         if isinstance(placement, Partial):
             if placement.reduce_op not in ("sum", "avg"):
-                raise LayoutError(f"reshard: no gradient through {placement}; only Partial('sum') and Partial('avg') have one")
+                raise LayoutError(
+                    f"reshard: no gradient through {placement}; only Partial('sum') and Partial('avg') have "
+                    "one"
+                )
             scale /= size if placement.reduce_op == "avg" else 1
             back.append(Replicate())
         else:
@@ -193,13 +219,16 @@ def _gradient(
     forth = tuple(dst.placements) if grad_placements is None else _counted_up(grad_placements, ndim)
     outgoing = Layout(mesh, forth)
     if outgoing.has_partial:
-        raise LayoutError(f"reshard: grad_placements {tuple(forth)} hold Partial; ask for Replicate or Shard instead")
+        raise LayoutError(
+            f"reshard: grad_placements {tuple(forth)} hold Partial; ask for Replicate or Shard instead"
+        )
     incoming = Layout(source.mesh, back)
     gradient = Gradient(
         destination_placements=forth,
         destination_shape=outgoing.local_shapes(source.shape).get(parent.rank),
         source_shape=incoming.local_shapes(source.shape).get(parent.rank),
         spec=_spec(source.mesh, incoming, source.shape, source.dtype),
+        dtype=source.dtype,
         scale=scale,
     )
     return gradient, (source.shape, wire, outgoing, incoming)
@@ -208,6 +237,11 @@ def _gradient(
 def _spec(mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
     stride = tuple(math.prod(max(size, 1) for size in shape[d + 1 :]) for d in range(len(shape)))
     return DTensorSpec(mesh, layout.placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
+
+
+def _copy(to: torch.Tensor, from_: torch.Tensor) -> None:
+    with torch.no_grad():
+        to.copy_(from_)
 
 
 def _counted_up(placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:

@@ -1,9 +1,9 @@
 """Private groups: the ranks of one transfer, with communicators that the user's own calls never share.
 
-A private group is made at its first use, on its own control thread, which also agrees on new transfers and starts those that
-have to wait for it. User threads only enqueue. Each private group has a control thread of its own, so that the order in which
-ranks meet groups cannot deadlock, and a group that waits for a rank that never calls holds up no other group. The thread ends
-whenever its queue is empty.
+A private group is made at its first use, on its own control thread, which also agrees on new transfers and
+starts those that have to wait for it. User threads only enqueue. Each private group has a control thread of
+its own, so that the order in which ranks meet groups cannot deadlock, and a group that waits for a rank that
+never calls holds up no other group. The thread ends whenever its queue is empty.
 """
 
 from __future__ import annotations
@@ -70,9 +70,12 @@ class PrivateGroup:
         self._flying: list[Launch] = []
         self._flying_limit = 64
 
-    def call(self, lane: int, deadline: float, job: Callable[[int], Job], *, ready: Callable[[], bool]) -> int:
-        """Takes the next ordinal of `lane` and runs job(ordinal) behind all earlier jobs: at once in this thread if nothing is
-        queued, the group is up and ready() holds; else on the control thread. Returns the ordinal."""
+    def call(
+        self, lane: int, deadline: float, job: Callable[[int], Job], *, ready: Callable[[], bool]
+    ) -> int:
+        """Takes the next ordinal of `lane` and runs job(ordinal) behind all earlier jobs: at once in this
+        thread if nothing is queued, the group is up and ready() holds; else on the control thread. Returns
+        the ordinal."""
         with self._lock:
             ordinal = self._ordinals.get(lane, 0)
             self._ordinals[lane] = ordinal + 1
@@ -90,7 +93,9 @@ class PrivateGroup:
             return
         self._queue.append((deadline, job))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"meshcast-control {self.name}", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name=f"meshcast-control {self.name}", daemon=True
+            )
             self._thread.start()
 
     def _run(self) -> None:
@@ -112,8 +117,8 @@ class PrivateGroup:
                 job(self._core, None)
 
     def _meet(self, deadline: float) -> _C.ReshardGroup:
-        """Waits until every member is here, then connects. All members of one life of the parent group come exactly once, so
-        counting arrivals tells lives apart even where they share a store."""
+        """Waits until every member is here, then connects. All members of one life of the parent group come
+        exactly once, so counting arrivals tells lives apart even where they share a store."""
         try:
             arrivals = int(self._store.add(f"{self.name}/arrivals", 1))
             store = dist.PrefixStore(f"{self.name}/{(arrivals - 1) // len(self.ranks)}", self._store)
@@ -121,49 +126,72 @@ class PrivateGroup:
             self.topology = Topology.from_hosts(hosts)
             left = max(deadline - time.monotonic(), 0.001)
             inner = dist.ProcessGroupGloo(
-                dist.PrefixStore("gloo", store), self.ranks.index(self.rank), len(self.ranks), timedelta(seconds=left)
+                dist.PrefixStore("gloo", store),
+                self.ranks.index(self.rank),
+                len(self.ranks),
+                timedelta(seconds=left),
             )
             inner._set_default_timeout(timedelta(seconds=self.timeout))
-            return _C.ReshardGroup(inner, dist.PrefixStore("control", store), list(self.ranks), self.rank, self.name)
+            return _C.ReshardGroup(
+                inner, dist.PrefixStore("control", store), list(self.ranks), self.rank, self.name
+            )
         except MeshcastError:
             raise
         except Exception as cause:
             if time.monotonic() >= deadline:
                 raise DeadlineExceededError(
-                    f"rank {self.rank}: connecting the private group of ranks {list(self.ranks)} did not finish in time: {cause}",
-                    rank=self.rank, op="connect", phase="connect",
+                    f"rank {self.rank}: connecting the private group of ranks {list(self.ranks)} did not "
+                    f"finish in time: {cause}",
+                    rank=self.rank,
+                    op="connect",
+                    phase="connect",
                 ) from cause
             raise PeerLostError(
                 f"rank {self.rank}: connecting the private group of ranks {list(self.ranks)} failed: {cause}",
-                rank=self.rank, op="connect", phase="connect",
+                rank=self.rank,
+                op="connect",
+                phase="connect",
             ) from cause
 
     def _gather(self, store: dist.Store, deadline: float) -> dict[int, str]:
-        """Publishes this rank's host and returns everybody's. Who gives up says so, and those who come later fail at once."""
+        """Publishes this rank's host and returns everybody's. Who gives up says so, and those who come later
+        fail at once."""
         begin = time.monotonic()
         store.set(f"member/{self.rank}", host_identity())
         missing = [rank for rank in self.ranks if rank != self.rank]
         pause = 0.0005
+        late = store.check(["failed"])
         while True:
             missing = [rank for rank in missing if not store.check([f"member/{rank}"])]
+            if store.check(["failed"]):
+                # Who waited sees the failure itself, whoever found it first; who comes later finds a group
+                # that has failed.
+                kind, message = store.get("failed").decode().split(" ", 1)
+                error = DeadlineExceededError if kind == "deadline" and not late else AbortedError
+                raise error(
+                    message, rank=self.rank, op="connect", phase="connect", elapsed=time.monotonic() - begin
+                )
             if not missing:
                 return {rank: store.get(f"member/{rank}").decode() for rank in self.ranks}
-            if store.check(["failed"]):
-                raise AbortedError(store.get("failed").decode(), rank=self.rank, op="connect", phase="connect")
             if self._closing:
-                store.set("failed", f"rank {self.rank}: {self._closing}")
+                store.set("failed", f"aborted rank {self.rank}: {self._closing}")
                 raise AbortedError(self._closing, rank=self.rank, op="connect", phase="connect")
             now = time.monotonic()
             if now >= deadline:
                 message = (
-                    f"rank {self.rank}: ranks {missing} did not call within {now - begin:.1f} s; the group of ranks "
-                    f"{list(self.ranks)} exists only once each of them made its first call. Check that every rank of both "
-                    "meshes makes the same calls in the same order."
+                    f"rank {self.rank}: ranks {missing} did not call within {now - begin:.1f} s; the group "
+                    f"of ranks {list(self.ranks)} exists only once each of them made its first call. Check "
+                    "that every rank of both meshes makes the same calls in the same order."
                 )
-                store.set("failed", message)
+                store.set("failed", f"deadline {message}")
                 raise DeadlineExceededError(
-                    message, rank=self.rank, peer=missing[0], op="connect", phase="connect",
-                    elapsed=now - begin, limit=now - begin,
+                    message,
+                    rank=self.rank,
+                    peer=missing[0],
+                    op="connect",
+                    phase="connect",
+                    elapsed=now - begin,
+                    limit=now - begin,
                 )
             time.sleep(min(pause, max(deadline - now, 0.0005)))
             pause = min(pause * 1.5, _POLL_LIMIT)
@@ -176,14 +204,15 @@ class PrivateGroup:
             self._flying_limit = 2 * len(self._flying) + 64
 
     def abort(self, reason: str) -> None:
-        """Fails this group's calls, here and on the other ranks, with AbortedError(reason). Never blocks; idempotent."""
+        """Fails this group's calls, here and on the other ranks, with AbortedError(reason). Never blocks;
+        idempotent."""
         self._closing = self._closing or reason
         if self._core is not None:
             self._core.abort(reason)
 
     def close(self) -> None:
-        """Ends the group in any state. Transfers in flight get a short time to finish: a rank that only sends returns from its
-        call before its peers have the data. Queued jobs fail."""
+        """Ends the group in any state. Transfers in flight get a short time to finish: a rank that only sends
+        returns from its call before its peers have the data. Queued jobs fail."""
         limit = time.monotonic() + _DRAIN_LIMIT
         while time.monotonic() < limit and not all(launch.is_completed() for launch in self._flying):
             time.sleep(0.002)
@@ -210,21 +239,24 @@ class ParentGroup:
         self.name = group.group_name
         self.compiled: dict[Any, Any] = {}  # calls seen before, kept by reshard.py and local.py
         # Own connection: a wait in the store blocks every other user of the same connection.
-        store = c10d._get_process_group_store(group).clone()
-        self._store = dist.PrefixStore("meshcast", store)
+        store: Any = c10d._get_process_group_store(group)
+        self._store = dist.PrefixStore("meshcast", store.clone())
         self._groups: dict[tuple[int, ...], PrivateGroup] = {}
 
     def private(self, ranks: Sequence[int], op: str) -> PrivateGroup:
-        """The private group of these global ranks, ascending and unique. Raises LayoutError for ranks outside the parent group."""
+        """The private group of these global ranks, ascending and unique. Raises LayoutError for ranks outside
+        the parent group."""
         key = tuple(ranks)
         group = self._groups.get(key)
         if group is None:
             outside = [rank for rank in key if rank not in self.ranks]
             if outside:
                 raise LayoutError(
-                    f"{op}: ranks {outside} are not in process group {self.name!r}, which has ranks {_brief(self.ranks)}; "
+                    f"{op}: ranks {outside} are not in process group {self.name!r}, which has ranks "
+                    f"{_brief(self.ranks)}; "
                     "pass group= a group that holds both meshes",
-                    rank=self.rank, op=op,
+                    rank=self.rank,
+                    op=op,
                 )
             group = self._groups[key] = PrivateGroup(self._store, key, self.rank, self.timeout)
         return group
@@ -242,18 +274,22 @@ _exit_registered = False
 
 
 def parent_group(group: dist.ProcessGroup | None, op: str) -> ParentGroup:
-    """What meshcast knows of a process group, None for the default one. A group that was destroyed takes its private groups
-    along; one that came in its place starts anew."""
+    """What meshcast knows of a process group, None for the default one. A group that was destroyed takes its
+    private groups along; one that came in its place starts anew."""
     if not dist.is_available() or not dist.is_initialized():
         raise MeshcastError(f"{op}: no process group; call torch.distributed.init_process_group first", op=op)
     key = dist.group.WORLD if group is None else group
+    if not isinstance(key, dist.ProcessGroup):  # new_group gives a number to ranks outside
+        raise LayoutError(f"{op}: group {group!r} is not a process group that this rank belongs to", op=op)
     known = _parents.get(key)
     if known is not None:
         return known
     with _parents_lock:
         _forget_destroyed()
         if key not in c10d._world.pg_map:
-            raise LayoutError(f"{op}: group {group!r} is not a process group that this rank belongs to", op=op)
+            raise LayoutError(
+                f"{op}: group {group!r} is not a process group that this rank belongs to", op=op
+            )
         parent = _parents.get(key)
         if parent is None:
             parent = _parents[key] = ParentGroup(key)
@@ -281,8 +317,8 @@ def _close_all() -> None:
 
 
 def _group_timeout(group: dist.ProcessGroup) -> float:
-    """The group's own timeout in seconds, looked for below the debug wrapper and inside the meshcast backend; torch's default
-    where a backend has none."""
+    """The group's own timeout in seconds, looked for below the debug wrapper and inside the meshcast backend;
+    torch's default where a backend has none."""
     backend: Any = group._get_backend(torch.device("cpu"))
     backend = getattr(backend, "wrapped_pg", backend)
     backend = getattr(backend, "inner", backend)

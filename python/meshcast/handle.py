@@ -16,15 +16,16 @@ __all__ = ["Handle", "Launch", "TransferStats"]
 
 T = TypeVar("T")
 
-# A launch waits behind others on its group's control thread, which applies the deadline itself; the waiter allows it this
-# much more (seconds) so that the typed error of the control thread arrives first.
+# A launch waits behind others on its group's control thread, which applies the deadline itself; the waiter
+# allows it this much more (seconds) so that the typed error of the control thread arrives first.
 _GRACE = 2.0
 
 
 @dataclass(frozen=True)
 class TransferStats:
-    """Cost of one finished call on this rank. bytes: sent plus received here; seconds: start to finish; bound: the plan's lower
-    bound in seconds for the whole transfer; ratio: seconds / bound, 1.0 where nothing travels."""
+    """Cost of one finished call on this rank. bytes: sent plus received here; seconds: start to finish;
+    bound: the plan's lower bound in seconds for the whole transfer; ratio: seconds / bound, 1.0 where nothing
+    travels."""
 
     bytes_sent: int
     bytes_received: int
@@ -41,7 +42,8 @@ class TransferStats:
 
 
 class Launch:
-    """A transfer from the moment it is called: at first queued, then a running work of the C++ engine, or an error."""
+    """A transfer from the moment it is called: at first queued, then a running work of the C++ engine, or an
+    error."""
 
     def __init__(self, op: str, timeout: float) -> None:
         self.op = op
@@ -102,10 +104,13 @@ class Launch:
             if event is not None and not event.wait(self.remaining() + _GRACE):
                 raise DeadlineExceededError(
                     f"{self.op} was still queued behind earlier calls of its group after {self.timeout:g} s",
-                    op=self.op, phase="agree", elapsed=self.timeout, limit=self.timeout,
+                    op=self.op,
+                    phase="agree",
+                    elapsed=self.timeout,
+                    limit=self.timeout,
                 )
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)  # else each raise would add to the last one's
         try:
             self.work.wait()
         except Exception as error:
@@ -121,7 +126,11 @@ class Handle(Generic[T]):
     """Result of an asynchronous call. Keeps source and destination alive until the transfer has ended."""
 
     def __init__(
-        self, launch: Launch | None, result: T, bound: Callable[[], float], sources: Sequence[torch.Tensor] = ()
+        self,
+        launch: Launch | None,
+        result: T,
+        bound: Callable[[], float],
+        sources: Sequence[torch.Tensor] = (),
     ) -> None:
         self._launch = launch or _nothing_to_do()
         self._result = result
@@ -129,8 +138,9 @@ class Handle(Generic[T]):
         self._sources = [(tensor, tensor._version) for tensor in sources]
 
     def wait(self) -> T:
-        """Blocks until the data is here and returns the result. Raises the call's typed error, or MeshcastError if a source was
-        changed in place in the meantime: what arrived may then be a mixture of old and new values."""
+        """Blocks until the data is here and returns the result. Raises the call's typed error, or
+        MeshcastError if a source was changed in place in the meantime: what arrived may then be a mixture of
+        old and new values."""
         self._launch.wait()
         self._check_sources()
         return self._result
@@ -147,7 +157,7 @@ class Handle(Generic[T]):
             try:
                 future.set_result(self.wait())
             except Exception as error:
-                future.set_exception(error)
+                future.set_exception(error)  # type: ignore[arg-type]
 
         def chain() -> None:
             if self._launch.work is None:
@@ -162,7 +172,9 @@ class Handle(Generic[T]):
     def stats(self) -> TransferStats:
         """Bytes and seconds of the finished call. Raises MeshcastError while it is still in flight."""
         if not self.is_completed() or self._launch.statistics is None:
-            raise MeshcastError(f"{self._launch.op}: stats exist once the call has finished; wait() first", op=self._launch.op)
+            raise MeshcastError(
+                f"{self._launch.op}: stats exist once the call has finished; wait() first", op=self._launch.op
+            )
         figures = self._launch.statistics()
         return TransferStats(
             bytes_sent=int(figures["bytes_sent"]),
@@ -175,10 +187,13 @@ class Handle(Generic[T]):
         for tensor, version in self._sources:
             if tensor._version != version:
                 raise MeshcastError(
-                    f"{self._launch.op}: a source of shape {tuple(tensor.shape)} was changed in place before wait() "
-                    f"(version {version} when called, {tensor._version} now): the result may mix old and new values. "
+                    f"{self._launch.op}: a source of shape {tuple(tensor.shape)} was changed in place "
+                    "before wait() "
+                    f"(version {version} when called, {tensor._version} now): the result may mix old and "
+                    "new values. "
                     "Wait before changing the source, or pass a clone.",
-                    op=self._launch.op, phase="transfer",
+                    op=self._launch.op,
+                    phase="transfer",
                 )
 
 

@@ -26,15 +26,33 @@ _OP = "reshard_local"
 
 @overload
 def reshard_local(
-    src: torch.Tensor | None, src_layout: Layout, dst: torch.Tensor | None, dst_layout: Layout, *, shape: Sequence[int],
-    dtype: torch.dtype, group: dist.ProcessGroup | None = None, strategy: str = "auto", topology: Topology | None = None,
-    async_op: Literal[False] = False, timeout: float | timedelta | None = None,
+    src: torch.Tensor | None,
+    src_layout: Layout,
+    dst: torch.Tensor | None,
+    dst_layout: Layout,
+    *,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+    strategy: str = "auto",
+    topology: Topology | None = None,
+    async_op: Literal[False] = False,
+    timeout: float | timedelta | None = None,
 ) -> torch.Tensor | None: ...
 @overload
 def reshard_local(
-    src: torch.Tensor | None, src_layout: Layout, dst: torch.Tensor | None, dst_layout: Layout, *, shape: Sequence[int],
-    dtype: torch.dtype, group: dist.ProcessGroup | None = None, strategy: str = "auto", topology: Topology | None = None,
-    async_op: Literal[True], timeout: float | timedelta | None = None,
+    src: torch.Tensor | None,
+    src_layout: Layout,
+    dst: torch.Tensor | None,
+    dst_layout: Layout,
+    *,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+    strategy: str = "auto",
+    topology: Topology | None = None,
+    async_op: Literal[True],
+    timeout: float | timedelta | None = None,
 ) -> Handle[torch.Tensor | None]: ...
 @torch.no_grad()
 def reshard_local(
@@ -50,13 +68,14 @@ def reshard_local(
     topology: Topology | None = None,
     async_op: bool = False,
     timeout: float | timedelta | None = None,
-) -> torch.Tensor | None | Handle[torch.Tensor | None]:
+) -> torch.Tensor | Handle[torch.Tensor | None] | None:
     """Fills dst, this rank's shard under dst_layout, from the src shards of all ranks under src_layout.
 
-    Called by every rank of both layouts in one order; other ranks may skip it. src: this rank's shard, of the shape and dtype that
-    the layout gives it, any strides; None on a rank outside src_layout or whose shard is empty. dst: likewise; None inside
-    dst_layout allocates it. shape: global shape. Gradients do not flow. Returns dst, or with async_op a Handle whose wait()
-    returns it. After an error the contents of dst are undefined.
+    Called by every rank of both layouts in one order; other ranks may skip it. src: this rank's shard, of the
+    shape and dtype that the layout gives it, any strides; None on a rank outside src_layout or whose shard is
+    empty. dst: likewise; None inside dst_layout allocates it. shape: global shape. Gradients do not flow.
+    Returns dst, or with async_op a Handle whose wait() returns it. After an error the contents of dst are
+    undefined.
 
     Raises the errors of meshcast.reshard.
     """
@@ -71,7 +90,9 @@ def reshard_local(
         return Handle(None, None, lambda: 0.0) if async_op else None
     try:
         if dst_layout.has_partial:
-            raise LayoutError(f"{_OP}: dst_layout {dst_layout} holds Partial; ask for Replicate or Shard instead")
+            raise LayoutError(
+                f"{_OP}: dst_layout {dst_layout} holds Partial; ask for Replicate or Shard instead"
+            )
         problem = (tuple(shape), dtype, src_layout, dst_layout)
         transfer = agreed_transfer(parent, problem, None, op=_OP, strategy=strategy, topology=topology)
     except LayoutError as error:

@@ -32,15 +32,31 @@ _KEPT_CALLS = 1024
 
 @overload
 def reshard(
-    x: DTensor | TensorSpec, mesh: DeviceMesh, placements: Sequence[Placement], *, group: dist.ProcessGroup | None = None,
-    dtype: torch.dtype | None = None, grad_placements: Sequence[Placement] | None = None, strategy: str = "auto",
-    topology: Topology | None = None, async_op: Literal[False] = False, timeout: float | timedelta | None = None,
+    x: DTensor | TensorSpec,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
+    grad_placements: Sequence[Placement] | None = None,
+    strategy: str = "auto",
+    topology: Topology | None = None,
+    async_op: Literal[False] = False,
+    timeout: float | timedelta | None = None,
 ) -> DTensor: ...
 @overload
 def reshard(
-    x: DTensor | TensorSpec, mesh: DeviceMesh, placements: Sequence[Placement], *, group: dist.ProcessGroup | None = None,
-    dtype: torch.dtype | None = None, grad_placements: Sequence[Placement] | None = None, strategy: str = "auto",
-    topology: Topology | None = None, async_op: Literal[True], timeout: float | timedelta | None = None,
+    x: DTensor | TensorSpec,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
+    grad_placements: Sequence[Placement] | None = None,
+    strategy: str = "auto",
+    topology: Topology | None = None,
+    async_op: Literal[True],
+    timeout: float | timedelta | None = None,
 ) -> Handle[DTensor]: ...
 def reshard(
     x: DTensor | TensorSpec,
@@ -57,26 +73,29 @@ def reshard(
 ) -> DTensor | Handle[DTensor]:
     """Moves x to `mesh` with `placements` (one per mesh dimension, Shard or Replicate).
 
-    Called by every rank of both meshes, in one order that is the same on all ranks and across all groups; other ranks may skip
-    it. The meshes may be disjoint, overlap or be equal.
+    Called by every rank of both meshes, in one order that is the same on all ranks and across all groups;
+    other ranks may skip it. The meshes may be disjoint, overlap or be equal.
 
     Args:
-        x: a DTensor, also on ranks outside its mesh that have one; there a TensorSpec will do. Its local tensor may be strided.
+        x: a DTensor, also on ranks outside its mesh that have one; there a TensorSpec will do. Its local
+            tensor may be strided.
         group: process group that holds both meshes; None for the default group.
         dtype: type of the result; the cast happens on the side where fewer bytes travel.
-        grad_placements: layout on `mesh` in which the gradient of the result travels back; default: `placements`. An incoming
-            gradient of another layout is first redistributed inside `mesh`.
-        strategy, topology: see meshcast.plan. Without a topology the hosts of the ranks are found out and their rates assumed.
+        grad_placements: layout on `mesh` in which the gradient of the result travels back; default:
+            `placements`. An incoming gradient of another layout is first redistributed inside `mesh`.
+        strategy, topology: see meshcast.plan. Without a topology the hosts of the ranks are found out and
+            their rates assumed.
         async_op: return a Handle at once; handle.wait() gives the result.
         timeout: seconds or timedelta for the whole call, and for its backward; None for the group's.
 
     Returns:
-        DTensor on `mesh` of the global shape of x. Ranks outside `mesh` hold an empty local tensor that carries the autograd
-        graph, so that every rank can call backward (see meshcast.backward). The gradient of a Partial('sum') source is
-        Replicate.
+        DTensor on `mesh` of the global shape of x. Ranks outside `mesh` hold an empty local tensor that
+        carries the autograd graph, so that every rank can call backward (see meshcast.backward). The gradient
+        of a Partial('sum') source is Replicate.
 
     Raises:
-        LayoutError: bad shape, placement, mesh, rank or dtype; raised before any byte moves, on all ranks that called.
+        LayoutError: bad shape, placement, mesh, rank or dtype; raised before any byte moves, on all ranks
+            that called.
         PlanMismatchError: the ranks called with different arguments; prints both sides.
         DeadlineExceededError, PeerLostError, AbortedError: see meshcast.errors.
     """
@@ -89,7 +108,9 @@ def reshard(
         try:
             source = _source(x, parent)
             _check_destination(mesh, placements, dtype)
-            compiled = compile_call(parent, source, mesh, placements, dtype, grad_placements, strategy, topology)
+            compiled = compile_call(
+                parent, source, mesh, placements, dtype, grad_placements, strategy, topology
+            )
         except LayoutError as error:
             _tell_others(parent, x, mesh, error, limit)
             raise
@@ -132,15 +153,20 @@ def _source(x: Any, parent: ParentGroup) -> Source:
         spec: DTensorSpec = x._spec
         order = getattr(spec, "shard_order", None)
         if order and any(tuple(sorted(entry.mesh_dims)) != tuple(entry.mesh_dims) for entry in order):
-            raise LayoutError(f"reshard: the source shards a dimension over mesh dimensions in the order {order}; redistribute it first")
+            raise LayoutError(
+                f"reshard: the source shards a dimension over mesh dimensions in the order {order}; "
+                "redistribute it first"
+            )
         return Source(tuple(x.shape), x.dtype, x.device_mesh, x.placements, needs_grad and x.requires_grad)
     if isinstance(x, TensorSpec):
         if not isinstance(x.mesh, DeviceMesh):
             raise LayoutError(f"reshard: TensorSpec.mesh must be a DeviceMesh, found {type(x.mesh).__name__}")
         if parent.rank in x.mesh.mesh.flatten().tolist():
             raise LayoutError(
-                f"reshard: rank {parent.rank} is in the source mesh and must pass its DTensor; a TensorSpec is for ranks outside",
-                rank=parent.rank, op="reshard",
+                f"reshard: rank {parent.rank} is in the source mesh and must pass its DTensor; a TensorSpec "
+                "is for ranks outside",
+                rank=parent.rank,
+                op="reshard",
             )
         return Source(tuple(x.shape), x.dtype, x.mesh, tuple(x.placements), needs_grad and x.requires_grad)
     raise LayoutError(f"reshard: x must be a DTensor or a meshcast.TensorSpec, found {type(x).__name__}")
@@ -150,13 +176,17 @@ def _check_destination(mesh: Any, placements: Any, dtype: Any) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise LayoutError(f"reshard: mesh must be a DeviceMesh, found {type(mesh).__name__}")
     if isinstance(placements, str) or not isinstance(placements, Iterable):
-        raise LayoutError(f"reshard: placements must be a sequence with one placement per mesh dimension, found {placements!r}")
+        raise LayoutError(
+            "reshard: placements must be a sequence with one placement per mesh dimension, found "
+            f"{placements!r}"
+        )
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise LayoutError(f"reshard: dtype must be a torch.dtype, found {dtype!r}")
 
 
 def _tell_others(parent: ParentGroup, x: Any, mesh: Any, error: LayoutError, limit: float) -> None:
-    """Ranks whose own arguments are right wait for this one: let them raise at once. Possible where the arguments say who they are."""
+    """Ranks whose own arguments are right wait for this one: let them raise at once. Possible where the
+    arguments say who they are."""
     origin = x.device_mesh if isinstance(x, DTensor) else getattr(x, "mesh", None)
     if not (isinstance(origin, DeviceMesh) and isinstance(mesh, DeviceMesh)):
         return

@@ -21,9 +21,10 @@ __all__ = ["TensorSpec"]
 class TensorSpec:
     """Stands for a DTensor on a rank outside its mesh, where no DTensor object exists.
 
-    shape: global shape. placements: one per dimension of `mesh`. requires_grad must be what the DTensor says on the ranks
-    inside: it is part of what the ranks agree on. device: where this rank wants its shard of a result, default the mesh's
-    device type. Raises LayoutError for a negative size or something that is not a dtype.
+    shape: global shape. placements: one per dimension of `mesh`. requires_grad must be what the DTensor says
+    on the ranks inside: it is part of what the ranks agree on. device: where this rank wants its shard of a
+    result, default the mesh's device type. Raises LayoutError for a negative size or something that is not a
+    dtype.
     """
 
     shape: Sequence[int]
@@ -37,7 +38,9 @@ class TensorSpec:
         try:
             shape = torch.Size(int(size) for size in self.shape)
         except (TypeError, ValueError) as cause:
-            raise LayoutError(f"TensorSpec: shape must be a sequence of integers, found {self.shape!r}") from cause
+            raise LayoutError(
+                f"TensorSpec: shape must be a sequence of integers, found {self.shape!r}"
+            ) from cause
         if any(size < 0 for size in shape):
             raise LayoutError(f"TensorSpec: sizes must not be negative, found {tuple(shape)}")
         if not isinstance(self.dtype, torch.dtype):

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from .errors import LayoutError, MeshcastError
 from .groups import Job, ParentGroup, PrivateGroup, parent_group, seconds
@@ -30,14 +31,15 @@ Problem = tuple[Sequence[int], torch.dtype, "Layout", "Layout"]  # global shape,
 Shards = Sequence[torch.Tensor | None]
 
 REVERSE_LANE = 1  # backward of lane 0
-# Transfers that a group keeps. Every rank of a group makes the same calls, so all evict the same one; below the 1024 slots
-# that message tags can tell apart.
+# Transfers that a group keeps. Every rank of a group makes the same calls, so all evict the same one; below
+# the 1024 slots that message tags can tell apart.
 _KEPT = 256
 
 
 @dataclass(frozen=True)
 class CallNumber:
-    """Names one call alike on all its ranks: its position in the lane and how often its transfer had run before."""
+    """Names one call alike on all its ranks: its position in the lane and how often its transfer had run
+    before."""
 
     ordinal: int
     run: int
@@ -46,11 +48,14 @@ class CallNumber:
 class Transfer:
     """Compiled plan, private group and agreement of all ranks on both.
 
-    problems: [(global shape, dtype, source Layout, destination Layout)]; all ranks of both meshes construct it in the same
-    order, and construction agrees on it in the background: ranks that disagree get PlanMismatchError from start(). lane: ordering
-    domain, see start(). Raises LayoutError if a layout does not fit its shape, a rank is outside `group`, or this rank is in
-    no mesh.
+    problems: [(global shape, dtype, source Layout, destination Layout)]; all ranks of both meshes construct
+    it in the same order, and construction agrees on it in the background: ranks that disagree get
+    PlanMismatchError from start(). lane: ordering domain, see start(). Raises LayoutError if a layout does
+    not fit its shape, a rank is outside `group`, or this rank is in no mesh.
     """
+
+    _error: Exception | None  # why the transfer cannot run
+    kept_as: tuple[OrderedDict[Any, Transfer], Any] | None  # where agreed_transfer keeps it, and its key
 
     def __init__(
         self,
@@ -65,7 +70,9 @@ class Transfer:
     ) -> None:
         parent = parent_group(group, op)
         self._setup(parent, problems, None, lane, op, strategy, topology)
-        launch = Launch(op, seconds(timeout, parent.timeout))
+        self._agree_in_background(Launch(op, seconds(timeout, parent.timeout)))
+
+    def _agree_in_background(self, launch: Launch) -> None:
 
         def job_of(ordinal: int) -> Job:
             def job(core: _C.ReshardGroup | None, error: Exception | None) -> None:
@@ -78,7 +85,7 @@ class Transfer:
 
             return job
 
-        self._group.call(lane, launch.deadline, job_of, ready=lambda: False)
+        self._group.call(self._lane, launch.deadline, job_of, ready=lambda: False)
 
     def _setup(
         self,
@@ -106,30 +113,36 @@ class Transfer:
         self._reverse_plan: Plan | None = None
         self._slot: int | None = None
         self._descriptor = ""
-        self._error: Exception | None = None
+        self._error = None
         self._compiled = threading.Event()
         self._runs = 0
         self.evicted = False
-        self.kept_as: tuple[OrderedDict[Any, Transfer], Any] | None = None
+        self.kept_as = None
 
     @property
     def plan(self) -> Plan:
-        """The plan; waits until it is compiled, which is after the first meeting of all ranks. Raises the error of that."""
+        """The plan; waits until it is compiled, which is after the first meeting of all ranks. Raises the
+        error of that."""
         self._compiled.wait()
         if self._plan is None:
             raise self._error or MeshcastError(f"{self._op}: the plan was never compiled", op=self._op)
         return self._plan
 
-    def start(self, src: Shards, dst: Shards, *, timeout: float | timedelta | None = None) -> Handle[list[torch.Tensor | None]]:
-        """Starts the transfer and returns at once. src, dst: this rank's local shards, one per problem, any strides; None where
-        the rank is not in that mesh or its shard is empty. Starts of one lane arrive in the order in which they were made, alike
-        on all ranks. Raises LayoutError if a shard does not have the shape or dtype of its layout; the other ranks then raise
-        as well."""
+    def start(
+        self, src: Shards, dst: Shards, *, timeout: float | timedelta | None = None
+    ) -> Handle[list[torch.Tensor | None]]:
+        """Starts the transfer and returns at once. src, dst: this rank's local shards, one per problem, any
+        strides; None where the rank is not in that mesh or its shard is empty. Starts of one lane arrive in
+        the order in which they were made, alike on all ranks. Raises LayoutError if a shard does not have the
+        shape or dtype of its layout; the other ranks then raise as well."""
         launch, _ = self.launch(src, dst, seconds(timeout, self._parent.timeout))
-        return Handle(launch, list(dst), lambda: self.plan.lower_bound, [tensor for tensor in src if tensor is not None])
+        return Handle(
+            launch, list(dst), lambda: self.plan.lower_bound, [tensor for tensor in src if tensor is not None]
+        )
 
     def abort(self, reason: str) -> None:
-        """Ends every call of the private group, on all its ranks, with AbortedError(reason). Any thread; never blocks."""
+        """Ends every call of the private group, on all its ranks, with AbortedError(reason). Any thread;
+        never blocks."""
         self._group.abort(reason)
 
     def close(self) -> None:
@@ -155,7 +168,8 @@ class Transfer:
         return launch, CallNumber(ordinal, run)
 
     def launch_reverse(self, call: CallNumber, src: Shards, dst: Shards, timeout: float) -> Launch:
-        """The backward transfer of `call`: src are gradients in the destination layout, dst receives those of the source."""
+        """The backward transfer of `call`: src are gradients in the destination layout, dst receives those of
+        the source."""
         launch = Launch(f"{self._op} backward", timeout)
         job = self._start_job(launch, call, src, dst, reverse=True)
         self._group.replay(launch.deadline, job, ready=lambda: self._slot is not None)
@@ -175,10 +189,19 @@ class Transfer:
                 if self._error is not None:
                     raise self._error
                 plan = self._reverse_plan if reverse else self._plan
+                assert plan is not None and self._slot is not None  # _agree() set both
                 work = group.start(
-                    plan._core, slot=self._slot, run=call.run, reverse=reverse,
-                    lane=REVERSE_LANE if reverse else self._lane, ordinal=call.ordinal, descriptor=self._descriptor,
-                    src=_filled(src), dst=_filled(dst), timeout=max(launch.remaining(), 1e-3), op=launch.op,
+                    plan._core,
+                    slot=self._slot,
+                    run=call.run,
+                    reverse=reverse,
+                    lane=REVERSE_LANE if reverse else self._lane,
+                    ordinal=call.ordinal,
+                    descriptor=self._descriptor,
+                    src=_filled(src),
+                    dst=_filled(dst),
+                    timeout=max(launch.remaining(), 1e-3),
+                    op=launch.op,
                 )
             except Exception as cause:
                 self._error_out(cause)
@@ -205,53 +228,71 @@ class Transfer:
         self._slot = core.agree(self._lane, ordinal, self._descriptor, max(launch.remaining(), 1e-3))
 
     def _error_out(self, cause: Exception) -> None:
-        # A transfer that was never agreed on is forgotten, so that the next attempt agrees anew on every rank.
+        # A transfer that was never agreed on is forgotten, so that the next attempt agrees anew on every
+        # rank.
         if self._slot is None:
             self._error = self._error or cause
             self.evicted = True
 
     def _describe(self) -> str:
-        tensors = "; ".join(f"{_tensor_text(shape, dtype)}: {src} -> {dst}" for shape, dtype, src, dst in self.problems[:3])
+        tensors = "; ".join(
+            f"{_tensor_text(shape, dtype)}: {src} -> {dst}" for shape, dtype, src, dst in self.problems[:3]
+        )
         more = f"; {len(self.problems) - 3} more tensors" if len(self.problems) > 3 else ""
         gradient = "no gradient"
         if self._backward is not None and self._reverse_plan is not None:
-            _, dtype, src, dst = self._backward[0]
+            _, _, src, dst = self._backward[0]
             gradient = f"gradient {src} -> {dst}, plan {self._reverse_plan.hash}"
         assert self._plan is not None
         return f"{self._op} {tensors}{more}; {gradient}; strategy {self._strategy}; plan {self._plan.hash}"
 
     def _check(self, side: str, shards: Shards, expected: Sequence[tuple[int, ...] | None]) -> None:
         if len(shards) != len(expected):
-            raise LayoutError(f"{self._op}: expected {len(expected)} {side} shards, one per tensor, found {len(shards)}")
+            raise LayoutError(
+                f"{self._op}: expected {len(expected)} {side} shards, one per tensor, found {len(shards)}"
+            )
         for index, (shard, shape) in enumerate(zip(shards, expected, strict=True)):
             dtype = self.problems[index][1]
             if shard is None:
                 if shape is not None and 0 not in shape:
                     raise LayoutError(
-                        f"{self._op}: rank {self._group.rank} is in the {side} mesh and must give its shard of tensor {index}: "
+                        f"{self._op}: rank {self._group.rank} is in the {side} mesh and must give its shard "
+                        f"of tensor {index}: "
                         f"expected {_tensor_text(shape, dtype)}, found None",
-                        rank=self._group.rank, op=self._op,
+                        rank=self._group.rank,
+                        op=self._op,
                     )
             elif shape is None:
                 if shard.numel():
                     raise LayoutError(
-                        f"{self._op}: rank {self._group.rank} is not in the {side} mesh and holds nothing of tensor {index}: "
+                        f"{self._op}: rank {self._group.rank} is not in the {side} mesh and holds nothing "
+                        f"of tensor {index}: "
                         f"expected None, found {_tensor_text(shard.shape, shard.dtype)}",
-                        rank=self._group.rank, op=self._op,
+                        rank=self._group.rank,
+                        op=self._op,
                     )
             elif tuple(shard.shape) != shape or shard.dtype != dtype or shard.device.type != "cpu":
                 raise LayoutError(
-                    f"{self._op}: the {side} shard of tensor {index} on rank {self._group.rank} does not fit its layout: expected "
-                    f"{_tensor_text(shape, dtype)} on cpu, found {_tensor_text(shard.shape, shard.dtype)} on {shard.device}",
-                    rank=self._group.rank, op=self._op,
+                    f"{self._op}: the {side} shard of tensor {index} on rank {self._group.rank} does not "
+                    "fit its layout: expected "
+                    f"{_tensor_text(shape, dtype)} on cpu, found {_tensor_text(shard.shape, shard.dtype)} "
+                    f"on {shard.device}",
+                    rank=self._group.rank,
+                    op=self._op,
                 )
 
 
 def agreed_transfer(
-    parent: ParentGroup, problem: Problem, backward: Problem | None, *, op: str, strategy: str, topology: Topology | None
+    parent: ParentGroup,
+    problem: Problem,
+    backward: Problem | None,
+    *,
+    op: str,
+    strategy: str,
+    topology: Topology | None,
 ) -> Transfer:
-    """The transfer of an ordinary call: one kept from before, or a new one that agrees within its first launch, so that every
-    call takes one ordinal whether its plan was known or not."""
+    """The transfer of an ordinary call: one kept from before, or a new one that agrees within its first
+    launch, so that every call takes one ordinal whether its plan was known or not."""
     group = parent.private(ranks_of([problem]), op)
     if group.slots is None:
         group.slots = OrderedDict()
@@ -261,14 +302,17 @@ def agreed_transfer(
     transfer = kept.get(key)
     if transfer is None or transfer.evicted:
         transfer = Transfer.__new__(Transfer)
-        transfer._setup(parent, [problem], None if backward is None else [backward], 0, op, strategy, topology)
+        transfer._setup(
+            parent, [problem], None if backward is None else [backward], 0, op, strategy, topology
+        )
         transfer.kept_as = (kept, key)
         kept[key] = transfer
     return transfer
 
 
 def touch(transfer: Transfer) -> None:
-    """Marks a kept transfer as used last, and drops the one that was not used for longest. Once per call, on every rank."""
+    """Marks a kept transfer as used last, and drops the one that was not used for longest. Once per call, on
+    every rank."""
     if transfer.kept_as is None:
         return
     kept, key = transfer.kept_as
@@ -279,9 +323,12 @@ def touch(transfer: Transfer) -> None:
 
 
 def publish_rejection(group: PrivateGroup, lane: int, error: Exception, timeout: float) -> None:
-    """Tells the other ranks, in the background, that this rank refused its arguments: they raise at once instead of waiting."""
+    """Tells the other ranks, in the background, that this rank refused its arguments: they raise at once
+    instead of waiting."""
     deadline = time.monotonic() + timeout
-    group.call(lane, deadline, lambda ordinal: _rejection_job(group, lane, ordinal, error), ready=lambda: True)
+    group.call(
+        lane, deadline, lambda ordinal: _rejection_job(group, lane, ordinal, error), ready=lambda: True
+    )
 
 
 def _rejection_job(group: PrivateGroup, lane: int, ordinal: int, error: Exception) -> Job:
@@ -306,10 +353,14 @@ def _running(core: _C.ReshardGroup | None, error: Exception | None) -> _C.Reshar
 
 
 def _filled(shards: Shards) -> list[torch.Tensor | None]:
-    return [None if shard is None or shard.numel() == 0 else shard for shard in shards]
+    return [None if shard is None or shard.numel() == 0 else settled(shard) for shard in shards]
+
+
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor behind the wrapper in which functional collectives return before they have finished; the
+    wrapper has no memory of its own."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def _tensor_text(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
-
-
