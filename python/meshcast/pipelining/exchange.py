@@ -36,6 +36,7 @@ class Exchange:
         self.ranks = sorted(dist.get_process_group_ranks(key))
         self.rank = dist.get_rank()
         self.timeout = timeout
+        self._published: set[str] = set()
         number = _made.get(key, 0)
         _made[key] = number + 1
         # Own connection: a wait in the store blocks every other user of the same connection.
@@ -46,13 +47,16 @@ class Exchange:
         self._store = dist.PrefixStore(str(life), store)
 
     def publish(self, topic: str, value: dict[str, Any]) -> None:
+        self._published.add(topic)
         self._store.set(f"{topic}/{self.rank}", json.dumps(value))
 
     def fail(self, topic: str, message: str) -> None:
-        """Says under `topic` that this rank has no value but an error."""
-        self.publish(topic, {"error": message})
+        """Says under `topic` that this rank has only an error. What it published there before stays."""
+        if topic not in self._published:
+            self.publish(topic, {"error": message})
 
     def forget(self, topic: str) -> None:
+        self._published.discard(topic)
         self._store.delete_key(f"{topic}/{self.rank}")
 
     def collect(self, topic: str, ranks: Iterable[int] | None = None) -> dict[int, dict[str, Any]]:

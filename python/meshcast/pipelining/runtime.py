@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from meshcast.errors import LayoutError, MeshcastError
 from meshcast.handle import Handle
 from meshcast.pipelining.action import Action, ActionKind
 from meshcast.pipelining.shapes import as_tuple
-from meshcast.pipelining.stage import PipelineStage
+from meshcast.pipelining.stage import PipelineStage, local_values
 from meshcast.pipelining.trace import Trace
 from meshcast.pipelining.wiring import Lane, Value, Wiring
 
@@ -129,7 +128,7 @@ class Runtime:
                 self._losses[microbatch] = loss
             return
         locals_ = [
-            _local(value.detach())
+            local_values(value.detach())
             for value in as_tuple(output, f"rank {stage.rank}, stage {stage.stage_index}")
         ]
         expected = len(self._wiring.values[stage.stage_index])
@@ -226,10 +225,6 @@ class Runtime:
             (action.peer, action.stage) if action.kind is ActionKind.SEND_B else (action.stage, action.peer)
         )
         return self._wiring.backward.get(link)
-
-
-def _local(value: torch.Tensor) -> torch.Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _given(gradient: torch.Tensor | None) -> torch.Tensor:

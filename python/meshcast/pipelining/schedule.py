@@ -283,7 +283,8 @@ class PipelineSchedule:
         cause = f"rank {self._stage.rank}: {type(error).__name__}" if not str(error) else str(error)
         self._failed = cause
         if self._runtime is None:
-            self._exchange.fail(f"shapes/{self._stage.stage_index}", cause)
+            for topic in (f"shapes/{self._stage.stage_index}", "checked"):
+                self._exchange.fail(topic, cause)
             return
         self._runtime.abort(cause)
         self._runtime.clear()

@@ -176,9 +176,10 @@ class _Simulation:
     split: set[tuple[int, int]] = field(default_factory=set)  # (stage, micro-batch) whose backward is I and W
     timeline: list[Span] = field(default_factory=list)
     transfers: list[Span] = field(default_factory=list)
+    numbered: int = 0
     events: list[tuple[float, int, int, Action | None]] = field(
         default_factory=list
-    )  # time, tie break, rank, arrived RECV or None
+    )  # time, number, rank, arrived RECV or None
 
     def run(self) -> SimulationReport:
         for rank, row in self.actions.items():
@@ -233,7 +234,7 @@ class _Simulation:
                 self.alive[action.stage] += 1
                 self.peak[action.stage] = max(self.peak[action.stage], self.alive[action.stage])
             self.busy.add(rank)
-            heapq.heappush(self.events, (end, len(self.timeline), rank, None))
+            self._at(end, rank, None)
             return True
         send = action if action.kind.is_send else action.matching()
         (self.ready if action.kind.is_send else self.posted).add(send)
@@ -261,7 +262,12 @@ class _Simulation:
         rank = self.owner[send]
         self.transfers.append(Span(rank, send, start, end))
         receive = send.matching()
-        heapq.heappush(self.events, (end, len(self.transfers), self.owner.get(receive, rank), receive))
+        self._at(end, self.owner.get(receive, rank), receive)
+
+    def _at(self, time: float, rank: int, receive: Action | None) -> None:
+        # Numbered, so that events of one time are handled in the order in which they were made.
+        self.numbered += 1
+        heapq.heappush(self.events, (time, self.numbered, rank, receive))
 
     def _report(self) -> SimulationReport:
         makespan = max((span.end for span in [*self.timeline, *self.transfers]), default=0.0)

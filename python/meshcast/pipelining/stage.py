@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -229,16 +230,21 @@ class PipelineStage:
         gradient = value.grad
         value.grad = None
         if gradient is None:  # the module did not use it
-            return torch.zeros_like(value.to_local() if isinstance(value, DTensor) else value)
+            return torch.zeros_like(local_values(value))
         if isinstance(gradient, DTensor):
-            return gradient.redistribute(
-                placements=gradient_placements(self.input_placements[index])
-            ).to_local()
-        return gradient
+            gradient = gradient.redistribute(placements=gradient_placements(self.input_placements[index]))
+        return local_values(gradient)
 
     def clear(self) -> None:
         """Drops what a step that failed had kept."""
         self._kept.clear()
+
+
+def local_values(value: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor or plain tensor, its values in memory: a functional collective (there are
+    some inside tensor-parallel modules) returns a stand-in that has none until it is waited for."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def _stage_mesh(

@@ -184,6 +184,9 @@ def connect(
         _value_of(edge, values)
     inputs = _inputs(stage, table, edges, values)
     _check_examples(stage, inputs)
+    # A rank whose own checks failed stays away from the transfers, which the others would wait for.
+    exchange.publish("checked", {})
+    exchange.collect("checked")
     links = links_of(edges)
     wiring = Wiring(links, values, inputs, {}, {})
     for number, link in enumerate(links):

@@ -1,0 +1,220 @@
+"""Faults in a pipeline are typed errors on every rank, in bounded time; others still work. Five ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from meshcast.errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
+from meshcast.pipelining import Edge, PipelineStage, Schedule1F1B
+from multiproc.pipeline_models import CPU, TIMEOUT, batch, in_a_row, mlp, place, schedule_of
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import Partial, Shard
+
+BOUND = 12.0  # seconds; less than TIMEOUT, so that no rank came back because its deadline was over
+
+
+def raises(kind, *words: str, call: Callable[[], object], bound: float = BOUND) -> None:
+    """kind: the type, or several, of the error."""
+    begin = time.monotonic()
+    with pytest.raises(kind) as caught:
+        call()
+    elapsed = time.monotonic() - begin
+    assert elapsed < bound, f"it took {elapsed:.1f} s: {caught.value}"
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+
+
+class Fragile(nn.Module):
+    """Raises in the chosen forward or backward of the chosen micro-batch, on one rank."""
+
+    def __init__(self, body: nn.Module, armed: bool, microbatch: int, backward: bool) -> None:
+        super().__init__()
+        self.body, self.armed, self.microbatch, self.backward_too = body, armed, microbatch, backward
+        self.forwards = self.backwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.body(x)
+        if self.armed and y.requires_grad and not isinstance(y, FakeTensor):
+            if self.backward_too:
+                y.register_hook(self.in_backward)
+            elif self.forwards == self.microbatch:
+                raise ValueError("out of luck")
+            self.forwards += 1
+        return y
+
+    def in_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.backwards += 1
+        if self.backwards == self.microbatch + 1:
+            raise ValueError("out of luck")
+        return gradient
+
+
+def module_raises_case(stage: int, rank: int, backward: bool):
+    def case(context) -> None:
+        here = place(in_a_row([2, 2, 1]))
+        module = Fragile(mlp(3)[here.stage], context.rank == rank, 2, backward)
+        schedule = schedule_of("1F1B", here, module, 3, 4)
+        x, y = batch(8)
+        words = [
+            f"rank {rank}: stage {stage}",
+            f"{'backward' if backward else 'forward'} of micro-batch 2",
+            "ValueError: out of luck",
+        ]
+        kind = MeshcastError if context.rank == rank else AbortedError
+        raises(kind, *words, call=lambda: schedule.step(x, target=y))
+        # The first cause again, at once, without the other ranks.
+        raises(AbortedError, "failed before", *words[:2], call=lambda: schedule.step(x, target=y), bound=0.1)
+        # Another pipeline, on another group over the same ranks, works.
+        again = place(in_a_row([2, 2, 1]))
+        schedule_of("1F1B", again, mlp(3)[again.stage], 3, 4).step(x, target=y)
+
+    case.__name__ = f"a_module_raises_in_{'backward' if backward else 'forward'}_of_stage_{stage}"
+    return case
+
+
+def two_stages():
+    return place(in_a_row([2, 3]))
+
+
+def a_batch_that_does_not_divide(_) -> None:
+    here = two_stages()
+    schedule = schedule_of("1F1B", here, mlp(2)[here.stage], 2, 4)
+    x, y = batch(10)
+    raises(
+        (LayoutError, AbortedError),
+        "4 micro-batches do not divide dimension 0",
+        "(10, 6)",
+        call=lambda: schedule.step(x, target=y),
+    )
+
+
+def a_batch_of_another_size(_) -> None:
+    here = two_stages()
+    schedule = schedule_of("1F1B", here, mlp(2)[here.stage], 2, 2)
+    schedule.step(*batch(8)[:1], target=batch(8)[1])
+    x, y = batch(4)
+    raises((LayoutError, AbortedError), "compiled for one shape", call=lambda: schedule.step(x, target=y))
+
+
+def a_missing_target(_) -> None:
+    here = two_stages()
+    schedule = schedule_of("1F1B", here, mlp(2)[here.stage], 2, 2)
+    raises((LayoutError, AbortedError), "needs targets", call=lambda: schedule.step(batch(8)[0]))
+
+
+class Flat(nn.Module):
+    """Folds rows and columns: over 2 ranks 5 rows are 3 and 2, but 20 flattened ones would be 10 and 10."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1, 1)
+
+
+def an_output_that_does_not_match_its_layout(_) -> None:
+    here = two_stages()
+    schedule = schedule_of("1F1B", here, Flat() if here.stage == 0 else mlp(1, width=1)[0], 2, 1)
+    x, y = batch(5, width=4)
+    raises(
+        LayoutError,
+        "stage 0, output 0",
+        "does not match its layout",
+        "rank 0",
+        "(12, 1)",
+        "(10, 1)",
+        call=lambda: schedule.step(x, target=y),
+    )
+
+
+def a_pending_sum_that_cannot_travel_yet(_) -> None:
+    here = two_stages()
+    options = {"output_placements": [Partial("max")]} if here.stage == 0 else {}
+    schedule = schedule_of("1F1B", here, mlp(2)[here.stage], 2, 2, **options)
+    x, y = batch(8)
+    raises(
+        LayoutError, "Partial", "cannot leave a stage that trains", call=lambda: schedule.step(x, target=y)
+    )
+
+
+def ranks_that_disagree(context) -> None:
+    here = two_stages()
+    schedule = schedule_of("1F1B", here, mlp(2)[here.stage], 2, 2 if context.rank != 3 else 4)
+    x, y = batch(8)
+    raises(
+        LayoutError,
+        "disagree on microbatches",
+        "rank 0 has 2",
+        "rank 3 has 4",
+        call=lambda: schedule.step(x, target=y),
+    )
+
+
+def a_stage_on_no_rank(_) -> None:
+    here = two_stages()
+    schedule = schedule_of("1F1B", here, mlp(3)[here.stage], 3, 2)
+    x, y = batch(8)
+    raises(LayoutError, "stage 2 is on no rank", call=lambda: schedule.step(x, target=y))
+
+
+def an_edge_to_an_output_that_is_not_there(_) -> None:
+    here = two_stages()
+    schedule = schedule_of("1F1B", here, mlp(2)[here.stage], 2, 2, edges=[Edge(0, 1, 1, 0)])
+    x, y = batch(8)
+    raises(LayoutError, "stage 0 has 1 outputs", call=lambda: schedule.step(x, target=y))
+
+
+def bad_arguments_of_the_stage(_) -> None:
+    here = two_stages()
+    module = mlp(2)[here.stage]
+
+    def stage(
+        index: int = here.stage, stages: int = 2, inner: nn.Module = module, **options
+    ) -> Callable[[], object]:
+        return lambda: PipelineStage(inner, index, stages, CPU, group=here.group, mesh=here.mesh, **options)
+
+    raises(LayoutError, "stage_index must be in 0..1", call=stage(index=2))
+    raises(LayoutError, "get_mesh is not used here", call=stage(get_mesh=lambda *_: None))
+    raises(LayoutError, "dw_builder", call=stage(dw_builder=lambda: None))
+    raises(
+        LayoutError,
+        "expected one placement for each of the 1 mesh dimensions",
+        call=stage(input_placements=[Shard(0), Shard(1)]),
+    )
+    raises(LayoutError, "a cycle of stages cannot run", call=stage(edges=[Edge(1, 0, 0, 0)]))
+    raises(LayoutError, "has two edges", call=stage(edges=[Edge(0, 0, 1, 0), Edge(0, 1, 1, 0)]))
+    raises(LayoutError, "without a gap", call=stage(edges=[Edge(0, 0, 1, 1)]))
+    raises(LayoutError, "stages are 0..1", call=stage(edges=[Edge(0, 0, 4, 0)]))
+    raises(LayoutError, "one rank per stage", call=lambda: PipelineStage(module, 0, 2, CPU, group=here.group))
+    raises(LayoutError, "at least 1", call=lambda: Schedule1F1B(stage()(), 0))
+
+
+def a_rank_that_never_calls(context) -> None:
+    here = two_stages()
+    if context.rank == 4:
+        return
+    stage = PipelineStage(mlp(2)[here.stage], here.stage, 2, CPU, group=here.group, mesh=here.mesh)
+    schedule = Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss, timeout=2.0)
+    x, y = batch(8)
+    raises(DeadlineExceededError, "ranks [4]", call=lambda: schedule.step(x, target=y))
+
+
+assert BOUND < TIMEOUT
+
+CASES = [
+    module_raises_case(0, 1, False),
+    module_raises_case(1, 2, False),
+    module_raises_case(2, 4, False),
+    module_raises_case(1, 3, True),
+    a_batch_that_does_not_divide,
+    a_batch_of_another_size,
+    a_missing_target,
+    an_output_that_does_not_match_its_layout,
+    a_pending_sum_that_cannot_travel_yet,
+    ranks_that_disagree,
+    a_stage_on_no_rank,
+    an_edge_to_an_output_that_is_not_there,
+    bad_arguments_of_the_stage,
+    a_rank_that_never_calls,
+]
