@@ -104,6 +104,7 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
   std::vector<int64_t> inside(hosts, 0);  // most bytes that one rank of a host could have to pass on
   std::vector<int64_t> local_only(static_cast<size_t>(network.rank_count()), 0);
   std::vector<int64_t> received(static_cast<size_t>(network.rank_count()), 0);
+  std::vector<LaneItem> reducing;
   std::vector<char> seen(static_cast<size_t>(network.nic_count()), 0);
   for (int32_t r = 0; r < network.rank_count(); ++r) {
     if (seen[static_cast<size_t>(network.nic(r))]++) continue;
@@ -111,7 +112,11 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
   }
   for (size_t b = 0; b < bundles.size(); ++b) {
     const Task& task = tasks[static_cast<size_t>(bundles[b].tasks.front())];
-    if (task.reduce != ReduceOp::None) continue;
+    if (task.reduce != ReduceOp::None) {
+      append_reduce_items(static_cast<int32_t>(b), bundles[b].nbytes, task, network, &reducing);
+      for (const int32_t rank : task.receivers) received[static_cast<size_t>(network.index(rank))] += bundles[b].nbytes;
+      continue;
+    }
     out.parties[b] = find_parties(task, network);
     const Parties& parties = out.parties[b];
     append_network_items(static_cast<int32_t>(b), bundles[b].nbytes, parties, network, &out.items);
@@ -126,6 +131,7 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
     }
   }
   balance_lanes(network, &out.items);
+  balance_lanes(network, &reducing);
 
   int64_t bound = 0;
   std::vector<const LaneItem*> sending;
@@ -137,6 +143,17 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
       entering[parties.receivers[static_cast<size_t>(item.party)].host].push_back(&item);
     }
   }
+  std::vector<const LaneItem*> reduced_input, reduced_inside;
+  for (const LaneItem& item : reducing) {
+    if (item.kind == LaneItem::Kind::NicOut) sending.push_back(&item);
+    if (item.kind == LaneItem::Kind::NicIn) reduced_input.push_back(&item);
+    if (item.kind == LaneItem::Kind::Local) reduced_inside.push_back(&item);
+  }
+  if (!reduced_input.empty()) {  // hops of a reduction may enter several hosts: one problem for all of them
+    for (const auto& [host, items] : entering) reduced_input.insert(reduced_input.end(), items.begin(), items.end());
+    bound = least_time(reduced_input, network, bound);
+  }
+  if (!reduced_inside.empty()) bound = least_time(reduced_inside, network, bound);
   for (const auto& [host, items] : entering) {
     const HostInput& in = input[static_cast<size_t>(host)];
     bound = std::max(bound, ceil_time(in.mandatory, in.rate));
@@ -161,7 +178,7 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
     out.hot_hosts[h] = inside[h] > 0 && ceil_time(inside[h], local_rate[h]) > bound / 2;
   }
   std::vector<LaneItem> local;
-  for (size_t b = 0; b < bundles.size(); ++b) {
+  for (size_t b = 0; b < bundles.size(); ++b) {  // bundles to be reduced have no parties and add none
     append_local_items(static_cast<int32_t>(b), bundles[b].nbytes, out.parties[b], network, out.hot_hosts, &local);
   }
   balance_lanes(network, &local);

@@ -1,5 +1,7 @@
 #include <algorithm>
 
+#include "plan/paper_model.h"
+#include "plan/reduce_router.h"
 #include "plan/strategies.h"
 
 namespace meshcast {
@@ -28,21 +30,21 @@ Route chain(const Network& network, int32_t sender, const Task& task) {
 
 Draft draft_broadcast(const Inputs& in) {
   Drafter drafter(in.tasks, in.problems, in.network);
-  std::vector<int64_t> load(static_cast<size_t>(in.network.host_count()), 0);
-  for (const Bundle& bundle : in.bundles) {
+  const std::vector<PaperWork> works = paper_works(in.tasks, in.bundles, in.network);
+  const PaperOrder order = solve_paper_order(works, in.network.host_count(), in.balance, in.seed);
+  for (size_t i = 0; i < order.work.size(); ++i) {
+    const PaperWork& work = works[static_cast<size_t>(order.work[i])];
+    const Bundle& bundle = in.bundles[static_cast<size_t>(work.bundle)];
     const Task& task = in.lead(bundle);
-    int32_t sender = in.network.index(task.holders.front());
-    for (const int32_t holder : task.holders) {
-      const int32_t h = in.network.index(holder);
-      if (load[static_cast<size_t>(in.network.host(h))] < load[static_cast<size_t>(in.network.host(sender))]) {
-        sender = h;
-      }
-    }
-    load[static_cast<size_t>(in.network.host(sender))] += bundle.nbytes;
-    const Route route = chain(in.network, sender, task);
+    // As in the paper, all works of a host leave through the first of its ranks that holds them.
+    const auto sender = std::find_if(task.holders.begin(), task.holders.end(), [&](int32_t holder) {
+      return in.network.host(in.network.index(holder)) == order.sender[i];
+    });
+    const Route route = chain(in.network, in.network.index(*sender), task);
     const Drafter::Range chunks = drafter.cut(bundle, in.chunk_bytes);
-    for (int32_t c = chunks.first; c < chunks.last; ++c) drafter.send(c, route);
+    for (int32_t c = chunks.first; c < chunks.last; ++c) drafter.send(c, route, static_cast<int64_t>(i));
   }
+  draft_reductions(in.tasks, in.bundles, in.network, in.chunk_bytes, &drafter);
   return drafter.take();
 }
 

@@ -130,8 +130,14 @@ void Drafter::send(int32_t chunk, const Route& route, int64_t order, int64_t due
     hop.reduce = edge.reduce;
     hop.last_reduce = edge.last_reduce;
     draft_.hops.push_back(hop);
-    if (order >= 0) draft_.order.push_back(order);
-    if (due_ns >= 0) draft_.due_ns.push_back(due_ns);
+    if (order >= 0) {
+      draft_.order.resize(draft_.hops.size() - 1, 0);
+      draft_.order.push_back(order);
+    }
+    if (due_ns >= 0) {
+      draft_.due_ns.resize(draft_.hops.size() - 1, 0);
+      draft_.due_ns.push_back(due_ns);
+    }
   }
 }
 

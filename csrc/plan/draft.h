@@ -54,10 +54,14 @@ class Drafter {
   Range cut(const Bundle& bundle, int64_t chunk_bytes);
 
   // Adds one hop for each edge of the route. Throws LayoutError beyond the largest number of hops.
-  // `order` and `due_ns` as in Draft, given for all routes or for none (-1).
+  // `order` and `due_ns` as in Draft; -1 for none, which is zero where other routes have one.
   void send(int32_t chunk, const Route& route, int64_t order = -1, int64_t due_ns = -1);
 
-  Draft take() { return std::move(draft_); }
+  Draft take() {
+    if (!draft_.order.empty()) draft_.order.resize(draft_.hops.size(), 0);
+    if (!draft_.due_ns.empty()) draft_.due_ns.resize(draft_.hops.size(), 0);
+    return std::move(draft_);
+  }
   int64_t chunk_bytes(int32_t chunk) const { return draft_.chunks[static_cast<size_t>(chunk)].nbytes; }
 
  private:

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
+#include <set>
 
 namespace meshcast {
 namespace {
@@ -192,6 +194,71 @@ void append_local_items(int32_t bundle, int64_t nbytes, const Parties& parties, 
     join(std::move(emit), std::move(relay), &item);
     if (item.copies > 0) out->push_back(item);
   }
+}
+
+void append_reduce_items(int32_t bundle, int64_t nbytes, const Task& task, const Network& network,
+                         std::vector<LaneItem>* out) {
+  std::map<int32_t, std::set<int32_t>> values;  // host -> partial values there
+  std::set<int32_t> needing, value_ranks, ranks;
+  for (size_t i = 0; i < task.holders.size(); ++i) {
+    const int32_t r = network.index(task.holders[i]);
+    values[network.host(r)].insert(task.contribution[i]);
+    value_ranks.insert(r);
+  }
+  ranks = value_ranks;
+  bool rank_does_both = false;
+  for (const int32_t rank : task.receivers) {
+    const int32_t r = network.index(rank);
+    needing.insert(network.host(r));
+    ranks.insert(r);
+    rank_does_both = rank_does_both || value_ranks.count(r) != 0;
+  }
+  const int64_t all = 1 + *std::max_element(task.contribution.begin(), task.contribution.end());
+  int64_t most = 0;  // partial values on one host
+  bool host_does_both = false;
+  for (const auto& [host, here] : values) {
+    most = std::max(most, static_cast<int64_t>(here.size()));
+    host_does_both = host_does_both || needing.count(host) != 0;
+  }
+  LaneItem item;
+  item.bundle = bundle;
+  item.nbytes = nbytes;
+  std::vector<int32_t> lanes;
+  if (values.size() == 1 && needing.size() == 1 && host_does_both) {
+    item.kind = LaneItem::Kind::Local;
+    item.copies = all - 1 + static_cast<int64_t>(task.receivers.size()) - rank_does_both;
+    for (const int32_t r : ranks) lanes.push_back(network.local_out(r));
+    join(std::move(lanes), {}, &item);
+    out->push_back(item);
+    return;
+  }
+  const int64_t copies = (all + most - 1) / most - 1 + static_cast<int64_t>(needing.size()) - host_does_both;
+  if (copies == 0) return;
+  item.kind = LaneItem::Kind::NicOut;
+  item.copies = copies;
+  for (const int32_t r : ranks) lanes.push_back(network.nic_out(network.nic(r)));
+  join(std::move(lanes), {}, &item);
+  out->push_back(item);
+  item.kind = LaneItem::Kind::NicIn;
+  int64_t anywhere = copies;
+  for (const int32_t host : needing) {
+    const auto here = values.find(host);
+    if (here != values.end() && static_cast<int64_t>(here->second.size()) == all) continue;
+    item.copies = 1;
+    lanes.clear();
+    for (const int32_t r : ranks) {
+      if (network.host(r) == host) lanes.push_back(network.nic_in(network.nic(r)));
+    }
+    join(std::move(lanes), {}, &item);
+    out->push_back(item);
+    --anywhere;
+  }
+  if (anywhere <= 0) return;
+  item.copies = anywhere;
+  lanes.clear();
+  for (const int32_t r : ranks) lanes.push_back(network.nic_in(network.nic(r)));
+  join(std::move(lanes), {}, &item);
+  out->push_back(item);
 }
 
 int64_t balance_lanes(const Network& network, std::vector<LaneItem>* items) { return Balancer(network, items).run(); }

@@ -1,3 +1,4 @@
+#include "plan/reduce_router.h"
 #include "plan/strategies.h"
 #include "plan/tree_builder.h"
 
@@ -8,6 +9,7 @@ Draft draft_multicast(const Inputs& in, const LaneDemand& demand, bool steady) {
   TreeBuilder trees(demand, in.network);
   for (size_t b = 0; b < in.bundles.size(); ++b) {
     const Bundle& bundle = in.bundles[b];
+    if (in.lead(bundle).reduce != ReduceOp::None) continue;
     const Drafter::Range chunks = drafter.cut(bundle, in.chunk_bytes);
     int64_t before = 0;
     for (int32_t c = chunks.first; c < chunks.last; ++c) {
@@ -17,6 +19,7 @@ Draft draft_multicast(const Inputs& in, const LaneDemand& demand, bool steady) {
       before += nbytes;
     }
   }
+  draft_reductions(in.tasks, in.bundles, in.network, in.chunk_bytes, &drafter);
   return drafter.take();
 }
 

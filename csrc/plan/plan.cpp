@@ -147,12 +147,28 @@ int64_t fit_chunk_bytes(int64_t chunk_bytes, const std::vector<Task>& tasks, con
   return chunk_bytes;
 }
 
+// No schedule of a draft ends before its busiest lane: cheaper to know than the schedule.
+int64_t busiest_lane_ns(const Draft& draft, const Network& network) {
+  std::vector<int64_t> busy(static_cast<size_t>(network.lane_count()), 0);
+  int64_t out = 0;
+  for (const Hop& hop : draft.hops) {
+    const Network::Link link = network.link(network.index(hop.src), network.index(hop.dst));
+    const int64_t nbytes = draft.chunks[static_cast<size_t>(hop.chunk)].nbytes;
+    for (const int32_t lane : {link.out, link.in}) {
+      busy[static_cast<size_t>(lane)] += transfer_ns(nbytes, network.lane_rate(lane));
+      out = std::max(out, busy[static_cast<size_t>(lane)]);
+    }
+  }
+  return out;
+}
+
 // Keeps the plan with the least makespan; the first of equals.
 class Best {
  public:
   explicit Best(Plan* plan) : plan_(*plan) {}
 
   void offer(Strategy strategy, Draft draft, const Network& network) {
+    if (!empty_ && busiest_lane_ns(draft, network) + network.latency_ns() >= plan_.makespan_ns) return;
     Schedule made = schedule(draft, network);
     if (!empty_ && made.makespan_ns >= plan_.makespan_ns) return;
     empty_ = false;
@@ -193,15 +209,20 @@ void try_multicast(Inputs in, const LaneDemand& lanes, bool fixed_chunk, Best* b
 
 std::vector<Strategy> candidates(Strategy asked) {
   if (asked != Strategy::Auto) return {asked};
-  return {Strategy::Multicast, Strategy::Broadcast, Strategy::SendRecv};
+  return {Strategy::Multicast, Strategy::Broadcast, Strategy::SendRecv, Strategy::LocalAllGather,
+          Strategy::GlobalAllGather};
 }
 
 Draft make_draft(Strategy strategy, const Inputs& in) {
   switch (strategy) {
     case Strategy::SendRecv: return draft_send_recv(in);
     case Strategy::Broadcast: return draft_broadcast(in);
-    default: throw LayoutError(std::string("strategy ") + to_string(strategy) + " is not available");
+    case Strategy::LocalAllGather: return draft_local_all_gather(in);
+    case Strategy::GlobalAllGather: return draft_global_all_gather(in);
+    case Strategy::Multicast:
+    case Strategy::Auto: break;
   }
+  throw LayoutError(std::string("strategy ") + to_string(strategy) + " has no fixed routes");
 }
 
 }  // namespace
@@ -223,9 +244,6 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
   const Network network(topology, plan.ranks);
   check_times(plan.tasks, network);
   const std::vector<Bundle> bundles = bundle_tasks(plan.tasks, problems);
-  for (const Task& task : plan.tasks) {
-    if (task.reduce != ReduceOp::None) throw LayoutError("Partial sources are not available");
-  }
   const LaneDemand lanes = find_lane_demand(plan.tasks, bundles, network);
   plan.lower_bound_ns = lanes.bound_ns;
   if (!bundles.empty()) {

@@ -1,35 +1,43 @@
 #include <tuple>
 
+#include "plan/senders.h"
+#include "plan/reduce_router.h"
 #include "plan/strategies.h"
 
 namespace meshcast {
 
+int32_t SenderLoads::choose(const std::vector<int32_t>& holders, int32_t receiver, int64_t nbytes) {
+  int32_t out = -1;
+  std::tuple<bool, int64_t, int64_t> best;
+  for (const int32_t holder : holders) {
+    const int32_t h = network_.index(holder);
+    const bool far = network_.host(h) != network_.host(receiver);
+    const std::tuple<bool, int64_t, int64_t> load{far, far ? nic_load_[static_cast<size_t>(network_.nic(h))] : 0,
+                                                  rank_load_[static_cast<size_t>(h)]};
+    if (out < 0 || load < best) {
+      out = h;
+      best = load;
+    }
+  }
+  rank_load_[static_cast<size_t>(out)] += nbytes;
+  if (std::get<0>(best)) nic_load_[static_cast<size_t>(network_.nic(out))] += nbytes;
+  return out;
+}
+
 Draft draft_send_recv(const Inputs& in) {
   Drafter drafter(in.tasks, in.problems, in.network);
-  std::vector<int64_t> rank_load(static_cast<size_t>(in.network.rank_count()), 0);
-  std::vector<int64_t> nic_load(static_cast<size_t>(in.network.nic_count()), 0);
+  SenderLoads loads(in.network);
   for (const Bundle& bundle : in.bundles) {
     const Task& task = in.lead(bundle);
+    if (task.reduce != ReduceOp::None) continue;
     const Drafter::Range chunks = drafter.cut(bundle, in.chunk_bytes);
     for (const int32_t receiver : task.receivers) {
       const int32_t dst = in.network.index(receiver);
-      int32_t src = -1;
-      std::tuple<bool, int64_t, int64_t> best;
-      for (const int32_t holder : task.holders) {
-        const int32_t h = in.network.index(holder);
-        const bool far = in.network.host(h) != in.network.host(dst);
-        const std::tuple<bool, int64_t, int64_t> load{far, far ? nic_load[static_cast<size_t>(in.network.nic(h))] : 0,
-                                                      rank_load[static_cast<size_t>(h)]};
-        if (src < 0 || load < best) {
-          src = h;
-          best = load;
-        }
-      }
-      rank_load[static_cast<size_t>(src)] += bundle.nbytes;
-      if (std::get<0>(best)) nic_load[static_cast<size_t>(in.network.nic(src))] += bundle.nbytes;
-      for (int32_t c = chunks.first; c < chunks.last; ++c) drafter.send(c, {Edge{src, dst}});
+      const int32_t src = loads.choose(task.holders, dst, bundle.nbytes);
+      for (int32_t c = chunks.first; c < chunks.last; ++c) drafter.send(c, {Edge{src, dst, -1}});
     }
   }
+  draft_reductions(in.tasks, in.bundles, in.network, in.chunk_bytes, &drafter);
   return drafter.take();
 }
 

@@ -26,7 +26,14 @@ struct Inputs {
 // One unicast per receiver from the least loaded holder; a holder on the receiver's host comes first.
 Draft draft_send_recv(const Inputs& in);
 
-// One chunk-pipelined chain per task from one holder through all receivers, host by host.
+// Each receiving host gets every box once, its ranks a part each, which then go round a ring inside the host.
+Draft draft_local_all_gather(const Inputs& in);
+
+// Each receiver gets a part of every box; the parts then go round a ring of all receivers, host by host.
+Draft draft_global_all_gather(const Inputs& in);
+
+// One chunk-pipelined chain per task from one holder through all receivers, host by host; senders and order as
+// in the paper (see solve_paper_order).
 Draft draft_broadcast(const Inputs& in);
 
 // Ours: every chunk takes a tree of its own, so that all NICs finish together (see TreeBuilder). `steady` asks

@@ -80,7 +80,7 @@ inline Topology random_topology(Random& random, int64_t ranks) {
 }
 
 // `elements` is about how many the tensor has. Meshes are disjoint, overlapping, equal or nested.
-inline RandomCase random_case(Random& random, int64_t elements, bool strided) {
+inline RandomCase random_case(Random& random, int64_t elements, bool strided, bool partial = false) {
   RandomCase out;
   const int ndim = static_cast<int>(random.between(1, 4));
   Problem& problem = out.problem;
@@ -113,6 +113,13 @@ inline RandomCase random_case(Random& random, int64_t elements, bool strided) {
   problem.dst.mesh = {dst_shape, {names.begin() + shift, names.begin() + shift + dst_size}};
   problem.src.placements = random_placements(random, src_shape.size(), ndim, strided);
   problem.dst.placements = random_placements(random, dst_shape.size(), ndim, strided);
+  if (partial) {  // at least one mesh dimension of the source holds values to be reduced, all by one operation
+    const ReduceOp op = random.one_of({ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product});
+    const auto first = static_cast<size_t>(random.below(static_cast<int64_t>(src_shape.size())));
+    for (size_t m = 0; m < src_shape.size(); ++m) {
+      if (m == first || random.chance(25)) problem.src.placements[m] = {PlacementKind::Partial, 0, 1, op};
+    }
+  }
   out.topology = random_topology(random, ranks);
   return out;
 }
