@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 
 namespace meshcast {
 
@@ -24,11 +25,11 @@ struct Cause {
 };
 
 // The group's notice board in the rendezvous store: postings by (lane, ordinal, rank) and one first cause.
-// Plain text, bounded, nothing executed. Owns a connection of its own, so that a thread blocked on another
-// connection never holds it up. Every call may throw what the store throws.
+// Plain text, bounded, nothing executed. `store` must be a connection that nobody waits on: a blocking wait
+// locks all other users of its connection out. Every call here is short and may throw what the store throws.
 class Bulletin {
  public:
-  explicit Bulletin(const c10::intrusive_ptr<c10d::Store>& store) : store_(store->clone()) {}
+  explicit Bulletin(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
 
   void post(int32_t lane, int64_t ordinal, int32_t rank, const Posting& posting);
   std::optional<Posting> read(int32_t lane, int64_t ordinal, int32_t rank);

@@ -25,6 +25,15 @@ TimePoint stall_time(const Run& run) {
   return run.started() + std::min<Clock::duration>(kStall, quarter);
 }
 
+// gloo names a peer as "[127.0.0.1]:4711" and in no other way.
+std::string address_in(const std::string& text) {
+  const size_t begin = text.find('[');
+  const size_t close = text.find("]:", begin == std::string::npos ? 0 : begin);
+  if (begin == std::string::npos || close == std::string::npos) return "";
+  const size_t end = text.find_first_not_of("0123456789", close + 2);
+  return text.substr(begin, end == std::string::npos ? end : end - begin);
+}
+
 int64_t expected_bytes(const Run& run) { return run.program().bytes_received; }
 
 }  // namespace
@@ -73,6 +82,8 @@ void Watcher::note_local(Cause cause, const Run* run) {
     if (run) {
       local_->elapsed = run->seconds();
       local_->limit = limit_of(*run);
+      local_->bytes_done = run->received_bytes();
+      local_->bytes_expected = expected_bytes(*run);
       local_->op = run->label().op;
       local_->ordinal = run->label().ordinal;
     }
@@ -110,6 +121,11 @@ void Watcher::give_up(const Cause& cause) {
   context.phase = "transfer";
   context.elapsed = local.elapsed;
   context.limit = local.limit;
+  if (kind == ErrorKind::PeerLost) {
+    context.bytes_done = local.bytes_done;
+    context.bytes_expected = local.bytes_expected;
+    context.address = address_in(cause.text);
+  }
   engine_.fail(std::make_exception_ptr(Error(kind, text, context)));
   changed_.notify_all();
 }

@@ -39,6 +39,8 @@ class Watcher {
     TimePoint seen;
     double elapsed = -1;
     double limit = -1;
+    int64_t bytes_done = -1;
+    int64_t bytes_expected = -1;
     std::string op;
     int64_t ordinal = -1;
   };

@@ -47,7 +47,8 @@ void bind_runtime(py::module_& m) {
   py::class_<ReshardGroup, std::shared_ptr<ReshardGroup>>(m, "ReshardGroup")
       .def(py::init([](c10::intrusive_ptr<c10d::Backend> backend, const c10::intrusive_ptr<c10d::Store>& store,
                        std::vector<int32_t> ranks, int32_t rank, std::string name) {
-             // The deleter joins threads, which must not wait for the GIL that the interpreter holds here.
+             const py::gil_scoped_release construct_without_gil;
+             // The deleter joins threads, which must not wait for the GIL that the interpreter holds there.
              return std::shared_ptr<ReshardGroup>(
                  new ReshardGroup(std::move(backend), store, {std::move(ranks), rank, std::move(name)}),
                  [](ReshardGroup* group) {

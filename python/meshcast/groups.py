@@ -125,8 +125,10 @@ class PrivateGroup:
             hosts = self._gather(store, deadline)
             self.topology = Topology.from_hosts(hosts)
             left = max(deadline - time.monotonic(), 0.001)
+            # Connecting waits in the store, and a wait locks out every other user of its connection: two groups
+            # that connect at once over one connection could wait for each other for ever.
             inner = dist.ProcessGroupGloo(
-                dist.PrefixStore("gloo", store),
+                dist.PrefixStore("gloo", store.clone()),
                 self.ranks.index(self.rank),
                 len(self.ranks),
                 timedelta(seconds=left),
