@@ -1,0 +1,1 @@
+"""Measurements of meshcast against what people use today, on an emulated cluster."""
