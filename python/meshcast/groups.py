@@ -108,6 +108,8 @@ class PrivateGroup:
             if self._core is None and self._error is None:
                 try:
                     self._core = self._meet(deadline)
+                    if self._closing:  # abort() came while it connected and found nothing to abort
+                        self._core.abort(self._closing)
                 except Exception as error:
                     self._error = error
             if self._core is None:
