@@ -232,13 +232,29 @@ void append_reduce_items(int32_t bundle, int64_t nbytes, const Task& task, const
     out->push_back(item);
     return;
   }
-  const int64_t copies = (all + most - 1) / most - 1 + static_cast<int64_t>(needing.size()) - host_does_both;
+  // Hosts that have every value reduce for themselves and need nothing; one of them can serve all others.
+  int64_t remote = 0;
+  for (const int32_t host : needing) {
+    const auto here = values.find(host);
+    remote += here == values.end() || static_cast<int64_t>(here->second.size()) < all;
+  }
+  const int64_t visits = (all + most - 1) / most;  // hosts whose values are needed, at least
+  const int64_t copies = visits == 1 ? remote : visits - 1 + remote - host_does_both;
   if (copies == 0) return;
+  // All hops of the reduction leave hosts that have values, and so does the result where anybody else needs it.
+  const int64_t from_values = std::min(copies, visits == 1 ? 1 : visits - 1 + (remote > host_does_both));
   item.kind = LaneItem::Kind::NicOut;
-  item.copies = copies;
-  for (const int32_t r : ranks) lanes.push_back(network.nic_out(network.nic(r)));
+  item.copies = from_values;
+  for (const int32_t r : ranks) {
+    if (values.count(network.host(r)) != 0) lanes.push_back(network.nic_out(network.nic(r)));
+  }
   join(std::move(lanes), {}, &item);
   out->push_back(item);
+  lanes.clear();
+  for (const int32_t r : ranks) lanes.push_back(network.nic_out(network.nic(r)));
+  item.copies = copies - from_values;
+  join(std::move(lanes), {}, &item);
+  if (item.copies > 0) out->push_back(item);
   item.kind = LaneItem::Kind::NicIn;
   int64_t anywhere = copies;
   for (const int32_t host : needing) {

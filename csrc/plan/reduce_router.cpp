@@ -1,7 +1,6 @@
 #include "plan/reduce_router.h"
 
 #include <algorithm>
-#include <map>
 #include <tuple>
 
 namespace meshcast {
@@ -12,68 +11,64 @@ int64_t ReduceRouter::rank_load(int32_t rank) const {
          load_at(network_.local_in(rank));
 }
 
-void ReduceRouter::add_edge(int32_t src, int32_t dst, Route* route, int64_t nbytes) {
-  route->push_back({src, dst, static_cast<int32_t>(route->size()) - 1});
-  const Network::Link link = network_.link(src, dst);
-  load_[static_cast<size_t>(link.out)] += transfer_ns(nbytes, network_.lane_rate(link.out));
-  load_[static_cast<size_t>(link.in)] += transfer_ns(nbytes, network_.lane_rate(link.in));
+bool ReduceRouter::needs(int32_t rank) const {
+  const auto it = receivers_.find(network_.host(rank));
+  return it != receivers_.end() && std::binary_search(it->second.begin(), it->second.end(), rank);
 }
 
-// One rank for each partial value. Values with few replicas choose first; hosts that are in use already come
-// before idle ones, since every further host is a further hop between hosts.
-std::vector<int32_t> ReduceRouter::choose_values(const Task& task) const {
-  std::map<int32_t, std::vector<int32_t>> replicas;
-  for (size_t i = 0; i < task.holders.size(); ++i) {
-    replicas[task.contribution[i]].push_back(network_.index(task.holders[i]));
+ReduceRouter::Stop ReduceRouter::go(Stop from, int32_t to, ReduceOp reduce) {
+  route_.push_back({from.rank, to, from.edge, reduce, false});
+  const Network::Link link = network_.link(from.rank, to);
+  load_[static_cast<size_t>(link.out)] += transfer_ns(nbytes_, network_.lane_rate(link.out));
+  load_[static_cast<size_t>(link.in)] += transfer_ns(nbytes_, network_.lane_rate(link.in));
+  return {to, static_cast<int32_t>(route_.size()) - 1};
+}
+
+// One rank for each partial value, from as few hosts as greedy covering finds, since every further host is a
+// further hop between hosts. Among hosts that add equally many values, those that need the result come first.
+std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& hosts) const {
+  std::set<int32_t> missing;
+  for (const auto& [host, values] : hosts) {
+    for (const auto& [value, ranks] : values) missing.insert(value);
   }
-  std::vector<std::pair<size_t, int32_t>> values;
-  for (const auto& [value, ranks] : replicas) values.emplace_back(ranks.size(), value);
-  std::sort(values.begin(), values.end());
-  std::vector<char> used(static_cast<size_t>(network_.host_count()), 0);
   std::vector<int32_t> out;
-  for (const auto& [count, value] : values) {
+  while (!missing.empty()) {
     int32_t best = -1;
-    std::tuple<bool, int64_t> best_key;
-    for (const int32_t r : replicas[value]) {
-      const std::tuple<bool, int64_t> key{!used[static_cast<size_t>(network_.host(r))], rank_load(r)};
+    std::tuple<int64_t, bool, int64_t> best_key;
+    for (const auto& [host, values] : hosts) {
+      int64_t adds = 0;
+      for (const auto& [value, ranks] : values) adds += static_cast<int64_t>(missing.count(value));
+      if (adds == 0) continue;
+      const std::tuple<int64_t, bool, int64_t> key{-adds, receivers_.count(host) == 0,
+                                                   rank_load(values.begin()->second.front())};
       if (best < 0 || key < best_key) {
-        best = r;
+        best = host;
         best_key = key;
       }
     }
-    used[static_cast<size_t>(network_.host(best))] = 1;
-    out.push_back(best);
+    for (const auto& [value, ranks] : hosts.at(best)) {
+      if (missing.erase(value) == 0) continue;
+      out.push_back(*std::min_element(ranks.begin(), ranks.end(),
+                                      [&](int32_t a, int32_t b) { return rank_load(a) < rank_load(b); }));
+    }
   }
   return out;
 }
 
-Route ReduceRouter::route(const Task& task, int64_t nbytes) {
-  const std::vector<int32_t> values = choose_values(task);
-  std::map<int32_t, std::vector<int32_t>> receivers;  // by host
-  for (const int32_t rank : task.receivers) {
-    const int32_t r = network_.index(rank);
-    receivers[network_.host(r)].push_back(r);
-  }
-  const auto needs = [&](int32_t r) {
-    const auto it = receivers.find(network_.host(r));
-    return it != receivers.end() && std::find(it->second.begin(), it->second.end(), r) != it->second.end();
+// A chain through the given ranks. It ends at one that needs the result, or on a host that does, with little
+// load; hosts follow each other in ring order up to that one; inside a host the first rank changes with every
+// chunk, so that all its NICs are used.
+ReduceRouter::Stop ReduceRouter::reduce_along(const std::vector<int32_t>& values, ReduceOp op) {
+  const auto key = [&](int32_t r) {
+    return std::tuple<bool, bool, int64_t, int32_t>{receivers_.count(network_.host(r)) == 0, !needs(r), rank_load(r), r};
   };
-  // The end of the chain: a rank that needs the result saves a hop, a host that does saves one between hosts.
-  int32_t root = values.front();
-  const auto root_key = [&](int32_t r) {
-    return std::tuple<bool, bool, int64_t, int32_t>{receivers.count(network_.host(r)) == 0, !needs(r), rank_load(r), r};
-  };
-  for (const int32_t r : values) {
-    if (root_key(r) < root_key(root)) root = r;
-  }
+  const int32_t root = *std::min_element(values.begin(), values.end(), [&](int32_t a, int32_t b) { return key(a) < key(b); });
   const int32_t home = network_.host(root);
-  // Hosts in ring order behind the root's, which comes last; inside a host the first rank changes with every
-  // chunk, so that all its NICs are used, but the root is at the very end.
-  const auto ring = [&](int32_t host) {
-    return host > home ? host - home : host - home + network_.host_count();
-  };
   std::map<int32_t, std::vector<int32_t>> stops;  // ring position -> ranks
-  for (const int32_t r : values) stops[ring(network_.host(r))].push_back(r);
+  for (const int32_t r : values) {
+    const int32_t host = network_.host(r);
+    stops[host > home ? host - home : host - home + network_.host_count()].push_back(r);
+  }
   std::vector<int32_t> chain;
   for (auto& [position, ranks] : stops) {
     std::sort(ranks.begin(), ranks.end());
@@ -83,47 +78,85 @@ Route ReduceRouter::route(const Task& task, int64_t nbytes) {
     }
     for (size_t i = 0; i < ranks.size(); ++i) chain.push_back(ranks[(i + shift) % ranks.size()]);
   }
+  Stop at{chain.front(), -1};
+  for (size_t i = 1; i < chain.size(); ++i) at = go(at, chain[i], op);
+  route_.back().last_reduce = true;
+  return at;
+}
+
+// Through the receivers of a host other than `from`, from position `first` on. Returns where the chain ends.
+ReduceRouter::Stop ReduceRouter::spread_inside(Stop from, int32_t first) {
+  const auto it = receivers_.find(network_.host(first));
+  if (it == receivers_.end()) return from;
+  const std::vector<int32_t>& ranks = it->second;
+  const auto begin = static_cast<size_t>(std::lower_bound(ranks.begin(), ranks.end(), first) - ranks.begin());
+  const int32_t skip = from.rank;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    const int32_t next = ranks[(begin + i) % ranks.size()];
+    if (next != skip) from = go(from, next, ReduceOp::None);
+  }
+  return from;
+}
+
+// A chain through hosts, in ring order from the root's, the one that sends most already at the end.
+void ReduceRouter::spread_outside(Stop root, std::vector<int32_t> hosts) {
+  if (hosts.empty()) return;
+  const int32_t home = network_.host(root.rank);
+  const auto ring = [&](int32_t host) { return host > home ? host - home : host - home + network_.host_count(); };
+  std::sort(hosts.begin(), hosts.end(), [&](int32_t a, int32_t b) { return ring(a) < ring(b); });
+  const auto sends = [&](int32_t host) { return load_at(network_.nic_out(network_.nic(receivers_.at(host).front()))); };
+  const auto most = std::max_element(hosts.begin(), hosts.end(), [&](int32_t a, int32_t b) { return sends(a) < sends(b); });
+  std::rotate(most, most + 1, hosts.end());
+  for (const int32_t host : hosts) {
+    const std::vector<int32_t>& ranks = receivers_.at(host);
+    const int32_t first = *std::min_element(ranks.begin(), ranks.end(), [&](int32_t a, int32_t b) {
+      return load_at(network_.nic_in(network_.nic(a))) < load_at(network_.nic_in(network_.nic(b)));
+    });
+    root = spread_inside(root, first);
+  }
+}
+
+const Route& ReduceRouter::route(const Task& task, int64_t nbytes) {
+  nbytes_ = nbytes;
+  route_.clear();
+  receivers_.clear();
   ++turn_;
-  Route out;
-  for (size_t i = 1; i < chain.size(); ++i) {
-    add_edge(chain[i - 1], chain[i], &out, nbytes);
-    out.back().reduce = task.reduce;
-    out.back().last_reduce = i + 1 == chain.size();
+  for (const int32_t rank : task.receivers) {
+    const int32_t r = network_.index(rank);
+    receivers_[network_.host(r)].push_back(r);
   }
-  // From the root on: its own host, then the others in ring order, the one that sends most already at the end.
-  std::vector<int32_t> order;
-  for (const auto& [host, ranks] : receivers) {
-    if (host != home) order.push_back(host);
+  std::map<int32_t, Values> hosts;
+  std::set<int32_t> values;
+  for (size_t i = 0; i < task.holders.size(); ++i) {
+    const int32_t r = network_.index(task.holders[i]);
+    hosts[network_.host(r)][task.contribution[i]].push_back(r);
+    values.insert(task.contribution[i]);
   }
-  std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return ring(a) < ring(b); });
-  const auto sends = [&](int32_t host) { return load_at(network_.nic_out(network_.nic(receivers.at(host).front()))); };
-  if (!order.empty()) {
-    const auto most = std::max_element(order.begin(), order.end(),
-                                       [&](int32_t a, int32_t b) { return sends(a) < sends(b); });
-    std::rotate(most, most + 1, order.end());
-  }
-  if (receivers.count(home) != 0) order.insert(order.begin(), home);
-  int32_t at = root;
-  for (const int32_t host : order) {
-    std::vector<int32_t>& ranks = receivers.at(host);
-    size_t first = 0;
-    if (host == home) {  // behind the root, as the reduction came
-      first = static_cast<size_t>(std::upper_bound(ranks.begin(), ranks.end(), root) - ranks.begin());
-    } else {
-      for (size_t i = 1; i < ranks.size(); ++i) {
-        if (load_at(network_.nic_in(network_.nic(ranks[i]))) < load_at(network_.nic_in(network_.nic(ranks[first])))) {
-          first = i;
-        }
-      }
+  std::vector<Stop> ends;  // on hosts that reduced for themselves: the last rank of their chains
+  std::vector<int32_t> others;
+  for (const auto& [host, ranks] : receivers_) {
+    const auto here = hosts.find(host);
+    if (here == hosts.end() || here->second.size() < values.size()) {
+      others.push_back(host);
+      continue;
     }
-    for (size_t i = 0; i < ranks.size(); ++i) {
-      const int32_t next = ranks[(first + i) % ranks.size()];
-      if (next == root) continue;
-      add_edge(at, next, &out, nbytes);
-      at = next;
-    }
+    const Stop root = reduce_along(pick_ranks({*here}), task.reduce);
+    spread_inside(root, root.rank);
+    ends.push_back(root);
   }
-  return out;
+  if (others.empty()) return route_;
+  Stop root;
+  if (ends.empty()) {
+    root = reduce_along(pick_ranks(hosts), task.reduce);
+    const int32_t home = network_.host(root.rank);
+    spread_inside(root, root.rank);
+    others.erase(std::remove(others.begin(), others.end(), home), others.end());
+  } else {
+    const auto sends = [&](const Stop& s) { return load_at(network_.nic_out(network_.nic(s.rank))); };
+    root = *std::min_element(ends.begin(), ends.end(), [&](const Stop& a, const Stop& b) { return sends(a) < sends(b); });
+  }
+  spread_outside(root, std::move(others));
+  return route_;
 }
 
 void draft_reductions(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles, const Network& network,

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <set>
 #include <vector>
 
 #include "plan/draft.h"
@@ -9,26 +11,41 @@
 
 namespace meshcast {
 
-// Routes for Partial sources. A chunk visits one holder of every partial value on a chain, which adds as it
-// goes, host by host; the rank at the end of the chain has the result and starts the chain through the
-// receivers. Which replica of a value is used, where the chain ends and which receiver does not forward
-// follow the load that the lanes have so far, chunk by chunk; on one mesh this is a ring all-reduce.
+// Routes for Partial sources. A host that needs the result and has every partial value reduces them inside. For
+// the other receivers a chunk visits one holder of every value on a chain that adds as it goes, host by host;
+// the rank at its end has the result and starts a chain through them. Which replica of a value is used, where
+// the reduction ends and which receiver does not forward follow the load that the lanes have so far, chunk by
+// chunk; on one mesh this is a ring all-reduce.
 class ReduceRouter {
  public:
   explicit ReduceRouter(const Network& network)
       : network_(network), load_(static_cast<size_t>(network.lane_count()), 0) {}
 
-  Route route(const Task& task, int64_t nbytes);
+  const Route& route(const Task& task, int64_t nbytes);
 
  private:
+  using Values = std::map<int32_t, std::vector<int32_t>>;  // partial value -> ranks that have it
+  struct Stop {  // a rank that has the chunk, and the edge that brought it
+    int32_t rank = -1;
+    int32_t edge = -1;
+  };
+
   int64_t load_at(int32_t lane) const { return load_[static_cast<size_t>(lane)]; }
   int64_t rank_load(int32_t rank) const;  // ns on the lanes of a rank
-  void add_edge(int32_t src, int32_t dst, Route* route, int64_t nbytes);
-  std::vector<int32_t> choose_values(const Task& task) const;
+  bool needs(int32_t rank) const;
+  Stop go(Stop from, int32_t to, ReduceOp reduce);
+  std::vector<int32_t> pick_ranks(const std::map<int32_t, Values>& hosts) const;
+  Stop reduce_along(const std::vector<int32_t>& values, ReduceOp op);
+  Stop spread_inside(Stop from, int32_t first);
+  void spread_outside(Stop root, std::vector<int32_t> hosts);
 
   const Network& network_;
   std::vector<int64_t> load_;  // by lane, ns
   int64_t turn_ = 0;
+  // Of the current chunk.
+  int64_t nbytes_ = 0;
+  std::map<int32_t, std::vector<int32_t>> receivers_;  // by host, ascending
+  Route route_;
 };
 
 // Adds the chunks and hops of every bundle that is to be reduced; the strategies route the others.
