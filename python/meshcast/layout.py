@@ -145,6 +145,10 @@ class Layout:
         """Global ranks in row-major mesh order."""
         return tuple(memoryview(self._ranks).cast("i"))
 
+    @cached_property
+    def _max_rank(self) -> int:
+        return max(self.ranks)
+
     @property
     def mesh_shape(self) -> tuple[int, ...]:
         """Size of each mesh dimension."""

@@ -65,7 +65,7 @@ class Plan:
         self.problems: tuple[Problem, ...] = tuple(problems)
         self.topology = topology
         self.options = options
-        max_rank = max(max(max(p.src.ranks), max(p.dst.ranks)) for p in self.problems)
+        max_rank = max(max(p.src._max_rank, p.dst._max_rank) for p in self.problems)
         self._core: _C.Plan = _C.Plan(
             [
                 (list(p.shape), p.dtype.itemsize, p.src._core(p.shape), p.dst._core(p.shape))

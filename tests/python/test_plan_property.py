@@ -9,21 +9,21 @@ from meshcast import Layout, LayoutError
 from plan_interpreter import execute
 from torch.distributed.tensor import Partial, Shard
 
-STRATEGIES = ("auto", "multicast", "broadcast", "send_recv")
-PAIRS = 150  # per strategy and test
+STRATEGIES = ("auto", "multicast", "broadcast", "send_recv", "local_all_gather", "global_all_gather")
+PAIRS = 100  # per strategy and test
 
 
-def _random_plan(seed: int, strategy: str, tensors: int = 1) -> meshcast.Plan:
+def _random_plan(seed: int, strategy: str, tensors: int = 1, partial: str | None = None) -> meshcast.Plan:
     rng = random.Random(seed)
     problems = []
     for _ in range(tensors):
         shape = planning_cases.tensor_shape(rng)
-        src, dst = planning_cases.layout_pair(rng, len(shape))
+        src, dst = planning_cases.layout_pair(rng, len(shape), partial)
         problems.append((shape, rng.choice(planning_cases.DTYPES), src, dst))
     # Chunks down to one element, so that small tensors are cut as finely as large ones.
     chunk_bytes = rng.choice((None, 1, 8, 64, 1024))
     topology = planning_cases.topology(rng)
-    balance = rng.choice(("none", "size", "greedy"))
+    balance = rng.choice(("none", "size", "greedy", "search"))
     return meshcast.plan_many(problems, topology, strategy, balance, chunk_bytes, rng.randrange(1 << 30))
 
 
@@ -43,6 +43,18 @@ def test_batches_are_planned_as_one(strategy: str) -> None:
     for seed in range(1000, 1000 + PAIRS // 4):
         print(f"seed {seed}")
         execute(_random_plan(seed, strategy, tensors=random.Random(seed).randint(2, 6)), seed)
+
+
+@pytest.mark.parametrize("partial", ["sum", "avg", "min", "max", "product"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_partial_sources_are_reduced_on_the_way(strategy: str, partial: str) -> None:
+    reducing = 0
+    for seed in range(2000, 2000 + PAIRS // 4):
+        print(f"seed {seed}")
+        plan = _random_plan(seed, strategy, partial=partial)
+        execute(plan, seed)
+        reducing += any(transfer.reduce == partial for transfer in plan.transfers)
+    assert reducing > PAIRS // 16
 
 
 def test_equal_layouts_move_nothing() -> None:
@@ -88,9 +100,9 @@ def test_an_unsound_plan_is_caught() -> None:
         pytest.fail(f"the interpreter accepted a plan with a transfer {name}")
 
 
-def test_partial_values_are_refused() -> None:
-    partial, whole = Layout([0, 1], [Partial()]), Layout([0, 1], [Shard(0)])
+def test_partial_destinations_are_refused() -> None:
     with pytest.raises(LayoutError, match="Partial"):
-        meshcast.plan((4,), "float32", whole, partial)
-    with pytest.raises(LayoutError, match="Partial"):
-        meshcast.plan((4,), "float32", partial, whole)
+        meshcast.plan((4,), "float32", Layout([0, 1], [Shard(0)]), Layout([0, 1], [Partial()]))
+    with pytest.raises(LayoutError, match="mixes Partial"):
+        mixed = Layout([[0, 1], [2, 3]], [Partial("sum"), Partial("max")])
+        meshcast.plan((4,), "float32", mixed, Layout([0, 1], [Shard(0)]))
