@@ -31,13 +31,17 @@ def table(results: list[dict[str, Any]], mbit: float) -> str:
         ratios = [f"{statistics.median(r['seconds'][m]) / r['lower_bound']:.2f}" for m in METHODS]
         layouts = f"`{r['src']}` to `{r['dst']}`"
         lines.append(
-            f"| {r['case']} | {layouts} | {r['nbytes'] / 2**20:.0f} | {r['lower_bound']:.3f} | " + " | ".join(ratios) + f" | {r['wrong_elements']} |"
+            f"| {r['case']} | {layouts} | {r['nbytes'] / 2**20:.0f} | {r['lower_bound']:.3f} | "
+            + " | ".join(ratios)
+            + f" | {r['wrong_elements']} |"
         )
     return "\n".join(lines)
 
 
 def header(mbit: float, repeats: int) -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
     return {
         "commit": commit, "cores": os.cpu_count(), "kernel": platform.release(), "torch": torch.__version__,
         "link_mbit": mbit, "ranks_per_host": RANKS_PER_HOST, "repeats": repeats,
@@ -46,9 +50,13 @@ def header(mbit: float, repeats: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--cases", default=",".join(c.name for c in CASES), help="comma-separated case numbers")
+    parser.add_argument(
+        "--cases", default=",".join(c.name for c in CASES), help="comma-separated case numbers"
+    )
     parser.add_argument("--mbit", type=float, default=250, help="rate of each host's link, Mbit/s each way")
-    parser.add_argument("--seconds", type=float, default=0.4, help="about how long the bound of case 1 is; sizes follow")
+    parser.add_argument(
+        "--seconds", type=float, default=0.4, help="about how long the bound of case 1 is; sizes follow"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="write raw JSON here")
     args = parser.parse_args()
@@ -62,13 +70,25 @@ def main() -> int:
     for case in chosen:
         try:
             with Cluster(case.hosts, args.mbit) as cluster:
-                command = ["-m", "benchmarks.worker", "--case", case.name, "--factor", str(factor), "--repeats", str(args.repeats)]
+                command = [
+                    "-m",
+                    "benchmarks.worker",
+                    "--case",
+                    case.name,
+                    "--factor",
+                    str(factor),
+                    "--repeats",
+                    str(args.repeats),
+                ]
                 output = run_ranks(cluster, RANKS_PER_HOST, command, limit=600)
         except ClusterError as error:
             print(f"case {case.name} did not run: {error}", file=sys.stderr)
             return 1
         results.append(json.loads(next(line for line in output.splitlines() if line.startswith("{"))))
-        print(table(results, args.mbit).splitlines()[-1] if len(results) > 1 else table(results, args.mbit), flush=True)
+        print(
+            table(results, args.mbit).splitlines()[-1] if len(results) > 1 else table(results, args.mbit),
+            flush=True,
+        )
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({"header": head, "results": results}, indent=1) + "\n")

@@ -23,7 +23,12 @@ class Rank:
 
 
 def run_ranks(
-    cluster: Cluster, ranks_per_host: int, command: Sequence[str], *, limit: float, env: Mapping[str, str] | None = None
+    cluster: Cluster,
+    ranks_per_host: int,
+    command: Sequence[str],
+    *,
+    limit: float,
+    env: Mapping[str, str] | None = None,
 ) -> str:
     """Runs `command` on every rank (host by host, ranks_per_host each) and returns rank 0's standard output.
 
@@ -49,7 +54,11 @@ def run_ranks(
             }
             process = subprocess.Popen(
                 ["ip", "netns", "exec", cluster.namespace(rank.host), sys.executable, *command],
-                env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
             )
             processes.append((rank, process))
         return _collect(processes, limit)

@@ -73,7 +73,9 @@ class Cluster:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def namespace(self, host: int) -> str:
@@ -94,7 +96,21 @@ class Cluster:
             name, port = self.namespace(host), f"port{host}"
             _run("ip", "netns", "add", name)
             _run("ip", "-n", name, "link", "set", "lo", "up")
-            _run("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", self.switch)
+            _run(
+                "ip",
+                "-n",
+                name,
+                "link",
+                "add",
+                "eth0",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                self.switch,
+            )
             _run("ip", "-n", self.switch, "link", "set", port, "master", "bridge0", "up")
             _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
             _run("ip", "-n", name, "link", "set", "eth0", "up")
