@@ -1,0 +1,56 @@
+"""Every survivor of a dead or frozen peer raises a typed error in bounded time; see cases_lost_peer.py."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from multiproc.harness import run_world
+
+pytestmark = pytest.mark.timeout(200)
+
+MODULE = Path(__file__).with_name("cases_lost_peer.py")
+DEATH = 2.0 + 3.0  # seconds in which a death must be seen; 2 on a machine of its own, more where cores are shared
+FROZEN_LIMIT = 4.0  # the limit that the cases give their call
+
+
+def _run(victim: int, fault: str, moment: str):
+    env = {"VICTIM": str(victim), "FAULT": fault, "MOMENT": moment}
+    return run_world(MODULE, 3, limit=150.0, env=env)
+
+
+def test_control() -> None:
+    """Without a fault the same calls succeed: the errors of the other tests come from their faults."""
+    world = _run(-1, "killed", "middle")
+    world.check("lost_peer")
+    world.check_ends()
+
+
+# Rank 0 is the root, 1 relays, 2 is the leaf of the chain (or 2 relays to 1).
+@pytest.mark.parametrize(("victim", "moment"), [(0, "middle"), (1, "middle"), (2, "middle"), (1, "before")])
+def test_killed(victim: int, moment: str) -> None:
+    world = _run(victim, "killed", moment)
+    survivors = [rank for rank in range(3) if rank != victim]
+    world.check("lost_peer", survivors)
+    world.check_ends({victim: -signal.SIGKILL})
+    for rank in survivors:
+        value = world.value("lost_peer", rank)
+        assert value["error"] == "PeerLostError", value
+        assert value["peer"] == victim, value
+        assert value["elapsed"] < DEATH, value
+        assert value["destroyed"] < 5.0, value
+
+
+@pytest.mark.parametrize(("victim", "moment"), [(0, "middle"), (1, "before")])
+def test_frozen(victim: int, moment: str) -> None:
+    world = _run(victim, "frozen", moment)
+    survivors = [rank for rank in range(3) if rank != victim]
+    world.check("lost_peer", survivors)
+    world.check_ends({victim: -signal.SIGKILL})
+    for rank in survivors:
+        value = world.value("lost_peer", rank)
+        assert value["error"] == "DeadlineExceededError", value
+        assert 0.95 * FROZEN_LIMIT <= value["elapsed"] <= 1.5 * FROZEN_LIMIT + 1.0, value
+        assert value["destroyed"] < 5.0, value
