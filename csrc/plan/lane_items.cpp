@@ -241,20 +241,35 @@ void append_reduce_items(int32_t bundle, int64_t nbytes, const Task& task, const
   const int64_t visits = (all + most - 1) / most;  // hosts whose values are needed, at least
   const int64_t copies = visits == 1 ? remote : visits - 1 + remote - host_does_both;
   if (copies == 0) return;
-  // All hops of the reduction leave hosts that have values, and so does the result where anybody else needs it.
-  const int64_t from_values = std::min(copies, visits == 1 ? 1 : visits - 1 + (remote > host_does_both));
-  item.kind = LaneItem::Kind::NicOut;
-  item.copies = from_values;
-  for (const int32_t r : ranks) {
-    if (values.count(network.host(r)) != 0) lanes.push_back(network.nic_out(network.nic(r)));
+  // A host that alone has some value sends once if anybody else needs the result. All hops of the reduction
+  // leave hosts that have values, and so does the result where anybody else needs it.
+  int64_t from_values = std::min(copies, visits == 1 ? 1 : visits - 1 + (remote > host_does_both));
+  std::map<int32_t, std::set<int32_t>> hosts_of;  // value -> hosts
+  for (const auto& [host, here] : values) {
+    for (const int32_t value : here) hosts_of[value].insert(host);
   }
-  join(std::move(lanes), {}, &item);
-  out->push_back(item);
-  lanes.clear();
-  for (const int32_t r : ranks) lanes.push_back(network.nic_out(network.nic(r)));
-  item.copies = copies - from_values;
-  join(std::move(lanes), {}, &item);
-  if (item.copies > 0) out->push_back(item);
+  std::set<int32_t> alone;
+  for (const auto& [value, hosts] : hosts_of) {
+    const bool wanted = needing.size() > 1 || needing.count(*hosts.begin()) == 0;
+    if (hosts.size() == 1 && wanted) alone.insert(*hosts.begin());
+  }
+  int64_t relayed = copies;
+  const auto add_out = [&](const auto& takes_part, int64_t times) {
+    if (times <= 0) return;
+    lanes.clear();
+    for (const int32_t r : ranks) {
+      if (takes_part(network.host(r))) lanes.push_back(network.nic_out(network.nic(r)));
+    }
+    item.copies = times;
+    join(std::move(lanes), {}, &item);
+    out->push_back(item);
+    relayed -= times;
+    from_values -= times;
+  };
+  item.kind = LaneItem::Kind::NicOut;
+  for (const int32_t sender : alone) add_out([sender](int32_t host) { return host == sender; }, 1);
+  add_out([&](int32_t host) { return values.count(host) != 0; }, std::min(relayed, from_values));
+  add_out([](int32_t) { return true; }, relayed);
   item.kind = LaneItem::Kind::NicIn;
   int64_t anywhere = copies;
   for (const int32_t host : needing) {

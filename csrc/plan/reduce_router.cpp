@@ -72,11 +72,17 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const std::vector<int32_t>& values
   std::vector<int32_t> chain;
   for (auto& [position, ranks] : stops) {
     std::sort(ranks.begin(), ranks.end());
-    size_t shift = static_cast<size_t>(turn_) % ranks.size();
-    if (position == network_.host_count()) {
-      shift = static_cast<size_t>(std::find(ranks.begin(), ranks.end(), root) - ranks.begin() + 1) % ranks.size();
+    // The root keeps its place at the very end: only the ranks before it take turns.
+    const auto end = position == network_.host_count() ? std::stable_partition(ranks.begin(), ranks.end(), [&](int32_t r) { return r != root; })
+                                                       : ranks.end();
+    const auto turning = static_cast<size_t>(end - ranks.begin());
+    if (turning > 0) {
+      // On one host alone, ranks follow each other from behind the root: the ring of an all-reduce.
+      const auto behind = static_cast<size_t>(std::upper_bound(ranks.begin(), end, root) - ranks.begin());
+      const size_t shift = (stops.size() == 1 ? behind : static_cast<size_t>(turn_)) % turning;
+      std::rotate(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(shift), end);
     }
-    for (size_t i = 0; i < ranks.size(); ++i) chain.push_back(ranks[(i + shift) % ranks.size()]);
+    chain.insert(chain.end(), ranks.begin(), ranks.end());
   }
   Stop at{chain.front(), -1};
   for (size_t i = 1; i < chain.size(); ++i) at = go(at, chain[i], op);
