@@ -32,7 +32,7 @@ class Exchange:
             raise MeshcastError(
                 "pipeline: no process group; call torch.distributed.init_process_group first", op="pipeline"
             )
-        key = dist.group.WORLD if group is None else group
+        key: Any = dist.group.WORLD if group is None else group
         self.ranks = sorted(dist.get_process_group_ranks(key))
         self.rank = dist.get_rank()
         self.timeout = timeout
@@ -40,8 +40,8 @@ class Exchange:
         number = _made.get(key, 0)
         _made[key] = number + 1
         # Own connection: a wait in the store blocks every other user of the same connection.
-        store = c10d._get_process_group_store(key).clone()
-        store = dist.PrefixStore(f"meshcast/pipeline/{number}", store)
+        base: Any = c10d._get_process_group_store(key)
+        store = dist.PrefixStore(f"meshcast/pipeline/{number}", base.clone())
         # A store may outlive the process group. Every life adds as many arrivals as there are ranks.
         life = (int(store.add("arrivals", 1)) - 1) // len(self.ranks)
         self._store = dist.PrefixStore(str(life), store)

@@ -129,8 +129,8 @@ class PipelineSchedule:
         Raises:
             LayoutError: the batch cannot be cut, its shape differs from the first step's, outputs do not
                 match their layout.
-            MeshcastError: a module raised; names rank, stage and micro-batch. All ranks raise; later steps
-                raise AbortedError.
+            MeshcastError: a module raised; names rank, stage and micro-batch. The other ranks raise
+                AbortedError with this first cause; one that had finished its part does so in its next step.
         """
         trains = self._agreed().trains
         if trains and not torch.is_grad_enabled():

@@ -69,7 +69,9 @@ def infer_outputs(
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(with_grad):
             fake = mode.from_tensor
-            state = {name: fake(value) for name, value in (*plain.named_parameters(), *plain.named_buffers())}
+            state: dict[str, torch.Tensor] = {
+                name: fake(value) for name, value in (*plain.named_parameters(), *plain.named_buffers())
+            }
             fake_args, fake_kwargs = tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs)))
             outputs = functional_call(plain, state, fake_args, fake_kwargs)
             return describe_values(as_tuple(outputs, what), with_grad)
