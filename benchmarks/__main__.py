@@ -21,7 +21,7 @@ from .methods import METHODS
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def table(results: list[dict[str, Any]], mbit: float) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     """Markdown: median time over the lower bound, per case and method."""
     lines = [
         "| case | layouts | MiB | bound, s | " + " | ".join(METHODS) + " | wrong elements |",
@@ -86,7 +86,7 @@ def main() -> int:
             return 1
         results.append(json.loads(next(line for line in output.splitlines() if line.startswith("{"))))
         print(
-            table(results, args.mbit).splitlines()[-1] if len(results) > 1 else table(results, args.mbit),
+            table(results).splitlines()[-1] if len(results) > 1 else table(results),
             flush=True,
         )
     if args.out:

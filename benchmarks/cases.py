@@ -1,4 +1,7 @@
-"""What is moved: the nine mesh-to-mesh cases of arXiv 2211.05322 (section 5.1.2), scaled to the emulated links."""
+"""What is moved: the mesh-to-mesh cases of arXiv 2211.05322 (section 5.1.2), scaled to the emulated links.
+
+Case 8 is left out: it is the same as case 7 in the paper's published code.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,7 @@ class Case:
     hosts: int
 
     def scaled(self, factor: int) -> tuple[int, ...]:
-        """The shape with its last dimension cut by `factor` (at least 1 element stays); no layout shards the last dimension
-        except that of case 9, whose 4 shards stay even."""
+        """The shape with its last dimension cut by `factor`, to 4 elements at least."""
         return (*self.shape[:-1], max(self.shape[-1] // factor, 4))
 
 

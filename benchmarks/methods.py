@@ -1,4 +1,4 @@
-"""Ways to move a sharded tensor from one mesh to another: meshcast's strategies, and what is written today without it.
+"""Ways to move a sharded tensor between meshes: meshcast's strategies, and what is written today without it.
 
 Each is a function (move: Move) -> None that fills move.destination on the ranks of the destination mesh.
 """
@@ -69,8 +69,8 @@ def gloo_point_to_point(move: Move) -> None:
 
 
 def gloo_broadcast_tiles(move: Move) -> None:
-    """Every tile is broadcast from its first holder to all ranks, which keep what they need: three lines of torch, and what
-    a script does that cannot work out who needs what."""
+    """Every tile is broadcast from its first holder to all ranks, which keep what they need: what a script
+    does that cannot work out who needs what."""
     rank = dist.get_rank()
     held, needed = move.src.shards(move.shape), move.dst.shards(move.shape)
     for tile in dict.fromkeys(boxes[0] for boxes in held.values()):

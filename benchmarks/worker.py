@@ -1,4 +1,4 @@
-"""One rank of one case: calibrates the link, runs every method interleaved, checks every element, prints JSON on rank 0."""
+"""One rank of one case: calibrates the link, runs every method interleaved, checks every element."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def true_values(shape: tuple[int, ...], box: tuple[tuple[int, int], ...], salt: 
 
 
 def link_rate(repeats: int = 3, nbytes: int = 8 << 20) -> float:
-    """Bytes/s from the first rank of host 0 to the first of host 1, one gloo message: the rate that bounds are computed with."""
+    """Bytes/s from host 0 to host 1 in one gloo message: the rate that bounds are computed with."""
     rank, data = dist.get_rank(), torch.zeros(nbytes, dtype=torch.uint8)
     rates = []
     for _ in range(repeats + 1):
@@ -88,8 +88,9 @@ def main() -> None:
     if rank == 0:
         plan = meshcast.plan(shape, torch.int32, src, dst, topology=topology)
         print(json.dumps({
-            "case": case.name, "src": case.src, "dst": case.dst, "shape": shape, "nbytes": 4 * torch.Size(shape).numel(),
-            "rate_mbit": rate * 8 / 1e6, "lower_bound": plan.lower_bound, "strategy": plan.strategy,
+            "case": case.name, "src": case.src, "dst": case.dst, "shape": shape,
+            "nbytes": 4 * torch.Size(shape).numel(), "rate_mbit": rate * 8 / 1e6,
+            "lower_bound": plan.lower_bound, "strategy": plan.strategy,
             "predicted": plan.makespan, "seconds": seconds, "wrong_elements": int(total_wrong),
         }))  # fmt: skip
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Draws the README's picture: who holds what before and after a reshard, and the chains that the data travels along.
+"""Draws the README's picture: who holds what before and after a reshard, and the chains in between.
 
 python tools/draw_reshard.py docs/images/reshard.svg
 """
@@ -86,32 +86,37 @@ def main(path: str) -> None:
         else:
             start, end = (xa + SIZE / 2, ya + SIZE / 2), (xb + SIZE / 2, yb + SIZE / 2)
         curve = (-0.35 if xb > xa else 0.35) if local else (0.0 if xa < RIGHT else 0.25)
-        ax.add_patch(FancyArrowPatch(
-            start, end, connectionstyle=f"arc3,rad={curve}", arrowstyle="-|>", mutation_scale=9, shrinkA=1, shrinkB=1, zorder=3,
-            color="#aaaaaa" if local else "#222222", linewidth=0.6 + 1.6 * nbytes / max(flows.values()),
-        ))  # fmt: skip
+        arrow = FancyArrowPatch(
+            start,
+            end,
+            connectionstyle=f"arc3,rad={curve}",
+            arrowstyle="-|>",
+            mutation_scale=9,
+            shrinkA=1,
+            shrinkB=1,
+            zorder=3,
+            color="#aaaaaa" if local else "#222222",
+            linewidth=0.6 + 1.6 * nbytes / max(flows.values()),
+        )
+        ax.add_patch(arrow)
     for rank in SRC.ranks:
         draw_shard(ax, rank, *place[rank], SRC, tiles)
     for rank in DST.ranks:
         draw_shard(ax, rank, *place[rank], DST, tiles)
-    gib = 4 * torch.Size(SHAPE).numel() / 2**20
+    mib = 4 * torch.Size(SHAPE).numel() / 2**20
     crossing = sum(hop.nbytes for hop in plan.transfers if host_of[hop.src] != host_of[hop.dst]) / 2**20
-    ax.text(0.93, 2.35, "source mesh 1 x 2\nShard(0) over 2 ranks", ha="center", fontsize=10, weight="bold")
-    ax.text(
-        RIGHT + 1.5,
-        3.05,
-        "destination mesh 2 x 3: Replicate, Replicate",
-        ha="center",
-        fontsize=10,
-        weight="bold",
+    titles = {
+        (0.93, 2.35): "source mesh 1 x 2\nShard(0) over 2 ranks",
+        (RIGHT + 1.5, 3.05): "destination mesh 2 x 3: Replicate, Replicate",
+    }
+    for (x, y), title in titles.items():
+        ax.text(x, y, title, ha="center", fontsize=10, weight="bold")
+    caption = (
+        f"{plan.strategy}: {mib:.0f} MiB to 6 ranks, of which {crossing:.0f} MiB cross the network (black) "
+        f"and the rest stays inside hosts (grey).\nPredicted {1e3 * plan.makespan:.1f} ms at 10 Gbit/s per host, "
+        f"{plan.makespan / plan.lower_bound:.3f} x the time that no plan can beat."
     )
-    ax.text(
-        3.3, -0.62,
-        f"{plan.strategy}: {gib:.0f} MiB to 6 ranks, of which {crossing:.0f} MiB cross the network (black) and the rest stays inside "
-        f"hosts (grey).\nPredicted {1e3 * plan.makespan:.1f} ms at 10 Gbit/s per host, {plan.makespan / plan.lower_bound:.3f} x the "
-        "time that no plan can beat.",
-        ha="center", va="center", fontsize=8.5, color="#333333",
-    )  # fmt: skip
+    ax.text(3.3, -0.62, caption, ha="center", va="center", fontsize=8.5, color="#333333")
     ax.set_xlim(-0.4, 7.4)
     ax.set_ylim(-0.85, 3.25)
     ax.set_aspect("equal")

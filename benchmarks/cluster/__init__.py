@@ -1,4 +1,4 @@
-"""An emulated cluster on one Linux machine: a network namespace for each host, links shaped to a chosen rate."""
+"""An emulated cluster on one Linux machine: a network namespace for each host, links of a chosen rate."""
 
 from .launch import Rank, run_ranks
 from .network import Cluster, ClusterError, remove_stale

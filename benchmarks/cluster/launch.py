@@ -32,8 +32,8 @@ def run_ranks(
 ) -> str:
     """Runs `command` on every rank (host by host, ranks_per_host each) and returns rank 0's standard output.
 
-    Ends all ranks as soon as one fails or `limit` seconds have passed, and raises ClusterError with the output of the first
-    rank that failed.
+    Ends all ranks as soon as one fails or `limit` seconds have passed, and raises ClusterError with the
+    output of the first rank that failed.
     """
     ranks = [Rank(h * ranks_per_host + i, h, i) for h in range(cluster.hosts) for i in range(ranks_per_host)]
     world = len(ranks)

@@ -1,6 +1,6 @@
-"""Hosts as network namespaces: one veth pair per host to a bridge, shaped by token buckets in both directions.
+"""Hosts as network namespaces: one veth pair per host to a bridge, shaped by token buckets both ways.
 
-Every name starts with `mc` and the pid of the owner, so that what a killed owner left behind can be found and removed.
+Every name starts with `mc` and the pid of the owner, so that what a killed owner left behind can be found.
 """
 
 from __future__ import annotations
