@@ -5,7 +5,8 @@
 // The files of this folder are the only ones that know Python. Each adds its part of the module _C.
 namespace meshcast {
 
-// meshcast::Error and its kinds become the classes of meshcast.errors, also where they pass through torch's bindings.
+// meshcast::Error and its kinds become the classes of meshcast.errors, also where they pass through torch's
+// bindings.
 void bind_errors(pybind11::module_& m);
 
 // Layouts, topologies and plans. Includes no torch header, so that it compiles in seconds.

@@ -43,8 +43,8 @@ void raise(const Error& error) {
   try {
     py::object type = py::module_::import("meshcast.errors").attr(class_name(error.kind()));
     // A peer's message may carry bytes that are not UTF-8; losing the error for that would be worse.
-    py::str message = py::reinterpret_steal<py::str>(
-        PyUnicode_DecodeUTF8(error.what(), static_cast<py::ssize_t>(std::char_traits<char>::length(error.what())), "replace"));
+    py::str message = py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(
+        error.what(), static_cast<py::ssize_t>(std::char_traits<char>::length(error.what())), "replace"));
     py::object instance = type(message, **fields_of(error));
     PyErr_SetObject(type.ptr(), instance.ptr());
   } catch (const py::error_already_set&) {
@@ -56,7 +56,8 @@ void raise(const Error& error) {
 }  // namespace
 
 void bind_errors(py::module_&) {
-  // Registered with the pybind11 internals that torch shares, hence also asked when the error leaves Work.wait().
+  // Registered with the pybind11 internals that torch shares, hence also asked when the error leaves
+  // Work.wait().
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);

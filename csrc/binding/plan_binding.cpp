@@ -1,8 +1,8 @@
-#include <pybind11/stl.h>
-
 #include <cstring>
 #include <memory>
 #include <tuple>
+
+#include <pybind11/stl.h>
 
 #include "binding/bind.h"
 #include "binding/plan_figures.h"
@@ -14,7 +14,8 @@ namespace py = pybind11;
 namespace meshcast {
 namespace {
 
-using PlacementTuple = std::tuple<std::string, int, int64_t, std::string>;  // kind, dim, split factor, reduce op
+using PlacementTuple =
+    std::tuple<std::string, int, int64_t, std::string>;  // kind, dim, split factor, reduce op
 using HostTuple = std::tuple<std::vector<int32_t>, std::vector<std::pair<int64_t, int64_t>>, int64_t>;
 using ProblemTuple = std::tuple<std::vector<int64_t>, int64_t, Layout, Layout>;
 
@@ -28,11 +29,13 @@ Placement placement_from(const PlacementTuple& tuple) {
 }
 
 // Ranks arrive as int32 bytes: a mesh of thousands of ranks crosses in one copy.
-Layout layout_from(std::vector<int64_t> mesh_shape, const py::bytes& ranks, const std::vector<PlacementTuple>& placements) {
+Layout layout_from(std::vector<int64_t> mesh_shape, const py::bytes& ranks,
+                   const std::vector<PlacementTuple>& placements) {
   Layout layout;
   layout.mesh.shape = std::move(mesh_shape);
   const std::string_view raw = ranks;
-  if (raw.size() % sizeof(int32_t) != 0) throw LayoutError("ranks: " + std::to_string(raw.size()) + " bytes are no int32 values");
+  if (raw.size() % sizeof(int32_t) != 0)
+    throw LayoutError("ranks: " + std::to_string(raw.size()) + " bytes are no int32 values");
   layout.mesh.ranks.resize(raw.size() / sizeof(int32_t));
   std::memcpy(layout.mesh.ranks.data(), raw.data(), layout.mesh.ranks.size() * sizeof(int32_t));
   for (const PlacementTuple& tuple : placements) layout.placements.push_back(placement_from(tuple));
@@ -42,7 +45,8 @@ Layout layout_from(std::vector<int64_t> mesh_shape, const py::bytes& ranks, cons
 py::tuple box_tuple(const Box& box) {
   py::tuple out(static_cast<size_t>(box.ndim));
   for (int d = 0; d < box.ndim; ++d) {
-    out[static_cast<size_t>(d)] = py::make_tuple(box.lo[static_cast<size_t>(d)], box.hi[static_cast<size_t>(d)]);
+    out[static_cast<size_t>(d)] =
+        py::make_tuple(box.lo[static_cast<size_t>(d)], box.hi[static_cast<size_t>(d)]);
   }
   return out;
 }
@@ -85,10 +89,12 @@ std::vector<HostTuple> hosts_of(const Topology& topology) {
   return out;
 }
 
-std::shared_ptr<Plan> plan_from(const std::vector<ProblemTuple>& tuples, const Topology& topology, const std::string& strategy,
-                                const std::string& balance, int64_t chunk_bytes, uint64_t seed) {
+std::shared_ptr<Plan> plan_from(const std::vector<ProblemTuple>& tuples, const Topology& topology,
+                                const std::string& strategy, const std::string& balance, int64_t chunk_bytes,
+                                uint64_t seed) {
   std::vector<Problem> problems;
-  for (const auto& [shape, element_bytes, src, dst] : tuples) problems.push_back(Problem{shape, element_bytes, src, dst});
+  for (const auto& [shape, element_bytes, src, dst] : tuples)
+    problems.push_back(Problem{shape, element_bytes, src, dst});
   const PlanOptions options{parse_strategy(strategy), parse_balance(balance), chunk_bytes, seed};
   const py::gil_scoped_release release;
   return std::make_shared<Plan>(make_plan(problems, topology, options));
@@ -108,11 +114,16 @@ struct Column {
 template <typename Row, typename Field>
 Column column_of(std::shared_ptr<Plan> plan, const std::vector<Row>& rows, Field Row::*field) {
   // Enums travel as the integer below them.
-  using Value = typename std::conditional_t<std::is_enum_v<Field>, std::underlying_type<Field>, std::type_identity<Field>>::type;
+  using Value = typename std::conditional_t<std::is_enum_v<Field>, std::underlying_type<Field>,
+                                            std::type_identity<Field>>::type;
   static const Row none{};
   const void* first = rows.empty() ? &(none.*field) : &(rows.front().*field);
-  return Column{std::move(plan), first, sizeof(Value), py::format_descriptor<Value>::format(),
-                static_cast<py::ssize_t>(rows.size()), sizeof(Row)};
+  return Column{std::move(plan),
+                first,
+                sizeof(Value),
+                py::format_descriptor<Value>::format(),
+                static_cast<py::ssize_t>(rows.size()),
+                sizeof(Row)};
 }
 
 Column column(std::shared_ptr<Plan> plan, const std::string& name) {
@@ -154,14 +165,16 @@ py::tuple hop_tuple(const Plan& plan, int64_t index) {
   const Hop& hop = at(plan.hops, index);
   const HopTime& time = at(plan.times, index);
   const int32_t piece = at(plan.chunks, hop.chunk).piece_begin;
-  return py::make_tuple(hop.src, hop.dst, piece, hop.after, reduce_name(hop.reduce), hop.last_reduce, time.start_ns, time.finish_ns);
+  return py::make_tuple(hop.src, hop.dst, piece, hop.after, reduce_name(hop.reduce), hop.last_reduce,
+                        time.start_ns, time.finish_ns);
 }
 
 // (tensor, box, nbytes, holders, receivers, reduce or None, contribution of each holder)
 py::tuple task_tuple(const Plan& plan, int64_t index) {
   const Task& task = at(plan.tasks, index);
   return py::make_tuple(task.tensor, box_tuple(task.box), task.nbytes, py::tuple(py::cast(task.holders)),
-                        py::tuple(py::cast(task.receivers)), reduce_name(task.reduce), py::tuple(py::cast(task.contribution)));
+                        py::tuple(py::cast(task.receivers)), reduce_name(task.reduce),
+                        py::tuple(py::cast(task.contribution)));
 }
 
 // (rank, tensor, box)
@@ -180,19 +193,20 @@ void bind_plan(py::module_& m) {
 
   py::class_<Topology>(m, "Topology")
       .def(py::init(&topology_from), py::arg("hosts"), py::arg("latency_ns"))
-      .def_static("uniform", &uniform_topology, py::arg("max_rank"), py::arg("ranks_per_host"), py::arg("nic_rate"),
-                  py::arg("nics_per_host"), py::arg("local_rate"), py::arg("latency_ns"))
+      .def_static("uniform", &uniform_topology, py::arg("max_rank"), py::arg("ranks_per_host"),
+                  py::arg("nic_rate"), py::arg("nics_per_host"), py::arg("local_rate"), py::arg("latency_ns"))
       .def_property_readonly("hosts", &hosts_of)
       .def_readonly("latency_ns", &Topology::latency_ns)
       .def("host_index", &host_index, py::arg("ranks"));
 
   py::class_<Column>(m, "Column", py::buffer_protocol()).def_buffer([](Column& c) {
-    return py::buffer_info(const_cast<void*>(c.first), c.itemsize, c.format, 1, {c.count}, {c.stride}, /*readonly=*/true);
+    return py::buffer_info(const_cast<void*>(c.first), c.itemsize, c.format, 1, {c.count}, {c.stride},
+                           /*readonly=*/true);
   });
 
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
-      .def(py::init(&plan_from), py::arg("problems"), py::arg("topology"), py::arg("strategy"), py::arg("balance"),
-           py::arg("chunk_bytes"), py::arg("seed"))
+      .def(py::init(&plan_from), py::arg("problems"), py::arg("topology"), py::arg("strategy"),
+           py::arg("balance"), py::arg("chunk_bytes"), py::arg("seed"))
       .def_property_readonly("strategy", [](const Plan& plan) { return to_string(plan.strategy); })
       .def_readonly("hash", &Plan::hash)
       .def_readonly("makespan_ns", &Plan::makespan_ns)

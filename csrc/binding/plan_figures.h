@@ -12,7 +12,8 @@ namespace meshcast {
 // Bytes (sent, received) by each of plan.ranks, in that order.
 std::vector<std::pair<int64_t, int64_t>> rank_traffic(const Plan& plan);
 
-// Bytes (out, in) through the NICs of each host of plan.topology, in that order. Hops inside a host touch no NIC.
+// Bytes (out, in) through the NICs of each host of plan.topology, in that order. Hops inside a host touch no
+// NIC.
 std::vector<std::pair<int64_t, int64_t>> nic_traffic(const Plan& plan);
 
 // Most bytes of packed messages that `rank` holds at one time of the simulated timeline. A message is packed

@@ -103,6 +103,6 @@ def test_an_unsound_plan_is_caught() -> None:
 def test_partial_destinations_are_refused() -> None:
     with pytest.raises(LayoutError, match="Partial"):
         meshcast.plan((4,), "float32", Layout([0, 1], [Shard(0)]), Layout([0, 1], [Partial()]))
+    mixed = Layout([[0, 1], [2, 3]], [Partial("sum"), Partial("max")])
     with pytest.raises(LayoutError, match="mixes Partial"):
-        mixed = Layout([[0, 1], [2, 3]], [Partial("sum"), Partial("max")])
         meshcast.plan((4,), "float32", mixed, Layout([0, 1], [Shard(0)]))
