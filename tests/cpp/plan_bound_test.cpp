@@ -1,0 +1,66 @@
+#include "plan/bound.h"
+
+#include "catch.h"
+#include "plan_cases.h"
+
+using namespace meshcast;
+using namespace meshcast::testing;
+
+namespace {
+
+// Hosts of `per_host` ranks, 1 byte/ns per NIC, no latency, so that a bound is a number of bytes.
+Plan bytes_plan(int64_t n, Layout src, Layout dst, int64_t per_host, int64_t nics = 1, int64_t local = 1000) {
+  const int32_t last = std::max(src.mesh.ranks.back(), dst.mesh.ranks.back());
+  const Topology topology = uniform_topology(last, per_host, 1'000'000'000, nics, local * 1'000'000'000, 0);
+  return make_plan({{{n}, 1, std::move(src), std::move(dst)}}, topology, {Strategy::Multicast, Balance::None, n / 100, 0});
+}
+
+}  // namespace
+
+TEST_CASE("the bound of one sender is one emission, whoever forwards", "[plan]") {
+  CHECK(bytes_plan(6000, layout({1}, 0, {kReplicate}), layout({1}, 1, {kReplicate}), 1).lower_bound_ns == 6000);
+  CHECK(bytes_plan(6000, layout({1}, 0, {kReplicate}), layout({5}, 1, {kReplicate}), 1).lower_bound_ns == 6000);
+}
+
+TEST_CASE("replicas of the source share what they send", "[plan]") {
+  // Two holders, one receiver host with two NICs: half through each.
+  const Plan two = bytes_plan(6000, layout({2}, 0, {kReplicate}), layout({2}, 2, {kReplicate}), 1);
+  CHECK(two.lower_bound_ns == 6000);  // each receiver takes in everything
+  const Plan wide = bytes_plan(6000, layout({4}, 0, {kReplicate}), layout({2}, 4, {shard(0)}), 2, 2);
+  CHECK(wide.lower_bound_ns == 3000);  // a half enters each of the two NICs
+}
+
+TEST_CASE("a host with several NICs takes in over those that its receivers use", "[plan]") {
+  CHECK(bytes_plan(6000, layout({2}, 0, {kReplicate}), layout({2}, 2, {kReplicate}), 2, 2).lower_bound_ns == 3000);
+  CHECK(bytes_plan(6000, layout({2}, 0, {kReplicate}), layout({1}, 2, {kReplicate}), 2, 2).lower_bound_ns == 6000);
+}
+
+TEST_CASE("outgoing lanes bind where senders hold different parts", "[plan]") {
+  // Rank 0 holds all rows, four receivers of a quarter each on hosts of their own: 6000 leave rank 0.
+  CHECK(bytes_plan(6000, layout({1}, 0, {kReplicate}), layout({4}, 1, {shard(0)}), 1).lower_bound_ns == 6000);
+  // An all-gather of four hosts: each takes in three quarters.
+  CHECK(bytes_plan(8000, layout({4}, 0, {shard(0)}), layout({4}, 0, {kReplicate}), 1).lower_bound_ns == 6000);
+}
+
+TEST_CASE("inside a host the local lanes bind", "[plan]") {
+  // One holder, three receivers on its host, 2 bytes/ns: a chain takes 3000.
+  CHECK(bytes_plan(6000, layout({1}, 0, {kReplicate}), layout({3}, 1, {kReplicate}), 4, 1, 2).lower_bound_ns == 3000);
+}
+
+TEST_CASE("reductions are bound by reduce-then-multicast", "[plan]") {
+  const Layout pending = layout({4}, 0, {partial(ReduceOp::Sum)});
+  // All-reduce of four hosts: 3 hops to the root and 3 back, shared by four NICs.
+  CHECK(bytes_plan(8000, pending, layout({4}, 0, {kReplicate}), 1).lower_bound_ns == 12000);
+  // To one other host: each of the four sends once.
+  CHECK(bytes_plan(8000, pending, layout({1}, 4, {kReplicate}), 1).lower_bound_ns == 8000);
+  // A host that has all values and needs the result takes nothing from the network.
+  const Plan inside = bytes_plan(8000, pending, layout({4}, 0, {kReplicate}), 4, 1, 8);
+  CHECK(inside.lower_bound_ns == 1500);
+}
+
+TEST_CASE("a plan that moves nothing has a bound and a makespan of zero", "[plan]") {
+  const Plan plan = bytes_plan(100, layout({2}, 0, {shard(0)}), layout({2}, 0, {shard(0)}), 1);
+  CHECK(plan.lower_bound_ns == 0);
+  CHECK(plan.makespan_ns == 0);
+  CHECK(plan.hops.empty());
+}
