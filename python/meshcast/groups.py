@@ -241,6 +241,7 @@ class ParentGroup:
         self.rank = dist.get_rank()
         self.timeout = _group_timeout(group)
         self.name = group.group_name
+        self.closed = False
         self.compiled: dict[Any, Any] = {}  # calls seen before, kept by reshard.py and local.py
         # Own connection: a wait in the store blocks every other user of the same connection.
         store: Any = c10d._get_process_group_store(group)
@@ -266,6 +267,7 @@ class ParentGroup:
         return group
 
     def close(self) -> None:
+        self.closed = True
         groups, self._groups = list(self._groups.values()), {}
         self.compiled.clear()
         for group in groups:
@@ -286,26 +288,20 @@ def parent_group(group: dist.ProcessGroup | None, op: str) -> ParentGroup:
     if not isinstance(key, dist.ProcessGroup):  # new_group gives a number to ranks outside
         raise LayoutError(f"{op}: group {group!r} is not a process group that this rank belongs to", op=op)
     known = _parents.get(key)
-    if known is not None:
+    if known is not None and not known.closed:
         return known
     with _parents_lock:
-        _forget_destroyed()
         if key not in c10d._world.pg_map:
             raise LayoutError(
                 f"{op}: group {group!r} is not a process group that this rank belongs to", op=op
             )
         parent = _parents.get(key)
-        if parent is None:
+        if parent is None or parent.closed:
             parent = _parents[key] = ParentGroup(key)
-            weakref.finalize(key, parent.close).atexit = False  # _close_all does it
+            # torch drops its store of a group when it destroys the group, but may keep the group itself.
+            weakref.finalize(c10d._get_process_group_store(key), parent.close).atexit = False
             _register_exit()
         return parent
-
-
-def _forget_destroyed() -> None:
-    """A destroyed group that somebody still holds a reference to was not finalized: end it here."""
-    for group in [group for group in _parents if group not in c10d._world.pg_map]:
-        _parents.pop(group).close()
 
 
 def _register_exit() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import meshcast
+from meshcast.groups import parent_group
 from meshcast.transfer import Transfer
 from multiproc.meshes import quiet_mesh, sharded, spread
 
@@ -145,10 +146,10 @@ def transfers(context) -> None:
 
 def cyclic_first_use(context) -> None:
     """Overlapping groups that ranks meet in different orders, all in flight: 0-1 and 1-2 and 2-0, each rank starting elsewhere."""
-    if context.rank == 3:
-        return
     pairs = [(0, 1), (1, 2), (2, 0)]
     group = _spare_of([0, 1, 2])
+    if context.rank == 3:
+        return
     started = {}
     for offset in range(3):
         source, target = pairs[(context.rank + offset) % 3]
@@ -193,11 +194,12 @@ def born_again(context) -> None:
     for life in range(2):
         context.wait_for_all(f"{life} used")
         begin = time.monotonic()
-        world = weakref.ref(dist.group.WORLD)
+        private = [weakref.ref(group) for group in parent_group(None, "test")._groups.values()]
+        assert private
         dist.destroy_process_group()
         gc.collect()
         assert time.monotonic() - begin < 5
-        assert world() is None, "something keeps the destroyed group alive, and with it its private groups"
+        assert [group() for group in private] == [None] * len(private), "private groups outlive their parent"
         try:
             meshcast.reshard(x, quiet_mesh_offline(), [Shard(0)])
         except meshcast.MeshcastError as error:
@@ -233,7 +235,7 @@ def _spare() -> dist.ProcessGroup:
 
 
 def _spare_of(ranks: list[int]) -> dist.ProcessGroup:
-    _groups.append(dist.new_group(ranks, use_local_synchronization=True))
+    _groups.append(dist.new_group(ranks))
     return _groups[-1]
 
 
