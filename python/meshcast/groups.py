@@ -123,12 +123,12 @@ class PrivateGroup:
         exactly once, so counting arrivals tells lives apart even where they share a store."""
         try:
             arrivals = int(self._store.add(f"{self.name}/arrivals", 1))
-            store = dist.PrefixStore(f"{self.name}/{(arrivals - 1) // len(self.ranks)}", self._store)
+            store: Any = dist.PrefixStore(f"{self.name}/{(arrivals - 1) // len(self.ranks)}", self._store)
             hosts = self._gather(store, deadline)
             self.topology = Topology.from_hosts(hosts)
             left = max(deadline - time.monotonic(), 0.001)
-            # Connecting waits in the store, and a wait locks out every other user of its connection: two groups
-            # that connect at once over one connection could wait for each other for ever.
+            # Connecting waits in the store, and a wait locks out every other user of its connection: two
+            # groups that connect at once over one connection could wait for each other for ever.
             inner = dist.ProcessGroupGloo(
                 dist.PrefixStore("gloo", store.clone()),
                 self.ranks.index(self.rank),
