@@ -113,7 +113,8 @@ def main(path: str) -> None:
         ax.text(x, y, title, ha="center", fontsize=10, weight="bold")
     caption = (
         f"{plan.strategy}: {mib:.0f} MiB to 6 ranks, of which {crossing:.0f} MiB cross the network (black) "
-        f"and the rest stays inside hosts (grey).\nPredicted {1e3 * plan.makespan:.1f} ms at 10 Gbit/s per host, "
+        "and the rest stays inside hosts (grey).\n"
+        f"Predicted {1e3 * plan.makespan:.1f} ms at 10 Gbit/s per host, "
         f"{plan.makespan / plan.lower_bound:.3f} x the time that no plan can beat."
     )
     ax.text(3.3, -0.62, caption, ha="center", va="center", fontsize=8.5, color="#333333")

@@ -50,9 +50,8 @@ struct RunLabel {
 };
 
 // 31 bits that gloo offers: direction 1, slot 10, run 8, hop 12. Runs that disagree differ in slot, so their
-// messages can never match: gloo aborts the process when a message is larger than its buffer.
-// A channel keeps far fewer than 4096 hops in flight and a slot at most kMaxRunsInFlight runs.
-inline constexpr int32_t kMaxRunsInFlight = 256;
+// messages can never match: gloo aborts the process when a message is larger than its buffer. Run and hop may
+// wrap around: a channel only ever has kWindow consecutive messages posted.
 inline int32_t message_tag(const RunLabel& label, int32_t hop_index) {
   return (label.reverse ? 1 << 30 : 0) | ((label.slot & 0x3FF) << 20) | ((label.number & 0xFF) << 12) |
          (hop_index & 0xFFF);
