@@ -182,6 +182,28 @@ def an_unused_parameter_keeps_no_gradient(_) -> None:
     assert all(p.grad is not None for name, p in module.named_parameters() if name != "unused")
 
 
+def a_parameter_that_some_ranks_do_not_use(_) -> None:
+    """The rank without rows skips a parameter; the sum over ranks must not wait for it, nor lose it."""
+    here = place([[0, 1, 2]])
+    if here is None:
+        return
+
+    class Choosy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(2)
+            self.often, self.always = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.always(self.often(x) if len(x) else x)
+
+    reference, mine = Choosy(), Choosy()
+    x, y = batch(8)
+    train_alone(reference, x, y, 2)
+    schedule_of("1F1B", here, mine, 1, 2).step(x, target=y)
+    assert largest_difference(mine, reference) <= 1e-12
+
+
 def an_input_that_is_not_used_sends_zeros(_) -> None:
     here = place([[0], [1]])
     if here is None:
@@ -324,6 +346,7 @@ CASES = [
     one_rank_per_stage_is_bit_equal,
     gradients_accumulate_over_steps,
     an_unused_parameter_keeps_no_gradient,
+    a_parameter_that_some_ranks_do_not_use,
     an_input_that_is_not_used_sends_zeros,
     tensor_parallel_stage,
     dtensor_activations,

@@ -80,11 +80,7 @@ class Runtime:
                 raise self._named(action, cause) from cause
             if action.kind.is_compute:
                 self.trace.add(str(action), "compute", begin, time.perf_counter())
-        for action, begin, handle in self._sends:
-            handle.wait()
-            self.trace.add(str(action), "transfer", begin, begin + handle.stats.seconds)
-            self.bytes_sent += handle.stats.bytes_sent
-        self._sends.clear()
+        self._settle_sends(wait=True)
 
     def abort(self, reason: str) -> None:
         """Makes all ranks that share a lane with this one fail with this reason."""
@@ -212,8 +208,21 @@ class Runtime:
             del self._gradients[action.microbatch]
 
     def _send(self, action: Action, lane: Lane, tensors: Sequence[torch.Tensor]) -> None:
+        self._settle_sends(wait=False)
         begin = time.perf_counter()
         self._sends.append((action, begin, lane.send(tensors, self._timeout)))
+
+    def _settle_sends(self, *, wait: bool) -> None:
+        """Lets go of values that have been sent, so that a step holds no more of them than are in flight."""
+        flying = []
+        for action, begin, handle in self._sends:
+            if not wait and not handle.is_completed():
+                flying.append((action, begin, handle))
+                continue
+            handle.wait()
+            self.trace.add(str(action), "transfer", begin, begin + handle.stats.seconds)
+            self.bytes_sent += handle.stats.bytes_sent
+        self._sends = flying
 
     def _lane(self, action: Action) -> Lane | None:
         """None for gradients of a link whose values need none."""

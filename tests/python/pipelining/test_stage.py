@@ -1,0 +1,236 @@
+"""What a stage and a schedule promise without a second process: signatures, layouts, shapes, batches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.pipelining as theirs
+from meshcast import Layout
+from meshcast.errors import AbortedError, LayoutError, MeshcastError
+from meshcast.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleEager1F1B,
+    ScheduleGPipe,
+    get_schedule_class,
+)
+from meshcast.pipelining.layouts import (
+    StageMesh,
+    ValuePlacements,
+    batch_dims,
+    gradient_placements,
+    local_shard,
+)
+from meshcast.pipelining.shapes import LocalValue, global_shape, infer_outputs
+from meshcast.pipelining.wire import decode_layout, decode_value, encode_layout, encode_value
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, _StridedShard
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        (PipelineStage.__init__, theirs.PipelineStage.__init__),
+        (ScheduleGPipe.__init__, theirs.ScheduleGPipe.__init__),
+        (Schedule1F1B.__init__, theirs.Schedule1F1B.__init__),
+        (ScheduleEager1F1B.__init__, theirs.Schedule1F1B.__init__),
+        (Schedule1F1B.step, theirs.Schedule1F1B.step),
+        (Schedule1F1B.eval, theirs.Schedule1F1B.eval),
+    ],
+)
+def test_parameters_of_torch_come_first(ours: object, torchs: object) -> None:
+    """Names, order, kinds and defaults of the installed release; what is added is keyword-only."""
+    mine = inspect.signature(ours).parameters
+    for position, (name, parameter) in enumerate(inspect.signature(torchs).parameters.items()):
+        assert name in mine, f"torch has {name}"
+        assert mine[name].default == parameter.default
+        assert mine[name].kind == parameter.kind
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            assert list(mine)[position] == name
+    added = set(mine) - set(inspect.signature(torchs).parameters)
+    assert all(mine[name].kind is inspect.Parameter.KEYWORD_ONLY for name in added)
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [("1F1B", Schedule1F1B), ("schedulegpipe", ScheduleGPipe), ("EAGER1F1B", ScheduleEager1F1B)],
+)
+def test_classes_by_name(name: str, cls: type) -> None:
+    assert get_schedule_class(name) is cls
+
+
+def test_an_unknown_class_lists_the_known_ones() -> None:
+    with pytest.raises(LayoutError, match="GPipe, 1F1B, Eager1F1B"):
+        get_schedule_class("DualPipeV")
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_stage_alone() -> None:
+    torch.manual_seed(0)
+    module, x, y = nn.Linear(3, 2), torch.randn(6, 3), torch.randn(6, 2)
+    expected = nn.functional.mse_loss(module(x), y)
+    gradients = torch.autograd.grad(expected, list(module.parameters()))
+    schedule = Schedule1F1B(PipelineStage(module, 0, 1, CPU), 3, loss_fn=nn.functional.mse_loss)
+    losses: list[torch.Tensor] = []
+    output = schedule.step(x, target=y, losses=losses)
+    torch.testing.assert_close(output, module(x))
+    torch.testing.assert_close(torch.stack(losses).mean(), expected.detach())
+    torch.testing.assert_close([p.grad for p in module.parameters()], list(gradients))
+    assert schedule.bytes_sent == 0
+    assert [str(action) for action in schedule.actions[0]] == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_training_without_gradients_is_refused() -> None:
+    schedule = Schedule1F1B(PipelineStage(nn.Linear(3, 2), 0, 1, CPU), 2, loss_fn=nn.functional.mse_loss)
+    with torch.no_grad(), pytest.raises(MeshcastError, match="use eval"):
+        schedule.step(torch.ones(4, 3), target=torch.ones(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [(7, "2 micro-batches do not divide dimension 0"), (0, "2 micro-batches do not divide")],
+)
+@pytest.mark.usefixtures("alone")
+def test_a_batch_that_does_not_divide(rows: int, message: str) -> None:
+    schedule = Schedule1F1B(PipelineStage(nn.Linear(3, 2), 0, 1, CPU), 2)
+    with pytest.raises(LayoutError, match=message):
+        schedule.step(torch.ones(rows, 3))
+    with pytest.raises(AbortedError, match=message):
+        schedule.step(torch.ones(4, 3))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_closed_schedule_says_so() -> None:
+    schedule = Schedule1F1B(PipelineStage(nn.Linear(3, 2), 0, 1, CPU), 2)
+    schedule.step(torch.ones(4, 3))
+    schedule.close()
+    with pytest.raises(AbortedError, match="closed"):
+        schedule.step(torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("size", range(9))
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_local_shards_follow_torch_chunk(size: int, parts: int) -> None:
+    whole = torch.arange(2 * size).reshape(2, size)
+    chunks = [*whole.chunk(parts, dim=1), *[whole[:, :0]] * parts][:parts] if size else [whole] * parts
+    for rank in range(parts):
+        mesh = StageMesh(torch.arange(parts), rank)
+        assert torch.equal(local_shard(whole, mesh, (Shard(1),)), chunks[rank])
+        assert torch.equal(local_shard(whole, mesh, (Replicate(),)), whole)
+
+
+def test_local_shards_on_two_dimensions() -> None:
+    whole = torch.arange(24).reshape(6, 4)
+    mesh = StageMesh(torch.arange(6).reshape(3, 2), 5)
+    assert torch.equal(local_shard(whole, mesh, (Shard(0), Shard(1))), whole[4:, 2:])
+    assert torch.equal(local_shard(whole, mesh, (Shard(0), Shard(0))), whole[5:])
+    with pytest.raises(LayoutError, match="Shard and Replicate"):
+        local_shard(whole, mesh, (Partial(), Replicate()))
+
+
+def test_batch_dimensions_are_those_that_split_samples() -> None:
+    mesh = StageMesh(torch.arange(4).reshape(2, 2), 0)
+    assert batch_dims(ValuePlacements("in", None, mesh)) == [0]
+    assert batch_dims(ValuePlacements("in", [Replicate(), Shard(1)], mesh)) == []
+    assert batch_dims(ValuePlacements("in", [[Replicate(), Shard(0)], [Shard(0), Replicate()]], mesh)) == [
+        0,
+        1,
+    ]
+
+
+def test_gradients_of_pending_sums_are_whole() -> None:
+    assert gradient_placements((Partial("sum"), Shard(1))) == (Replicate(), Shard(1))
+    with pytest.raises(LayoutError, match="Partial"):
+        gradient_placements((Partial("max"),))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements", "shape"),
+    [
+        ([0, 1, 2], [Shard(0)], (4, 5)),
+        ([0, 1, 2], [Shard(1)], (4, 2)),
+        ([[0, 1], [2, 3]], [Shard(0), Shard(0)], (7, 3)),
+        ([[0, 1], [2, 3]], [Shard(1), Replicate()], (2, 3)),
+        ([[0, 1, 2], [3, 4, 5]], [Shard(-1), Shard(0)], (5, 3)),
+        ([3, 1], [Partial("sum")], (2, 2)),
+        ([[0, 1], [2, 3]], [_StridedShard(0, split_factor=2), Shard(0)], (8, 2)),
+    ],
+)
+def test_the_global_shape_from_local_ones(mesh: list, placements: list, shape: tuple[int, ...]) -> None:
+    layout = Layout(mesh, placements)
+    assert global_shape(layout, layout.local_shapes(shape), "value") == shape
+    assert decode_layout(encode_layout(layout)) == layout
+
+
+def test_shards_that_no_layout_has_are_refused() -> None:
+    layout = Layout([0, 1, 2], [Shard(0)])
+    with pytest.raises(
+        LayoutError, match=r"value: .* rank 1 has a local shape of \(1,\).* \(2,\) there"
+    ) as caught:
+        global_shape(layout, {0: (2,), 1: (1,), 2: (1,)}, "value")
+    assert caught.value.rank == 1
+
+
+def test_values_survive_the_wire() -> None:
+    layout = Layout([[0, 1], [2, 3]], [Shard(1), Partial("sum")])
+    value = LocalValue((2, 0, 5), torch.bfloat16, True)
+    assert decode_value(encode_value(value, layout)) == (value, layout)
+
+
+class Counting(nn.Module):
+    """Would show if shape inference ran for real: it has a buffer and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.drop(self.norm(x))
+        return y, (y > 0).sum(1)
+
+
+def test_inference_of_shapes_changes_nothing() -> None:
+    module = Counting()
+    mean, random_state = module.norm.running_mean.clone(), torch.get_rng_state()
+    outputs = infer_outputs(module, [torch.ones(3, 4)], {}, with_grad=True, what="stage 0")
+    assert outputs == [LocalValue((3, 4), torch.float32, True), LocalValue((3,), torch.int64, False)]
+    assert torch.equal(module.norm.running_mean, mean)
+    assert int(module.norm.num_batches_tracked) == 0
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_a_module_that_needs_data_says_what_to_do() -> None:
+    class Greedy(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[: int(x.sum().item())]
+
+    with pytest.raises(LayoutError, match="give output_args"):
+        infer_outputs(Greedy(), [torch.ones(3)], {}, with_grad=False, what="stage 0")
+    with pytest.raises(LayoutError, match=r"must be tensors, found \['int'\]"):
+        infer_outputs(_Returns([3]), [torch.ones(3)], {}, with_grad=False, what="stage 0")
+
+
+class _Returns(nn.Module):
+    def __init__(self, value: object) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, _: torch.Tensor) -> object:
+        return self.value
