@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from .errors import LayoutError, MeshcastError
+from .errors import DeadlineExceededError, LayoutError, MeshcastError
 from .groups import Job, ParentGroup, PrivateGroup, parent_group, seconds
 from .handle import Handle, Launch
 from .plan import Plan, plan_many
@@ -225,7 +225,11 @@ class Transfer:
             core.reject(self._lane, ordinal, f"rank {self._group.rank}: {error}")
             raise
         self._descriptor = self._describe()
-        self._slot = core.agree(self._lane, ordinal, self._descriptor, max(launch.remaining(), 1e-3))
+        try:
+            self._slot = core.agree(self._lane, ordinal, self._descriptor, max(launch.remaining(), 1e-3))
+        except DeadlineExceededError as error:
+            core.abort(str(error))  # a rank is missing: the ranks no longer count calls alike
+            raise
 
     def _error_out(self, cause: Exception) -> None:
         # A transfer that was never agreed on is forgotten, so that the next attempt agrees anew on every
