@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 
 #include "plan/flow.h"
 
@@ -104,6 +105,8 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
   std::vector<int64_t> inside(hosts, 0);  // most bytes that one rank of a host could have to pass on
   std::vector<int64_t> local_only(static_cast<size_t>(network.rank_count()), 0);
   std::vector<int64_t> received(static_cast<size_t>(network.rank_count()), 0);
+  std::vector<__int128> copied(hosts, 0);  // bytes that its ranks must take in over local lanes
+  std::vector<std::set<int32_t>> receiving(hosts);
   std::vector<LaneItem> reducing;
   std::vector<char> seen(static_cast<size_t>(network.nic_count()), 0);
   for (int32_t r = 0; r < network.rank_count(); ++r) {
@@ -124,7 +127,10 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
       const auto host = static_cast<size_t>(parties.receivers[p].host);
       if (parties.remote(p)) input[host].mandatory += bundles[b].nbytes;
       if (!parties.remote(p) || parties.receivers[p].ranks.size() > 1) inside[host] += bundles[b].nbytes;
+      const auto copies = static_cast<int64_t>(parties.receivers[p].ranks.size()) - parties.remote(p);
+      copied[host] += static_cast<__int128>(bundles[b].nbytes) * copies;
       for (const int32_t r : parties.receivers[p].ranks) {
+        receiving[host].insert(r);
         received[static_cast<size_t>(r)] += bundles[b].nbytes;
         if (!parties.remote(p)) local_only[static_cast<size_t>(r)] += bundles[b].nbytes;
       }
@@ -174,6 +180,9 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
     local_rate[static_cast<size_t>(network.host(r))] = network.lane_rate(network.local_out(r));
   }
   for (size_t h = 0; h < hosts; ++h) {
+    if (copied[h] > 0) {
+      bound = std::max(bound, ceil_time(copied[h], static_cast<__int128>(local_rate[h]) * static_cast<int64_t>(receiving[h].size())));
+    }
     // Where half the time is enough for one rank to pass on everything, the order inside the host is free.
     out.hot_hosts[h] = inside[h] > 0 && ceil_time(inside[h], local_rate[h]) > bound / 2;
   }

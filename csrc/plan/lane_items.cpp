@@ -292,6 +292,44 @@ void append_reduce_items(int32_t bundle, int64_t nbytes, const Task& task, const
   out->push_back(item);
 }
 
+void prefer_emitters(const Network& network, int64_t level, std::vector<LaneItem>* items) {
+  std::vector<int64_t> load(static_cast<size_t>(network.lane_count()), 0);
+  for (const LaneItem& item : *items) {
+    for (size_t k = 0; k < item.lanes.size(); ++k) load[static_cast<size_t>(item.lanes[k])] += item.share[k];
+  }
+  for (LaneItem& item : *items) {
+    const auto emitters = static_cast<size_t>(item.emitters);
+    int64_t relayed = 0;
+    for (size_t k = emitters; k < item.lanes.size(); ++k) relayed += item.share[k];
+    if (relayed == 0) continue;
+    __int128 room = 0;  // of all emitters up to the level
+    const auto room_of = [&](size_t k) {
+      const auto lane = item.lanes[k];
+      const auto most = static_cast<int64_t>(static_cast<__int128>(level) * network.lane_rate(lane) / 1000000000);
+      return std::max<int64_t>(0, most - load[static_cast<size_t>(lane)]);
+    };
+    for (size_t k = 0; k < emitters; ++k) room += room_of(k);
+    if (room == 0) continue;
+    const auto moved = static_cast<int64_t>(std::min<__int128>(room, relayed));
+    int64_t left = moved;
+    for (size_t k = 0; k < emitters; ++k) {  // in proportion to the room, so that emitters stay level
+      const int64_t mine = k + 1 == emitters ? left : std::min(left, static_cast<int64_t>(room_of(k) * static_cast<__int128>(moved) / room));
+      item.share[k] += mine;
+      load[static_cast<size_t>(item.lanes[k])] += mine;
+      left -= mine;
+    }
+    left = moved;
+    for (size_t k = item.lanes.size(); k-- > emitters;) {  // all relays give in proportion to what they have
+      const int64_t share = item.share[k];
+      const int64_t mine = k == emitters ? std::min(left, share) : static_cast<int64_t>(static_cast<__int128>(share) * moved / relayed);
+      item.share[k] -= mine;
+      load[static_cast<size_t>(item.lanes[k])] -= mine;
+      left -= mine;
+    }
+    if (left > 0) item.share[0] -= left, load[static_cast<size_t>(item.lanes[0])] -= left;  // rounding: sums stay exact
+  }
+}
+
 int64_t balance_lanes(const Network& network, std::vector<LaneItem>* items) { return Balancer(network, items).run(); }
 
 }  // namespace meshcast

@@ -42,4 +42,8 @@ void append_reduce_items(int32_t bundle, int64_t nbytes, const Task& task, const
 // to the one balanced split. Returns the highest level, ns.
 int64_t balance_lanes(const Network& network, std::vector<LaneItem>* items);
 
+// Moves shares from relays to emitters while these stay below `level` ns: what holders send themselves arrives
+// sooner than what is forwarded. Expects balanced items.
+void prefer_emitters(const Network& network, int64_t level, std::vector<LaneItem>* items);
+
 }  // namespace meshcast

@@ -18,7 +18,8 @@ namespace {
 constexpr int64_t kSmallestChunk = 64 * 1024;
 constexpr int64_t kLargestChunk = 4096 * 1024;
 constexpr int64_t kMostHops = 300'000;  // of a plan whose chunk size is ours to choose
-constexpr int64_t kRetryHops = 60'000;  // a plan below that is quick to make again
+constexpr int64_t kLongChain = 16;      // hosts
+constexpr int64_t kRetryHops = 100'000;  // to be scheduled in search of a better plan, all attempts together
 
 std::vector<int32_t> all_ranks(const std::vector<Problem>& problems) {
   std::vector<int32_t> out;
@@ -188,29 +189,52 @@ class Best {
   bool empty_ = true;
 };
 
-// The same routes cut finer and scheduled by either rule, until the bound is near or hops get too many. A
-// finer cut fills the chains sooner.
-void try_multicast(Inputs in, const LaneDemand& lanes, bool fixed_chunk, Best* best) {
+// Several kinds of trees, scheduled by either rule, the chunks cut finer and finer (which fills the chains
+// sooner), until the bound is near or the hops get too many to try again.
+void try_multicast(Inputs in, const LaneDemand& balanced, bool fixed_chunk, Best* best) {
+  LaneDemand direct = balanced;
+  prefer_emitters(in.network, balanced.bound_ns / 10 * 9, &direct.items);
+  int64_t most_hosts = 0;
+  for (const Parties& parties : balanced.parties) most_hosts = std::max(most_hosts, parties.remote_hosts);
+  struct Attempt {
+    const LaneDemand* lanes;
+    TreeStyle style;
+  };
+  std::vector<Attempt> attempts{{&balanced, {1, true}}, {&balanced, {1, false}}, {&direct, {2, true}},
+                                {&direct, {1, false}},  {&balanced, {2, true}},  {&balanced, {3, false}}};
+  // Long chains take too long to fill: there, start with shallow trees.
+  if (most_hosts > kLongChain) std::swap(attempts[0], attempts[2]);
   const int64_t coarse = in.chunk_bytes;
+  int64_t spent = 0;  // hops scheduled so far
   for (const int64_t finer : {1, 2, 4, 8}) {
     in.chunk_bytes = std::max(coarse / finer, std::min(coarse, kSmallestChunk));
-    const bool again = finer > 1;
-    if (again && (fixed_chunk || in.chunk_bytes >= coarse ||
-                  count_hops(in.chunk_bytes, in.tasks, in.bundles) > kRetryHops)) {
-      return;
-    }
-    for (const bool steady : {true, false}) {
-      best->offer(Strategy::Multicast, draft_multicast(in, lanes, steady), in.network);
+    if (finer > 1 && (fixed_chunk || in.chunk_bytes >= coarse)) return;
+    const int64_t hops = count_hops(in.chunk_bytes, in.tasks, in.bundles);
+    for (const Attempt& attempt : attempts) {
+      if (spent > 0 && spent + hops > kRetryHops) return;
+      spent += hops;
+      best->offer(Strategy::Multicast, draft_multicast(in, *attempt.lanes, attempt.style), in.network);
       if (best->good()) return;
-      if (count_hops(in.chunk_bytes, in.tasks, in.bundles) > kRetryHops) return;
     }
   }
 }
 
-std::vector<Strategy> candidates(Strategy asked) {
+// The strategies to try, cheap ones first: a search among trees ends early where one of them is good.
+std::vector<Strategy> candidates(Strategy asked, const Inputs& in) {
   if (asked != Strategy::Auto) return {asked};
-  return {Strategy::Multicast, Strategy::Broadcast, Strategy::SendRecv, Strategy::LocalAllGather,
-          Strategy::GlobalAllGather};
+  std::vector<Strategy> out{Strategy::SendRecv, Strategy::Broadcast};
+  // The gathers cut a box into a part for every receiver and pass each part to all of them.
+  int64_t hops = 0;
+  for (const Bundle& bundle : in.bundles) {
+    const auto receivers = static_cast<int64_t>(in.lead(bundle).receivers.size());
+    hops += receivers * std::max(receivers, bundle.nbytes / in.chunk_bytes + 1);
+  }
+  if (hops <= kRetryHops) {
+    out.push_back(Strategy::LocalAllGather);
+    out.push_back(Strategy::GlobalAllGather);
+  }
+  out.push_back(Strategy::Multicast);
+  return out;
 }
 
 Draft make_draft(Strategy strategy, const Inputs& in) {
@@ -249,14 +273,15 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
   if (!bundles.empty()) {
     const int64_t chunk =
         options.chunk_bytes > 0 ? options.chunk_bytes : choose_chunk_bytes(plan.lower_bound_ns, network);
-    Inputs in{problems, plan.tasks, bundles, network, chunk, options.balance, options.seed};
+    const int64_t most = options.chunk_bytes > 0 ? kMaxHops / 2 : kMostHops;
+    const Inputs in{problems, plan.tasks,      bundles,     network, fit_chunk_bytes(chunk, plan.tasks, bundles, most),
+                    options.balance, options.seed};
     Best best(&plan);
-    for (const Strategy strategy : candidates(options.strategy)) {
-      in.chunk_bytes = fit_chunk_bytes(chunk, plan.tasks, bundles, options.chunk_bytes > 0 ? kMaxHops / 2 : kMostHops);
-      if (strategy == Strategy::Multicast) {
-        try_multicast(in, lanes, options.chunk_bytes > 0, &best);
-      } else {
+    for (const Strategy strategy : candidates(options.strategy, in)) {
+      if (strategy != Strategy::Multicast) {
         best.offer(strategy, make_draft(strategy, in), network);
+      } else if (!best.good()) {
+        try_multicast(in, lanes, options.chunk_bytes > 0, &best);
       }
     }
   }

@@ -8,6 +8,7 @@ namespace meshcast {
 namespace {
 
 constexpr int32_t kNone = -1;
+constexpr int kMostCandidates = 64;  // looked at when a lane falls free: bounds the work where all talk to all
 
 // The hops between one pair of lanes that may start as far as their data is concerned.
 struct Pair {
@@ -166,7 +167,13 @@ class ListScheduler {
 
   void start_all(Schedule* result) {
     for (const int32_t lane : freed_) {
-      for (const int32_t p : lanes_[static_cast<size_t>(lane)].waiting) candidates_.push_back(p);
+      int found = 0;
+      for (const int32_t p : lanes_[static_cast<size_t>(lane)].waiting) {
+        const Pair& pair = pairs_[static_cast<size_t>(p)];
+        if (!idle(pair.out) || !idle(pair.in)) continue;
+        candidates_.push_back(p);
+        if (++found == kMostCandidates) break;
+      }
     }
     freed_.clear();
     ranked_.clear();

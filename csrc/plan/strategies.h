@@ -36,8 +36,13 @@ Draft draft_global_all_gather(const Inputs& in);
 // in the paper (see solve_paper_order).
 Draft draft_broadcast(const Inputs& in);
 
-// Ours: every chunk takes a tree of its own, so that all NICs finish together (see TreeBuilder). `steady` asks
-// the scheduler to let all tasks advance at the same pace; without it the busiest lanes come first throughout.
-Draft draft_multicast(const Inputs& in, const LaneDemand& demand, bool steady);
+// Ours: every chunk takes a tree of its own, so that all NICs finish together (see TreeBuilder for `fan`).
+// `steady` asks the scheduler to let all tasks advance at the same pace; without it the busiest lanes come
+// first throughout.
+struct TreeStyle {
+  int64_t fan = 1;
+  bool steady = true;
+};
+Draft draft_multicast(const Inputs& in, const LaneDemand& demand, TreeStyle style);
 
 }  // namespace meshcast

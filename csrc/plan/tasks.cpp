@@ -10,7 +10,7 @@
 namespace meshcast {
 namespace {
 
-constexpr int64_t kMaxTasks = int64_t{1} << 20;
+constexpr int64_t kMaxTasks = int64_t{1} << 18;
 constexpr int64_t kMaxEntries = int64_t{1} << 26;     // holders, receivers and copies of all tasks: 256 MiB
 constexpr int64_t kMaxDeliveries = int64_t{1} << 20;  // (task, receiver) pairs: each is at least one hop
 

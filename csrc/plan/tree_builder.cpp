@@ -21,9 +21,10 @@ int32_t rank_on_nic(const std::vector<int32_t>& ranks, int32_t nic, int32_t bund
 
 }  // namespace
 
-TreeBuilder::TreeBuilder(const LaneDemand& demand, const Network& network)
+TreeBuilder::TreeBuilder(const LaneDemand& demand, const Network& network, int64_t fan)
     : demand_(demand),
       network_(network),
+      fan_(fan),
       by_bundle_(demand.parties.size()),
       credit_(static_cast<size_t>(network.lane_count()), 0),
       local_in_(static_cast<size_t>(network.rank_count()), 0),
@@ -81,10 +82,10 @@ const std::vector<int32_t>& TreeBuilder::pick(int32_t item, int64_t nbytes, int3
     if (it.share[k] > 0 || k == first) heap_.emplace_back(credit_[static_cast<size_t>(it.lanes[k])], -static_cast<int32_t>(k));
   }
   std::make_heap(heap_.begin(), heap_.end());
-  for (int64_t n = 1; n < it.copies; ++n) {
+  for (int64_t n = 1; n < it.copies;) {
     std::pop_heap(heap_.begin(), heap_.end());
     const auto k = static_cast<size_t>(-heap_.back().second);
-    take(k);
+    for (int64_t times = std::min(fan_, it.copies - n); times > 0; --times, ++n) take(k);
     heap_.back().first = credit_[static_cast<size_t>(it.lanes[k])];
     std::push_heap(heap_.begin(), heap_.end());
   }

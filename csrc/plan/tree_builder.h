@@ -15,7 +15,10 @@ namespace meshcast {
 // lanes within about one chunk of their share at every moment, not only at the end.
 class TreeBuilder {
  public:
-  TreeBuilder(const LaneDemand& demand, const Network& network);
+  // `fan`: how often a host that forwards a chunk sends it, as long as there are receivers left. With 1 the
+  // trees are chains wherever shares are equal; with 2 every host forwards every other chunk twice, which
+  // makes the same load in trees of logarithmic depth.
+  TreeBuilder(const LaneDemand& demand, const Network& network, int64_t fan);
 
   // The route of a chunk of `nbytes`. Hosts that forward come before those that do not, so the tree is as
   // shallow as the shares allow: with one sender it is a chain, with many it is nearly flat.
@@ -44,6 +47,7 @@ class TreeBuilder {
 
   const LaneDemand& demand_;
   const Network& network_;
+  const int64_t fan_;
   std::vector<BundleItems> by_bundle_;
   std::vector<int64_t> credit_;       // by lane, bytes
   std::vector<int64_t> local_in_;     // by rank, bytes so far, hot hosts only
