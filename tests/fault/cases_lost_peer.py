@@ -1,7 +1,8 @@
-"""A rank dies or freezes, before or in the middle of a transfer. What happens is set by the environment (see test_lost_peer.py).
+"""A rank dies or freezes, before or in the middle of a transfer. What happens is set by the environment (see
+test_lost_peer.py).
 
-Rank 0 holds a tensor, ranks 1 and 2 need all of it. All survivors must raise an error that names the lost rank, in time; a private
-group of survivors alone goes on; destroying the process group ends.
+Rank 0 holds a tensor, ranks 1 and 2 need all of it. All survivors must raise an error that names the lost
+rank, in time; a private group of survivors alone goes on; destroying the process group ends.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ import os
 import signal
 import time
 
+import meshcast
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate, Shard
-
-import meshcast
 from meshcast import DeadlineExceededError, MeshcastError, PeerLostError
 from multiproc.meshes import quiet_mesh, sharded
+from torch.distributed.tensor import Replicate, Shard
 
 GROUP_TIMEOUT = 60.0
 LEAVE_UP = True  # the case ends the group itself and takes the time
 
 VICTIM = int(os.environ["VICTIM"])  # -1: nobody, the control run
 FAULT = os.environ["FAULT"]  # killed, frozen
-MOMENT = os.environ["MOMENT"]  # middle, before (the plan is known), unagreed (before the first call with this plan)
+MOMENT = os.environ[
+    "MOMENT"
+]  # middle, before (the plan is known), unagreed (before the first call with this plan)
 LIMIT = float(os.environ["LIMIT"])  # of the call that meets the fault, seconds
 ROWS = 1 << 20  # times 64 floats: 256 MiB, some tenths of a second over loopback
 
@@ -33,7 +35,9 @@ def tensor(rows: int) -> torch.Tensor:
 
 
 def send(x, timeout: float, **kwargs):
-    return meshcast.reshard(x, quiet_mesh([1, 2]), [Replicate()], timeout=timeout, strategy="broadcast", **kwargs)
+    return meshcast.reshard(
+        x, quiet_mesh([1, 2]), [Replicate()], timeout=timeout, strategy="broadcast", **kwargs
+    )
 
 
 def lost_peer(context) -> dict:
@@ -70,7 +74,13 @@ def lost_peer(context) -> dict:
     begin = time.monotonic()
     dist.destroy_process_group()
     destroyed = time.monotonic() - begin
-    return {"error": type(error).__name__, "peer": error.peer, "elapsed": elapsed, "destroyed": destroyed, "text": str(error)}
+    return {
+        "error": type(error).__name__,
+        "peer": error.peer,
+        "elapsed": elapsed,
+        "destroyed": destroyed,
+        "text": str(error),
+    }
 
 
 def _failure(call) -> MeshcastError:

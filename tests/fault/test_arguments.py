@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from multiproc.harness import WorldResult, run_world
 
 pytestmark = pytest.mark.timeout(330)

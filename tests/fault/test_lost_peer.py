@@ -6,13 +6,14 @@ import signal
 from pathlib import Path
 
 import pytest
-
 from multiproc.harness import WorldResult, run_world
 
 pytestmark = pytest.mark.timeout(200)
 
 MODULE = Path(__file__).with_name("cases_lost_peer.py")
-DEATH = 2.0 + 3.0  # seconds in which a death must be seen; 2 on a machine of its own, more where cores are shared
+DEATH = (
+    2.0 + 3.0
+)  # seconds in which a death must be seen; 2 on a machine of its own, more where cores are shared
 SHORT = 4.0  # limit of a call that is to run into it; the others have much longer than they may take
 
 
@@ -49,7 +50,8 @@ def test_frozen(victim: int, moment: str) -> None:
 
 
 def test_killed_before_the_first_use_of_a_plan() -> None:
-    """The ranks agree on a new plan through the store, which does not tell who died: the deadline ends the wait."""
+    """The ranks agree on a new plan through the store, which does not tell who died: the deadline ends the
+    wait."""
     _check_deadline(_run(1, "killed", "unagreed", SHORT), 1)
 
 

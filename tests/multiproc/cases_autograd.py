@@ -1,4 +1,5 @@
-"""Gradients through reshard, in four processes: values against autograd in one process, order tokens, and what must raise."""
+"""Gradients through reshard, in four processes: values against autograd in one process, order tokens, and
+what must raise."""
 
 from __future__ import annotations
 
@@ -7,14 +8,13 @@ import gc
 import time
 import weakref
 
+import meshcast
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
-import meshcast
 from multiproc.meshes import sharded
 from multiproc.oracle import coordinates, cut
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 GROUP_TIMEOUT = 8.0
 _meshes: list[DeviceMesh] = []
@@ -45,10 +45,14 @@ def values(seed: int, *shape: int) -> torch.Tensor:
 
 
 def against_one_process(context) -> None:
-    """The gradient of a nonlinear loss behind a reshard equals that of the same loss in one process, for several layouts."""
+    """The gradient of a nonlinear loss behind a reshard equals that of the same loss in one process, for
+    several layouts."""
     a, b = meshes()
     pairs = [
-        ([Shard(0)], [Shard(1)]), ([Shard(1)], [Shard(1)]), ([Replicate()], [Shard(0)]), ([Shard(0)], [Replicate()]),
+        ([Shard(0)], [Shard(1)]),
+        ([Shard(1)], [Shard(1)]),
+        ([Replicate()], [Shard(0)]),
+        ([Shard(0)], [Replicate()]),
         ([Replicate()], [Replicate()]),
     ]
     for seed, (source, destination) in enumerate(pairs):
@@ -63,7 +67,8 @@ def against_one_process(context) -> None:
 
 
 def gradient_layouts(context) -> None:
-    """The incoming gradient may have another layout than the value: it is redistributed to grad_placements first."""
+    """The incoming gradient may have another layout than the value: it is redistributed to grad_placements
+    first."""
     a, b = meshes()
     full = values(3, 6, 6)
     single = full.clone().requires_grad_(True)
@@ -82,7 +87,9 @@ def partial_sources(context) -> None:
     full = values(4, 4, 3)
     for op, scale in (("sum", 1.0), ("avg", 0.5)):
         local = full * (context.rank + 1) if context.rank in (0, 1) else torch.empty(0)
-        x = DTensor.from_local(local, a, [Partial(op)], run_check=False, shape=full.shape, stride=full.stride())
+        x = DTensor.from_local(
+            local, a, [Partial(op)], run_check=False, shape=full.shape, stride=full.stride()
+        )
         x = x.detach().requires_grad_(True)
         y = meshcast.reshard(x, b, [Shard(0)])
         place = coordinates(b.mesh).get(context.rank)
@@ -90,8 +97,14 @@ def partial_sources(context) -> None:
             torch.testing.assert_close(y.to_local(), cut(full * 3 * scale, b.mesh.shape, place, [Shard(0)]))
         (y * 5).sum().backward()
         check_gradient(x, torch.full_like(full, 5 * scale), a, context.rank, [Replicate()])
-    refused = DTensor.from_local(torch.empty(4, 3), a, [Partial("max")], run_check=False, shape=(4, 3), stride=(3, 1))
-    _raises(meshcast.LayoutError, "no gradient", lambda: meshcast.reshard(refused.detach().requires_grad_(True), b, [Shard(0)]))
+    refused = DTensor.from_local(
+        torch.empty(4, 3), a, [Partial("max")], run_check=False, shape=(4, 3), stride=(3, 1)
+    )
+    _raises(
+        meshcast.LayoutError,
+        "no gradient",
+        lambda: meshcast.reshard(refused.detach().requires_grad_(True), b, [Shard(0)]),
+    )
 
 
 def spec_instead_of_shell(context) -> None:
@@ -99,7 +112,11 @@ def spec_instead_of_shell(context) -> None:
     a, b = meshes()
     full = values(5, 5, 2)
     inside = context.rank in (0, 1)
-    x = leaf(full, a, [Shard(0)], context.rank) if inside else meshcast.TensorSpec((5, 2), full.dtype, a, [Shard(0)], True)
+    x = (
+        leaf(full, a, [Shard(0)], context.rank)
+        if inside
+        else meshcast.TensorSpec((5, 2), full.dtype, a, [Shard(0)], True)
+    )
     y = meshcast.reshard(x, b, [Shard(0)])
     assert y.requires_grad
     (y * y).sum().backward()
@@ -153,7 +170,8 @@ def unused_on_one_side(context) -> None:
 
 
 def order_differs(context) -> None:
-    """One rank runs two backwards where the others run one joint: it raises, and so does everybody who waits for it."""
+    """One rank runs two backwards where the others run one joint: it raises, and so does everybody who waits
+    for it."""
     a, b = meshes()
     x = leaf(values(9, 6, 4), a, [Shard(1)], context.rank)
     first = meshcast.reshard(x, b, [Shard(0)], group=_spare_group(0))
@@ -289,7 +307,19 @@ def _raises(kind: type[BaseException], text: str, function) -> None:
 
 
 CASES = [
-    against_one_process, gradient_layouts, partial_sources, spec_instead_of_shell, cast, joint_loss, unused_on_one_side,
-    separate_losses, retained, no_second_derivative, without_gradient, graphs_are_freed, several_groups, asynchronous,
+    against_one_process,
+    gradient_layouts,
+    partial_sources,
+    spec_instead_of_shell,
+    cast,
+    joint_loss,
+    unused_on_one_side,
+    separate_losses,
+    retained,
+    no_second_derivative,
+    without_gradient,
+    graphs_are_freed,
+    several_groups,
+    asynchronous,
     order_differs,
 ]

@@ -1,4 +1,5 @@
-"""reshard_local, handles, transfers and the life of groups, in four processes; run over gloo and over the backend "meshcast"."""
+"""reshard_local, handles, transfers and the life of groups, in four processes; run over gloo and over the
+backend "meshcast"."""
 
 from __future__ import annotations
 
@@ -8,14 +9,13 @@ import time
 import weakref
 from datetime import timedelta
 
+import meshcast
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
-
-import meshcast
 from meshcast.groups import parent_group
 from meshcast.transfer import Transfer
 from multiproc.meshes import quiet_mesh, sharded, spread
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 GROUP_TIMEOUT = 30.0
 LEAVE_UP = True  # the last case ends the groups
@@ -38,14 +38,25 @@ def local(context) -> None:
     src, dst = layouts()
     for strided in (False, True):
         source = shard_of_a(context.rank)
-        target = torch.zeros(6, COLUMNS[context.rank].stop - COLUMNS[context.rank].start) if context.rank in B else None
+        target = (
+            torch.zeros(6, COLUMNS[context.rank].stop - COLUMNS[context.rank].start)
+            if context.rank in B
+            else None
+        )
         if strided:
             source, target = (None if t is None else spread(t) for t in (source, target))
         out = meshcast.reshard_local(source, src, target, dst, shape=(6, 7), dtype=torch.float32)
         assert out is target
         assert target is None or torch.equal(target, FULL[:, COLUMNS[context.rank]])
     handle = meshcast.reshard_local(
-        shard_of_a(context.rank), src, None, dst, shape=(6, 7), dtype=torch.float32, async_op=True, timeout=timedelta(seconds=20)
+        shard_of_a(context.rank),
+        src,
+        None,
+        dst,
+        shape=(6, 7),
+        dtype=torch.float32,
+        async_op=True,
+        timeout=timedelta(seconds=20),
     )
     out = handle.wait()
     assert (out is None) == (context.rank not in B)
@@ -60,14 +71,23 @@ def local(context) -> None:
 
 
 def repeated(context) -> None:
-    """Many calls on known plans, interleaved, each with its own values: none may see the values of another."""
+    """Many calls on known plans, interleaved, each with its own values: none may see the values of
+    another."""
     src, dst = layouts()
     back = meshcast.Layout(A, [Shard(0)])
     for step in range(60):
         source = None if context.rank not in A else shard_of_a(context.rank) + step
-        first = meshcast.reshard_local(source, src, None, dst, shape=(6, 7), dtype=torch.float32, async_op=True)
+        first = meshcast.reshard_local(
+            source, src, None, dst, shape=(6, 7), dtype=torch.float32, async_op=True
+        )
         second = meshcast.reshard_local(
-            None if source is None else source * -1, src, None, back, shape=(6, 7), dtype=torch.float32, async_op=True
+            None if source is None else source * -1,
+            src,
+            None,
+            back,
+            shape=(6, 7),
+            dtype=torch.float32,
+            async_op=True,
         )
         if context.rank in A:
             assert torch.equal(second.wait(), -(FULL[ROWS[context.rank]] + step))
@@ -120,14 +140,19 @@ def transfers(context) -> None:
     """A Transfer of two tensors at once, in a lane of its own, started many times; the plan can be read."""
     src, dst = layouts()
     transfer = Transfer(
-        [((6, 7), torch.float32, src, dst), ((5,), torch.int64, src, meshcast.Layout(B, [Replicate()]))], lane=7, op="edge"
+        [((6, 7), torch.float32, src, dst), ((5,), torch.int64, src, meshcast.Layout(B, [Replicate()]))],
+        lane=7,
+        op="edge",
     )
     assert {t.nbytes for t in transfer.plan.tasks}
     vector = torch.arange(5)
     for step in range(5):
         sources = [None, None]
         if context.rank in A:
-            sources = [shard_of_a(context.rank) + step, vector[:3].clone() if context.rank == 0 else vector[3:].clone()]
+            sources = [
+                shard_of_a(context.rank) + step,
+                vector[:3].clone() if context.rank == 0 else vector[3:].clone(),
+            ]
         targets: list[torch.Tensor | None] = [None, None]
         if context.rank in B:
             targets = [torch.zeros_like(FULL[:, COLUMNS[context.rank]]), torch.zeros(5, dtype=torch.int64)]
@@ -145,7 +170,8 @@ def transfers(context) -> None:
 
 
 def cyclic_first_use(context) -> None:
-    """Overlapping groups that ranks meet in different orders, all in flight: 0-1 and 1-2 and 2-0, each rank starting elsewhere."""
+    """Overlapping groups that ranks meet in different orders, all in flight: 0-1 and 1-2 and 2-0, each rank
+    starting elsewhere."""
     pairs = [(0, 1), (1, 2), (2, 0)]
     group = _spare_of([0, 1, 2])
     if context.rank == 3:
@@ -157,8 +183,14 @@ def cyclic_first_use(context) -> None:
             continue
         value = torch.full((4,), float(source)) if context.rank == source else None
         started[source, target] = meshcast.reshard_local(
-            value, meshcast.Layout([source], [Replicate()]), None, meshcast.Layout([target], [Replicate()]), shape=(4,),
-            dtype=torch.float32, group=group, async_op=True,
+            value,
+            meshcast.Layout([source], [Replicate()]),
+            None,
+            meshcast.Layout([target], [Replicate()]),
+            shape=(4,),
+            dtype=torch.float32,
+            group=group,
+            async_op=True,
         )
     for (source, target), handle in started.items():
         out = handle.wait()
@@ -187,7 +219,8 @@ def abort_wakes_everybody(context) -> None:
 
 
 def born_again(context) -> None:
-    """A process group that was destroyed takes its private groups along; the next one works. Nothing is left running."""
+    """A process group that was destroyed takes its private groups along; the next one works. Nothing is left
+    running."""
     x = sharded(FULL, quiet_mesh(A), [Shard(0)], context.rank)
     meshcast.reshard(x, quiet_mesh(B), [Shard(0)])
     backend = dist.get_backend()
@@ -207,7 +240,10 @@ def born_again(context) -> None:
         else:
             raise AssertionError("a reshard without process group")
         dist.init_process_group(
-            backend, store=dist.PrefixStore(f"life {life}", context.store), rank=context.rank, world_size=context.world
+            backend,
+            store=dist.PrefixStore(f"life {life}", context.store),
+            rank=context.rank,
+            world_size=context.world,
         )
         result = meshcast.reshard(x * (life + 2), quiet_mesh(B), [Shard(0)]).to_local()
         if context.rank in B:
@@ -240,5 +276,12 @@ def _spare_of(ranks: list[int]) -> dist.ProcessGroup:
 
 
 CASES = [
-    local, repeated, handles, source_changed, transfers, cyclic_first_use, abort_wakes_everybody, born_again,
+    local,
+    repeated,
+    handles,
+    source_changed,
+    transfers,
+    cyclic_first_use,
+    abort_wakes_everybody,
+    born_again,
 ]

@@ -1,18 +1,18 @@
-"""reshard against the oracle on random layouts. Cases of 20 problems each, in groups of 2 to 7 ranks, all in 7 processes."""
+"""reshard against the oracle on random layouts. Cases of 20 problems each, in groups of 2 to 7 ranks, all in
+7 processes."""
 
 from __future__ import annotations
 
 import functools
 import random
 
+import meshcast
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-
-import meshcast
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.oracle import coordinates, cut, gather_full, unique_fill
 from multiproc.random_layouts import Draw, draw
+from torch.distributed.tensor import DTensor
 
 GROUP_TIMEOUT = 30.0
 PER_CASE = 20
@@ -32,7 +32,10 @@ def call(problem: Draw, rank: int, *, async_op: bool):
     placements = [_positive(p, len(problem.shape)) for p in problem.src_placements]
     x = sharded(full, src, placements, rank, strided=problem.strided)
     inside = rank in coordinates(src.mesh)
-    assert torch.equal(gather_full(x.to_local() if inside else None, problem.shape, problem.dtype, src.mesh, placements), full)
+    assert torch.equal(
+        gather_full(x.to_local() if inside else None, problem.shape, problem.dtype, src.mesh, placements),
+        full,
+    )
     part = rank in coordinates(src.mesh) or rank in coordinates(dst.mesh)
     if rank >= problem.world or not (part or problem.bystanders_call):
         return None
@@ -40,7 +43,12 @@ def call(problem: Draw, rank: int, *, async_op: bool):
     if not inside and not problem.shells:
         given = meshcast.TensorSpec(problem.shape, problem.dtype, src, problem.src_placements)
     result = meshcast.reshard(
-        given, dst, problem.dst_placements, group=group_of(problem.world), strategy=problem.strategy, async_op=async_op
+        given,
+        dst,
+        problem.dst_placements,
+        group=group_of(problem.world),
+        strategy=problem.strategy,
+        async_op=async_op,
     )
     return result, full, dst
 
@@ -60,7 +68,9 @@ def verify(result: DTensor, full: torch.Tensor, mesh, problem: Draw, rank: int) 
         assert local.ndim == full.ndim
     else:
         expected = cut(full, mesh.mesh.shape, place, placements)
-        assert local.shape == expected.shape, f"{problem}: shape {tuple(local.shape)}, expected {tuple(expected.shape)}"
+        assert local.shape == expected.shape, (
+            f"{problem}: shape {tuple(local.shape)}, expected {tuple(expected.shape)}"
+        )
         assert torch.equal(local, expected), f"{problem}: wrong values"
 
 
@@ -81,7 +91,10 @@ def in_flight(context, first: int, size: int) -> None:
     """Five calls in flight at once, waited for in an order that differs from rank to rank."""
     group_of(size)
     for begin in range(first, first + PER_CASE, 5):
-        calls = [(draw(seed, size), call(draw(seed, size), context.rank, async_op=True)) for seed in range(begin, begin + 5)]
+        calls = [
+            (draw(seed, size), call(draw(seed, size), context.rank, async_op=True))
+            for seed in range(begin, begin + 5)
+        ]
         random.Random(begin + context.rank).shuffle(calls)
         for problem, called in calls:
             if called is not None:

@@ -1,9 +1,10 @@
 """Runs a module of cases in N processes and collects, for each case and rank, how it ended.
 
-Starting torch costs seconds, so one set of processes runs many cases. A case module has a list CASES of functions that take a
-Context; all ranks run all of them in this order. A test file makes a module-scoped fixture of run_world() and one test for each
-case, so that a failure names its case. Nothing here waits without a limit: a rank that is still running when the time is up
-prints the stacks of its threads and is killed, by its process id.
+Starting torch costs seconds, so one set of processes runs many cases. A case module has a list CASES of
+functions that take a Context; all ranks run all of them in this order. A test file makes a module-scoped
+fixture of run_world() and one test for each case, so that a failure names its case. Nothing here waits
+without a limit: a rank that is still running when the time is up prints the stacks of its threads and is
+killed, by its process id.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class WorldResult:
             outcome = result.cases.get(case)
             if outcome is None:
                 problems.append(
-                    f"rank {rank} did not finish case {case} (exit status {result.status}):\n{result.output[-_OUTPUT_KEPT:]}"
+                    f"rank {rank} did not finish case {case} (exit status "
+                    f"{result.status}):\n{result.output[-_OUTPUT_KEPT:]}"
                 )
             elif not outcome["passed"]:
                 problems.append(f"rank {rank} failed case {case}:\n{outcome['error']}")
@@ -61,11 +63,14 @@ class WorldResult:
 
     def check_ends(self, expected: Mapping[int, int] | None = None) -> None:
         """Fails unless every process ended in time with status 0, or with expected[rank]."""
-        assert not self.timed_out, f"the time limit was reached after {self.seconds:.1f} s:\n" + self.transcript()
+        assert not self.timed_out, (
+            f"the time limit was reached after {self.seconds:.1f} s:\n" + self.transcript()
+        )
         for rank, result in enumerate(self.ranks):
             wanted = (expected or {}).get(rank, 0)
             assert result.status == wanted, (
-                f"rank {rank} ended with status {result.status}, expected {wanted}:\n{result.output[-_OUTPUT_KEPT:]}"
+                f"rank {rank} ended with status {result.status}, expected "
+                f"{wanted}:\n{result.output[-_OUTPUT_KEPT:]}"
             )
 
     def transcript(self) -> str:
@@ -73,7 +78,12 @@ class WorldResult:
 
 
 def run_world(
-    cases: Path | str, world: int, *, limit: float = 240.0, backend: str = "gloo", env: Mapping[str, str] | None = None
+    cases: Path | str,
+    world: int,
+    *,
+    limit: float = 240.0,
+    backend: str = "gloo",
+    env: Mapping[str, str] | None = None,
 ) -> WorldResult:
     """Runs the case module in `world` processes and waits until all have ended, at most `limit` seconds.
 
@@ -91,7 +101,10 @@ def run_world(
                     processes.append(
                         subprocess.Popen(
                             [sys.executable, str(WORKER), *arguments],
-                            stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=_environment(env),
+                            stdout=output,
+                            stderr=subprocess.STDOUT,
+                            stdin=subprocess.DEVNULL,
+                            env=_environment(env),
                         )
                     )
             timed_out = not _wait(processes, begin + limit)
@@ -99,17 +112,24 @@ def run_world(
             _end(processes)
         seconds = time.monotonic() - begin
         ranks = [
-            RankResult(process.returncode, outputs[rank].read_text(errors="replace"), _cases(Path(folder) / f"rank{rank}.json"))
+            RankResult(
+                process.returncode,
+                outputs[rank].read_text(errors="replace"),
+                _cases(Path(folder) / f"rank{rank}.json"),
+            )
             for rank, process in enumerate(processes)
         ]
     return WorldResult(ranks, seconds, timed_out)
 
 
 def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
-    # torch's store looks up the name of each address that it connects to: without a name server that answers, 5 s each time.
+    # torch's store looks up the name of each address that it connects to: without a name server that answers,
+    # 5 s each time.
     env = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "PYTHONFAULTHANDLER": "1", **(extra or {})}
     env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
+    env["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT / "python"), str(ROOT / "tests"), env.get("PYTHONPATH", "")]
+    )
     return env
 
 
@@ -137,7 +157,8 @@ def _end(processes: list[subprocess.Popen]) -> None:
 
 
 def _cases(path: Path) -> dict[str, dict]:
-    """One JSON object a line: {"case", "passed", "error", "value"}. The last line of a killed rank may be cut."""
+    """One JSON object a line: {"case", "passed", "error", "value"}. The last line of a killed rank may be
+    cut."""
     cases = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         try:

@@ -6,19 +6,22 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from multiproc.oracle import coordinates, cut
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from multiproc.oracle import coordinates, cut
-
 
 def quiet_mesh(ranks: Sequence) -> DeviceMesh:
-    """A mesh without process groups of its own: any rank may build it, and many of them cost nothing. It cannot redistribute."""
+    """A mesh without process groups of its own: any rank may build it, and many of them cost nothing. It
+    cannot redistribute."""
     return DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False, _rank=dist.get_rank())
 
 
-def sharded(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], rank: int, *, strided: bool = False) -> DTensor:
-    """`full` on the mesh; on a rank outside, the shell that torch itself hands out. strided: a local tensor that is not contiguous."""
+def sharded(
+    full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], rank: int, *, strided: bool = False
+) -> DTensor:
+    """`full` on the mesh; on a rank outside, the shell that torch itself hands out. strided: a local tensor
+    that is not contiguous."""
     place = coordinates(mesh.mesh).get(rank)
     if place is None:
         local = torch.empty(0, dtype=full.dtype)
@@ -26,7 +29,9 @@ def sharded(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
         local = cut(full, mesh.mesh.shape, place, placements).clone()
         if strided:
             local = spread(local)
-    return DTensor.from_local(local, mesh, list(placements), run_check=False, shape=full.shape, stride=full.stride())
+    return DTensor.from_local(
+        local, mesh, list(placements), run_check=False, shape=full.shape, stride=full.stride()
+    )
 
 
 def spread(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The plain-PyTorch oracle: cut a tensor into shards with torch.chunk, put it together again, and nothing of meshcast."""
+"""The plain-PyTorch oracle: cut a tensor into shards with torch.chunk, put it together again, and nothing of
+meshcast."""
 
 from __future__ import annotations
 
@@ -10,14 +11,20 @@ import torch.distributed as dist
 from torch.distributed.tensor import Partial, Placement, Shard
 
 
-def cut(full: torch.Tensor, mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]) -> torch.Tensor:
-    """The part of `full` that belongs to a mesh coordinate: mesh dimensions left to right, each cut by torch.chunk. Partial and
-    Replicate hold everything."""
+def cut(
+    full: torch.Tensor, mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> torch.Tensor:
+    """The part of `full` that belongs to a mesh coordinate: mesh dimensions left to right, each cut by
+    torch.chunk. Partial and Replicate hold everything."""
     part = full
     for size, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if isinstance(placement, Shard):
             pieces = torch.chunk(part, size, placement.dim)
-            part = pieces[index] if index < len(pieces) else part.narrow(placement.dim, part.shape[placement.dim], 0)
+            part = (
+                pieces[index]
+                if index < len(pieces)
+                else part.narrow(placement.dim, part.shape[placement.dim], 0)
+            )
     return part
 
 
@@ -27,10 +34,15 @@ def coordinates(mesh: torch.Tensor) -> dict[int, tuple[int, ...]]:
 
 
 def gather_full(
-    local: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, mesh: torch.Tensor, placements: Sequence[Placement]
+    local: torch.Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    mesh: torch.Tensor,
+    placements: Sequence[Placement],
 ) -> torch.Tensor:
-    """The global value, from the shards of all ranks of the default group (None outside the mesh). Every element must be covered;
-    replicas must agree; Partial('sum') values are added up over their mesh dimensions."""
+    """The global value, from the shards of all ranks of the default group (None outside the mesh). Every
+    element must be covered; replicas must agree; Partial('sum') values are added up over their mesh
+    dimensions."""
     shards: list[torch.Tensor | None] = [None] * dist.get_world_size()
     dist.all_gather_object(shards, None if local is None else local.contiguous())
     index = torch.arange(torch.Size(shape).numel()).reshape(tuple(shape))
@@ -57,9 +69,12 @@ def gather_full(
 
 
 def unique_fill(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """A tensor in which misplaced bytes show: all elements different where the type is wide enough, random bits elsewhere."""
+    """A tensor in which misplaced bytes show: all elements different where the type is wide enough, random
+    bits elsewhere."""
     count = torch.Size(shape).numel()
     if dtype in (torch.int32, torch.int64, torch.float64, torch.float32, torch.complex64):
         return (torch.arange(count) + seed * 1009 + 1).to(dtype).reshape(tuple(shape))
-    bits = torch.randint(0, 2 if dtype == torch.bool else 120, (count,), generator=torch.Generator().manual_seed(seed))
+    bits = torch.randint(
+        0, 2 if dtype == torch.bool else 120, (count,), generator=torch.Generator().manual_seed(seed)
+    )
     return bits.to(dtype).reshape(tuple(shape))

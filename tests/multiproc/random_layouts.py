@@ -9,7 +9,15 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 DTYPES = [
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool,
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
     torch.complex64,
 ]
 STRATEGIES = ["auto", "auto", "broadcast", "send_recv"]
@@ -62,9 +70,19 @@ def draw(seed: int, world: int) -> Draw:
     if relation == "identical" and rng.random() < 0.5:
         dst_mesh = src_mesh
     return Draw(
-        seed, world, shape, rng.choice(DTYPES),
-        src_mesh, _placements(rng, src_mesh, ndim), dst_mesh, _placements(rng, dst_mesh, ndim),
-        rng.choice(STRATEGIES), rng.random() < 0.4, rng.random() < 0.5, rng.random() < 0.2, relation,
+        seed,
+        world,
+        shape,
+        rng.choice(DTYPES),
+        src_mesh,
+        _placements(rng, src_mesh, ndim),
+        dst_mesh,
+        _placements(rng, dst_mesh, ndim),
+        rng.choice(STRATEGIES),
+        rng.random() < 0.4,
+        rng.random() < 0.5,
+        rng.random() < 0.2,
+        relation,
     )
 
 

@@ -1,4 +1,5 @@
-"""Calls, handles and groups, over a default group of plain gloo and of the backend "meshcast"; see cases_calls.py."""
+"""Calls, handles and groups, over a default group of plain gloo and of the backend "meshcast"; see
+cases_calls.py."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from multiproc.harness import WorldResult, run_world
 
 pytestmark = pytest.mark.timeout(270)

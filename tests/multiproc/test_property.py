@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from multiproc.harness import WorldResult, run_world
 
 # Most of the time goes into starting torch seven times; the limits leave room for a busy machine.

@@ -46,7 +46,11 @@ def main() -> int:
     if backend == "meshcast":
         import meshcast  # noqa: F401  registers the backend
     dist.init_process_group(
-        backend, store=dist.PrefixStore("world", store), rank=int(rank), world_size=int(world), timeout=timedelta(seconds=limit)
+        backend,
+        store=dist.PrefixStore("world", store),
+        rank=int(rank),
+        world_size=int(world),
+        timeout=timedelta(seconds=limit),
     )
     context = Context(int(rank), int(world), dist.PrefixStore("cases", store.clone()))
     failed = False
