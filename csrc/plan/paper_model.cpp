@@ -1,13 +1,13 @@
 #include "plan/paper_model.h"
 
 #include <algorithm>
-#include <numeric>
 
 namespace meshcast {
 namespace {
 
 constexpr int kGreedyRounds = 100;
 constexpr int64_t kGreedySteps = 20'000'000;  // work visits; beyond, fewer rounds are drawn
+constexpr size_t kGreedyWindow = 4096;        // works to draw from at a time, in natural order
 constexpr int64_t kSearchNodes = 200'000;
 
 // Fixed algorithm, so that seeds mean the same everywhere.
@@ -48,10 +48,13 @@ class Greedy {
 
   PaperOrder run() {
     PaperOrder out;
-    std::vector<int32_t> open(works_.size());
-    std::iota(open.begin(), open.end(), 0);
+    std::vector<int32_t> open;
+    std::vector<char> taken(works_.size(), 0);
+    int32_t next = 0;
     int64_t steps = kGreedySteps;
-    while (!open.empty()) {
+    while (true) {
+      while (open.size() < kGreedyWindow && static_cast<size_t>(next) < works_.size()) open.push_back(next++);
+      if (open.empty()) break;
       const int64_t affordable = steps / (4 * static_cast<int64_t>(open.size()) + 1);
       const int64_t rounds = std::clamp<int64_t>(affordable, 1, kGreedyRounds);
       steps -= std::min(steps, rounds * static_cast<int64_t>(open.size()));
@@ -69,9 +72,8 @@ class Greedy {
         load_[static_cast<size_t>(best.sender[i])] += works_[static_cast<size_t>(best.work[i])].nbytes;
         out.work.push_back(best.work[i]);
         out.sender.push_back(best.sender[i]);
+        taken[static_cast<size_t>(best.work[i])] = 1;
       }
-      std::vector<char> taken(works_.size(), 0);
-      for (const int32_t w : best.work) taken[static_cast<size_t>(w)] = 1;
       open.erase(std::remove_if(open.begin(), open.end(), [&](int32_t w) { return taken[static_cast<size_t>(w)]; }),
                  open.end());
     }

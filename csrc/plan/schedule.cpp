@@ -8,7 +8,7 @@ namespace meshcast {
 namespace {
 
 constexpr int32_t kNone = -1;
-constexpr int kMostCandidates = 64;  // looked at when a lane falls free: bounds the work where all talk to all
+constexpr size_t kMostCandidates = 64;  // looked at when a lane falls free: bounds the work where all talk to all
 
 // The hops between one pair of lanes that may start as far as their data is concerned.
 struct Pair {
@@ -167,7 +167,7 @@ class ListScheduler {
 
   void start_all(Schedule* result) {
     for (const int32_t lane : freed_) {
-      int found = 0;
+      size_t found = 0;
       for (const int32_t p : lanes_[static_cast<size_t>(lane)].waiting) {
         const Pair& pair = pairs_[static_cast<size_t>(p)];
         if (!idle(pair.out) || !idle(pair.in)) continue;
@@ -182,11 +182,22 @@ class ListScheduler {
       if (idle(pair.out) && idle(pair.in)) ranked_.push_back(key(p));
     }
     candidates_.clear();
-    std::sort(ranked_.begin(), ranked_.end());
-    for (const Key& ranked : ranked_) {
-      const int32_t p = std::get<3>(ranked);
-      const Pair& pair = pairs_[static_cast<size_t>(p)];
-      if (idle(pair.out) && idle(pair.in)) start(p, result);
+    if (ranked_.size() > kMostCandidates) {  // many lanes fell free at once
+      std::sort(ranked_.begin(), ranked_.end());
+      for (const Key& k : ranked_) {
+        const Pair& pair = pairs_[static_cast<size_t>(std::get<3>(k))];
+        if (idle(pair.out) && idle(pair.in)) start(std::get<3>(k), result);
+      }
+      return;
+    }
+    // Few start, since most share the lane that fell free: cheaper to look for the best each time.
+    while (!ranked_.empty()) {
+      start(std::get<3>(*std::min_element(ranked_.begin(), ranked_.end())), result);
+      const auto blocked = [this](const Key& k) {
+        const Pair& pair = pairs_[static_cast<size_t>(std::get<3>(k))];
+        return !idle(pair.out) || !idle(pair.in);
+      };
+      ranked_.erase(std::remove_if(ranked_.begin(), ranked_.end(), blocked), ranked_.end());
     }
   }
 
