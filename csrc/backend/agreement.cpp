@@ -1,10 +1,10 @@
 #include "backend/agreement.h"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <thread>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "common/error.h"
 
@@ -28,8 +28,8 @@ void raise_if_broken(Bulletin& bulletin, const GroupIdentity& group, CallId call
   const auto cause = bulletin.read_cause();
   if (!cause) return;
   throw Error(ErrorKind::Aborted,
-              fmt::format("rank {}: call {} of {}: the group was aborted by rank {}: {}", group.rank, call.ordinal,
-                          group.name, cause->reporter, cause->text),
+              fmt::format("rank {}: call {} of {}: the group was aborted by rank {}: {}", group.rank,
+                          call.ordinal, group.name, cause->reporter, cause->text),
               context_of(group, call, cause->peer));
 }
 
@@ -39,9 +39,10 @@ void raise_if_broken(Bulletin& bulletin, const GroupIdentity& group, CallId call
       posting.rejected
           ? fmt::format("rank {}: call {} of {}: rank {} refused its arguments: {}", group.rank, call.ordinal,
                         group.name, other, posting.text)
-          : fmt::format("rank {}: call {} of {}: the ranks called with different arguments; nothing was moved by this "
-                        "call.\n  rank {}: {}\n  rank {}: {}\nMake the arguments equal on every rank of both meshes.",
-                        group.rank, call.ordinal, group.name, group.rank, descriptor, other, posting.text);
+          : fmt::format(
+                "rank {}: call {} of {}: the ranks called with different arguments; nothing was moved by this "
+                "call.\n  rank {}: {}\n  rank {}: {}\nMake the arguments equal on every rank of both meshes.",
+                group.rank, call.ordinal, group.name, group.rank, descriptor, other, posting.text);
   throw Error(ErrorKind::PlanMismatch, text, context_of(group, call, other));
 }
 
@@ -52,7 +53,9 @@ void check_posting(const GroupIdentity& group, CallId call, const std::string& d
 
 }  // namespace
 
-std::string format_ranks(const std::vector<int32_t>& ranks) { return fmt::format("[{}]", fmt::join(ranks, ", ")); }
+std::string format_ranks(const std::vector<int32_t>& ranks) {
+  return fmt::format("[{}]", fmt::join(ranks, ", "));
+}
 
 std::vector<int32_t> compare_postings(Bulletin& bulletin, const GroupIdentity& group, CallId call,
                                       const std::string& descriptor) {
@@ -107,11 +110,12 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
   ErrorContext context = context_of(group, call, missing.front());
   context.elapsed = std::chrono::duration<double>(Clock::now() - started).count();
   context.limit = limit_seconds;
-  throw Error(ErrorKind::DeadlineExceeded,
-              fmt::format("rank {}: call {} of {}: ranks {} did not make this call within {:.1f} s (never called, "
-                          "stuck elsewhere, or dead). This rank called: {}",
-                          group.rank, call.ordinal, group.name, format_ranks(missing), limit_seconds, descriptor),
-              context);
+  throw Error(
+      ErrorKind::DeadlineExceeded,
+      fmt::format("rank {}: call {} of {}: ranks {} did not make this call within {:.1f} s (never called, "
+                  "stuck elsewhere, or dead). This rank called: {}",
+                  group.rank, call.ordinal, group.name, format_ranks(missing), limit_seconds, descriptor),
+      context);
 }
 
 }  // namespace meshcast

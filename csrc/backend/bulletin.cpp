@@ -1,8 +1,8 @@
 #include "backend/bulletin.h"
 
-#include <fmt/format.h>
-
 #include <charconv>
+
+#include <fmt/format.h>
 
 namespace meshcast {
 namespace {
@@ -38,8 +38,8 @@ Cause decode(const std::string& text) {
 }  // namespace
 
 void Bulletin::post(int32_t lane, int64_t ordinal, int32_t rank, const Posting& posting) {
-  store_->set(posting_key(lane, ordinal, rank),
-              fmt::format("{} {}\n{}", posting.rejected ? 'R' : 'D', posting.slot, posting.text.substr(0, kMaxText)));
+  store_->set(posting_key(lane, ordinal, rank), fmt::format("{} {}\n{}", posting.rejected ? 'R' : 'D',
+                                                            posting.slot, posting.text.substr(0, kMaxText)));
 }
 
 std::optional<Posting> Bulletin::read(int32_t lane, int64_t ordinal, int32_t rank) {

@@ -1,11 +1,11 @@
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <utility>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace meshcast {
 
@@ -18,7 +18,7 @@ struct Posting {
 
 // Why the group is broken, as told by the rank that saw it first.
 struct Cause {
-  int32_t kind = 0;      // ErrorKind
+  int32_t kind = 0;       // ErrorKind
   int32_t reporter = -1;  // global ranks
   int32_t peer = -1;
   std::string text;

@@ -21,12 +21,13 @@ c10::intrusive_ptr<Work> ProcessGroupMeshcast::allreduce(Tensors& tensors, const
   return inner_->allreduce(tensors, opts);
 }
 
-c10::intrusive_ptr<Work> ProcessGroupMeshcast::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::allreduce_sparse(Tensors& tensors,
+                                                                const c10d::AllreduceOptions& opts) {
   return inner_->allreduce_sparse(tensors, opts);
 }
 
-c10::intrusive_ptr<Work> ProcessGroupMeshcast::allreduce_coalesced(Tensors& tensors,
-                                                                   const c10d::AllreduceCoalescedOptions& opts) {
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::allreduce_coalesced(
+    Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
   return inner_->allreduce_coalesced(tensors, opts);
 }
 
@@ -44,13 +45,14 @@ c10::intrusive_ptr<Work> ProcessGroupMeshcast::_allgather_base(at::Tensor& outpu
   return inner_->_allgather_base(output, input, opts);
 }
 
-c10::intrusive_ptr<Work> ProcessGroupMeshcast::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::allgather_coalesced(std::vector<Tensors>& outputs,
+                                                                   Tensors& inputs,
                                                                    const c10d::AllgatherOptions& opts) {
   return inner_->allgather_coalesced(outputs, inputs, opts);
 }
 
-c10::intrusive_ptr<Work> ProcessGroupMeshcast::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                                               const c10d::AllgatherOptions& opts) {
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
   return inner_->allgather_into_tensor_coalesced(outputs, inputs, opts);
 }
 

@@ -1,10 +1,10 @@
 #include "backend/reshard_group.h"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <utility>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "backend/tensor_memory.h"
 #include "transport/c10d_transport.h"
@@ -38,17 +38,17 @@ std::string text_of(const std::exception_ptr& error) {
 
 }  // namespace
 
-ReshardGroup::ReshardGroup(c10::intrusive_ptr<c10d::Backend> backend, const c10::intrusive_ptr<c10d::Store>& store,
-                           GroupIdentity identity)
+ReshardGroup::ReshardGroup(c10::intrusive_ptr<c10d::Backend> backend,
+                           const c10::intrusive_ptr<c10d::Store>& store, GroupIdentity identity)
     : identity_(std::move(identity)),
       backend_(std::move(backend)),
       agreement_bulletin_(store),
       bin_(std::make_shared<RecycleBin>()) {
-  engine_ = std::make_unique<Engine>(
-      make_c10d_transport(backend_),
-      [this](int peer, const TransportError& error, const std::shared_ptr<Run>& run) {
-        watcher_->transport_failed(peer, error, run);
-      });
+  engine_ =
+      std::make_unique<Engine>(make_c10d_transport(backend_),
+                               [this](int peer, const TransportError& error, const std::shared_ptr<Run>& run) {
+                                 watcher_->transport_failed(peer, error, run);
+                               });
   watcher_ = std::make_unique<Watcher>(*engine_, identity_, store);
 }
 
@@ -125,10 +125,11 @@ c10::intrusive_ptr<c10d::Work> ReshardGroup::start(const std::shared_ptr<const P
 void ReshardGroup::refuse_if_failed() const {
   const auto cause = error();
   if (!cause) return;
-  throw raise_context(ErrorKind::Aborted,
-                      fmt::format("rank {}: group {} was aborted by an earlier failure: {}. Destroy the process group and "
-                                  "build it again.",
-                                  identity_.rank, identity_.name, *cause));
+  throw raise_context(
+      ErrorKind::Aborted,
+      fmt::format("rank {}: group {} was aborted by an earlier failure: {}. Destroy the process group and "
+                  "build it again.",
+                  identity_.rank, identity_.name, *cause));
 }
 
 Error ReshardGroup::raise_context(ErrorKind kind, const std::string& text) const {
@@ -156,8 +157,8 @@ void ReshardGroup::shutdown() {
     shut_down_ = true;
   }
   watcher_->stop();
-  engine_->shutdown(std::make_exception_ptr(
-      raise_context(ErrorKind::Aborted, fmt::format("rank {}: group {} was shut down", identity_.rank, identity_.name))));
+  engine_->shutdown(std::make_exception_ptr(raise_context(
+      ErrorKind::Aborted, fmt::format("rank {}: group {} was shut down", identity_.rank, identity_.name))));
   {
     const std::lock_guard lock(mutex_);
     compiled_.clear();

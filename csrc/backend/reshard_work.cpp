@@ -1,8 +1,8 @@
 #include "backend/reshard_work.h"
 
-#include <fmt/format.h>
-
 #include <utility>
+
+#include <fmt/format.h>
 
 #include "common/error.h"
 
@@ -48,9 +48,7 @@ bool ReshardWork::isSuccess() const { return run_->ended() && !run_->error(); }
 
 std::exception_ptr ReshardWork::exception() const { return run_->ended() ? run_->error() : nullptr; }
 
-int ReshardWork::sourceRank() const {
-  throw Error(ErrorKind::Generic, "a reshard has no single source rank");
-}
+int ReshardWork::sourceRank() const { throw Error(ErrorKind::Generic, "a reshard has no single source rank"); }
 
 std::vector<at::Tensor> ReshardWork::result() { return outputs_; }
 
@@ -69,10 +67,11 @@ bool ReshardWork::wait(std::chrono::milliseconds timeout) {
     context.phase = "wait";
     context.elapsed = run_->seconds();
     context.limit = std::chrono::duration<double>(timeout).count();
-    throw Error(ErrorKind::DeadlineExceeded,
-                fmt::format("{} call {}: not through after {:.2f} s, the limit given to wait(); the transfer goes on",
-                            label.op, label.ordinal, run_->seconds()),
-                context);
+    throw Error(
+        ErrorKind::DeadlineExceeded,
+        fmt::format("{} call {}: not through after {:.2f} s, the limit given to wait(); the transfer goes on",
+                    label.op, label.ordinal, run_->seconds()),
+        context);
   }
   bin_->empty();
   if (const auto error = run_->error()) std::rethrow_exception(error);

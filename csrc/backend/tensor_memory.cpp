@@ -1,11 +1,11 @@
 #include "backend/tensor_memory.h"
 
+#include <algorithm>
+#include <string>
+
 #include <ATen/MemoryOverlap.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-
-#include <algorithm>
-#include <string>
 
 #include "common/error.h"
 
@@ -17,19 +17,21 @@ bool is_empty(const std::vector<int64_t>& shape) {
 }
 
 TensorMemory checked_memory(const char* side, const std::optional<at::Tensor>& tensor,
-                            const std::optional<std::vector<int64_t>>& shape, int64_t element_bytes, size_t index) {
+                            const std::optional<std::vector<int64_t>>& shape, int64_t element_bytes,
+                            size_t index) {
   if (!shape || is_empty(*shape)) return {};  // nothing is read or written, whatever was given
   if (!tensor) {
-    throw LayoutError(fmt::format("{} tensor {}: this rank holds a shard of shape [{}], but none was given", side, index,
-                                  fmt::join(*shape, ", ")));
+    throw LayoutError(fmt::format("{} tensor {}: this rank holds a shard of shape [{}], but none was given",
+                                  side, index, fmt::join(*shape, ", ")));
   }
   if (!tensor->device().is_cpu() || tensor->layout() != at::kStrided) {
     throw LayoutError(fmt::format("{} tensor {}: expected a dense tensor on cpu, found one on {}", side, index,
                                   tensor->device().str()));
   }
   if (tensor->sizes().vec() != *shape) {
-    throw LayoutError(fmt::format("{} tensor {}: expected the local shape [{}] of this rank's shard, found [{}]", side,
-                                  index, fmt::join(*shape, ", "), fmt::join(tensor->sizes(), ", ")));
+    throw LayoutError(
+        fmt::format("{} tensor {}: expected the local shape [{}] of this rank's shard, found [{}]", side, index,
+                    fmt::join(*shape, ", "), fmt::join(tensor->sizes(), ", ")));
   }
   if (static_cast<int64_t>(tensor->element_size()) != element_bytes) {
     throw LayoutError(fmt::format("{} tensor {}: expected elements of {} bytes, found {} bytes", side, index,
@@ -38,18 +40,21 @@ TensorMemory checked_memory(const char* side, const std::optional<at::Tensor>& t
   TensorMemory memory;
   memory.data = static_cast<std::byte*>(tensor->data_ptr());
   if (!memory.data) {
-    throw LayoutError(fmt::format("{} tensor {}: it has no memory of its own (a pending asynchronous result, a fake or another "
-                                  "wrapped tensor); wait for it or pass what it wraps",
-                                  side, index));
+    throw LayoutError(fmt::format(
+        "{} tensor {}: it has no memory of its own (a pending asynchronous result, a fake or another "
+        "wrapped tensor); wait for it or pass what it wraps",
+        side, index));
   }
-  for (int64_t d = 0; d < tensor->dim(); ++d) memory.stride[static_cast<size_t>(d)] = tensor->stride(d) * element_bytes;
+  for (int64_t d = 0; d < tensor->dim(); ++d)
+    memory.stride[static_cast<size_t>(d)] = tensor->stride(d) * element_bytes;
   return memory;
 }
 
 }  // namespace
 
-TensorMemory source_memory(const std::optional<at::Tensor>& tensor, const std::optional<std::vector<int64_t>>& shape,
-                           int64_t element_bytes, size_t index) {
+TensorMemory source_memory(const std::optional<at::Tensor>& tensor,
+                           const std::optional<std::vector<int64_t>>& shape, int64_t element_bytes,
+                           size_t index) {
   return checked_memory("source", tensor, shape, element_bytes, index);
 }
 
@@ -58,7 +63,8 @@ TensorMemory destination_memory(const std::optional<at::Tensor>& tensor,
                                 size_t index) {
   const TensorMemory memory = checked_memory("destination", tensor, shape, element_bytes, index);
   if (memory.data && at::has_internal_overlap(*tensor) == at::MemOverlap::Yes) {
-    throw LayoutError(fmt::format("destination tensor {}: several of its elements share memory (an expanded tensor?)", index));
+    throw LayoutError(fmt::format(
+        "destination tensor {}: several of its elements share memory (an expanded tensor?)", index));
   }
   return memory;
 }
@@ -68,7 +74,8 @@ void refuse_overlap(const std::optional<at::Tensor>& source, const std::optional
   if (!source || !destination || source->numel() == 0 || destination->numel() == 0) return;
   const auto status = at::get_overlap_status(*source, *destination);
   if (status == at::MemOverlapStatus::Full || status == at::MemOverlapStatus::Partial) {
-    throw LayoutError(fmt::format("tensor {}: source and destination share memory; give the destination its own", index));
+    throw LayoutError(
+        fmt::format("tensor {}: source and destination share memory; give the destination its own", index));
   }
 }
 

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <optional>
 #include <vector>
+
+#include <ATen/core/Tensor.h>
 
 #include "exec/run.h"
 
@@ -13,10 +13,12 @@ namespace meshcast {
 // A local tensor as the executor sees it, after checking it against what the plan expects of this rank:
 // `shape` is none where the rank is not in the mesh. `index` is the number of the tensor in the call, for
 // messages. Throw LayoutError.
-TensorMemory source_memory(const std::optional<at::Tensor>& tensor, const std::optional<std::vector<int64_t>>& shape,
-                           int64_t element_bytes, size_t index);
+TensorMemory source_memory(const std::optional<at::Tensor>& tensor,
+                           const std::optional<std::vector<int64_t>>& shape, int64_t element_bytes,
+                           size_t index);
 TensorMemory destination_memory(const std::optional<at::Tensor>& tensor,
-                                const std::optional<std::vector<int64_t>>& shape, int64_t element_bytes, size_t index);
+                                const std::optional<std::vector<int64_t>>& shape, int64_t element_bytes,
+                                size_t index);
 
 // A destination that shares memory with its source would be overwritten while it is still being sent.
 void refuse_overlap(const std::optional<at::Tensor>& source, const std::optional<at::Tensor>& destination,

@@ -1,9 +1,9 @@
 #include "backend/watcher.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <vector>
+
+#include <fmt/format.h>
 
 namespace meshcast {
 namespace {
@@ -11,12 +11,12 @@ namespace {
 using std::chrono::milliseconds;
 using Seconds = std::chrono::duration<double>;
 
-constexpr auto kTick = milliseconds(50);         // while runs are in flight
-constexpr auto kLook = milliseconds(200);        // between looks at the bulletin
-constexpr auto kStall = milliseconds(2000);      // a call this old says what it is (or a quarter of its limit)
-constexpr auto kStoreGrace = milliseconds(1000); // the store may take this long before the timer decides alone
+constexpr auto kTick = milliseconds(50);          // while runs are in flight
+constexpr auto kLook = milliseconds(200);         // between looks at the bulletin
+constexpr auto kStall = milliseconds(2000);       // a call this old says what it is (or a quarter of its limit)
+constexpr auto kStoreGrace = milliseconds(1000);  // the store may take this long before the timer decides alone
 constexpr auto kPostingLife = std::chrono::seconds(60);
-constexpr auto kPinGrace = milliseconds(2000);   // an aborted request may take this long to let go
+constexpr auto kPinGrace = milliseconds(2000);  // an aborted request may take this long to let go
 
 double limit_of(const Run& run) { return Seconds(run.deadline() - run.started()).count(); }
 
@@ -65,12 +65,14 @@ void Watcher::wake() {
 Cause Watcher::describe_transport_error(int32_t peer, const TransportError& error, const Run& run) const {
   const int32_t peer_rank = group_.ranks[static_cast<size_t>(peer)];
   const RunLabel& label = run.label();
-  const auto kind = error.cause() == TransportError::Cause::Timeout ? ErrorKind::DeadlineExceeded : ErrorKind::PeerLost;
+  const auto kind =
+      error.cause() == TransportError::Cause::Timeout ? ErrorKind::DeadlineExceeded : ErrorKind::PeerLost;
   return {static_cast<int32_t>(kind), group_.rank, peer_rank,
-          fmt::format("{} call {} of {}: rank {} lost rank {} in phase transfer after {:.2f} s of {:.1f} s, {} of {} "
-                      "bytes received there: {}. Look at that rank's own output first.",
-                      label.op, label.ordinal, group_.name, group_.rank, peer_rank, run.seconds(), limit_of(run),
-                      run.received_bytes(), expected_bytes(run), error.what())};
+          fmt::format(
+              "{} call {} of {}: rank {} lost rank {} in phase transfer after {:.2f} s of {:.1f} s, {} of {} "
+              "bytes received there: {}. Look at that rank's own output first.",
+              label.op, label.ordinal, group_.name, group_.rank, peer_rank, run.seconds(), limit_of(run),
+              run.received_bytes(), expected_bytes(run), error.what())};
 }
 
 void Watcher::note_local(Cause cause, const Run* run) {
@@ -109,10 +111,12 @@ void Watcher::give_up(const Cause& cause) {
     if (local_) local = *local_;
   }
   const bool known = cause.kind >= 0 && cause.kind <= static_cast<int32_t>(ErrorKind::Aborted);
-  const auto kind = known ? static_cast<ErrorKind>(cause.kind) : ErrorKind::Aborted;  // the text came from the store
-  const std::string text = cause.reporter == group_.rank || cause.reporter < 0
-                               ? fmt::format("rank {}: {}", group_.rank, cause.text)
-                               : fmt::format("rank {}: {} (first seen by rank {})", group_.rank, cause.text, cause.reporter);
+  const auto kind =
+      known ? static_cast<ErrorKind>(cause.kind) : ErrorKind::Aborted;  // the text came from the store
+  const std::string text =
+      cause.reporter == group_.rank || cause.reporter < 0
+          ? fmt::format("rank {}: {}", group_.rank, cause.text)
+          : fmt::format("rank {}: {} (first seen by rank {})", group_.rank, cause.text, cause.reporter);
   ErrorContext context;
   context.rank = group_.rank;
   context.peer = cause.peer;
@@ -174,8 +178,9 @@ void Watcher::report_once() {
   }
   const TimePoint now = Clock::now();
   auto runs = engine_.in_flight();
-  runs.erase(std::remove_if(runs.begin(), runs.end(), [&](const auto& r) { return now - r->started() < kLook; }),
-             runs.end());
+  runs.erase(
+      std::remove_if(runs.begin(), runs.end(), [&](const auto& r) { return now - r->started() < kLook; }),
+      runs.end());
   if (runs.empty() || now - last_look_ < kLook) return;
   last_look_ = now;
   if (const auto cause = bulletin_.read_cause()) {
@@ -212,11 +217,13 @@ void Watcher::look_for_stalls(const std::shared_ptr<Run>& run, TimePoint now) {
       silent.empty() ? "every rank is in this call, so the network is too slow or the limit too short"
                      : fmt::format("ranks {} did not take part (never called, stuck elsewhere, frozen or dead)",
                                    format_ranks(silent));
-  note_local({static_cast<int32_t>(ErrorKind::DeadlineExceeded), group_.rank, silent.empty() ? -1 : silent.front(),
-              fmt::format("{} call {} of {} exceeded its limit of {:.1f} s in phase transfer, {} of {} bytes received; {}",
-                          label.op, label.ordinal, group_.name, limit_of(*run), run->received_bytes(),
-                          expected_bytes(*run), who)},
-             run.get());
+  note_local(
+      {static_cast<int32_t>(ErrorKind::DeadlineExceeded), group_.rank, silent.empty() ? -1 : silent.front(),
+       fmt::format(
+           "{} call {} of {} exceeded its limit of {:.1f} s in phase transfer, {} of {} bytes received; {}",
+           label.op, label.ordinal, group_.name, limit_of(*run), run->received_bytes(), expected_bytes(*run),
+           who)},
+      run.get());
 }
 
 void Watcher::timer_loop() {

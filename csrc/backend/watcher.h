@@ -22,7 +22,8 @@ namespace meshcast {
 // that sees an error asks the bulletin for the first cause before it names anyone.
 //
 // Two threads: the reporter talks to the store and may be held up by it; the timer never does, and ends the
-// runs with what this rank knows if the reporter does not answer in time. Both sleep while nothing is in flight.
+// runs with what this rank knows if the reporter does not answer in time. Both sleep while nothing is in
+// flight.
 class Watcher {
  public:
   Watcher(Engine& engine, GroupIdentity group, const c10::intrusive_ptr<c10d::Store>& store);

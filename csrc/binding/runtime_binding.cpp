@@ -1,13 +1,13 @@
-#include <pybind11/chrono.h>
-#include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
-
 #include <cmath>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "backend/process_group.h"
 #include "backend/reshard_group.h"
@@ -79,7 +79,8 @@ void bind_runtime(py::module_& m) {
              int32_t lane, int64_t ordinal, std::string descriptor, OptionalTensors src, OptionalTensors dst,
              double timeout, std::string op) {
             RunLabel label{slot, run, reverse, lane, ordinal, std::move(descriptor), std::move(op)};
-            return self.start(plan, {std::move(label), std::move(src), std::move(dst), checked_timeout(timeout)});
+            return self.start(plan,
+                              {std::move(label), std::move(src), std::move(dst), checked_timeout(timeout)});
           },
           py::arg("plan"), py::kw_only(), py::arg("slot"), py::arg("run"), py::arg("reverse"), py::arg("lane"),
           py::arg("ordinal"), py::arg("descriptor"), py::arg("src"), py::arg("dst"), py::arg("timeout"),
@@ -89,7 +90,8 @@ void bind_runtime(py::module_& m) {
       .def("error", &ReshardGroup::error, NoGil())
       .def("shutdown", &ReshardGroup::shutdown, NoGil());
 
-  py::class_<ProcessGroupMeshcast, c10d::Backend, c10::intrusive_ptr<ProcessGroupMeshcast>>(m, "ProcessGroupMeshcast")
+  py::class_<ProcessGroupMeshcast, c10d::Backend, c10::intrusive_ptr<ProcessGroupMeshcast>>(
+      m, "ProcessGroupMeshcast")
       .def(py::init<c10::intrusive_ptr<c10d::Backend>, int, int>(), py::arg("inner"), py::arg("rank"),
            py::arg("size"), NoGil())
       .def_property_readonly("inner", &ProcessGroupMeshcast::inner)

@@ -19,7 +19,8 @@ namespace meshcast {
 inline constexpr size_t kWindow = 4;
 
 // Called by a channel's thread when a request failed; the channel then stops.
-using ChannelFailure = std::function<void(int peer, const TransportError& error, const std::shared_ptr<Run>& run)>;
+using ChannelFailure =
+    std::function<void(int peer, const TransportError& error, const std::shared_ptr<Run>& run)>;
 
 // Everything that comes from one peer in one lane, in start order of the runs and plan order within a run.
 // A receive depends on nothing but its sender: what arrives is put into place at once and forwards are read
@@ -39,8 +40,8 @@ class InChannel {
   struct Entry {
     std::shared_ptr<Run> run;
     const RecvOp* op = nullptr;
-    std::unique_ptr<Request> request;   // null: not posted yet
-    std::vector<std::byte> staging;     // empty: straight into the destination
+    std::unique_ptr<Request> request;  // null: not posted yet
+    std::vector<std::byte> staging;    // empty: straight into the destination
   };
 
   void post_locked();

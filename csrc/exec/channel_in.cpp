@@ -12,7 +12,10 @@ constexpr auto kWaitSlack = std::chrono::seconds(10);
 }  // namespace
 
 InChannel::InChannel(std::shared_ptr<Transport> transport, int peer, Arrived arrived, ChannelFailure failure)
-    : transport_(std::move(transport)), peer_(peer), arrived_(std::move(arrived)), failure_(std::move(failure)) {
+    : transport_(std::move(transport)),
+      peer_(peer),
+      arrived_(std::move(arrived)),
+      failure_(std::move(failure)) {
   thread_ = std::thread([this] { loop(); });
 }
 

@@ -71,7 +71,8 @@ void OutChannel::pump() {
         out += view.nbytes();
       }
     }
-    auto request = transport_->send(peer_, message_tag(next->run->label(), next->op->index), data, next->op->nbytes);
+    auto request =
+        transport_->send(peer_, message_tag(next->run->label(), next->op->index), data, next->op->nbytes);
 
     lock.lock();
     next->request = std::move(request);
@@ -121,7 +122,8 @@ void OutChannel::loop() {
     lock.lock();
   }
   changed_.wait(lock, [this] {
-    return std::none_of(entries_.begin(), entries_.end(), [](const Entry& e) { return e.state == State::Packing; });
+    return std::none_of(entries_.begin(), entries_.end(),
+                        [](const Entry& e) { return e.state == State::Packing; });
   });
   std::deque<Entry> rest = std::move(entries_);
   entries_.clear();

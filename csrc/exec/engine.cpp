@@ -14,11 +14,13 @@ constexpr int64_t kInlineBytes = 64 * 1024;
 Engine::Engine(std::shared_ptr<Transport> transport, ChannelFailure failure)
     : transport_(std::move(transport)), failure_(std::move(failure)) {}
 
-Engine::~Engine() { shutdown(std::make_exception_ptr(TransportError(TransportError::Cause::Aborted, "shut down"))); }
+Engine::~Engine() {
+  shutdown(std::make_exception_ptr(TransportError(TransportError::Cause::Aborted, "shut down")));
+}
 
 std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label,
                                    TimePoint deadline) {
-  const auto run = std::make_shared<Run>(program, std::move(buffers), std::move(label), deadline);
+  auto run = std::make_shared<Run>(program, std::move(buffers), std::move(label), deadline);
   const int32_t lane = run->label().lane;
 
   std::map<int, std::vector<const RecvOp*>> recvs;
@@ -35,7 +37,8 @@ std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffe
     // Held throughout, so that all channels of a lane see the runs in the same order.
     const std::lock_guard lock(mutex_);
     if (error_) std::rethrow_exception(error_);
-    runs_.erase(std::remove_if(runs_.begin(), runs_.end(), [](const auto& w) { return w.expired(); }), runs_.end());
+    runs_.erase(std::remove_if(runs_.begin(), runs_.end(), [](const auto& w) { return w.expired(); }),
+                runs_.end());
     runs_.push_back(run);
     run->send_tickets.resize(program->sends.size());
     // Sends first: a receive that completes at once must find the tickets of its forwards.
@@ -63,8 +66,8 @@ InChannel& Engine::in_channel_locked(ChannelKey key) {
   auto& channel = in_[key];
   if (!channel) {
     channel = std::make_unique<InChannel>(
-        transport_, key.second,
-        [this](const std::shared_ptr<Run>& run, const RecvOp& op) { forward(run, op); }, failure_);
+        transport_, key.second, [this](const std::shared_ptr<Run>& run, const RecvOp& op) { forward(run, op); },
+        failure_);
   }
   return *channel;
 }

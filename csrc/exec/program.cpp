@@ -1,9 +1,9 @@
 #include "exec/program.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <unordered_map>
+
+#include <fmt/format.h>
 
 #include "common/error.h"
 
@@ -35,8 +35,8 @@ Part locate(const Shard& shard, const Box& box, int32_t tensor, Side side, int64
     return part;
   }
   throw Error(ErrorKind::Generic,
-              fmt::format("plan names a box of tensor {} that rank {} does not hold on its {} side", tensor, shard.rank,
-                          side == Side::Source ? "source" : "destination"));
+              fmt::format("plan names a box of tensor {} that rank {} does not hold on its {} side", tensor,
+                          shard.rank, side == Side::Source ? "source" : "destination"));
 }
 
 class Projection {
@@ -44,7 +44,8 @@ class Projection {
   Projection(const Plan& plan, int32_t rank, const std::vector<int32_t>& group)
       : plan_(plan), rank_(rank), group_(group) {
     for (const Problem& problem : plan.problems) {
-      locals_.push_back({shard_of(problem.src, problem.shape, rank), shard_of(problem.dst, problem.shape, rank)});
+      locals_.push_back(
+          {shard_of(problem.src, problem.shape, rank), shard_of(problem.dst, problem.shape, rank)});
     }
     program_.rank = local_rank(rank);
   }
@@ -111,7 +112,8 @@ class Projection {
     const bool forward = hop.after >= 0;
     const Side side = forward ? Side::Destination : Side::Source;
     if (forward) {
-      program_.recvs[recv_of_hop_.at(hop.after)].forwards.push_back(static_cast<int32_t>(program_.sends.size()));
+      program_.recvs[recv_of_hop_.at(hop.after)].forwards.push_back(
+          static_cast<int32_t>(program_.sends.size()));
     }
     program_.sends.push_back({peer, next_out_[peer]++, chunk.nbytes, chunk_parts(chunk, side), forward});
     program_.bytes_sent += chunk.nbytes;

@@ -10,7 +10,8 @@ Run::Run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label
       label_(std::move(label)),
       started_(Clock::now()),
       deadline_(deadline),
-      remaining_(static_cast<int64_t>(program_->recvs.size() + program_->sends.size() + program_->copies.size())) {
+      remaining_(
+          static_cast<int64_t>(program_->recvs.size() + program_->sends.size() + program_->copies.size())) {
   if (remaining_ == 0) {
     ended_ = true;
     ended_at_ = started_;

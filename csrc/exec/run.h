@@ -85,7 +85,7 @@ class Run {
   bool wait_until(TimePoint limit) const;  // false: still running at `limit`
   std::exception_ptr error() const;
   int64_t received_bytes() const;
-  double seconds() const;  // start to end, or to now
+  double seconds() const;                       // start to end, or to now
   void on_end(std::function<void()> callback);  // at once if it has ended
 
   // One per send of the program; written by Engine::start before the run is known to any other thread.

@@ -42,8 +42,7 @@ void check_mesh(const Mesh& mesh) {
 void check_placement(const Placement& p, size_t mesh_dim, size_t ndim) {
   const std::string where = " on mesh dimension " + std::to_string(mesh_dim);
   switch (p.kind) {
-    case PlacementKind::Replicate:
-      return;
+    case PlacementKind::Replicate: return;
     case PlacementKind::Partial:
       if (p.op == ReduceOp::None) throw LayoutError("Partial" + where + " names no reduce operation");
       return;

@@ -17,8 +17,8 @@ enum class ReduceOp : uint8_t { None, Sum, Avg, Min, Max, Product };
 // How one mesh dimension holds the tensor. The meaning is DTensor's.
 struct Placement {
   PlacementKind kind = PlacementKind::Replicate;
-  int dim = 0;               // tensor dimension, Shard and StridedShard; never negative here
-  int64_t split_factor = 1;  // StridedShard only
+  int dim = 0;                   // tensor dimension, Shard and StridedShard; never negative here
+  int64_t split_factor = 1;      // StridedShard only
   ReduceOp op = ReduceOp::None;  // Partial only
 
   friend bool operator==(const Placement&, const Placement&) = default;

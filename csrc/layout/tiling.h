@@ -19,8 +19,8 @@ struct Interval {
 // How a layout cuts one tensor dimension. Part p belongs to the mesh positions whose coordinates in
 // `mesh_dims` are p written in mixed radix; over all parts the intervals partition [0, size).
 struct AxisTiling {
-  std::vector<int> mesh_dims;                  // those that cut this dimension, left to right
-  std::vector<std::vector<Interval>> parts;    // in local order; several only under StridedShard
+  std::vector<int> mesh_dims;                // those that cut this dimension, left to right
+  std::vector<std::vector<Interval>> parts;  // in local order; several only under StridedShard
 };
 
 // A layout as a product of axes. Tile t (mixed radix over the parts of each axis) is held by

@@ -1,7 +1,7 @@
 #include <algorithm>
 
-#include "plan/senders.h"
 #include "plan/reduce_router.h"
+#include "plan/senders.h"
 #include "plan/strategies.h"
 
 namespace meshcast {
@@ -47,7 +47,8 @@ Draft draft_local_all_gather(const Inputs& in) {
       for (int32_t i = 0; i < n; ++i) {
         const size_t part = part_of(i, n, parts);
         if (sender[part] < 0) {
-          sender[part] = loads.choose(task.holders, party.ranks[part], bundle.nbytes / static_cast<int64_t>(parts));
+          sender[part] =
+              loads.choose(task.holders, party.ranks[part], bundle.nbytes / static_cast<int64_t>(parts));
         }
         Route route{{sender[part], party.ranks[part], -1}};
         pass_round(party.ranks, part, &route);
@@ -75,7 +76,8 @@ Draft draft_global_all_gather(const Inputs& in) {
     for (int32_t i = 0; i < n; ++i) {
       const size_t part = part_of(i, n, ring.size());
       if (sender[part] < 0) {
-        sender[part] = loads.choose(task.holders, ring[part], bundle.nbytes / static_cast<int64_t>(ring.size()));
+        sender[part] =
+            loads.choose(task.holders, ring[part], bundle.nbytes / static_cast<int64_t>(ring.size()));
       }
       Route route{{sender[part], ring[part], -1}};
       pass_round(ring, part, &route);

@@ -117,7 +117,8 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
     const Task& task = tasks[static_cast<size_t>(bundles[b].tasks.front())];
     if (task.reduce != ReduceOp::None) {
       append_reduce_items(static_cast<int32_t>(b), bundles[b].nbytes, task, network, &reducing);
-      for (const int32_t rank : task.receivers) received[static_cast<size_t>(network.index(rank))] += bundles[b].nbytes;
+      for (const int32_t rank : task.receivers)
+        received[static_cast<size_t>(network.index(rank))] += bundles[b].nbytes;
       continue;
     }
     out.parties[b] = find_parties(task, network);
@@ -156,7 +157,8 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
     if (item.kind == LaneItem::Kind::Local) reduced_inside.push_back(&item);
   }
   if (!reduced_input.empty()) {  // hops of a reduction may enter several hosts: one problem for all of them
-    for (const auto& [host, items] : entering) reduced_input.insert(reduced_input.end(), items.begin(), items.end());
+    for (const auto& [host, items] : entering)
+      reduced_input.insert(reduced_input.end(), items.begin(), items.end());
     bound = least_time(reduced_input, network, bound);
   }
   if (!reduced_inside.empty()) bound = least_time(reduced_inside, network, bound);
@@ -181,14 +183,16 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
   }
   for (size_t h = 0; h < hosts; ++h) {
     if (copied[h] > 0) {
-      bound = std::max(bound, ceil_time(copied[h], static_cast<__int128>(local_rate[h]) * static_cast<int64_t>(receiving[h].size())));
+      bound = std::max(bound, ceil_time(copied[h], static_cast<__int128>(local_rate[h]) *
+                                                       static_cast<int64_t>(receiving[h].size())));
     }
     // Where half the time is enough for one rank to pass on everything, the order inside the host is free.
     out.hot_hosts[h] = inside[h] > 0 && ceil_time(inside[h], local_rate[h]) > bound / 2;
   }
   std::vector<LaneItem> local;
   for (size_t b = 0; b < bundles.size(); ++b) {  // bundles to be reduced have no parties and add none
-    append_local_items(static_cast<int32_t>(b), bundles[b].nbytes, out.parties[b], network, out.hot_hosts, &local);
+    append_local_items(static_cast<int32_t>(b), bundles[b].nbytes, out.parties[b], network, out.hot_hosts,
+                       &local);
   }
   balance_lanes(network, &local);
   std::map<int32_t, std::vector<const LaneItem*>> copying;

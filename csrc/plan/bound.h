@@ -13,10 +13,10 @@ namespace meshcast {
 
 // What the lanes have to carry whatever the routes, and how soon they can be done.
 struct LaneDemand {
-  std::vector<Parties> parties;   // by bundle; empty for bundles to be reduced
-  std::vector<char> hot_hosts;    // hosts whose internal lanes might limit the plan
-  std::vector<LaneItem> items;    // balanced: between all hosts, and inside the hot ones
-  int64_t bound_ns = 0;           // no plan can beat it in which only holders and receivers carry a box
+  std::vector<Parties> parties;  // by bundle; empty for bundles to be reduced
+  std::vector<char> hot_hosts;   // hosts whose internal lanes might limit the plan
+  std::vector<LaneItem> items;   // balanced: between all hosts, and inside the hot ones
+  int64_t bound_ns = 0;          // no plan can beat it in which only holders and receivers carry a box
 };
 
 // The bound is the latency of one hop and the largest of

@@ -33,9 +33,9 @@ std::vector<Bundle> bundle_tasks(const std::vector<Task>& tasks, const std::vect
     int32_t found = -1;
     for (const int32_t b : seen[hasher.word()]) {
       const Task& other = tasks[static_cast<size_t>(out[static_cast<size_t>(b)].tasks.front())];
-      const bool elements = task.reduce == ReduceOp::None ||
-                            problems[static_cast<size_t>(task.tensor)].element_bytes ==
-                                problems[static_cast<size_t>(other.tensor)].element_bytes;
+      const bool elements =
+          task.reduce == ReduceOp::None || problems[static_cast<size_t>(task.tensor)].element_bytes ==
+                                               problems[static_cast<size_t>(other.tensor)].element_bytes;
       if (elements && same_ranks(task, other)) found = b;
     }
     if (found < 0) {

@@ -32,7 +32,7 @@ using Route = std::vector<Edge>;
 struct Draft {
   std::vector<ChunkPiece> pieces;
   std::vector<Chunk> chunks;
-  std::vector<Hop> hops;        // global ranks; after < own index
+  std::vector<Hop> hops;  // global ranks; after < own index
   // Parallel to hops or empty. Lower order goes first whatever else; due_ns is when the chunk of the hop would
   // leave its holder in a steady stream.
   std::vector<int64_t> order;

@@ -22,7 +22,8 @@ void join(std::vector<int32_t> first, std::vector<int32_t> second, LaneItem* ite
   sort_unique(&second);
   item->emitters = static_cast<int32_t>(first.size());
   item->lanes = first;
-  std::set_difference(second.begin(), second.end(), first.begin(), first.end(), std::back_inserter(item->lanes));
+  std::set_difference(second.begin(), second.end(), first.begin(), first.end(),
+                      std::back_inserter(item->lanes));
 }
 
 class Balancer {
@@ -89,8 +90,9 @@ class Balancer {
     for (size_t k = 0; k < used; ++k) {
       const auto i = static_cast<size_t>(levels_[k].second);
       const int32_t lane = item->lanes[i];
-      const auto room = static_cast<int64_t>(static_cast<__int128>(final_level) * network_.lane_rate(lane) / 1000000000) -
-                        load_[static_cast<size_t>(lane)];
+      const auto room =
+          static_cast<int64_t>(static_cast<__int128>(final_level) * network_.lane_rate(lane) / 1000000000) -
+          load_[static_cast<size_t>(lane)];
       int64_t take = std::clamp<int64_t>(room, 0, left);
       if (k + 1 == used) take = left;
       item->share[i] += take;
@@ -305,7 +307,8 @@ void prefer_emitters(const Network& network, int64_t level, std::vector<LaneItem
     __int128 room = 0;  // of all emitters up to the level
     const auto room_of = [&](size_t k) {
       const auto lane = item.lanes[k];
-      const auto most = static_cast<int64_t>(static_cast<__int128>(level) * network.lane_rate(lane) / 1000000000);
+      const auto most =
+          static_cast<int64_t>(static_cast<__int128>(level) * network.lane_rate(lane) / 1000000000);
       return std::max<int64_t>(0, most - load[static_cast<size_t>(lane)]);
     };
     for (size_t k = 0; k < emitters; ++k) room += room_of(k);
@@ -313,7 +316,10 @@ void prefer_emitters(const Network& network, int64_t level, std::vector<LaneItem
     const auto moved = static_cast<int64_t>(std::min<__int128>(room, relayed));
     int64_t left = moved;
     for (size_t k = 0; k < emitters; ++k) {  // in proportion to the room, so that emitters stay level
-      const int64_t mine = k + 1 == emitters ? left : std::min(left, static_cast<int64_t>(room_of(k) * static_cast<__int128>(moved) / room));
+      const int64_t mine =
+          k + 1 == emitters
+              ? left
+              : std::min(left, static_cast<int64_t>(room_of(k) * static_cast<__int128>(moved) / room));
       item.share[k] += mine;
       load[static_cast<size_t>(item.lanes[k])] += mine;
       left -= mine;
@@ -321,15 +327,19 @@ void prefer_emitters(const Network& network, int64_t level, std::vector<LaneItem
     left = moved;
     for (size_t k = item.lanes.size(); k-- > emitters;) {  // all relays give in proportion to what they have
       const int64_t share = item.share[k];
-      const int64_t mine = k == emitters ? std::min(left, share) : static_cast<int64_t>(static_cast<__int128>(share) * moved / relayed);
+      const int64_t mine = k == emitters ? std::min(left, share)
+                                         : static_cast<int64_t>(static_cast<__int128>(share) * moved / relayed);
       item.share[k] -= mine;
       load[static_cast<size_t>(item.lanes[k])] -= mine;
       left -= mine;
     }
-    if (left > 0) item.share[0] -= left, load[static_cast<size_t>(item.lanes[0])] -= left;  // rounding: sums stay exact
+    if (left > 0)
+      item.share[0] -= left, load[static_cast<size_t>(item.lanes[0])] -= left;  // rounding: sums stay exact
   }
 }
 
-int64_t balance_lanes(const Network& network, std::vector<LaneItem>* items) { return Balancer(network, items).run(); }
+int64_t balance_lanes(const Network& network, std::vector<LaneItem>* items) {
+  return Balancer(network, items).run();
+}
 
 }  // namespace meshcast

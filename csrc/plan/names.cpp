@@ -8,14 +8,17 @@
 namespace meshcast {
 namespace {
 
-constexpr std::array<std::pair<Strategy, const char*>, 6> kStrategies{{{Strategy::Auto, "auto"},
-                                                                       {Strategy::Multicast, "multicast"},
-                                                                       {Strategy::Broadcast, "broadcast"},
-                                                                       {Strategy::SendRecv, "send_recv"},
-                                                                       {Strategy::LocalAllGather, "local_all_gather"},
-                                                                       {Strategy::GlobalAllGather, "global_all_gather"}}};
-constexpr std::array<std::pair<Balance, const char*>, 4> kBalances{
-    {{Balance::None, "none"}, {Balance::Size, "size"}, {Balance::Greedy, "greedy"}, {Balance::Search, "search"}}};
+constexpr std::array<std::pair<Strategy, const char*>, 6> kStrategies{
+    {{Strategy::Auto, "auto"},
+     {Strategy::Multicast, "multicast"},
+     {Strategy::Broadcast, "broadcast"},
+     {Strategy::SendRecv, "send_recv"},
+     {Strategy::LocalAllGather, "local_all_gather"},
+     {Strategy::GlobalAllGather, "global_all_gather"}}};
+constexpr std::array<std::pair<Balance, const char*>, 4> kBalances{{{Balance::None, "none"},
+                                                                    {Balance::Size, "size"},
+                                                                    {Balance::Greedy, "greedy"},
+                                                                    {Balance::Search, "search"}}};
 constexpr std::array<std::pair<ReduceOp, const char*>, 5> kReduceOps{{{ReduceOp::Sum, "sum"},
                                                                       {ReduceOp::Avg, "avg"},
                                                                       {ReduceOp::Min, "min"},

@@ -14,7 +14,9 @@ constexpr int64_t kSearchNodes = 200'000;
 class SplitMix {
  public:
   explicit SplitMix(uint64_t seed) : state_(seed) {}
-  uint64_t below(uint64_t n) { return static_cast<uint64_t>((static_cast<unsigned __int128>(next()) * n) >> 64); }
+  uint64_t below(uint64_t n) {
+    return static_cast<uint64_t>((static_cast<unsigned __int128>(next()) * n) >> 64);
+  }
 
  private:
   uint64_t next() {
@@ -44,7 +46,10 @@ PaperOrder natural_order(const std::vector<PaperWork>& works, int32_t hosts, boo
 class Greedy {
  public:
   Greedy(const std::vector<PaperWork>& works, int32_t hosts, uint64_t seed)
-      : works_(works), random_(seed), load_(static_cast<size_t>(hosts), 0), busy_(static_cast<size_t>(hosts), 0) {}
+      : works_(works),
+        random_(seed),
+        load_(static_cast<size_t>(hosts), 0),
+        busy_(static_cast<size_t>(hosts), 0) {}
 
   PaperOrder run() {
     PaperOrder out;
@@ -63,7 +68,8 @@ class Greedy {
       for (int64_t r = 0; r < rounds; ++r) {
         PaperOrder drawn = draw(open);
         const __int128 even = spread(drawn);
-        if (drawn.work.size() > best.work.size() || (drawn.work.size() == best.work.size() && even < best_spread)) {
+        if (drawn.work.size() > best.work.size() ||
+            (drawn.work.size() == best.work.size() && even < best_spread)) {
           best = std::move(drawn);
           best_spread = even;
         }
@@ -74,8 +80,9 @@ class Greedy {
         out.sender.push_back(best.sender[i]);
         taken[static_cast<size_t>(best.work[i])] = 1;
       }
-      open.erase(std::remove_if(open.begin(), open.end(), [&](int32_t w) { return taken[static_cast<size_t>(w)]; }),
-                 open.end());
+      open.erase(
+          std::remove_if(open.begin(), open.end(), [&](int32_t w) { return taken[static_cast<size_t>(w)]; }),
+          open.end());
     }
     return out;
   }
@@ -106,7 +113,8 @@ class Greedy {
     for (const int32_t host : work.senders) most = std::max(most, load_[static_cast<size_t>(host)]);
     unsigned __int128 total = 0;
     for (const int32_t host : work.senders) {
-      if (busy_[static_cast<size_t>(host)] != round_) total += static_cast<uint64_t>(most - load_[static_cast<size_t>(host)] + 1);
+      if (busy_[static_cast<size_t>(host)] != round_)
+        total += static_cast<uint64_t>(most - load_[static_cast<size_t>(host)] + 1);
     }
     if (total == 0) return -1;
     // Loads are below 2^62 and hosts few: the sum is cut to 64 bits without harm.
@@ -253,7 +261,8 @@ int64_t paper_makespan(const std::vector<PaperWork>& works, int32_t hosts, const
   return end;
 }
 
-PaperOrder solve_paper_order(const std::vector<PaperWork>& works, int32_t hosts, Balance balance, uint64_t seed) {
+PaperOrder solve_paper_order(const std::vector<PaperWork>& works, int32_t hosts, Balance balance,
+                             uint64_t seed) {
   switch (balance) {
     case Balance::None: return natural_order(works, hosts, false);
     case Balance::Size: return natural_order(works, hosts, true);

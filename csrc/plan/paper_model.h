@@ -32,7 +32,8 @@ std::vector<PaperWork> paper_works(const std::vector<Task>& tasks, const std::ve
 // step, each draws a maximal set of works that share no host, senders with probability falling with their
 // load; the largest set is appended, the one with the most even loads among equals. search: depth-first over
 // (next work, sender), starting from greedy's result, pruned by remaining loads, bounded by a node budget.
-PaperOrder solve_paper_order(const std::vector<PaperWork>& works, int32_t hosts, Balance balance, uint64_t seed);
+PaperOrder solve_paper_order(const std::vector<PaperWork>& works, int32_t hosts, Balance balance,
+                             uint64_t seed);
 
 // When the last work ends, in bytes over one NIC.
 int64_t paper_makespan(const std::vector<PaperWork>& works, int32_t hosts, const PaperOrder& order);

@@ -17,8 +17,8 @@ namespace {
 
 constexpr int64_t kSmallestChunk = 64 * 1024;
 constexpr int64_t kLargestChunk = 4096 * 1024;
-constexpr int64_t kMostHops = 300'000;  // of a plan whose chunk size is ours to choose
-constexpr int64_t kLongChain = 16;      // hosts
+constexpr int64_t kMostHops = 300'000;   // of a plan whose chunk size is ours to choose
+constexpr int64_t kLongChain = 16;       // hosts
 constexpr int64_t kRetryHops = 100'000;  // to be scheduled in search of a better plan, all attempts together
 
 std::vector<int32_t> all_ranks(const std::vector<Problem>& problems) {
@@ -47,15 +47,19 @@ void check_times(const std::vector<Task>& tasks, const Network& network) {
     hops += n;
   }
   int64_t slowest = INT64_MAX;
-  for (int32_t lane = 0; lane < network.lane_count(); ++lane) slowest = std::min(slowest, network.lane_rate(lane));
-  const __int128 ns = bytes * 1000000000 / slowest + static_cast<__int128>(hops + kMaxHops) * (network.latency_ns() + 1);
-  if (ns >> 62 != 0 || bytes >> 62 != 0) throw LayoutError("the transfer would take more than a century at the rates of the topology");
+  for (int32_t lane = 0; lane < network.lane_count(); ++lane)
+    slowest = std::min(slowest, network.lane_rate(lane));
+  const __int128 ns =
+      bytes * 1000000000 / slowest + static_cast<__int128>(hops + kMaxHops) * (network.latency_ns() + 1);
+  if (ns >> 62 != 0 || bytes >> 62 != 0)
+    throw LayoutError("the transfer would take more than a century at the rates of the topology");
 }
 
 // About 1/128 of the bound on the fastest lane: small enough that filling a chain costs little.
 int64_t choose_chunk_bytes(int64_t bound_ns, const Network& network) {
   int64_t rate = 0;
-  for (int32_t n = 0; n < network.nic_count(); ++n) rate = std::max(rate, network.lane_rate(network.nic_out(n)));
+  for (int32_t n = 0; n < network.nic_count(); ++n)
+    rate = std::max(rate, network.lane_rate(network.nic_out(n)));
   const auto bytes = static_cast<__int128>(bound_ns) * rate / 1000000000 / 128;
   return static_cast<int64_t>(std::clamp<__int128>(bytes, kSmallestChunk, kLargestChunk));
 }
@@ -97,9 +101,10 @@ std::string hash_plan(const Plan& plan) {
     hasher.add(host.local_rate);
   }
   hasher.add(plan.topology.latency_ns);
-  for (const int64_t v : {static_cast<int64_t>(plan.options.strategy), static_cast<int64_t>(plan.options.balance),
-                          plan.options.chunk_bytes, static_cast<int64_t>(plan.options.seed),
-                          static_cast<int64_t>(plan.strategy), plan.makespan_ns, plan.lower_bound_ns}) {
+  for (const int64_t v :
+       {static_cast<int64_t>(plan.options.strategy), static_cast<int64_t>(plan.options.balance),
+        plan.options.chunk_bytes, static_cast<int64_t>(plan.options.seed), static_cast<int64_t>(plan.strategy),
+        plan.makespan_ns, plan.lower_bound_ns}) {
     hasher.add(v);
   }
   for (const Task& task : plan.tasks) {
@@ -136,7 +141,8 @@ int64_t count_hops(int64_t chunk_bytes, const std::vector<Task>& tasks, const st
   int64_t out = 0;
   for (const Bundle& bundle : bundles) {
     const Task& task = tasks[static_cast<size_t>(bundle.tasks.front())];
-    out += (bundle.nbytes / chunk_bytes + 1) * static_cast<int64_t>(task.receivers.size() + task.contribution.size());
+    out += (bundle.nbytes / chunk_bytes + 1) *
+           static_cast<int64_t>(task.receivers.size() + task.contribution.size());
   }
   return out;
 }
@@ -182,7 +188,9 @@ class Best {
   }
 
   // Within 1.5 per cent of the bound: no use in trying on.
-  bool good() const { return !empty_ && plan_.makespan_ns <= plan_.lower_bound_ns + plan_.lower_bound_ns / 200 * 3; }
+  bool good() const {
+    return !empty_ && plan_.makespan_ns <= plan_.lower_bound_ns + plan_.lower_bound_ns / 200 * 3;
+  }
 
  private:
   Plan& plan_;
@@ -224,7 +232,8 @@ void try_multicast(Inputs in, const LaneDemand& balanced, bool fixed_chunk, Best
 std::vector<Strategy> candidates(Strategy asked, bool large) {
   if (asked != Strategy::Auto) return {asked};
   if (large) return {Strategy::SendRecv, Strategy::Multicast, Strategy::Broadcast};
-  return {Strategy::SendRecv, Strategy::Broadcast, Strategy::LocalAllGather, Strategy::GlobalAllGather, Strategy::Multicast};
+  return {Strategy::SendRecv, Strategy::Broadcast, Strategy::LocalAllGather, Strategy::GlobalAllGather,
+          Strategy::Multicast};
 }
 
 // Hops of the gathers, which cut a box into a part for every receiver and pass each part to all of them.
@@ -274,8 +283,9 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
     const int64_t chunk =
         options.chunk_bytes > 0 ? options.chunk_bytes : choose_chunk_bytes(plan.lower_bound_ns, network);
     const int64_t most = options.chunk_bytes > 0 ? kMaxHops / 2 : kMostHops;
-    const Inputs in{problems, plan.tasks,      bundles,     network, fit_chunk_bytes(chunk, plan.tasks, bundles, most),
-                    options.balance, options.seed};
+    const Inputs in{
+        problems,        plan.tasks,  bundles, network, fit_chunk_bytes(chunk, plan.tasks, bundles, most),
+        options.balance, options.seed};
     Best best(&plan);
     const bool large = count_gather_hops(in) > kRetryHops;
     for (const Strategy strategy : candidates(options.strategy, large)) {

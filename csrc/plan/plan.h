@@ -102,9 +102,9 @@ struct Plan {
   std::vector<LocalCopy> local_copies;
   std::vector<ChunkPiece> pieces;
   std::vector<Chunk> chunks;
-  std::vector<Hop> hops;          // in schedule order
-  std::vector<HopTime> times;     // simulated, parallel to hops
-  std::vector<int32_t> ranks;     // all ranks of both meshes of all problems, ascending
+  std::vector<Hop> hops;       // in schedule order
+  std::vector<HopTime> times;  // simulated, parallel to hops
+  std::vector<int32_t> ranks;  // all ranks of both meshes of all problems, ascending
 
   int64_t makespan_ns = 0;
   int64_t lower_bound_ns = 0;

@@ -60,9 +60,11 @@ std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& h
 // chunk, so that all its NICs are used.
 ReduceRouter::Stop ReduceRouter::reduce_along(const std::vector<int32_t>& values, ReduceOp op) {
   const auto key = [&](int32_t r) {
-    return std::tuple<bool, bool, int64_t, int32_t>{receivers_.count(network_.host(r)) == 0, !needs(r), rank_load(r), r};
+    return std::tuple<bool, bool, int64_t, int32_t>{receivers_.count(network_.host(r)) == 0, !needs(r),
+                                                    rank_load(r), r};
   };
-  const int32_t root = *std::min_element(values.begin(), values.end(), [&](int32_t a, int32_t b) { return key(a) < key(b); });
+  const int32_t root =
+      *std::min_element(values.begin(), values.end(), [&](int32_t a, int32_t b) { return key(a) < key(b); });
   const int32_t home = network_.host(root);
   std::map<int32_t, std::vector<int32_t>> stops;  // ring position -> ranks
   for (const int32_t r : values) {
@@ -73,8 +75,10 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const std::vector<int32_t>& values
   for (auto& [position, ranks] : stops) {
     std::sort(ranks.begin(), ranks.end());
     // The root keeps its place at the very end: only the ranks before it take turns.
-    const auto end = position == network_.host_count() ? std::stable_partition(ranks.begin(), ranks.end(), [&](int32_t r) { return r != root; })
-                                                       : ranks.end();
+    const auto end =
+        position == network_.host_count()
+            ? std::stable_partition(ranks.begin(), ranks.end(), [&](int32_t r) { return r != root; })
+            : ranks.end();
     const auto turning = static_cast<size_t>(end - ranks.begin());
     if (turning > 0) {
       // On one host alone, ranks follow each other from behind the root: the ring of an all-reduce.
@@ -108,10 +112,15 @@ ReduceRouter::Stop ReduceRouter::spread_inside(Stop from, int32_t first) {
 void ReduceRouter::spread_outside(Stop root, std::vector<int32_t> hosts) {
   if (hosts.empty()) return;
   const int32_t home = network_.host(root.rank);
-  const auto ring = [&](int32_t host) { return host > home ? host - home : host - home + network_.host_count(); };
+  const auto ring = [&](int32_t host) {
+    return host > home ? host - home : host - home + network_.host_count();
+  };
   std::sort(hosts.begin(), hosts.end(), [&](int32_t a, int32_t b) { return ring(a) < ring(b); });
-  const auto sends = [&](int32_t host) { return load_at(network_.nic_out(network_.nic(receivers_.at(host).front()))); };
-  const auto most = std::max_element(hosts.begin(), hosts.end(), [&](int32_t a, int32_t b) { return sends(a) < sends(b); });
+  const auto sends = [&](int32_t host) {
+    return load_at(network_.nic_out(network_.nic(receivers_.at(host).front())));
+  };
+  const auto most =
+      std::max_element(hosts.begin(), hosts.end(), [&](int32_t a, int32_t b) { return sends(a) < sends(b); });
   std::rotate(most, most + 1, hosts.end());
   for (const int32_t host : hosts) {
     const std::vector<int32_t>& ranks = receivers_.at(host);
@@ -159,14 +168,15 @@ const Route& ReduceRouter::route(const Task& task, int64_t nbytes) {
     others.erase(std::remove(others.begin(), others.end(), home), others.end());
   } else {
     const auto sends = [&](const Stop& s) { return load_at(network_.nic_out(network_.nic(s.rank))); };
-    root = *std::min_element(ends.begin(), ends.end(), [&](const Stop& a, const Stop& b) { return sends(a) < sends(b); });
+    root = *std::min_element(ends.begin(), ends.end(),
+                             [&](const Stop& a, const Stop& b) { return sends(a) < sends(b); });
   }
   spread_outside(root, std::move(others));
   return route_;
 }
 
-void draft_reductions(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles, const Network& network,
-                      int64_t chunk_bytes, Drafter* drafter) {
+void draft_reductions(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles,
+                      const Network& network, int64_t chunk_bytes, Drafter* drafter) {
   ReduceRouter router(network);
   for (const Bundle& bundle : bundles) {
     const Task& task = tasks[static_cast<size_t>(bundle.tasks.front())];

@@ -49,7 +49,7 @@ class ReduceRouter {
 };
 
 // Adds the chunks and hops of every bundle that is to be reduced; the strategies route the others.
-void draft_reductions(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles, const Network& network,
-                      int64_t chunk_bytes, Drafter* drafter);
+void draft_reductions(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles,
+                      const Network& network, int64_t chunk_bytes, Drafter* drafter);
 
 }  // namespace meshcast

@@ -8,7 +8,8 @@ namespace meshcast {
 namespace {
 
 constexpr int32_t kNone = -1;
-constexpr size_t kMostCandidates = 64;  // looked at when a lane falls free: bounds the work where all talk to all
+constexpr size_t kMostCandidates =
+    64;  // looked at when a lane falls free: bounds the work where all talk to all
 
 // The hops between one pair of lanes that may start as far as their data is concerned.
 struct Pair {
@@ -57,7 +58,8 @@ class ListScheduler {
           freed_.push_back(id);
         } else {
           const auto hop = static_cast<size_t>(id);
-          for (int32_t c = child_begin_[hop]; c < child_begin_[hop + 1]; ++c) make_ready(children_[static_cast<size_t>(c)]);
+          for (int32_t c = child_begin_[hop]; c < child_begin_[hop + 1]; ++c)
+            make_ready(children_[static_cast<size_t>(c)]);
         }
       }
     }
@@ -111,7 +113,8 @@ class ListScheduler {
     }
     for (size_t i = 0; i < n; ++i) {
       if (draft_.hops[i].after < 0) continue;
-      children_[static_cast<size_t>(fill[static_cast<size_t>(draft_.hops[i].after)]++)] = static_cast<int32_t>(i);
+      children_[static_cast<size_t>(fill[static_cast<size_t>(draft_.hops[i].after)]++)] =
+          static_cast<int32_t>(i);
     }
   }
 
@@ -120,7 +123,8 @@ class ListScheduler {
     const auto i = static_cast<size_t>(a);
     const auto j = static_cast<size_t>(b);
     if (!draft_.order.empty() && draft_.order[i] != draft_.order[j]) return draft_.order[i] > draft_.order[j];
-    if (!draft_.due_ns.empty() && draft_.due_ns[i] != draft_.due_ns[j]) return draft_.due_ns[i] > draft_.due_ns[j];
+    if (!draft_.due_ns.empty() && draft_.due_ns[i] != draft_.due_ns[j])
+      return draft_.due_ns[i] > draft_.due_ns[j];
     if (rest_[i] != rest_[j]) return rest_[i] < rest_[j];
     return a > b;
   }

@@ -1,7 +1,7 @@
 #include <tuple>
 
-#include "plan/senders.h"
 #include "plan/reduce_router.h"
+#include "plan/senders.h"
 #include "plan/strategies.h"
 
 namespace meshcast {
@@ -12,8 +12,8 @@ int32_t SenderLoads::choose(const std::vector<int32_t>& holders, int32_t receive
   for (const int32_t holder : holders) {
     const int32_t h = network_.index(holder);
     const bool far = network_.host(h) != network_.host(receiver);
-    const std::tuple<bool, int64_t, int64_t> load{far, far ? nic_load_[static_cast<size_t>(network_.nic(h))] : 0,
-                                                  rank_load_[static_cast<size_t>(h)]};
+    const std::tuple<bool, int64_t, int64_t> load{
+        far, far ? nic_load_[static_cast<size_t>(network_.nic(h))] : 0, rank_load_[static_cast<size_t>(h)]};
     if (out < 0 || load < best) {
       out = h;
       best = load;

@@ -68,8 +68,9 @@ class Intersection {
     }
     cells_ += cells;
     if (cells_ > kMaxTasks) {
-      throw LayoutError("the layouts cut the tensors into " + std::to_string(cells_) + " tasks or more, at most " +
-                        std::to_string(kMaxTasks) + " are planned at once: move the tensor in several steps or "
+      throw LayoutError("the layouts cut the tensors into " + std::to_string(cells_) +
+                        " tasks or more, at most " + std::to_string(kMaxTasks) +
+                        " are planned at once: move the tensor in several steps or "
                         "through a layout that shares more cuts");
     }
     std::vector<size_t> at(ndim, 0);
@@ -96,7 +97,8 @@ class Intersection {
   }
 
  private:
-  void emit(Task task, const Tiling& src, size_t src_tile, std::vector<int32_t> needed, bool reduces, bool same) {
+  void emit(Task task, const Tiling& src, size_t src_tile, std::vector<int32_t> needed, bool reduces,
+            bool same) {
     const std::vector<int32_t>& held = src.holders[src_tile];
     std::sort(needed.begin(), needed.end());
     std::vector<std::pair<int32_t, int32_t>> holders(held.size());
@@ -156,8 +158,9 @@ void check(const Problem& problem) {
   }
   if (problem.src == problem.dst) return;
   if (has_partial(problem.dst)) {
-    throw LayoutError("the destination " + describe(problem.dst) +
-                      " is Partial: a reshard ends in Shard or Replicate (only an unchanged layout may stay Partial)");
+    throw LayoutError(
+        "the destination " + describe(problem.dst) +
+        " is Partial: a reshard ends in Shard or Replicate (only an unchanged layout may stay Partial)");
   }
   ReduceOp op = ReduceOp::None;
   for (const Placement& p : problem.src.placements) {

@@ -38,7 +38,8 @@ void validate(const Topology& topology) {
     }
     check_rate(host.local_rate, "internal rate", h);
     for (const int32_t rank : host.ranks) {
-      if (rank < 0) throw LayoutError("host " + std::to_string(h) + " has the negative rank " + std::to_string(rank));
+      if (rank < 0)
+        throw LayoutError("host " + std::to_string(h) + " has the negative rank " + std::to_string(rank));
       if (!seen.insert(rank).second) throw LayoutError("rank " + std::to_string(rank) + " is on two hosts");
     }
   }

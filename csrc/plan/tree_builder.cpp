@@ -67,9 +67,10 @@ const std::vector<int32_t>& TreeBuilder::pick(int32_t item, int64_t nbytes, int3
   };
   size_t first = 0;
   for (size_t k = 0; k < it.lanes.size(); ++k) {
-    if (first_lane >= 0 ? it.lanes[k] == first_lane
-                        : k < static_cast<size_t>(it.emitters) && credit_[static_cast<size_t>(it.lanes[k])] >
-                                                                      credit_[static_cast<size_t>(it.lanes[first])]) {
+    if (first_lane >= 0
+            ? it.lanes[k] == first_lane
+            : k < static_cast<size_t>(it.emitters) &&
+                  credit_[static_cast<size_t>(it.lanes[k])] > credit_[static_cast<size_t>(it.lanes[first])]) {
       first = k;
     }
   }
@@ -79,7 +80,8 @@ const std::vector<int32_t>& TreeBuilder::pick(int32_t item, int64_t nbytes, int3
   // lower index first among equals.
   heap_.clear();
   for (size_t k = 0; k < it.lanes.size(); ++k) {
-    if (it.share[k] > 0 || k == first) heap_.emplace_back(credit_[static_cast<size_t>(it.lanes[k])], -static_cast<int32_t>(k));
+    if (it.share[k] > 0 || k == first)
+      heap_.emplace_back(credit_[static_cast<size_t>(it.lanes[k])], -static_cast<int32_t>(k));
   }
   std::make_heap(heap_.begin(), heap_.end());
   for (int64_t n = 1; n < it.copies;) {
@@ -104,7 +106,8 @@ int32_t TreeBuilder::enter(const Parties& parties, size_t party, const BundleIte
   if (items.local[party] >= 0) {
     // What enters at a rank it need not take in over its local lane: the one with most of that gets it.
     for (const int32_t r : ranks) {
-      if (network_.nic(r) == nic && local_in_[static_cast<size_t>(r)] > local_in_[static_cast<size_t>(root)]) root = r;
+      if (network_.nic(r) == nic && local_in_[static_cast<size_t>(r)] > local_in_[static_cast<size_t>(root)])
+        root = r;
     }
     for (const int32_t r : ranks) local_in_[static_cast<size_t>(r)] += r == root ? 0 : nbytes;
   }
@@ -216,7 +219,8 @@ const Route& TreeBuilder::route(int32_t bundle, int64_t bundle_bytes, int64_t nb
   };
   const Party nobody;
   for (size_t h = 0; h < parties.holders.size(); ++h) {
-    const auto local = std::find(parties.holder_party.begin(), parties.holder_party.end(), static_cast<int32_t>(h));
+    const auto local =
+        std::find(parties.holder_party.begin(), parties.holder_party.end(), static_cast<int32_t>(h));
     const Party& receivers = local == parties.holder_party.end()
                                  ? nobody
                                  : parties.receivers[static_cast<size_t>(local - parties.holder_party.begin())];

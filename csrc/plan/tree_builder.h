@@ -49,9 +49,9 @@ class TreeBuilder {
   const Network& network_;
   const int64_t fan_;
   std::vector<BundleItems> by_bundle_;
-  std::vector<int64_t> credit_;       // by lane, bytes
-  std::vector<int64_t> local_in_;     // by rank, bytes so far, hot hosts only
-  std::vector<int32_t> arrived_;      // by rank: edge of the current route that brings the chunk, -1 none yet
+  std::vector<int64_t> credit_;    // by lane, bytes
+  std::vector<int64_t> local_in_;  // by rank, bytes so far, hot hosts only
+  std::vector<int32_t> arrived_;   // by rank: edge of the current route that brings the chunk, -1 none yet
   std::vector<int32_t> count_;
   std::vector<std::pair<int64_t, int32_t>> heap_;
   Route route_;

@@ -1,12 +1,12 @@
 #include "transport/c10d_transport.h"
 
-#include <ATen/ops/from_blob.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
 #include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include <ATen/ops/from_blob.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 namespace meshcast {
 namespace {

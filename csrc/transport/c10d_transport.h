@@ -1,8 +1,8 @@
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <memory>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "transport/transport.h"
 

@@ -40,7 +40,8 @@ class LoopbackRequest final : public Request {
 
   void wait(TimePoint deadline) override {
     std::unique_lock lock(box_->mutex);
-    const bool ended = box_->changed.wait_until(lock, deadline, [&] { return message_->state != State::Pending; });
+    const bool ended =
+        box_->changed.wait_until(lock, deadline, [&] { return message_->state != State::Pending; });
     if (!ended) throw TransportError(TransportError::Cause::Timeout, "timed out");
     if (message_->state == State::Aborted) throw TransportError(TransportError::Cause::Aborted, "aborted");
     if (message_->state == State::Closed) throw TransportError(TransportError::Cause::Closed, "peer is gone");
@@ -92,8 +93,8 @@ class LoopbackTransport final : public Transport {
     const Message& sent = is_send ? *mine : *other;
     const Message& received = is_send ? *other : *mine;
     if (sent.nbytes != received.nbytes) {
-      throw std::logic_error("loopback: a message of " + std::to_string(sent.nbytes) + " bytes met a receive of " +
-                             std::to_string(received.nbytes));
+      throw std::logic_error("loopback: a message of " + std::to_string(sent.nbytes) +
+                             " bytes met a receive of " + std::to_string(received.nbytes));
     }
     if (sent.nbytes > 0) std::memcpy(received.data, sent.data, static_cast<size_t>(sent.nbytes));
     mine->state = State::Done;

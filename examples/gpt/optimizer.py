@@ -14,8 +14,9 @@ def make_optimizer(module: nn.Module, lr: float, weight_decay: float) -> torch.o
     matrices = [p for p in module.parameters() if p.dim() >= 2]
     vectors = [p for p in module.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    # Adam turns gradients of any size into steps of about lr, so the rounding of a tiny gradient can move a weight as far as
-    # a true one. A larger eps damps that: runs that only differ in the order of their sums stay close for longer.
+    # Adam turns gradients of any size into steps of about lr, so the rounding of a tiny gradient can move a
+    # weight as far as a true one. A larger eps damps that: runs that only differ in the order of their sums
+    # stay close for longer.
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=EPS)
 
 

@@ -16,7 +16,8 @@ namespace {
 std::vector<int64_t> elements(const Shard& shard) {
   std::vector<int64_t> out(static_cast<size_t>(shard.local_shape[0]), -1);
   for (const ShardPiece& piece : shard.pieces) {
-    for (int64_t i = 0; i < piece.box.extent(0); ++i) out.at(static_cast<size_t>(piece.local[0] + i)) = piece.box.lo[0] + i;
+    for (int64_t i = 0; i < piece.box.extent(0); ++i)
+      out.at(static_cast<size_t>(piece.local[0] + i)) = piece.box.lo[0] + i;
   }
   return out;
 }
@@ -92,15 +93,19 @@ TEST_CASE("scalars and tensors without elements", "[layout]") {
 }
 
 TEST_CASE("bad layouts are refused by name", "[layout]") {
-  CHECK(error_of(layout({2}, 0, {shard(0), shard(0)}), {4}).find("2 placements for a mesh of 1") != std::string::npos);
+  CHECK(error_of(layout({2}, 0, {shard(0), shard(0)}), {4}).find("2 placements for a mesh of 1") !=
+        std::string::npos);
   CHECK(error_of(layout({2}, 0, {shard(2)}), {4, 4}).find("Shard(2)") != std::string::npos);
   CHECK(error_of(layout({2}, 0, {shard(0)}), {}).find("out of range") != std::string::npos);
   CHECK(error_of(layout({2}, 0, {strided(0, 0)}), {4}).find("split_factor 0") != std::string::npos);
   CHECK(error_of(layout({2}, -1, {shard(0)}), {4}).find("negative rank -1") != std::string::npos);
   CHECK(error_of(layout({2}, 0, {shard(0)}), {-4}).find("negative dimension") != std::string::npos);
-  CHECK(error_of(layout({1, 1, 1, 1, 1, 1}, 0, std::vector<Placement>(6)), {4}).find("1 to 5") != std::string::npos);
-  CHECK(error_of(layout({2}, 0, {kReplicate}), {int64_t{1} << 40, int64_t{1} << 40}).find("overflows") != std::string::npos);
-  CHECK(error_of(layout({2}, 0, {kReplicate}), std::vector<int64_t>(9, 1)).find("at most 8") != std::string::npos);
+  CHECK(error_of(layout({1, 1, 1, 1, 1, 1}, 0, std::vector<Placement>(6)), {4}).find("1 to 5") !=
+        std::string::npos);
+  CHECK(error_of(layout({2}, 0, {kReplicate}), {int64_t{1} << 40, int64_t{1} << 40}).find("overflows") !=
+        std::string::npos);
+  CHECK(error_of(layout({2}, 0, {kReplicate}), std::vector<int64_t>(9, 1)).find("at most 8") !=
+        std::string::npos);
   Layout twice = layout({2}, 0, {shard(0)});
   twice.mesh.ranks = {3, 3};
   CHECK(error_of(twice, {4}).find("rank 3 twice") != std::string::npos);

@@ -1,6 +1,5 @@
-#include "plan/bound.h"
-
 #include "catch.h"
+#include "plan/bound.h"
 #include "plan_cases.h"
 
 using namespace meshcast;
@@ -12,7 +11,8 @@ namespace {
 Plan bytes_plan(int64_t n, Layout src, Layout dst, int64_t per_host, int64_t nics = 1, int64_t local = 1000) {
   const int32_t last = std::max(src.mesh.ranks.back(), dst.mesh.ranks.back());
   const Topology topology = uniform_topology(last, per_host, 1'000'000'000, nics, local * 1'000'000'000, 0);
-  return make_plan({{{n}, 1, std::move(src), std::move(dst)}}, topology, {Strategy::Multicast, Balance::None, n / 100, 0});
+  return make_plan({{{n}, 1, std::move(src), std::move(dst)}}, topology,
+                   {Strategy::Multicast, Balance::None, n / 100, 0});
 }
 
 }  // namespace
@@ -31,8 +31,10 @@ TEST_CASE("replicas of the source share what they send", "[plan]") {
 }
 
 TEST_CASE("a host with several NICs takes in over those that its receivers use", "[plan]") {
-  CHECK(bytes_plan(6000, layout({2}, 0, {kReplicate}), layout({2}, 2, {kReplicate}), 2, 2).lower_bound_ns == 3000);
-  CHECK(bytes_plan(6000, layout({2}, 0, {kReplicate}), layout({1}, 2, {kReplicate}), 2, 2).lower_bound_ns == 6000);
+  CHECK(bytes_plan(6000, layout({2}, 0, {kReplicate}), layout({2}, 2, {kReplicate}), 2, 2).lower_bound_ns ==
+        3000);
+  CHECK(bytes_plan(6000, layout({2}, 0, {kReplicate}), layout({1}, 2, {kReplicate}), 2, 2).lower_bound_ns ==
+        6000);
 }
 
 TEST_CASE("outgoing lanes bind where senders hold different parts", "[plan]") {
@@ -44,7 +46,8 @@ TEST_CASE("outgoing lanes bind where senders hold different parts", "[plan]") {
 
 TEST_CASE("inside a host the local lanes bind", "[plan]") {
   // One holder, three receivers on its host, 2 bytes/ns: a chain takes 3000.
-  CHECK(bytes_plan(6000, layout({1}, 0, {kReplicate}), layout({3}, 1, {kReplicate}), 4, 1, 2).lower_bound_ns == 3000);
+  CHECK(bytes_plan(6000, layout({1}, 0, {kReplicate}), layout({3}, 1, {kReplicate}), 4, 1, 2).lower_bound_ns ==
+        3000);
 }
 
 TEST_CASE("reductions are bound by reduce-then-multicast", "[plan]") {

@@ -56,7 +56,8 @@ inline std::vector<NamedCase> paper_cases() {
   add("case 7", cube, layout({1, 4}, 0, {R, S0}), layout({2, 4}, 4, {R, R}));
   add("case 8", cube, layout({1, 4}, 0, {R, S0}), layout({2, 4}, 4, {R, R}));
   add("case 9", cube, layout({2, 4}, 0, {S1, R}), layout({2, 4}, 8, {S2, R}));
-  for (const auto& [hosts, ranks] : std::vector<std::pair<int64_t, int64_t>>{{1, 1}, {1, 2}, {1, 3}, {1, 4}, {2, 2}, {3, 2}, {4, 2}}) {
+  for (const auto& [hosts, ranks] :
+       std::vector<std::pair<int64_t, int64_t>>{{1, 1}, {1, 2}, {1, 3}, {1, 4}, {2, 2}, {3, 2}, {4, 2}}) {
     // The sender has a host of its own; a receiving host is filled as far as the mesh says.
     NamedCase c;
     c.name = "1 to (" + std::to_string(hosts) + "," + std::to_string(ranks) + ")";

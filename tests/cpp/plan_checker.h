@@ -20,7 +20,8 @@ class PlanChecker {
     for (size_t t = 0; t < plan_.problems.size(); ++t) load(static_cast<int32_t>(t));
     for (const LocalCopy& copy : plan_.local_copies) {
       for (const int64_t e : elements(copy.tensor, copy.box)) {
-        if (source_[{copy.rank, copy.tensor}].count(e) == 0) return "a local copy reads what its rank does not hold";
+        if (source_[{copy.rank, copy.tensor}].count(e) == 0)
+          return "a local copy reads what its rank does not hold";
         ++written_[{copy.rank, copy.tensor}][e];
       }
     }
@@ -69,7 +70,8 @@ class PlanChecker {
   std::string write(const Chunk& chunk, int32_t rank) {
     for (int32_t p = chunk.piece_begin; p < chunk.piece_end; ++p) {
       const ChunkPiece& piece = plan_.pieces[static_cast<size_t>(p)];
-      if (!plan_.tasks[static_cast<size_t>(piece.task)].box.contains(piece.box)) return "a piece leaves its task's box";
+      if (!plan_.tasks[static_cast<size_t>(piece.task)].box.contains(piece.box))
+        return "a piece leaves its task's box";
       for (const int64_t e : elements(piece.tensor, piece.box)) ++written_[{rank, piece.tensor}][e];
     }
     return "";
@@ -110,7 +112,8 @@ class PlanChecker {
     if (hop.src == hop.dst) return "it goes from a rank to itself";
     if (hop.after >= static_cast<int32_t>(i)) return "it comes before the hop it depends on";
     const Hop* before = hop.after < 0 ? nullptr : &plan_.hops[static_cast<size_t>(hop.after)];
-    if (before != nullptr && (before->dst != hop.src || before->chunk != hop.chunk)) return "its chunk was never there";
+    if (before != nullptr && (before->dst != hop.src || before->chunk != hop.chunk))
+      return "its chunk was never there";
     const Task& t = task(chunk);
     if (t.reduce == ReduceOp::None) {
       if (hop.reduce != ReduceOp::None) return "it reduces what is not partial";
@@ -122,7 +125,8 @@ class PlanChecker {
     if (hop.reduce == ReduceOp::None) {
       if (sent != all) return "it hands on a value that is not fully reduced";
       if (before == nullptr) return "it hands on a partial value as the result";
-      if (before->reduce != ReduceOp::None && !before->last_reduce) return "it follows a reduction that is not over";
+      if (before->reduce != ReduceOp::None && !before->last_reduce)
+        return "it follows a reduction that is not over";
       carried(hop.chunk, hop.dst) = all;
       return write(chunk, hop.dst);
     }
@@ -135,7 +139,8 @@ class PlanChecker {
     }
     if (hop.last_reduce != (kept == all)) return "last_reduce does not mark the end of the reduction";
     const std::vector<int32_t>& need = t.receivers;
-    if (hop.last_reduce && std::find(need.begin(), need.end(), hop.dst) != need.end()) return write(chunk, hop.dst);
+    if (hop.last_reduce && std::find(need.begin(), need.end(), hop.dst) != need.end())
+      return write(chunk, hop.dst);
     return "";
   }
 
@@ -150,7 +155,8 @@ class PlanChecker {
       }
     }
     for (const auto& [key, got] : written_) {
-      if (needed_.find(key) == needed_.end() && !got.empty()) return where(key) + " needs nothing and gets something";
+      if (needed_.find(key) == needed_.end() && !got.empty())
+        return where(key) + " needs nothing and gets something";
     }
     return "";
   }

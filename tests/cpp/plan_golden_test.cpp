@@ -14,7 +14,8 @@ namespace {
 
 std::string box_text(const Box& box) {
   std::string out;
-  for (int d = 0; d < box.ndim; ++d) out += (d ? "," : "") + std::to_string(box.lo[d]) + ":" + std::to_string(box.hi[d]);
+  for (int d = 0; d < box.ndim; ++d)
+    out += (d ? "," : "") + std::to_string(box.lo[d]) + ":" + std::to_string(box.hi[d]);
   return "[" + out + "]";
 }
 
@@ -27,12 +28,15 @@ std::string ranks_text(const std::vector<int32_t>& ranks) {
 // What a change of the planner would change: small enough to read, and the hash covers the rest.
 std::string summary(const Plan& plan) {
   std::ostringstream out;
-  out << "  " << to_string(plan.strategy) << ": makespan_ns " << plan.makespan_ns << " lower_bound_ns " << plan.lower_bound_ns
-      << " chunks " << plan.chunks.size() << " hops " << plan.hops.size() << " hash " << plan.hash << "\n";
+  out << "  " << to_string(plan.strategy) << ": makespan_ns " << plan.makespan_ns << " lower_bound_ns "
+      << plan.lower_bound_ns << " chunks " << plan.chunks.size() << " hops " << plan.hops.size() << " hash "
+      << plan.hash << "\n";
   for (size_t i = 0; i < std::min<size_t>(4, plan.hops.size()); ++i) {
     const Hop& hop = plan.hops[i];
-    const ChunkPiece& piece = plan.pieces[static_cast<size_t>(plan.chunks[static_cast<size_t>(hop.chunk)].piece_begin)];
-    out << "    " << hop.src << " -> " << hop.dst << " after " << hop.after << " " << box_text(piece.box) << "\n";
+    const ChunkPiece& piece =
+        plan.pieces[static_cast<size_t>(plan.chunks[static_cast<size_t>(hop.chunk)].piece_begin)];
+    out << "    " << hop.src << " -> " << hop.dst << " after " << hop.after << " " << box_text(piece.box)
+        << "\n";
   }
   return out.str();
 }
@@ -47,8 +51,8 @@ std::string render(const NamedCase& c) {
       out << c.name << ": " << describe(c.problem.src) << " -> " << describe(c.problem.dst) << "\n";
       for (size_t t = 0; t < std::min<size_t>(4, plan.tasks.size()); ++t) {
         const Task& task = plan.tasks[t];
-        out << "  task " << t << " of " << plan.tasks.size() << " " << box_text(task.box) << " " << task.nbytes << " bytes from "
-            << ranks_text(task.holders) << " to " << ranks_text(task.receivers) << "\n";
+        out << "  task " << t << " of " << plan.tasks.size() << " " << box_text(task.box) << " " << task.nbytes
+            << " bytes from " << ranks_text(task.holders) << " to " << ranks_text(task.receivers) << "\n";
       }
       first = false;
     }
@@ -61,7 +65,8 @@ std::string render(const NamedCase& c) {
 
 // MESHCAST_UPDATE_GOLDEN=1 writes the file anew: look at the difference before committing it.
 TEST_CASE("the plans of the paper's cases are as recorded", "[plan][golden]") {
-  const std::filesystem::path file = std::filesystem::path(__FILE__).parent_path().parent_path() / "golden" / "paper_cases.txt";
+  const std::filesystem::path file =
+      std::filesystem::path(__FILE__).parent_path().parent_path() / "golden" / "paper_cases.txt";
   std::string now;
   for (const NamedCase& c : paper_cases()) now += render(c);
   if (std::getenv("MESHCAST_UPDATE_GOLDEN") != nullptr) {

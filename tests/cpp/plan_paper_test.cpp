@@ -16,9 +16,10 @@ TEST_CASE("the paper's strategies reproduce the paper's model", "[plan]") {
   struct Row {
     double send_recv, none, size, search, bound;
   };
-  const std::vector<Row> rows{{2.00, 0.500, 0.500, 0.5, 0.5}, {2.00, 1.000, 0.500, 0.5, 0.5}, {2.00, 0.750, 0.750, 0.5, 0.5},
-                              {0.50, 0.938, 0.938, 0.5, 0.5}, {2.00, 1.000, 0.750, 0.5, 0.5}, {2.00, 1.000, 1.000, 0.5, 0.5},
-                              {8.00, 1.000, 1.000, 1.0, 1.0}, {8.00, 1.000, 1.000, 1.0, 1.0}, {2.00, 0.750, 0.750, 0.5, 0.5}};
+  const std::vector<Row> rows{
+      {2.00, 0.500, 0.500, 0.5, 0.5}, {2.00, 1.000, 0.500, 0.5, 0.5}, {2.00, 0.750, 0.750, 0.5, 0.5},
+      {0.50, 0.938, 0.938, 0.5, 0.5}, {2.00, 1.000, 0.750, 0.5, 0.5}, {2.00, 1.000, 1.000, 0.5, 0.5},
+      {8.00, 1.000, 1.000, 1.0, 1.0}, {8.00, 1.000, 1.000, 1.0, 1.0}, {2.00, 0.750, 0.750, 0.5, 0.5}};
   const std::vector<NamedCase> cases = paper_cases();
   for (size_t i = 0; i < rows.size(); ++i) {
     INFO(cases[i].name);
@@ -47,7 +48,8 @@ TEST_CASE("orders submit every work once, from one of its holders", "[plan]") {
   std::vector<int32_t> ranks(16);
   for (int32_t r = 0; r < 16; ++r) ranks[static_cast<size_t>(r)] = r;
   const Network network(c.topology, ranks);
-  const std::vector<PaperWork> works = paper_works(demand.tasks, bundle_tasks(demand.tasks, {c.problem}), network);
+  const std::vector<PaperWork> works =
+      paper_works(demand.tasks, bundle_tasks(demand.tasks, {c.problem}), network);
   for (const Balance balance : {Balance::None, Balance::Size, Balance::Greedy, Balance::Search}) {
     const PaperOrder order = solve_paper_order(works, network.host_count(), balance, 7);
     std::vector<int> seen(works.size(), 0);

@@ -25,7 +25,8 @@ void check_seeds(uint64_t first, uint64_t count, bool partial) {
     int64_t automatic = 0;
     for (const Strategy strategy : kAll) {
       INFO("seed " << seed << ", strategy " << to_string(strategy));
-      PlanOptions options{strategy, random.one_of({Balance::None, Balance::Size, Balance::Greedy, Balance::Search}),
+      PlanOptions options{strategy,
+                          random.one_of({Balance::None, Balance::Size, Balance::Greedy, Balance::Search}),
                           random.one_of<int64_t>({0, 16, 64, 500}), seed};
       if (strategy == Strategy::Auto) options.balance = Balance::Greedy;
       const Plan plan = make_plan({c.problem}, c.topology, options);
@@ -93,7 +94,8 @@ TEST_CASE("the checker sees broken plans", "[plan]") {
   Plan stranger = good;
   stranger.hops.front().src = 5;
   CHECK(check_plan(stranger) != "");
-  Plan reduced = make_plan({{{64}, 4, layout({2}, 0, {partial(ReduceOp::Sum)}), layout({2}, 2, {kReplicate})}}, topology, {});
+  Plan reduced = make_plan({{{64}, 4, layout({2}, 0, {partial(ReduceOp::Sum)}), layout({2}, 2, {kReplicate})}},
+                           topology, {});
   REQUIRE(check_plan(reduced) == "");
   for (Hop& hop : reduced.hops) hop.reduce = ReduceOp::None;
   CHECK(check_plan(reduced) != "");

@@ -68,7 +68,8 @@ inline Topology random_topology(Random& random, int64_t ranks) {
   for (int64_t first = 0; first < ranks;) {
     Host host;
     const int64_t size = unequal ? random.between(1, 8) : host_size;
-    for (int64_t r = first; r < std::min(ranks, first + size); ++r) host.ranks.push_back(static_cast<int32_t>(r));
+    for (int64_t r = first; r < std::min(ranks, first + size); ++r)
+      host.ranks.push_back(static_cast<int32_t>(r));
     first += size;
     const int64_t count = unequal ? random.between(1, 4) : nics;
     const int64_t rate = (unequal ? random.one_of<int64_t>({10, 10, 25, 40}) : 10) * kGbit;
@@ -107,14 +108,16 @@ inline RandomCase random_case(Random& random, int64_t elements, bool strided, bo
   std::vector<int32_t> names(static_cast<size_t>(ranks));
   std::iota(names.begin(), names.end(), 0);
   if (random.chance(15)) {
-    for (size_t i = names.size(); i > 1; --i) std::swap(names[i - 1], names[static_cast<size_t>(random.below(static_cast<int64_t>(i)))]);
+    for (size_t i = names.size(); i > 1; --i)
+      std::swap(names[i - 1], names[static_cast<size_t>(random.below(static_cast<int64_t>(i)))]);
   }
   problem.src.mesh = {src_shape, {names.begin(), names.begin() + src_size}};
   problem.dst.mesh = {dst_shape, {names.begin() + shift, names.begin() + shift + dst_size}};
   problem.src.placements = random_placements(random, src_shape.size(), ndim, strided);
   problem.dst.placements = random_placements(random, dst_shape.size(), ndim, strided);
   if (partial) {  // at least one mesh dimension of the source holds values to be reduced, all by one operation
-    const ReduceOp op = random.one_of({ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product});
+    const ReduceOp op =
+        random.one_of({ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product});
     const auto first = static_cast<size_t>(random.below(static_cast<int64_t>(src_shape.size())));
     for (size_t m = 0; m < src_shape.size(); ++m) {
       if (m == first || random.chance(25)) problem.src.placements[m] = {PlacementKind::Partial, 0, 1, op};

@@ -1,9 +1,8 @@
-#include "plan/schedule.h"
-
 #include <string>
 
 #include "catch.h"
 #include "common/error.h"
+#include "plan/schedule.h"
 #include "plan_cases.h"
 #include "plan_random.h"
 
@@ -17,7 +16,8 @@ Topology three_hosts() {
   Topology out;
   out.latency_ns = 10;
   for (int32_t h = 0; h < 3; ++h) {
-    out.hosts.push_back({{2 * h, 2 * h + 1}, {{1'000'000'000, h == 2 ? 500'000'000 : 1'000'000'000}}, 4'000'000'000});
+    out.hosts.push_back(
+        {{2 * h, 2 * h + 1}, {{1'000'000'000, h == 2 ? 500'000'000 : 1'000'000'000}}, 4'000'000'000});
   }
   return out;
 }
@@ -37,7 +37,8 @@ TEST_CASE("the simulator times hand-made hops", "[plan]") {
   const Network network(three_hosts(), {0, 1, 2, 3, 4, 5});
   const std::vector<Chunk> chunks{{0, 1, 100}, {1, 2, 100}};
   // A chain 0 -> 2 -> 4 of two chunks. Host 2 takes 200 ns for each.
-  const Schedule chain = simulate({hop(0, 2, 0, -1), hop(0, 2, 1, -1), hop(2, 4, 0, 0), hop(2, 4, 1, 1)}, chunks, network);
+  const Schedule chain =
+      simulate({hop(0, 2, 0, -1), hop(0, 2, 1, -1), hop(2, 4, 0, 0), hop(2, 4, 1, 1)}, chunks, network);
   CHECK(chain.times[0].finish_ns == 110);
   CHECK(chain.times[1].start_ns == 100);  // the NIC is free again, latency does not hold it
   CHECK(chain.times[2].start_ns == 110);

@@ -41,7 +41,8 @@ inline double paper_time(const NamedCase& c, Balance balance) {
   const Demand demand = intersect_layouts({c.problem});
   const Plan plan = make_plan({c.problem}, c.topology, {Strategy::SendRecv});
   const Network network(c.topology, plan.ranks);
-  const std::vector<PaperWork> works = paper_works(demand.tasks, bundle_tasks(demand.tasks, {c.problem}), network);
+  const std::vector<PaperWork> works =
+      paper_works(demand.tasks, bundle_tasks(demand.tasks, {c.problem}), network);
   const PaperOrder order = solve_paper_order(works, network.host_count(), balance, 0);
   const auto bytes = static_cast<double>(paper_makespan(works, network.host_count(), order));
   return bytes / static_cast<double>(kTenGbit) / tensor_seconds(c.problem);

@@ -17,7 +17,9 @@ using namespace meshcast::testing;
 namespace {
 
 double ratio(const Plan& plan) {
-  return plan.lower_bound_ns == 0 ? 1.0 : static_cast<double>(plan.makespan_ns) / static_cast<double>(plan.lower_bound_ns);
+  return plan.lower_bound_ns == 0
+             ? 1.0
+             : static_cast<double>(plan.makespan_ns) / static_cast<double>(plan.lower_bound_ns);
 }
 
 double milliseconds(const std::function<void()>& work) {
@@ -33,7 +35,9 @@ struct Sample {
 
 void print_row(const char* name, std::vector<Sample> samples) {
   std::sort(samples.begin(), samples.end(), [](const Sample& a, const Sample& b) { return a.ratio < b.ratio; });
-  const auto at = [&](size_t percent) { return samples[std::min(samples.size() - 1, samples.size() * percent / 100)].ratio; };
+  const auto at = [&](size_t percent) {
+    return samples[std::min(samples.size() - 1, samples.size() * percent / 100)].ratio;
+  };
   std::printf("| %s | %.3f | %.3f | %.3f | %.3f | %llu |\n", name, at(50), at(90), at(99), samples.back().ratio,
               static_cast<unsigned long long>(samples.back().seed));
   std::fflush(stdout);
@@ -47,16 +51,21 @@ int64_t pairs() {
 }  // namespace
 
 TEST_CASE("table: the paper's cases", "[.][tables]") {
-  std::printf("| case | send_recv | local all-gather | broadcast none | size | greedy | search | bound "
-              "| send_recv | local_all_gather | global_all_gather | broadcast | multicast | multicast / bound | ms |\n");
+  std::printf(
+      "| case | send_recv | local all-gather | broadcast none | size | greedy | search | bound "
+      "| send_recv | local_all_gather | global_all_gather | broadcast | multicast | multicast / bound | ms "
+      "|\n");
   for (const NamedCase& c : paper_cases()) {
     const double unit = tensor_seconds(c.problem) * 1e9;
-    std::printf("| %s | %.2f | %.2f |", c.name.c_str(), nic_bound(c, Strategy::SendRecv), nic_bound(c, Strategy::LocalAllGather));
-    for (const Balance b : {Balance::None, Balance::Size, Balance::Greedy, Balance::Search}) std::printf(" %.3f |", paper_time(c, b));
+    std::printf("| %s | %.2f | %.2f |", c.name.c_str(), nic_bound(c, Strategy::SendRecv),
+                nic_bound(c, Strategy::LocalAllGather));
+    for (const Balance b : {Balance::None, Balance::Size, Balance::Greedy, Balance::Search})
+      std::printf(" %.3f |", paper_time(c, b));
     Plan plan;
     const double ms = milliseconds([&] { plan = make_plan({c.problem}, c.topology, {Strategy::Multicast}); });
     std::printf(" %.3f |", static_cast<double>(plan.lower_bound_ns) / unit);
-    for (const Strategy s : {Strategy::SendRecv, Strategy::LocalAllGather, Strategy::GlobalAllGather, Strategy::Broadcast}) {
+    for (const Strategy s :
+         {Strategy::SendRecv, Strategy::LocalAllGather, Strategy::GlobalAllGather, Strategy::Broadcast}) {
       const Plan other = make_plan({c.problem}, c.topology, {s, Balance::Search});
       std::printf(" %.3f |", static_cast<double>(other.makespan_ns) / unit);
     }
@@ -99,24 +108,39 @@ TEST_CASE("table: planning time", "[.][tables]") {
   const Placement S0 = shard(0), S1 = shard(1);
   std::vector<Problem> gpt;  // 24 layers of a 1.3B GPT and its embeddings, 300 tensors
   for (int layer = 0; layer < 24; ++layer) {
-    for (const auto& [shape, p] : std::vector<std::pair<std::vector<int64_t>, Placement>>{
-             {{2048}, R}, {{2048}, R}, {{6144, 2048}, S0}, {{6144}, S0}, {{2048, 2048}, S1}, {{2048}, R},
-             {{2048}, R}, {{2048}, R}, {{8192, 2048}, S0}, {{8192}, S0}, {{2048, 8192}, S1}, {{2048}, R}}) {
+    for (const auto& [shape, p] : std::vector<std::pair<std::vector<int64_t>, Placement>>{{{2048}, R},
+                                                                                          {{2048}, R},
+                                                                                          {{6144, 2048}, S0},
+                                                                                          {{6144}, S0},
+                                                                                          {{2048, 2048}, S1},
+                                                                                          {{2048}, R},
+                                                                                          {{2048}, R},
+                                                                                          {{2048}, R},
+                                                                                          {{8192, 2048}, S0},
+                                                                                          {{8192}, S0},
+                                                                                          {{2048, 8192}, S1},
+                                                                                          {{2048}, R}}) {
       gpt.push_back({shape, 2, layout({2, 4}, 0, {R, p}), layout({4, 2}, 8, {R, p})});
     }
   }
-  for (int part = 0; part < 12; ++part) gpt.push_back({{4267, 2048}, 2, layout({2, 4}, 0, {R, S0}), layout({4, 2}, 8, {R, S0})});
+  for (int part = 0; part < 12; ++part)
+    gpt.push_back({{4267, 2048}, 2, layout({2, 4}, 0, {R, S0}), layout({4, 2}, 8, {R, S0})});
   struct Row {
     const char* name;
     std::vector<Problem> problems;
     int64_t ranks;
   };
-  const auto one = [](Layout src, Layout dst) { return std::vector<Problem>{{{16384, 16384}, 2, std::move(src), std::move(dst)}}; };
+  const auto one = [](Layout src, Layout dst) {
+    return std::vector<Problem>{{{16384, 16384}, 2, std::move(src), std::move(dst)}};
+  };
   const std::vector<Row> rows{
       {"512 to 512 ranks, RS1 to RS1", one(layout({64, 8}, 0, {R, S1}), layout({32, 16}, 512, {R, S1})), 1024},
-      {"512 to 512 ranks, S0S1 to S0S1", one(layout({64, 8}, 0, {S0, S1}), layout({32, 16}, 512, {S0, S1})), 1024},
-      {"4096 to 4096 ranks, RS1 to RS1", one(layout({512, 8}, 0, {R, S1}), layout({256, 16}, 4096, {R, S1})), 8192},
-      {"4096 to 4096 ranks, S0S1 to S0S1", one(layout({512, 8}, 0, {S0, S1}), layout({256, 16}, 4096, {S0, S1})), 8192},
+      {"512 to 512 ranks, S0S1 to S0S1", one(layout({64, 8}, 0, {S0, S1}), layout({32, 16}, 512, {S0, S1})),
+       1024},
+      {"4096 to 4096 ranks, RS1 to RS1", one(layout({512, 8}, 0, {R, S1}), layout({256, 16}, 4096, {R, S1})),
+       8192},
+      {"4096 to 4096 ranks, S0S1 to S0S1",
+       one(layout({512, 8}, 0, {S0, S1}), layout({256, 16}, 4096, {S0, S1})), 8192},
       {"1 to 4096 ranks, replicated", one(layout({1}, 0, {R}), layout({4096}, 1, {R})), 4097},
       {"512 to 512 ranks, rows to columns", one(layout({512}, 0, {S0}), layout({512}, 512, {S1})), 1024},
       {"300 tensors of a 1.3B GPT, (2,4) to (4,2)", gpt, 16}};
@@ -127,8 +151,8 @@ TEST_CASE("table: planning time", "[.][tables]") {
       Plan plan;
       const double ms = milliseconds([&] { plan = make_plan(row.problems, topology, {s}); });
       std::printf("| %s | %s%s | %.0f | %zu | %zu | %.3f |\n", row.name, to_string(s),
-                  s == Strategy::Auto ? (std::string(" (") + to_string(plan.strategy) + ")").c_str() : "", ms, plan.tasks.size(),
-                  plan.hops.size(), ratio(plan));
+                  s == Strategy::Auto ? (std::string(" (") + to_string(plan.strategy) + ")").c_str() : "", ms,
+                  plan.tasks.size(), plan.hops.size(), ratio(plan));
       std::fflush(stdout);
     }
   }

@@ -1,10 +1,9 @@
-#include "plan/tasks.h"
-
 #include <string>
 
 #include "catch.h"
 #include "common/error.h"
 #include "plan/draft.h"
+#include "plan/tasks.h"
 #include "plan_cases.h"
 
 using namespace meshcast;
@@ -48,7 +47,8 @@ TEST_CASE("the paper's cases have the paper's unit tasks", "[plan]") {
 }
 
 TEST_CASE("what a rank holds already is copied, not sent", "[plan]") {
-  const Demand equal = demand({8, 6}, layout({2, 2}, 0, {shard(0), shard(1)}), layout({2, 2}, 0, {shard(0), shard(1)}));
+  const Demand equal =
+      demand({8, 6}, layout({2, 2}, 0, {shard(0), shard(1)}), layout({2, 2}, 0, {shard(0), shard(1)}));
   CHECK(equal.tasks.empty());
   CHECK(equal.local_copies.size() == 4);
   // Ranks 0, 1 split the rows; ranks 1, 2 need all: rank 1 keeps its half.
@@ -76,14 +76,17 @@ TEST_CASE("pending reductions are kept by an unchanged layout and resolved by an
 TEST_CASE("demands that cannot be planned are refused by name", "[plan]") {
   const Layout flat = layout({2}, 0, {kReplicate});
   CHECK(error_of({{{4}, 0, flat, flat}}).find("0 bytes") != std::string::npos);
-  CHECK(error_of({{{4}, 4, flat, layout({2}, 0, {partial(ReduceOp::Sum)})}}).find("destination") != std::string::npos);
+  CHECK(error_of({{{4}, 4, flat, layout({2}, 0, {partial(ReduceOp::Sum)})}}).find("destination") !=
+        std::string::npos);
   CHECK(error_of({{{4}, 4, layout({2, 2}, 0, {partial(ReduceOp::Sum), partial(ReduceOp::Max)}), flat}})
             .find("mixes Partial") != std::string::npos);
   CHECK(error_of({{{int64_t{1} << 61}, 8, flat, flat}}).find("overflows") != std::string::npos);
   // Every rank to every rank: 2048 rows against 2048 columns.
-  const std::string size = error_of({{{2048, 2048}, 4, layout({2048}, 0, {shard(0)}), layout({2048}, 2048, {shard(1)})}});
+  const std::string size =
+      error_of({{{2048, 2048}, 4, layout({2048}, 0, {shard(0)}), layout({2048}, 2048, {shard(1)})}});
   CHECK(size.find("4194304 tasks") != std::string::npos);
-  const std::string many = error_of({{{4096}, 4, layout({1024}, 0, {shard(0)}), layout({4096}, 1024, {kReplicate})}});
+  const std::string many =
+      error_of({{{4096}, 4, layout({1024}, 0, {shard(0)}), layout({4096}, 1024, {kReplicate})}});
   CHECK(many.find("deliveries") != std::string::npos);
 }
 

@@ -23,7 +23,8 @@ Layout random_layout(std::mt19937& rng, int world, size_t tensor_dims) {
   std::iota(ranks.begin(), ranks.end(), 0);
   std::shuffle(ranks.begin(), ranks.end(), rng);
   const int64_t rows = 1 + static_cast<int64_t>(rng() % 2);
-  const int64_t columns = 1 + static_cast<int64_t>(rng() % (static_cast<uint64_t>(world) / static_cast<uint64_t>(rows)));
+  const int64_t columns =
+      1 + static_cast<int64_t>(rng() % (static_cast<uint64_t>(world) / static_cast<uint64_t>(rows)));
   layout.mesh.shape = {rows, columns};
   layout.mesh.ranks.assign(ranks.begin(), ranks.begin() + rows * columns);
   for (int i = 0; i < 2; ++i) {
@@ -84,7 +85,8 @@ TEST_CASE("random plans fill every destination", "[exec][engine]") {
     const int world = 2 + static_cast<int>(rng() % 6);
     Cluster cluster(world);
     const Plan plan = random_plan(rng, world);
-    INFO("round " << round << ": " << describe(plan.problems[0].src) << " -> " << describe(plan.problems[0].dst));
+    INFO("round " << round << ": " << describe(plan.problems[0].src) << " -> "
+                  << describe(plan.problems[0].dst));
     std::vector<RankRun> runs;
     for (int rank = 0; rank < world; ++rank) runs.push_back(start_rank(cluster, plan, rank, label(0), kLimit));
     for (int rank = 0; rank < world; ++rank) {
@@ -105,7 +107,8 @@ TEST_CASE("runs in flight at once do not mix", "[exec][engine]") {
   // Each rank starts all of its runs before the next rank starts any.
   std::vector<RankRun> runs;
   for (int rank = 0; rank < world; ++rank) {
-    for (int i = 0; i < 12; ++i) runs.push_back(start_rank(cluster, plans[static_cast<size_t>(i)], rank, label(i), kLimit));
+    for (int i = 0; i < 12; ++i)
+      runs.push_back(start_rank(cluster, plans[static_cast<size_t>(i)], rank, label(i), kLimit));
   }
   for (const RankRun& part : runs) {
     REQUIRE(part.run->wait_until(Clock::now() + kLimit));
@@ -120,9 +123,11 @@ TEST_CASE("a lane that waits does not hold up another", "[exec][engine]") {
   const Plan plan = chain_plan(world, 1000);
   // Lane 0: receives posted, the sender never starts. Lane 1 must pass.
   std::vector<RankRun> waiting;
-  for (int rank = 1; rank < world; ++rank) waiting.push_back(start_rank(cluster, plan, rank, label(0, 0), kLimit));
+  for (int rank = 1; rank < world; ++rank)
+    waiting.push_back(start_rank(cluster, plan, rank, label(0, 0), kLimit));
   std::vector<RankRun> passing;
-  for (int rank = 0; rank < world; ++rank) passing.push_back(start_rank(cluster, plan, rank, label(1, 1), kLimit));
+  for (int rank = 0; rank < world; ++rank)
+    passing.push_back(start_rank(cluster, plan, rank, label(1, 1), kLimit));
   for (const RankRun& part : passing) {
     REQUIRE(part.run->wait_until(Clock::now() + kLimit));
     REQUIRE(part.destination.data == part.expected);
@@ -138,7 +143,8 @@ TEST_CASE("a dead root fails the runs of the survivors that wait for it", "[exec
   for (int rank = 1; rank < world; ++rank) runs.push_back(start_rank(cluster, plan, rank, label(0), kLimit));
   for (const RankRun& part : runs) REQUIRE_FALSE(part.run->wait_until(Clock::now() + milliseconds(20)));
   cluster.kill(0);
-  // Only the head of the chain hears of it from the transport; the others learn it as a group does, here by hand.
+  // Only the head of the chain hears of it from the transport; the others learn it as a group does, here by
+  // hand.
   REQUIRE(runs.front().run->wait_until(Clock::now() + kLimit));
   REQUIRE(runs.front().run->error());
   for (int rank = 2; rank < world; ++rank) {

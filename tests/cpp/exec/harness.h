@@ -100,7 +100,8 @@ struct RankRun {
   std::shared_ptr<Run> run;
 };
 
-inline RankRun start_rank(Cluster& cluster, const Plan& plan, int rank, RunLabel label, std::chrono::milliseconds limit) {
+inline RankRun start_rank(Cluster& cluster, const Plan& plan, int rank, RunLabel label,
+                          std::chrono::milliseconds limit) {
   const Problem& problem = plan.problems.front();
   RankRun part;
   const Shard source = shard_of(problem.src, problem.shape, rank);
@@ -111,8 +112,8 @@ inline RankRun start_rank(Cluster& cluster, const Plan& plan, int rank, RunLabel
   Buffers buffers;
   buffers.source = {part.source.memory};
   buffers.destination = {part.destination.memory};
-  part.run = cluster.engine(rank).start(std::make_shared<const Program>(project(plan, rank, cluster.group())), buffers,
-                                        std::move(label), Clock::now() + limit);
+  part.run = cluster.engine(rank).start(std::make_shared<const Program>(project(plan, rank, cluster.group())),
+                                        buffers, std::move(label), Clock::now() + limit);
   return part;
 }
 

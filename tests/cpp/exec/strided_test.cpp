@@ -82,7 +82,8 @@ TEST_CASE("pack, unpack and copy move exactly the elements of the box", "[exec][
     if (!expected.empty()) {
       size_t at = 0;
       for (std::byte* p : addresses(to.view)) {
-        std::memcpy(image.data() + (p - to.memory.data()), expected.data() + at, static_cast<size_t>(element_bytes));
+        std::memcpy(image.data() + (p - to.memory.data()), expected.data() + at,
+                    static_cast<size_t>(element_bytes));
         at += static_cast<size_t>(element_bytes);
       }
     }
@@ -102,7 +103,7 @@ TEST_CASE("a view is contiguous only without gaps and in row-major order", "[exe
   CHECK(StridedView{memory, 2, 4, {3, 4}, {16, 4}}.contiguous());
   CHECK_FALSE(StridedView{memory, 2, 4, {3, 4}, {20, 4}}.contiguous());  // a gap after each row
   CHECK_FALSE(StridedView{memory, 2, 4, {3, 4}, {4, 12}}.contiguous());  // column-major
-  CHECK(StridedView{memory, 2, 4, {1, 4}, {999, 4}}.contiguous());       // the stride of a single row is never used
+  CHECK(StridedView{memory, 2, 4, {1, 4}, {999, 4}}.contiguous());  // the stride of a single row is never used
   CHECK(StridedView{memory, 0, 4, {}, {}}.contiguous());
   CHECK(StridedView{memory, 2, 4, {0, 4}, {1, 1}}.contiguous());
 }
