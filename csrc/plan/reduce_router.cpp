@@ -4,6 +4,11 @@
 #include <tuple>
 
 namespace meshcast {
+namespace {
+
+constexpr size_t kMostRoots = 6;  // ends of the chain tried for one chunk
+
+}  // namespace
 
 int64_t ReduceRouter::rank_load(int32_t rank) const {
   const int32_t nic = network_.nic(rank);
@@ -11,22 +16,34 @@ int64_t ReduceRouter::rank_load(int32_t rank) const {
          load_at(network_.local_in(rank));
 }
 
-bool ReduceRouter::needs(int32_t rank) const {
-  const auto it = receivers_.find(network_.host(rank));
-  return it != receivers_.end() && std::binary_search(it->second.begin(), it->second.end(), rank);
-}
-
 ReduceRouter::Stop ReduceRouter::go(Stop from, int32_t to, ReduceOp reduce) {
   route_.push_back({from.rank, to, from.edge, reduce, false});
   const Network::Link link = network_.link(from.rank, to);
-  load_[static_cast<size_t>(link.out)] += transfer_ns(nbytes_, network_.lane_rate(link.out));
-  load_[static_cast<size_t>(link.in)] += transfer_ns(nbytes_, network_.lane_rate(link.in));
+  for (const int32_t lane : {link.out, link.in}) {
+    // Microseconds, so that squares of any load fit.
+    const auto before = static_cast<__int128>(load_at(lane) / 1000);
+    load_[static_cast<size_t>(lane)] += transfer_ns(nbytes_, network_.lane_rate(lane));
+    const auto after = static_cast<__int128>(load_at(lane) / 1000);
+    cost_ += after * after - before * before;
+  }
   return {to, static_cast<int32_t>(route_.size()) - 1};
 }
 
-// One rank for each partial value, from as few hosts as greedy covering finds, since every further host is a
-// further hop between hosts. Among hosts that add equally many values, those that need the result come first.
-std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& hosts) const {
+// Takes back the edges of the route from the given number on.
+void ReduceRouter::undo(size_t edges) {
+  while (route_.size() > edges) {
+    const Network::Link link = network_.link(route_.back().src, route_.back().dst);
+    for (const int32_t lane : {link.out, link.in}) {
+      load_[static_cast<size_t>(lane)] -= transfer_ns(nbytes_, network_.lane_rate(lane));
+    }
+    route_.pop_back();
+  }
+}
+
+// One rank for each partial value. `few_hosts`: from as few hosts as greedy covering finds, since every further
+// host is a further hop between hosts; among hosts that add equally many values, those that need the result
+// come first. Otherwise hosts with little load come first, so that replicas take turns.
+std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& hosts, bool few_hosts) const {
   std::set<int32_t> missing;
   for (const auto& [host, values] : hosts) {
     for (const auto& [value, ranks] : values) missing.insert(value);
@@ -39,8 +56,10 @@ std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& h
       int64_t adds = 0;
       for (const auto& [value, ranks] : values) adds += static_cast<int64_t>(missing.count(value));
       if (adds == 0) continue;
-      const std::tuple<int64_t, bool, int64_t> key{-adds, receivers_.count(host) == 0,
-                                                   rank_load(values.begin()->second.front())};
+      const int64_t load = rank_load(values.begin()->second.front());
+      const bool foreign = receivers_.count(host) == 0;
+      const std::tuple<int64_t, bool, int64_t> key =
+          few_hosts ? std::tuple{-adds, foreign, load} : std::tuple{load, foreign, -adds};
       if (best < 0 || key < best_key) {
         best = host;
         best_key = key;
@@ -55,16 +74,9 @@ std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& h
   return out;
 }
 
-// A chain through the given ranks. It ends at one that needs the result, or on a host that does, with little
-// load; hosts follow each other in ring order up to that one; inside a host the first rank changes with every
-// chunk, so that all its NICs are used.
-ReduceRouter::Stop ReduceRouter::reduce_along(const std::vector<int32_t>& values, ReduceOp op) {
-  const auto key = [&](int32_t r) {
-    return std::tuple<bool, bool, int64_t, int32_t>{receivers_.count(network_.host(r)) == 0, !needs(r),
-                                                    rank_load(r), r};
-  };
-  const int32_t root =
-      *std::min_element(values.begin(), values.end(), [&](int32_t a, int32_t b) { return key(a) < key(b); });
+// A chain through the given ranks that ends at `root`; hosts follow each other in ring order up to that one;
+// inside a host the first rank changes with every chunk, so that all its NICs are used.
+ReduceRouter::Stop ReduceRouter::reduce_along(const std::vector<int32_t>& values, int32_t root, ReduceOp op) {
   const int32_t home = network_.host(root);
   std::map<int32_t, std::vector<int32_t>> stops;  // ring position -> ranks
   for (const int32_t r : values) {
@@ -131,9 +143,46 @@ void ReduceRouter::spread_outside(Stop root, std::vector<int32_t> hosts) {
   }
 }
 
+// Reduces at `root` and passes the result to the receivers on its host and on `others`.
+ReduceRouter::Stop ReduceRouter::serve(const std::vector<int32_t>& values, int32_t root,
+                                       const std::vector<int32_t>& others, ReduceOp op) {
+  const Stop at = reduce_along(values, root, op);
+  spread_inside(at, root);
+  std::vector<int32_t> hosts = others;
+  hosts.erase(std::remove(hosts.begin(), hosts.end(), network_.host(root)), hosts.end());
+  spread_outside(at, std::move(hosts));
+  return at;
+}
+
+// Tries either choice of replicas with every end of the chain, and keeps the cheapest.
+ReduceRouter::Stop ReduceRouter::reduce_best(const std::map<int32_t, Values>& hosts,
+                                             const std::vector<int32_t>& others, ReduceOp op) {
+  const size_t begin = route_.size();
+  const __int128 cost = cost_;
+  std::vector<int32_t> best_values;
+  int32_t best_root = -1;
+  __int128 best_cost = 0;
+  for (const bool few_hosts : {true, false}) {
+    const std::vector<int32_t> values = pick_ranks(hosts, few_hosts);
+    const size_t step = values.size() / kMostRoots + 1;
+    for (size_t i = static_cast<size_t>(turn_) % step; i < values.size(); i += step) {
+      serve(values, values[i], others, op);
+      if (best_root < 0 || cost_ < best_cost) {
+        best_values = values;
+        best_root = values[i];
+        best_cost = cost_;
+      }
+      undo(begin);
+      cost_ = cost;
+    }
+  }
+  return serve(best_values, best_root, others, op);
+}
+
 const Route& ReduceRouter::route(const Task& task, int64_t nbytes) {
   nbytes_ = nbytes;
   route_.clear();
+  cost_ = 0;
   receivers_.clear();
   ++turn_;
   for (const int32_t rank : task.receivers) {
@@ -155,23 +204,18 @@ const Route& ReduceRouter::route(const Task& task, int64_t nbytes) {
       others.push_back(host);
       continue;
     }
-    const Stop root = reduce_along(pick_ranks({*here}), task.reduce);
-    spread_inside(root, root.rank);
+    const Stop root = reduce_best({*here}, {}, task.reduce);
     ends.push_back(root);
   }
   if (others.empty()) return route_;
-  Stop root;
   if (ends.empty()) {
-    root = reduce_along(pick_ranks(hosts), task.reduce);
-    const int32_t home = network_.host(root.rank);
-    spread_inside(root, root.rank);
-    others.erase(std::remove(others.begin(), others.end(), home), others.end());
-  } else {
-    const auto sends = [&](const Stop& s) { return load_at(network_.nic_out(network_.nic(s.rank))); };
-    root = *std::min_element(ends.begin(), ends.end(),
-                             [&](const Stop& a, const Stop& b) { return sends(a) < sends(b); });
+    reduce_best(hosts, others, task.reduce);
+    return route_;
   }
-  spread_outside(root, std::move(others));
+  const auto sends = [&](const Stop& s) { return load_at(network_.nic_out(network_.nic(s.rank))); };
+  spread_outside(*std::min_element(ends.begin(), ends.end(),
+                                   [&](const Stop& a, const Stop& b) { return sends(a) < sends(b); }),
+                 std::move(others));
   return route_;
 }
 

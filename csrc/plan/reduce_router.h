@@ -13,9 +13,9 @@ namespace meshcast {
 
 // Routes for Partial sources. A host that needs the result and has every partial value reduces them inside. For
 // the other receivers a chunk visits one holder of every value on a chain that adds as it goes, host by host;
-// the rank at its end has the result and starts a chain through them. Which replica of a value is used, where
-// the reduction ends and which receiver does not forward follow the load that the lanes have so far, chunk by
-// chunk; on one mesh this is a ring all-reduce.
+// the rank at its end has the result and starts a chain through them. Which replica of a value is used and
+// where the reduction ends is tried out for every chunk, and what adds least to the sum of squared lane loads
+// is taken; on one mesh this comes to a ring all-reduce.
 class ReduceRouter {
  public:
   explicit ReduceRouter(const Network& network)
@@ -32,10 +32,12 @@ class ReduceRouter {
 
   int64_t load_at(int32_t lane) const { return load_[static_cast<size_t>(lane)]; }
   int64_t rank_load(int32_t rank) const;  // ns on the lanes of a rank
-  bool needs(int32_t rank) const;
   Stop go(Stop from, int32_t to, ReduceOp reduce);
-  std::vector<int32_t> pick_ranks(const std::map<int32_t, Values>& hosts) const;
-  Stop reduce_along(const std::vector<int32_t>& values, ReduceOp op);
+  std::vector<int32_t> pick_ranks(const std::map<int32_t, Values>& hosts, bool few_hosts) const;
+  Stop reduce_along(const std::vector<int32_t>& values, int32_t root, ReduceOp op);
+  Stop reduce_best(const std::map<int32_t, Values>& hosts, const std::vector<int32_t>& others, ReduceOp op);
+  Stop serve(const std::vector<int32_t>& values, int32_t root, const std::vector<int32_t>& others, ReduceOp op);
+  void undo(size_t edges);
   Stop spread_inside(Stop from, int32_t first);
   void spread_outside(Stop root, std::vector<int32_t> hosts);
 
@@ -46,6 +48,7 @@ class ReduceRouter {
   int64_t nbytes_ = 0;
   std::map<int32_t, std::vector<int32_t>> receivers_;  // by host, ascending
   Route route_;
+  __int128 cost_ = 0;  // what the route adds to the sum of squared loads
 };
 
 // Adds the chunks and hops of every bundle that is to be reduced; the strategies route the others.
