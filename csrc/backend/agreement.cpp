@@ -11,6 +11,8 @@
 namespace meshcast {
 namespace {
 
+using Board = Bulletin::Board;
+
 constexpr auto kLookForCause = std::chrono::milliseconds(100);
 
 ErrorContext context_of(const GroupIdentity& group, CallId call, int32_t peer) {
@@ -62,12 +64,12 @@ std::vector<int32_t> compare_postings(Bulletin& bulletin, const GroupIdentity& g
   std::vector<int32_t> silent;
   for (const int32_t other : group.ranks) {
     if (other == group.rank) continue;
-    const auto posting = bulletin.read(call.lane, call.ordinal, other);
-    if (!posting) {
-      silent.push_back(other);
-    } else {
-      check_posting(group, call, descriptor, other, *posting);
-    }
+    const auto stalled = bulletin.read(Board::Stall, call.lane, call.ordinal, other);
+    // A rank to which the call is new waits in agree() and has no other notice.
+    const auto agreeing = bulletin.read(Board::Agreement, call.lane, call.ordinal, other);
+    if (stalled) check_posting(group, call, descriptor, other, *stalled);
+    if (agreeing) check_posting(group, call, descriptor, other, *agreeing);
+    if (!stalled) silent.push_back(other);
   }
   return silent;
 }
@@ -77,7 +79,8 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
               const std::function<void()>& checkpoint) {
   const int32_t first = group.ranks.front();
   const bool leads = group.rank == first;
-  bulletin.post(call.lane, call.ordinal, group.rank, {false, leads ? offered_slot : -1, descriptor});
+  bulletin.post(Board::Agreement, call.lane, call.ordinal, group.rank,
+                {false, leads ? offered_slot : -1, descriptor});
 
   std::vector<int32_t> missing;
   std::copy_if(group.ranks.begin(), group.ranks.end(), std::back_inserter(missing),
@@ -89,7 +92,8 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
   for (;;) {
     missing.erase(std::remove_if(missing.begin(), missing.end(),
                                  [&](int32_t other) {
-                                   const auto posting = bulletin.read(call.lane, call.ordinal, other);
+                                   const auto posting =
+                                       bulletin.read(Board::Agreement, call.lane, call.ordinal, other);
                                    if (!posting) return false;
                                    check_posting(group, call, descriptor, other, *posting);
                                    if (other == first) slot = posting->slot;
@@ -103,6 +107,12 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
     if (now - last_look > kLookForCause) {
       last_look = now;
       raise_if_broken(bulletin, group, call);
+      // A rank that knew its plan agreed on nothing: it stands still in a transfer and says so on the other
+      // board.
+      for (const int32_t other : missing) {
+        const auto stalled = bulletin.read(Board::Stall, call.lane, call.ordinal, other);
+        if (stalled) check_posting(group, call, descriptor, other, *stalled);
+      }
     }
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, std::chrono::microseconds(20000));

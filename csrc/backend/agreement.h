@@ -32,8 +32,8 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
               int32_t offered_slot, TimePoint deadline, double limit_seconds,
               const std::function<void()>& checkpoint);
 
-// Compares what others posted for a call with this rank's descriptor. Returns the ranks that have posted
-// nothing; throws PlanMismatch as above.
+// Compares what others posted for a call with this rank's descriptor. Returns the ranks that do not say that
+// they stand still in it too; throws PlanMismatch as above.
 std::vector<int32_t> compare_postings(Bulletin& bulletin, const GroupIdentity& group, CallId call,
                                       const std::string& descriptor);
 

@@ -10,8 +10,9 @@ namespace {
 constexpr size_t kMaxText = 16 * 1024;  // descriptors are a few hundred bytes
 constexpr const char* kCauseKey = "cause";
 
-std::string posting_key(int32_t lane, int64_t ordinal, int32_t rank) {
-  return fmt::format("call/{}/{}/{}", lane, ordinal, rank);
+std::string posting_key(Bulletin::Board board, int32_t lane, int64_t ordinal, int32_t rank) {
+  return fmt::format("{}/{}/{}/{}", board == Bulletin::Board::Agreement ? "call" : "stall", lane, ordinal,
+                     rank);
 }
 
 // Numbers at the head of a line that came from the store; -1 where it is not one.
@@ -37,13 +38,14 @@ Cause decode(const std::string& text) {
 
 }  // namespace
 
-void Bulletin::post(int32_t lane, int64_t ordinal, int32_t rank, const Posting& posting) {
-  store_->set(posting_key(lane, ordinal, rank), fmt::format("{} {}\n{}", posting.rejected ? 'R' : 'D',
-                                                            posting.slot, posting.text.substr(0, kMaxText)));
+void Bulletin::post(Board board, int32_t lane, int64_t ordinal, int32_t rank, const Posting& posting) {
+  store_->set(
+      posting_key(board, lane, ordinal, rank),
+      fmt::format("{} {}\n{}", posting.rejected ? 'R' : 'D', posting.slot, posting.text.substr(0, kMaxText)));
 }
 
-std::optional<Posting> Bulletin::read(int32_t lane, int64_t ordinal, int32_t rank) {
-  const std::string key = posting_key(lane, ordinal, rank);
+std::optional<Posting> Bulletin::read(Board board, int32_t lane, int64_t ordinal, int32_t rank) {
+  const std::string key = posting_key(board, lane, ordinal, rank);
   if (!store_->check({key})) return std::nullopt;
   const std::string text = store_->get_to_str(key);
   const size_t line = text.find('\n');
@@ -51,8 +53,8 @@ std::optional<Posting> Bulletin::read(int32_t lane, int64_t ordinal, int32_t ran
   return Posting{text[0] == 'R', parse_number(text, 2, line), text.substr(line + 1)};
 }
 
-void Bulletin::erase(int32_t lane, int64_t ordinal, int32_t rank) {
-  store_->deleteKey(posting_key(lane, ordinal, rank));
+void Bulletin::erase(Board board, int32_t lane, int64_t ordinal, int32_t rank) {
+  store_->deleteKey(posting_key(board, lane, ordinal, rank));
 }
 
 Cause Bulletin::settle_cause(const Cause& cause) {

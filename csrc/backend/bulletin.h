@@ -31,9 +31,13 @@ class Bulletin {
  public:
   explicit Bulletin(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
 
-  void post(int32_t lane, int64_t ordinal, int32_t rank, const Posting& posting);
-  std::optional<Posting> read(int32_t lane, int64_t ordinal, int32_t rank);
-  void erase(int32_t lane, int64_t ordinal, int32_t rank);
+  // Two boards: what a rank asks the others to agree on, and that it stands still in a call. A rank that froze
+  // after agreeing has a notice on the first and none on the second.
+  enum class Board : uint8_t { Agreement, Stall };
+
+  void post(Board board, int32_t lane, int64_t ordinal, int32_t rank, const Posting& posting);
+  std::optional<Posting> read(Board board, int32_t lane, int64_t ordinal, int32_t rank);
+  void erase(Board board, int32_t lane, int64_t ordinal, int32_t rank);
 
   // Returns the cause that counts: this one, or the one that another rank wrote before.
   Cause settle_cause(const Cause& cause);

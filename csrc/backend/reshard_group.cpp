@@ -61,14 +61,17 @@ int32_t ReshardGroup::agree_on(CallId call, const std::string& descriptor, doubl
                              deadline_after(timeout_seconds), timeout_seconds, [this] { refuse_if_failed(); });
   ++next_slot_;
   // That everybody agreed on this call means that everybody has read what was posted for the one before.
-  if (last_agreed_) agreement_bulletin_.erase(last_agreed_->lane, last_agreed_->ordinal, identity_.rank);
+  if (last_agreed_)
+    agreement_bulletin_.erase(Bulletin::Board::Agreement, last_agreed_->lane, last_agreed_->ordinal,
+                              identity_.rank);
   last_agreed_ = call;
   return slot;
 }
 
 void ReshardGroup::reject(CallId call, const std::string& message) {
   const std::lock_guard lock(agree_mutex_);
-  agreement_bulletin_.post(call.lane, call.ordinal, identity_.rank, {true, -1, message});
+  agreement_bulletin_.post(Bulletin::Board::Agreement, call.lane, call.ordinal, identity_.rank,
+                           {true, -1, message});
 }
 
 std::shared_ptr<const ReshardGroup::Compiled> ReshardGroup::compile(const std::shared_ptr<const Plan>& plan) {

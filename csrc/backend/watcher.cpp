@@ -197,7 +197,7 @@ void Watcher::erase_old_postings(TimePoint now) {
   for (auto it = posted_.begin(); it != posted_.end();) {
     const auto run = it->second.run.lock();
     if ((!run || run->ended()) && now - it->second.when > kPostingLife) {
-      bulletin_.erase(it->first.first, it->first.second, group_.rank);
+      bulletin_.erase(Bulletin::Board::Stall, it->first.first, it->first.second, group_.rank);
       it = posted_.erase(it);
     } else {
       ++it;
@@ -210,7 +210,9 @@ void Watcher::look_for_stalls(const std::shared_ptr<Run>& run, TimePoint now) {
   const RunLabel& label = run->label();
   const CallId call{label.lane, label.ordinal};
   const auto [it, fresh] = posted_.try_emplace({call.lane, call.ordinal}, Posted{now, run});
-  if (fresh) bulletin_.post(call.lane, call.ordinal, group_.rank, {false, -1, label.descriptor});
+  if (fresh) {
+    bulletin_.post(Bulletin::Board::Stall, call.lane, call.ordinal, group_.rank, {false, -1, label.descriptor});
+  }
   const std::vector<int32_t> silent = compare_postings(bulletin_, group_, call, label.descriptor);
   if (now < run->deadline()) return;
   const std::string who =

@@ -25,7 +25,7 @@ VICTIM = int(os.environ["VICTIM"])  # -1: nobody, the control run
 FAULT = os.environ["FAULT"]  # killed, frozen
 MOMENT = os.environ[
     "MOMENT"
-]  # middle, before (the plan is known), unagreed (before the first call with this plan)
+]  # middle, before (the plan is known), first use (middle, of a new plan), unagreed (before its first use)
 LIMIT = float(os.environ["LIMIT"])  # of the call that meets the fault, seconds
 ROWS = 1 << 20  # times 64 floats: 256 MiB, some tenths of a second over loopback
 
@@ -54,9 +54,9 @@ def lost_peer(context) -> dict:
     context.wait_for_all("ready", limit=60.0)
     begin = time.monotonic()
     if context.rank == VICTIM:
-        if MOMENT == "middle":
+        if MOMENT in ("middle", "first use"):
             handle = send(large, LIMIT, async_op=True)
-            time.sleep(0.05)
+            time.sleep(0.05 if MOMENT == "middle" else 0.15)  # a first use agrees on the plan before it moves
             context.store.set("too late", str(handle.is_completed()))
         os.kill(os.getpid(), signal.SIGKILL if FAULT == "killed" else signal.SIGSTOP)
         raise AssertionError("the victim lives on")

@@ -44,7 +44,7 @@ def test_killed(victim: int, moment: str) -> None:
         assert value["destroyed"] < 5.0, value
 
 
-@pytest.mark.parametrize(("victim", "moment"), [(0, "middle"), (1, "before")])
+@pytest.mark.parametrize(("victim", "moment"), [(0, "middle"), (1, "before"), (0, "first use")])
 def test_frozen(victim: int, moment: str) -> None:
     _check_deadline(_run(victim, "frozen", moment, SHORT), victim)
 
