@@ -52,6 +52,7 @@ def clang_tidy(jobs: int) -> tuple[int, str]:
     _, own_headers = run([compiler, "-print-file-name=include"])
     command: list[str | Path] = [BIN / "clang-tidy", "-p", BUILD, "--quiet", "--use-color=0"]
     command.append(f"--extra-arg=-isystem{own_headers.strip()}")
+    command.append("--extra-arg=-Wno-unknown-warning-option")  # options meant for GCC
     with ThreadPoolExecutor(jobs) as pool:
         results = list(pool.map(lambda file: run([*command, file]), files))
     output = "".join(text for status, text in results if status != 0)
