@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -17,6 +18,10 @@ namespace meshcast {
 // issues a message whose receive is not within the receiver's window, so no slot waits for a message that
 // can only be posted after it.
 inline constexpr size_t kWindow = 4;
+
+// Deadlines are the watcher's business, which knows the first cause; a wait lasts this much longer so that
+// it is never the transport that tears the group down at the deadline.
+inline constexpr auto kWaitSlack = std::chrono::seconds(10);
 
 // Called by a channel's thread when a request failed; the channel then stops.
 using ChannelFailure =

@@ -3,13 +3,6 @@
 #include "exec/channel.h"
 
 namespace meshcast {
-namespace {
-
-// Deadlines are the watcher's business, which knows the first cause; a wait lasts this much longer so that
-// it is never the transport that tears the group down at the deadline.
-constexpr auto kWaitSlack = std::chrono::seconds(10);
-
-}  // namespace
 
 InChannel::InChannel(std::shared_ptr<Transport> transport, int peer, Arrived arrived, ChannelFailure failure)
     : transport_(std::move(transport)),

@@ -4,11 +4,6 @@
 #include "exec/channel.h"
 
 namespace meshcast {
-namespace {
-
-constexpr auto kWaitSlack = std::chrono::seconds(10);  // as in channel_in.cpp
-
-}  // namespace
 
 OutChannel::OutChannel(std::shared_ptr<Transport> transport, int peer, ChannelFailure failure)
     : transport_(std::move(transport)), peer_(peer), failure_(std::move(failure)) {
