@@ -36,6 +36,7 @@ __all__ = ["ParentGroup", "PrivateGroup", "parent_group", "seconds"]
 Job = Callable[["_C.ReshardGroup | None", "Exception | None"], None]
 
 _POLL_LIMIT = 0.02  # seconds between two looks at the store while members are still missing
+_MET = "met"  # verdict: all members are here
 _DRAIN_LIMIT = 2.0  # seconds that a process that exits gives its transfers in flight
 
 
@@ -158,47 +159,55 @@ class PrivateGroup:
             ) from cause
 
     def _gather(self, store: dist.Store, deadline: float) -> dict[int, str]:
-        """Publishes this rank's host and returns everybody's. Who gives up says so, and those who come later
-        fail at once."""
+        """Publishes this rank's host and returns everybody's.
+
+        The first rank that sees all members, or gives up, decides for all: were each to judge for itself, one
+        could leave while the others already connect and wait for it until their deadline.
+        """
         begin = time.monotonic()
+        late = store.check(["verdict"])
         store.set(f"member/{self.rank}", host_identity())
         missing = [rank for rank in self.ranks if rank != self.rank]
         pause = 0.0005
-        late = store.check(["failed"])
         while True:
             missing = [rank for rank in missing if not store.check([f"member/{rank}"])]
-            if store.check(["failed"]):
+            verdict = store.get("verdict").decode() if store.check(["verdict"]) else ""
+            elapsed = time.monotonic() - begin
+            left = deadline - time.monotonic()
+            proposal = ""
+            if not missing:
+                proposal = _MET
+            elif self._closing:
+                proposal = f"aborted rank {self.rank}: {self._closing}"
+            elif left <= 0:
+                proposal = f"deadline {self._not_met(missing, elapsed)}"
+            if proposal and not verdict:
+                verdict = store.compare_set("verdict", "", proposal).decode()
+            if verdict == _MET:
+                return {rank: store.get(f"member/{rank}").decode() for rank in self.ranks}
+            if verdict:
                 # Who waited sees the failure itself, whoever found it first; who comes later finds a group
                 # that has failed.
-                kind, message = store.get("failed").decode().split(" ", 1)
+                kind, message = verdict.split(" ", 1)
                 error = DeadlineExceededError if kind == "deadline" and not late else AbortedError
                 raise error(
-                    message, rank=self.rank, op="connect", phase="connect", elapsed=time.monotonic() - begin
-                )
-            if not missing:
-                return {rank: store.get(f"member/{rank}").decode() for rank in self.ranks}
-            if self._closing:
-                store.set("failed", f"aborted rank {self.rank}: {self._closing}")
-                raise AbortedError(self._closing, rank=self.rank, op="connect", phase="connect")
-            now = time.monotonic()
-            if now >= deadline:
-                message = (
-                    f"rank {self.rank}: ranks {missing} did not call within {now - begin:.1f} s; the group "
-                    f"of ranks {list(self.ranks)} exists only once each of them made its first call. Check "
-                    "that every rank of both meshes makes the same calls in the same order."
-                )
-                store.set("failed", f"deadline {message}")
-                raise DeadlineExceededError(
                     message,
                     rank=self.rank,
-                    peer=missing[0],
+                    peer=missing[0] if missing and kind == "deadline" else None,
                     op="connect",
                     phase="connect",
-                    elapsed=now - begin,
-                    limit=now - begin,
+                    elapsed=elapsed,
+                    limit=elapsed if kind == "deadline" else None,
                 )
-            time.sleep(min(pause, max(deadline - now, 0.0005)))
+            time.sleep(min(pause, max(left, 0.0005)))
             pause = min(pause * 1.5, _POLL_LIMIT)
+
+    def _not_met(self, missing: Sequence[int], elapsed: float) -> str:
+        return (
+            f"rank {self.rank}: ranks {list(missing)} did not call within {elapsed:.1f} s; the group "
+            f"of ranks {list(self.ranks)} exists only once each of them made its first call. Check "
+            "that every rank of both meshes makes the same calls in the same order."
+        )
 
     def watch(self, launch: Launch) -> None:
         """Remembers a transfer in flight, so that close() can let it finish."""
