@@ -5,6 +5,7 @@
 #   JOBS             parallel compiler processes                         default number of cores
 #   WERROR           ON: compiler warnings are errors                    default OFF
 #   MESHCAST_CUDA    AUTO, ON or OFF                                     default AUTO
+#   FUZZ_SECONDS     how long each fuzz target runs                     default 60
 #   PYTEST_ARGS      more arguments for pytest, e.g. PYTEST_ARGS="-k halo"
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -14,6 +15,7 @@ JOBS ?= $(shell nproc)
 WERROR ?= OFF
 MESHCAST_CUDA ?= AUTO
 PYTEST_ARGS ?=
+FUZZ_SECONDS ?= 60
 
 VENV := .venv
 PY := $(abspath $(VENV)/bin/python)
@@ -26,10 +28,10 @@ CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix
 LOCK := flock build/.lock
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test test-all test-cpp test-python bench lint format asan tsan clean configure help
+.PHONY: build demo test test-all bench fuzz lint format asan tsan clean configure help
 
 help:
-	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build demo test test-all bench lint format asan tsan clean'
+	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build demo test test-all bench fuzz lint format asan tsan clean'
 
 # ---- set-up ----------------------------------------------------------------------------------------------
 
@@ -47,6 +49,10 @@ $(VENV)/.stamp-dev: requirements-dev.txt $(TORCH_STAMP)
 
 $(VENV)/.stamp-lint: requirements-lint.txt $(VENV)/.stamp-dev
 	$(PIP) -r requirements-lint.txt
+	@touch $@
+
+$(VENV)/.stamp-fuzz: requirements-fuzz.txt $(VENV)/.stamp-dev
+	$(PIP) -r requirements-fuzz.txt
 	@touch $@
 
 # ---- build -----------------------------------------------------------------------------------------------
@@ -72,6 +78,9 @@ asan tsan: $(TORCH_STAMP)
 	@$(LOCK) cmake --preset $@ $(CONFIGURE) >build/configure-$@.log 2>&1 || { cat build/configure-$@.log; exit 1; }
 	$(LOCK) cmake --build build/$@ -j$(JOBS) --target meshcast_tests
 	build/$@/meshcast_tests
+
+fuzz: build $(VENV)/.stamp-fuzz
+	@PY=$(PY) JOBS=$(JOBS) tools/fuzz.sh $(FUZZ_SECONDS)
 
 demo: build $(VENV)/.stamp-dev
 	PYTHONPATH=$(CURDIR)/python PYTHON=$(PY) examples/gpt/demo.sh

@@ -1,0 +1,29 @@
+#!/bin/bash
+# Fuzzes what reads input that nobody vouches for, SECONDS each: text (atheris) and the planner (libFuzzer with
+# ASan and UBSan, where clang is installed).
+#   fuzz.sh SECONDS        PY: interpreter with meshcast and atheris
+set -eu
+seconds=$1
+py=${PY:-.venv/bin/python}
+mkdir -p build/fuzz
+
+echo "fuzz: layouts, topologies and plans as text, $seconds s"
+PYTHONPATH=python "$py" tests/fuzz/text_fuzz.py -max_total_time="$seconds" -artifact_prefix=build/fuzz/ \
+  >build/fuzz/text.log 2>&1 ||
+  { tail -n 60 build/fuzz/text.log; exit 1; }
+grep -E "^Done|^stat::" build/fuzz/text.log || tail -n 1 build/fuzz/text.log
+
+clang=${FUZZ_CXX:-$(command -v clang++ || true)}
+if [ -z "$clang" ] || ! echo 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }' |
+  "$clang" -x c++ -fsanitize=fuzzer,address,undefined - -o build/fuzz/probe 2>/dev/null; then
+  echo "fuzz: the planner NOT RUN: no clang++ with libFuzzer (on Debian: apt-get install clang)"
+  exit 0
+fi
+# Not part of the CMake build, whose compiler need not be clang.
+fmt=$("$py" -c 'import os, torch; print(os.path.join(os.path.dirname(torch.__file__), "include"))')
+make -s -j"${JOBS:-2}" -f tools/fuzz.mk CXX="$clang" FMT="$fmt"
+echo "fuzz: the planner, $seconds s"
+mkdir -p build/fuzz/corpus
+build/fuzz/plan_fuzz -max_total_time="$seconds" -timeout=20 -rss_limit_mb=4096 -max_len=512 \
+  -artifact_prefix=build/fuzz/ build/fuzz/corpus >build/fuzz/plan.log 2>&1 || { tail -n 60 build/fuzz/plan.log; exit 1; }
+grep -E "^Done" build/fuzz/plan.log
