@@ -25,6 +25,7 @@ backend.register()
 
 if TYPE_CHECKING:
     from .autograd import backward
+    from .discovery import measure_topology
     from .errors import (
         AbortedError,
         DeadlineExceededError,
@@ -53,6 +54,7 @@ __all__ = [
     "Topology",
     "__version__",
     "backward",
+    "measure_topology",
     "plan",
     "plan_cache_clear",
     "plan_cache_info",
@@ -73,6 +75,7 @@ _HOME = {
     "TensorSpec": "spec",
     "Topology": "topology",
     "backward": "autograd",
+    "measure_topology": "discovery",
     "plan": "plan",
     "plan_cache_clear": "plan",
     "plan_cache_info": "plan",

@@ -14,6 +14,8 @@ from ._json import Reader, read_json
 from .errors import LayoutError
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from . import _C
 
 __all__ = ["Host", "Nic", "Topology", "host_identity"]
@@ -124,6 +126,15 @@ class Topology:
         nics = (nic,) * _checks.integer("nics_per_host", nics_per_host, 1, _MAX_NICS)
         local_rate = _rate("local_gbps", local_gbps)
         return cls((Host(tuple(ranks), nics, local_rate) for ranks in ranks_of.values()), latency_us)
+
+    @classmethod
+    def discover(cls, group: dist.ProcessGroup | None = None, **assumed: float) -> Topology:
+        """The hosts of a group's ranks and the speed of their links as the operating system knows it: a
+        collective, see `meshcast.discovery.discover`. `nic_gbps=` stands in for speeds that it does not
+        know."""
+        from .discovery import discover
+
+        return discover(group, **assumed)
 
     @property
     def latency(self) -> float:

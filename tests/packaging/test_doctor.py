@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import meshcast
+import pytest
 import torch
+from meshcast._host import network_links
 from meshcast.cli import doctor
 
 PACKAGE = Path(meshcast.__file__).parent
@@ -75,3 +77,17 @@ def test_the_script_reports_a_package_that_cannot_be_imported(tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stderr
     assert "- import meshcast: ImportError: meshcast was built for torch 2.9.1" in done.stdout
+
+
+def test_devices_carry_a_jobs_traffic_unless_a_variable_names_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    fake_link(tmp_path, "docker0", "10000")
+    assert network_links(tmp_path) == {"docker0": 10.0}  # no device at all: whatever is up
+    for name, speed in (("eth0", "25000"), ("eth1", "-1")):
+        fake_link(tmp_path, name, speed)
+        (tmp_path / name / "device").mkdir()
+    assert network_links(tmp_path) == {"eth0": 25.0, "eth1": None}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1,docker0")
+    assert network_links(tmp_path) == {"eth1": None, "docker0": 10.0}

@@ -197,30 +197,19 @@ def _host(problems: list[str]) -> dict[str, str]:
 
 def _links(problems: list[str], sysfs: Path = Path("/sys/class/net")) -> dict[str, str]:
     """Interfaces that are up, with their speed as the operating system knows it; an unknown one stays so."""
-    facts = {}
-    for link in sorted(sysfs.iterdir()) if sysfs.is_dir() else []:
-        if link.name == "lo" or _read(link / "operstate") not in ("up", "unknown"):
-            continue
-        speed = _read(link / "speed")
-        known = speed.isdigit() and int(speed) > 0
-        facts[link.name] = (
-            f"{int(speed) / 1000:g} Gbit/s" if known else "speed unknown to the operating system"
-        )
+    known = runpy.run_path(str(_PACKAGE / "_host.py"))["links"](sysfs)
+    facts = {
+        name: f"{speed:g} Gbit/s" if speed is not None else "speed unknown to the operating system"
+        for name, speed in known.items()
+    }
     others = [f"{name}: {speed}" for name, speed in facts.items() if speed != f"{_PLANNED_GBPS} Gbit/s"]
     if others:
         problems.append(
             f"plans that fit this network unasked: without topology= they assume {_PLANNED_GBPS} Gbit/s "
-            f"per host ({', '.join(others)}); give a topology (topology=meshcast.Topology.uniform(...))"
+            f"per host ({', '.join(others)}); give a topology (topology=meshcast.Topology.uniform(...), or "
+            "what meshcast.measure_topology() returns)"
         )
     return facts
-
-
-def _read(path: Path) -> str:
-    """A file of sysfs, or "": links that are down answer with an error."""
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
 
 
 def main() -> int:
