@@ -34,11 +34,16 @@ if TYPE_CHECKING:
         PeerLostError,
         PlanMismatchError,
     )
+    from .in_place import reshard_
     from .layout import Layout
     from .local import reshard_local
+    from .many import reshard_many
     from .plan import Plan, plan, plan_cache_clear, plan_cache_info, plan_many
+    from .prepare import prepare
     from .reshard import reshard
+    from .resharder import Resharder
     from .spec import TensorSpec
+    from .state_dict import reshard_state_dict
     from .topology import Topology
 
 __all__ = [
@@ -50,6 +55,7 @@ __all__ = [
     "PeerLostError",
     "Plan",
     "PlanMismatchError",
+    "Resharder",
     "TensorSpec",
     "Topology",
     "__version__",
@@ -59,8 +65,12 @@ __all__ = [
     "plan_cache_clear",
     "plan_cache_info",
     "plan_many",
+    "prepare",
     "reshard",
+    "reshard_",
     "reshard_local",
+    "reshard_many",
+    "reshard_state_dict",
 ]
 
 _HOME = {
@@ -72,6 +82,7 @@ _HOME = {
     "PeerLostError": "errors",
     "Plan": "plan",
     "PlanMismatchError": "errors",
+    "Resharder": "resharder",
     "TensorSpec": "spec",
     "Topology": "topology",
     "backward": "autograd",
@@ -80,8 +91,12 @@ _HOME = {
     "plan_cache_clear": "plan",
     "plan_cache_info": "plan",
     "plan_many": "plan",
+    "prepare": "prepare",
     "reshard": "reshard",
+    "reshard_": "in_place",
     "reshard_local": "local",
+    "reshard_many": "many",
+    "reshard_state_dict": "state_dict",
 }
 
 

@@ -14,6 +14,7 @@ its step. Calls under no_grad, or of values without gradient, take no part.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from .transfer import settled
 if TYPE_CHECKING:
     from .compiled import Compiled
     from .handle import Launch
+    from .member import Member
     from .transfer import CallNumber
 
 __all__ = ["backward", "differentiable_call"]
@@ -79,15 +81,15 @@ class _Call:
         if self.compiled.transfer is not None and self.number is not None:
             self.compiled.transfer.reject_reverse(self.number, error, self.timeout)
 
-    def destination_gradient(self, grad: Any) -> torch.Tensor | None:
+    def destination_gradient(self, member: Member, grad: Any) -> torch.Tensor | None:
         """This rank's shard of the incoming gradient, in the agreed layout; zeros where the value was not
         used."""
-        gradient, spec = self.compiled.gradient, self.compiled.spec
+        gradient, spec = member.gradient, member.spec
         assert gradient is not None
         if gradient.destination_shape is None:
             return None
         if grad is None:
-            return torch.zeros(gradient.destination_shape, dtype=self.compiled.wire_dtype)
+            return torch.zeros(gradient.destination_shape, dtype=member.wire_dtype)
         if not isinstance(grad, DTensor) or grad.device_mesh != spec.mesh:
             raise LayoutError(
                 f"reshard backward: expected a DTensor gradient on {spec.mesh}, found {type(grad).__name__}"
@@ -101,47 +103,63 @@ class _Call:
                 f"{gradient.destination_shape}, found "
                 f"{tuple(local.shape)}"
             )
-        return local.to(self.compiled.wire_dtype)
+        return local.to(member.wire_dtype)
 
-    def reverse(self, grad: Any) -> Any:
-        """Runs the reverse transfer; waits only where this rank needs the result."""
+    def reverse(self, grads: Sequence[Any]) -> list[DTensor]:
+        """Runs the reverse transfer of all differentiable members; waits only where this rank needs a
+        result."""
         compiled = self.compiled
-        gradient = compiled.gradient
-        assert gradient is not None
+        members = [compiled.members[i] for i in compiled.differentiable]
+        incoming: list[torch.Tensor | None] = []
+        for member in members:
+            gradient = member.gradient
+            assert gradient is not None
+            shape = gradient.source_shape
+            incoming.append(None if shape is None else torch.empty(shape, dtype=member.wire_dtype))
         if compiled.transfer is not None:
             assert self.number is not None
             try:
-                outgoing = self.destination_gradient(grad)
+                outgoing = [
+                    self.destination_gradient(member, grads[i])
+                    for member, i in zip(members, compiled.differentiable, strict=True)
+                ]
             except Exception as error:
                 self.refuse_reverse(error)
                 raise
-            incoming = None
-            if gradient.source_shape is not None:
-                incoming = torch.empty(gradient.source_shape, dtype=compiled.wire_dtype)
-            launch = compiled.transfer.launch_reverse(self.number, [outgoing], [incoming], self.timeout)
-            if incoming is not None:
+            launch = compiled.transfer.launch_reverse(self.number, outgoing, incoming, self.timeout)
+            if any(local is not None for local in incoming):
                 launch.wait()
-                if gradient.scale != 1.0:
-                    incoming.mul_(gradient.scale)
-                return DTensor(incoming.to(gradient.dtype), gradient.spec, requires_grad=False)
-        return DTensor(compiled.shell(gradient.dtype), gradient.spec, requires_grad=False)
+        return [_gradient(member, local) for member, local in zip(members, incoming, strict=True)]
+
+
+def _gradient(member: Member, local: torch.Tensor | None) -> DTensor:
+    gradient = member.gradient
+    assert gradient is not None
+    if local is None:
+        return DTensor(member.shell(gradient.dtype), gradient.spec, requires_grad=False)
+    if gradient.scale != 1.0:
+        local.mul_(gradient.scale)
+    return DTensor(local.to(gradient.dtype), gradient.spec, requires_grad=False)
 
 
 class _Reshard(torch.autograd.Function):
+    """token, call, *xs -> next token, *ys"""
+
     @staticmethod
-    def forward(
-        ctx: Any, token: torch.Tensor, x: DTensor | None, call: _Call
-    ) -> tuple[DTensor, torch.Tensor]:
+    def forward(ctx: Any, token: torch.Tensor, call: _Call, *xs: DTensor | None) -> tuple[Any, ...]:
         ctx.call = call
-        ctx.has_input = x is not None
+        ctx.has_input = [x is not None for x in xs]
         ctx.set_materialize_grads(False)
         # Saved so that a second backward without retain_graph raises here as well, alike on every rank.
         ctx.save_for_backward(token)
-        y, call.launch, call.number = call.compiled.begin(x, call.timeout)
-        return y, torch.zeros(())
+        ys, call.launch, call.number = call.compiled.begin(xs, call.timeout)
+        carried = set(call.compiled.differentiable)
+        if len(carried) < len(ys):
+            ctx.mark_non_differentiable(*(y for i, y in enumerate(ys) if i not in carried))
+        return torch.zeros(()), *ys
 
     @staticmethod
-    def backward(ctx: Any, grad: Any, grad_token: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_token: torch.Tensor | None, *grads: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise MeshcastError(
                 "reshard has no second derivative: create_graph=True is not supported", op="reshard backward"
@@ -150,30 +168,32 @@ class _Reshard(torch.autograd.Function):
         call: _Call = ctx.call
         call.check_order(grad_token)
         _end(call.chain)
-        if call.launch is not None and call.launch.error is not None:
-            return torch.zeros_like(token), None, None  # it failed in forward: no value, no gradient
-        grad_x = call.reverse(grad)
-        return torch.zeros_like(token), grad_x if ctx.has_input else None, None
+        grad_xs: list[Any] = [None] * len(ctx.has_input)
+        if call.launch is None or call.launch.error is None:  # else there was no value: no gradient either
+            for index, grad_x in zip(call.compiled.differentiable, call.reverse(grads), strict=True):
+                if ctx.has_input[index]:
+                    grad_xs[index] = grad_x
+        return torch.zeros_like(token), None, *grad_xs
 
 
 def differentiable_call(
-    compiled: Compiled, x: DTensor | None, timeout: float
-) -> tuple[DTensor, Launch | None]:
-    """Begins a reshard whose result carries the graph; x is None on ranks that know only the spec."""
+    compiled: Compiled, xs: Sequence[DTensor | None], timeout: float
+) -> tuple[list[DTensor], Launch | None]:
+    """Begins a call whose results carry the graph; an x is None on ranks that know only its spec."""
     global _current, _retained
     if compiled.transfer is None:
-        y, _ = _Reshard.apply(torch.zeros((), requires_grad=True), x, _Call(compiled, timeout, None))
-        return y, None
+        _, *ys = _Reshard.apply(torch.zeros((), requires_grad=True), _Call(compiled, timeout, None), *xs)
+        return ys, None
     with _lock:
         chain = _current if _current is not None else _Chain()
         call = _Call(compiled, timeout, chain)
-        y, token = _Reshard.apply(chain.token, x, call)
+        token, *ys = _Reshard.apply(chain.token, call, *xs)
         chain.token = token
         chain.calls.append(call)
         if _retained is not None:
             _retained.token = torch.zeros(())  # its calls refer to the chain: only this breaks the circle
         _current, _retained = chain, None
-    return y, call.launch
+    return ys, call.launch
 
 
 def backward(*roots: torch.Tensor | None, retain_graph: bool = False) -> None:

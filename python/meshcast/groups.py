@@ -60,6 +60,7 @@ class PrivateGroup:
         self.name = _group_name(self.ranks)
         self.topology: Topology | None = None  # of these ranks, known once they have met
         self.slots: Any = None  # transfers agreed on, kept by transfer.py
+        self.board: Any = None  # store of this life of the group, once its ranks have met
         self._store = store
         self._core: _C.ReshardGroup | None = None
         self._error: Exception | None = None
@@ -87,6 +88,20 @@ class PrivateGroup:
         """Runs a job that has its ordinal already (a reverse transfer has that of its forward call)."""
         with self._lock:
             self._dispatch(deadline, job, ready)
+
+    def connect(self, timeout: float) -> None:
+        """Brings the group up, unless it is; blocks. Raises what keeps it from coming up."""
+        done = threading.Event()
+        found: list[Exception | None] = []
+
+        def job(_: _C.ReshardGroup | None, error: Exception | None) -> None:
+            found.append(error)
+            done.set()
+
+        self.replay(time.monotonic() + timeout, job, ready=lambda: True)
+        done.wait()
+        if found[0] is not None:
+            raise found[0]
 
     def _dispatch(self, deadline: float, job: Job, ready: Callable[[], bool]) -> None:
         if self._thread is None and self._core is not None and ready():
@@ -127,6 +142,7 @@ class PrivateGroup:
             store: Any = dist.PrefixStore(f"{self.name}/{(arrivals - 1) // len(self.ranks)}", self._store)
             hosts = self._gather(store, deadline)
             self.topology = Topology.from_hosts(hosts)
+            self.board = dist.PrefixStore("board", store)
             left = max(deadline - time.monotonic(), 0.001)
             # Connecting waits in the store, and a wait locks out every other user of its connection: two
             # groups that connect at once over one connection could wait for each other for ever.
@@ -252,6 +268,7 @@ class ParentGroup:
         self.name = group.group_name
         self.closed = False
         self.compiled: dict[Any, Any] = {}  # calls seen before, kept by reshard.py and local.py
+        self.extras: dict[str, Any] = {}  # what single operations keep
         # Own connection: a wait in the store blocks every other user of the same connection.
         store: Any = c10d._get_process_group_store(group)
         self._store = dist.PrefixStore("meshcast", store.clone())
@@ -279,6 +296,7 @@ class ParentGroup:
         self.closed = True
         groups, self._groups = list(self._groups.values()), {}
         self.compiled.clear()
+        self.extras.clear()
         for group in groups:
             group.close()
 

@@ -94,7 +94,7 @@ def reshard_local(
                 f"{_OP}: dst_layout {dst_layout} holds Partial; ask for Replicate or Shard instead"
             )
         problem = (tuple(shape), dtype, src_layout, dst_layout)
-        transfer = agreed_transfer(parent, problem, None, op=_OP, strategy=strategy, topology=topology)
+        transfer = agreed_transfer(parent, [problem], None, op=_OP, strategy=strategy, topology=topology)
     except LayoutError as error:
         publish_rejection(private, 0, error, limit)
         raise

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from .autograd import differentiable_call
-from .compiled import Compiled, Source, compile_call
-from .errors import LayoutError
-from .groups import ParentGroup, parent_group, seconds
-from .handle import Handle, Launch
-from .spec import TensorSpec
-from .transfer import publish_rejection
+from .calls import Request, call_key, compiled_call, handle_of, start
+from .compiled import Compiled
+from .groups import parent_group, seconds
+from .handle import Handle
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
+    from .spec import TensorSpec
     from .topology import Topology
 
 __all__ = ["reshard"]
 
-_KEPT_CALLS = 1024
+_OP = "reshard"
 
 
 @overload
@@ -99,97 +96,18 @@ def reshard(
         PlanMismatchError: the ranks called with different arguments; prints both sides.
         DeadlineExceededError, PeerLostError, AbortedError: see meshcast.errors.
     """
-    parent = parent_group(group, "reshard")
+    parent = parent_group(group, _OP)
     limit = seconds(timeout, parent.timeout)
-    grad_placements = None if grad_placements is None else tuple(grad_placements)
-    key = _key(x, mesh, placements, dtype, grad_placements, strategy, topology)
+    request = Request(x, mesh, placements, dtype, grad_placements)
+    kind = call_key(request, torch.is_grad_enabled())
+    key = None if kind is None else (_OP, kind, strategy, topology)
     compiled: Compiled | None = parent.compiled.get(key) if key is not None else None
-    if compiled is None or (compiled.transfer is not None and compiled.transfer.evicted):
-        try:
-            source = _source(x, parent)
-            _check_destination(mesh, placements, dtype)
-            compiled = compile_call(
-                parent, source, mesh, placements, dtype, grad_placements, strategy, topology
-            )
-        except LayoutError as error:
-            _tell_others(parent, x, mesh, error, limit)
-            raise
-        if key is not None:
-            if len(parent.compiled) >= _KEPT_CALLS:
-                parent.compiled.clear()
-            parent.compiled[key] = compiled
-    tensor = x if isinstance(x, DTensor) else None
-    launch: Launch | None
-    if compiled.gradient is not None:
-        result, launch = differentiable_call(compiled, tensor, limit)
-    else:
-        result, launch, _ = compiled.begin(tensor, limit)
+    if compiled is None or compiled.evicted:
+        compiled = compiled_call(parent, [request], key, limit, op=_OP, strategy=strategy, topology=topology)
+    xs = [x if isinstance(x, DTensor) else None]
+    results, launch = start(compiled, xs, limit)
     if async_op:
-        sources = [] if tensor is None else [tensor, tensor._local_tensor]
-        return Handle(launch, result, compiled.bound, sources)
+        return handle_of(launch, results[0], compiled, xs)
     if launch is not None:
         launch.wait()
-    return result
-
-
-def _key(x: Any, mesh: Any, placements: Any, *options: Any) -> Any:
-    """Equal for calls that compile to the same; None for arguments that are wrong anyway."""
-    needs_grad = torch.is_grad_enabled()
-    try:
-        if isinstance(x, DTensor):
-            key = ("reshard", x._spec, needs_grad and x.requires_grad, mesh, tuple(placements), *options)
-        else:
-            spec = (x.shape, x.dtype, x.mesh, x.placements)
-            key = ("reshard spec", *spec, needs_grad and x.requires_grad, mesh, tuple(placements), *options)
-        hash(key)
-    except (AttributeError, TypeError):
-        return None
-    return key
-
-
-def _source(x: Any, parent: ParentGroup) -> Source:
-    needs_grad = torch.is_grad_enabled()
-    if isinstance(x, DTensor):
-        spec: DTensorSpec = x._spec
-        order = getattr(spec, "shard_order", None)
-        if order and any(tuple(sorted(entry.mesh_dims)) != tuple(entry.mesh_dims) for entry in order):
-            raise LayoutError(
-                f"reshard: the source shards a dimension over mesh dimensions in the order {order}; "
-                "redistribute it first"
-            )
-        return Source(tuple(x.shape), x.dtype, x.device_mesh, x.placements, needs_grad and x.requires_grad)
-    if isinstance(x, TensorSpec):
-        if not isinstance(x.mesh, DeviceMesh):
-            raise LayoutError(f"reshard: TensorSpec.mesh must be a DeviceMesh, found {type(x.mesh).__name__}")
-        if parent.rank in x.mesh.mesh.flatten().tolist():
-            raise LayoutError(
-                f"reshard: rank {parent.rank} is in the source mesh and must pass its DTensor; a TensorSpec "
-                "is for ranks outside",
-                rank=parent.rank,
-                op="reshard",
-            )
-        return Source(tuple(x.shape), x.dtype, x.mesh, tuple(x.placements), needs_grad and x.requires_grad)
-    raise LayoutError(f"reshard: x must be a DTensor or a meshcast.TensorSpec, found {type(x).__name__}")
-
-
-def _check_destination(mesh: Any, placements: Any, dtype: Any) -> None:
-    if not isinstance(mesh, DeviceMesh):
-        raise LayoutError(f"reshard: mesh must be a DeviceMesh, found {type(mesh).__name__}")
-    if isinstance(placements, str) or not isinstance(placements, Iterable):
-        raise LayoutError(
-            "reshard: placements must be a sequence with one placement per mesh dimension, found "
-            f"{placements!r}"
-        )
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise LayoutError(f"reshard: dtype must be a torch.dtype, found {dtype!r}")
-
-
-def _tell_others(parent: ParentGroup, x: Any, mesh: Any, error: LayoutError, limit: float) -> None:
-    """Ranks whose own arguments are right wait for this one: let them raise at once. Possible where the
-    arguments say who they are."""
-    origin = x.device_mesh if isinstance(x, DTensor) else getattr(x, "mesh", None)
-    if not (isinstance(origin, DeviceMesh) and isinstance(mesh, DeviceMesh)):
-        return
-    ranks = sorted({*origin.mesh.flatten().tolist(), *mesh.mesh.flatten().tolist()})
-    if parent.rank in ranks and parent.ranks.issuperset(ranks):
-        publish_rejection(parent.private(ranks, "reshard"), 0, error, limit)
+    return results[0]

@@ -288,8 +288,8 @@ class Transfer:
 
 def agreed_transfer(
     parent: ParentGroup,
-    problem: Problem,
-    backward: Problem | None,
+    problems: Sequence[Problem],
+    backward: Sequence[Problem] | None,
     *,
     op: str,
     strategy: str,
@@ -297,20 +297,31 @@ def agreed_transfer(
 ) -> Transfer:
     """The transfer of an ordinary call: one kept from before, or a new one that agrees within its first
     launch, so that every call takes one ordinal whether its plan was known or not."""
-    group = parent.private(ranks_of([problem]), op)
+    group = parent.private(ranks_of(problems), op)
     if group.slots is None:
         group.slots = OrderedDict()
     kept: OrderedDict[Any, Transfer] = group.slots
-    shape, dtype, src, dst = problem
-    key = (op, tuple(shape), dtype, src, dst, None if backward is None else backward[1:], strategy, topology)
+    key = (op, tuple(problems), None if backward is None else tuple(backward), strategy, topology)
     transfer = kept.get(key)
     if transfer is None or transfer.evicted:
-        transfer = Transfer.__new__(Transfer)
-        transfer._setup(
-            parent, [problem], None if backward is None else [backward], 0, op, strategy, topology
-        )
+        transfer = unagreed_transfer(parent, problems, backward, op=op, strategy=strategy, topology=topology)
         transfer.kept_as = (kept, key)
         kept[key] = transfer
+    return transfer
+
+
+def unagreed_transfer(
+    parent: ParentGroup,
+    problems: Sequence[Problem],
+    backward: Sequence[Problem] | None,
+    *,
+    op: str,
+    strategy: str,
+    topology: Topology | None,
+) -> Transfer:
+    """A new transfer that agrees within its first launch."""
+    transfer = Transfer.__new__(Transfer)
+    transfer._setup(parent, problems, backward, 0, op, strategy, topology)
     return transfer
 
 

@@ -1,0 +1,189 @@
+"""Resharder: one kind of reshard, compiled once and started often, at the least cost per call."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from .autograd import differentiable_call
+from .calls import handle_of, source_of
+from .compiled import Compiled, check_outs, compile_members
+from .errors import LayoutError
+from .groups import parent_group, seconds
+from .handle import Handle, Launch
+from .member import Destination, positive_placements
+from .spec import TensorSpec
+from .transfer import Transfer, publish_rejection, ranks_of, unagreed_transfer
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from .plan import Plan
+    from .topology import Topology
+
+__all__ = ["Resharder"]
+
+_OP = "Resharder"
+
+
+class Resharder:
+    """A reshard from one spec to another, compiled once.
+
+    Constructed by every rank of both meshes, in one order with their other calls; started likewise. No call
+    looks anything up or exchanges anything after the first one, and the plan is never dropped while the
+    Resharder lives.
+
+    Args:
+        src_spec, dst_spec: a TensorSpec or a DTensor each, of one global shape; from a DTensor only its spec
+            is taken. The result has the dtype of dst_spec. src_spec.requires_grad: calls record gradients.
+        group, strategy, topology: see meshcast.reshard.
+        reuse_output: run() and start() write every result into the same DTensor, which the next call
+            overwrites; no memory is allocated per call.
+        timeout: of each call, in seconds or as timedelta; None for the group's.
+
+    Raises LayoutError for arguments that are wrong by themselves.
+    """
+
+    def __init__(
+        self,
+        src_spec: TensorSpec | DTensor,
+        dst_spec: TensorSpec | DTensor,
+        group: dist.ProcessGroup | None = None,
+        *,
+        strategy: str = "auto",
+        topology: Topology | None = None,
+        reuse_output: bool = False,
+        timeout: float | timedelta | None = None,
+    ) -> None:
+        parent = parent_group(group, _OP)
+        self._limit = seconds(timeout, parent.timeout)
+        self._src, self._dst = _spec_of("src_spec", src_spec), _spec_of("dst_spec", dst_spec)
+        if tuple(self._src.shape) != tuple(self._dst.shape):
+            raise LayoutError(
+                f"{_OP}: src_spec has shape {tuple(self._src.shape)}, but dst_spec {tuple(self._dst.shape)}"
+            )
+        self._options: dict[str, Any] = {
+            "group": group,
+            "strategy": strategy,
+            "topology": topology,
+            "reuse_output": reuse_output,
+            "timeout": timeout,
+        }
+        source = source_of(self._src, parent.rank, True, _OP, spec_inside=True)
+        destination = Destination(self._dst.mesh, tuple(self._dst.placements), self._dst.dtype)
+        members, problems, backward = compile_members(parent, [source], [destination], _OP)
+        parent.private(ranks_of(problems), _OP)  # the ranks must exist, also for a rank of neither mesh
+
+        def new_transfer() -> Transfer | None:
+            if not members[0].takes_part:
+                return None
+            return unagreed_transfer(parent, problems, backward, op=_OP, strategy=strategy, topology=topology)
+
+        self._new_transfer = new_transfer
+        self._compiled = Compiled(members, new_transfer(), problems)
+        self._known_spec: Any = None  # the spec object that the last source came with
+        self._kept = members[0].allocate() if reuse_output else None
+        self._reverse: Resharder | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan. It exists once the first call has begun, since it depends on who shares a host; waits for
+        that. Raises LayoutError on a rank of neither mesh."""
+        if self._compiled.transfer is None:
+            raise LayoutError(f"{_OP}: this rank is in neither mesh and has no plan", op=_OP)
+        return self._compiled.transfer.plan
+
+    def start(self, x: DTensor | None = None, *, out: DTensor | None = None) -> Handle[DTensor]:
+        """Starts one call and returns at once. x: the source on the ranks of its mesh; others may pass None.
+        out: where the result goes, under dst_spec."""
+        result, launch = self._begin(x, out)
+        return handle_of(launch, result, self._compiled, [x])
+
+    def run(self, x: DTensor | None = None, *, out: DTensor | None = None) -> DTensor:
+        """start() and wait in one; costs less than both."""
+        result, launch = self._begin(x, out)
+        if launch is not None:
+            launch.wait()
+        return result
+
+    def reverse(self) -> Resharder:
+        """The Resharder of the way back, made at the first call; a Partial source comes back as Replicate.
+        Called by every rank of both meshes."""
+        if self._reverse is None:
+            back = tuple(Replicate() if isinstance(p, Partial) else p for p in self._src.placements)
+            target = TensorSpec(self._src.shape, self._src.dtype, self._src.mesh, back)
+            origin = TensorSpec(self._dst.shape, self._dst.dtype, self._dst.mesh, self._dst.placements)
+            self._reverse = Resharder(origin, target, **self._options)
+        return self._reverse
+
+    def _begin(self, x: DTensor | None, out: DTensor | None) -> tuple[DTensor, Launch | None]:
+        compiled = self._compiled
+        if compiled.evicted:  # a rank refused its arguments before all had agreed
+            compiled.transfer = self._new_transfer()
+        differentiable = bool(compiled.differentiable) and torch.is_grad_enabled()
+        try:
+            if x is not None and x._spec is not self._known_spec:
+                self._check_source(x)
+            self._check_gradient(x, out, differentiable)
+            if out is not None:
+                self._check_out(out)
+        except LayoutError as error:
+            if compiled.transfer is not None:
+                publish_rejection(compiled.transfer._group, 0, error, self._limit)
+            raise
+        if differentiable:
+            (result,), launch = differentiable_call(compiled, [x], self._limit)
+            return result, launch
+        if out is None:
+            out = self._kept
+        (result,), launch, _ = compiled.begin([x], self._limit, None if out is None else [out])
+        return result, launch
+
+    def _check_gradient(self, x: DTensor | None, out: DTensor | None, differentiable: bool) -> None:
+        if differentiable and (out is not None or self._kept is not None):
+            raise LayoutError(
+                f"{_OP}: a result that is overwritten carries no gradient; call it under torch.no_grad(), or "
+                "without out= and reuse_output"
+            )
+        if x is not None and x.requires_grad and not self._src.requires_grad and torch.is_grad_enabled():
+            raise LayoutError(
+                f"{_OP}: the source requires a gradient, but src_spec says requires_grad=False; change the "
+                "spec, detach the source, or call it under torch.no_grad()"
+            )
+
+    def _check_source(self, x: Any) -> None:
+        if not isinstance(x, DTensor):
+            raise LayoutError(f"{_OP}: x must be a DTensor, found {type(x).__name__}")
+        _expect("x", x, self._src)
+        self._known_spec = x._spec
+
+    def _check_out(self, out: Any) -> None:
+        if not isinstance(out, DTensor):
+            raise LayoutError(f"{_OP}: out must be a DTensor, found {type(out).__name__}")
+        _expect("out", out, self._dst)
+        check_outs([out], _OP)
+
+
+def _spec_of(name: str, given: Any) -> TensorSpec:
+    if isinstance(given, TensorSpec):
+        return given
+    if isinstance(given, DTensor):
+        return TensorSpec(given.shape, given.dtype, given.device_mesh, given.placements, given.requires_grad)
+    raise LayoutError(
+        f"{_OP}: {name} must be a meshcast.TensorSpec or a DTensor, found {type(given).__name__}"
+    )
+
+
+def _expect(name: str, tensor: DTensor, spec: TensorSpec) -> None:
+    found = (
+        tuple(tensor.shape),
+        tensor.dtype,
+        tensor.device_mesh,
+        positive_placements(tensor.placements, tensor.ndim),
+    )
+    wanted = (tuple(spec.shape), spec.dtype, spec.mesh, positive_placements(spec.placements, len(spec.shape)))
+    if found != wanted:
+        raise LayoutError(f"{_OP}: {name} does not fit its spec: expected {wanted}, found {found}", op=_OP)
