@@ -1,0 +1,422 @@
+"""reshard_state_dict: all weights of a model from one set of meshes to another, for example from a trainer to
+its rollout workers, without a checkpoint.
+
+A call has three parts. In the first round every rank says which version it has and whether it knows the
+tensors; ranks that do not know them read their specs in the rendezvous store, once. Then the tensors travel.
+In the last round the holders say whether their weights stayed unchanged meanwhile: only then does any rank
+return them. All ranks see all rows, hence all raise the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from . import _checks
+from .calls import source_of
+from .compiled import Compiled, check_outs, compile_members
+from .digest import shard_digest
+from .errors import LayoutError, MeshcastError, PlanMismatchError
+from .groups import ParentGroup, parent_group, seconds
+from .layout import Layout
+from .member import Destination, Source, positive_placements
+from .spec import TensorSpec
+from .state_round import Rounds
+from .state_specs import Entry, decode, encode, merge
+from .transfer import ranks_of, unagreed_transfer
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.tensor.placement_types import Placement
+
+    from .topology import Topology
+
+__all__ = ["ReshardedState", "reshard_state_dict"]
+
+_OP = "reshard_state_dict"
+_KEPT = 8  # kinds of call whose plans a group keeps
+_NONE = -1  # in a row: no version, nothing known
+_REFUSED = -2
+
+
+class ReshardedState(dict[str, DTensor]):
+    """{name: DTensor} in the order of the destinations; version: that of the weights, None if the holders
+    gave none."""
+
+    version: int | None = None
+
+
+@dataclass
+class _Known:
+    """What a kind of call compiled to. Calls of one number are of one kind on all ranks."""
+
+    number: int
+    entries: list[Entry]
+    batches: list[tuple[list[int], Compiled]]  # positions of its tensors, and their call
+
+
+class _State:
+    """Everything a process group keeps for its calls."""
+
+    def __init__(self, parent: ParentGroup) -> None:
+        self.rounds = Rounds(parent)
+        self.calls = 0
+        self.versions: dict[tuple[str, ...], int] = {}  # the last that arrived, by the names of the tensors
+        self.known: OrderedDict[Any, _Known] = OrderedDict()
+
+
+@dataclass
+class _Call:
+    """The checked arguments of this rank."""
+
+    held: dict[str, DTensor]
+    sources: dict[str, Source]
+    destinations: dict[str, Destination]
+    layouts: dict[str, Layout]
+    outs: dict[str, DTensor]
+    options: dict[str, Any]
+    topology: Topology | None
+
+    def key(self) -> Any:
+        return (
+            tuple((name, s.shape, s.dtype, s.layout) for name, s in self.sources.items()),
+            tuple(self.layouts.items()),
+            tuple((name, out.shape, out.dtype) for name, out in self.outs.items()),
+            tuple(self.options.items()),
+            self.topology,
+        )
+
+    def text(self) -> str:
+        held = {name: (s.shape, s.dtype, s.layout) for name, s in self.sources.items()}
+        outs = {name: (tuple(out.shape), out.dtype) for name, out in self.outs.items()}
+        return encode(held, self.layouts, outs, self.options)
+
+
+def reshard_state_dict(
+    state_dict: Mapping[str, DTensor | TensorSpec] | None,
+    destinations: Mapping[str, tuple[DeviceMesh, Sequence[Placement]]],
+    out: Mapping[str, DTensor] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    max_bytes_in_flight: int | None = None,
+    version: int | None = None,
+    digest: bool = False,
+    strict: bool = True,
+    group: dist.ProcessGroup | None = None,
+    strategy: str = "auto",
+    topology: Topology | None = None,
+    timeout: float | timedelta | None = None,
+) -> ReshardedState:
+    """Moves every named tensor to its destination (mesh, placements), as one batch. Records no gradient.
+
+    A collective of all ranks of `group`. Ranks that hold nothing need not know what there is: they pass None
+    or {} and learn shapes, dtypes and sources from the others at the first call of a kind.
+
+    Args:
+        state_dict: {name: DTensor}. A rank in the mesh of a tensor must have it; others may have a shell or a
+            TensorSpec, or nothing.
+        destinations: the same on every rank.
+        out: {name: DTensor} to receive into, for any of the names, on ranks inside its destination mesh; its
+            dtype is then that of the result.
+        dtype: of the results of floating-point tensors; others keep theirs.
+        max_bytes_in_flight: at most so many bytes (of global tensors, as they travel) are moved at a time;
+            a single larger tensor goes alone. None: everything at once.
+        version: a number that rises from call to call. Holders all give one or none; a rank that holds
+            nothing may give the one that it expects. Any that differ, or do not exceed the last that
+            arrived, raise on every rank before a tensor moves.
+        digest: compare a digest of every tensor at both ends and between replicas. Costs one pass over the
+            data on every rank.
+        strict: refuse tensors that have no destination; False leaves them out.
+        group, strategy, topology, timeout: see meshcast.reshard; the timeout is for the whole call.
+
+    Returns:
+        {name: DTensor} with attribute `version`; shells on ranks outside a destination mesh.
+
+    Raises:
+        LayoutError: a value that is not a DTensor, a missing or superfluous name, outputs that do not fit.
+        PlanMismatchError: ranks or versions disagree.
+        MeshcastError: a source was changed while it travelled, or a digest differs: the results are torn and
+            no rank returns them. Outputs are then undefined.
+    """
+    parent = parent_group(group, _OP)
+    limit = seconds(timeout, parent.timeout)
+    deadline = time.monotonic() + limit
+    state: _State | None = parent.extras.get(_OP)
+    if state is None:
+        state = parent.extras[_OP] = _State(parent)
+    state.calls += 1
+    state.rounds.connect(limit)
+    refused: LayoutError | None = None
+    call: _Call | None = None
+    known: _Known | None = None
+    number = 0
+    try:
+        if version is not None:
+            number = _checks.integer(f"{_OP}: version", version, 0, (1 << 62) - 1)
+        options = {
+            "dtype": None if dtype is None else _floating(dtype),
+            "max_bytes_in_flight": None
+            if max_bytes_in_flight is None
+            else _checks.integer("max_bytes_in_flight", max_bytes_in_flight, 1, _checks.MAX_INT64),
+            "digest": bool(digest),
+            "strict": bool(strict),
+            "strategy": strategy,
+        }
+        call = _checked(parent, state_dict or {}, destinations, out or {}, options, topology)
+        known = state.known.get(call.key())
+        if known is not None and any(compiled.evicted for _, compiled in known.batches):
+            known = None
+    except LayoutError as error:
+        refused = error
+    exchange = f"specs {state.calls}"
+    names = () if call is None else tuple(call.destinations)
+    if refused is not None:
+        state.rounds.post(exchange, str(refused))
+    elif known is None:
+        assert call is not None
+        state.rounds.post(exchange, call.text())
+    row = [
+        _REFUSED if refused is not None else _NONE if known is None else known.number,
+        _NONE if version is None else number,
+        state.versions.get(names, _NONE),
+        int(call is not None and bool(call.held)),
+    ]
+    rows = state.rounds.gather(row, _left(deadline))
+    for other, theirs in rows.items():
+        if theirs[0] == _REFUSED:
+            if refused is not None:
+                raise refused
+            raise PlanMismatchError(
+                f"{_OP}: rank {other} refused its arguments: {state.rounds.read(exchange, other, deadline)}",
+                rank=parent.rank,
+                peer=other,
+                op=_OP,
+                phase="agree",
+            )
+    assert call is not None
+    agreed = _agreed_version(rows, parent.rank)
+    if known is None or any(theirs[0] != known.number for theirs in rows.values()):
+        if known is not None:
+            state.rounds.post(exchange, call.text())
+        sides = {other: decode(state.rounds.read(exchange, other, deadline)) for other in state.rounds.ranks}
+        entries = merge(sides, parent.rank)
+        known = _Known(state.calls, entries, _compile(parent, entries, call))
+        state.known[call.key()] = known
+        while len(state.known) > _KEPT:
+            state.known.popitem(last=False)
+    digests: dict[tuple[str, int], int] = {}
+    versions = {
+        name: [(tensor, tensor._version) for tensor in (x, x._local_tensor)] for name, x in call.held.items()
+    }
+    with torch.no_grad():
+        results = _move(known, call, parent.rank, deadline, digests if digest else None)
+    changed = [
+        index
+        for index, entry in enumerate(known.entries)
+        if any(tensor._version != seen for tensor, seen in versions.get(entry.name, ()))
+    ]
+    row = [changed[0] if changed else _NONE]
+    if digest:
+        row += [digests.get((side, i), 0) for side in ("src", "dst") for i in range(len(known.entries))]
+    rows = state.rounds.gather(row, _left(deadline))
+    state.rounds.forget()
+    _check_whole(known.entries, rows, parent.rank, digest)
+    if agreed != _NONE:
+        state.versions[names] = agreed
+    resharded = ReshardedState(zip(call.destinations, results, strict=True))
+    resharded.version = None if agreed == _NONE else agreed
+    return resharded
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 1e-3)
+
+
+def _floating(dtype: Any) -> str:
+    found = _checks.dtype(dtype)
+    if not found.is_floating_point:
+        raise LayoutError(f"{_OP}: dtype {found}: only floating-point tensors are cast, to a floating dtype")
+    return _checks.dtype_name(found)
+
+
+def _checked(
+    parent: ParentGroup, state: Any, destinations: Any, outs: Any, options: dict[str, Any], topology: Any
+) -> _Call:
+    for name, given in (("state_dict", state), ("destinations", destinations), ("out", outs)):
+        if not isinstance(given, Mapping):
+            raise LayoutError(f"{_OP}: {name} must be a mapping by name, found {type(given).__name__}")
+    if not destinations:
+        raise LayoutError(f"{_OP}: no destinations; give (mesh, placements) for at least one name")
+    targets, layouts = {}, {}
+    for name, where in destinations.items():
+        if not isinstance(where, tuple | list) or len(where) != 2 or not isinstance(where[0], DeviceMesh):
+            raise LayoutError(
+                f"{_OP}: the destination of {name!r} must be (mesh, placements), found {_checks.shown(where)}"
+            )
+        targets[name] = Destination(where[0], tuple(where[1]))
+        layouts[name] = Layout(where[0], where[1])
+    held, sources = {}, {}
+    for name, value in state.items():
+        if not options["strict"] and name not in destinations:
+            continue
+        if not isinstance(value, DTensor | TensorSpec):
+            hint = "; wrap it with DTensor.from_local" if isinstance(value, torch.Tensor) else ""
+            raise LayoutError(f"{_OP}: {name!r} is a {type(value).__name__}, expected a DTensor{hint}")
+        source = source_of(value, parent.rank, False, _OP)
+        sources[name] = source
+        if isinstance(value, DTensor) and parent.rank in source.layout.ranks:
+            held[name] = value
+    for name, out in outs.items():
+        _check_out(name, out, targets)
+    check_outs(list(outs.values()), _OP)
+    return _Call(held, sources, targets, layouts, dict(outs), options, topology)
+
+
+def _check_out(name: str, out: Any, targets: Mapping[str, Destination]) -> None:
+    if name not in targets:
+        raise LayoutError(f"{_OP}: out has {name!r}, for which no destination is given")
+    if not isinstance(out, DTensor):
+        raise LayoutError(f"{_OP}: the output of {name!r} is a {type(out).__name__}, expected a DTensor")
+    expected = Layout(targets[name].mesh, positive_placements(targets[name].placements, out.ndim))
+    found = Layout(out.device_mesh, out.placements)
+    if expected != found or out.device_mesh != targets[name].mesh:
+        raise LayoutError(f"{_OP}: the output of {name!r} is under {found}, its destination is {expected}")
+
+
+def _agreed_version(rows: Mapping[int, list[int]], rank: int) -> int:
+    """The version that all ranks mean, _NONE without. Raises where they differ or it is old."""
+    given = {other: row[1] for other, row in rows.items() if row[1] != _NONE}
+    without = [other for other, row in rows.items() if row[3] and row[1] == _NONE]
+    last = max(row[2] for row in rows.values())
+    text = ""
+    if len(set(given.values())) > 1:
+        text = "the versions differ: " + ", ".join(f"rank {r} has {v}" for r, v in given.items())
+    elif given and without:
+        text = f"ranks {sorted(given)} give version {max(given.values())}, but ranks {without}, which hold "
+        text += "weights, give none"
+    elif given and max(given.values()) <= last:
+        text = f"version {max(given.values())} is no newer than {last}, which has arrived before"
+    if text:
+        raise PlanMismatchError(f"{_OP}: {text}", rank=rank, op=_OP, phase="agree")
+    return max(given.values(), default=_NONE)
+
+
+def _compile(parent: ParentGroup, entries: Sequence[Entry], call: _Call) -> list[tuple[list[int], Compiled]]:
+    """Batches of at most max_bytes_in_flight, in the order of the names."""
+    limit = call.options["max_bytes_in_flight"]
+    groups: list[tuple[list[int], int]] = []
+    for index, entry in enumerate(entries):
+        wire = min(entry.dtype, entry.result_dtype, key=lambda dtype: dtype.itemsize)
+        size = _checks.total_bytes(entry.shape, wire)
+        if groups and (limit is None or groups[-1][1] + size <= limit):
+            groups[-1] = ([*groups[-1][0], index], groups[-1][1] + size)
+        else:
+            groups.append(([index], size))
+    batches = []
+    for indices, _ in groups:
+        chosen = [entries[i] for i in indices]
+        sources = [_source(entry, call) for entry in chosen]
+        targets = [
+            Destination(
+                call.destinations[entry.name].mesh,
+                call.destinations[entry.name].placements,
+                entry.result_dtype,
+            )
+            for entry in chosen
+        ]
+        members, problems, _ = compile_members(parent, sources, targets, _OP)
+        transfer = None
+        if any(member.takes_part for member in members):
+            transfer = unagreed_transfer(
+                parent, problems, None, op=_OP, strategy=call.options["strategy"], topology=call.topology
+            )
+        else:
+            parent.private(ranks_of(problems), _OP)
+        batches.append((indices, Compiled(members, transfer, problems)))
+    return batches
+
+
+def _source(entry: Entry, call: _Call) -> Source:
+    held = call.held.get(entry.name)
+    mesh = None if held is None else held.device_mesh
+    return Source(entry.shape, entry.dtype, entry.src, mesh)
+
+
+def _move(
+    known: _Known, call: _Call, rank: int, deadline: float, digests: dict[tuple[str, int], int] | None
+) -> list[DTensor]:
+    """Runs the batches, one after the other."""
+    results: dict[int, DTensor] = {}
+    for indices, compiled in known.batches:
+        names = [known.entries[i].name for i in indices]
+        xs = [call.held.get(name) for name in names]
+        outs = [call.outs.get(name) for name in names]
+        observe = None if digests is None else _observer(indices, compiled, rank, digests)
+        moved, launch, _ = compiled.begin(xs, _left(deadline), outs, observe)
+        if launch is not None:
+            launch.wait()
+        for position, index in enumerate(indices):
+            results[index] = moved[position]
+            member = compiled.members[position]
+            if digests is not None and member.local_shape is not None:
+                local = moved[position]._local_tensor.to(member.wire_dtype)
+                layout = compiled.problems[position][3]
+                digests["dst", index] = shard_digest(local, layout, member.shape, rank)
+    return [results[index] for index in range(len(known.entries))]
+
+
+def _observer(
+    indices: Sequence[int], compiled: Compiled, rank: int, digests: dict[tuple[str, int], int]
+) -> Callable[[int, torch.Tensor], None]:
+    """Takes the digest of each shard that leaves this rank."""
+
+    def observe(position: int, shard: torch.Tensor) -> None:
+        layout, shape = compiled.problems[position][2], compiled.members[position].shape
+        digests["src", indices[position]] = shard_digest(shard, layout, shape, rank)
+
+    return observe
+
+
+def _check_whole(entries: Sequence[Entry], rows: Mapping[int, list[int]], rank: int, digest: bool) -> None:
+    """Raises unless every holder's weights stayed as they were, and, with digests, arrived as they were."""
+    for other, row in rows.items():
+        if row[0] != _NONE:
+            raise _torn(
+                f"rank {other} changed {entries[row[0]].name!r} in place while it travelled; let the call "
+                "return before the next optimiser step",
+                rank,
+                other,
+            )
+    if not digest:
+        return
+    for index, entry in enumerate(entries):
+        sent = _total(entry, entry.src, "source", {r: row[1 + index] for r, row in rows.items()}, rank)
+        arrived = _total(
+            entry, entry.dst, "result", {r: row[1 + len(entries) + index] for r, row in rows.items()}, rank
+        )
+        if sent != arrived:
+            raise _torn(f"{entry.name!r} did not arrive as it was sent: the digests differ", rank, None)
+
+
+def _total(entry: Entry, layout: Layout, what: str, digests: Mapping[int, int], rank: int) -> int:
+    """The digest of the whole tensor, once the replicas of each shard agree."""
+    first: dict[Any, int] = {}
+    for owner, boxes in layout.shards(entry.shape).items():
+        same = first.setdefault(tuple(boxes), owner)
+        if digests[same] != digests[owner]:
+            raise _torn(
+                f"the replicas of {entry.name!r} on ranks {same} and {owner} differ ({what})", rank, owner
+            )
+    return sum(digests[owner] for owner in first.values()) % (1 << 64)
+
+
+def _torn(text: str, rank: int, peer: int | None) -> MeshcastError:
+    return MeshcastError(f"{_OP}: {text}", rank=rank, peer=peer, op=_OP, phase="transfer")
