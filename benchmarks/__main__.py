@@ -1,4 +1,5 @@
-"""python -m benchmarks: the paper's mesh-to-mesh cases on an emulated cluster. Needs root and iproute2."""
+"""python -m benchmarks: reshard cases on an emulated cluster, as ratios to the lower bound and to what people
+use today. Needs root and iproute2."""
 
 from __future__ import annotations
 
@@ -6,93 +7,117 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .cases import CASES, RANKS_PER_HOST
+from .cases import CASES, RANKS_PER_HOST, find
 from .cluster import Cluster, ClusterError, run_ranks
 from .methods import METHODS
+from .report import problems, row, table
 
 ROOT = Path(__file__).resolve().parent.parent
+_LIMIT = 3600.0  # seconds for all cases
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Markdown: median time over the lower bound, per case and method."""
-    lines = [
-        "| case | layouts | MiB | bound, s | " + " | ".join(METHODS) + " | wrong elements |",
-        "|---|---|---:|---:|" + "---:|" * len(METHODS) + "---:|",
-    ]
-    for r in results:
-        ratios = [f"{statistics.median(r['seconds'][m]) / r['lower_bound']:.2f}" for m in METHODS]
-        layouts = f"`{r['src']}` to `{r['dst']}`"
-        lines.append(
-            f"| {r['case']} | {layouts} | {r['nbytes'] / 2**20:.0f} | {r['lower_bound']:.3f} | "
-            + " | ".join(ratios)
-            + f" | {r['wrong_elements']} |"
-        )
-    return "\n".join(lines)
-
-
-def header(mbit: float, repeats: int) -> dict[str, Any]:
+def header(args: argparse.Namespace) -> dict[str, Any]:
+    """What a reader must know to take the figures for what they are."""
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
     return {
-        "commit": commit, "cores": os.cpu_count(), "kernel": platform.release(), "torch": torch.__version__,
-        "link_mbit": mbit, "ranks_per_host": RANKS_PER_HOST, "repeats": repeats,
-    }  # fmt: skip
+        "command": "python -m benchmarks " + " ".join(sys.argv[1:]),
+        "commit": commit,
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "torch": torch.__version__,
+        "link_mbit": args.mbit,
+        "ranks_per_host": RANKS_PER_HOST,
+        "repeats": args.repeats,
+    }
+
+
+def names(known: list[str], what: str):
+    def parse(text: str) -> list[str]:
+        chosen = text.split(",")
+        for name in chosen:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"unknown {what} {name!r}; known are {', '.join(known)}")
+        return chosen
+
+    return parse
+
+
+def parse() -> argparse.Namespace:
+    groups = list(dict.fromkeys(case.group for case in CASES))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "--cases", type=names([*groups, *(case.name for case in CASES)], "case"),
+        default=["n-to-m", "1-to-m"], help="names of cases or of groups of cases, separated by commas",
+    )  # fmt: skip
+    parser.add_argument("--methods", type=names(list(METHODS), "method"), default=list(METHODS))
+    parser.add_argument("--mbit", type=float, default=250, help="rate of each host's link, Mbit/s each way")
+    parser.add_argument("--seconds", type=float, default=0.4, help="what the bounds are about; sizes follow")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write raw JSON here")
+    args = parser.parse_args()
+    if args.mbit <= 0 or args.seconds <= 0 or args.repeats < 1:
+        parser.error("--mbit, --seconds and --repeats must be positive")
+    return args
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument(
-        "--cases", default=",".join(c.name for c in CASES), help="comma-separated case numbers"
-    )
-    parser.add_argument("--mbit", type=float, default=250, help="rate of each host's link, Mbit/s each way")
-    parser.add_argument(
-        "--seconds", type=float, default=0.4, help="about how long the bound of case 1 is; sizes follow"
-    )
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="write raw JSON here")
-    args = parser.parse_args()
-    chosen = [c for c in CASES if c.name in args.cases.split(",")]
-    unknown = set(args.cases.split(",")) - {c.name for c in CASES}
-    if unknown:
-        parser.error(f"--cases: unknown {sorted(unknown)}; known are {[c.name for c in CASES]}")
-    factor = max(1, round(0.5 * 2**31 / (args.mbit * 1e6 / 8 * args.seconds)))
-    head, results = header(args.mbit, args.repeats), []
-    print("# " + ", ".join(f"{k} {v}" for k, v in head.items()), flush=True)
-    for case in chosen:
+    args = parse()
+    cases = find(args.cases)
+    results: dict[str, Any] = {"header": header(args), "cases": []}
+    print("# " + ", ".join(f"{k} {v}" for k, v in results["header"].items()), flush=True)
+    with tempfile.TemporaryDirectory(prefix="meshcast-bench-") as folder:
+        job, lines = Path(folder, "job.json"), Path(folder, "results.jsonl")
+        job.write_text(
+            json.dumps(
+                {
+                    "cases": [case.name for case in cases], "methods": args.methods, "repeats": args.repeats,
+                    "seconds": args.seconds, "out": str(lines),
+                }
+            )
+        )  # fmt: skip
+        lines.touch()
+        seen = 0
+
+        def progress() -> None:
+            nonlocal seen
+            for line in lines.read_text().splitlines()[seen:]:
+                seen += 1
+                take(json.loads(line), results, args.methods)
+
         try:
-            with Cluster(case.hosts, args.mbit) as cluster:
-                command = [
-                    "-m",
-                    "benchmarks.worker",
-                    "--case",
-                    case.name,
-                    "--factor",
-                    str(factor),
-                    "--repeats",
-                    str(args.repeats),
-                ]
-                output = run_ranks(cluster, RANKS_PER_HOST, command, limit=600)
+            with Cluster(max(case.hosts for case in cases), args.mbit) as cluster:
+                command = [sys.executable, "-m", "benchmarks.worker", str(job)]
+                run_ranks(cluster, RANKS_PER_HOST, command, limit=_LIMIT, progress=progress)
         except ClusterError as error:
-            print(f"case {case.name} did not run: {error}", file=sys.stderr)
+            print(f"benchmarks did not run: {error}", file=sys.stderr)
             return 1
-        results.append(json.loads(next(line for line in output.splitlines() if line.startswith("{"))))
-        print(
-            table(results).splitlines()[-1] if len(results) > 1 else table(results),
-            flush=True,
-        )
+    found = problems(results)
+    print("\n".join(found))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({"header": head, "results": results}, indent=1) + "\n")
-    return 1 if any(r["wrong_elements"] for r in results) else 0
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+    return 1 if found else 0
+
+
+def take(line: dict[str, Any], results: dict[str, Any], methods: list[str]) -> None:
+    """Adds one line of the worker's output and prints it."""
+    if "calibration" in line:
+        results["calibration"] = line["calibration"]
+        print("# calibration: " + ", ".join(f"{k} {v:.4g}" for k, v in line["calibration"].items()))
+        print(table([], methods), flush=True)
+        return
+    results["cases"].append(line["case"])
+    print(row(line["case"], methods), flush=True)
 
 
 if __name__ == "__main__":

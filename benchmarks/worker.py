@@ -1,98 +1,144 @@
-"""One rank of one case: calibrates the link, runs every method interleaved, checks every element."""
+"""One rank of a benchmark: calibrates the links, runs every method of every case interleaved, checks every
+element. Rank 0 appends one JSON object per case to a file."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
-import zlib
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import meshcast
 import torch
 import torch.distributed as dist
 
-from .cases import CASES, RANKS_PER_HOST
-from .methods import METHODS, ONCE, Move
+from .calibrate import calibrate
+from .cases import RANKS_PER_HOST, Case, find
+from .methods import METHODS, Box, Move
+
+_SLOW = 3.0  # times the bound: more repeats would only tell the same again
 
 
-def true_values(shape: tuple[int, ...], box: tuple[tuple[int, int], ...], salt: int) -> torch.Tensor:
-    """Every element its own linear index, shifted by a salt, so that a misplaced or a stale element shows."""
+def numbered(shape: tuple[int, ...], box: Box) -> torch.Tensor:
+    """Every element its own linear index, modulo 2^32, so that a misplaced element shows."""
     index = torch.zeros([1] * len(shape), dtype=torch.int64)
     for dim, (lo, hi) in enumerate(box):
         view = [1] * len(shape)
         view[dim] = -1
         index = index * shape[dim] + torch.arange(lo, hi).view(view)
-    return ((index + salt) % (2**31 - 1)).to(torch.int32)
+    return index.to(torch.int32)
 
 
-def link_rate(repeats: int = 3, nbytes: int = 8 << 20) -> float:
-    """Bytes/s from host 0 to host 1 in one gloo message: the rate that bounds are computed with."""
-    rank, data = dist.get_rank(), torch.zeros(nbytes, dtype=torch.uint8)
-    rates = []
-    for _ in range(repeats + 1):
+def busy() -> tuple[float, float]:
+    """Seconds that the machine's cores have worked, and seconds that they had, since it started."""
+    fields = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    idle = fields[3] + fields[4]
+    return sum(fields) - idle, sum(fields)
+
+
+class Runner:
+    """Runs one case: its ranks move data, the others only take part in the barriers."""
+
+    def __init__(self, case: Case, topology: meshcast.Topology, bound: float) -> None:
+        rank = dist.get_rank()
+        ranks = sorted({*case.src.ranks, *case.dst.ranks})
+        self.member = rank in ranks
+        self.case, self.bound = case, bound
+        group = dist.new_group(ranks)
+        replicas = self._replica_groups()
+        if not self.member:
+            return
+        move = Move(case.shape, case.src, case.dst, topology, group, None, None)
+        move.replicas = replicas
+        held, needed = move.held.get(rank), move.needed.get(rank)
+        self.values = None if held is None else numbered(case.shape, held)
+        self.expected = None if needed is None else numbered(case.shape, needed)
+        move.source = None if self.values is None else torch.empty_like(self.values)
+        move.destination = None if self.expected is None else torch.empty_like(self.expected)
+        self.move = move
+
+    def _replica_groups(self) -> dict[Box, dist.ProcessGroup | None]:
+        """A group for the ranks of each destination tile. Every rank of the world makes all of them."""
+        tiles: dict[Box, list[int]] = {}
+        for rank, boxes in self.case.dst.shards(self.case.shape).items():
+            if boxes:
+                tiles.setdefault(boxes[0], []).append(rank)
+        return {tile: dist.new_group(ranks) if len(ranks) > 1 else None for tile, ranks in tiles.items()}
+
+    def once(self, method: str, salt: int) -> tuple[float, float, int]:
+        """Seconds, fraction of the cores that was busy, wrong elements on this rank."""
+        if self.member:
+            if self.values is not None:
+                torch.add(self.values, salt, out=self.move.source)
+            if self.move.destination is not None:
+                self.move.destination.fill_(-1)
         dist.barrier()
+        worked, had = busy()
         start = time.perf_counter()
-        if rank == 0:
-            dist.send(data, RANKS_PER_HOST)
-            dist.recv(data[:1], RANKS_PER_HOST)
-        elif rank == RANKS_PER_HOST:
-            dist.recv(data, 0)
-            dist.send(data[:1], 0)
-        rates.append(nbytes / (time.perf_counter() - start))
-    rate = torch.tensor([statistics.median(rates[1:])], dtype=torch.float64)
-    dist.broadcast(rate, 0)
-    return float(rate)
+        if self.member:
+            METHODS[method](self.move)
+        dist.barrier()
+        seconds = time.perf_counter() - start
+        worked, had = busy()[0] - worked, busy()[1] - had
+        wrong = 0
+        if self.member and self.expected is not None:
+            wrong = int((self.move.destination - self.expected != salt).sum())
+        return seconds, worked / max(had, 1), wrong
+
+    def run(self, methods: list[str], repeats: int) -> dict[str, Any]:
+        """The first round warms up: connections, plans, page faults. A slow method's only run counts."""
+        seconds: dict[str, list[float]] = {method: [] for method in methods}
+        load: dict[str, list[float]] = {method: [] for method in methods}
+        wrong = torch.zeros(len(methods), dtype=torch.int64)
+        done: set[str] = set()
+        for repeat in range(repeats + 1):
+            for number, method in enumerate(methods):
+                if method in done:
+                    continue
+                taken, cores, bad = self.once(method, 1 + repeat * len(methods) + number)
+                wrong[number] += bad
+                slow = torch.tensor([int(taken > _SLOW * self.bound)])
+                dist.broadcast(slow, 0)
+                if slow:
+                    done.add(method)
+                if repeat > 0 or slow:
+                    seconds[method].append(taken)
+                    load[method].append(cores)
+        dist.all_reduce(wrong)
+        wrong_elements = dict(zip(methods, wrong.tolist(), strict=True))
+        return {"seconds": seconds, "busy": load, "wrong_elements": wrong_elements}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--case", required=True)
-    parser.add_argument("--factor", type=int, required=True)
-    parser.add_argument("--repeats", type=int, required=True)
-    args = parser.parse_args()
-    case = next(c for c in CASES if c.name == args.case)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
-    rank = dist.get_rank()
-    rate = link_rate()
-    shape = case.scaled(args.factor)
-    src, dst = meshcast.Layout.parse(case.src), meshcast.Layout.parse(case.dst)
-    topology = meshcast.Topology.uniform(RANKS_PER_HOST, rate * 8 / 1e9, latency_us=100)
-    held, needed = src.shards(shape).get(rank), dst.shards(shape).get(rank)
-    source = true_values(shape, held[0], 0) if held else None
-    destination = torch.empty([hi - lo for lo, hi in needed[0]], dtype=torch.int32) if needed else None
-    move = Move(shape, src, dst, topology, source, destination)
+    parser.add_argument("job", type=Path, help="JSON: cases, methods, repeats, seconds, out")
+    job = json.loads(parser.parse_args().job.read_text())
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+    out = Path(job["out"])
 
-    seconds: dict[str, list[float]] = {name: [] for name in METHODS}
-    wrong = 0
-    for repeat in range(args.repeats + 1):  # the first warms up: connections, plan agreement, page faults
-        for number, (name, method) in enumerate(METHODS.items()):
-            if name in ONCE and repeat > 1:
-                continue
-            salt = zlib.crc32(f"{repeat} {number}".encode()) % 1000
-            if source is not None and held:
-                source.copy_(true_values(shape, held[0], salt))
-            if destination is not None:
-                destination.fill_(-1)
-            dist.barrier()
-            start = time.perf_counter()
-            method(move)
-            dist.barrier()
-            if repeat > 0:
-                seconds[name].append(time.perf_counter() - start)
-            if destination is not None and needed:
-                wrong += int((destination != true_values(shape, needed[0], salt)).sum())
-    total_wrong = torch.tensor([wrong])
-    dist.all_reduce(total_wrong)
-    if rank == 0:
-        plan = meshcast.plan(shape, torch.int32, src, dst, topology=topology)
-        print(json.dumps({
-            "case": case.name, "src": case.src, "dst": case.dst, "shape": shape,
-            "nbytes": 4 * torch.Size(shape).numel(), "rate_mbit": rate * 8 / 1e6,
-            "lower_bound": plan.lower_bound, "strategy": plan.strategy,
-            "predicted": plan.makespan, "seconds": seconds, "wrong_elements": int(total_wrong),
-        }))  # fmt: skip
+    def report(kind: str, value: dict[str, Any]) -> None:
+        if dist.get_rank() == 0:
+            with out.open("a") as file:
+                file.write(json.dumps({kind: value}) + "\n")
+
+    links = calibrate(RANKS_PER_HOST)
+    report("calibration", links)
+    topology = meshcast.Topology.uniform(RANKS_PER_HOST, links["link_mbit"] / 1e3, latency_us=100)
+    for name in job["cases"]:
+        (case,) = find([name])
+        case = case.scaled(topology, job["seconds"])
+        plan = meshcast.plan(case.shape, torch.int32, case.src, case.dst, topology=topology)
+        measured = Runner(case, topology, plan.lower_bound).run(job["methods"], job["repeats"])
+        report(
+            "case",
+            {
+                "name": case.name, "group": case.group, "layouts": case.notation, "shape": case.shape,
+                "nbytes": case.nbytes, "lower_bound": plan.lower_bound, "strategy": plan.strategy,
+                "predicted": plan.makespan, **measured,
+            },
+        )  # fmt: skip
     dist.destroy_process_group()
 
 

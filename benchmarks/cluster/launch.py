@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from .network import Cluster, ClusterError
 
@@ -29,66 +30,73 @@ def run_ranks(
     *,
     limit: float,
     env: Mapping[str, str] | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> str:
-    """Runs `command` on every rank (host by host, ranks_per_host each) and returns rank 0's standard output.
+    """Runs `command` on every rank (host by host, ranks_per_host each) and returns rank 0's output.
 
-    Ends all ranks as soon as one fails or `limit` seconds have passed, and raises ClusterError with the
-    output of the first rank that failed.
+    `progress` is called a few times a second. Ends all ranks as soon as one fails or `limit` seconds have
+    passed, and raises ClusterError with the output of the first rank that failed.
     """
     ranks = [Rank(h * ranks_per_host + i, h, i) for h in range(cluster.hosts) for i in range(ranks_per_host)]
-    world = len(ranks)
-    processes: list[tuple[Rank, subprocess.Popen[str]]] = []
-    try:
-        for rank in ranks:
-            environment = {
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                **(env or {}),
-                "RANK": str(rank.rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_RANK": str(rank.local_rank),
-                "LOCAL_WORLD_SIZE": str(ranks_per_host),
-                "MASTER_ADDR": cluster.address(0),
-                "MASTER_PORT": str(_PORT),
-                "GLOO_SOCKET_IFNAME": "eth0",
-            }
-            process = subprocess.Popen(
-                ["ip", "netns", "exec", cluster.namespace(rank.host), sys.executable, *command],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-            processes.append((rank, process))
-        return _collect(processes, limit)
-    finally:
-        for _, process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+    processes: list[tuple[Rank, subprocess.Popen[bytes]]] = []
+    with tempfile.TemporaryDirectory(prefix="meshcast-cluster-") as folder:
+        outputs = [Path(folder, f"rank{rank.rank}.out") for rank in ranks]
+        try:
+            for rank in ranks:
+                with outputs[rank.rank].open("wb") as output:
+                    process = subprocess.Popen(
+                        ["ip", "netns", "exec", cluster.namespace(rank.host), *command],
+                        env={**os.environ, **(env or {}), **environment(cluster, ranks_per_host, rank)},
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                processes.append((rank, process))
+            _wait(processes, outputs, limit, progress)
+        finally:
+            for _, process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return outputs[0].read_text(errors="replace")
 
 
-def _collect(processes: Sequence[tuple[Rank, subprocess.Popen[str]]], limit: float) -> str:
+def environment(cluster: Cluster, ranks_per_host: int, rank: Rank) -> dict[str, str]:
+    """What torchrun sets, and the interfaces to use."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        "RANK": str(rank.rank),
+        "WORLD_SIZE": str(cluster.hosts * ranks_per_host),
+        "LOCAL_RANK": str(rank.local_rank),
+        "LOCAL_WORLD_SIZE": str(ranks_per_host),
+        "GROUP_RANK": str(rank.host),
+        "MASTER_ADDR": cluster.address(0),
+        "MASTER_PORT": str(_PORT),
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "MESHCAST_IFNAMES": ",".join(cluster.interfaces()),
+        "RES_OPTIONS": "attempts:0",  # no name server answers in there, and none is needed
+    }
+
+
+def _wait(
+    processes: Sequence[tuple[Rank, subprocess.Popen[bytes]]],
+    outputs: Sequence[Path],
+    limit: float,
+    progress: Callable[[], None],
+) -> None:
     end = time.monotonic() + limit
-    while any(process.poll() is None for _, process in processes):
-        failed = [(rank, process) for rank, process in processes if process.poll() not in (None, 0)]
-        if failed:
-            rank, process = failed[0]
-            raise ClusterError(f"rank {rank.rank} ended with status {process.returncode}:\n{_tail(process)}")
+    while True:
+        running = any(process.poll() is None for _, process in processes)
+        for rank, process in processes:
+            if process.poll() not in (None, 0):
+                tail = outputs[rank.rank].read_text(errors="replace").splitlines()[-30:]
+                raise ClusterError(
+                    f"rank {rank.rank} ended with status {process.returncode}:\n" + "\n".join(tail)
+                )
+        progress()
+        if not running:
+            return
         if time.monotonic() > end:
             raise ClusterError(f"not through after {limit:.0f} s; all ranks were ended")
-        time.sleep(0.05)
-    for rank, process in processes:
-        if process.returncode != 0:
-            raise ClusterError(f"rank {rank.rank} ended with status {process.returncode}:\n{_tail(process)}")
-    first = processes[0][1]
-    assert first.stdout is not None
-    return first.stdout.read()
-
-
-def _tail(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return "\n".join(process.stdout.read().splitlines()[-30:])
+        time.sleep(0.2)

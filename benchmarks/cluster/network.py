@@ -1,4 +1,5 @@
-"""Hosts as network namespaces: one veth pair per host to a bridge, shaped by token buckets both ways.
+"""Hosts as network namespaces: for each NIC a veth pair to the bridge of its network, shaped by token buckets
+both ways.
 
 Every name starts with `mc` and the pid of the owner, so that what a killed owner left behind can be found.
 """
@@ -9,12 +10,13 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
 _PREFIX = "mc"
-_NAME = re.compile(rf"^{_PREFIX}(\d+)[hbv]")
-_SUBNET = "10.201.0"  # exists only inside the namespaces
+_NAME = re.compile(rf"^{_PREFIX}(\d+)[hb]")
+_MOST_NICS = 4
 
 
 class ClusterError(RuntimeError):
@@ -30,23 +32,22 @@ def _run(*command: str) -> str:
 
 def _require_tools() -> None:
     if os.geteuid() != 0:
-        raise ClusterError("network namespaces need root; run as root, or use the loopback figures only")
+        raise ClusterError("network namespaces need root; run as root, or on loopback with --loopback")
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise ClusterError(f"`{tool}` is not installed: apt-get install iproute2")
 
 
-def _alive(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
+def _namespaces() -> list[str]:
+    return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.strip()]
 
 
 def remove_stale() -> list[str]:
-    """Removes namespaces and links whose owner has ended. Returns their names."""
+    """Removes namespaces, and with them links, whose owner has ended. Returns their names."""
     removed = []
-    for line in _run("ip", "netns", "list").splitlines():
-        name = line.split()[0]
+    for name in _namespaces():
         match = _NAME.match(name)
-        if match and not _alive(int(match[1])):
+        if match and not os.path.exists(f"/proc/{match[1]}"):
             _run("ip", "netns", "delete", name)
             removed.append(name)
     return removed
@@ -54,14 +55,28 @@ def remove_stale() -> list[str]:
 
 @dataclass
 class Cluster:
-    """`hosts` namespaces whose links carry `mbit` Mbit/s each way. Use as a context manager.
+    """`hosts` namespaces with `nics` links each, of `mbit` Mbit/s each way. Use as a context manager.
 
-    The bridge lives in a namespace of its own, so that nothing of the machine's own network is touched.
+    mbit: one rate for all hosts, or one for each. NIC i of every host is on network i. The bridges live in a
+    namespace of their own, so that nothing of the machine's own network is touched.
     """
 
     hosts: int
-    mbit: float
+    mbit: float | Sequence[float]
+    nics: int = 1
     owner: int = field(default_factory=os.getpid)
+
+    def __post_init__(self) -> None:
+        rates = self.rates
+        if self.hosts < 1 or len(rates) != self.hosts or min(rates) <= 0:
+            raise ClusterError(f"{self.hosts} hosts with rates {rates}: give each a positive rate in Mbit/s")
+        if not 1 <= self.nics <= _MOST_NICS:
+            raise ClusterError(f"{self.nics} NICs per host: allowed are 1 to {_MOST_NICS}")
+
+    @property
+    def rates(self) -> list[float]:
+        """Mbit/s of each host's links."""
+        return list(self.mbit) if isinstance(self.mbit, Sequence) else [self.mbit] * self.hosts
 
     def __enter__(self) -> Cluster:
         _require_tools()
@@ -81,8 +96,12 @@ class Cluster:
     def namespace(self, host: int) -> str:
         return f"{_PREFIX}{self.owner}h{host}"
 
-    def address(self, host: int) -> str:
-        return f"{_SUBNET}.{host + 1}"
+    def address(self, host: int, nic: int = 0) -> str:
+        """Exists only inside the namespaces."""
+        return f"10.201.{nic}.{host + 1}"
+
+    def interfaces(self) -> list[str]:
+        return [f"eth{nic}" for nic in range(self.nics)]
 
     @property
     def switch(self) -> str:
@@ -90,42 +109,34 @@ class Cluster:
 
     def _build(self) -> None:
         _run("ip", "netns", "add", self.switch)
-        _run("ip", "-n", self.switch, "link", "add", "bridge0", "type", "bridge")
-        _run("ip", "-n", self.switch, "link", "set", "bridge0", "up")
-        for host in range(self.hosts):
-            name, port = self.namespace(host), f"port{host}"
+        for nic in range(self.nics):
+            _run("ip", "-n", self.switch, "link", "add", f"bridge{nic}", "type", "bridge")
+            _run("ip", "-n", self.switch, "link", "set", f"bridge{nic}", "up")
+        for host, rate in enumerate(self.rates):
+            name = self.namespace(host)
             _run("ip", "netns", "add", name)
             _run("ip", "-n", name, "link", "set", "lo", "up")
-            _run(
-                "ip",
-                "-n",
-                name,
-                "link",
-                "add",
-                "eth0",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                port,
-                "netns",
-                self.switch,
-            )
-            _run("ip", "-n", self.switch, "link", "set", port, "master", "bridge0", "up")
-            _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
-            _run("ip", "-n", name, "link", "set", "eth0", "up")
-            self._shape(name, "eth0")  # what the host sends
-            self._shape(self.switch, port)  # what it receives
-
-    def _shape(self, namespace: str, device: str) -> None:
-        # The bucket holds about 4 ms of traffic: small enough not to show in a transfer of 300 ms.
-        burst = max(int(self.mbit * 1e6 / 8 * 0.004), 64 * 1024)
-        shape = ["rate", f"{self.mbit}mbit", "burst", str(burst), "latency", "100ms"]
-        _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *shape)
+            for nic, device in enumerate(self.interfaces()):
+                port = f"port{host}x{nic}"
+                _run(
+                    *f"ip -n {name} link add {device} type veth peer name {port} netns {self.switch}".split()
+                )
+                _run("ip", "-n", self.switch, "link", "set", port, "master", f"bridge{nic}", "up")
+                _run("ip", "-n", name, "addr", "add", f"{self.address(host, nic)}/24", "dev", device)
+                _run("ip", "-n", name, "link", "set", device, "up")
+                _shape(name, device, rate)  # what the host sends
+                _shape(self.switch, port, rate)  # what it receives
 
     def close(self) -> None:
         """Removes the namespaces; links and shapers go with them. Idempotent."""
-        listed = {line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.strip()}
+        listed = set(_namespaces())
         for name in [self.switch, *(self.namespace(host) for host in range(self.hosts))]:
             if name in listed:
                 _run("ip", "netns", "delete", name)
+
+
+def _shape(namespace: str, device: str, mbit: float) -> None:
+    # The bucket holds about 4 ms of traffic: small enough not to show in a transfer of 300 ms.
+    burst = max(int(mbit * 1e6 / 8 * 0.004), 64 * 1024)
+    shape = ["rate", f"{mbit}mbit", "burst", str(burst), "latency", "100ms"]
+    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *shape)

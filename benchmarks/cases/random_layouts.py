@@ -1,0 +1,57 @@
+"""Twenty seeded random layouts that nothing was tuned on: disjoint and overlapping meshes of up to 5 hosts,
+one to three mesh dimensions, uneven cuts, replicas on either side."""
+
+from __future__ import annotations
+
+import random
+
+import meshcast
+import torch
+from meshcast import Layout, Topology
+from torch.distributed.tensor import Replicate, Shard
+
+from .case import RANKS_PER_HOST, Case, hosts_of
+
+_HOSTS = 5
+_SEED = 2211_05322
+
+
+def _layout(rng: random.Random, ranks: list[int], ndim: int) -> Layout:
+    """Ranks in a mesh of one to three dimensions, each of which shards a tensor dimension or replicates."""
+    shape = [len(ranks)]
+    for _ in range(rng.randrange(3)):
+        divisors = [n for n in range(2, shape[-1]) if shape[-1] % n == 0]
+        if divisors:
+            n = rng.choice(divisors)
+            shape[-1:] = [n, shape[-1] // n]
+    placements = [Replicate() if rng.random() < 0.35 else Shard(rng.randrange(ndim)) for _ in shape]
+    mesh: list = ranks
+    for n in reversed(shape[1:]):
+        mesh = [mesh[i : i + n] for i in range(0, len(mesh), n)]
+    return Layout(mesh, placements)
+
+
+def _case(number: int) -> Case:
+    rng = random.Random(_SEED + number)
+    ndim = rng.randint(1, 3)
+    while True:
+        size = rng.choice([2, 3, 4, 5, 6, 7, 8, 12])
+        other = rng.choice([2, 3, 4, 5, 6, 7, 8, 12])
+        world = list(range(_HOSTS * RANKS_PER_HOST))
+        rng.shuffle(world)
+        if rng.random() < 0.5:  # in order, as jobs are mostly laid out
+            world.sort()
+        overlap = rng.choice([0, 0, 0, 1, 2])
+        first, second = world[:size], world[size - min(overlap, size) :][:other]
+        src, dst = _layout(rng, first, ndim), _layout(rng, second, ndim)
+        shape = {1: (1 << 28,), 2: (1 << 14, 1 << 14), 3: (1000, 700, 380)}[ndim]
+        case = Case(
+            f"random {number}", "random", shape, src, dst, f"{src!r} to {dst!r}".replace("Layout", ""),
+            hosts_of(src, dst),
+        )  # fmt: skip
+        traffic = meshcast.plan((64,) * ndim, torch.int32, src, dst, Topology.uniform(RANKS_PER_HOST, 1))
+        if any(traffic.nic_bytes(host)[0] for host in range(case.hosts)):
+            return case
+
+
+CASES = [_case(number) for number in range(20)]
