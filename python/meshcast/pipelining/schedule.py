@@ -18,7 +18,7 @@ from meshcast.pipelining.edge import links_of
 from meshcast.pipelining.exchange import Exchange
 from meshcast.pipelining.lower import AHEAD, lower
 from meshcast.pipelining.runtime import Runtime
-from meshcast.pipelining.schedules import build
+from meshcast.pipelining.schedules import build, forward_only
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.step import StepFeed
 from meshcast.pipelining.validate import validate
@@ -241,7 +241,9 @@ class PipelineSchedule:
     def _lower(self, train: bool) -> Actions:
         """Lowered and validated actions, by stage."""
         stages, microbatches = self._stage.num_stages, self._microbatches
-        built = build(self.name if train else "ForwardOnly", stages, microbatches)
+        built = build(self.name, stages, microbatches)
+        if not train:
+            built = forward_only(built)
         links = None if self._stage.edges is None else links_of(self._stage.edges)
         lowered = lower(built, links, AHEAD)
         validate(lowered, stages, microbatches, links=links, forward_only=not train)

@@ -47,18 +47,20 @@ class Trace:
 
 
 def format_timeline(report: SimulationReport, unit: float = 1.0) -> str:
-    """A simulated timeline as text: one line per rank, three characters per ``unit`` of time, idle time as
-    dots.
+    """A simulated timeline as text: one line per rank, idle time as dots. A ``unit`` of time is as wide as
+    the name of an action, which holds its stage only where a rank has several.
 
     Spans must begin and end on multiples of ``unit``; the picture is exact then.
     """
     ranks = sorted({span.rank for span in report.timeline})
+    several = len({span.action.stage for span in report.timeline}) > len(ranks)
+    width = 4 if several else 3
     lines = []
     for rank in ranks:
         line = ""
         for span in (span for span in report.timeline if span.rank == rank):
-            line += ".".ljust(3) * (round(span.start / unit) - len(line) // 3)
-            text = f"{span.action.kind.value}{span.action.microbatch}"
-            line += text.ljust(3 * round((span.end - span.start) / unit) - 1, "-") + " "
+            line += ".".ljust(width) * (round(span.start / unit) - len(line) // width)
+            text = str(span.action) if several else f"{span.action.kind.value}{span.action.microbatch}"
+            line += text.ljust(width * round((span.end - span.start) / unit) - 1, "-") + " "
         lines.append(f"rank {rank}  {line}".rstrip())
     return "\n".join(lines)

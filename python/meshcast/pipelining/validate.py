@@ -2,7 +2,8 @@
 
 1. Each stage is on one rank, and does each micro-batch once forward and once backward (B, or I before W),
    forward first.
-2. A receive precedes its use, a send follows what makes its value, and each has its other end.
+2. A receive precedes its use, a send follows what makes its value, and each has its other end. Between two
+   stages of one rank there is no transfer; the consumer comes after the producer.
 3. Both ends of a link see its micro-batches in the same order: transfers of a link and direction match by
    order.
 4. It does not deadlock, whether sends are buffered or wait for their receive. The runtime's sends never
@@ -16,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from meshcast.pipelining.action import Action, ActionKind, Actions
+from meshcast.pipelining.costs import Costs
 from meshcast.pipelining.errors import ScheduleError
 from meshcast.pipelining.grid import Cell, format_grid
-from meshcast.pipelining.lower import Link, chain, stage_ranks
-from meshcast.pipelining.simulate import Costs, SendModel, simulate_actions
+from meshcast.pipelining.lower import Link, chain, crossing, stage_ranks
+from meshcast.pipelining.simulate import SendModel, simulate_actions
 
 __all__ = ["validate"]
 
@@ -133,7 +135,12 @@ class _Check:
 
     def transfers(self, links: Sequence[Link], microbatches: int, forward_only: bool) -> None:
         expected: set[Action] = set()
+        ranks = stage_ranks(self.actions)
+        crossed = crossing(links, ranks)
         for source, target in links:
+            if (source, target) not in crossed:
+                self.handed_over(source, target, microbatches, forward_only)
+        for source, target in crossed:
             for microbatch in range(microbatches):
                 expected.add(Action(source, ActionKind.SEND_F, microbatch, target))
                 if not forward_only:
@@ -155,6 +162,21 @@ class _Check:
                 and (action if action.kind.is_send else action.matching()) not in expected
             ):
                 self.fail(f"{action} belongs to no link; links are {sorted(links)}", cell)
+
+    def handed_over(self, source: int, target: int, microbatches: int, forward_only: bool) -> None:
+        """A link inside a rank: the consumer after the producer, backward the other way round."""
+        for microbatch in range(microbatches):
+            self.before(
+                Action(source, ActionKind.F, microbatch),
+                Action(target, ActionKind.F, microbatch),
+                "a forward uses what its producer made",
+            )
+            if not forward_only:
+                self.before(
+                    self.backward_of(target, microbatch),
+                    self.backward_of(source, microbatch),
+                    "a backward uses the gradient of its consumer",
+                )
 
     def neighbours(self, send: Action) -> None:
         """A send follows what makes its value, a receive precedes what uses it."""

@@ -13,6 +13,8 @@ Three stages, six micro-batches, backward twice as long as forward, each transfe
   most (F + B) / 2
 - makespan then: (m + n - 1)(F + B) + 2 (n - 1) c, where only the first forward and the last backward wait for
   transfers
+- any warm-up w_i in between is allowed (`warmup=`): the transfers of the hop from i to i + 1 are hidden while
+  2 c <= (w_i - w_{i+1} - 1)(F + B); the peak is min(m, w_i)
 
 n stages, m micro-batches, i from 0. Source: Zhuang et al., "On Optimizing the Communication of Model
 Parallelism", 2022, section 4.
@@ -21,13 +23,10 @@ Parallelism", 2022, section 4.
 from __future__ import annotations
 
 from meshcast.pipelining.action import Actions
-from meshcast.pipelining.schedules.warmup import alternate, check_sizes
+from meshcast.pipelining.schedules.one_f_one_b import one_f_one_b
+from meshcast.pipelining.schedules.warmup import Warmup
 
 
-def eager_1f1b(stages: int, microbatches: int) -> Actions:
-    """Compute actions of each rank; rank i runs stage i."""
-    check_sizes(stages, microbatches)
-    return {
-        stage: alternate(stage, min(microbatches, 2 * (stages - stage) - 1), microbatches)
-        for stage in range(stages)
-    }
+def eager_1f1b(stages: int, microbatches: int, warmup: Warmup = "eager") -> Actions:
+    """Compute actions of each rank; rank i runs stage i. For `warmup` see `warmup_of_stages`."""
+    return one_f_one_b(stages, microbatches, warmup)

@@ -17,20 +17,15 @@ data.
 
 from __future__ import annotations
 
-from meshcast.pipelining.action import Action, ActionKind, Actions
-from meshcast.pipelining.schedules.warmup import check_sizes
+from meshcast.pipelining.action import ActionKind, Actions
+from meshcast.pipelining.schedules.warmup import check_sizes, microbatches_of
 
 
 def gpipe(stages: int, microbatches: int) -> Actions:
     """Compute actions of each rank; rank i runs stage i."""
     check_sizes(stages, microbatches)
     return {
-        stage: [Action(stage, kind, k) for kind in (ActionKind.F, ActionKind.B) for k in range(microbatches)]
+        stage: microbatches_of(stage, ActionKind.F, microbatches)
+        + microbatches_of(stage, ActionKind.B, microbatches)
         for stage in range(stages)
     }
-
-
-def forward_only(stages: int, microbatches: int) -> Actions:
-    """What evaluation runs: every stage forwards its micro-batches in order."""
-    check_sizes(stages, microbatches)
-    return {stage: [Action(stage, ActionKind.F, k) for k in range(microbatches)] for stage in range(stages)}

@@ -18,13 +18,24 @@ Fewer micro-batches than stages are allowed (torch's class refuses them); the wa
 
 from __future__ import annotations
 
-from meshcast.pipelining.action import Actions
-from meshcast.pipelining.schedules.warmup import alternate, check_sizes
+from meshcast.pipelining.action import ActionKind, Actions
+from meshcast.pipelining.schedules.warmup import (
+    Warmup,
+    alternate,
+    check_sizes,
+    microbatches_of,
+    warmup_of_stages,
+)
 
 
-def one_f_one_b(stages: int, microbatches: int) -> Actions:
-    """Compute actions of each rank; rank i runs stage i."""
+def one_f_one_b(stages: int, microbatches: int, warmup: Warmup = "1f1b") -> Actions:
+    """Compute actions of each rank; rank i runs stage i. For `warmup` see `warmup_of_stages`."""
     check_sizes(stages, microbatches)
     return {
-        stage: alternate(stage, min(microbatches, stages - stage), microbatches) for stage in range(stages)
+        stage: alternate(
+            microbatches_of(stage, ActionKind.F, microbatches),
+            microbatches_of(stage, ActionKind.B, microbatches),
+            count,
+        )
+        for stage, count in enumerate(warmup_of_stages(warmup, stages, microbatches))
     }
