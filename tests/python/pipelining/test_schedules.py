@@ -71,6 +71,7 @@ def test_valid_with_the_promised_activations(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("stages", range(1, 9))
 @pytest.mark.parametrize("name", TRAINING)
 def test_valid_at_every_small_size(name: str, stages: int) -> None:
