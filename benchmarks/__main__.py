@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from meshcast import Topology
 
 from .cases import CASES, RANKS_PER_HOST, find
 from .cluster import Cluster, ClusterError, run_ranks
 from .methods import METHODS
+from .peers.mpi import NOT_MEASURED, PEERS, MpiPeer
 from .report import problems, row, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,7 +61,8 @@ def parse() -> argparse.Namespace:
         "--cases", type=names([*groups, *(case.name for case in CASES)], "case"),
         default=["n-to-m", "1-to-m"], help="names of cases or of groups of cases, separated by commas",
     )  # fmt: skip
-    parser.add_argument("--methods", type=names(list(METHODS), "method"), default=list(METHODS))
+    known = [*METHODS, *(peer.name for peer in PEERS)]
+    parser.add_argument("--methods", type=names(known, "method"), default=known, help="columns of the table")
     parser.add_argument("--mbit", type=float, default=250, help="rate of each host's link, Mbit/s each way")
     parser.add_argument("--seconds", type=float, default=0.4, help="what the bounds are about; sizes follow")
     parser.add_argument("--repeats", type=int, default=5)
@@ -73,32 +76,25 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     args = parse()
     cases = find(args.cases)
+    peers = [peer for peer in PEERS if peer.name in args.methods]
+    for missing in [*(peer.missing() for peer in peers), *(f"not measured: {note}" for note in NOT_MEASURED)]:
+        if missing:
+            print(f"# {missing}")
+    peers = [peer for peer in peers if not peer.missing()]
     results: dict[str, Any] = {"header": header(args), "cases": []}
     print("# " + ", ".join(f"{k} {v}" for k, v in results["header"].items()), flush=True)
     with tempfile.TemporaryDirectory(prefix="meshcast-bench-") as folder:
-        job, lines = Path(folder, "job.json"), Path(folder, "results.jsonl")
-        job.write_text(
-            json.dumps(
-                {
-                    "cases": [case.name for case in cases], "methods": args.methods, "repeats": args.repeats,
-                    "seconds": args.seconds, "out": str(lines),
-                }
-            )
-        )  # fmt: skip
-        lines.touch()
-        seen = 0
-
-        def progress() -> None:
-            nonlocal seen
-            for line in lines.read_text().splitlines()[seen:]:
-                seen += 1
-                take(json.loads(line), results, args.methods)
-
+        job = {
+            "cases": [case.name for case in cases], "methods": [m for m in args.methods if m in METHODS],
+            "peers": bool(peers), "repeats": args.repeats, "seconds": args.seconds, "folder": folder,
+        }  # fmt: skip
+        Path(folder, "job.json").write_text(json.dumps(job))
         try:
             with Cluster(max(case.hosts for case in cases), args.mbit) as cluster:
-                command = [sys.executable, "-m", "benchmarks.worker", str(job)]
-                run_ranks(cluster, RANKS_PER_HOST, command, limit=_LIMIT, progress=progress)
-        except ClusterError as error:
+                collector = Collector(Path(folder), cluster, args, peers, results)
+                command = [sys.executable, "-m", "benchmarks.worker", str(Path(folder, "job.json"))]
+                run_ranks(cluster, RANKS_PER_HOST, command, limit=_LIMIT, progress=collector.look)
+        except (ClusterError, RuntimeError) as error:
             print(f"benchmarks did not run: {error}", file=sys.stderr)
             return 1
     found = problems(results)
@@ -109,15 +105,45 @@ def main() -> int:
     return 1 if found else 0
 
 
-def take(line: dict[str, Any], results: dict[str, Any], methods: list[str]) -> None:
-    """Adds one line of the worker's output and prints it."""
-    if "calibration" in line:
-        results["calibration"] = line["calibration"]
-        print("# calibration: " + ", ".join(f"{k} {v:.4g}" for k, v in line["calibration"].items()))
-        print(table([], methods), flush=True)
-        return
-    results["cases"].append(line["case"])
-    print(row(line["case"], methods), flush=True)
+class Collector:
+    """Takes the worker's results as they come, lets the peers of other kinds run in between, and prints."""
+
+    def __init__(
+        self, folder: Path, cluster: Cluster, args: argparse.Namespace, peers: list[MpiPeer],
+        results: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self._folder, self._cluster, self._args, self._peers = folder, cluster, args, peers
+        self._results, self._seen = results, 0
+
+    def look(self) -> None:
+        """Handles what the worker has written since the last look."""
+        path = self._folder / "results.jsonl"
+        for line in path.read_text().splitlines()[self._seen :] if path.exists() else []:
+            self._seen += 1
+            found = json.loads(line)
+            if "calibration" in found:
+                self._results["calibration"] = found["calibration"]
+                print("# calibration: " + ", ".join(f"{k} {v:.4g}" for k, v in found["calibration"].items()))
+                print(table([], self._args.methods), flush=True)
+            else:
+                self._take(found["case"])
+
+    def _take(self, measured: dict[str, Any]) -> None:
+        rate = self._results["calibration"]["link_mbit"] / 1e3
+        topology = Topology.uniform(RANKS_PER_HOST, rate, latency_us=100)
+        (case,) = find([measured["name"]])
+        case = case.scaled(topology, self._args.seconds)
+        for peer in self._peers:
+            # A warm-up and one run tell what the run costs; the fast ones are repeated.
+            found = peer.run(self._cluster, case, topology, 1)
+            if found["seconds"][0] < 3 * measured["lower_bound"]:
+                found = peer.run(self._cluster, case, topology, self._args.repeats)
+            measured["seconds"][peer.name] = found["seconds"]
+            measured["busy"][peer.name] = found["busy"]
+            measured["wrong_elements"][peer.name] = found["wrong_elements"]
+        self._results["cases"].append(measured)
+        print(row(measured, self._args.methods), flush=True)
+        (self._folder / f"go {case.name}").touch()
 
 
 if __name__ == "__main__":

@@ -67,14 +67,11 @@ def _transfer(senders: list[int], hosts: int, ranks_per_host: int, nbytes: int) 
 
 def _copy_rate() -> float:
     """Warm memory copies by every rank at once, GB/s in total."""
-    source = torch.ones(8 << 20, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    rate = 0.0
-    for _ in range(3):
-        dist.barrier()
-        start = time.perf_counter()
+    source = torch.ones(16 << 20, dtype=torch.uint8)
+    target = torch.ones_like(source)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(4):
         target.copy_(source)
-        rate = source.numel() / (time.perf_counter() - start) / 1e9
-    total = torch.tensor([rate], dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(total)
+    dist.barrier()
+    return 4 * source.numel() * dist.get_world_size() / (time.perf_counter() - start) / 1e9

@@ -113,10 +113,10 @@ class Runner:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("job", type=Path, help="JSON: cases, methods, repeats, seconds, out")
+    parser.add_argument("job", type=Path, help="JSON: cases, methods, peers, repeats, seconds, folder")
     job = json.loads(parser.parse_args().job.read_text())
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
-    out = Path(job["out"])
+    out = Path(job["folder"], "results.jsonl")
 
     def report(kind: str, value: dict[str, Any]) -> None:
         if dist.get_rank() == 0:
@@ -139,6 +139,10 @@ def main() -> None:
                 "predicted": plan.makespan, **measured,
             },
         )  # fmt: skip
+        # Peers of another kind run between the cases, while these processes sleep.
+        while dist.get_rank() == 0 and job["peers"] and not Path(job["folder"], f"go {case.name}").exists():
+            time.sleep(0.05)
+        dist.barrier()
     dist.destroy_process_group()
 
 
