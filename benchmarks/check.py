@@ -1,7 +1,7 @@
 """python -m benchmarks.check: measures again and compares with committed results, ratio by ratio.
 
-Ratios to the lower bound are compared, not times, so that the machines need not be equal. Fails where a median
-is more than 10 % above the committed one, or where a committed figure could not be measured.
+Ratios to the lower bound are compared, not times, so that the machines need not be equal. Fails where a
+median is more than 10 % above the committed one, or where a committed figure could not be measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def main() -> int:
         out = Path(folder, "now.json")
         command = [
             sys.executable, "-m", "benchmarks", "--cases", ",".join(before), "--methods", ",".join(_METHODS),
-            "--mbit", str(committed["header"]["link_mbit"]), "--repeats", str(args.repeats), "--out", str(out),
+            "--mbit", str(committed["header"]["link_mbit"]), "--repeats", str(args.repeats),
+            "--out", str(out),
         ]  # fmt: skip
         status = subprocess.run(command, check=False).returncode
         if not out.exists():
