@@ -338,6 +338,36 @@ void prefer_emitters(const Network& network, int64_t level, std::vector<LaneItem
   }
 }
 
+void pack_relays(const Network& network, int64_t level, std::vector<LaneItem>* items) {
+  std::vector<int64_t> load(static_cast<size_t>(network.lane_count()), 0);
+  for (const LaneItem& item : *items) {
+    for (size_t k = 0; k < item.lanes.size(); ++k) load[static_cast<size_t>(item.lanes[k])] += item.share[k];
+  }
+  for (LaneItem& item : *items) {
+    int64_t left = 0;
+    for (auto k = static_cast<size_t>(item.emitters); k < item.lanes.size(); ++k) {
+      left += item.share[k];
+      load[static_cast<size_t>(item.lanes[k])] -= item.share[k];
+      item.share[k] = 0;
+    }
+    // What relays had before fits again without the first limit.
+    for (const int64_t most : {item.nbytes, INT64_MAX}) {
+      for (auto k = static_cast<size_t>(item.emitters); k < item.lanes.size() && left > 0; ++k) {
+        int64_t& here = load[static_cast<size_t>(item.lanes[k])];
+        const __int128 full = static_cast<__int128>(level) * network.lane_rate(item.lanes[k]) / 1000000000;
+        const __int128 room = std::min<__int128>(full - here, most - item.share[k]);
+        const auto take = static_cast<int64_t>(std::clamp<__int128>(room, 0, left));
+        item.share[k] += take;
+        here += take;
+        left -= take;
+      }
+    }
+    if (left == 0) continue;  // rounding
+    item.share.back() += left;
+    load[static_cast<size_t>(item.lanes.back())] += left;
+  }
+}
+
 int64_t balance_lanes(const Network& network, std::vector<LaneItem>* items) {
   return Balancer(network, items).run();
 }

@@ -46,4 +46,8 @@ int64_t balance_lanes(const Network& network, std::vector<LaneItem>* items);
 // sooner than what is forwarded. Expects balanced items.
 void prefer_emitters(const Network& network, int64_t level, std::vector<LaneItem>* items);
 
+// Gathers what relays send on as few lanes as can take it below `level` ns, at most the box once on each: the
+// trees of an item then differ little from chunk to chunk, and chains keep their order. Expects balanced items.
+void pack_relays(const Network& network, int64_t level, std::vector<LaneItem>* items);
+
 }  // namespace meshcast

@@ -1,16 +1,58 @@
+#include <algorithm>
+
 #include "plan/reduce_router.h"
 #include "plan/strategies.h"
 #include "plan/tree_builder.h"
 
 namespace meshcast {
 
+namespace {
+
+// Bundles that hold a lane which limits the plan for longer than the lane at its other end.
+std::vector<char> find_slow(const LaneDemand& demand, const Network& network) {
+  std::vector<int64_t> load(static_cast<size_t>(network.lane_count()), 0);
+  for (const LaneItem& item : demand.items)
+    for (size_t k = 0; k < item.lanes.size(); ++k) load[static_cast<size_t>(item.lanes[k])] += item.share[k];
+  std::vector<char> slow(demand.parties.size(), 0);
+  std::vector<int64_t> fastest(demand.parties.size() * 2, 0);
+  const auto side = [](const LaneItem& item) {
+    return static_cast<size_t>(item.bundle) * 2 + (item.kind == LaneItem::Kind::NicIn);
+  };
+  for (const LaneItem& item : demand.items) {
+    if (item.kind == LaneItem::Kind::Local) continue;
+    for (size_t k = 0; k < item.lanes.size(); ++k)
+      if (item.share[k] > 0)
+        fastest[side(item)] = std::max(fastest[side(item)], network.lane_rate(item.lanes[k]));
+  }
+  for (const LaneItem& item : demand.items) {
+    if (item.kind == LaneItem::Kind::Local) continue;
+    for (size_t k = 0; k < item.lanes.size(); ++k) {
+      const auto lane = item.lanes[k];
+      const auto ns = transfer_ns(load[static_cast<size_t>(lane)], network.lane_rate(lane));
+      if (item.share[k] > 0 && ns > demand.bound_ns / 20 * 19 &&
+          network.lane_rate(lane) < fastest[side(item) ^ 1])
+        slow[static_cast<size_t>(item.bundle)] = 1;
+    }
+  }
+  return slow;
+}
+
+}  // namespace
+
+bool has_slow_lanes(const LaneDemand& demand, const Network& network) {
+  const std::vector<char> slow = find_slow(demand, network);
+  return std::find(slow.begin(), slow.end(), 1) != slow.end();
+}
+
 Draft draft_multicast(const Inputs& in, const LaneDemand& demand, TreeStyle style) {
   Drafter drafter(in.tasks, in.problems, in.network);
   TreeBuilder trees(demand, in.network, style.fan);
+  const std::vector<char> slow = style.finer > 1 ? find_slow(demand, in.network) : std::vector<char>();
   for (size_t b = 0; b < in.bundles.size(); ++b) {
     const Bundle& bundle = in.bundles[b];
     if (in.lead(bundle).reduce != ReduceOp::None) continue;
-    const Drafter::Range chunks = drafter.cut(bundle, in.chunk_bytes);
+    const Drafter::Range chunks = drafter.cut(
+        bundle, slow.empty() || slow[b] ? in.chunk_bytes : std::max<int64_t>(in.chunk_bytes / style.finer, 1));
     int64_t before = 0;
     for (int32_t c = chunks.first; c < chunks.last; ++c) {
       const int64_t nbytes = drafter.chunk_bytes(c);

@@ -18,7 +18,9 @@ namespace {
 constexpr int64_t kSmallestChunk = 64 * 1024;
 constexpr int64_t kLargestChunk = 4096 * 1024;
 constexpr int64_t kMostHops = 300'000;   // of a plan whose chunk size is ours to choose
+constexpr size_t kBeam = 3;              // kinds of trees that are tried again with finer chunks
 constexpr int64_t kLongChain = 16;       // hosts
+constexpr int64_t kImproveRounds = 6;    // of another order for the hops of the best plan
 constexpr int64_t kRetryHops = 100'000;  // to be scheduled in search of a better plan, all attempts together
 
 std::vector<int32_t> all_ranks(const std::vector<Problem>& problems) {
@@ -174,10 +176,12 @@ class Best {
  public:
   explicit Best(Plan* plan) : plan_(*plan) {}
 
-  void offer(Strategy strategy, Draft draft, const Network& network) {
-    if (!empty_ && busiest_lane_ns(draft, network) + network.latency_ns() >= plan_.makespan_ns) return;
+  // Returns the makespan of the draft's schedule, the largest number where it is known to lose.
+  int64_t offer(Strategy strategy, Draft draft, const Network& network) {
+    if (!empty_ && busiest_lane_ns(draft, network) + network.latency_ns() >= plan_.makespan_ns)
+      return INT64_MAX;
     Schedule made = schedule(draft, network);
-    if (!empty_ && made.makespan_ns >= plan_.makespan_ns) return;
+    if (!empty_ && made.makespan_ns >= plan_.makespan_ns) return made.makespan_ns;
     empty_ = false;
     plan_.strategy = strategy;
     plan_.pieces = std::move(draft.pieces);
@@ -185,6 +189,23 @@ class Best {
     plan_.hops = std::move(made.hops);
     plan_.times = std::move(made.times);
     plan_.makespan_ns = made.makespan_ns;
+    return made.makespan_ns;
+  }
+
+  // Puts the hops of the best plan into another order while that changes anything.
+  void improve(const Network& network) {
+    Schedule now{plan_.hops, plan_.times, plan_.makespan_ns};
+    const auto hops = static_cast<int64_t>(now.hops.size());
+    for (int64_t round = 1; round <= kImproveRounds && !good() && 2 * round * hops <= kRetryHops; ++round) {
+      Schedule next = reschedule(now, plan_.chunks, network);
+      if (next.makespan_ns == now.makespan_ns) return;
+      if (next.makespan_ns < plan_.makespan_ns) {
+        plan_.hops = next.hops;
+        plan_.times = next.times;
+        plan_.makespan_ns = next.makespan_ns;
+      }
+      now = std::move(next);
+    }
   }
 
   // Within 1.5 per cent of the bound: no use in trying on.
@@ -197,33 +218,48 @@ class Best {
   bool empty_ = true;
 };
 
-// Several kinds of trees, scheduled by either rule, the chunks cut finer and finer (which fills the chains
-// sooner), until the bound is near or the hops get too many to try again.
+// Several kinds of trees, scheduled by either rule; then those that did best with finer and finer chunks (which
+// fill the chains sooner), until the bound is near or the hops get too many to try again.
 void try_multicast(Inputs in, const LaneDemand& balanced, bool fixed_chunk, Best* best) {
   LaneDemand direct = balanced;
   prefer_emitters(in.network, balanced.bound_ns / 10 * 9, &direct.items);
+  LaneDemand packed = balanced;
+  pack_relays(in.network, balanced.bound_ns, &packed.items);
   int64_t most_hosts = 0;
   for (const Parties& parties : balanced.parties) most_hosts = std::max(most_hosts, parties.remote_hosts);
   struct Attempt {
     const LaneDemand* lanes;
     TreeStyle style;
+    int64_t makespan_ns = 0;  // of the last time
   };
-  std::vector<Attempt> attempts{{&balanced, {1, true}}, {&balanced, {1, false}}, {&direct, {2, true}},
-                                {&direct, {1, false}},  {&balanced, {2, true}},  {&balanced, {3, false}}};
+  std::vector<Attempt> attempts{{&balanced, {1, true, 1}},  {&packed, {1, true, 1}},
+                                {&balanced, {1, false, 1}}, {&direct, {2, true, 1}},
+                                {&direct, {1, false, 1}},   {&balanced, {2, true, 1}},
+                                {&balanced, {3, false, 1}}, {&packed, {1, false, 1}}};
   // Long chains take too long to fill: there, start with shallow trees.
-  if (most_hosts > kLongChain) std::swap(attempts[0], attempts[2]);
+  if (most_hosts > kLongChain) std::swap(attempts[0], attempts[3]);
+  if (!fixed_chunk && has_slow_lanes(balanced, in.network)) {
+    attempts.push_back({&balanced, {1, true, 4}});
+    attempts.push_back({&balanced, {1, false, 4}});
+  }
   const int64_t coarse = in.chunk_bytes;
   int64_t spent = 0;  // hops scheduled so far
   for (const int64_t finer : {1, 2, 4, 8}) {
     in.chunk_bytes = std::max(coarse / finer, std::min(coarse, kSmallestChunk));
     if (finer > 1 && (fixed_chunk || in.chunk_bytes >= coarse)) return;
     const int64_t hops = count_hops(in.chunk_bytes, in.tasks, in.bundles);
-    for (const Attempt& attempt : attempts) {
+    for (Attempt& attempt : attempts) {
       if (spent > 0 && spent + hops > kRetryHops) return;
-      spent += hops;
-      best->offer(Strategy::Multicast, draft_multicast(in, *attempt.lanes, attempt.style), in.network);
+      Draft draft = draft_multicast(in, *attempt.lanes, attempt.style);
+      spent += static_cast<int64_t>(draft.hops.size());
+      attempt.makespan_ns = best->offer(Strategy::Multicast, std::move(draft), in.network);
       if (best->good()) return;
     }
+    // Small plans can afford to try all of them again.
+    if (static_cast<int64_t>(attempts.size()) * hops < kRetryHops / 8) continue;
+    std::stable_sort(attempts.begin(), attempts.end(),
+                     [](const Attempt& a, const Attempt& b) { return a.makespan_ns < b.makespan_ns; });
+    attempts.resize(std::min(attempts.size(), kBeam));
   }
 }
 
@@ -296,6 +332,7 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
         try_multicast(in, lanes, options.chunk_bytes > 0, &best);
       }
     }
+    if (options.strategy == Strategy::Auto || options.strategy == Strategy::Multicast) best.improve(network);
   }
   plan.hash = hash_plan(plan);
   return plan;

@@ -28,9 +28,18 @@ struct Lane {
 
 class ListScheduler {
  public:
-  ListScheduler(const Draft& draft, const Network& network)
-      : draft_(draft), lanes_(static_cast<size_t>(network.lane_count())), latency_(network.latency_ns()) {
-    const size_t n = draft.hops.size();
+  // `backwards`: time runs from the end to the start, a hop comes after all hops that follow it in the plan.
+  ListScheduler(const std::vector<Hop>& hops, const std::vector<Chunk>& chunks,
+                const std::vector<int64_t>& order, const std::vector<int64_t>& due_ns, const Network& network,
+                bool backwards)
+      : hops_(hops),
+        chunks_(chunks),
+        order_(order),
+        due_ns_(due_ns),
+        lanes_(static_cast<size_t>(network.lane_count())),
+        latency_(network.latency_ns()),
+        backwards_(backwards) {
+    const size_t n = hops.size();
     out_ns_.resize(n);
     in_ns_.resize(n);
     rest_.assign(n, 0);
@@ -39,13 +48,15 @@ class ListScheduler {
   }
 
   Schedule run() {
-    const size_t n = draft_.hops.size();
+    const size_t n = hops_.size();
     Schedule result;
     result.hops.reserve(n);
     result.times.reserve(n);
     place_.assign(n, kNone);
+    start_ns_.resize(n);
     for (size_t i = 0; i < n; ++i) {
-      if (draft_.hops[i].after < 0) make_ready(static_cast<int32_t>(i));
+      if (backwards_ ? child_begin_[i] == child_begin_[i + 1] : hops_[i].after < 0)
+        make_ready(static_cast<int32_t>(i));
     }
     while (true) {
       start_all(&result);
@@ -58,6 +69,11 @@ class ListScheduler {
           freed_.push_back(id);
         } else {
           const auto hop = static_cast<size_t>(id);
+          if (backwards_) {
+            const int32_t before = hops_[hop].after;
+            if (before >= 0 && --open_children_[static_cast<size_t>(before)] == 0) make_ready(before);
+            continue;
+          }
           for (int32_t c = child_begin_[hop]; c < child_begin_[hop + 1]; ++c)
             make_ready(children_[static_cast<size_t>(c)]);
         }
@@ -66,17 +82,19 @@ class ListScheduler {
     return result;
   }
 
+  const std::vector<int64_t>& start_ns() const { return start_ns_; }  // by hop, after run
+
  private:
   // (time, 0 = lane is free or 1 = hop arrived, lane or hop): a total order, so runs repeat exactly.
   using Event = std::tuple<int64_t, int32_t, int32_t>;
 
   void prepare(const Network& network) {
-    const size_t n = draft_.hops.size();
+    const size_t n = hops_.size();
     std::vector<std::pair<int64_t, int32_t>> keys(n);
     for (size_t i = 0; i < n; ++i) {
-      const Hop& hop = draft_.hops[i];
+      const Hop& hop = hops_[i];
       const Network::Link link = network.link(network.index(hop.src), network.index(hop.dst));
-      const int64_t nbytes = draft_.chunks[static_cast<size_t>(hop.chunk)].nbytes;
+      const int64_t nbytes = chunks_[static_cast<size_t>(hop.chunk)].nbytes;
       out_ns_[i] = transfer_ns(nbytes, network.lane_rate(link.out));
       in_ns_[i] = transfer_ns(nbytes, network.lane_rate(link.in));
       lanes_[static_cast<size_t>(link.out)].work_left += out_ns_[i];
@@ -94,27 +112,30 @@ class ListScheduler {
       pair_[static_cast<size_t>(keys[k].second)] = static_cast<int32_t>(pairs_.size()) - 1;
     }
     child_begin_.assign(n + 1, 0);
-    for (const Hop& hop : draft_.hops) {
+    for (const Hop& hop : hops_) {
       if (hop.after >= 0) ++child_begin_[static_cast<size_t>(hop.after) + 1];
     }
     for (size_t i = 0; i < n; ++i) child_begin_[i + 1] += child_begin_[i];
     children_.resize(static_cast<size_t>(child_begin_[n]));
+    if (backwards_) {
+      open_children_.resize(n);
+      for (size_t i = 0; i < n; ++i) open_children_[i] = child_begin_[i + 1] - child_begin_[i];
+    }
     std::vector<int32_t> fill(child_begin_.begin(), child_begin_.end() - 1);
     depth_ns_.assign(n, 0);
     for (size_t i = 0; i < n; ++i) {
-      if (draft_.hops[i].after < 0) continue;
-      const auto before = static_cast<size_t>(draft_.hops[i].after);
+      if (hops_[i].after < 0) continue;
+      const auto before = static_cast<size_t>(hops_[i].after);
       depth_ns_[i] = depth_ns_[before] + std::max(out_ns_[before], in_ns_[before]) + latency_;
     }
     for (size_t i = n; i-- > 0;) {
-      if (draft_.hops[i].after < 0) continue;
-      const auto before = static_cast<size_t>(draft_.hops[i].after);
+      if (hops_[i].after < 0) continue;
+      const auto before = static_cast<size_t>(hops_[i].after);
       rest_[before] = std::max(rest_[before], rest_[i] + std::max(out_ns_[i], in_ns_[i]) + latency_);
     }
     for (size_t i = 0; i < n; ++i) {
-      if (draft_.hops[i].after < 0) continue;
-      children_[static_cast<size_t>(fill[static_cast<size_t>(draft_.hops[i].after)]++)] =
-          static_cast<int32_t>(i);
+      if (hops_[i].after < 0) continue;
+      children_[static_cast<size_t>(fill[static_cast<size_t>(hops_[i].after)]++)] = static_cast<int32_t>(i);
     }
   }
 
@@ -122,9 +143,8 @@ class ListScheduler {
   bool worse(int32_t a, int32_t b) const {
     const auto i = static_cast<size_t>(a);
     const auto j = static_cast<size_t>(b);
-    if (!draft_.order.empty() && draft_.order[i] != draft_.order[j]) return draft_.order[i] > draft_.order[j];
-    if (!draft_.due_ns.empty() && draft_.due_ns[i] != draft_.due_ns[j])
-      return draft_.due_ns[i] > draft_.due_ns[j];
+    if (!order_.empty() && order_[i] != order_[j]) return order_[i] > order_[j];
+    if (!due_ns_.empty() && due_ns_[i] != due_ns_[j]) return due_ns_[i] > due_ns_[j];
     if (rest_[i] != rest_[j]) return rest_[i] < rest_[j];
     return a > b;
   }
@@ -164,9 +184,9 @@ class ListScheduler {
     const auto hop = static_cast<size_t>(pair.ready.front());
     const int64_t out = lanes_[static_cast<size_t>(pair.out)].work_left;
     const int64_t in = lanes_[static_cast<size_t>(pair.in)].work_left;
-    const int64_t order = draft_.order.empty() ? 0 : draft_.order[hop];
-    if (draft_.due_ns.empty()) return {order, -(out + in), -rest_[hop], p};
-    return {order, draft_.due_ns[hop] + depth_ns_[hop] - (out + in), -std::min(out, in), p};
+    const int64_t order = order_.empty() ? 0 : order_[hop];
+    if (due_ns_.empty()) return {order, -(out + in), -rest_[hop], p};
+    return {order, due_ns_[hop] + depth_ns_[hop] - (out + in), -std::min(out, in), p};
   }
 
   void start_all(Schedule* result) {
@@ -226,32 +246,58 @@ class ListScheduler {
     events_.emplace(in.free_at, 0, pair.in);
     events_.emplace(finish, 1, id);
 
-    Hop hop = draft_.hops[i];
+    start_ns_[i] = now_;
+    result->makespan_ns = std::max(result->makespan_ns, finish);
+    if (backwards_) return;  // only the start times are of use
+    Hop hop = hops_[i];
     place_[i] = static_cast<int32_t>(result->hops.size());
     if (hop.after >= 0) hop.after = place_[static_cast<size_t>(hop.after)];
     result->hops.push_back(hop);
     result->times.push_back({now_, finish});
-    result->makespan_ns = std::max(result->makespan_ns, finish);
   }
 
-  const Draft& draft_;
+  const std::vector<Hop>& hops_;
+  const std::vector<Chunk>& chunks_;
+  const std::vector<int64_t>& order_;
+  const std::vector<int64_t>& due_ns_;
   std::vector<Lane> lanes_;
   std::vector<Pair> pairs_;
   std::vector<int64_t> out_ns_, in_ns_;  // by hop
   std::vector<int64_t> depth_ns_;        // ns from the start of a hop's route to its own start, at best
   std::vector<int64_t> rest_;            // ns from a hop's arrival to the last arrival that depends on it
   std::vector<int32_t> pair_;
-  std::vector<int32_t> child_begin_, children_;
-  std::vector<int32_t> place_;  // index in the result, once started
+  std::vector<int32_t> child_begin_, children_, open_children_;
+  std::vector<int64_t> start_ns_;  // by hop
+  std::vector<int32_t> place_;     // index in the result, once started
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::vector<int32_t> freed_, candidates_;
   std::vector<Key> ranked_;
   int64_t now_ = 0;
   int64_t latency_ = 0;
+  bool backwards_ = false;
 };
 
 }  // namespace
 
-Schedule schedule(const Draft& draft, const Network& network) { return ListScheduler(draft, network).run(); }
+Schedule schedule(const Draft& draft, const Network& network) {
+  return ListScheduler(draft.hops, draft.chunks, draft.order, draft.due_ns, network, false).run();
+}
+
+Schedule reschedule(const Schedule& before, const std::vector<Chunk>& chunks, const Network& network) {
+  const std::vector<int64_t> none;
+  std::vector<int64_t> order(before.hops.size());
+  for (size_t i = 0; i < order.size(); ++i) order[i] = -before.times[i].finish_ns;
+  ListScheduler back(before.hops, chunks, order, none, network, true);
+  back.run();
+  for (size_t i = 0; i < order.size(); ++i) {
+    // Hops that end together in reversed time start together.
+    const Hop& hop = before.hops[i];
+    const Network::Link link = network.link(network.index(hop.src), network.index(hop.dst));
+    const int64_t nbytes = chunks[static_cast<size_t>(hop.chunk)].nbytes;
+    order[i] = -(back.start_ns()[i] + std::max(transfer_ns(nbytes, network.lane_rate(link.out)),
+                                               transfer_ns(nbytes, network.lane_rate(link.in))));
+  }
+  return ListScheduler(before.hops, chunks, order, none, network, false).run();
+}
 
 }  // namespace meshcast

@@ -20,6 +20,11 @@ struct Schedule {
 // at which the hop is due where the draft says so; then the rest of the route.
 Schedule schedule(const Draft& draft, const Network& network);
 
+// Forward-backward improvement, as for projects with scarce resources: the hops are scheduled once more from
+// the end, those that finish last first, then from the start in the order this gives. What came early only
+// because nothing else was ready thus makes room for what the end waits for. The result may be worse.
+Schedule reschedule(const Schedule& before, const std::vector<Chunk>& chunks, const Network& network);
+
 // Event times of hops taken in the given order on every lane (what `schedule` returns, or any hand-made
 // list): knows hops, chunk sizes and the topology, nothing of how they were chosen. Throws LayoutError where
 // `after` does not come earlier or does not end at the hop's source.

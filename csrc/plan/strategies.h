@@ -42,7 +42,13 @@ Draft draft_broadcast(const Inputs& in);
 struct TreeStyle {
   int64_t fan = 1;
   bool steady = true;
+  int64_t finer = 1;  // bundles that do not hold a slow lane which limits the plan: chunks finer by this
 };
+
+// Whether `finer` has an effect: some bundle holds a lane that limits the plan for longer than the lane at its
+// other end, as where a fast NIC serves a slow one.
+bool has_slow_lanes(const LaneDemand& demand, const Network& network);
+
 Draft draft_multicast(const Inputs& in, const LaneDemand& demand, TreeStyle style);
 
 }  // namespace meshcast

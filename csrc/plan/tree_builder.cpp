@@ -28,7 +28,11 @@ TreeBuilder::TreeBuilder(const LaneDemand& demand, const Network& network, int64
       by_bundle_(demand.parties.size()),
       credit_(static_cast<size_t>(network.lane_count()), 0),
       local_in_(static_cast<size_t>(network.rank_count()), 0),
-      arrived_(static_cast<size_t>(network.rank_count()), -1) {
+      arrived_(static_cast<size_t>(network.rank_count()), -1),
+      nic_host_(static_cast<size_t>(network.nic_count()), -1),
+      host_copies_(static_cast<size_t>(network.host_count()), 0) {
+  for (int32_t r = 0; r < network.rank_count(); ++r)
+    nic_host_[static_cast<size_t>(network.nic(r))] = network.host(r);
   for (size_t b = 0; b < demand.parties.size(); ++b) {
     by_bundle_[b].in.assign(demand.parties[b].receivers.size(), -1);
     by_bundle_[b].local.assign(demand.parties[b].receivers.size(), -1);
@@ -61,9 +65,20 @@ void TreeBuilder::accrue(int32_t item, int64_t bundle_bytes, int64_t nbytes) {
 const std::vector<int32_t>& TreeBuilder::pick(int32_t item, int64_t nbytes, int32_t first_lane) {
   const LaneItem& it = demand_.items[static_cast<size_t>(item)];
   count_.assign(it.lanes.size(), 0);
+  const bool between_hosts = it.kind == LaneItem::Kind::NicOut;
+  const auto copies_of_host = [&](size_t k) -> int64_t& {
+    return host_copies_[static_cast<size_t>(nic_host_[static_cast<size_t>(it.lanes[k] / 2)])];
+  };
   const auto take = [&](size_t k) {
     ++count_[k];
     credit_[static_cast<size_t>(it.lanes[k])] -= nbytes;
+    if (between_hosts) ++copies_of_host(k);
+  };
+  // A host whose other NICs send the chunk already comes later by a chunk for each time: its NICs then take
+  // turns with different chunks instead of all sending the same one, which would be a bush and not a chain.
+  const auto rank_lane = [&](size_t k) {
+    const int64_t others = between_hosts ? copies_of_host(k) - count_[k] : 0;
+    return credit_[static_cast<size_t>(it.lanes[k])] - others * nbytes;
   };
   size_t first = 0;
   for (size_t k = 0; k < it.lanes.size(); ++k) {
@@ -75,21 +90,27 @@ const std::vector<int32_t>& TreeBuilder::pick(int32_t item, int64_t nbytes, int3
     }
   }
   take(first);
-  if (it.copies == 1) return count_;
-  // Lanes without a share have none because others are better; a heap keeps the rest in order of credit,
-  // lower index first among equals.
-  heap_.clear();
-  for (size_t k = 0; k < it.lanes.size(); ++k) {
-    if (it.share[k] > 0 || k == first)
-      heap_.emplace_back(credit_[static_cast<size_t>(it.lanes[k])], -static_cast<int32_t>(k));
+  if (it.copies > 1) {
+    // Lanes without a share have none because others are better; a heap keeps the rest in order of credit,
+    // lower index first among equals.
+    heap_.clear();
+    for (size_t k = 0; k < it.lanes.size(); ++k) {
+      if (it.share[k] > 0 || k == first) heap_.emplace_back(rank_lane(k), -static_cast<int32_t>(k));
+    }
+    std::make_heap(heap_.begin(), heap_.end());
+    for (int64_t n = 1; n < it.copies;) {
+      std::pop_heap(heap_.begin(), heap_.end());
+      const auto k = static_cast<size_t>(-heap_.back().second);
+      const int64_t key = rank_lane(k);
+      if (key == heap_.back().first) {
+        for (int64_t times = std::min(fan_, it.copies - n); times > 0; --times, ++n) take(k);
+      }
+      heap_.back().first = rank_lane(k);  // of a lane that was not taken: what others of its host were since
+      std::push_heap(heap_.begin(), heap_.end());
+    }
   }
-  std::make_heap(heap_.begin(), heap_.end());
-  for (int64_t n = 1; n < it.copies;) {
-    std::pop_heap(heap_.begin(), heap_.end());
-    const auto k = static_cast<size_t>(-heap_.back().second);
-    for (int64_t times = std::min(fan_, it.copies - n); times > 0; --times, ++n) take(k);
-    heap_.back().first = credit_[static_cast<size_t>(it.lanes[k])];
-    std::push_heap(heap_.begin(), heap_.end());
+  if (between_hosts) {
+    for (size_t k = 0; k < it.lanes.size(); ++k) copies_of_host(k) = 0;
   }
   return count_;
 }

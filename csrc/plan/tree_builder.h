@@ -54,6 +54,8 @@ class TreeBuilder {
   std::vector<int32_t> arrived_;   // by rank: edge of the current route that brings the chunk, -1 none yet
   std::vector<int32_t> count_;
   std::vector<std::pair<int64_t, int32_t>> heap_;
+  std::vector<int32_t> nic_host_;     // by NIC
+  std::vector<int64_t> host_copies_;  // by host: copies of the current chunk that its NICs will send
   Route route_;
 };
 
