@@ -51,8 +51,9 @@ Draft draft_multicast(const Inputs& in, const LaneDemand& demand, TreeStyle styl
   for (size_t b = 0; b < in.bundles.size(); ++b) {
     const Bundle& bundle = in.bundles[b];
     if (in.lead(bundle).reduce != ReduceOp::None) continue;
-    const Drafter::Range chunks = drafter.cut(
-        bundle, slow.empty() || slow[b] ? in.chunk_bytes : std::max<int64_t>(in.chunk_bytes / style.finer, 1));
+    int64_t chunk_bytes = slow.empty() || slow[b] ? in.chunk_bytes : in.chunk_bytes / style.finer;
+    if (style.uneven) chunk_bytes = chunk_bytes / 16 * (8 + static_cast<int64_t>(b) * 5 % 9);
+    const Drafter::Range chunks = drafter.cut(bundle, std::max<int64_t>(chunk_bytes, 1));
     int64_t before = 0;
     for (int32_t c = chunks.first; c < chunks.last; ++c) {
       const int64_t nbytes = drafter.chunk_bytes(c);

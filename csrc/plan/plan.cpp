@@ -232,15 +232,22 @@ void try_multicast(Inputs in, const LaneDemand& balanced, bool fixed_chunk, Best
     TreeStyle style;
     int64_t makespan_ns = 0;  // of the last time
   };
-  std::vector<Attempt> attempts{{&balanced, {1, true, 1}},  {&packed, {1, true, 1}},
-                                {&balanced, {1, false, 1}}, {&direct, {2, true, 1}},
-                                {&direct, {1, false, 1}},   {&balanced, {2, true, 1}},
-                                {&balanced, {3, false, 1}}, {&packed, {1, false, 1}}};
+  std::vector<Attempt> attempts{{&balanced, {1, true, false, 1}},  {&packed, {1, true, false, 1}},
+                                {&balanced, {1, false, false, 1}}, {&direct, {2, true, false, 1}},
+                                {&direct, {1, false, false, 1}},   {&balanced, {2, true, false, 1}},
+                                {&balanced, {3, false, false, 1}}, {&packed, {1, false, false, 1}}};
   // Long chains take too long to fill: there, start with shallow trees.
   if (most_hosts > kLongChain) std::swap(attempts[0], attempts[3]);
   if (!fixed_chunk && has_slow_lanes(balanced, in.network)) {
-    attempts.push_back({&balanced, {1, true, 4}});
-    attempts.push_back({&balanced, {1, false, 4}});
+    attempts.push_back({&balanced, {1, true, false, 4}});
+    attempts.push_back({&balanced, {1, false, false, 4}});
+  }
+  // Where all chunks take equally long, lanes fall into step and meet at the same NIC again and again.
+  if (!fixed_chunk && in.bundles.size() > 1 &&
+      count_hops(in.chunk_bytes, in.tasks, in.bundles) < kRetryHops / 32) {
+    attempts.push_back({&balanced, {1, true, true, 1}});
+    attempts.push_back({&balanced, {1, false, true, 1}});
+    attempts.push_back({&balanced, {1, true, true, 4}});
   }
   const int64_t coarse = in.chunk_bytes;
   int64_t spent = 0;  // hops scheduled so far

@@ -42,7 +42,8 @@ Draft draft_broadcast(const Inputs& in);
 struct TreeStyle {
   int64_t fan = 1;
   bool steady = true;
-  int64_t finer = 1;  // bundles that do not hold a slow lane which limits the plan: chunks finer by this
+  bool uneven = false;  // chunks of unlike size from bundle to bundle, so that NICs fall out of step
+  int64_t finer = 1;    // bundles that do not hold a slow lane which limits the plan: chunks finer by this
 };
 
 // Whether `finer` has an effect: some bundle holds a lane that limits the plan for longer than the lane at its
