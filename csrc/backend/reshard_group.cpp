@@ -39,16 +39,19 @@ std::string text_of(const std::exception_ptr& error) {
 }  // namespace
 
 ReshardGroup::ReshardGroup(c10::intrusive_ptr<c10d::Backend> backend,
-                           const c10::intrusive_ptr<c10d::Store>& store, GroupIdentity identity)
+                           const c10::intrusive_ptr<c10d::Store>& store, GroupIdentity identity,
+                           LocalRanks local)
     : identity_(std::move(identity)),
+      local_ranks_(std::move(local.ranks)),
       backend_(std::move(backend)),
       agreement_bulletin_(store),
       bin_(std::make_shared<RecycleBin>()) {
-  engine_ =
-      std::make_unique<Engine>(make_c10d_transport(backend_),
-                               [this](int peer, const TransportError& error, const std::shared_ptr<Run>& run) {
-                                 watcher_->transport_failed(peer, error, run);
-                               });
+  engine_ = std::make_unique<Engine>(
+      make_c10d_transport(backend_),
+      [this](int peer, const TransportError& error, const std::shared_ptr<Run>& run) {
+        watcher_->transport_failed(peer, error, run);
+      },
+      std::move(local.transport));
   watcher_ = std::make_unique<Watcher>(*engine_, identity_, store);
 }
 
@@ -84,7 +87,8 @@ std::shared_ptr<const ReshardGroup::Compiled> ReshardGroup::compile(const std::s
   }
   auto entry = std::make_shared<Compiled>();
   entry->plan = plan;
-  entry->program = std::make_shared<const Program>(project(*plan, identity_.rank, identity_.ranks));
+  entry->program =
+      std::make_shared<const Program>(project(*plan, identity_.rank, identity_.ranks, local_ranks_));
   for (const Problem& problem : plan->problems) {
     entry->source_shapes.push_back(local_shape(problem.src, problem.shape, identity_.rank));
     entry->destination_shapes.push_back(local_shape(problem.dst, problem.shape, identity_.rank));

@@ -19,6 +19,7 @@
 #include "backend/watcher.h"
 #include "exec/engine.h"
 #include "plan/plan.h"
+#include "transport/local_transport.h"
 
 namespace meshcast {
 
@@ -30,13 +31,19 @@ struct StartArgs {
   double timeout_seconds = 0;
 };
 
+// The ranks that share this process's memory and how, if they do.
+struct LocalRanks {
+  std::shared_ptr<LocalTransport> transport;
+  std::vector<int32_t> ranks;  // global, ascending, this one included; the same on all of them
+};
+
 // One private group: the ranks that take part in a transfer, with connections of their own that no user
 // operation shares. Owns the engine that runs programs and the watcher that ends them when something breaks.
 // Thread-safe. No method may be called with the GIL held; start() never blocks on another rank.
 class ReshardGroup {
  public:
   ReshardGroup(c10::intrusive_ptr<c10d::Backend> backend, const c10::intrusive_ptr<c10d::Store>& store,
-               GroupIdentity identity);
+               GroupIdentity identity, LocalRanks local = {});
   ~ReshardGroup();
 
   // Returns the slot for `descriptor`; see agreement.h. Blocks.
@@ -67,6 +74,7 @@ class ReshardGroup {
   Error raise_context(ErrorKind kind, const std::string& text) const;
 
   const GroupIdentity identity_;
+  const std::vector<int32_t> local_ranks_;
   c10::intrusive_ptr<c10d::Backend> backend_;
   Bulletin agreement_bulletin_;
   const std::shared_ptr<RecycleBin> bin_;

@@ -239,6 +239,8 @@ void Watcher::timer_loop() {
       continue;
     }
     const TimePoint now = Clock::now();
+    // The death of a peer on this host breaks no network connection that anybody waits on.
+    if (!failed()) engine_.check_local_peers();
     if (failed()) {
       if (failed_at == TimePoint{}) failed_at = now;
       if (now - failed_at > kPinGrace) {

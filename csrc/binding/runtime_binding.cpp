@@ -1,4 +1,7 @@
+#include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,6 +17,8 @@
 #include "backend/reshard_work.h"
 #include "binding/bind.h"
 #include "plan/plan.h"
+#include "transport/shm_link.h"
+#include "transport/shm_transport.h"
 
 namespace meshcast {
 namespace {
@@ -35,6 +40,48 @@ py::dict stats_of(const c10::intrusive_ptr<c10d::Work>& work) {
   return out;
 }
 
+// A rank's way to the memory of the other ranks of its host: an address to publish, then the meeting.
+class SharedMemory {
+ public:
+  SharedMemory() try : rendezvous_(std::make_unique<ShmRendezvous>()) {
+  } catch (const std::exception& error) {
+    throw Error(ErrorKind::Generic, error.what());
+  }
+
+  const std::string& address() const { return rendezvous_->address(); }
+
+  // `group`: all global ranks of the private group; `members`: address by global rank, of this host.
+  void meet(const std::vector<int32_t>& group, const std::map<int32_t, std::string>& members, int32_t rank,
+            double timeout_seconds) {
+    const auto index = [&](int32_t global) {
+      return static_cast<int>(std::lower_bound(group.begin(), group.end(), global) - group.begin());
+    };
+    std::vector<ShmMember> local;
+    for (const auto& [global, address] : members) {
+      local.push_back({index(global), address});
+      ranks_.push_back(global);
+    }
+    const auto limit =
+        std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds));
+    try {
+      transport_ = make_shm_transport(rendezvous_->meet(local, index(rank), Clock::now() + limit));
+    } catch (const std::exception& error) {
+      throw Error(ErrorKind::Generic, error.what());
+    }
+  }
+
+  LocalRanks take() {
+    if (!transport_) throw Error(ErrorKind::Generic, "shared memory is used by one group, after meet()");
+    rendezvous_.reset();
+    return {std::move(transport_), std::move(ranks_)};
+  }
+
+ private:
+  std::unique_ptr<ShmRendezvous> rendezvous_;
+  std::shared_ptr<LocalTransport> transport_;
+  std::vector<int32_t> ranks_;
+};
+
 using OptionalTensors = std::vector<std::optional<at::Tensor>>;
 
 }  // namespace
@@ -44,13 +91,21 @@ void bind_runtime(py::module_& m) {
   py::module_::import("torch.distributed");  // registers Backend, Store and Work
   using NoGil = py::call_guard<py::gil_scoped_release>;
 
+  py::class_<SharedMemory>(m, "SharedMemory")
+      .def(py::init<>())
+      .def_property_readonly("address", &SharedMemory::address)
+      .def("meet", &SharedMemory::meet, py::arg("group"), py::arg("members"), py::arg("rank"),
+           py::arg("timeout"), NoGil())
+      .def_static("set_budget", &set_shm_budget, py::arg("nbytes"));
+
   py::class_<ReshardGroup, std::shared_ptr<ReshardGroup>>(m, "ReshardGroup")
       .def(py::init([](c10::intrusive_ptr<c10d::Backend> backend, const c10::intrusive_ptr<c10d::Store>& store,
-                       std::vector<int32_t> ranks, int32_t rank, std::string name) {
+                       std::vector<int32_t> ranks, int32_t rank, std::string name, SharedMemory* local) {
              const py::gil_scoped_release construct_without_gil;
              // The deleter joins threads, which must not wait for the GIL that the interpreter holds there.
              return std::shared_ptr<ReshardGroup>(
-                 new ReshardGroup(std::move(backend), store, {std::move(ranks), rank, std::move(name)}),
+                 new ReshardGroup(std::move(backend), store, {std::move(ranks), rank, std::move(name)},
+                                  local ? local->take() : LocalRanks{}),
                  [](ReshardGroup* group) {
                    if (PyGILState_Check() != 0) {
                      const py::gil_scoped_release release;
@@ -60,7 +115,8 @@ void bind_runtime(py::module_& m) {
                    }
                  });
            }),
-           py::arg("backend"), py::arg("store"), py::arg("ranks"), py::arg("rank"), py::arg("name"))
+           py::arg("backend"), py::arg("store"), py::arg("ranks"), py::arg("rank"), py::arg("name"),
+           py::arg("shared_memory") = nullptr)
       .def(
           "agree",
           [](ReshardGroup& self, int32_t lane, int64_t ordinal, const std::string& descriptor, double timeout) {

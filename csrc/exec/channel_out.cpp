@@ -66,8 +66,8 @@ void OutChannel::pump() {
         out += view.nbytes();
       }
     }
-    auto request =
-        transport_->send(peer_, message_tag(next->run->label(), next->op->index), data, next->op->nbytes);
+    auto request = transport_->send(peer_, message_tag(next->run->label(), next->op->targets.front().index),
+                                    data, next->op->nbytes);
 
     lock.lock();
     next->request = std::move(request);

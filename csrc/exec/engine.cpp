@@ -11,8 +11,9 @@ constexpr int64_t kInlineBytes = 64 * 1024;
 
 }  // namespace
 
-Engine::Engine(std::shared_ptr<Transport> transport, ChannelFailure failure)
-    : transport_(std::move(transport)), failure_(std::move(failure)) {}
+Engine::Engine(std::shared_ptr<Transport> transport, ChannelFailure failure,
+               std::shared_ptr<LocalTransport> local)
+    : transport_(std::move(transport)), failure_(std::move(failure)), local_(std::move(local)) {}
 
 Engine::~Engine() {
   shutdown(std::make_exception_ptr(TransportError(TransportError::Cause::Aborted, "shut down")));
@@ -24,12 +25,15 @@ std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffe
   const int32_t lane = run->label().lane;
 
   std::map<int, std::vector<const RecvOp*>> recvs;
+  std::map<int, std::vector<const RecvOp*>> local_recvs;
   std::map<int, std::vector<const SendOp*>> sends;
   std::map<int, std::vector<size_t>> send_index;
-  for (const RecvOp& op : program->recvs) recvs[op.peer].push_back(&op);
+  for (const RecvOp& op : program->recvs) (op.local ? local_recvs : recvs)[op.peer].push_back(&op);
   for (size_t i = 0; i < program->sends.size(); ++i) {
-    sends[program->sends[i].peer].push_back(&program->sends[i]);
-    send_index[program->sends[i].peer].push_back(i);
+    const SendOp& op = program->sends[i];
+    if (op.local) continue;
+    sends[op.targets.front().peer].push_back(&op);
+    send_index[op.targets.front().peer].push_back(i);
   }
 
   std::vector<OutChannel*> to_pump;
@@ -49,8 +53,12 @@ std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffe
       if (!ops.front()->forward && ops.front()->nbytes <= kInlineBytes) to_pump.push_back(&channel);
     }
     for (const auto& [peer, ops] : recvs) in_channel_locked({lane, peer}).enqueue(run, ops);
+    for (const auto& [peer, ops] : local_recvs) local_channel_locked({lane, peer}).enqueue(run, ops);
   }
   for (OutChannel* channel : to_pump) channel->pump();
+  for (const SendOp& op : program->sends) {
+    if (op.local && !op.forward) send_local(*local_, run, op, failure_);
+  }
 
   if (!program->copies.empty()) {
     const std::lock_guard lock(copy_mutex_);
@@ -78,8 +86,23 @@ OutChannel& Engine::out_channel_locked(ChannelKey key) {
   return *channel;
 }
 
+LocalInChannel& Engine::local_channel_locked(ChannelKey key) {
+  auto& channel = local_in_[key];
+  if (!channel) {
+    channel = std::make_unique<LocalInChannel>(
+        local_, key.second, [this](const std::shared_ptr<Run>& run, const RecvOp& op) { forward(run, op); },
+        failure_);
+  }
+  return *channel;
+}
+
 void Engine::forward(const std::shared_ptr<Run>& run, const RecvOp& op) {
   for (const int32_t send : op.forwards) {
+    const SendOp& out = run->program().sends[static_cast<size_t>(send)];
+    if (out.local) {
+      send_local(*local_, run, out, failure_);
+      continue;
+    }
     const SendTicket& ticket = run->send_tickets[static_cast<size_t>(send)];
     ticket.channel->mark_ready(ticket.sequence);
   }
@@ -113,8 +136,10 @@ void Engine::fail(std::exception_ptr error) {
     }
     for (auto& [key, channel] : in_) channel->close();
     for (auto& [key, channel] : out_) channel->close();
+    for (auto& [key, channel] : local_in_) channel->close();
     error = error_;
   }
+  if (local_) local_->abort();
   // Without the lock: a run that ends calls back into its users.
   for (const auto& run : runs) run->fail(error);
 }
@@ -134,6 +159,10 @@ std::vector<std::shared_ptr<Run>> Engine::in_flight() {
   return out;
 }
 
+void Engine::check_local_peers() {
+  if (local_) local_->check_peers();
+}
+
 void Engine::shutdown(std::exception_ptr error) {
   {
     const std::lock_guard lock(mutex_);
@@ -151,9 +180,11 @@ void Engine::shutdown(std::exception_ptr error) {
   // and a thread that hears of a failure at this moment closes every channel.
   for (auto& [key, channel] : in_) channel->join();
   for (auto& [key, channel] : out_) channel->join();
+  if (local_) local_->shutdown();
   const std::lock_guard lock(mutex_);
   in_.clear();
   out_.clear();
+  local_in_.clear();
 }
 
 }  // namespace meshcast

@@ -12,19 +12,22 @@
 #include <vector>
 
 #include "exec/channel.h"
+#include "exec/local_channel.h"
 #include "exec/run.h"
 #include "transport/transport.h"
 
 namespace meshcast {
 
 // Executes programs of one private group. start() only enqueues; the work is done by one thread per
-// (lane, peer) and direction, made when first needed, and one for local copies. Runs interleave freely:
-// each has messages of its own, and a lane never waits for another.
+// (lane, peer) and direction, made when first needed, by those of the local transport, and by one for local
+// copies. Runs interleave freely: each has messages of its own, and a lane never waits for another.
 class Engine {
  public:
   // `failure` hears of every transport error, once per channel, from the channel's thread. It decides what
-  // the error means and calls fail(); until then the runs concerned stand still.
-  Engine(std::shared_ptr<Transport> transport, ChannelFailure failure);
+  // the error means and calls fail(); until then the runs concerned stand still. `local` carries the messages
+  // that programs mark as local; without it they must have none.
+  Engine(std::shared_ptr<Transport> transport, ChannelFailure failure,
+         std::shared_ptr<LocalTransport> local = nullptr);
   ~Engine();
 
   // Throws what fail() was given if the engine has failed.
@@ -37,6 +40,9 @@ class Engine {
   std::exception_ptr error() const;
   std::vector<std::shared_ptr<Run>> in_flight();
 
+  // Looks for peers of this host that have gone. To be called now and then while runs are in flight.
+  void check_local_peers();
+
   // fail() with `error` if runs are left, then joins all threads. Not from a thread of the engine.
   void shutdown(std::exception_ptr error);
 
@@ -45,15 +51,18 @@ class Engine {
 
   InChannel& in_channel_locked(ChannelKey key);
   OutChannel& out_channel_locked(ChannelKey key);
+  LocalInChannel& local_channel_locked(ChannelKey key);
   void forward(const std::shared_ptr<Run>& run, const RecvOp& op);
   void copy_loop();
 
   const std::shared_ptr<Transport> transport_;
   const ChannelFailure failure_;
+  const std::shared_ptr<LocalTransport> local_;
 
   mutable std::mutex mutex_;
   std::map<ChannelKey, std::unique_ptr<InChannel>> in_;
   std::map<ChannelKey, std::unique_ptr<OutChannel>> out_;
+  std::map<ChannelKey, std::unique_ptr<LocalInChannel>> local_in_;
   std::vector<std::weak_ptr<Run>> runs_;
   std::exception_ptr error_;
   bool closed_ = false;

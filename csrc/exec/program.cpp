@@ -1,7 +1,9 @@
 #include "exec/program.h"
 
 #include <algorithm>
+#include <map>
 #include <unordered_map>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -39,10 +41,55 @@ Part locate(const Shard& shard, const Box& box, int32_t tensor, Side side, int64
                           shard.rank, side == Side::Source ? "source" : "destination"));
 }
 
+// One message on the wire: a hop of the plan, or all hops of a chunk inside a host.
+struct Message {
+  int32_t src = -1;
+  int32_t chunk = -1;
+  int32_t after = -1;  // as in Hop
+  bool local = false;
+  std::vector<int32_t> receivers;
+};
+
+// Hops between ranks that share memory join the message that their sender got the chunk by; hops of one chunk
+// that leave one rank join each other. A message stands where its first hop stood, so every rank sees the
+// messages in the same order, and the rank that sends one has the chunk by then. Receiving earlier than planned
+// does no harm: nothing is sent before the message that it waits for.
+// Returns those messages that `rank` may have a part in.
+std::vector<Message> join_hops(const Plan& plan, int32_t rank, const std::vector<int32_t>& local) {
+  const auto is_local = [&](int32_t rank) {
+    return std::find(local.begin(), local.end(), rank) != local.end();
+  };
+  std::vector<Message> messages;
+  std::vector<int32_t> message_of_hop(local.empty() ? 0 : plan.hops.size(), -1);  // local messages only
+  std::map<std::pair<int32_t, int32_t>, int32_t> started;  // (rank, chunk) -> message that leaves it
+  for (size_t i = 0; i < plan.hops.size(); ++i) {
+    const Hop& hop = plan.hops[i];
+    if (hop.reduce != ReduceOp::None) {
+      throw Error(ErrorKind::Generic, "this build executes no reducing hops (Partial sources)");
+    }
+    if (local.empty() || !is_local(hop.src) || !is_local(hop.dst)) {
+      if (hop.src == rank || hop.dst == rank) {
+        messages.push_back({hop.src, hop.chunk, hop.after, false, {hop.dst}});
+      }
+      continue;
+    }
+    int32_t message = hop.after >= 0 ? message_of_hop[hop.after] : -1;
+    if (message < 0) {
+      const auto [it, fresh] = started.try_emplace({hop.src, hop.chunk}, static_cast<int32_t>(messages.size()));
+      if (fresh) messages.push_back({hop.src, hop.chunk, hop.after, true, {}});
+      message = it->second;
+    }
+    messages[message].receivers.push_back(hop.dst);
+    message_of_hop[i] = message;
+  }
+  return messages;
+}
+
 class Projection {
  public:
-  Projection(const Plan& plan, int32_t rank, const std::vector<int32_t>& group)
-      : plan_(plan), rank_(rank), group_(group) {
+  Projection(const Plan& plan, int32_t rank, const std::vector<int32_t>& group,
+             const std::vector<int32_t>& local)
+      : plan_(plan), rank_(rank), group_(group), messages_(join_hops(plan, rank, local)) {
     for (const Problem& problem : plan.problems) {
       locals_.push_back(
           {shard_of(problem.src, problem.shape, rank), shard_of(problem.dst, problem.shape, rank)});
@@ -54,17 +101,13 @@ class Projection {
     for (const LocalCopy& copy : plan_.local_copies) {
       if (copy.rank == rank_) program_.copies.push_back(local_copy(copy));
     }
-    for (size_t i = 0; i < plan_.hops.size(); ++i) {
-      const Hop& hop = plan_.hops[i];
-      if (hop.src != rank_ && hop.dst != rank_) continue;
-      if (hop.reduce != ReduceOp::None) {
-        throw Error(ErrorKind::Generic, "this build executes no reducing hops (Partial sources)");
-      }
-      if (hop.dst == rank_) {
-        add_recv(hop);
-        recv_of_hop_[static_cast<int32_t>(i)] = static_cast<int32_t>(program_.recvs.size()) - 1;
-      } else {
-        add_send(hop);
+    for (const Message& message : messages_) {
+      const bool receives =
+          std::find(message.receivers.begin(), message.receivers.end(), rank_) != message.receivers.end();
+      if (receives) {
+        add_recv(message);
+      } else if (message.src == rank_) {
+        add_send(message);
       }
     }
     return std::move(program_);
@@ -99,24 +142,30 @@ class Projection {
     return range;
   }
 
-  void add_recv(const Hop& hop) {
-    const Chunk& chunk = plan_.chunks[hop.chunk];
-    const int32_t peer = local_rank(hop.src);
-    program_.recvs.push_back({peer, next_in_[peer]++, chunk.nbytes, chunk_parts(chunk, Side::Destination), {}});
+  void add_recv(const Message& message) {
+    const Chunk& chunk = plan_.chunks[message.chunk];
+    const int32_t peer = local_rank(message.src);
+    recv_of_chunk_[message.chunk] = static_cast<int32_t>(program_.recvs.size());
+    program_.recvs.push_back(
+        {peer, next_in_[peer]++, chunk.nbytes, message.local, chunk_parts(chunk, Side::Destination), {}});
     program_.bytes_received += chunk.nbytes;
   }
 
-  void add_send(const Hop& hop) {
-    const Chunk& chunk = plan_.chunks[hop.chunk];
-    const int32_t peer = local_rank(hop.dst);
-    const bool forward = hop.after >= 0;
-    const Side side = forward ? Side::Destination : Side::Source;
+  void add_send(const Message& message) {
+    const Chunk& chunk = plan_.chunks[message.chunk];
+    const bool forward = message.after >= 0;
     if (forward) {
-      program_.recvs[recv_of_hop_.at(hop.after)].forwards.push_back(
+      program_.recvs[recv_of_chunk_.at(message.chunk)].forwards.push_back(
           static_cast<int32_t>(program_.sends.size()));
     }
-    program_.sends.push_back({peer, next_out_[peer]++, chunk.nbytes, chunk_parts(chunk, side), forward});
-    program_.bytes_sent += chunk.nbytes;
+    SendOp op{{}, chunk.nbytes, message.local, {}, forward};
+    for (const int32_t receiver : message.receivers) {
+      const int32_t peer = local_rank(receiver);
+      op.targets.push_back({peer, next_out_[peer]++});
+    }
+    op.parts = chunk_parts(chunk, forward ? Side::Destination : Side::Source);
+    program_.sends.push_back(std::move(op));
+    program_.bytes_sent += chunk.nbytes * static_cast<int64_t>(message.receivers.size());
   }
 
   const Plan& plan_;
@@ -124,15 +173,17 @@ class Projection {
   const std::vector<int32_t>& group_;
   std::vector<LocalShards> locals_;
   Program program_;
-  std::unordered_map<int32_t, int32_t> recv_of_hop_;
+  const std::vector<Message> messages_;
+  std::unordered_map<int32_t, int32_t> recv_of_chunk_;  // a rank receives a chunk once
   std::unordered_map<int32_t, int32_t> next_in_;
   std::unordered_map<int32_t, int32_t> next_out_;
 };
 
 }  // namespace
 
-Program project(const Plan& plan, int32_t rank, const std::vector<int32_t>& group) {
-  return Projection(plan, rank, group).run();
+Program project(const Plan& plan, int32_t rank, const std::vector<int32_t>& group,
+                const std::vector<int32_t>& local) {
+  return Projection(plan, rank, group, local).run();
 }
 
 }  // namespace meshcast

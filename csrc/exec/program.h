@@ -30,16 +30,23 @@ struct PartRange {
 
 struct RecvOp {
   int32_t peer = -1;  // group-local rank
-  int32_t index = 0;  // number of this hop between the two ranks, the same on both sides
+  int32_t index = 0;  // number of this message between the two ranks, the same on both sides
   int64_t nbytes = 0;
+  bool local = false;             // through the memory that the two share
   PartRange parts;                // where it goes
   std::vector<int32_t> forwards;  // indices into Program::sends that wait for it
 };
 
-struct SendOp {
+// A receiver of a message; index as in RecvOp.
+struct Target {
   int32_t peer = -1;
   int32_t index = 0;
+};
+
+struct SendOp {
+  std::vector<Target> targets;  // one over the network, any number inside a host
   int64_t nbytes = 0;
+  bool local = false;
   PartRange parts;       // where it is read: the source shard, or the destination once it has arrived
   bool forward = false;  // becomes ready through a RecvOp, not at the start
 };
@@ -61,7 +68,10 @@ struct Program {
 };
 
 // Projects a plan on one rank. `rank` and `group` are global ranks; `group` ascends and holds every rank of
-// the plan. Throws Error where the plan asks for what the executor cannot do.
-Program project(const Plan& plan, int32_t rank, const std::vector<int32_t>& group);
+// the plan. `local` are the ranks that share memory with this one, itself included (or none), and has to be
+// the same on all of them: between them, a chain becomes one message from its first rank to all others, which
+// is copied in once. Throws Error where the plan asks for what the executor cannot do.
+Program project(const Plan& plan, int32_t rank, const std::vector<int32_t>& group,
+                const std::vector<int32_t>& local = {});
 
 }  // namespace meshcast

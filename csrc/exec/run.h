@@ -57,6 +57,13 @@ inline int32_t message_tag(const RunLabel& label, int32_t hop_index) {
          (hop_index & 0xFFF);
 }
 
+// The same for transports that match by 64 bits: direction 1, slot 20, run 21, message 22. They have messages
+// of a pair in flight that are far apart in the program, so the number of the message must not wrap around.
+inline uint64_t message_key(const RunLabel& label, int32_t index) {
+  return (label.reverse ? uint64_t{1} << 63 : 0) | (static_cast<uint64_t>(label.slot) & 0xFFFFF) << 43 |
+         (static_cast<uint64_t>(label.number) & 0x1FFFFF) << 22 | (static_cast<uint64_t>(index) & 0x3FFFFF);
+}
+
 // One execution of a program. Threads of the engine report progress; anybody may wait. It ends when every
 // operation is through, or, once failed, when no transport request touches the tensors any more.
 class Run {

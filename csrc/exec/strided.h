@@ -27,6 +27,10 @@ struct StridedView {
 void pack(const StridedView& view, std::byte* out);
 void unpack(const std::byte* in, const StridedView& view);
 
+// The same for the bytes [offset, offset + nbytes) of the packed form, wherever they begin and end.
+void pack_range(const StridedView& view, int64_t offset, int64_t nbytes, std::byte* out);
+void unpack_range(const std::byte* in, const StridedView& view, int64_t offset, int64_t nbytes);
+
 // Element-wise copy between two views of equal extents that do not overlap in memory.
 void copy(const StridedView& from, const StridedView& to);
 

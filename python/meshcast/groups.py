@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import json
 import threading
 import time
 import weakref
@@ -24,6 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from . import _C
 from ._host import host_identity
+from ._shared_memory import LocalMemory
 from .errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PeerLostError
 from .topology import Topology
 
@@ -140,9 +142,13 @@ class PrivateGroup:
         try:
             arrivals = int(self._store.add(f"{self.name}/arrivals", 1))
             store: Any = dist.PrefixStore(f"{self.name}/{(arrivals - 1) // len(self.ranks)}", self._store)
-            hosts = self._gather(store, deadline)
+            memory = LocalMemory()
+            members = self._gather(store, deadline, memory.offer)
+            hosts = {rank: host for rank, (host, _) in members.items()}
             self.topology = Topology.from_hosts(hosts)
             self.board = dist.PrefixStore("board", store)
+            offers = {rank: offer for rank, (host, offer) in members.items() if host == hosts[self.rank]}
+            memory.meet(self.ranks, offers, self.rank, max(deadline - time.monotonic(), 0.001))
             left = max(deadline - time.monotonic(), 0.001)
             # Connecting waits in the store, and a wait locks out every other user of its connection: two
             # groups that connect at once over one connection could wait for each other for ever.
@@ -154,7 +160,12 @@ class PrivateGroup:
             )
             inner._set_default_timeout(timedelta(seconds=self.timeout))
             return _C.ReshardGroup(
-                inner, dist.PrefixStore("control", store), list(self.ranks), self.rank, self.name
+                inner,
+                dist.PrefixStore("control", store),
+                list(self.ranks),
+                self.rank,
+                self.name,
+                memory.settle(store, self.rank, deadline),
             )
         except MeshcastError:
             raise
@@ -174,15 +185,15 @@ class PrivateGroup:
                 phase="connect",
             ) from cause
 
-    def _gather(self, store: dist.Store, deadline: float) -> dict[int, str]:
-        """Publishes this rank's host and returns everybody's.
+    def _gather(self, store: dist.Store, deadline: float, offer: str) -> dict[int, tuple[str, str]]:
+        """Publishes this rank's host and its offer to the ranks there; returns everybody's.
 
         The first rank that sees all members, or gives up, decides for all: were each to judge for itself, one
         could leave while the others already connect and wait for it until their deadline.
         """
         begin = time.monotonic()
         late = store.check(["verdict"])
-        store.set(f"member/{self.rank}", host_identity())
+        store.set(f"member/{self.rank}", json.dumps([host_identity(), offer]))
         missing = [rank for rank in self.ranks if rank != self.rank]
         pause = 0.0005
         while True:
@@ -200,7 +211,7 @@ class PrivateGroup:
             if proposal and not verdict:
                 verdict = store.compare_set("verdict", "", proposal).decode()
             if verdict == _MET:
-                return {rank: store.get(f"member/{rank}").decode() for rank in self.ranks}
+                return {rank: tuple(json.loads(store.get(f"member/{rank}"))) for rank in self.ranks}
             if verdict:
                 # Who waited sees the failure itself, whoever found it first; who comes later finds a group
                 # that has failed.

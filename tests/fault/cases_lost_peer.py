@@ -27,7 +27,7 @@ MOMENT = os.environ[
     "MOMENT"
 ]  # middle, before (the plan is known), first use (middle, of a new plan), unagreed (before its first use)
 LIMIT = float(os.environ["LIMIT"])  # of the call that meets the fault, seconds
-ROWS = 1 << 20  # times 64 floats: 256 MiB, some tenths of a second over loopback
+ROWS = 1 << 20  # times 64 floats: 256 MiB: a tenth of a second through shared memory, several over loopback
 
 
 def tensor(rows: int) -> torch.Tensor:
@@ -56,7 +56,7 @@ def lost_peer(context) -> dict:
     if context.rank == VICTIM:
         if MOMENT in ("middle", "first use"):
             handle = send(large, LIMIT, async_op=True)
-            time.sleep(0.05 if MOMENT == "middle" else 0.15)  # a first use agrees on the plan before it moves
+            time.sleep(0.02 if MOMENT == "middle" else 0.15)  # a first use agrees on the plan before it moves
             context.store.set("too late", str(handle.is_completed()))
         os.kill(os.getpid(), signal.SIGKILL if FAULT == "killed" else signal.SIGSTOP)
         raise AssertionError("the victim lives on")

@@ -17,8 +17,8 @@ DEATH = (
 SHORT = 4.0  # limit of a call that is to run into it; the others have much longer than they may take
 
 
-def _run(victim: int, fault: str, moment: str, limit: float = 30.0):
-    env = {"VICTIM": str(victim), "FAULT": fault, "MOMENT": moment, "LIMIT": str(limit)}
+def _run(victim: int, fault: str, moment: str, limit: float = 30.0, shm: str = "1"):
+    env = {"VICTIM": str(victim), "FAULT": fault, "MOMENT": moment, "LIMIT": str(limit), "MESHCAST_SHM": shm}
     return run_world(MODULE, 3, limit=150.0, env=env)
 
 
@@ -30,9 +30,20 @@ def test_control() -> None:
 
 
 # Rank 0 is the root, 1 relays, 2 is the leaf of the chain (or 2 relays to 1).
-@pytest.mark.parametrize(("victim", "moment"), [(0, "middle"), (1, "middle"), (2, "middle"), (1, "before")])
-def test_killed(victim: int, moment: str) -> None:
-    world = _run(victim, "killed", moment)
+# Over shared memory both read what rank 0 wrote.
+@pytest.mark.parametrize(
+    ("victim", "moment", "shm"),
+    [
+        (0, "middle", "1"),
+        (1, "middle", "1"),
+        (1, "before", "1"),
+        (0, "middle", "0"),
+        (1, "middle", "0"),
+        (2, "middle", "0"),
+    ],
+)
+def test_killed(victim: int, moment: str, shm: str) -> None:
+    world = _run(victim, "killed", moment, shm=shm)
     survivors = [rank for rank in range(3) if rank != victim]
     world.check("lost_peer", survivors)
     world.check_ends({victim: -signal.SIGKILL})
@@ -44,9 +55,12 @@ def test_killed(victim: int, moment: str) -> None:
         assert value["destroyed"] < 5.0, value
 
 
-@pytest.mark.parametrize(("victim", "moment"), [(0, "middle"), (1, "before"), (0, "first use")])
-def test_frozen(victim: int, moment: str) -> None:
-    _check_deadline(_run(victim, "frozen", moment, SHORT), victim)
+@pytest.mark.parametrize(
+    ("victim", "moment", "shm"),
+    [(0, "middle", "1"), (1, "middle", "1"), (1, "before", "0"), (0, "first use", "0")],
+)
+def test_frozen(victim: int, moment: str, shm: str) -> None:
+    _check_deadline(_run(victim, "frozen", moment, SHORT, shm), victim)
 
 
 def test_killed_before_the_first_use_of_a_plan() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 
 import meshcast
@@ -16,7 +17,10 @@ from torch.distributed.tensor import DTensor
 
 GROUP_TIMEOUT = 30.0
 PER_CASE = 20
-SIZES = [2, 3, 4, 5, 6, 7, 7]  # of the process groups that reshard runs in
+# Set by test_property.py: sizes of the process groups that reshard runs in, and on how many emulated hosts
+# the ranks are (0: all on this one).
+SIZES = [int(size) for size in os.environ["SIZES"].split(",")]
+HOSTS = int(os.environ["HOSTS"])
 
 
 @functools.cache
@@ -78,7 +82,14 @@ def _positive(placement, ndim: int):
     return type(placement)(placement.dim % ndim) if hasattr(placement, "dim") else placement
 
 
+def place(rank: int) -> None:
+    """Chooses this rank's host, before any group meets: its ranks share memory, others use the network."""
+    if HOSTS:
+        os.environ["MESHCAST_HOST_ID"] = f"host {rank % HOSTS}"
+
+
 def one_by_one(context, first: int, size: int) -> None:
+    place(context.rank)
     group_of(size)
     for seed in range(first, first + PER_CASE):
         problem = draw(seed, size)
@@ -89,6 +100,7 @@ def one_by_one(context, first: int, size: int) -> None:
 
 def in_flight(context, first: int, size: int) -> None:
     """Five calls in flight at once, waited for in an order that differs from rank to rank."""
+    place(context.rank)
     group_of(size)
     for begin in range(first, first + PER_CASE, 5):
         calls = [

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <future>
 #include <memory>
 #include <numeric>
 #include <vector>
@@ -10,6 +12,7 @@
 #include "exec/program.h"
 #include "plan/plan.h"
 #include "transport/loopback.h"
+#include "transport/shm_transport.h"
 
 namespace meshcast::testing {
 
@@ -62,17 +65,50 @@ inline Shard shard_of(const Layout& layout, const std::vector<int64_t>& shape, i
   return {};
 }
 
-// All ranks of a plan in one process: an engine each over the loopback transport.
+// Shared memory between these ranks, which are threads of this process; by rank, null for the others.
+inline std::vector<std::shared_ptr<LocalTransport>> connect_local(int world,
+                                                                  const std::vector<int32_t>& ranks) {
+  std::vector<std::unique_ptr<ShmRendezvous>> rendezvous;
+  std::vector<ShmMember> members;
+  for (const int32_t rank : ranks) {
+    rendezvous.push_back(std::make_unique<ShmRendezvous>());
+    members.push_back({rank, rendezvous.back()->address()});
+  }
+  std::vector<std::future<ShmMembership>> meetings;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    meetings.push_back(std::async(std::launch::async, [&, i] {
+      return rendezvous[i]->meet(members, ranks[i], Clock::now() + std::chrono::seconds(20));
+    }));
+  }
+  std::vector<std::shared_ptr<LocalTransport>> out(static_cast<size_t>(world));
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    out[static_cast<size_t>(ranks[i])] = make_shm_transport(meetings[i].get());
+  }
+  return out;
+}
+
+// All ranks of a plan in one process: an engine each over the loopback transport, and over shared memory
+// between the ranks of each host in `hosts`.
 class Cluster {
  public:
-  explicit Cluster(int world, ChannelFailure failure = nullptr) : transports_(make_loopback(world)) {
+  explicit Cluster(int world, ChannelFailure failure = nullptr, std::vector<std::vector<int32_t>> hosts = {})
+      : transports_(make_loopback(world)), hosts_(std::move(hosts)) {
+    std::vector<std::shared_ptr<LocalTransport>> local(static_cast<size_t>(world));
+    for (const auto& host : hosts_) {
+      auto connected = connect_local(world, host);
+      for (const int32_t rank : host) local[static_cast<size_t>(rank)] = connected[static_cast<size_t>(rank)];
+    }
     for (int rank = 0; rank < world; ++rank) {
       group_.push_back(rank);
       engines_.push_back(std::make_unique<Engine>(
           transports_[static_cast<size_t>(rank)],
-          failure ? failure : [this, rank](int, const TransportError& error, const std::shared_ptr<Run>&) {
-            engines_[static_cast<size_t>(rank)]->fail(std::make_exception_ptr(error));
-          }));
+          failure
+              ? failure
+              : [this, rank](
+                    int, const TransportError& error,
+                    const std::shared_ptr<
+                        Run>&) { engines_[static_cast<size_t>(rank)]->fail(std::make_exception_ptr(error)); },
+          local[static_cast<size_t>(rank)]));
     }
   }
 
@@ -86,8 +122,17 @@ class Cluster {
   void kill(int rank) { kill_loopback_rank(transports_.front(), rank); }
   const std::vector<int32_t>& group() const { return group_; }
 
+  // The ranks that share memory with this one.
+  std::vector<int32_t> local(int32_t rank) const {
+    for (const auto& host : hosts_) {
+      if (std::find(host.begin(), host.end(), rank) != host.end()) return host;
+    }
+    return {};
+  }
+
  private:
   std::vector<std::shared_ptr<Transport>> transports_;
+  std::vector<std::vector<int32_t>> hosts_;
   std::vector<int32_t> group_;
   std::vector<std::unique_ptr<Engine>> engines_;
 };
@@ -112,8 +157,9 @@ inline RankRun start_rank(Cluster& cluster, const Plan& plan, int rank, RunLabel
   Buffers buffers;
   buffers.source = {part.source.memory};
   buffers.destination = {part.destination.memory};
-  part.run = cluster.engine(rank).start(std::make_shared<const Program>(project(plan, rank, cluster.group())),
-                                        buffers, std::move(label), Clock::now() + limit);
+  part.run = cluster.engine(rank).start(
+      std::make_shared<const Program>(project(plan, rank, cluster.group(), cluster.local(rank))), buffers,
+      std::move(label), Clock::now() + limit);
   return part;
 }
 

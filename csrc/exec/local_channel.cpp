@@ -1,0 +1,137 @@
+#include "exec/local_channel.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace meshcast {
+namespace {
+
+// Gives the parts of [offset, offset + nbytes) of a message to `visit`: view, offset in it, bytes.
+template <typename Visit>
+void visit_parts(const Run& run, PartRange parts, int64_t offset, int64_t nbytes, const Visit& visit) {
+  for (int32_t i = parts.begin; i < parts.end && nbytes > 0; ++i) {
+    const StridedView view = run.view(run.part(i));
+    const int64_t size = view.nbytes();
+    if (offset < size) {
+      const int64_t here = std::min(nbytes, size - offset);
+      visit(view, offset, here);
+      nbytes -= here;
+      offset = 0;
+    } else {
+      offset -= size;
+    }
+  }
+}
+
+class LocalSend final : public Outgoing {
+ public:
+  LocalSend(std::shared_ptr<Run> run, const SendOp& op, const ChannelFailure& failure)
+      : run_(std::move(run)), op_(op), failure_(failure) {}
+
+  void read(int64_t offset, int64_t nbytes, std::byte* out) override {
+    visit_parts(*run_, op_.parts, offset, nbytes, [&](const StridedView& view, int64_t from, int64_t n) {
+      pack_range(view, from, n, out);
+      out += n;
+    });
+  }
+
+  void finished() override {
+    run_->complete_ops(1, 0);
+    run_->unpin();
+  }
+
+  void failed(int peer, const TransportError& error) override {
+    if (error.cause() != TransportError::Cause::Aborted) failure_(peer, error, run_);
+    run_->unpin();
+  }
+
+ private:
+  const std::shared_ptr<Run> run_;
+  const SendOp& op_;  // of the run's program
+  const ChannelFailure& failure_;
+};
+
+}  // namespace
+
+// One posted receive.
+class LocalInChannel::Receipt final : public Incoming {
+ public:
+  Receipt(LocalInChannel& channel, std::shared_ptr<Run> run, const RecvOp& op)
+      : channel_(channel), run_(std::move(run)), op_(op) {}
+
+  void write(int64_t offset, int64_t nbytes, const std::byte* in) override {
+    visit_parts(*run_, op_.parts, offset, nbytes, [&](const StridedView& view, int64_t from, int64_t n) {
+      unpack_range(in, view, from, n);
+      in += n;
+    });
+  }
+
+  void finished() override { channel_.arrived(run_, op_); }
+
+  void failed(int peer, const TransportError& error) override {
+    // An abort is this engine's own doing.
+    if (error.cause() != TransportError::Cause::Aborted) channel_.failure_(peer, error, run_);
+    run_->unpin();
+  }
+
+ private:
+  LocalInChannel& channel_;
+  const std::shared_ptr<Run> run_;
+  const RecvOp& op_;
+};
+
+LocalInChannel::LocalInChannel(std::shared_ptr<LocalTransport> transport, int peer, Arrived arrived,
+                               ChannelFailure failure)
+    : transport_(std::move(transport)),
+      peer_(peer),
+      arrived_(std::move(arrived)),
+      failure_(std::move(failure)) {}
+
+void LocalInChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const RecvOp*>& ops) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return;
+  for (const RecvOp* op : ops) entries_.push_back({run, op});
+  post_locked();
+}
+
+void LocalInChannel::post_locked() {
+  while (!closed_ && posted_ < kLocalWindow && !entries_.empty()) {
+    Entry next = std::move(entries_.front());
+    entries_.pop_front();
+    ++posted_;
+    next.run->pin();
+    const RecvOp& op = *next.op;
+    const uint64_t key = message_key(next.run->label(), op.index);
+    transport_->recv(peer_, key, op.nbytes, std::make_unique<Receipt>(*this, std::move(next.run), op));
+  }
+}
+
+void LocalInChannel::arrived(const std::shared_ptr<Run>& run, const RecvOp& op) {
+  {
+    const std::lock_guard lock(mutex_);
+    --posted_;
+    post_locked();
+  }
+  arrived_(run, op);
+  run->complete_ops(1, op.nbytes);
+  run->unpin();
+}
+
+void LocalInChannel::close() {
+  const std::lock_guard lock(mutex_);
+  closed_ = true;
+  entries_.clear();
+}
+
+void send_local(LocalTransport& transport, const std::shared_ptr<Run>& run, const SendOp& op,
+                const ChannelFailure& failure) {
+  std::vector<LocalTarget> targets;
+  targets.reserve(op.targets.size());
+  for (const Target& target : op.targets) {
+    targets.push_back({target.peer, message_key(run->label(), target.index)});
+  }
+  run->pin();
+  transport.send(std::move(targets), op.nbytes, std::make_unique<LocalSend>(run, op, failure));
+}
+
+}  // namespace meshcast

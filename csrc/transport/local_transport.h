@@ -1,0 +1,64 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace meshcast {
+
+// A message to be sent, read where it lies. Offsets count in its packed form, so that memory with gaps needs
+// no staging: the transport copies anyway.
+class Outgoing {
+ public:
+  virtual ~Outgoing() = default;
+  virtual void read(int64_t offset, int64_t nbytes, std::byte* out) = 0;
+  // One of the two, once; afterwards the transport does not touch the memory. Neither may block.
+  virtual void finished() = 0;
+  virtual void failed(int peer, const TransportError& error) = 0;
+};
+
+// A message to be received, written where it belongs, in any order of offsets, each byte once.
+class Incoming {
+ public:
+  virtual ~Incoming() = default;
+  virtual void write(int64_t offset, int64_t nbytes, const std::byte* in) = 0;
+  virtual void finished() = 0;
+  virtual void failed(int peer, const TransportError& error) = 0;
+};
+
+// A receiver of a message and the key that the two of them match it by.
+struct LocalTarget {
+  int peer = -1;  // group-local rank
+  uint64_t key = 0;
+};
+
+// Moves bytes between the ranks of one host. It differs from Transport in three ways, each of which saves a
+// copy or a thread: a message has any number of receivers (it is copied in once and all of them read it),
+// it may lie scattered in memory at either end, and its end is told instead of waited for.
+//
+// Sends are rendezvous: nothing is copied in before every receiver has posted, and what is posted is drained
+// without asking anybody. So no message, however late its receiver, can hold up another.
+class LocalTransport {
+ public:
+  virtual ~LocalTransport() = default;
+
+  // Never block, never call failed() before they return. Small messages may be finished() at once.
+  virtual void send(std::vector<LocalTarget> targets, int64_t nbytes, std::unique_ptr<Outgoing> message) = 0;
+  virtual void recv(int peer, uint64_t key, int64_t nbytes, std::unique_ptr<Incoming> message) = 0;
+
+  // Looks whether peers have gone; messages with those that have fail with Cause::Closed, except what they
+  // had sent before. To be called now and then while messages are in flight: nothing else watches the peers.
+  virtual void check_peers() = 0;
+
+  // Ends all messages, now and later, with Cause::Aborted, and lets the peers see it. Any thread, idempotent;
+  // does not wait.
+  virtual void abort() noexcept = 0;
+
+  // abort(), then joins the threads. Not from one of them.
+  virtual void shutdown() = 0;
+};
+
+}  // namespace meshcast

@@ -1,0 +1,241 @@
+#include "transport/shm_link.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include <poll.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+namespace meshcast {
+namespace {
+
+constexpr uint32_t kHelloMagic = 0x6d636831;
+constexpr int kBacklog = static_cast<int>(kMaxLocalRanks);
+
+// First and only message on a link, in either direction; the sender's memory travels with it.
+struct Hello {
+  uint32_t magic = kHelloMagic;
+  int32_t from = -1;
+  int32_t to = -1;
+  char address[64] = {};  // of the rank that was connected to: a stray process does not know it
+};
+
+class Descriptor {
+ public:
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Descriptor() {
+    if (fd_ >= 0) close(fd_);
+  }
+  int get() const { return fd_; }
+  int release() { return std::exchange(fd_, -1); }
+
+ private:
+  int fd_;
+};
+
+[[noreturn]] void fail(const std::string& what) {
+  throw std::runtime_error(what + ": " + std::strerror(errno));
+}
+
+std::string random_name() {
+  uint8_t bytes[16];
+  if (getrandom(bytes, sizeof bytes, 0) != sizeof bytes) fail("getrandom");
+  std::string out = "meshcast-";
+  for (const uint8_t byte : bytes) {
+    out += "0123456789abcdef"[byte >> 4];
+    out += "0123456789abcdef"[byte & 15];
+  }
+  return out;
+}
+
+socklen_t abstract_address(const std::string& name, sockaddr_un* out) {
+  *out = {};
+  out->sun_family = AF_UNIX;
+  if (name.empty() || name.size() >= sizeof(Hello::address)) throw std::runtime_error("bad address of a peer");
+  // The leading zero byte is what makes the name abstract.
+  std::memcpy(out->sun_path + 1, name.data(), name.size());
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+}
+
+void wait_readable(int fd, TimePoint deadline, const char* what) {
+  for (;;) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    if (left <= 0) throw std::runtime_error(std::string("timed out while ") + what);
+    pollfd entry{fd, POLLIN, 0};
+    const int ready = poll(&entry, 1, static_cast<int>(std::min<int64_t>(left, 60000)));
+    if (ready > 0) return;
+    if (ready < 0 && errno != EINTR) fail("poll");
+  }
+}
+
+ucred credentials(int socket) {
+  ucred peer{};
+  socklen_t size = sizeof peer;
+  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) fail("SO_PEERCRED");
+  return peer;
+}
+
+void check_user(int socket) {
+  if (credentials(socket).uid != geteuid())
+    throw std::runtime_error("a peer's process belongs to another user");
+}
+
+void send_hello(int socket, const Hello& hello, int memory) {
+  iovec data{const_cast<Hello*>(&hello), sizeof hello};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  cmsghdr* header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof(int));
+  std::memcpy(CMSG_DATA(header), &memory, sizeof(int));
+  if (sendmsg(socket, &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof hello))
+    fail("passing shared memory");
+}
+
+// Returns the memory that came along.
+Descriptor receive_hello(int socket, Hello* hello, TimePoint deadline) {
+  wait_readable(socket, deadline, "waiting for a peer's shared memory");
+  iovec data{hello, sizeof *hello};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  const ssize_t got = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  Descriptor memory(-1);
+  for (cmsghdr* h = CMSG_FIRSTHDR(&message); h; h = CMSG_NXTHDR(&message, h)) {
+    if (h->cmsg_level != SOL_SOCKET || h->cmsg_type != SCM_RIGHTS) continue;
+    int fd = -1;
+    std::memcpy(&fd, CMSG_DATA(h), sizeof fd);
+    memory = Descriptor(fd);
+  }
+  if (got != static_cast<ssize_t>(sizeof *hello) || hello->magic != kHelloMagic || memory.get() < 0) {
+    throw std::runtime_error("a peer closed its connection or does not speak this protocol");
+  }
+  hello->address[sizeof hello->address - 1] = 0;
+  return memory;
+}
+
+Hello make_hello(int from, int to, const std::string& listener) {
+  Hello hello;
+  hello.from = from;
+  hello.to = to;
+  std::memcpy(hello.address, listener.data(), listener.size());
+  return hello;
+}
+
+}  // namespace
+
+ShmLink::ShmLink(int rank, int socket, std::unique_ptr<ShmRegion> region)
+    : rank_(rank),
+      socket_(socket),
+      process_(static_cast<int>(syscall(SYS_pidfd_open, credentials(socket).pid, 0))),
+      region_(std::move(region)) {}
+
+ShmLink::~ShmLink() {
+  hang_up();
+  close(socket_);
+  if (process_ >= 0) close(process_);
+}
+
+bool ShmLink::gone() const {
+  // Nothing is sent on a link after the hello: whatever there is to read is its end.
+  pollfd entries[] = {{socket_, POLLIN | POLLRDHUP, 0}, {process_, POLLIN, 0}};
+  return poll(entries, 2, 0) > 0;
+}
+
+void ShmLink::hang_up() const { ::shutdown(socket_, SHUT_RDWR); }
+
+ShmRendezvous::ShmRendezvous() : address_(random_name()) {
+  Descriptor listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (listener.get() < 0) fail("socket");
+  sockaddr_un address;
+  const socklen_t size = abstract_address(address_, &address);
+  if (bind(listener.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) fail("bind");
+  if (listen(listener.get(), kBacklog) != 0) fail("listen");
+  listener_ = listener.release();
+}
+
+ShmRendezvous::~ShmRendezvous() { close(listener_); }
+
+ShmMembership ShmRendezvous::meet(const std::vector<ShmMember>& members, int rank, TimePoint deadline) {
+  const auto count = static_cast<uint32_t>(members.size());
+  if (count > kMaxLocalRanks) {
+    throw std::runtime_error(std::to_string(count) + " ranks of one host; shared memory serves at most " +
+                             std::to_string(kMaxLocalRanks));
+  }
+  const auto mine = std::find_if(members.begin(), members.end(), [&](const auto& m) { return m.rank == rank; });
+  if (mine == members.end()) throw std::runtime_error("this rank is not among the ranks of its host");
+  const auto my_index = static_cast<uint32_t>(mine - members.begin());
+
+  ShmMembership out;
+  out.rank = rank;
+  out.own = ShmRegion::create(count - 1);
+  // A link exists once for each pair: to a lower rank this one connects, from a higher one it accepts. What a
+  // rank does first depends on nobody, so no cycle of ranks can wait for each other.
+  std::vector<Descriptor> sockets;
+  for (const ShmMember& member : members) {
+    if (member.rank >= rank) break;
+    Descriptor link(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    if (link.get() < 0) fail("socket");
+    sockaddr_un address;
+    const socklen_t size = abstract_address(member.address, &address);
+    if (connect(link.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
+      fail("connecting to rank " + std::to_string(member.rank) + " on this host");
+    }
+    check_user(link.get());
+    send_hello(link.get(), make_hello(rank, member.rank, member.address), out.own->fd());
+    sockets.push_back(std::move(link));
+  }
+  std::vector<std::unique_ptr<ShmLink>> higher;
+  while (higher.size() < count - 1 - my_index) {
+    wait_readable(listener_, deadline, "waiting for the other ranks of this host");
+    Descriptor link(accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC));
+    if (link.get() < 0) fail("accept");
+    check_user(link.get());
+    Hello hello;
+    const Descriptor memory = receive_hello(link.get(), &hello, deadline);
+    if (hello.to != rank || address_ != hello.address) throw std::runtime_error("a stray process called");
+    send_hello(link.get(), make_hello(rank, hello.from, address_), out.own->fd());
+    higher.push_back(
+        std::make_unique<ShmLink>(hello.from, link.release(), ShmRegion::open(memory.get(), count - 1)));
+  }
+  for (size_t i = 0; i < sockets.size(); ++i) {
+    Hello hello;
+    const Descriptor memory = receive_hello(sockets[i].get(), &hello, deadline);
+    if (hello.from != members[i].rank || hello.to != rank) throw std::runtime_error("a stray process answered");
+    out.links.push_back(
+        std::make_unique<ShmLink>(hello.from, sockets[i].release(), ShmRegion::open(memory.get(), count - 1)));
+  }
+  std::sort(higher.begin(), higher.end(), [](const auto& a, const auto& b) { return a->rank() < b->rank(); });
+  for (size_t i = 0; i < higher.size(); ++i) {
+    if (higher[i]->rank() != members[my_index + 1 + i].rank) throw std::runtime_error("a stray process called");
+    out.links.push_back(std::move(higher[i]));
+  }
+  // A region has a mailbox for everybody but its owner: ranks above the owner move down by one.
+  for (uint32_t i = 0; i < count; ++i) {
+    if (i != my_index) out.mailbox.push_back(my_index < i ? my_index : my_index - 1);
+  }
+  out.own->close_fd();
+  return out;
+}
+
+}  // namespace meshcast

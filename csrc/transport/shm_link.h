@@ -1,0 +1,69 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/shm_region.h"
+#include "transport/transport.h"
+
+namespace meshcast {
+
+// A rank of this host: its number in the group and where its ShmRendezvous listens.
+struct ShmMember {
+  int rank = -1;
+  std::string address;
+};
+
+// Connection to a peer on this host: its memory, and two descriptors that tell when it has gone: a socket, for
+// a peer that closes its group, and a process descriptor, since a process forked by the peer may hold the
+// socket open after the peer has died.
+class ShmLink {
+ public:
+  ShmLink(int rank, int socket, std::unique_ptr<ShmRegion> region);
+  ~ShmLink();
+  ShmLink(const ShmLink&) = delete;
+  ShmLink& operator=(const ShmLink&) = delete;
+
+  int rank() const { return rank_; }
+  ShmRegion& region() { return *region_; }
+  bool gone() const;     // does not block
+  void hang_up() const;  // the peer sees gone(); any thread
+
+ private:
+  int rank_;
+  int socket_;
+  int process_;  // -1 where the peer's process is not visible from here
+  std::unique_ptr<ShmRegion> region_;
+};
+
+// What a rank's own memory and links come to. `own` has one mailbox for each link, by index.
+struct ShmMembership {
+  int rank = -1;
+  std::unique_ptr<ShmRegion> own;
+  std::vector<std::unique_ptr<ShmLink>> links;  // in ascending order of rank
+  std::vector<uint32_t> mailbox;                // of this rank in links[i]->region()
+};
+
+// How the ranks of a host exchange their memory: each listens on a unix socket with an unguessable abstract
+// name, which has no file that could be left behind. Only processes of the same user are let in.
+class ShmRendezvous {
+ public:
+  ShmRendezvous();  // throws std::runtime_error
+  ~ShmRendezvous();
+  ShmRendezvous(const ShmRendezvous&) = delete;
+  ShmRendezvous& operator=(const ShmRendezvous&) = delete;
+
+  const std::string& address() const { return address_; }
+
+  // Connects this rank with all others of `members` (which holds this rank too and ascends); every member must
+  // call. Throws std::runtime_error with the reason, and no later than `deadline`. To be called once.
+  ShmMembership meet(const std::vector<ShmMember>& members, int rank, TimePoint deadline);
+
+ private:
+  std::string address_;
+  int listener_ = -1;
+};
+
+}  // namespace meshcast

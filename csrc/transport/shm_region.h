@@ -1,0 +1,121 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "transport/shm_bell.h"
+
+namespace meshcast {
+
+inline constexpr uint32_t kMaxSlots = 32;
+inline constexpr uint32_t kMaxLocalRanks = 64;
+
+// A piece of a message in a slot, as the sender tells each of its receivers.
+struct Fragment {
+  uint64_t key = 0;
+  int64_t offset = 0;
+  uint32_t slot = 0;
+  uint32_t nbytes = 0;
+};
+
+// A receive that has been posted, as the receiver tells the sender.
+struct Post {
+  uint64_t key = 0;
+  int64_t nbytes = 0;
+};
+
+// One producer, one consumer, in shared memory. What a peer writes is data, never trusted as an index.
+template <typename T, uint32_t kCapacity>
+class ShmQueue {
+ public:
+  bool full() const { return tail_.load() - head_.load() >= kCapacity; }
+  bool empty() const { return tail_.load() == head_.load(); }
+
+  void push(const T& item) {  // not when full
+    const uint64_t tail = tail_.load(std::memory_order_relaxed);
+    items_[tail % kCapacity] = item;
+    tail_.store(tail + 1);  // sequentially consistent: see Bell
+  }
+
+  bool pop(T* item) {
+    const uint64_t head = head_.load(std::memory_order_relaxed);
+    if (tail_.load(std::memory_order_acquire) == head) return false;
+    *item = items_[head % kCapacity];
+    head_.store(head + 1);
+    return true;
+  }
+
+ private:
+  alignas(64) std::atomic<uint64_t> head_{0};
+  alignas(64) std::atomic<uint64_t> tail_{0};
+  std::array<T, kCapacity> items_{};
+};
+
+// What one rank shares: the slots that its messages pass through, and for each receiver a queue in either
+// direction. A fragment occupies a slot, so fragments of one receiver never outnumber the slots.
+struct ShmHeader {
+  struct Mailbox {
+    ShmQueue<Fragment, kMaxSlots> fragments;  // owner -> receiver
+    ShmQueue<Post, 128> posts;                // receiver -> owner
+  };
+
+  uint64_t magic = 0;
+  uint32_t slots = 0;
+  uint32_t slot_bytes = 0;
+  uint32_t members = 0;
+  Bell sender_bell;    // wakes the owner's sending thread
+  Bell receiver_bell;  // wakes the owner's receiving thread
+  // Slots freed since the beginning, and the count at which the owner wants to hear of it.
+  alignas(64) std::atomic<uint64_t> freed{0};
+  std::atomic<uint64_t> wake_at{UINT64_MAX};
+  struct alignas(64) Readers {
+    std::atomic<uint32_t> left{0};  // receivers that have not yet copied this slot out
+  };
+  std::array<Readers, kMaxSlots> readers;
+};
+
+// Memory that has no name: a sealed memfd, mapped. Nothing of it is left once the processes that map it are
+// gone, however they went.
+class ShmRegion {
+ public:
+  // Reserves all of it at once, so that want of memory shows here and not as a signal later. `members`: ranks
+  // that will read it. Takes its size out of the process's budget; throws std::runtime_error with the reason.
+  static std::unique_ptr<ShmRegion> create(uint32_t members);
+
+  // Maps a peer's region. Checks everything that it will rely on. Does not close `fd`.
+  static std::unique_ptr<ShmRegion> open(int fd, uint32_t members);
+
+  ~ShmRegion();
+  ShmRegion(const ShmRegion&) = delete;
+  ShmRegion& operator=(const ShmRegion&) = delete;
+
+  int fd() const { return fd_; }  // of a created region, until close_fd()
+  void close_fd();
+
+  ShmHeader& header() { return *static_cast<ShmHeader*>(base_); }
+  ShmHeader::Mailbox& mailbox(uint32_t member);
+  std::byte* slot(uint32_t index);
+  uint32_t slots() const { return slots_; }
+  uint32_t slot_bytes() const { return slot_bytes_; }
+
+ private:
+  ShmRegion() = default;
+  void map(int fd, size_t nbytes);
+
+  void* base_ = nullptr;
+  size_t nbytes_ = 0;
+  int64_t budget_ = 0;  // what it took
+  int fd_ = -1;
+  // Copies of what the header said when it was checked: a peer cannot change them under us.
+  uint32_t slots_ = 0;
+  uint32_t slot_bytes_ = 0;
+  uint32_t members_ = 0;
+};
+
+// Bytes of slots that the regions of this process may have together. Counts for regions made afterwards.
+void set_shm_budget(int64_t nbytes);
+
+}  // namespace meshcast
