@@ -43,7 +43,7 @@ py::dict stats_of(const c10::intrusive_ptr<c10d::Work>& work) {
 // A rank's way to the memory of the other ranks of its host: an address to publish, then the meeting.
 class SharedMemory {
  public:
-  SharedMemory() try : rendezvous_(std::make_unique<ShmRendezvous>()) {
+  explicit SharedMemory(uint32_t ranks) try : rendezvous_(std::make_unique<ShmRendezvous>(ranks)) {
   } catch (const std::exception& error) {
     throw Error(ErrorKind::Generic, error.what());
   }
@@ -92,7 +92,7 @@ void bind_runtime(py::module_& m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
 
   py::class_<SharedMemory>(m, "SharedMemory")
-      .def(py::init<>())
+      .def(py::init<uint32_t>(), py::arg("ranks"))
       .def_property_readonly("address", &SharedMemory::address)
       .def("meet", &SharedMemory::meet, py::arg("group"), py::arg("members"), py::arg("rank"),
            py::arg("timeout"), NoGil())

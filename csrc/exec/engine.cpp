@@ -37,10 +37,12 @@ std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffe
   }
 
   std::vector<OutChannel*> to_pump;
+  std::shared_ptr<LocalTransport> local;
   {
     // Held throughout, so that all channels of a lane see the runs in the same order.
     const std::lock_guard lock(mutex_);
     if (error_) std::rethrow_exception(error_);
+    local = local_;
     runs_.erase(std::remove_if(runs_.begin(), runs_.end(), [](const auto& w) { return w.expired(); }),
                 runs_.end());
     runs_.push_back(run);
@@ -57,7 +59,7 @@ std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffe
   }
   for (OutChannel* channel : to_pump) channel->pump();
   for (const SendOp& op : program->sends) {
-    if (op.local && !op.forward) send_local(*local_, run, op, failure_);
+    if (op.local && !op.forward) send_local(*local, run, op, failure_);
   }
 
   if (!program->copies.empty()) {
@@ -128,6 +130,7 @@ void Engine::copy_loop() {
 
 void Engine::fail(std::exception_ptr error) {
   std::vector<std::shared_ptr<Run>> runs;
+  std::shared_ptr<LocalTransport> local;
   {
     const std::lock_guard lock(mutex_);
     if (!error_) error_ = std::move(error);
@@ -138,8 +141,9 @@ void Engine::fail(std::exception_ptr error) {
     for (auto& [key, channel] : out_) channel->close();
     for (auto& [key, channel] : local_in_) channel->close();
     error = error_;
+    local = local_;
   }
-  if (local_) local_->abort();
+  if (local) local->abort();
   // Without the lock: a run that ends calls back into its users.
   for (const auto& run : runs) run->fail(error);
 }
@@ -160,7 +164,12 @@ std::vector<std::shared_ptr<Run>> Engine::in_flight() {
 }
 
 void Engine::check_local_peers() {
-  if (local_) local_->check_peers();
+  std::shared_ptr<LocalTransport> local;
+  {
+    const std::lock_guard lock(mutex_);
+    local = local_;
+  }
+  if (local) local->check_peers();
 }
 
 void Engine::shutdown(std::exception_ptr error) {
@@ -181,10 +190,12 @@ void Engine::shutdown(std::exception_ptr error) {
   for (auto& [key, channel] : in_) channel->join();
   for (auto& [key, channel] : out_) channel->join();
   if (local_) local_->shutdown();
+  std::shared_ptr<LocalTransport> local;
   const std::lock_guard lock(mutex_);
   in_.clear();
   out_.clear();
   local_in_.clear();
+  local = std::move(local_);
 }
 
 }  // namespace meshcast

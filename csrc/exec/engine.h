@@ -57,9 +57,9 @@ class Engine {
 
   const std::shared_ptr<Transport> transport_;
   const ChannelFailure failure_;
-  const std::shared_ptr<LocalTransport> local_;
 
   mutable std::mutex mutex_;
+  std::shared_ptr<LocalTransport> local_;  // dropped by shutdown(), since it holds memory
   std::map<ChannelKey, std::unique_ptr<InChannel>> in_;
   std::map<ChannelKey, std::unique_ptr<OutChannel>> out_;
   std::map<ChannelKey, std::unique_ptr<LocalInChannel>> local_in_;

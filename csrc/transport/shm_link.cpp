@@ -164,7 +164,8 @@ bool ShmLink::gone() const {
 
 void ShmLink::hang_up() const { ::shutdown(socket_, SHUT_RDWR); }
 
-ShmRendezvous::ShmRendezvous() : address_(random_name()) {
+ShmRendezvous::ShmRendezvous(uint32_t ranks)
+    : address_(random_name()), own_(ShmRegion::create(std::min(ranks, kMaxLocalRanks) - 1)) {
   Descriptor listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   if (listener.get() < 0) fail("socket");
   sockaddr_un address;
@@ -188,7 +189,7 @@ ShmMembership ShmRendezvous::meet(const std::vector<ShmMember>& members, int ran
 
   ShmMembership out;
   out.rank = rank;
-  out.own = ShmRegion::create(count - 1);
+  out.own = std::move(own_);
   // A link exists once for each pair: to a lower rank this one connects, from a higher one it accepts. What a
   // rank does first depends on nobody, so no cycle of ranks can wait for each other.
   std::vector<Descriptor> sockets;

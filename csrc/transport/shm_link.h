@@ -38,7 +38,7 @@ class ShmLink {
   std::unique_ptr<ShmRegion> region_;
 };
 
-// What a rank's own memory and links come to. `own` has one mailbox for each link, by index.
+// What a rank's own memory and links come to. `own` has a mailbox for each link, by index.
 struct ShmMembership {
   int rank = -1;
   std::unique_ptr<ShmRegion> own;
@@ -50,7 +50,9 @@ struct ShmMembership {
 // name, which has no file that could be left behind. Only processes of the same user are let in.
 class ShmRendezvous {
  public:
-  ShmRendezvous();  // throws std::runtime_error
+  // Makes this rank's own memory, for at most `ranks` ranks: what can be refused is refused before anybody is
+  // told to come. Throws std::runtime_error.
+  explicit ShmRendezvous(uint32_t ranks);
   ~ShmRendezvous();
   ShmRendezvous(const ShmRendezvous&) = delete;
   ShmRendezvous& operator=(const ShmRendezvous&) = delete;
@@ -63,6 +65,7 @@ class ShmRendezvous {
 
  private:
   std::string address_;
+  std::unique_ptr<ShmRegion> own_;
   int listener_ = -1;
 };
 

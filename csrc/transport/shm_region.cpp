@@ -90,15 +90,16 @@ std::unique_ptr<ShmRegion> ShmRegion::open(int fd, uint32_t members) {
   if (fstat(fd, &status) != 0) fail("shared memory of a peer");
   if ((fcntl(fd, F_GET_SEALS) & kSeals) != kSeals) throw std::runtime_error("a peer's memory is not sealed");
   const auto nbytes = static_cast<size_t>(status.st_size);
-  if (nbytes < control_bytes(members)) throw std::runtime_error("a peer's shared memory is too small");
+  if (nbytes < sizeof(ShmHeader)) throw std::runtime_error("a peer's shared memory is too small");
   std::unique_ptr<ShmRegion> region(new ShmRegion);
   region->map(fd, nbytes);
   const ShmHeader& header = region->header();
   region->slots_ = header.slots;
   region->slot_bytes_ = header.slot_bytes;
   region->members_ = header.members;
-  const bool fits = header.magic == kMagic && region->members_ == members && region->slots_ <= kMaxSlots &&
-                    control_bytes(members) + size_t{region->slots_} * region->slot_bytes_ <= nbytes;
+  const bool fits = header.magic == kMagic && region->members_ >= members &&
+                    region->members_ < kMaxLocalRanks && region->slots_ <= kMaxSlots &&
+                    control_bytes(region->members_) + size_t{region->slots_} * region->slot_bytes_ <= nbytes;
   if (!fits)
     throw std::runtime_error("a peer's shared memory has another form; is its meshcast another version?");
   return region;

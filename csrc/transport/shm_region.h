@@ -85,7 +85,8 @@ class ShmRegion {
   // that will read it. Takes its size out of the process's budget; throws std::runtime_error with the reason.
   static std::unique_ptr<ShmRegion> create(uint32_t members);
 
-  // Maps a peer's region. Checks everything that it will rely on. Does not close `fd`.
+  // Maps a peer's region, which has to serve `members` ranks at least. Checks everything that it will rely on.
+  // Does not close `fd`.
   static std::unique_ptr<ShmRegion> open(int fd, uint32_t members);
 
   ~ShmRegion();

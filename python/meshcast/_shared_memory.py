@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalMemory"]
 
-_MEET_LIMIT = 10.0  # seconds; every member is in this call already
+_MEET_LIMIT = 5.0  # seconds; every member is in this call already
 _POLL_PAUSE = 0.001  # seconds between two looks at the store
 
 _warned: set[str] = set()  # reasons told so far: one warning for each
@@ -29,7 +29,8 @@ _warned: set[str] = set()  # reasons told so far: one warning for each
 class LocalMemory:
     """One rank's part. Publish `offer`, then meet() the ranks of this host, then settle() with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
+        """ranks: of the private group."""
         self._core: _C.SharedMemory | None = None
         self._ranks: tuple[int, ...] = ()
         self._outcome = ""  # what this rank posts: empty if it succeeded
@@ -38,7 +39,7 @@ class LocalMemory:
             return
         _C.SharedMemory.set_budget(_budget() << 20)
         try:
-            self._core = _C.SharedMemory()
+            self._core = _C.SharedMemory(ranks)
             self.offer = f"at {self._core.address}"
         except MeshcastError as error:
             self.offer = f"no {error}"

@@ -142,7 +142,7 @@ class PrivateGroup:
         try:
             arrivals = int(self._store.add(f"{self.name}/arrivals", 1))
             store: Any = dist.PrefixStore(f"{self.name}/{(arrivals - 1) // len(self.ranks)}", self._store)
-            memory = LocalMemory()
+            memory = LocalMemory(len(self.ranks))
             members = self._gather(store, deadline, memory.offer)
             hosts = {rank: host for rank, (host, _) in members.items()}
             self.topology = Topology.from_hosts(hosts)

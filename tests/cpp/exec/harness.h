@@ -71,7 +71,7 @@ inline std::vector<std::shared_ptr<LocalTransport>> connect_local(int world,
   std::vector<std::unique_ptr<ShmRendezvous>> rendezvous;
   std::vector<ShmMember> members;
   for (const int32_t rank : ranks) {
-    rendezvous.push_back(std::make_unique<ShmRendezvous>());
+    rendezvous.push_back(std::make_unique<ShmRendezvous>(static_cast<uint32_t>(world)));
     members.push_back({rank, rendezvous.back()->address()});
   }
   std::vector<std::future<ShmMembership>> meetings;

@@ -182,9 +182,9 @@ TEST_CASE("shared memory: the budget bounds what a process maps", "[exec][shm]")
 }
 
 TEST_CASE("shared memory: a rendezvous that nobody comes to ends at its deadline", "[exec][shm]") {
-  ShmRendezvous lower;
+  ShmRendezvous lower(2);
   const auto limit = Clock::now() + milliseconds(50);
   CHECK_THROWS_AS(lower.meet({{0, lower.address()}, {1, "meshcast-nobody"}}, 0, limit), std::runtime_error);
-  ShmRendezvous upper;
+  ShmRendezvous upper(2);
   CHECK_THROWS_AS(upper.meet({{0, "meshcast-nobody"}, {1, upper.address()}}, 1, limit), std::runtime_error);
 }

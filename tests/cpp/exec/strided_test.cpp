@@ -77,6 +77,16 @@ TEST_CASE("pack, unpack and copy move exactly the elements of the box", "[exec][
     pack(from.view, packed.data());
     REQUIRE(packed == expected);
 
+    // Cut anywhere, inside elements too, the pieces make up the whole.
+    std::vector<int64_t> cuts{0, static_cast<int64_t>(expected.size())};
+    for (int i = 0; i < 3; ++i) cuts.push_back(static_cast<int64_t>(rng() % (expected.size() + 1)));
+    std::sort(cuts.begin(), cuts.end());
+    std::vector<std::byte> pieces(expected.size());
+    for (size_t i = 1; i < cuts.size(); ++i) {
+      pack_range(from.view, cuts[i - 1], cuts[i] - cuts[i - 1], pieces.data() + cuts[i - 1]);
+    }
+    REQUIRE(pieces == expected);
+
     // Everything outside the box must stay as it was.
     std::vector<std::byte> image = to.memory;
     if (!expected.empty()) {
@@ -93,7 +103,14 @@ TEST_CASE("pack, unpack and copy move exactly the elements of the box", "[exec][
 
     to.memory.swap(untouched);
     to.view.data = to.memory.data() + (to.view.data - untouched.data());
+    const std::vector<std::byte> blank = to.memory;
     copy(from.view, to.view);
+    REQUIRE(to.memory == image);
+
+    std::copy(blank.begin(), blank.end(), to.memory.begin());
+    for (size_t i = 1; i < cuts.size(); ++i) {
+      unpack_range(expected.data() + cuts[i - 1], to.view, cuts[i - 1], cuts[i] - cuts[i - 1]);
+    }
     REQUIRE(to.memory == image);
   }
 }

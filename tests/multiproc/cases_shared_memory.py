@@ -1,0 +1,143 @@
+"""When ranks of one host share memory, when not and what is said then; and that they leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import meshcast
+import pytest
+import torch
+import torch.distributed as dist
+from meshcast import Layout, MeshcastError
+from torch.distributed.tensor import Replicate, Shard
+
+GROUP_TIMEOUT = 60.0
+LEAVE_UP = True  # the last case ends the process group itself
+ROWS = 300
+
+
+def regions() -> int:
+    """Memories that this process maps, its own and those of its peers."""
+    return Path("/proc/self/maps").read_text().count("memfd:meshcast")
+
+
+def move(rank: int, ranks: list[int], rows: int = ROWS) -> None:
+    """From the first rank to all others, by columns, so that no box is contiguous; checks every element."""
+    full = torch.arange(rows * 7, dtype=torch.int32).reshape(rows, 7)
+    others = ranks[1:]
+    layouts = Layout([ranks[0]], [Replicate()]), Layout(others, [Shard(1)])
+    if rank not in ranks:
+        return
+    out = meshcast.reshard_local(
+        full if rank == ranks[0] else None, layouts[0], None, layouts[1], shape=full.shape, dtype=torch.int32
+    )
+    if rank in others:
+        assert out is not None
+        part = dict(enumerate(torch.chunk(full, len(others), dim=1))).get(others.index(rank), full[:, :0])
+        assert torch.equal(out, part)
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def told(rank: int, ranks: list[int]) -> list[str]:
+    """What a first transfer between these ranks warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        move(rank, ranks)
+    return [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
+
+
+def nothing_grows(context) -> None:
+    """200 transfers of all sizes: no descriptor, mapping or thread is added."""
+    ranks = list(range(context.world))
+    for rows in (1, 7, ROWS, 50_000):
+        move(context.rank, ranks, rows)
+    assert regions() == context.world, "the ranks of one host must share memory"
+
+    def census() -> tuple[int, int, int]:
+        return regions(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    before = census()
+    for i in range(200):
+        move(context.rank, ranks, (1, 7, ROWS, 50_000)[i % 4])
+    assert census() == before
+
+
+def one_rank_has_it_off(context) -> None:
+    before = regions()
+    with environment(MESHCAST_SHM="0" if context.rank == 1 else "1"):
+        said = told(context.rank, [0, 1, 2])
+    assert regions() == before
+    if context.rank in (0, 1, 2):
+        assert len(said) == 1
+        assert "rank 1: MESHCAST_SHM is 0" in said[0]
+
+
+def all_have_it_off(context) -> None:
+    before = regions()
+    with environment(MESHCAST_SHM="0"):
+        assert told(context.rank, [0, 2]) == []
+    assert regions() == before
+
+
+def one_rank_has_no_room(context) -> None:
+    before = regions()
+    with environment(MESHCAST_SHM_MB="1" if context.rank == 2 else "64"):
+        said = told(context.rank, [2, 3, 1])
+    assert regions() == before
+    if context.rank in (1, 2, 3):
+        assert len(said) == 1
+        assert "(1 MiB) is used up" in said[0]
+        assert "rank 2" in said[0]
+
+
+def other_hosts(context) -> None:
+    """Ranks 0 and 1 on one host, 2 and 3 on another."""
+    before = regions()
+    with environment(MESHCAST_HOST_ID=f"host {context.rank // 2}"):
+        assert told(context.rank, [3, 0, 1]) == []
+    assert regions() - before == (2 if context.rank in (0, 1) else 0)
+
+
+def bad_values(context) -> None:
+    for name, value in (("MESHCAST_SHM", "yes"), ("MESHCAST_SHM_MB", "0"), ("MESHCAST_SHM_MB", "1.5")):
+        # A group that failed to come up stays failed: each try needs another one.
+        group = dist.new_group([0, 1, 2, 3])
+        src, dst = Layout([0, 1], [Shard(0)]), Layout([2, 3], [Shard(0)])
+        mine = torch.zeros(2) if context.rank < 2 else None
+        with environment(**{name: value}), pytest.raises(MeshcastError, match=name):
+            meshcast.reshard_local(mine, src, None, dst, shape=(4,), dtype=torch.float32, group=group)
+
+
+def destroying_unmaps(context) -> None:
+    assert regions() > 0
+    context.wait_for_all("done")
+    dist.destroy_process_group()
+    assert regions() == 0
+
+
+CASES = [
+    nothing_grows,
+    one_rank_has_it_off,
+    all_have_it_off,
+    one_rank_has_no_room,
+    other_hosts,
+    bad_values,
+    destroying_unmaps,
+]
