@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from meshcast import Topology
+from meshcast.bench.cases import CASES, RANKS_PER_HOST, find
+from meshcast.bench.methods import METHODS
+from meshcast.bench.report import calibration_text, problems, row, table
 
-from .cases import CASES, RANKS_PER_HOST, find
 from .cluster import Cluster, ClusterError, run_ranks
-from .methods import METHODS
 from .peers.mpi import NOT_MEASURED, PEERS, MpiPeer
-from .report import problems, row, table
 
 ROOT = Path(__file__).resolve().parent.parent
 _LIMIT = 3600.0  # seconds for all cases
@@ -38,6 +38,7 @@ def header(args: argparse.Namespace) -> dict[str, Any]:
         "kernel": platform.release(),
         "torch": torch.__version__,
         "link_mbit": args.mbit,
+        "nics": args.nics,
         "ranks_per_host": RANKS_PER_HOST,
         "repeats": args.repeats,
     }
@@ -63,14 +64,29 @@ def parse() -> argparse.Namespace:
     )  # fmt: skip
     known = [*METHODS, *(peer.name for peer in PEERS)]
     parser.add_argument("--methods", type=names(known, "method"), default=known, help="columns of the table")
-    parser.add_argument("--mbit", type=float, default=250, help="rate of each host's link, Mbit/s each way")
+    parser.add_argument(
+        "--mbit", type=rates, default=[250.0], help="rate of a link, Mbit/s each way; or one for each host"
+    )
+    parser.add_argument("--nics", type=int, default=1, help="links per host, 1 to 4")
     parser.add_argument("--seconds", type=float, default=0.4, help="what the bounds are about; sizes follow")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write raw JSON here")
     args = parser.parse_args()
-    if args.mbit <= 0 or args.seconds <= 0 or args.repeats < 1:
-        parser.error("--mbit, --seconds and --repeats must be positive")
+    if args.seconds <= 0 or args.repeats < 1:
+        parser.error("--seconds and --repeats must be positive")
+    hosts = max(case.hosts for case in find(args.cases))
+    if len(args.mbit) == 1:
+        args.mbit *= hosts
+    if len(args.mbit) != hosts:
+        parser.error(f"--mbit: {len(args.mbit)} rates for {hosts} hosts")
     return args
+
+
+def rates(text: str) -> list[float]:
+    found = [float(rate) for rate in text.split(",")]
+    if min(found) <= 0:
+        raise argparse.ArgumentTypeError("rates must be positive")
+    return found
 
 
 def main() -> int:
@@ -86,11 +102,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="meshcast-bench-") as folder:
         job = {
             "cases": [case.name for case in cases], "methods": [m for m in args.methods if m in METHODS],
-            "peers": bool(peers), "repeats": args.repeats, "seconds": args.seconds, "folder": folder,
+            "peers": bool(peers), "repeats": args.repeats, "seconds": args.seconds, "mbit": args.mbit,
+            "nics": args.nics, "folder": folder,
         }  # fmt: skip
         Path(folder, "job.json").write_text(json.dumps(job))
         try:
-            with Cluster(max(case.hosts for case in cases), args.mbit) as cluster:
+            with Cluster(len(args.mbit), args.mbit, args.nics) as cluster:
                 collector = Collector(Path(folder), cluster, args, peers, results)
                 command = [sys.executable, "-m", "benchmarks.worker", str(Path(folder, "job.json"))]
                 run_ranks(cluster, RANKS_PER_HOST, command, limit=_LIMIT, progress=collector.look)
@@ -123,14 +140,13 @@ class Collector:
             found = json.loads(line)
             if "calibration" in found:
                 self._results["calibration"] = found["calibration"]
-                print("# calibration: " + ", ".join(f"{k} {v:.4g}" for k, v in found["calibration"].items()))
+                print(f"# {calibration_text(self._results)}")
                 print(table([], self._args.methods), flush=True)
             else:
                 self._take(found["case"])
 
     def _take(self, measured: dict[str, Any]) -> None:
-        rate = self._results["calibration"]["link_mbit"] / 1e3
-        topology = Topology.uniform(RANKS_PER_HOST, rate, latency_us=100)
+        topology = Topology.from_json(self._results["calibration"]["topology"])
         (case,) = find([measured["name"]])
         case = case.scaled(topology, self._args.seconds)
         for peer in self._peers:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .report import ratio
+from meshcast.bench.report import ratio
 
 _COMMITTED = Path(__file__).with_name("results") / "paper_cases.json"
 _ALLOWED = 1.10
@@ -27,12 +27,12 @@ def main() -> int:
     args = parser.parse_args()
     committed = json.loads(args.committed.read_text())
     before = {case["name"]: case for case in committed["cases"]}
+    rates = ",".join(str(rate) for rate in committed["header"]["link_mbit"])
     with tempfile.TemporaryDirectory(prefix="meshcast-bench-") as folder:
         out = Path(folder, "now.json")
         command = [
             sys.executable, "-m", "benchmarks", "--cases", ",".join(before), "--methods", ",".join(_METHODS),
-            "--mbit", str(committed["header"]["link_mbit"]), "--repeats", str(args.repeats),
-            "--out", str(out),
+            "--mbit", rates, "--repeats", str(args.repeats), "--out", str(out),
         ]  # fmt: skip
         status = subprocess.run(command, check=False).returncode
         if not out.exists():

@@ -11,8 +11,7 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
-
-from .report import ratio, table
+from meshcast.bench.report import calibration_text, ratio, table
 
 _ROOT = Path(__file__).resolve().parent.parent
 _RESULTS = {"paper_cases": "The paper's cases", "random_layouts": "Random layouts"}
@@ -50,7 +49,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     head = results["header"]
     axes.set_title(
         f"Moving a sharded tensor between meshes, {head['ranks_per_host']} ranks per host, "
-        f"{head['link_mbit']:g} Mbit/s links (emulated)", fontsize=10,
+        f"{head['link_mbit'][0]:g} Mbit/s links (emulated)", fontsize=10,
     )  # fmt: skip
     axes.legend(ncols=3, fontsize=8, frameon=False, loc="upper left")
     for side in ("top", "right"):
@@ -71,9 +70,8 @@ def tables() -> str:
         methods = [m for m in results["cases"][0]["seconds"] if m in _methods(results)]
         ratios = [ratio(case, "auto") or 0 for case in results["cases"]]
         head = ", ".join(f"{k} {v}" for k, v in results["header"].items() if k != "command")
-        links = ", ".join(f"{k} {v:.4g}" for k, v in results["calibration"].items())
         parts.append(
-            f"## {title}\n\n`{results['header']['command']}`\n\n{head}. Calibration: {links}.\n\n"
+            f"## {title}\n\n`{results['header']['command']}`\n\n{head}; {calibration_text(results)}.\n\n"
             f"{table(results['cases'], methods)}\n\n"
             f"auto: median {statistics.median(ratios):.3f}, worst {max(ratios):.3f} of the lower bound."
         )

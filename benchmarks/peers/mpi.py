@@ -17,8 +17,8 @@ from typing import Any
 import meshcast
 import torch
 from meshcast import Topology
+from meshcast.bench.cases import RANKS_PER_HOST, Case
 
-from ..cases import RANKS_PER_HOST, Case
 from ..cluster import Cluster
 
 _SOURCE = Path(__file__).with_name("mpi_reshard.c")

@@ -16,6 +16,7 @@ from ..errors import LayoutError, MeshcastError
 _PROGRAM = "python -m meshcast"
 _COMMANDS = {
     "plan": "plan the transfer of a tensor between two layouts and print it",
+    "bench": "measure reshard cases on the ranks that torchrun started",
     "doctor": "print versions, backends, devices and what will not work here, and why",
 }
 

@@ -10,9 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-import meshcast
 import torch
 import torch.distributed as dist
+
+from meshcast.layout import Layout
+from meshcast.local import reshard_local
+from meshcast.topology import Topology
 
 Box = tuple[tuple[int, int], ...]
 Slices = tuple[slice, ...]
@@ -23,9 +26,9 @@ class Move:
     """One rank's part of a case."""
 
     shape: tuple[int, ...]
-    src: meshcast.Layout
-    dst: meshcast.Layout
-    topology: meshcast.Topology
+    src: Layout
+    dst: Layout
+    topology: Topology
     group: dist.ProcessGroup
     source: torch.Tensor | None  # local shards
     destination: torch.Tensor | None
@@ -68,7 +71,7 @@ def elements(box: Box) -> int:
 
 
 def reshard(move: Move, strategy: str) -> None:
-    meshcast.reshard_local(
+    reshard_local(
         move.source, move.src, move.destination, move.dst, shape=move.shape, dtype=torch.int32,
         group=move.group, strategy=strategy, topology=move.topology, timeout=600,
     )  # fmt: skip
@@ -80,7 +83,7 @@ class _Unicasts:
     def __init__(self, move: Move) -> None:
         self._move = move
         self._rank = dist.get_rank()
-        self._works: list[dist.Work] = []
+        self._works: list[dist.Work | None] = []
         self._arrivals: list[tuple[Callable[[torch.Tensor], None], torch.Tensor]] = []
 
     def add(
@@ -99,6 +102,7 @@ class _Unicasts:
 
     def wait(self) -> None:
         for work in self._works:
+            assert work is not None  # this rank is in the group
             work.wait()
         for place, buffer in self._arrivals:
             place(buffer)
@@ -185,7 +189,8 @@ def _stripe(move: Move, box: Box, first: int, count: int) -> torch.Tensor:
     return _cut(move, box)[first : first + count]
 
 
-def _fill(own: torch.Tensor, count: int, data: torch.Tensor) -> None:
+def _fill(own: torch.Tensor | None, count: int, data: torch.Tensor) -> None:
+    assert own is not None
     own[:count] = data
 
 

@@ -48,14 +48,20 @@ def row(case: dict[str, Any], methods: list[str]) -> str:
     )
 
 
+def calibration_text(results: dict[str, Any]) -> str:
+    """What was found of links and machine, in one line."""
+    found = results["calibration"]
+    return "calibration: " + ", ".join(f"{k} {v:.4g}" for k, v in found.items() if k != "topology")
+
+
 def problems(results: dict[str, Any]) -> list[str]:
     """Why the figures must not be reported; empty if they may."""
     found = []
     links = results.get("calibration", {})
-    if links and links["all_at_once_mbit"] < _LEAST_SHARE * links["link_mbit"]:
+    if links and links["slowest_all_at_once"] < _LEAST_SHARE:
         found.append(
-            f"the cores are the limit, not the links: {links['all_at_once_mbit']:.0f} of "
-            f"{links['link_mbit']:.0f} Mbit/s with all links at work; choose a lower --mbit"
+            f"the cores are the limit, not the links: a link keeps {links['slowest_all_at_once']:.0%} of its "
+            f"rate while all links work; choose a lower --mbit"
         )
     for case in results["cases"]:
         for method, wrong in case["wrong_elements"].items():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import meshcast
 import torch
-from meshcast import Layout, Topology
+
+from meshcast.layout import Layout
+from meshcast.plan import plan
+from meshcast.topology import Topology
 
 RANKS_PER_HOST = 4
 
@@ -21,7 +23,12 @@ class Case:
     src: Layout
     dst: Layout
     notation: str  # both layouts as people write them
-    hosts: int
+    fixed: bool = False  # the size is the point: it is not scaled
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts of RANKS_PER_HOST ranks it takes."""
+        return max(*self.src.ranks, *self.dst.ranks) // RANKS_PER_HOST + 1
 
     @property
     def nbytes(self) -> int:
@@ -36,7 +43,9 @@ class Case:
         The layouts stay, so the unit tasks stay the same parts of the whole. Boxes keep at least 4 elements
         of the dimension that is cut.
         """
-        bound = meshcast.plan(self.shape, torch.int32, self.src, self.dst, topology).lower_bound
+        if self.fixed:
+            return self
+        bound = plan(self.shape, torch.int32, self.src, self.dst, topology).lower_bound
         if bound <= seconds:
             return self
         dim = max(range(len(self.shape)), key=lambda d: (self.shape[d], d))
@@ -44,7 +53,3 @@ class Case:
         size = max(round(self.shape[dim] * seconds / bound), least)
         shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
         return self if size >= self.shape[dim] else replace(self, shape=shape).scaled(topology, seconds)
-
-
-def hosts_of(*layouts: Layout) -> int:
-    return max(rank for layout in layouts for rank in layout.ranks) // RANKS_PER_HOST + 1

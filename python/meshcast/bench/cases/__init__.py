@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from . import n_to_m, one_to_m, random_layouts
+from . import in_host, n_to_m, odd, one_to_m, random_layouts, sizes
 from .case import RANKS_PER_HOST, Case
 
 __all__ = ["CASES", "RANKS_PER_HOST", "Case", "find"]
 
-CASES: list[Case] = [*n_to_m.CASES, *one_to_m.CASES, *random_layouts.CASES]
+CASES: list[Case] = [
+    case for kind in (n_to_m, one_to_m, random_layouts, odd, sizes, in_host) for case in kind.CASES
+]
 
 
 def find(names: list[str]) -> list[Case]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import random
 
-import meshcast
 import torch
-from meshcast import Layout, Topology
 from torch.distributed.tensor import Replicate, Shard
 
-from .case import RANKS_PER_HOST, Case, hosts_of
+from meshcast.layout import Layout
+from meshcast.plan import plan
+from meshcast.topology import Topology
+
+from .case import RANKS_PER_HOST, Case
 
 _HOSTS = 5
 _SEED = 2211_05322
@@ -45,11 +47,9 @@ def _case(number: int) -> Case:
         first, second = world[:size], world[size - min(overlap, size) :][:other]
         src, dst = _layout(rng, first, ndim), _layout(rng, second, ndim)
         shape = {1: (1 << 28,), 2: (1 << 14, 1 << 14), 3: (1000, 700, 380)}[ndim]
-        case = Case(
-            f"random {number}", "random", shape, src, dst, f"{src!r} to {dst!r}".replace("Layout", ""),
-            hosts_of(src, dst),
-        )  # fmt: skip
-        traffic = meshcast.plan((64,) * ndim, torch.int32, src, dst, Topology.uniform(RANKS_PER_HOST, 1))
+        notation = f"{src!r} to {dst!r}".replace("Layout", "")
+        case = Case(f"random {number}", "random", shape, src, dst, notation)
+        traffic = plan((64,) * ndim, torch.int32, src, dst, Topology.uniform(RANKS_PER_HOST, 1))
         if any(traffic.nic_bytes(host)[0] for host in range(case.hosts)):
             return case
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from meshcast import Layout
 from torch.distributed.tensor import Replicate
 
-from .case import RANKS_PER_HOST, Case, hosts_of
+from meshcast import Layout
+
+from .case import RANKS_PER_HOST, Case
 
 _ELEMENTS = 1 << 28  # int32: 1 GiB
 
@@ -16,10 +17,8 @@ def _case(hosts: int, per_host: int) -> Case:
         [(1 + host) * RANKS_PER_HOST + index for index in range(per_host)] for host in range(hosts)
     ]  # the sender has a host of its own
     dst = Layout(rows, [Replicate(), Replicate()])
-    name = f"1-to-{hosts}x{per_host}"
-    return Case(
-        name, "1-to-m", (_ELEMENTS,), src, dst, f"1 to {hosts}x{per_host} replicas", hosts_of(src, dst)
-    )
+    name, notation = f"1-to-{hosts}x{per_host}", f"1 to {hosts}x{per_host} replicas"
+    return Case(name, "1-to-m", (_ELEMENTS,), src, dst, notation)
 
 
 CASES = [_case(*shape) for shape in [(1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (3, 2), (4, 2)]]
