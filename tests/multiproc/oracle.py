@@ -9,16 +9,19 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def cut(
     full: torch.Tensor, mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> torch.Tensor:
     """The part of `full` that belongs to a mesh coordinate: mesh dimensions left to right, each cut by
-    torch.chunk. Partial and Replicate hold everything."""
+    torch.chunk. Partial and Replicate hold everything. What _StridedShard holds, torch's own says."""
     part = full
     for size, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
-        if isinstance(placement, Shard):
+        if isinstance(placement, _StridedShard):
+            part = placement._split_tensor(part, size, with_padding=False)[0][index]
+        elif isinstance(placement, Shard):
             pieces = torch.chunk(part, size, placement.dim)
             part = (
                 pieces[index]
