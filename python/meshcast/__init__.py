@@ -1,8 +1,8 @@
 """meshcast moves sharded tensors from one device mesh to another by chunk-pipelined multicast.
 
-Importing it registers the c10d backend "meshcast"; it opens no socket, starts no thread and changes nothing
-else in torch. Public names are loaded when they are first used: torch.distributed.tensor alone takes the
-better part of a second.
+Importing it registers the c10d backend "meshcast" and the operator torch.ops.meshcast.reshard; it opens no
+socket, starts no thread and changes nothing else in torch. Public names are loaded when they are first used:
+torch.distributed.tensor alone takes the better part of a second.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from ._version import __version__
 
 check_torch(torch.__version__)  # before anything loads _C
 
-from . import backend  # noqa: E402
+from . import backend, ops  # noqa: E402
 
 backend.register()
+ops.register()
 
 if TYPE_CHECKING:
     from .autograd import backward
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from .many import reshard_many
     from .plan import Plan, plan, plan_cache_clear, plan_cache_info, plan_many
     from .prepare import prepare
+    from .redistribute import enable_dtensor_redistribute
     from .reshard import reshard
     from .resharder import Resharder
     from .spec import TensorSpec
@@ -60,6 +62,7 @@ __all__ = [
     "Topology",
     "__version__",
     "backward",
+    "enable_dtensor_redistribute",
     "measure_topology",
     "plan",
     "plan_cache_clear",
@@ -86,6 +89,7 @@ _HOME = {
     "TensorSpec": "spec",
     "Topology": "topology",
     "backward": "autograd",
+    "enable_dtensor_redistribute": "redistribute",
     "measure_topology": "discovery",
     "plan": "plan",
     "plan_cache_clear": "plan",

@@ -59,7 +59,7 @@ class Compiled:
             out = None if outs is None else outs[index]
             result = member.allocate() if out is None else out
             results.append(result)
-            source = member.outgoing(x) if member.is_holder and x is not None else None
+            source = member.outgoing(x._local_tensor) if member.is_holder and x is not None else None
             if observe is not None and source is not None:
                 observe(index, source)
             target = None

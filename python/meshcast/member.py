@@ -62,8 +62,8 @@ class Reduction:
     pending: DTensorSpec  # the source, with averages as sums
     divisor: int
 
-    def run(self, x: DTensor) -> torch.Tensor:
-        pending = DTensor(settled(x._local_tensor.detach()), self.pending, requires_grad=False)
+    def run(self, local: torch.Tensor) -> torch.Tensor:
+        pending = DTensor(local, self.pending, requires_grad=False)
         reduced = settled(pending.redistribute(self.pending.mesh, self.placements)._local_tensor)
         if self.divisor == 1:
             return reduced
@@ -103,9 +103,11 @@ class Member:
             local = torch.empty(self.local_shape, dtype=self.dtype)
         return DTensor(local, self.spec, requires_grad=False)
 
-    def outgoing(self, x: DTensor) -> torch.Tensor:
+    def outgoing(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the source as it travels."""
-        local = settled(x._local_tensor.detach()) if self.reduction is None else self.reduction.run(x)
+        local = settled(local.detach())
+        if self.reduction is not None:
+            local = self.reduction.run(local)
         return local if local.dtype == self.wire_dtype else local.to(self.wire_dtype)
 
 

@@ -11,8 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from .calls import Request, call_key, compiled_call, handle_of, start
 from .compiled import Compiled
+from .errors import LayoutError
 from .groups import parent_group, seconds
 from .handle import Handle
+from .traced import traced_reshard
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -96,6 +98,12 @@ def reshard(
         PlanMismatchError: the ranks called with different arguments; prints both sides.
         DeadlineExceededError, PeerLostError, AbortedError: see meshcast.errors.
     """
+    if torch.compiler.is_compiling():
+        if async_op or topology is not None or grad_placements is not None:
+            raise LayoutError(
+                "reshard under torch.compile: async_op, topology and grad_placements are not supported"
+            )
+        return traced_reshard(x, mesh, placements, group, dtype, strategy, timeout)
     parent = parent_group(group, _OP)
     limit = seconds(timeout, parent.timeout)
     request = Request(x, mesh, placements, dtype, grad_placements)

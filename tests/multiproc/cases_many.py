@@ -297,7 +297,31 @@ def prepared(context) -> None:
         )
 
 
+def redistribute(context) -> None:
+    """DTensor.redistribute crosses meshes once it is enabled, with gradients, and not before or after."""
+    a, b = meshes()
+    full = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
+    x = sharded(full, a, [Shard(0)], context.rank).detach().requires_grad_(True)
+    raises(NotImplementedError, "Cross device mesh", lambda: x.redistribute(b, [Shard(1)]))
+    meshcast.enable_dtensor_redistribute()
+    meshcast.enable_dtensor_redistribute()  # once is enough, twice no harm
+    try:
+        y = x.redistribute(b, [Shard(1)])
+        check(y.detach(), full, context.rank)
+        meshcast.backward((y * y).sum())
+        if context.rank in A:
+            assert torch.allclose(x.grad.to_local(), 2 * x.detach().to_local())
+            check(x.detach().redistribute(a, [Replicate()]), full, context.rank)  # torch's own
+        check(
+            x.detach().redistribute(b, [Shard(0)], forward_dtype=torch.float64), full.double(), context.rank
+        )
+    finally:
+        meshcast.enable_dtensor_redistribute(False)
+    raises(NotImplementedError, "Cross device mesh", lambda: x.redistribute(b, [Shard(1)]))
+
+
 CASES = [
+    redistribute,
     many,
     many_refused,
     many_gradients,

@@ -1,0 +1,51 @@
+"""enable_dtensor_redistribute: DTensor.redistribute across meshes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.tensor import DTensor
+
+from .reshard import reshard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["enable_dtensor_redistribute"]
+
+
+def enable_dtensor_redistribute(enabled: bool = True) -> None:
+    """Lets x.redistribute(other_mesh, placements) reshard, where torch raises "Cross device mesh comm not
+    supported yet!". Calls on the mesh of x stay torch's own.
+
+    Opt in, for the whole process; False takes it back. Every rank of both meshes makes the call. async_op
+    returns the finished tensor; forward_dtype is the dtype of the result.
+    """
+    current: Any = DTensor.redistribute
+    original = getattr(current, "_meshcast_original", None)
+    if not enabled:
+        if original is not None:
+            DTensor.redistribute = original  # type: ignore[method-assign]
+        return
+    if original is not None:
+        return
+
+    @functools.wraps(current)
+    def redistribute(
+        self: DTensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        if device_mesh is None or placements is None or device_mesh == self.device_mesh:
+            return current(self, device_mesh, placements, **options)
+        unknown = {name for name, value in options.items() if value} - {"async_op", "forward_dtype"}
+        if unknown:
+            raise TypeError(f"redistribute to another mesh takes no {', '.join(sorted(unknown))}")
+        return reshard(self, device_mesh, placements, dtype=options.get("forward_dtype"))
+
+    redistribute._meshcast_original = current  # type: ignore[attr-defined]
+    DTensor.redistribute = redistribute  # type: ignore[method-assign]
