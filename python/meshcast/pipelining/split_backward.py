@@ -1,0 +1,196 @@
+"""A backward in two parts, on any autograd graph: gradients of the inputs first, those of the weights later.
+
+Nodes of the graph are of two kinds: those on a way to an input, and those that lead to parameters only. A
+*boundary* node is of the first kind and has edges to the second: the backward of a matrix product, say. The
+first part runs autograd towards the inputs alone; the engine asks each node only for the gradients that are
+on the way, so no weight gradient is computed, and the gradients that reach boundary nodes are kept. The
+second part runs each boundary node once more, towards its parameters alone, from what was kept. Each kernel
+thus sees the same operands as in the whole backward, and each parameter adds up the same terms in the same
+order: gradients are equal to the last bit.
+
+What cannot be done twice is done whole in the first part, parameter by parameter:
+- parameters that several boundary nodes lead to (shared weights): the engine adds up their terms;
+- boundary nodes written in Python (custom functions, compiled graphs), which compute all their gradients at
+  once, and nodes under saved-tensor hooks (activation checkpointing), which would recompute.
+And everything, if the forward put hooks on values (they would fire twice) or uses reentrant checkpointing.
+
+Source: the split into I and W is that of Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["SplitBackward", "hooks_made"]
+
+Node = Any  # torch.autograd.graph.Node; the classes that the engine makes do not derive from it
+
+
+def hooks_made() -> int:
+    """Number of hooks that this process has registered on tensors, nodes or modules. If it grows during a
+    forward, values of that forward carry hooks."""
+    return RemovableHandle.next_id
+
+
+@dataclass(slots=True)
+class _Boundary:
+    """A node on a way to an input, and the parameters that only it leads to."""
+
+    node: Node
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    late: bool = True
+
+
+@dataclass(slots=True)
+class SplitBackward:
+    """The backward from `roots`, with gradients `seeds`, of one micro-batch.
+
+    Call `input_gradients`, then `weight_gradients`, once each. The first accumulates into ``grad`` of
+    `inputs`, the second into those of the parameters (some of them earlier, as the module explains). hooked:
+    the forward registered hooks on its values. Afterwards `whole` says why the backward was not split, if it
+    was not.
+    """
+
+    roots: Sequence[torch.Tensor]
+    seeds: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor]
+    hooked: bool = False
+    whole: str | None = None
+    _kept: list[tuple[_Boundary, tuple[torch.Tensor | None, ...]]] = field(default_factory=list)
+
+    def input_gradients(self) -> None:
+        """I: returns as soon as the gradients of the inputs are there. Without inputs there is nothing to
+        do."""
+        if not self.inputs:
+            return
+        if self.hooked:
+            self.whole = "its forward puts hooks on values"
+        elif any(root.grad_fn is None for root in self.roots):
+            self.whole = "it returns an input as it is"
+        boundaries = [] if self.whole else self._boundaries()
+        late = [boundary for boundary in boundaries if boundary.late]
+        if not late:
+            self.whole = self.whole or "no weight gradient can be computed apart"
+            torch.autograd.backward(self.roots, self.seeds)
+            self.roots = self.seeds = ()
+            return
+        early = [parameter for each in boundaries if not each.late for parameter in each.parameters]
+        handles = [each.node.register_prehook(self._keeper(each)) for each in late]
+        try:
+            torch.autograd.backward(
+                self.roots, self.seeds, retain_graph=True, inputs=[*self.inputs, *_distinct(early)]
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def weight_gradients(self) -> None:
+        """W."""
+        if not self.inputs:
+            if self.roots:
+                torch.autograd.backward(self.roots, self.seeds)
+        else:
+            # In the order in which the engine came by: the order in which it would have added up.
+            for boundary, gradients in self._kept:
+                edges = [
+                    GradientEdge(boundary.node, number)
+                    for number, gradient in enumerate(gradients)
+                    if gradient is not None
+                ]
+                given = [gradient for gradient in gradients if gradient is not None]
+                if edges:
+                    torch.autograd.backward(edges, given, inputs=boundary.parameters)
+        self._kept.clear()
+        self.roots = self.seeds = self.inputs = ()
+
+    def _keeper(self, boundary: _Boundary) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
+        def keep(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            self._kept.append((boundary, gradients))
+
+        return keep
+
+    def _boundaries(self) -> list[_Boundary]:
+        """All boundary nodes; `whole` is set if the graph must not be split at all."""
+        targets = {torch.autograd.graph.get_gradient_edge(value).node for value in self.inputs}
+        order = _children_first(root.grad_fn for root in self.roots)
+        leads = set(targets)  # nodes on a way to an input
+        for node in order:
+            if type(node).__name__ == "CheckpointFunctionBackward":
+                self.whole = "it uses reentrant activation checkpointing"
+                return []
+            if any(child in leads for child, _ in node.next_functions):
+                leads.add(node)
+        owner: dict[Node, _Boundary] = {}
+        found = []
+        for node in order:
+            if node not in leads or node in targets:
+                continue
+            below = [child for child, _ in node.next_functions if child is not None and child not in leads]
+            if below:
+                boundary = _Boundary(node)
+                _claim(boundary, below, owner)
+                if boundary.parameters:
+                    boundary.late = boundary.late and _runs_twice(node)
+                    found.append(boundary)
+        return found
+
+
+def _children_first(roots: Iterable[Node]) -> list[Node]:
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack = [(root, False) for root in roots]
+    while stack:
+        node, expanded = stack.pop()
+        if expanded:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((child, False) for child, _ in node.next_functions if child is not None)
+    return order
+
+
+def _claim(boundary: _Boundary, below: list[Node], owner: dict[Node, _Boundary]) -> None:
+    """Gives the boundary all nodes below it. One that another boundary has makes both early."""
+    seen: set[Node] = set()
+    while below:
+        node = below.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        other = owner.setdefault(node, boundary)
+        if other is not boundary:
+            other.late = boundary.late = False
+        parameter = getattr(node, "variable", None)
+        if parameter is not None:
+            boundary.parameters.append(parameter)
+        below.extend(child for child, _ in node.next_functions if child is not None)
+
+
+@cache
+def _saved_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _runs_twice(node: Node) -> bool:
+    """Whether a node gives, asked twice for different gradients, the same as asked once for all."""
+    if isinstance(node, BackwardCFunction):
+        return False
+    for name in _saved_names(type(node)):
+        saved = getattr(node, name)
+        for each in saved if isinstance(saved, (tuple, list)) else (saved,):
+            if getattr(each, "unpack_hook", None) is not None:
+                return False
+    return True
+
+
+def _distinct(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(parameter): parameter for parameter in parameters}.values())
