@@ -1,8 +1,8 @@
-"""Runtime: runs the actions of this rank's stage.
+"""Runtime: runs the actions of this rank's stages.
 
 Receives are posted where the schedule says, sends leave right after what made their value, and neither is
 waited for: this thread waits only in a forward or backward, for the data that it needs now. Sends are waited
-for when the step ends.
+for when the step ends; without overlap, each at once. Between two stages of one rank values are handed over.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from meshcast.errors import LayoutError, MeshcastError
 from meshcast.handle import Handle
 from meshcast.pipelining.action import Action, ActionKind
+from meshcast.pipelining.lower import Link
 from meshcast.pipelining.shapes import as_tuple
 from meshcast.pipelining.stage import PipelineStage, local_values
 from meshcast.pipelining.trace import Trace
@@ -23,7 +24,13 @@ from meshcast.pipelining.wiring import Lane, Value, Wiring
 
 __all__ = ["Feed", "Runtime"]
 
-_NAMES = {ActionKind.F: "forward", ActionKind.B: "backward"}
+_NAMES = {
+    ActionKind.F: "forward",
+    ActionKind.B: "backward",
+    ActionKind.I: "backward (inputs)",
+    ActionKind.W: "backward (weights)",
+}
+_Key = tuple[int, int]  # stage, micro-batch
 
 
 class Feed(Protocol):
@@ -45,32 +52,46 @@ class Feed(Protocol):
 class Runtime:
     """Runs lowered schedules, one after the other, over the lanes of one rank."""
 
-    def __init__(self, stage: PipelineStage, wiring: Wiring, timeout: float) -> None:
-        self._stage = stage
+    def __init__(
+        self, stages: Mapping[int, PipelineStage], wiring: Wiring, timeout: float, *, overlap: bool = True
+    ) -> None:
+        self._stages = stages
+        self._rank = next(iter(stages.values())).rank
         self._wiring = wiring
         self._timeout = timeout
-        self._arriving: dict[Action, tuple[Handle[Any], list[torch.Tensor]]] = {}
-        self._outputs: dict[int, list[torch.Tensor]] = {}
+        self._overlap = overlap
+        self._consumers = {stage: [link for link in wiring.links if link[0] == stage] for stage in stages}
+        self._producers = {stage: [link for link in wiring.links if link[1] == stage] for stage in stages}
+        # The stage whose transfer comes last: lower() lists them in ascending order.
+        self._last_consumer = {stage: self._farthest(links, 1) for stage, links in self._consumers.items()}
+        self._last_producer = {stage: self._farthest(links, 0) for stage, links in self._producers.items()}
+        self._arriving: dict[Action, tuple[Handle[Any] | None, list[torch.Tensor]]] = {}
+        self._outputs: dict[_Key, list[torch.Tensor]] = {}
         self._losses: dict[int, torch.Tensor] = {}
-        self._gradients: dict[int, list[torch.Tensor | None]] = {}
+        self._gradients: dict[_Key, list[torch.Tensor | None]] = {}
         self._sends: list[tuple[Action, float, Handle[Any]]] = []
         self._run: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.F: self._forward,
             ActionKind.B: self._backward,
+            ActionKind.I: self._backward,
+            ActionKind.W: self._backward_weights,
             ActionKind.SEND_F: self._send_forward,
             ActionKind.RECV_F: self._receive,
             ActionKind.SEND_B: self._send_backward,
             ActionKind.RECV_B: self._receive,
         }
-        self._feed: Feed
+        self._feeds: Mapping[int, Feed]
         self._train = False
         self.trace = Trace()
         self.bytes_sent = 0  # of all steps
 
-    def run(self, actions: Sequence[Action], feed: Feed, *, train: bool) -> None:
-        """Runs one step. Errors of the module become MeshcastError naming rank, stage and micro-batch; errors
-        of transfers keep their type. After an error the runtime is of no more use."""
-        self._feed, self._train = feed, train
+    def _farthest(self, links: Sequence[Link], end: int) -> int | None:
+        return max((link[end] for link in links if not self._wiring.is_local(link)), default=None)
+
+    def run(self, actions: Sequence[Action], feeds: Mapping[int, Feed], *, train: bool) -> None:
+        """Runs one step, feeds by stage. Errors of a module become MeshcastError naming rank, stage and
+        micro-batch; errors of transfers keep their type. After an error the runtime is of no more use."""
+        self._feeds, self._train = feeds, train
         self.trace = Trace()
         for action in actions:
             begin = time.perf_counter()
@@ -88,8 +109,8 @@ class Runtime:
             transfer.abort(reason)
 
     @property
-    def inputs(self) -> Mapping[int, Value]:
-        """Inputs of this rank's stage that other stages feed."""
+    def inputs(self) -> Mapping[int, Mapping[int, Value]]:
+        """Inputs of this rank's stages that other stages feed."""
         return self._wiring.inputs
 
     def close(self) -> None:
@@ -100,57 +121,66 @@ class Runtime:
         """Drops what a failed step left."""
         for kept in (self._arriving, self._outputs, self._losses, self._gradients, self._sends):
             kept.clear()
-        self._stage.clear()
+        for stage in self._stages.values():
+            stage.clear()
 
     def _named(self, action: Action, cause: Exception) -> Exception:
         what = _NAMES.get(action.kind, str(action))
-        where = f"rank {self._stage.rank}: stage {action.stage}, {what} of micro-batch {action.microbatch}"
+        where = f"rank {self._rank}: stage {action.stage}, {what} of micro-batch {action.microbatch}"
         if isinstance(cause, LayoutError):
-            return LayoutError(f"{where}: {cause}", rank=self._stage.rank, op="pipeline")
+            return LayoutError(f"{where}: {cause}", rank=self._rank, op="pipeline")
         if isinstance(cause, MeshcastError):
             return cause
         return MeshcastError(
-            f"{where} raised {type(cause).__name__}: {cause}", rank=self._stage.rank, op="pipeline"
+            f"{where} raised {type(cause).__name__}: {cause}", rank=self._rank, op="pipeline"
         )
 
     def _forward(self, action: Action) -> None:
-        stage, microbatch = self._stage, action.microbatch
-        inputs = self._feed.arguments(microbatch) if stage.is_first else self._arrived_inputs(action)
-        output = stage.forward(microbatch, inputs, self._feed.keywords(microbatch), self._train)
+        stage, microbatch = self._stages[action.stage], action.microbatch
+        feed = self._feeds[action.stage]
+        inputs = feed.arguments(microbatch) if stage.is_first else self._arrived_inputs(stage, action)
+        output = stage.forward(microbatch, inputs, feed.keywords(microbatch), self._train)
         if stage.is_last:
-            loss = self._feed.output(microbatch, output)
+            loss = feed.output(microbatch, output)
             if self._train and loss is not None:
                 stage.keep_loss(microbatch, loss)
                 self._losses[microbatch] = loss
             return
-        locals_ = [
+        values = [
             local_values(value.detach())
-            for value in as_tuple(output, f"rank {stage.rank}, stage {stage.stage_index}")
+            for value in as_tuple(output, f"rank {self._rank}, stage {action.stage}")
         ]
-        expected = len(self._wiring.values[stage.stage_index])
-        if len(locals_) != expected:
-            raise LayoutError(f"the module returned {len(locals_)} values, {expected} were agreed on")
-        self._outputs[microbatch] = locals_
+        expected = len(self._wiring.values[action.stage])
+        if len(values) != expected:
+            raise LayoutError(f"the module returned {len(values)} values, {expected} were agreed on")
+        for link in self._consumers[action.stage]:
+            if self._wiring.is_local(link):
+                lane = self._wiring.forward[link]
+                arrival = Action(link[1], ActionKind.RECV_F, microbatch, link[0])
+                given = [values[edge.output] for edge in lane.edges]
+                self._arriving[arrival] = lane.hand_over(given, self._timeout)
+        if self._last_consumer[action.stage] is not None:
+            self._outputs[action.stage, microbatch] = values
 
-    def _arrived_inputs(self, action: Action) -> list[Any]:
-        stage = self._stage
-        inputs: list[Any] = [None] * len(self._wiring.inputs)
-        for link, lane in self._wiring.forward.items():
-            if link[1] != stage.stage_index:
-                continue
+    def _arrived_inputs(self, stage: PipelineStage, action: Action) -> list[Any]:
+        values = self._wiring.inputs[action.stage]
+        inputs: list[Any] = [None] * len(values)
+        for link in self._producers[action.stage]:
+            lane = self._wiring.forward[link]
             buffers = self._wait(Action(action.stage, ActionKind.RECV_F, action.microbatch, link[0]))
             for edge, buffer in zip(lane.edges, buffers, strict=True):
-                value = self._wiring.inputs[edge.input]
-                tensor = (
-                    stage.wrap(buffer, stage.input_placements[edge.input], value.shape)
-                    if stage.use_dtensor
-                    else buffer
-                )
-                inputs[edge.input] = tensor.requires_grad_(self._train and value.requires_grad)
+                value = values[edge.input]
+                if lane.transfer is None:
+                    buffer = buffer.detach()  # several consumers, one tensor: each has its own gradient
+                if stage.use_dtensor:
+                    buffer = stage.wrap(buffer, stage.input_placements[edge.input], value.shape)
+                inputs[edge.input] = buffer.requires_grad_(self._train and value.requires_grad)
         return inputs
 
     def _wait(self, receive: Action) -> list[torch.Tensor]:
         handle, buffers = self._arriving.pop(receive)
+        if handle is None:
+            return buffers
         if not handle.is_completed():
             begin = time.perf_counter()
             handle.wait()
@@ -167,50 +197,63 @@ class Runtime:
     def _send_forward(self, action: Action) -> None:
         lane = self._lane(action)
         assert lane is not None
-        outputs = self._outputs[action.microbatch]
+        key = action.stage, action.microbatch
+        outputs = self._outputs[key]
         self._send(action, lane, [outputs[edge.output] for edge in lane.edges])
-        if action.peer == max(target for source, target in self._wiring.links if source == action.stage):
-            del self._outputs[
-                action.microbatch
-            ]  # lower() sends to consumers in ascending order; transfers hold what they need
+        if action.peer == self._last_consumer[action.stage]:
+            del self._outputs[key]  # transfers hold what they need
 
     def _backward(self, action: Action) -> None:
-        stage, microbatch = self._stage, action.microbatch
+        """B, or I."""
+        stage, microbatch = self._stages[action.stage], action.microbatch
         if stage.is_last:
-            seeds: list[torch.Tensor | None] = [self._feed.seed(self._losses.pop(microbatch))]
+            feed = self._feeds[action.stage]
+            seeds: list[torch.Tensor | None] = [feed.seed(self._losses.pop(microbatch))]
         else:
             seeds = self._arrived_gradients(action)
-        gradients = stage.backward(microbatch, seeds)
-        if not stage.is_first:
-            self._gradients[microbatch] = gradients
+        run = stage.backward_inputs if action.kind is ActionKind.I else stage.backward
+        gradients = run(microbatch, seeds)
+        for link in self._producers[action.stage]:
+            lane = self._wiring.backward.get(link)
+            if lane is not None and self._wiring.is_local(link):
+                arrival = Action(link[0], ActionKind.RECV_B, microbatch, link[1])
+                given = [_given(gradients[edge.input]) for edge in lane.edges]
+                self._arriving[arrival] = lane.hand_over(given, self._timeout)
+        if self._last_producer[action.stage] is not None:
+            self._gradients[action.stage, microbatch] = gradients
+
+    def _backward_weights(self, action: Action) -> None:
+        self._stages[action.stage].backward_weights(action.microbatch)
 
     def _arrived_gradients(self, action: Action) -> list[torch.Tensor | None]:
         """One per output: the sum over its consumers, nearest stage first."""
-        summed: list[torch.Tensor | None] = [None] * len(self._wiring.values[self._stage.stage_index])
-        for link, lane in self._wiring.backward.items():
-            if link[0] != action.stage:
+        summed: list[torch.Tensor | None] = [None] * len(self._wiring.values[action.stage])
+        for link in self._consumers[action.stage]:
+            lane = self._wiring.backward.get(link)
+            if lane is None:
                 continue
-            for edge, buffer in zip(
-                lane.edges,
-                self._wait(Action(action.stage, ActionKind.RECV_B, action.microbatch, link[1])),
-                strict=True,
-            ):
+            buffers = self._wait(Action(action.stage, ActionKind.RECV_B, action.microbatch, link[1]))
+            for edge, buffer in zip(lane.edges, buffers, strict=True):
                 before = summed[edge.output]
-                summed[edge.output] = buffer if before is None else before.add_(buffer)
+                # Not in place: a gradient that was handed over may still serve another W.
+                summed[edge.output] = buffer if before is None else before + buffer
         return summed
 
     def _send_backward(self, action: Action) -> None:
         lane = self._lane(action)
+        key = action.stage, action.microbatch
         if lane is not None:
-            gradients = self._gradients[action.microbatch]
+            gradients = self._gradients[key]
             self._send(action, lane, [_given(gradients[edge.input]) for edge in lane.edges])
-        if action.peer == max(source for source, target in self._wiring.links if target == action.stage):
-            del self._gradients[action.microbatch]
+        if action.peer == self._last_producer[action.stage]:
+            del self._gradients[key]
 
     def _send(self, action: Action, lane: Lane, tensors: Sequence[torch.Tensor]) -> None:
         self._settle_sends(wait=False)
         begin = time.perf_counter()
         self._sends.append((action, begin, lane.send(tensors, self._timeout)))
+        if not self._overlap:
+            self._settle_sends(wait=True)
 
     def _settle_sends(self, *, wait: bool) -> None:
         """Lets go of values that have been sent, so that a step holds no more of them than are in flight."""

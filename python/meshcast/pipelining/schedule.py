@@ -4,35 +4,54 @@ and outputs."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 
 from meshcast.errors import AbortedError, LayoutError, MeshcastError
 from meshcast.groups import parent_group, seconds
 from meshcast.pipelining.action import Action, Actions
+from meshcast.pipelining.auto_warmup import AutoWarmup, Budget, check_budget, resolve_warmup
+from meshcast.pipelining.costs import Costs
 from meshcast.pipelining.edge import links_of
 from meshcast.pipelining.exchange import Exchange
-from meshcast.pipelining.lower import AHEAD, lower
+from meshcast.pipelining.lower import AHEAD, Link, lower, stage_ranks
 from meshcast.pipelining.runtime import Runtime
 from meshcast.pipelining.schedules import build, forward_only
+from meshcast.pipelining.simulate import simulate_actions
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.step import StepFeed
+from meshcast.pipelining.table import StageTable, agree_on_stages, describe_stages
 from meshcast.pipelining.validate import validate
-from meshcast.pipelining.wiring import StageTable, agree_on_stages, connect, describe_stage
+from meshcast.pipelining.wiring import connect
 
-__all__ = ["PipelineSchedule", "Schedule1F1B", "ScheduleEager1F1B", "ScheduleGPipe", "get_schedule_class"]
+__all__ = ["Options", "PipelineSchedule"]
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of all schedules, beyond torch's; see `PipelineSchedule`."""
+
+    sync_gradients: bool
+    warmup: AutoWarmup | None
+    memory_budget: Budget
+    times: Mapping[str, Any] | None
+    delay_weight_grad: bool
+    overlap: bool
+    timeout: float | timedelta | None
+
+
+# Of one micro-batch, in any unit: what warmup="auto" and draw() assume unless they are told otherwise.
+NOMINAL_TIMES: Mapping[str, Any] = {"forward": 1.0, "backward": 2.0, "weight": 1.0, "transfer": 0.5}
 
 
 class PipelineSchedule:
-    """Base of the schedules of one stage per rank. Every rank of every stage makes its own, in the same
-    order.
+    """Base of all schedules. Every rank of every stage makes its own, in the same order.
 
     Args:
-        stage: this rank's stage.
+        stages: this rank's stages.
         n_microbatches: into how many parts ``step`` cuts the batch; must divide it.
         loss_fn: ``loss_fn(output, target)``, a mean over the samples it is given. Used on the last stage,
             which decides whether the pipeline trains; without it only forward runs.
@@ -40,6 +59,14 @@ class PipelineSchedule:
         scale_grads: gradients are those of the mean over micro-batches; else of the sum.
         sync_gradients: ``step`` sums the gradients of parameters over the data-parallel ranks of each stage.
             If False, call ``stage.sync_gradients()`` after it.
+        warmup: 1F1B and Eager1F1B: forwards of each stage before its first backward: "1f1b", "eager", the
+            number of the first stage, one number for each stage, or "auto": those that make the simulated
+            step shortest. Interleaved1F1B: "1f1b" or "eager".
+        memory_budget: most micro-batches whose activations a stage may hold, one number or one per stage.
+        times: for "auto": keyword arguments forward, backward, weight and transfer of `simulate`, the same on
+            every rank.
+        delay_weight_grad: gradients of inputs first, so that they leave early, those of weights after them.
+        overlap: False: wait for each send where it is made, for comparison.
         timeout: limit for each transfer and each agreement, seconds or timedelta; default: the group's.
 
     Raises:
@@ -50,7 +77,7 @@ class PipelineSchedule:
 
     def __init__(
         self,
-        stage: PipelineStage,
+        stages: Sequence[PipelineStage],
         n_microbatches: int,
         loss_fn: Callable[..., torch.Tensor] | None = None,
         args_chunk_spec: tuple[Any, ...] | None = None,
@@ -59,22 +86,27 @@ class PipelineSchedule:
         scale_grads: bool = True,
         *,
         sync_gradients: bool = True,
+        warmup: AutoWarmup | None = None,
+        memory_budget: Budget = None,
+        times: Mapping[str, Any] | None = None,
+        delay_weight_grad: bool = False,
+        overlap: bool = True,
         timeout: float | timedelta | None = None,
     ) -> None:
-        self._timeout = seconds(timeout, parent_group(stage.group, "pipeline").timeout)
-        self._exchange = Exchange(stage.group, self._timeout)
+        group = next((stage.group for stage in stages if isinstance(stage, PipelineStage)), None)
+        self._timeout = seconds(timeout, parent_group(group, "pipeline").timeout)
+        self._exchange = Exchange(group, self._timeout)
+        self._microbatches = n_microbatches
+        self._warmup, self._budget, self._delayed = warmup, memory_budget, delay_weight_grad
+        self._times = {**NOMINAL_TIMES, **(times or {})}
+        self._overlap = overlap
         try:
-            if not isinstance(stage, PipelineStage):
-                raise LayoutError(
-                    f"stage must be a meshcast.pipelining.PipelineStage, found {type(stage).__name__}"
-                )
-            if n_microbatches < 1:
-                raise LayoutError(f"n_microbatches must be at least 1, found {n_microbatches}")
-        except LayoutError as error:
+            self._stages = _checked(stages, n_microbatches)
+            self._check_options()
+        except MeshcastError as error:
             self._exchange.fail("stage", str(error))
             raise
-        self._stage = stage
-        self._microbatches = n_microbatches
+        self._rank = next(iter(self._stages.values())).rank
         self._loss_fn = loss_fn
         self._chunk_specs = (args_chunk_spec, kwargs_chunk_spec)
         self._merge_spec = output_merge_spec
@@ -83,17 +115,25 @@ class PipelineSchedule:
         self._table: StageTable | None = None
         self._runtime: Runtime | None = None
         self._rows: dict[bool, list[Action]] = {}  # this rank's lowered actions; key: training
-        self._shapes: list[tuple[int, ...]] = []
+        self._shapes: dict[int, list[tuple[int, ...]]] = {}
         self._steps = 0
         self._failed: str | None = None
-        self._exchange.publish("stage", describe_stage(stage, self.name, n_microbatches, loss_fn is not None))
+        options = f"{self.name}, warm-up {warmup}, budget {memory_budget}, delayed {delay_weight_grad}"
+        self._exchange.publish(
+            "stage",
+            describe_stages(list(self._stages.values()), options, n_microbatches, loss_fn is not None),
+        )
 
     @property
     def actions(self) -> Actions:
         """Lowered actions of a step, by global rank. All ranks of a stage's mesh run the same ones."""
         table = self._agreed()
         rows = self._lower(table.trains)
-        return {rank: list(rows[stage]) for stage, ranks in enumerate(table.ranks) for rank in sorted(ranks)}
+        return {
+            rank: list(rows[row])
+            for row, stages in enumerate(table.rows)
+            for rank in sorted(table.ranks[stages[0]])
+        }
 
     @property
     def bytes_sent(self) -> int:
@@ -148,7 +188,7 @@ class PipelineSchedule:
         """Writes this rank's part of the last step as a Chrome trace."""
         if self._runtime is None:
             raise MeshcastError("there is no step to trace yet", op="pipeline")
-        self._runtime.trace.write(path, self._stage.rank)
+        self._runtime.trace.write(path, self._rank)
 
     def close(self) -> None:
         """Drops the transfers. Later steps raise AbortedError."""
@@ -167,20 +207,22 @@ class PipelineSchedule:
         train: bool,
     ) -> Any:
         if self._failed is not None:
-            raise AbortedError(
-                f"the pipeline failed before: {self._failed}", rank=self._stage.rank, op="pipeline"
-            )
+            raise AbortedError(f"the pipeline failed before: {self._failed}", rank=self._rank, op="pipeline")
         try:
-            feed = self._feed(args, kwargs, target, loss_kwargs, return_outputs)
-            runtime = self._connected(feed)
+            feeds = {
+                index: self._feed(stage, args, kwargs, target, loss_kwargs, return_outputs)
+                for index, stage in self._stages.items()
+            }
+            runtime = self._connected(feeds)
             with self._accumulating(train):
-                runtime.run(self._row(train), feed, train=train)
-                self._finish(feed, train, losses)
+                runtime.run(self._row(train), feeds, train=train)
+                self._finish(feeds, train, losses)
         except BaseException as error:
             self._fail(error)
             raise
         self._steps += 1
-        return feed.merged(self._merge_spec) if return_outputs and self._stage.is_last else None
+        last = [feeds[index] for index, stage in self._stages.items() if stage.is_last]
+        return last[0].merged(self._merge_spec) if return_outputs and last else None
 
     def _agreed(self) -> StageTable:
         if self._table is None:
@@ -189,6 +231,7 @@ class PipelineSchedule:
 
     def _feed(
         self,
+        stage: PipelineStage,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         target: Any,
@@ -196,11 +239,11 @@ class PipelineSchedule:
         keep_outputs: bool,
     ) -> StepFeed:
         return StepFeed(
-            self._stage,
+            stage,
             self._microbatches,
-            args if self._stage.is_first else (),
+            args if stage.is_first else (),
             kwargs,
-            target if self._stage.is_last else None,
+            target if stage.is_last else None,
             self._chunk_specs,
             self._loss_fn,
             loss_kwargs or {},
@@ -208,53 +251,109 @@ class PipelineSchedule:
             keep_outputs,
         )
 
-    def _connected(self, feed: StepFeed) -> Runtime:
+    def _connected(self, feeds: Mapping[int, StepFeed]) -> Runtime:
         """The runtime, made by the first step. Later steps must bring the shapes of the first."""
         if self._runtime is None:
+            table = self._agreed()
+            self._check_placement(table)
             wiring = connect(
-                self._stage,
-                self._agreed(),
+                self._stages,
+                table,
                 self._exchange,
-                feed.arguments(0),
-                feed.keywords(0),
+                feeds[0].arguments(0) if 0 in feeds else [],
+                {index: feed.keywords(0) for index, feed in feeds.items()},
                 self._timeout,
             )
-            self._runtime = Runtime(self._stage, wiring, self._timeout)
-            self._shapes = feed.shapes
-        elif feed.shapes != self._shapes:
+            self._runtime = Runtime(self._stages, wiring, self._timeout, overlap=self._overlap)
+            self._shapes = {index: feed.shapes for index, feed in feeds.items()}
+        for index, feed in feeds.items():
+            if feed.shapes != self._shapes[index]:
+                raise LayoutError(
+                    f"rank {self._rank}, stage {index}: micro-batches have shapes {feed.shapes}, those of "
+                    f"the first step had {self._shapes[index]}; the transfers are compiled for one shape. "
+                    "Drop or pad a last, smaller batch",
+                    rank=self._rank,
+                    op="pipeline",
+                )
+            feed.learn_share(self._runtime.inputs[index])
+        return self._runtime
+
+    def _check_options(self) -> None:
+        """Raises ScheduleError, before anything is agreed on, for options that no placement makes good."""
+        if self._warmup is not None or self._budget is not None:
+            # Interleaved schedules depend on the number of ranks, which is known only after the agreement.
+            self._built(None)
+
+    def _check_placement(self, table: StageTable) -> None:
+        """Raises LayoutError, the same on every rank, if the stages are not where the schedule runs them."""
+        wanted: list[list[int]] = [[] for _ in table.rows]
+        for stage, row in sorted(stage_ranks(self._built(len(table.rows))).items()):
+            wanted[row].append(stage)
+        if sorted(wanted) != sorted(table.rows):
             raise LayoutError(
-                f"rank {self._stage.rank}, stage {self._stage.stage_index}: micro-batches have "
-                f"shapes {feed.shapes}, those of the first step "
-                f"had {self._shapes}; the transfers are compiled for one shape. Drop or pad a last, "
-                "smaller batch",
-                rank=self._stage.rank,
+                f"{self.name} runs stages {wanted} together on {len(wanted)} sets of ranks, "
+                f"found stages {table.rows}",
+                rank=self._rank,
                 op="pipeline",
             )
-        feed.learn_share(self._runtime.inputs)
-        return self._runtime
 
     def _row(self, train: bool) -> list[Action]:
         if train not in self._rows:
-            self._rows[train] = self._lower(train)[self._stage.stage_index]
+            row = self._agreed().row_of(next(iter(self._stages)))
+            self._rows[train] = self._lower(train)[row]
         return self._rows[train]
 
+    @property
+    def _links(self) -> list[Link] | None:
+        edges = next(iter(self._stages.values())).edges
+        return None if edges is None else links_of(edges)
+
+    @property
+    def _num_stages(self) -> int:
+        return next(iter(self._stages.values())).num_stages
+
+    def _built(self, ranks: int | None) -> Actions:
+        """Compute actions of a training step, by row of the schedule."""
+        stages, microbatches = self._num_stages, self._microbatches
+        costs = Costs.of(stages, **self._times)
+        warmup = resolve_warmup(
+            self._warmup, self.name, stages, microbatches, self._budget, costs, self._links, self._delayed
+        )
+        # Only interleaved schedules leave the number of ranks open.
+        given = ranks if self.name == "Interleaved1F1B" else None
+        built = build(
+            self.name, stages, microbatches, ranks=given, warmup=warmup, delay_weight_grad=self._delayed
+        )
+        if self._budget is not None:
+            report = simulate_actions(lower(built, self._links), costs)
+            check_budget(self._budget, report.peak_activations)
+        return built
+
     def _lower(self, train: bool) -> Actions:
-        """Lowered and validated actions, by stage."""
-        stages, microbatches = self._stage.num_stages, self._microbatches
-        built = build(self.name, stages, microbatches)
+        """Lowered and validated actions, by row of the schedule."""
+        table = self._agreed()
+        built = self._built(len(table.rows))
         if not train:
             built = forward_only(built)
-        links = None if self._stage.edges is None else links_of(self._stage.edges)
-        lowered = lower(built, links, AHEAD)
-        validate(lowered, stages, microbatches, links=links, forward_only=not train)
+        lowered = lower(built, self._links, AHEAD)
+        validate(lowered, self._num_stages, self._microbatches, links=self._links, forward_only=not train)
         return lowered
 
     @contextmanager
     def _accumulating(self, train: bool) -> Iterator[None]:
         """Keeps gradients of earlier steps out of the sum over ranks: they have been summed already."""
-        apart = train and self._sync_gradients and self._stage.batch_parts > 1
-        earlier = (
-            [(p, p.grad) for p in self._stage.submod.parameters() if p.grad is not None] if apart else []
+        apart = [
+            stage
+            for stage in self._stages.values()
+            if train and self._sync_gradients and stage.batch_parts > 1
+        ]
+        earlier = list(
+            {
+                id(parameter): (parameter, parameter.grad)
+                for stage in apart
+                for parameter in stage.submod.parameters()
+                if parameter.grad is not None
+            }.values()
         )
         for parameter, _ in earlier:
             parameter.grad = None
@@ -264,68 +363,63 @@ class PipelineSchedule:
             for parameter, gradient in earlier:
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
-    def _finish(self, feed: StepFeed, train: bool, losses: list[Any] | None) -> None:
-        """Once all actions ran: what the ranks of the stage do together."""
-        if self._stage.mesh.size > 1:
+    def _finish(self, feeds: Mapping[int, StepFeed], train: bool, losses: list[Any] | None) -> None:
+        """Once all actions ran: what the ranks of a stage do together."""
+        members = next(iter(self._stages.values())).mesh.ranks
+        if len(members) > 1:
             # The collectives below are those of the user's mesh and cannot be aborted: nobody enters them
             # unless all got here.
             self._exchange.publish(f"step/{self._steps}", {})
-            self._exchange.collect(f"step/{self._steps}", self._stage.mesh.ranks)
+            self._exchange.collect(f"step/{self._steps}", members)
             if self._steps:
                 self._exchange.forget(f"step/{self._steps - 1}")
-        if train and self._sync_gradients:
-            self._stage.sync_gradients()
-        if self._stage.is_last:
-            means = feed.mean_losses()
-            if losses is not None:
-                losses[:] = means
+        for index, stage in self._stages.items():
+            if train and self._sync_gradients:
+                stage.sync_gradients()
+            if stage.is_last:
+                means = feeds[index].mean_losses()
+                if losses is not None:
+                    losses[:] = means
 
     def _fail(self, error: BaseException) -> None:
         """Takes the other ranks along, in bounded time, with the first cause."""
-        cause = f"rank {self._stage.rank}: {type(error).__name__}" if not str(error) else str(error)
+        cause = f"rank {self._rank}: {type(error).__name__}" if not str(error) else str(error)
         self._failed = cause
         if self._runtime is None:
-            for topic in (f"shapes/{self._stage.stage_index}", "checked"):
+            for topic in (*(f"shapes/{index}" for index in self._stages), "checked"):
                 self._exchange.fail(topic, cause)
             return
         self._runtime.abort(cause)
         self._runtime.clear()
-        if self._stage.mesh.size > 1:
+        if next(iter(self._stages.values())).mesh.size > 1:
             self._exchange.fail(f"step/{self._steps}", cause)
 
 
-class ScheduleGPipe(PipelineSchedule):
-    """All forwards, then all backwards; see `meshcast.pipelining.schedules.gpipe`."""
-
-    name = "GPipe"
-
-
-class Schedule1F1B(PipelineSchedule):
-    """One backward and one forward in turn; see `meshcast.pipelining.schedules.one_f_one_b`."""
-
-    name = "1F1B"
-
-
-class ScheduleEager1F1B(PipelineSchedule):
-    """1F1B with a longer warm-up, which hides forward transfers; see
-    `meshcast.pipelining.schedules.eager_1f1b`."""
-
-    name = "Eager1F1B"
-
-
-_CLASSES: dict[str, type[PipelineSchedule]] = {
-    cls.name: cls for cls in (ScheduleGPipe, Schedule1F1B, ScheduleEager1F1B)
-}
-
-
-def get_schedule_class(name: str) -> type[PipelineSchedule]:
-    """The class of a schedule: "GPipe", "1F1B" or "Eager1F1B", in any case, with or without "Schedule" before
-    it.
-
-    Raises LayoutError that lists the names there are.
-    """
-    wanted = name.lower().removeprefix("schedule")
-    for known, cls in _CLASSES.items():
-        if known.lower() == wanted:
-            return cls
-    raise LayoutError(f"there is no schedule {name!r}; choose one of {', '.join(_CLASSES)}")
+def _checked(stages: Sequence[PipelineStage], microbatches: int) -> dict[int, PipelineStage]:
+    """The stages by number, ascending. Raises LayoutError unless they can be one rank's."""
+    for stage in stages:
+        if not isinstance(stage, PipelineStage):
+            raise LayoutError(
+                f"stage must be a meshcast.pipelining.PipelineStage, found {type(stage).__name__}"
+            )
+    if not stages:
+        raise LayoutError("a schedule needs at least one stage on this rank, found none")
+    if microbatches < 1:
+        raise LayoutError(f"n_microbatches must be at least 1, found {microbatches}")
+    first = stages[0]
+    for stage in stages[1:]:
+        for what, mine, theirs in (
+            ("num_stages", first.num_stages, stage.num_stages),
+            ("edges", first.edges, stage.edges),
+            ("group", first.group, stage.group),
+            ("mesh", sorted(first.mesh.ranks), sorted(stage.mesh.ranks)),
+        ):
+            if mine != theirs:
+                raise LayoutError(
+                    f"stages {first.stage_index} and {stage.stage_index} of rank {first.rank} have unlike "
+                    f"{what}: {mine} and {theirs}"
+                )
+    by_index = {stage.stage_index: stage for stage in stages}
+    if len(by_index) != len(stages):
+        raise LayoutError(f"rank {first.rank} makes a stage twice: {[s.stage_index for s in stages]}")
+    return dict(sorted(by_index.items()))

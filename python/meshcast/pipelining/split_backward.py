@@ -176,7 +176,7 @@ def _claim(boundary: _Boundary, below: list[Node], owner: dict[Node, _Boundary])
 
 
 @cache
-def _saved_names(kind: type) -> tuple[str, ...]:
+def _saved_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
@@ -184,7 +184,8 @@ def _runs_twice(node: Node) -> bool:
     """Whether a node gives, asked twice for different gradients, the same as asked once for all."""
     if isinstance(node, BackwardCFunction):
         return False
-    for name in _saved_names(type(node)):
+    kind: Any = type(node)
+    for name in _saved_names(kind):
         saved = getattr(node, name)
         for each in saved if isinstance(saved, (tuple, list)) else (saved,):
             if getattr(each, "unpack_hook", None) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from meshcast.pipelining.layouts import (
     gradient_placements,
 )
 from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values, infer_outputs
+from meshcast.pipelining.split_backward import SplitBackward, hooks_made
 
 __all__ = ["PipelineStage"]
 
@@ -35,6 +37,8 @@ class _Kept:
 
     inputs: list[Any]
     roots: list[torch.Tensor]
+    hooks_before: int  # hooks there were when the forward began
+    hooked: bool  # it made some
 
 
 class PipelineStage:
@@ -53,9 +57,10 @@ class PipelineStage:
         output_grads, input_grads, get_mesh: torch passes the metadata of DTensor gradients through these;
             here layouts follow from ``mesh`` and the placements, so they must be None.
         group: the ranks of the whole pipeline, all stages together; default: the default group.
-        dw_builder: must be None; a backward is not split here.
-        mesh: the ranks of this stage, any shape. None: one rank, number ``stage_index`` of ``group``, as in
-            torch.
+        dw_builder: must be None; a backward is split here without help of the module.
+        mesh: the ranks of this stage, any shape. None: one rank, as in torch: number ``stage_index`` of
+            ``group``, or the calling rank where the group has fewer ranks than there are stages. Stages that
+            share a rank share all their ranks.
         input_placements, output_placements: one list of placements for all values, or one list for each.
             Default: Shard(0) over the first mesh dimension, Replicate() over the others. The mesh dimensions
             on which an input is Shard(0) are the data-parallel ones: samples are split over them, gradients
@@ -103,7 +108,8 @@ class PipelineStage:
                 )
         if dw_builder is not None:
             raise LayoutError(
-                f"stage {stage_index}: dw_builder is not supported, the backward of a stage is not split"
+                f"stage {stage_index}: dw_builder is not used here: delay_weight_grad=True of the schedule "
+                "splits the backward of any module"
             )
         if isinstance(submodule, torch.nn.parallel.DistributedDataParallel):
             raise LayoutError(
@@ -135,6 +141,8 @@ class PipelineStage:
         self.use_dtensor = use_dtensor
         self.batch_dims = batch_dims(self.input_placements)
         self._kept: dict[int, _Kept] = {}
+        self._late: dict[int, SplitBackward] = {}  # micro-batches whose weight gradients are to come
+        self._told = False  # that this module's backward cannot be split
 
     @property
     def is_first(self) -> bool:
@@ -187,17 +195,20 @@ class PipelineStage:
 
     def forward(self, microbatch: int, inputs: list[Any], kwargs: Mapping[str, Any], keep: bool) -> Any:
         """Runs the module. keep: its backward will follow."""
+        hooks_before = hooks_made()
         output = self.submod(*inputs, **kwargs)
         if keep:
             roots = (
                 [] if self.is_last else list(as_tuple(output, f"rank {self.rank}, stage {self.stage_index}"))
             )
-            self._kept[microbatch] = _Kept(inputs, roots)
+            self._kept[microbatch] = _Kept(inputs, roots, hooks_before, hooks_made() != hooks_before)
         return output
 
     def keep_loss(self, microbatch: int, loss: torch.Tensor) -> None:
         """The last stage goes backward from its loss."""
-        self._kept[microbatch].roots = [loss]
+        kept = self._kept[microbatch]
+        kept.roots = [loss]
+        kept.hooked = hooks_made() != kept.hooks_before
 
     def backward(
         self, microbatch: int, gradients: Sequence[torch.Tensor | None]
@@ -213,6 +224,40 @@ class PipelineStage:
                 takes none.
         """
         kept = self._kept.pop(microbatch)
+        roots, seeds = self._roots(kept, gradients)
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        return self._input_gradients(kept)
+
+    def backward_inputs(
+        self, microbatch: int, gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """`backward` as far as the inputs need it; `backward_weights` does the rest."""
+        kept = self._kept.pop(microbatch)
+        roots, seeds = self._roots(kept, gradients)
+        inputs = [value for value in self._trained(kept) if value.requires_grad]
+        if roots:
+            split = self._late[microbatch] = SplitBackward(roots, seeds, inputs, kept.hooked)
+            split.input_gradients()
+            if split.whole and not self._told:
+                self._told = True
+                warnings.warn(
+                    f"rank {self.rank}: the backward of stage {self.stage_index} is not split, so its weight "
+                    f"gradients are not delayed: {split.whole}",
+                    stacklevel=2,
+                )
+        return self._input_gradients(kept)
+
+    def backward_weights(self, microbatch: int) -> None:
+        """Accumulates the gradients of the weights that `backward_inputs` left."""
+        split = self._late.pop(microbatch, None)
+        if split is not None:
+            split.weight_gradients()
+
+    def _roots(
+        self, kept: _Kept, gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where the backward starts, and the gradients there."""
         roots, seeds = [], []
         for root, gradient in zip(kept.roots, gradients, strict=True):
             if gradient is not None and root.requires_grad:
@@ -220,12 +265,17 @@ class PipelineStage:
                     gradient = self.wrap(gradient, gradient_placements(tuple(root.placements)), root.shape)
                 roots.append(root)
                 seeds.append(gradient)
-        if roots:
-            torch.autograd.backward(roots, seeds)
-        return [self._input_gradient(index, value) for index, value in enumerate(kept.inputs)]
+        return roots, seeds
+
+    def _trained(self, kept: _Kept) -> list[Any]:
+        """The inputs that other stages made."""
+        return [] if self.is_first else kept.inputs
+
+    def _input_gradients(self, kept: _Kept) -> list[torch.Tensor | None]:
+        return [self._input_gradient(index, value) for index, value in enumerate(self._trained(kept))]
 
     def _input_gradient(self, index: int, value: Any) -> torch.Tensor | None:
-        if self.is_first or not value.requires_grad:
+        if not value.requires_grad:
             return None
         gradient = value.grad
         value.grad = None
@@ -238,6 +288,7 @@ class PipelineStage:
     def clear(self) -> None:
         """Drops what a step that failed had kept."""
         self._kept.clear()
+        self._late.clear()
 
 
 def local_values(value: torch.Tensor) -> torch.Tensor:
@@ -253,9 +304,9 @@ def _stage_mesh(
     if mesh is not None:
         return StageMesh(mesh.mesh, rank, mesh)
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-    if len(ranks) != num_stages:
+    if len(ranks) > num_stages:
         raise LayoutError(
-            f"stage {stage_index}: without mesh= the group must have one rank per stage: expected "
+            f"stage {stage_index}: without mesh= the group has at most one rank per stage: expected up to "
             f"{num_stages} ranks, found {len(ranks)}"
         )
-    return StageMesh(torch.tensor([ranks[stage_index]]), rank)
+    return StageMesh(torch.tensor([ranks[stage_index] if len(ranks) == num_stages else rank]), rank)

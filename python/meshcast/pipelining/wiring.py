@@ -1,5 +1,5 @@
-"""Wiring: the ranks agree on stages, edges and shapes, then compile each link into its forward and its
-backward transfer."""
+"""Wiring: the ranks agree on edges and shapes, then compile each link into its forward and its backward
+transfer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Partial, Placement
 
 from meshcast.errors import LayoutError
 from meshcast.handle import Handle
@@ -19,10 +19,11 @@ from meshcast.pipelining.layouts import gradient_placements
 from meshcast.pipelining.lower import Link
 from meshcast.pipelining.shapes import LocalValue, global_shape
 from meshcast.pipelining.stage import PipelineStage
-from meshcast.pipelining.wire import decode_layout, decode_value, encode_layout, encode_value
-from meshcast.transfer import Transfer
+from meshcast.pipelining.table import StageTable
+from meshcast.pipelining.wire import decode_value, encode_value
+from meshcast.transfer import Problem, Transfer
 
-__all__ = ["Lane", "StageTable", "Value", "Wiring", "agree_on_stages", "connect", "describe_stage"]
+__all__ = ["Lane", "Value", "Wiring", "connect"]
 
 _FIRST_LANE = 2  # below are the lanes of ordinary calls and their backward
 
@@ -37,30 +38,16 @@ class Value:
     layout: Layout
 
 
-@dataclass(frozen=True, slots=True)
-class StageTable:
-    """What every rank knows of all stages after they agreed."""
-
-    ranks: list[list[int]]  # of each stage, in mesh order
-    inputs: list[list[Layout]]  # layout templates of the inputs of each stage: one for all, or one each
-    edges: tuple[Edge, ...] | None
-    trains: bool
-
-    def input_layout(self, stage: int, index: int) -> Layout:
-        listed = self.inputs[stage]
-        if len(listed) > 1 and index >= len(listed):
-            raise LayoutError(
-                f"stage {stage}: input_placements lists {len(listed)} inputs, but an edge feeds input {index}"
-            )
-        return listed[0] if len(listed) == 1 else listed[index]
-
-
 class Lane:
-    """One direction of a link: all its values of a micro-batch travel in one transfer."""
+    """One direction of a link: all its values of a micro-batch travel in one transfer.
+
+    transfer: None where both stages are on the same ranks and every rank keeps what it has: values are handed
+    over as they are.
+    """
 
     def __init__(
         self,
-        transfer: Transfer,
+        transfer: Transfer | None,
         edges: Sequence[Edge],
         buffers: Sequence[tuple[tuple[int, ...], torch.dtype]],
         device: Any,
@@ -71,11 +58,27 @@ class Lane:
         self._device = device
 
     def send(self, tensors: Sequence[torch.Tensor], timeout: float) -> Handle[Any]:
+        """To other ranks."""
+        assert self.transfer is not None
         return self.transfer.start(tensors, [None] * len(tensors), timeout=timeout)
 
     def receive(self, timeout: float) -> tuple[Handle[Any], list[torch.Tensor]]:
-        buffers = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._buffers]
+        """From other ranks."""
+        assert self.transfer is not None
+        buffers = self._empty()
         return self.transfer.start([None] * len(buffers), buffers, timeout=timeout), buffers
+
+    def hand_over(
+        self, tensors: Sequence[torch.Tensor], timeout: float
+    ) -> tuple[Handle[Any] | None, list[torch.Tensor]]:
+        """From one stage of these ranks to another."""
+        if self.transfer is None:
+            return None, list(tensors)
+        buffers = self._empty()
+        return self.transfer.start(tensors, buffers, timeout=timeout), buffers
+
+    def _empty(self) -> list[torch.Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._buffers]
 
 
 @dataclass(slots=True)
@@ -84,114 +87,62 @@ class Wiring:
 
     links: list[Link]
     values: list[list[Value]]  # outputs of every stage but the last
-    inputs: dict[int, Value]  # of this rank's stage, in the layout they arrive in
+    inputs: dict[int, dict[int, Value]]  # of each of this rank's stages, in the layout they arrive in
     forward: dict[Link, Lane]
     backward: dict[Link, Lane]  # only links with a value that needs a gradient
 
     def transfers(self) -> list[Transfer]:
-        return [lane.transfer for lanes in (self.forward, self.backward) for lane in lanes.values()]
+        lanes = [*self.forward.values(), *self.backward.values()]
+        return [lane.transfer for lane in lanes if lane.transfer is not None]
 
-
-def describe_stage(stage: PipelineStage, schedule: str, microbatches: int, trains: bool) -> dict[str, Any]:
-    """What a rank publishes about itself. Everything but `trains` must be the same on all ranks of a
-    stage."""
-    return {
-        "stage": stage.stage_index,
-        "stages": stage.num_stages,
-        "ranks": stage.mesh.ranks,
-        "inputs": [
-            encode_layout(stage.mesh.layout(placements)) for placements in stage.input_placements.listed()
-        ],
-        "edges": None
-        if stage.edges is None
-        else [[e.from_stage, e.output, e.to_stage, e.input] for e in stage.edges],
-        "schedule": schedule,
-        "microbatches": microbatches,
-        "trains": trains,
-    }
-
-
-def agree_on_stages(exchange: Exchange) -> StageTable:
-    """Reads what all ranks published. Raises LayoutError, the same on every rank, where they contradict each
-    other."""
-    described = exchange.collect("stage")
-    first_rank = exchange.ranks[0]
-    first = described[first_rank]
-    for rank, found in described.items():
-        for field in ("stages", "edges", "schedule", "microbatches"):
-            if found[field] != first[field]:
-                raise LayoutError(
-                    f"the ranks of a pipeline disagree on {field}: rank {first_rank} has "
-                    f"{first[field]}, rank {rank} has {found[field]}"
-                )
-    ranks: list[list[int]] = []
-    inputs: list[list[Layout]] = []
-    trains = False
-    for stage in range(first["stages"]):
-        members = [rank for rank, found in described.items() if found["stage"] == stage]
-        if not members:
-            raise LayoutError(
-                f"stage {stage} is on no rank; ranks {exchange.ranks} hold stages "
-                f"{[f['stage'] for f in described.values()]}"
-            )
-        chosen = described[members[0]]
-        if sorted(chosen["ranks"]) != sorted(members):
-            raise LayoutError(
-                f"stage {stage} is on a mesh of ranks {chosen['ranks']}, but ranks {members} made this stage"
-            )
-        for rank in members:
-            for field in ("ranks", "inputs"):
-                if described[rank][field] != chosen[field]:
-                    raise LayoutError(
-                        f"the ranks of stage {stage} disagree on {field}: rank {members[0]} has "
-                        f"{chosen[field]}, "
-                        f"rank {rank} has {described[rank][field]}"
-                    )
-        ranks.append(chosen["ranks"])
-        inputs.append([decode_layout(each) for each in chosen["inputs"]])
-        trains = any(
-            described[rank]["trains"] for rank in members
-        )  # ends as that of the last stage, which has the loss
-    edges = None if first["edges"] is None else tuple(Edge(*each) for each in first["edges"])
-    return StageTable(ranks, inputs, edges, trains)
+    def is_local(self, link: Link) -> bool:
+        """Whether both of its stages are on this rank."""
+        return link[0] in self.inputs and link[1] in self.inputs
 
 
 def connect(
-    stage: PipelineStage,
+    stages: Mapping[int, PipelineStage],
     table: StageTable,
     exchange: Exchange,
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Mapping[int, Mapping[str, Any]],
     timeout: float,
 ) -> Wiring:
     """Finds the shapes of all values, stage after stage, and compiles the lanes of this rank.
 
     Args:
+        stages: those of this rank, by number.
         args: this rank's local arguments of one micro-batch, first stage only.
-        kwargs: local keyword arguments of one micro-batch.
+        kwargs: local keyword arguments of one micro-batch, of each stage.
     """
     values: list[list[Value]] = []
-    for index in range(stage.num_stages):
-        if index == stage.stage_index:
+    num_stages = len(table.ranks)
+    for index in range(num_stages):
+        if index in stages:
+            stage = stages[index]
             inputs = _inputs(stage, table, table.edges, values)
-            _publish_shapes(stage, exchange, _examples(stage, inputs) if index else list(args), kwargs, table)
+            given = _examples(stage, inputs) if index else list(args)
+            _publish_shapes(stage, exchange, given, kwargs[index], table)
         # The last stage only tells whether it came this far: nobody must wait for it in vain.
         values.append(_values(index, exchange.collect(f"shapes/{index}", table.ranks[index]), table))
     del values[-1]
     edges = table.edges
-    edges = check_edges(_default_edges(values), stage.num_stages) if edges is None else edges
+    edges = check_edges(_default_edges(values), num_stages) if edges is None else edges
     for edge in edges:
         _value_of(edge, values)
-    inputs = _inputs(stage, table, edges, values)
-    _check_examples(stage, inputs)
+    inputs_of = {index: _inputs(stage, table, edges, values) for index, stage in stages.items()}
+    for index, stage in stages.items():
+        _check_examples(stage, inputs_of[index])
     # A rank whose own checks failed stays away from the transfers, which the others would wait for.
     exchange.publish("checked", {})
     exchange.collect("checked")
     links = links_of(edges)
-    wiring = Wiring(links, values, inputs, {}, {})
+    wiring = Wiring(links, values, inputs_of, {}, {})
     for number, link in enumerate(links):
-        if stage.stage_index in link:
-            _compile_link(wiring, stage, table, edges, number, link, timeout)
+        for index in link:
+            if index in stages:
+                _compile_link(wiring, stages[index], table, edges, number, link, timeout)
+                break
     return wiring
 
 
@@ -324,18 +275,17 @@ def _compile_link(
     # A lane of its own for each direction: a receive posted ahead never delays another link, nor the other
     # direction.
     lane = _FIRST_LANE + 2 * number
-    problems = []
+    problems: list[Problem] = []
     for edge in own:
         value = _value_of(edge, wiring.values)
         problems.append((value.shape, value.dtype, value.layout, table.input_layout(target, edge.input)))
     name = f"pipeline {source}->{target}"
-    transfer = Transfer(problems, group=stage.group, lane=lane, op=f"{name} forward", timeout=timeout)
-    wiring.forward[link] = Lane(transfer, own, _local(problems, stage.rank), stage.device)
+    wiring.forward[link] = _lane(stage, problems, own, lane, f"{name} forward", timeout)
 
     trained = [edge for edge in own if table.trains and _value_of(edge, wiring.values).requires_grad]
     if not trained:
         return
-    back = []
+    back: list[Problem] = []
     for edge in trained:
         value = _value_of(edge, wiring.values)
         back.append(
@@ -346,13 +296,25 @@ def _compile_link(
                 _gradient(value.layout),
             )
         )
-    transfer = Transfer(back, group=stage.group, lane=lane + 1, op=f"{name} backward", timeout=timeout)
-    wiring.backward[link] = Lane(transfer, trained, _local(back, stage.rank), stage.device)
+    wiring.backward[link] = _lane(stage, back, trained, lane + 1, f"{name} backward", timeout)
 
 
-def _local(
-    problems: Sequence[tuple[Any, torch.dtype, Layout, Layout]], rank: int
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _lane(
+    stage: PipelineStage, problems: list[Problem], edges: list[Edge], number: int, op: str, timeout: float
+) -> Lane:
+    if all(_stays(shape, source, target) for shape, _, source, target in problems):
+        return Lane(None, edges, [], stage.device)
+    transfer = Transfer(problems, group=stage.group, lane=number, op=op, timeout=timeout)
+    return Lane(transfer, edges, _local(problems, stage.rank), stage.device)
+
+
+def _stays(shape: Sequence[int], source: Layout, target: Layout) -> bool:
+    """Whether every rank has after a transfer what it had before."""
+    pending = any(isinstance(placement, Partial) for placement in source.placements)
+    return not pending and source.shards(shape) == target.shards(shape)
+
+
+def _local(problems: Sequence[Problem], rank: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return [
         (target.local_shapes(shape)[rank], dtype)
         for shape, dtype, _, target in problems

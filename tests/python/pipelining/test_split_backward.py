@@ -146,7 +146,7 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # noqa: ARG002
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
         return function(*args, **(kwargs or {}))
 

@@ -16,8 +16,11 @@ from meshcast.pipelining import (
     Schedule1F1B,
     ScheduleEager1F1B,
     ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBV,
     get_schedule_class,
 )
+from meshcast.pipelining.errors import ScheduleError
 from meshcast.pipelining.layouts import (
     StageMesh,
     ValuePlacements,
@@ -49,6 +52,9 @@ def alone() -> Iterator[None]:
         (ScheduleGPipe.__init__, theirs.ScheduleGPipe.__init__),
         (Schedule1F1B.__init__, theirs.Schedule1F1B.__init__),
         (ScheduleEager1F1B.__init__, theirs.Schedule1F1B.__init__),
+        (ScheduleInterleaved1F1B.__init__, theirs.ScheduleInterleaved1F1B.__init__),
+        (ScheduleZBV.__init__, theirs.ScheduleZBVZeroBubble.__init__),
+        (ScheduleZBV.step, theirs.ScheduleZBVZeroBubble.step),
         (Schedule1F1B.step, theirs.Schedule1F1B.step),
         (Schedule1F1B.eval, theirs.Schedule1F1B.eval),
     ],
@@ -63,12 +69,19 @@ def test_parameters_of_torch_come_first(ours: object, torchs: object) -> None:
         if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
             assert list(mine)[position] == name
     added = set(mine) - set(inspect.signature(torchs).parameters)
-    assert all(mine[name].kind is inspect.Parameter.KEYWORD_ONLY for name in added)
+    apart = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    assert all(mine[name].kind in apart for name in added)
 
 
 @pytest.mark.parametrize(
     ("name", "cls"),
-    [("1F1B", Schedule1F1B), ("schedulegpipe", ScheduleGPipe), ("EAGER1F1B", ScheduleEager1F1B)],
+    [
+        ("1F1B", Schedule1F1B),
+        ("schedulegpipe", ScheduleGPipe),
+        ("EAGER1F1B", ScheduleEager1F1B),
+        ("ScheduleZBVZeroBubble", ScheduleZBV),
+        ("Interleaved1F1B", ScheduleInterleaved1F1B),
+    ],
 )
 def test_classes_by_name(name: str, cls: type) -> None:
     assert get_schedule_class(name) is cls
@@ -76,7 +89,13 @@ def test_classes_by_name(name: str, cls: type) -> None:
 
 def test_an_unknown_class_lists_the_known_ones() -> None:
     with pytest.raises(LayoutError, match="GPipe, 1F1B, Eager1F1B"):
-        get_schedule_class("DualPipeV")
+        get_schedule_class("ZigZag")
+
+
+@pytest.mark.parametrize("name", ["ScheduleDualPipeV", "LoopedBFS", "InterleavedZeroBubble"])
+def test_classes_of_torch_that_are_not_there_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(LayoutError, match=f"{name}' is not offered: .*Schedule"):
+        get_schedule_class(name)
 
 
 @pytest.mark.usefixtures("alone")
@@ -234,3 +253,56 @@ class _Returns(nn.Module):
 
     def forward(self, _: torch.Tensor) -> object:
         return self.value
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "ZBV", "1F1B", "ZBH2"])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_one_rank_runs_every_schedule(name: str, delayed: bool) -> None:
+    """Two stages on the only rank where the schedule has several on each: values are handed over."""
+    torch.manual_seed(0)
+    several = name in ("Interleaved1F1B", "ZBV")
+    parts = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 2)] if several else [nn.Linear(3, 2)]
+    whole = nn.Sequential(*parts)
+    x, y = torch.randn(6, 3), torch.randn(6, 2)
+    for part, target in zip(x.chunk(3), y.chunk(3), strict=True):
+        (nn.functional.mse_loss(whole(part), target) / 3).backward()
+    expected = [parameter.grad for parameter in whole.parameters()]
+    whole.zero_grad()
+    stages = [PipelineStage(part, index, len(parts), CPU) for index, part in enumerate(parts)]
+    schedule = get_schedule_class(name)(
+        stages if several else stages[0], 3, loss_fn=nn.functional.mse_loss, delay_weight_grad=delayed
+    )
+    output = schedule.step(x, target=y)
+    assert torch.equal(output, torch.cat([whole(part) for part in x.chunk(3)]))
+    assert all(torch.equal(a, b.grad) for a, b in zip(expected, whole.parameters(), strict=True))
+    assert torch.equal(schedule.eval(x), output)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"warmup": "auto", "memory_budget": 0}, "memory_budget must be"),
+        ({"warmup": "lazy"}, "warm-up must be"),
+        ({"warmup": 0}, "too short"),
+    ],
+)
+def test_bad_options_of_a_schedule(options: dict, message: str) -> None:
+    stage = PipelineStage(nn.Linear(3, 2), 0, 1, CPU)
+    with pytest.raises(ScheduleError, match=message):
+        ScheduleEager1F1B(stage, 4, **options)
+
+
+@pytest.mark.usefixtures("alone")
+def test_stages_that_cannot_be_on_one_rank() -> None:
+    first, second = (PipelineStage(nn.Linear(3, 3), index, 2, CPU) for index in range(2))
+    other = PipelineStage(nn.Linear(3, 3), 1, 3, CPU)
+    with pytest.raises(LayoutError, match="unlike num_stages: 2 and 3"):
+        ScheduleZBV([first, other], 2)
+    with pytest.raises(LayoutError, match="makes a stage twice"):
+        ScheduleZBV([second, second], 2)
+    with pytest.raises(LayoutError, match="at least one stage"):
+        ScheduleZBV([], 2)
+    with pytest.raises(LayoutError, match="found list"):
+        Schedule1F1B([first, second], 2)

@@ -1,0 +1,124 @@
+"""The table of stages: what every rank says about itself, and what all know after they agreed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshcast.errors import LayoutError
+from meshcast.layout import Layout
+from meshcast.pipelining.edge import Edge
+from meshcast.pipelining.exchange import Exchange
+from meshcast.pipelining.stage import PipelineStage
+from meshcast.pipelining.wire import decode_layout, encode_layout
+
+__all__ = ["StageTable", "agree_on_stages", "describe_stages"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageTable:
+    """What every rank knows of all stages after they agreed."""
+
+    ranks: list[list[int]]  # of each stage, in mesh order
+    rows: list[list[int]]  # the stages of each row of the schedule; rows in the order of their first stage
+    inputs: list[list[Layout]]  # layout templates of the inputs of each stage: one for all, or one each
+    edges: tuple[Edge, ...] | None
+    trains: bool
+
+    def row_of(self, stage: int) -> int:
+        return next(row for row, stages in enumerate(self.rows) if stage in stages)
+
+    def input_layout(self, stage: int, index: int) -> Layout:
+        listed = self.inputs[stage]
+        if len(listed) > 1 and index >= len(listed):
+            raise LayoutError(
+                f"stage {stage}: input_placements lists {len(listed)} inputs, but an edge feeds input {index}"
+            )
+        return listed[0] if len(listed) == 1 else listed[index]
+
+
+def describe_stages(
+    stages: Sequence[PipelineStage], schedule: str, microbatches: int, trains: bool
+) -> dict[str, Any]:
+    """What a rank publishes about itself. Everything but `trains` must be the same on all ranks of a
+    stage."""
+    first = stages[0]
+    return {
+        "stages": first.num_stages,
+        "mine": {
+            str(stage.stage_index): {
+                "ranks": stage.mesh.ranks,
+                "inputs": [
+                    encode_layout(stage.mesh.layout(placements))
+                    for placements in stage.input_placements.listed()
+                ],
+            }
+            for stage in stages
+        },
+        "edges": None
+        if first.edges is None
+        else [[e.from_stage, e.output, e.to_stage, e.input] for e in first.edges],
+        "schedule": schedule,
+        "microbatches": microbatches,
+        "trains": trains,
+    }
+
+
+def agree_on_stages(exchange: Exchange) -> StageTable:
+    """Reads what all ranks published. Raises LayoutError, the same on every rank, where they contradict each
+    other."""
+    described = exchange.collect("stage")
+    first_rank = exchange.ranks[0]
+    first = described[first_rank]
+    for rank, found in described.items():
+        for field in ("stages", "edges", "schedule", "microbatches"):
+            if found[field] != first[field]:
+                raise LayoutError(
+                    f"the ranks of a pipeline disagree on {field}: rank {first_rank} has "
+                    f"{first[field]}, rank {rank} has {found[field]}"
+                )
+    ranks: list[list[int]] = []
+    inputs: list[list[Layout]] = []
+    members: list[int] = []
+    for stage in range(first["stages"]):
+        members = [rank for rank, found in described.items() if str(stage) in found["mine"]]
+        if not members:
+            raise LayoutError(
+                f"stage {stage} is on no rank; ranks {exchange.ranks} hold stages "
+                f"{[', '.join(found['mine']) for found in described.values()]}"
+            )
+        chosen = _same_on(described, members, stage)
+        ranks.append(chosen["ranks"])
+        inputs.append([decode_layout(each) for each in chosen["inputs"]])
+    # Of the last stage, which has the loss.
+    trains = any(described[rank]["trains"] for rank in members)
+    edges = None if first["edges"] is None else tuple(Edge(*each) for each in first["edges"])
+    return StageTable(ranks, _rows(ranks), inputs, edges, trains)
+
+
+def _same_on(described: dict[int, dict[str, Any]], members: list[int], stage: int) -> dict[str, Any]:
+    """What the members say about their stage, if they all say the same."""
+    chosen = described[members[0]]["mine"][str(stage)]
+    if sorted(chosen["ranks"]) != sorted(members):
+        raise LayoutError(
+            f"stage {stage} is on a mesh of ranks {chosen['ranks']}, but ranks {members} made this stage"
+        )
+    for rank in members:
+        said = described[rank]["mine"][str(stage)]
+        for field in ("ranks", "inputs"):
+            if said[field] != chosen[field]:
+                raise LayoutError(
+                    f"the ranks of stage {stage} disagree on {field}: rank {members[0]} has "
+                    f"{chosen[field]}, rank {rank} has {said[field]}"
+                )
+    return chosen
+
+
+def _rows(ranks: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Stages on the same ranks are one row of the schedule. A rank cannot be in two rows: each makes one
+    schedule, whose stages share their ranks."""
+    rows: dict[frozenset[int], list[int]] = {}
+    for stage, members in enumerate(ranks):
+        rows.setdefault(frozenset(members), []).append(stage)
+    return list(rows.values())
