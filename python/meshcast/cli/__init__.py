@@ -17,6 +17,8 @@ _PROGRAM = "python -m meshcast"
 _COMMANDS = {
     "plan": "plan the transfer of a tensor between two layouts and print it",
     "bench": "measure reshard cases on the ranks that torchrun started",
+    "simulate": "simulate a pipeline schedule, or compare all of them",
+    "timeline": "draw the traces of a pipeline step",
     "doctor": "print versions, backends, devices and what will not work here, and why",
 }
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -16,6 +17,7 @@ from meshcast.groups import parent_group, seconds
 from meshcast.pipelining.action import Action, Actions
 from meshcast.pipelining.auto_warmup import AutoWarmup, Budget, check_budget, resolve_warmup
 from meshcast.pipelining.costs import Costs
+from meshcast.pipelining.draw import draw_panels, panel_of
 from meshcast.pipelining.edge import links_of
 from meshcast.pipelining.exchange import Exchange
 from meshcast.pipelining.lower import AHEAD, Link, lower, stage_ranks
@@ -189,6 +191,19 @@ class PipelineSchedule:
         if self._runtime is None:
             raise MeshcastError("there is no step to trace yet", op="pipeline")
         self._runtime.trace.write(path, self._rank)
+
+    def draw(self, path: str | os.PathLike[str], **times: Any) -> None:
+        """Writes the simulated timeline of a step; the suffix of `path` tells the format.
+
+        Args:
+            times: forward, backward, weight and transfer as `simulate` takes them; default: those that the
+                schedule was made with.
+        """
+        table = self._agreed()
+        costs = Costs.of(self._num_stages, **{**self._times, **times})
+        report = simulate_actions(self._lower(table.trains), costs)
+        title = f"{self.name}, {self._num_stages} stages, {self._microbatches} micro-batches, simulated"
+        draw_panels([panel_of(title, report)], Path(path))
 
     def close(self) -> None:
         """Drops the transfers. Later steps raise AbortedError."""

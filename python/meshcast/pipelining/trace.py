@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import dataclass, field
 
 from meshcast.pipelining.simulate import SimulationReport
@@ -13,8 +14,13 @@ __all__ = ["Trace", "format_timeline"]
 
 @dataclass(slots=True)
 class Trace:
-    """Events of one step on one rank. Times are those of ``time.perf_counter``, in seconds."""
+    """Events of one step on one rank. Times are those of ``time.perf_counter``, in seconds.
 
+    began: the moment that the trace was made, by that clock and by the clock of the host (Unix time), which
+    lets the traces of several ranks be put together.
+    """
+
+    began: tuple[float, float] = field(default_factory=lambda: (time.perf_counter(), time.time()))
     events: list[tuple[str, str, float, float]] = field(default_factory=list)  # name, category, begin, end
 
     def add(self, name: str, category: str, begin: float, end: float) -> None:
@@ -23,7 +29,7 @@ class Trace:
     def write(self, path: str | os.PathLike[str], rank: int) -> None:
         """Writes the Chrome trace event format (chrome://tracing, Perfetto): compute, waits and transfers in
         rows of their own."""
-        start = min((begin for _, _, begin, _ in self.events), default=0.0)
+        start, host_time = self.began
         rows = sorted({category for _, category, _, _ in self.events})
         events: list[dict[str, object]] = [
             {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": category}}
@@ -43,7 +49,9 @@ class Trace:
                 }
             )
         with open(path, "w") as file:
-            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+            json.dump(
+                {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"begin": host_time}}, file
+            )
 
 
 def format_timeline(report: SimulationReport, unit: float = 1.0) -> str:
