@@ -20,7 +20,9 @@ from multiproc.pipeline_models import (
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 # Stages of each row of the schedule, and the ranks of the rows.
 ROWS = {
@@ -278,6 +280,124 @@ def without_overlap(_) -> None:
     assert largest_difference(module, reference[here.stage]) <= 1e-12
 
 
+class Embed(nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(tokens, self.weight)
+
+
+class Unembed(Embed):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.weight.t()
+
+
+def tied_case(name: str, rows: list[list[int]], ranks: list[list[int]]):
+    """Embedding in the first stage, the same weight in the last; ranks with several stages have two copies.
+    Two steps: gradients accumulate."""
+
+    def case(_) -> None:
+        here = several(rows, ranks)
+        if here is None:
+            return
+        indices, mesh, group = here
+        count = sum(len(stages) for stages in rows)
+        torch.manual_seed(9)
+        weight = torch.randn(7, 6, dtype=torch.float64)
+        tokens, target = torch.randint(0, 7, (12,)), torch.randint(0, 7, (12,))
+
+        def build() -> list[nn.Module]:
+            return [Embed(weight), *mlp(count - 2), Unembed(weight)]
+
+        reference, mine = build(), build()
+        reference[-1].weight = reference[0].weight
+        stages = [
+            PipelineStage(
+                mine[index],
+                index,
+                count,
+                CPU,
+                group=group,
+                mesh=mesh,
+                shared_parameters={"embedding": "weight"} if index in (0, count - 1) else None,
+            )
+            for index in indices
+        ]
+        loss_fn = nn.functional.cross_entropy
+        schedule = get_schedule_class(name)(
+            stages if len(rows[0]) > 1 else stages[0], 3, loss_fn=loss_fn, timeout=TIMEOUT
+        )
+        for _ in range(2):
+            train_alone(nn.Sequential(*reference), tokens, target, 3, loss_fn)
+            schedule.step(tokens, target=target)
+        for index in indices:
+            difference = largest_difference(mine[index], reference[index])
+            assert difference <= 1e-12, f"stage {index}: gradients differ by {difference}"
+
+    case.__name__ = f"tied_{name}"
+    return case
+
+
+def shared_parameters_that_do_not_fit(context) -> None:
+    here = place([[0], [1]])
+    if here is None:
+        return
+    options = {"group": here.group, "mesh": here.mesh}
+    raises(
+        LayoutError,
+        "has no parameter 'wait'",
+        call=lambda: PipelineStage(nn.Linear(6, 6), 0, 2, CPU, shared_parameters={"w": "wait"}, **options),
+    )
+    module = nn.Linear(6, 6 + context.rank).double()
+    stage = PipelineStage(module, here.stage, 2, CPU, shared_parameters={"w": "weight"}, **options)
+    schedule = get_schedule_class("1F1B")(stage, 2, timeout=TIMEOUT)
+    raises(LayoutError, "shared parameter 'w': stage 0 has", call=lambda: schedule.step(batch(8)[0]))
+
+
+def wrapped_case(name: str, **options):
+    """FSDP2 in the first stage, DDP in the second, on unlike degrees: summed, not averaged, once per step."""
+
+    def case(_) -> None:
+        here = place(in_a_row([2, 3]))
+        reference, module = mlp(2), mlp(2)[here.stage]
+        x, y = batch(24)
+        train_alone(nn.Sequential(*reference), x, y, 4)
+        if here.stage == 0:
+            fully_shard(module, mesh=here.mesh)
+            shapes = {"output_args": torch.empty(3, 6, dtype=torch.float64, device="meta")}
+        else:
+            module = DistributedDataParallel(module, process_group=here.mesh.get_group())
+            shapes = {}
+        stage = PipelineStage(module, here.stage, 2, CPU, group=here.group, mesh=here.mesh, **shapes)
+        schedule = get_schedule_class(name)(
+            stage, 4, loss_fn=nn.functional.mse_loss, timeout=TIMEOUT, **options
+        )
+        for _ in range(2):
+            module.zero_grad()
+            schedule.step(x, target=y)
+            difference = largest_difference(stage.submod, reference[here.stage])
+            assert difference <= 1e-12, f"gradients differ by {difference}"
+
+    case.__name__ = f"wrappers_{name}{'_delayed' if options else ''}"
+    return case
+
+
+def wrappers_over_other_ranks_are_refused(_) -> None:
+    here = place([[0, 1], [2, 3]])
+    if here is None:
+        return
+    wrong = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    module = DistributedDataParallel(mlp(2)[here.stage], process_group=wrong)
+    raises(
+        LayoutError,
+        "DistributedDataParallel reduces gradients over ranks [",
+        "but the stage splits its samples over ranks [",
+        call=lambda: PipelineStage(module, here.stage, 2, CPU, group=here.group, mesh=here.mesh),
+    )
+
+
 CASES = [
     *[rows_case(label, delayed) for label in ROWS for delayed in (False, True)],
     *[delayed_case(name, delay_weight_grad=True) for name in ("GPipe", "1F1B", "Eager1F1B")],
@@ -295,4 +415,11 @@ CASES = [
     stages_that_share_some_ranks,
     delaying_is_agreed_on,
     without_overlap,
+    wrapped_case("1F1B"),
+    wrapped_case("Eager1F1B", delay_weight_grad=True),
+    wrappers_over_other_ranks_are_refused,
+    tied_case("1F1B", [[0], [1], [2]], [[0], [1, 2], [3, 4]]),
+    tied_case("Interleaved1F1B", [[0, 2], [1, 3]], [[0, 1], [2, 3, 4]]),
+    tied_case("ZBV", [[0, 3], [1, 2]], [[0, 1], [2]]),
+    shared_parameters_that_do_not_fit,
 ]

@@ -35,6 +35,11 @@ class StageMesh:
     def size(self) -> int:
         return len(self.ranks)
 
+    def along(self, dims: Sequence[int]) -> list[int]:
+        """The ranks that differ from this one in these dimensions only, this one included."""
+        index = tuple(slice(None) if dim in dims else at for dim, at in enumerate(self.coordinate))
+        return [int(rank) for rank in torch.tensor(self._nested)[index].flatten()]
+
     def layout(self, placements: Placements) -> Layout:
         return Layout(self._nested, placements)
 

@@ -113,6 +113,10 @@ class Runtime:
         """Inputs of this rank's stages that other stages feed."""
         return self._wiring.inputs
 
+    def sum_shared(self) -> None:
+        """Sums the gradients of shared parameters over their stages."""
+        self._wiring.shared.sum()
+
     def close(self) -> None:
         for transfer in self._wiring.transfers():
             transfer.close()

@@ -104,6 +104,10 @@ class PipelineSchedule:
         self._overlap = overlap
         try:
             self._stages = _checked(stages, n_microbatches)
+            if not sync_gradients and any(stage.shared for stage in stages):
+                raise LayoutError(
+                    "shared_parameters need sync_gradients=True: their gradients are summed by step"
+                )
             self._check_options()
         except MeshcastError as error:
             self._exchange.fail("stage", str(error))
@@ -229,6 +233,9 @@ class PipelineSchedule:
                 for index, stage in self._stages.items()
             }
             runtime = self._connected(feeds)
+            if train:
+                for stage in self._stages.values():
+                    stage.begin_step(self._microbatches)
             with self._accumulating(train):
                 runtime.run(self._row(train), feeds, train=train)
                 self._finish(feeds, train, losses)
@@ -360,7 +367,7 @@ class PipelineSchedule:
         apart = [
             stage
             for stage in self._stages.values()
-            if train and self._sync_gradients and stage.batch_parts > 1
+            if train and self._sync_gradients and (stage.batch_parts > 1 or stage.shared)
         ]
         earlier = list(
             {
@@ -395,6 +402,8 @@ class PipelineSchedule:
                 means = feeds[index].mean_losses()
                 if losses is not None:
                     losses[:] = means
+        if train and self._runtime is not None:
+            self._runtime.sum_shared()
 
     def _fail(self, error: BaseException) -> None:
         """Takes the other ranks along, in bounded time, with the first cause."""

@@ -25,6 +25,7 @@ from meshcast.pipelining.layouts import (
 )
 from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values, infer_outputs
 from meshcast.pipelining.split_backward import SplitBackward, hooks_made
+from meshcast.pipelining.wrappers import LastBackward, look_through
 
 __all__ = ["PipelineStage"]
 
@@ -45,10 +46,11 @@ class PipelineStage:
     """One stage of a pipeline, as this rank runs it.
 
     Args:
-        submodule: the stage's module. Its positional inputs are the values of the edges that lead here (stage
-            0: the arguments of ``step``), its outputs the values that leave: a tensor or a tuple of tensors;
-            the last stage may return anything ``loss_fn`` takes. It sees this rank's local shards, whose
-            batch dimension may be of size 0.
+        submodule: the stage's module, also inside DistributedDataParallel or FSDP2 over the ranks that its
+            samples are split over: gradients are summed once per step. Its positional inputs are the values
+            of the edges that lead here (stage 0: the arguments of ``step``), its outputs the values that
+            leave: a tensor or a tuple of tensors; the last stage may return anything ``loss_fn`` takes. It
+            sees this rank's local shards, whose batch dimension may be of size 0.
         stage_index, num_stages: its place.
         device: where it computes and receives.
         input_args: examples of one micro-batch's local inputs; checked against what the producers send.
@@ -69,6 +71,9 @@ class PipelineStage:
             of the next.
         use_dtensor: the module gets DTensors on ``mesh`` instead of local shards. Outputs may be either in
             both cases.
+        shared_parameters: {key: name of a parameter of the module}. Stages that name the same key share that
+            parameter (tied embeddings): each has a copy, equal at the start, and after a step each copy gets
+            the sum of the gradients of all.
 
     Raises:
         LayoutError: naming the argument that is wrong.
@@ -93,6 +98,7 @@ class PipelineStage:
         output_placements: Sequence[Any] | None = None,
         edges: Sequence[Edge] | None = None,
         use_dtensor: bool = False,
+        shared_parameters: Mapping[str, str] | None = None,
     ) -> None:
         if not 0 <= stage_index < num_stages:
             raise LayoutError(f"stage_index must be in 0..{num_stages - 1}, found {stage_index}")
@@ -111,12 +117,6 @@ class PipelineStage:
                 f"stage {stage_index}: dw_builder is not used here: delay_weight_grad=True of the schedule "
                 "splits the backward of any module"
             )
-        if isinstance(submodule, torch.nn.parallel.DistributedDataParallel):
-            raise LayoutError(
-                f"stage {stage_index}: give the bare module, not DistributedDataParallel: the "
-                "pipeline sums gradients itself, once per step"
-            )
-        self.submod = submodule
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.device = torch.device(device)
@@ -140,6 +140,9 @@ class PipelineStage:
             raise LayoutError(f"stage {stage_index}: use_dtensor needs mesh=")
         self.use_dtensor = use_dtensor
         self.batch_dims = batch_dims(self.input_placements)
+        self.submod = look_through(submodule, self.mesh, self.batch_dims, f"stage {stage_index}")
+        self._last_backward = LastBackward(self.submod)
+        self.shared = _shared_parameters(stage_index, shared_parameters or {}, self.submod)
         self._kept: dict[int, _Kept] = {}
         self._late: dict[int, SplitBackward] = {}  # micro-batches whose weight gradients are to come
         self._told = False  # that this module's backward cannot be split
@@ -193,6 +196,10 @@ class PipelineStage:
             local, self.mesh.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
         )
 
+    def begin_step(self, microbatches: int) -> None:
+        """Before the first action of a step that trains."""
+        self._last_backward.begin_step(microbatches)
+
     def forward(self, microbatch: int, inputs: list[Any], kwargs: Mapping[str, Any], keep: bool) -> Any:
         """Runs the module. keep: its backward will follow."""
         hooks_before = hooks_made()
@@ -225,6 +232,7 @@ class PipelineStage:
         """
         kept = self._kept.pop(microbatch)
         roots, seeds = self._roots(kept, gradients)
+        self._last_backward.before_backward()
         if roots:
             torch.autograd.backward(roots, seeds)
         return self._input_gradients(kept)
@@ -233,20 +241,28 @@ class PipelineStage:
         self, microbatch: int, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """`backward` as far as the inputs need it; `backward_weights` does the rest."""
+        if self._last_backward.active:
+            self._tell_whole("FSDP2 reduces gradients inside the backward")
+            return self.backward(microbatch, gradients)
         kept = self._kept.pop(microbatch)
         roots, seeds = self._roots(kept, gradients)
         inputs = [value for value in self._trained(kept) if value.requires_grad]
         if roots:
             split = self._late[microbatch] = SplitBackward(roots, seeds, inputs, kept.hooked)
             split.input_gradients()
-            if split.whole and not self._told:
-                self._told = True
-                warnings.warn(
-                    f"rank {self.rank}: the backward of stage {self.stage_index} is not split, so its weight "
-                    f"gradients are not delayed: {split.whole}",
-                    stacklevel=2,
-                )
+            if split.whole:
+                self._tell_whole(split.whole)
         return self._input_gradients(kept)
+
+    def _tell_whole(self, reason: str) -> None:
+        """Once, that the backward is not split."""
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"rank {self.rank}: the backward of stage {self.stage_index} is not split, so its weight "
+                f"gradients are not delayed: {reason}",
+                stacklevel=3,
+            )
 
     def backward_weights(self, microbatch: int) -> None:
         """Accumulates the gradients of the weights that `backward_inputs` left."""
@@ -310,3 +326,21 @@ def _stage_mesh(
             f"{num_stages} ranks, found {len(ranks)}"
         )
     return StageMesh(torch.tensor([ranks[stage_index] if len(ranks) == num_stages else rank]), rank)
+
+
+def _shared_parameters(
+    stage: int, named: Mapping[str, str], module: torch.nn.Module
+) -> dict[str, torch.nn.Parameter]:
+    """The parameters by key. Raises LayoutError naming the one that is missing or laid out over ranks."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for key, name in named.items():
+        if name not in parameters:
+            raise LayoutError(
+                f"stage {stage}, shared parameter {key!r}: the module has no parameter {name!r}"
+            )
+        if isinstance(parameters[name].data, DTensor):
+            raise LayoutError(
+                f"stage {stage}, shared parameter {key!r}: {name!r} is a DTensor; a shared parameter must be "
+                "whole on every rank of its stages"
+            )
+    return {key: parameters[name] for key, name in named.items()}

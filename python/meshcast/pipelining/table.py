@@ -25,6 +25,7 @@ class StageTable:
     inputs: list[list[Layout]]  # layout templates of the inputs of each stage: one for all, or one each
     edges: tuple[Edge, ...] | None
     trains: bool
+    shared: dict[str, list[int]]  # stages of each shared parameter, ascending
 
     def row_of(self, stage: int) -> int:
         return next(row for row, stages in enumerate(self.rows) if stage in stages)
@@ -53,6 +54,9 @@ def describe_stages(
                     encode_layout(stage.mesh.layout(placements))
                     for placements in stage.input_placements.listed()
                 ],
+                "shared": {
+                    key: [str(parameter.dtype), *parameter.shape] for key, parameter in stage.shared.items()
+                },
             }
             for stage in stages
         },
@@ -80,6 +84,7 @@ def agree_on_stages(exchange: Exchange) -> StageTable:
                 )
     ranks: list[list[int]] = []
     inputs: list[list[Layout]] = []
+    shared: dict[str, dict[int, Any]] = {}
     members: list[int] = []
     for stage in range(first["stages"]):
         members = [rank for rank, found in described.items() if str(stage) in found["mine"]]
@@ -91,10 +96,26 @@ def agree_on_stages(exchange: Exchange) -> StageTable:
         chosen = _same_on(described, members, stage)
         ranks.append(chosen["ranks"])
         inputs.append([decode_layout(each) for each in chosen["inputs"]])
+        for key, kind in chosen["shared"].items():
+            shared.setdefault(key, {})[stage] = kind
     # Of the last stage, which has the loss.
     trains = any(described[rank]["trains"] for rank in members)
     edges = None if first["edges"] is None else tuple(Edge(*each) for each in first["edges"])
-    return StageTable(ranks, _rows(ranks), inputs, edges, trains)
+    _check_shared(shared)
+    stages_of = {key: sorted(kinds) for key, kinds in shared.items()}
+    return StageTable(ranks, _rows(ranks), inputs, edges, trains, stages_of)
+
+
+def _check_shared(shared: dict[str, dict[int, Any]]) -> None:
+    for key, kinds in shared.items():
+        if len(kinds) < 2:
+            raise LayoutError(f"shared parameter {key!r}: only stage {next(iter(kinds))} names it")
+        first = min(kinds)
+        for stage, kind in kinds.items():
+            if kind != kinds[first]:
+                raise LayoutError(
+                    f"shared parameter {key!r}: stage {first} has {kinds[first]}, stage {stage} has {kind}"
+                )
 
 
 def _same_on(described: dict[int, dict[str, Any]], members: list[int], stage: int) -> dict[str, Any]:
@@ -106,7 +127,7 @@ def _same_on(described: dict[int, dict[str, Any]], members: list[int], stage: in
         )
     for rank in members:
         said = described[rank]["mine"][str(stage)]
-        for field in ("ranks", "inputs"):
+        for field in ("ranks", "inputs", "shared"):
             if said[field] != chosen[field]:
                 raise LayoutError(
                     f"the ranks of stage {stage} disagree on {field}: rank {members[0]} has "

@@ -18,6 +18,7 @@ from meshcast.pipelining.exchange import Exchange
 from meshcast.pipelining.layouts import gradient_placements
 from meshcast.pipelining.lower import Link
 from meshcast.pipelining.shapes import LocalValue, global_shape
+from meshcast.pipelining.shared import SharedGradients
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.wire import decode_value, encode_value
@@ -90,10 +91,14 @@ class Wiring:
     inputs: dict[int, dict[int, Value]]  # of each of this rank's stages, in the layout they arrive in
     forward: dict[Link, Lane]
     backward: dict[Link, Lane]  # only links with a value that needs a gradient
+    shared: SharedGradients
 
     def transfers(self) -> list[Transfer]:
         lanes = [*self.forward.values(), *self.backward.values()]
-        return [lane.transfer for lane in lanes if lane.transfer is not None]
+        return [
+            *(lane.transfer for lane in lanes if lane.transfer is not None),
+            *self.shared.transfers(),
+        ]
 
     def is_local(self, link: Link) -> bool:
         """Whether both of its stages are on this rank."""
@@ -137,7 +142,8 @@ def connect(
     exchange.publish("checked", {})
     exchange.collect("checked")
     links = links_of(edges)
-    wiring = Wiring(links, values, inputs_of, {}, {})
+    shared = SharedGradients(stages, table, _FIRST_LANE + 2 * len(links), timeout)
+    wiring = Wiring(links, values, inputs_of, {}, {}, shared)
     for number, link in enumerate(links):
         for index in link:
             if index in stages:

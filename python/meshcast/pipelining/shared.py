@@ -1,0 +1,113 @@
+"""Parameters that several stages share, tied embeddings for one: every stage has its copy, and after a step
+each copy gets the sum of the gradients of all, in the order of the stages, so that the copies stay equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import Replicate
+
+from meshcast.layout import Layout
+from meshcast.pipelining.stage import PipelineStage
+from meshcast.pipelining.table import StageTable
+from meshcast.transfer import Transfer
+
+__all__ = ["SharedGradients"]
+
+
+@dataclass(slots=True)
+class _Shared:
+    """One parameter: the copies on this rank, and a transfer from each row of the schedule that has some to
+    the others."""
+
+    copies: list[torch.nn.Parameter]
+    own_row: int
+    transfers: dict[int, Transfer]  # by the row that sends; none if there is one row only
+
+
+class SharedGradients:
+    """The shared parameters of one rank. Every rank of the pipeline makes one, in the same order.
+
+    Args:
+        stages: those of this rank, by number.
+        first_lane: lanes from here on are free.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, PipelineStage], table: StageTable, first_lane: int, timeout: float
+    ) -> None:
+        self._timeout = timeout
+        self._shared: list[_Shared] = []
+        any_stage = next(iter(stages.values()))
+        own_row = table.row_of(any_stage.stage_index)
+        lane = first_lane
+        for key, sharing in sorted(table.shared.items()):
+            rows = sorted({table.row_of(stage) for stage in sharing})
+            copies = [stages[stage].shared[key] for stage in sharing if stage in stages]
+            distinct = list({id(copy): copy for copy in copies}.values())
+            transfers = {}
+            for row in rows if len(rows) > 1 else []:
+                if own_row in rows:
+                    transfers[row] = _transfer(key, row, rows, table, distinct[0], any_stage, lane, timeout)
+                lane += 1
+            if distinct:
+                self._shared.append(_Shared(distinct, own_row, transfers))
+
+    def transfers(self) -> list[Transfer]:
+        return [transfer for each in self._shared for transfer in each.transfers.values()]
+
+    def sum(self) -> None:
+        """After the gradients of each stage have been summed over its ranks."""
+        started = []
+        for each in self._shared:
+            own = _sum([_gradient(copy) for copy in each.copies])
+            parts, handles = {each.own_row: own}, []
+            for row, transfer in each.transfers.items():
+                if row == each.own_row:
+                    handles.append(transfer.start([own], [None], timeout=self._timeout))
+                else:
+                    parts[row] = torch.empty_like(own)
+                    handles.append(transfer.start([None], [parts[row]], timeout=self._timeout))
+            started.append((each, parts, handles))
+        for each, parts, handles in started:
+            for handle in handles:
+                handle.wait()
+            total = _sum([parts[row] for row in sorted(parts)])
+            for copy in each.copies:
+                copy.grad = total.clone() if copy is not each.copies[0] else total
+
+
+def _transfer(
+    key: str,
+    row: int,
+    rows: list[int],
+    table: StageTable,
+    parameter: torch.nn.Parameter,
+    stage: PipelineStage,
+    lane: int,
+    timeout: float,
+) -> Transfer:
+    """From one row to all others that share."""
+    source = sorted(table.ranks[table.rows[row][0]])
+    target = sorted(rank for other in rows if other != row for rank in table.ranks[table.rows[other][0]])
+    problem = (
+        tuple(parameter.shape),
+        parameter.dtype,
+        Layout(source, [Replicate()]),
+        Layout(target, [Replicate()]),
+    )
+    op = f"pipeline shared parameter {key}"
+    return Transfer([problem], group=stage.group, lane=lane, op=op, timeout=timeout)
+
+
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+
+
+def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
