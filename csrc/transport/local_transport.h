@@ -53,11 +53,11 @@ class LocalTransport {
   // had sent before. To be called now and then while messages are in flight: nothing else watches the peers.
   virtual void check_peers() = 0;
 
-  // Ends all messages, now and later, with Cause::Aborted, and lets the peers see it. Any thread, idempotent;
-  // does not wait.
+  // Ends all messages, now and later, with Cause::Aborted. Any thread, idempotent; does not wait. The peers do
+  // not see it: they would take this rank for dead before they could read the first cause.
   virtual void abort() noexcept = 0;
 
-  // abort(), then joins the threads. Not from one of them.
+  // abort(), lets the peers see that this rank has left, and joins the threads. Not from one of them.
   virtual void shutdown() = 0;
 };
 

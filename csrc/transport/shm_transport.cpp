@@ -34,11 +34,11 @@ class ShmTransport final : public LocalTransport {
   void abort() noexcept override {
     sender_.abort();
     receiver_.abort();
-    for (const auto& link : membership_.links) link->hang_up();
   }
 
   void shutdown() override {
     abort();
+    for (const auto& link : membership_.links) link->hang_up();
     sender_.shutdown();
     receiver_.shutdown();
   }
