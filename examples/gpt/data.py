@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from gpt.config import ConfigError
-from gpt.model import generator_for
+from training.layout import ConfigError
+from training.rng import generator_for
 
 TEXT_SUFFIXES = frozenset({".py", ".txt", ".md", ".rst"})
 HELD_OUT = 20  # the last 1/20 of the text is for evaluation
@@ -42,7 +41,7 @@ def _text_files(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
 
 
 class TextSamples:
-    """Random windows of text as (inputs, targets): int64 (batch, seq_len), targets one byte ahead."""
+    """Random windows of text as ((inputs,), targets): int64 (batch, seq_len), targets one byte ahead."""
 
     def __init__(self, text: Tensor, seq_len: int, seed: int) -> None:
         cut = len(text) - len(text) // HELD_OUT
@@ -55,14 +54,14 @@ class TextSamples:
                 f"use at least {HELD_OUT * (seq_len + 2)} bytes"
             )
 
-    def train(self, step: int, batch: int) -> tuple[Tensor, Tensor]:
+    def train(self, step: int, batch: int) -> tuple[tuple[Tensor], Tensor]:
         return self._draw(self.train_text, batch, "train", step)
 
-    def held_out(self, index: int, batch: int) -> tuple[Tensor, Tensor]:
+    def held_out(self, index: int, batch: int) -> tuple[tuple[Tensor], Tensor]:
         return self._draw(self.held_out_text, batch, "held out", index)
 
-    def _draw(self, text: Tensor, batch: int, split: str, index: int) -> tuple[Tensor, Tensor]:
+    def _draw(self, text: Tensor, batch: int, split: str, index: int) -> tuple[tuple[Tensor], Tensor]:
         generator = generator_for(self.seed, split, index)
         starts = torch.randint(0, len(text) - self.seq_len, (batch,), generator=generator)
         windows = text[starts[:, None] + torch.arange(self.seq_len + 1)].long()
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        return (windows[:, :-1].contiguous(),), windows[:, 1:].contiguous()

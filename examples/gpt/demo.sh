@@ -14,5 +14,5 @@ begin=$SECONDS
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 5 \
   examples/gpt/train.py --model tiny --stages 2,3 --schedule 1F1B --steps 200 --eval-every 50 --verify 16 \
   --metrics "$OUT/metrics.jsonl"
-"$PYTHON" examples/gpt/summary.py "$OUT/metrics.jsonl" --plot "$OUT/loss.png"
+"$PYTHON" examples/training/summary.py "$OUT/metrics.jsonl" --plot "$OUT/loss.png"
 echo "whole demo: $((SECONDS - begin)) s"

@@ -5,14 +5,15 @@ Learned positions, layer norm before attention and MLP, GELU, causal attention. 
 alone: any cut into stages and any number of ranks starts from the same weights.
 """
 
-import hashlib
 import math
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training.layout import split_layers
+from training.rng import generator_for
 
-from gpt.config import ModelConfig, split_layers
+from gpt.config import ModelConfig
 
 
 class Attention(nn.Module):
@@ -108,12 +109,6 @@ def initialise(module: nn.Module, config: ModelConfig, seed: int) -> None:
             into_residual = name.endswith(("attention.out.weight", "down.weight"))
             std = 0.02 / math.sqrt(2 * config.layers) if into_residual else 0.02
             parameter.normal_(0.0, std, generator=generator_for(seed, name))
-
-
-def generator_for(*key: int | str) -> torch.Generator:
-    """A generator that depends on the key alone: not on the rank, nor on what was drawn before."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:

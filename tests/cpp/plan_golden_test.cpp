@@ -65,8 +65,7 @@ std::string render(const NamedCase& c) {
 
 // MESHCAST_UPDATE_GOLDEN=1 writes the file anew: look at the difference before committing it.
 TEST_CASE("the plans of the paper's cases are as recorded", "[plan][golden]") {
-  const std::filesystem::path file =
-      std::filesystem::path(__FILE__).parent_path().parent_path() / "golden" / "paper_cases.txt";
+  const std::filesystem::path file = std::filesystem::path(MESHCAST_GOLDEN_DIR) / "paper_cases.txt";
   std::string now;
   for (const NamedCase& c : paper_cases()) now += render(c);
   if (std::getenv("MESHCAST_UPDATE_GOLDEN") != nullptr) {

@@ -21,18 +21,17 @@ def draw(start: dict[str, Any], steps: Sequence[dict[str, Any]], path: Path) -> 
     figure, axes = plt.subplots(
         1, 2 if verified else 1, figsize=(11 if verified else 7, 4.2), squeeze=False, layout="constrained"
     )
-    _loss(axes[0][0], steps, verified)
+    _loss(axes[0][0], start["loss_unit"], steps, verified)
     if verified:
         _differences(axes[0][1], start, verified)
     ranks = " → ".join(str(n) for n in start["stages"])
-    figure.suptitle(
-        f"GPT, {start['parameters'] / 1e6:.2f} M parameters, stages on {ranks} ranks, {start['schedule']}"
-    )
+    size = f"{start['parameters'] / 1e6:.2f} M parameters"
+    figure.suptitle(f"{start['name']}, {size}, stages on {ranks} ranks, {start['schedule']}")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def _loss(axis: Axes, steps: Sequence[dict[str, Any]], verified: Sequence[dict[str, Any]]) -> None:
+def _loss(axis: Axes, unit: str, steps: Sequence[dict[str, Any]], verified: Sequence[dict[str, Any]]) -> None:
     axis.plot(
         [s["step"] for s in steps], [s["loss"] for s in steps], color=BLUE, lw=1.4, label="pipeline, training"
     )
@@ -41,9 +40,9 @@ def _loss(axis: Axes, steps: Sequence[dict[str, Any]], verified: Sequence[dict[s
         axis.plot(at, losses, "o", color=ORANGE, ms=5, mfc="none", mew=1.3, label="one process, training")
     held_out = [s for s in steps if "held_out_loss" in s]
     at, losses = [s["step"] for s in held_out], [s["held_out_loss"] for s in held_out]
-    axis.plot(at, losses, "s", color=GREEN, ms=5, label="pipeline, held-out text")
+    axis.plot(at, losses, "s", color=GREEN, ms=5, label="pipeline, held-out data")
     axis.set_xlabel("step")
-    axis.set_ylabel("loss (nats per byte)")
+    axis.set_ylabel(f"loss ({unit})")
     axis.set_title("Loss", loc="left", fontsize=10)
     _tidy(axis)
 

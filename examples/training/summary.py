@@ -1,6 +1,6 @@
 """Closing table and picture of a run from its metrics file.
 
-python examples/gpt/summary.py out/metrics.jsonl --plot out/loss.png
+python examples/training/summary.py out/metrics.jsonl --plot out/loss.png
 """
 
 import argparse
@@ -15,7 +15,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpt.plot import draw
+from training.plot import draw
 
 
 def main(argv: list[str]) -> int:
@@ -30,9 +30,8 @@ def main(argv: list[str]) -> int:
     steps = [r for r in records if r["event"] == "step"]
     if not starts or not steps:
         parser.error(f"{args.metrics}: holds no finished step")
-    table = Table(
-        title="GPT across two unlike meshes" if len(starts[-1]["stages"]) == 2 else "GPT", show_header=False
-    )
+    across = f" across {len(starts[-1]['stages'])} meshes" if len(starts[-1]["stages"]) > 1 else ""
+    table = Table(title=f"{starts[-1]['name']}{across}", show_header=False)
     for name, value in rows(starts[-1], steps):
         table.add_row(name, value)
     Console(width=None if sys.stdout.isatty() else 100).print(table)
@@ -46,16 +45,16 @@ def rows(start: dict[str, Any], steps: list[dict[str, Any]]) -> list[tuple[str, 
     """(name, value) lines of the table; the single-process lines only where steps were verified."""
     ranks = " -> ".join(str(n) for n in start["stages"])
     # The first step also plans, connects and agrees, so the median speaks for the rest.
-    speed = statistics.median(s["tokens_per_s"] for s in steps)
+    speed = statistics.median(s["units_per_s"] for s in steps)
     found = [
         ("model", f"{start['parameters'] / 1e6:.2f} M parameters, {start['layers']} layers"),
         ("stages", f"{ranks} ranks, {start['schedule']}, {start['microbatches']} micro-batches"),
         ("loss, first step", f"{steps[0]['loss']:.3f}"),
         (f"loss, step {steps[-1]['step']}", f"{steps[-1]['loss']:.3f}"),
-        ("loss on held-out text", f"{steps[-1]['held_out_loss']:.3f}")
+        ("loss on held-out data", f"{steps[-1]['held_out_loss']:.3f}")
         if "held_out_loss" in steps[-1]
         else None,
-        ("tokens per second, median step", f"{speed:,.0f}"),
+        (f"{start['unit']} per second, median step", f"{speed:,.0f}"),
         ("time in training steps", f"{sum(s['seconds'] for s in steps):.1f} s"),
         ("moved between the meshes", f"{sum(s['moved_bytes'] for s in steps) / 1e6:,.1f} MB"),
     ]

@@ -8,18 +8,17 @@ from typing import Any
 import meshcast  # noqa: F401  (registers the backend)
 import torch.distributed as dist
 
-from gpt import checkpoint
-from gpt.data import TextSamples, read_text
-from gpt.options import Options, config_errors_exit
-from gpt.report import Reporter
-from gpt.trainer import Trainer
-from gpt.verify import Difference, Verifier
+from training import checkpoint
+from training.options import Options, config_errors_exit
+from training.report import Reporter
+from training.trainer import Trainer
+from training.verify import Difference, Verifier
 
 
 def run(options: Options) -> int:
     """Train as asked. Returns the exit status: 1 where --verify found too large a difference."""
     with config_errors_exit():
-        samples = TextSamples(read_text(options.data), options.model.seq_len, options.seed)
+        samples = options.job.samples(options.seed, options.data)
         folder, first_step = checkpoint.newest(options) if options.resume else (None, 0)
     dist.init_process_group("meshcast")
     try:
@@ -34,7 +33,7 @@ def _train(options: Options, trainer: Trainer, folder: Path | None, first_step: 
     verifier = Verifier(trainer) if options.verify else None
     reporter = Reporter(options) if trainer.reports else None
     differences: list[Difference] = []
-    tokens = options.run.batch * options.model.seq_len
+    units = options.run.batch * options.job.units_per_sample
     if reporter is not None:
         reporter.start(first_step)
     for step in range(first_step, options.steps):
@@ -48,7 +47,7 @@ def _train(options: Options, trainer: Trainer, folder: Path | None, first_step: 
         seconds += time.perf_counter() - begin
         done = step + 1
         record: dict[str, Any] = {"step": done, "lr": lr, **asdict(result)}
-        record |= {"seconds": seconds, "tokens_per_s": tokens / seconds}
+        record |= {"seconds": seconds, "units_per_s": units / seconds}
         if done == options.steps or (options.eval_every and done % options.eval_every == 0):
             record["held_out_loss"] = trainer.held_out_loss()
         if reporter is not None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from gpt import config
-from gpt.config import MODELS, ConfigError, ModelConfig, RunLayout
+from training import layout
+from training.job import Job, JobType
+from training.layout import ConfigError, RunLayout
 
-EXAMPLE = "torchrun --standalone --nproc-per-node 5 examples/gpt/train.py --stages 2,3"
 SCHEDULES = ("GPipe", "1F1B", "Eager1F1B")
 
 
@@ -21,7 +21,7 @@ SCHEDULES = ("GPipe", "1F1B", "Eager1F1B")
 class Options:
     """Everything a run needs; equal on all ranks."""
 
-    model: ModelConfig
+    job: Job
     run: RunLayout
     schedule: str
     steps: int
@@ -40,19 +40,19 @@ class Options:
     metrics: Path | None
 
 
-def parse(argv: list[str], ranks: int | None) -> Options:
+def parse(job_type: JobType, argv: list[str], ranks: int | None) -> Options:
     """Options from a command line and the number of ranks under torchrun, None without torchrun.
 
     Raises ConfigError on a combination that cannot run.
     """
-    args = _parser().parse_args(argv)
+    args = _parser(job_type).parse_args(argv)
     if ranks is None:
-        raise ConfigError(f"start it with torchrun, as in {EXAMPLE}")
-    sizes = {name: getattr(args, name) for name in ("layers", "heads", "width", "seq_len")}
-    model = config.model_config(args.model, tied=args.tied, **sizes)
-    stages = config.even_stages(2, ranks) if args.stages is None else config.parse_stages(args.stages)
+        raise ConfigError(f"start it with torchrun, as in {job_type.example}")
+    job = job_type.from_arguments(args)
+    stages = layout.even_stages(2, ranks) if args.stages is None else layout.parse_stages(args.stages)
     run = RunLayout(stages, args.batch, args.microbatches)
-    config.check_run(model, run, ranks)
+    layout.check_run(job.layers, run, ranks)
+    job.check(run)
     for name, least in (("steps", 1), ("checkpoint_every", 1), ("verify", 0), ("eval_every", 0)):
         if getattr(args, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
@@ -63,7 +63,7 @@ def parse(argv: list[str], ranks: int | None) -> Options:
             "--verify starts from the initial weights and cannot --resume; leave one of them out"
         )
     values: dict[str, Any] = {field.name: getattr(args, field.name, None) for field in fields(Options)}
-    values |= {"model": model, "run": run}
+    values |= {"job": job, "run": run}
     if args.warmup is None:
         values["warmup"] = max(20, args.steps // 10)
     return Options(**values)
@@ -83,17 +83,11 @@ def config_errors_exit() -> Iterator[None]:
         sys.exit(2)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(job_type: JobType) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="train.py",
-        description="Train a GPT over pipeline stages on unlike device meshes.",
-        epilog=f"example: {EXAMPLE}",
+        prog="train.py", description=job_type.title, epilog=f"example: {job_type.example}"
     )
-    add = parser.add_argument_group("model").add_argument
-    add("--model", default="tiny", metavar="NAME", help=f"{', '.join(MODELS)} (%(default)s)")
-    for name in ("layers", "heads", "width", "seq-len"):
-        add(f"--{name}", type=int, metavar="N", help=f"replace the model's {name}")
-    add("--tied", action="store_true", help="one matrix for embedding and head (one stage only)")
+    job_type.add_arguments(parser)
     add = parser.add_argument_group("layout").add_argument
     add("--stages", metavar="N,N", help="ranks of every stage (two stages, as even as the ranks allow)")
     add("--schedule", default="1F1B", choices=SCHEDULES, help="(%(default)s)")
@@ -118,7 +112,6 @@ def _parser() -> argparse.ArgumentParser:
         help="largest gradient norm over all stages (%(default)s)",
     )
     add("--seed", type=int, default=0, metavar="N", help="of initial weights and data order (%(default)s)")
-    add("--data", metavar="PATH", help="text file or folder (the sources of Python's standard library)")
     add("--eval-every", type=int, default=0, metavar="N", help="held-out loss every N steps (at the end)")
     add = parser.add_argument_group("check").add_argument
     verify = "train in one process as well and compare the first N steps (all, where N is left out)"

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from gpt.config import ConfigError
-from gpt.options import Options
+from training.layout import ConfigError
+from training.options import Options
 
 # Flat names ("state.layers.3.up.weight.exp_avg"): parameter groups by number would clash between stages.
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -67,4 +66,4 @@ def _state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 def _about(options: Options) -> dict[str, object]:
     """What must not change between runs, or the continued curve would be another one."""
-    return {"model": asdict(options.model), "batch": options.run.batch, "seed": options.seed}
+    return {"model": options.job.about(), "batch": options.run.batch, "seed": options.seed}

@@ -8,10 +8,15 @@ from meshcast.pipelining import PipelineStage, get_schedule_class
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpt.data import TextSamples
-from gpt.model import build_stage, loss_fn
-from gpt.optimizer import clip_gradients, gradient_squares, learning_rate, make_optimizer, set_learning_rate
-from gpt.options import Options
+from training.job import Samples
+from training.optimizer import (
+    clip_gradients,
+    gradient_squares,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+)
+from training.options import Options
 
 EVAL_BATCHES = 4
 
@@ -28,7 +33,7 @@ class BatchResult:
 class Trainer:
     """Collective: every rank makes one and calls the same methods in the same order."""
 
-    def __init__(self, options: Options, samples: TextSamples) -> None:
+    def __init__(self, options: Options, samples: Samples) -> None:
         run = options.run
         self.options = options
         self.samples = samples
@@ -39,10 +44,13 @@ class Trainer:
         # DeviceMesh makes process groups, so every rank makes every stage's mesh, in the same order.
         meshes = [DeviceMesh("cpu", run.stage_ranks(i)) for i in range(self.n_stages)]
         mesh = meshes[self.stage_index]
-        self.module = build_stage(options.model, self.stage_index, self.n_stages, options.seed)
-        stage = PipelineStage(self.module, self.stage_index, self.n_stages, torch.device("cpu"), mesh=mesh)
+        self.module = options.job.build_stage(self.stage_index, self.n_stages, options.seed)
+        stage = PipelineStage(
+            self.module, self.stage_index, self.n_stages, torch.device("cpu"), mesh=mesh,
+            edges=options.job.edges(self.n_stages),
+        )  # fmt: skip
         schedule_class = get_schedule_class(options.schedule)
-        self.schedule = schedule_class(stage, n_microbatches=run.microbatches, loss_fn=loss_fn)
+        self.schedule = schedule_class(stage, n_microbatches=run.microbatches, loss_fn=options.job.loss)
         self.optimizer = make_optimizer(self.module, options.lr, options.weight_decay)
 
     @property
@@ -59,7 +67,7 @@ class Trainer:
         self.optimizer.zero_grad()
         losses: list[Tensor] = []
         sent_before = self.schedule.bytes_sent
-        self.schedule.step(inputs, target=targets, losses=losses, return_outputs=False)
+        self.schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
         # All ranks of a stage hold the same gradients; its first rank speaks for them.
         squares = gradient_squares(self.module) if self.leads_stage else 0.0
         sent = self.schedule.bytes_sent - sent_before
@@ -76,12 +84,12 @@ class Trainer:
         return lr
 
     def held_out_loss(self) -> float:
-        """Mean loss over a few batches of text that is never trained on; on every rank."""
+        """Mean loss over a few batches that are never trained on; on every rank."""
         total = 0.0
         for index in range(EVAL_BATCHES):
             inputs, targets = self.samples.held_out(index, self.options.run.batch)
             losses: list[Tensor] = []
-            self.schedule.eval(inputs, target=targets, losses=losses)
+            self.schedule.eval(*inputs, target=targets, losses=losses)
             total += self._mean_loss(losses)
         return self._sum_over_ranks(total)[0] / EVAL_BATCHES
 

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gpt.options import Options
-from gpt.verify import Difference
+from training.options import Options
+from training.verify import Difference
 
 LINES_WITHOUT_TERMINAL = 10
 WIDTH_WITHOUT_TERMINAL = 110
@@ -28,16 +28,20 @@ class Reporter:
     def start(self, first_step: int) -> None:
         options = self.options
         stages = " -> ".join(str(n) for n in options.run.stages)
-        size = f"{options.model.parameters() / 1e6:.2f} M parameters, {options.model.layers} layers"
+        job = options.job
+        size = f"{job.parameters() / 1e6:.2f} M parameters, {job.layers} layers"
         pieces = f"{options.run.microbatches} micro-batches of {options.run.microbatch} samples"
-        self.console.print(f"GPT, {size}; stages on {stages} ranks; {options.schedule}, {pieces}")
+        self.console.print(f"{job.name}, {size}; stages on {stages} ranks; {options.schedule}, {pieces}")
         if options.metrics is not None:
             options.metrics.parent.mkdir(parents=True, exist_ok=True)
             self.file = options.metrics.open("a")
             self._write(
                 event="start",
-                parameters=options.model.parameters(),
-                layers=options.model.layers,
+                name=job.name,
+                unit=job.unit,
+                loss_unit=job.loss_unit,
+                parameters=job.parameters(),
+                layers=job.layers,
                 stages=options.run.stages,
                 schedule=options.schedule,
                 microbatches=options.run.microbatches,
@@ -49,7 +53,7 @@ class Reporter:
                 BarColumn(),
                 MofNCompleteColumn(),
                 TextColumn("loss {task.fields[loss]:.3f}"),
-                TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+                TextColumn("{task.fields[speed]:,.0f} " + f"{job.unit}/s"),
                 TimeRemainingColumn(),
             ]
             self.bar = Progress(*columns, console=self.console)
@@ -59,15 +63,15 @@ class Reporter:
             self.bar.start()
 
     def step(self, record: dict[str, Any]) -> None:
-        """One optimiser step: `record` has at least step, loss and tokens_per_s."""
+        """One optimiser step: `record` has at least step, loss and units_per_s."""
         self._write(event="step", **record)
         done = record["step"]
         if self.bar is not None:
             self.bar.update(
-                self.bar.task_ids[0], completed=done, loss=record["loss"], speed=record["tokens_per_s"]
+                self.bar.task_ids[0], completed=done, loss=record["loss"], speed=record["units_per_s"]
             )
         elif done % max(1, self.options.steps // LINES_WITHOUT_TERMINAL) == 0 or done == self.options.steps:
-            speed = f"{record['tokens_per_s']:,.0f} tokens/s"
+            speed = f"{record['units_per_s']:,.0f} {self.options.job.unit}/s"
             self.console.print(f"step {done}/{self.options.steps}  loss {record['loss']:.3f}  {speed}")
 
     def _write(self, **record: Any) -> None:

@@ -10,11 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpt.data import TextSamples
-from gpt.model import build_stage, loss_fn
-from gpt.optimizer import clip_gradients, gradient_squares, learning_rate, make_optimizer, set_learning_rate
-from gpt.options import Options
-from gpt.trainer import Trainer
+from training.job import Samples
+from training.optimizer import (
+    clip_gradients,
+    gradient_squares,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+)
+from training.options import Options
+from training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -38,17 +43,17 @@ class Difference:
 class SingleProcess:
     """The whole model on this rank alone."""
 
-    def __init__(self, options: Options, samples: TextSamples) -> None:
+    def __init__(self, options: Options, samples: Samples) -> None:
         self.options = options
         self.samples = samples
-        self.module = build_stage(options.model, 0, 1, options.seed)
+        self.module = options.job.build_stage(0, 1, options.seed)
         self.optimizer = make_optimizer(self.module, options.lr, options.weight_decay)
 
     def gradients(self, step: int) -> tuple[float, dict[str, Tensor]]:
         """Loss of the whole batch and the gradient of every parameter by name."""
         inputs, targets = self.samples.train(step, self.options.run.batch)
         self.optimizer.zero_grad()
-        loss = loss_fn(self.module(inputs), targets)
+        loss = self.options.job.loss(self.module(*inputs), targets)
         loss.backward()
         return loss.item(), {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
 
