@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "plan/reduce_router.h"
+#include "plan/reductions.h"
 #include "plan/senders.h"
 #include "plan/strategies.h"
 
@@ -56,7 +56,7 @@ Draft draft_local_all_gather(const Inputs& in) {
       }
     }
   }
-  draft_reductions(in.tasks, in.bundles, in.network, in.chunk_bytes, &drafter);
+  draft_reductions(in, -1, &drafter);
   return drafter.take();
 }
 
@@ -84,7 +84,7 @@ Draft draft_global_all_gather(const Inputs& in) {
       drafter.send(chunks.first + i, route);
     }
   }
-  draft_reductions(in.tasks, in.bundles, in.network, in.chunk_bytes, &drafter);
+  draft_reductions(in, -1, &drafter);
   return drafter.take();
 }
 

@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "plan/paper_model.h"
-#include "plan/reduce_router.h"
+#include "plan/reductions.h"
 #include "plan/strategies.h"
 
 namespace meshcast {
@@ -44,7 +44,7 @@ Draft draft_broadcast(const Inputs& in) {
     const Drafter::Range chunks = drafter.cut(bundle, in.chunk_bytes);
     for (int32_t c = chunks.first; c < chunks.last; ++c) drafter.send(c, route, static_cast<int64_t>(i));
   }
-  draft_reductions(in.tasks, in.bundles, in.network, in.chunk_bytes, &drafter);
+  draft_reductions(in, -1, &drafter);
   return drafter.take();
 }
 

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <map>
-#include <set>
 
 namespace meshcast {
 namespace {
@@ -196,102 +194,6 @@ void append_local_items(int32_t bundle, int64_t nbytes, const Parties& parties, 
     join(std::move(emit), std::move(relay), &item);
     if (item.copies > 0) out->push_back(item);
   }
-}
-
-void append_reduce_items(int32_t bundle, int64_t nbytes, const Task& task, const Network& network,
-                         std::vector<LaneItem>* out) {
-  std::map<int32_t, std::set<int32_t>> values;  // host -> partial values there
-  std::set<int32_t> needing, value_ranks, ranks;
-  for (size_t i = 0; i < task.holders.size(); ++i) {
-    const int32_t r = network.index(task.holders[i]);
-    values[network.host(r)].insert(task.contribution[i]);
-    value_ranks.insert(r);
-  }
-  ranks = value_ranks;
-  bool rank_does_both = false;
-  for (const int32_t rank : task.receivers) {
-    const int32_t r = network.index(rank);
-    needing.insert(network.host(r));
-    ranks.insert(r);
-    rank_does_both = rank_does_both || value_ranks.count(r) != 0;
-  }
-  const int64_t all = 1 + *std::max_element(task.contribution.begin(), task.contribution.end());
-  int64_t most = 0;  // partial values on one host
-  bool host_does_both = false;
-  for (const auto& [host, here] : values) {
-    most = std::max(most, static_cast<int64_t>(here.size()));
-    host_does_both = host_does_both || needing.count(host) != 0;
-  }
-  LaneItem item;
-  item.bundle = bundle;
-  item.nbytes = nbytes;
-  std::vector<int32_t> lanes;
-  if (values.size() == 1 && needing.size() == 1 && host_does_both) {
-    item.kind = LaneItem::Kind::Local;
-    item.copies = all - 1 + static_cast<int64_t>(task.receivers.size()) - rank_does_both;
-    for (const int32_t r : ranks) lanes.push_back(network.local_out(r));
-    join(std::move(lanes), {}, &item);
-    out->push_back(item);
-    return;
-  }
-  // Hosts that have every value reduce for themselves and need nothing; one of them can serve all others.
-  int64_t remote = 0;
-  for (const int32_t host : needing) {
-    const auto here = values.find(host);
-    remote += here == values.end() || static_cast<int64_t>(here->second.size()) < all;
-  }
-  const int64_t visits = (all + most - 1) / most;  // hosts whose values are needed, at least
-  const int64_t copies = visits == 1 ? remote : visits - 1 + remote - host_does_both;
-  if (copies == 0) return;
-  // A host that alone has some value sends once if anybody else needs the result. All hops of the reduction
-  // leave hosts that have values, and so does the result where anybody else needs it.
-  int64_t from_values = std::min(copies, visits == 1 ? 1 : visits - 1 + (remote > host_does_both));
-  std::map<int32_t, std::set<int32_t>> hosts_of;  // value -> hosts
-  for (const auto& [host, here] : values) {
-    for (const int32_t value : here) hosts_of[value].insert(host);
-  }
-  std::set<int32_t> alone;
-  for (const auto& [value, hosts] : hosts_of) {
-    const bool wanted = needing.size() > 1 || needing.count(*hosts.begin()) == 0;
-    if (hosts.size() == 1 && wanted) alone.insert(*hosts.begin());
-  }
-  int64_t relayed = copies;
-  const auto add_out = [&](const auto& takes_part, int64_t times) {
-    if (times <= 0) return;
-    lanes.clear();
-    for (const int32_t r : ranks) {
-      if (takes_part(network.host(r))) lanes.push_back(network.nic_out(network.nic(r)));
-    }
-    item.copies = times;
-    join(std::move(lanes), {}, &item);
-    out->push_back(item);
-    relayed -= times;
-    from_values -= times;
-  };
-  item.kind = LaneItem::Kind::NicOut;
-  for (const int32_t sender : alone) add_out([sender](int32_t host) { return host == sender; }, 1);
-  add_out([&](int32_t host) { return values.count(host) != 0; }, std::min(relayed, from_values));
-  add_out([](int32_t) { return true; }, relayed);
-  item.kind = LaneItem::Kind::NicIn;
-  int64_t anywhere = copies;
-  for (const int32_t host : needing) {
-    const auto here = values.find(host);
-    if (here != values.end() && static_cast<int64_t>(here->second.size()) == all) continue;
-    item.copies = 1;
-    lanes.clear();
-    for (const int32_t r : ranks) {
-      if (network.host(r) == host) lanes.push_back(network.nic_in(network.nic(r)));
-    }
-    join(std::move(lanes), {}, &item);
-    out->push_back(item);
-    --anywhere;
-  }
-  if (anywhere <= 0) return;
-  item.copies = anywhere;
-  lanes.clear();
-  for (const int32_t r : ranks) lanes.push_back(network.nic_in(network.nic(r)));
-  join(std::move(lanes), {}, &item);
-  out->push_back(item);
 }
 
 void prefer_emitters(const Network& network, int64_t level, std::vector<LaneItem>* items) {

@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "plan/reduce_router.h"
+#include "plan/reductions.h"
 #include "plan/strategies.h"
 #include "plan/tree_builder.h"
 
@@ -62,7 +62,7 @@ Draft draft_multicast(const Inputs& in, const LaneDemand& demand, TreeStyle styl
       before += nbytes;
     }
   }
-  draft_reductions(in.tasks, in.bundles, in.network, in.chunk_bytes, &drafter);
+  draft_reductions(in, style.steady ? demand.bound_ns : -1, &drafter);
   return drafter.take();
 }
 

@@ -236,14 +236,18 @@ void try_multicast(Inputs in, const LaneDemand& balanced, bool fixed_chunk, Best
                                 {&balanced, {1, false, false, 1}}, {&direct, {2, true, false, 1}},
                                 {&direct, {1, false, false, 1}},   {&balanced, {2, true, false, 1}},
                                 {&balanced, {3, false, false, 1}}, {&packed, {1, false, false, 1}}};
+  // Routes of reductions are the same for all of these: only the rule of scheduling differs.
+  const bool reduced = std::all_of(in.bundles.begin(), in.bundles.end(),
+                                   [&](const Bundle& b) { return in.lead(b).reduce != ReduceOp::None; });
+  if (reduced) attempts = {{&balanced, {1, true, false, 1}}, {&balanced, {1, false, false, 1}}};
   // Long chains take too long to fill: there, start with shallow trees.
-  if (most_hosts > kLongChain) std::swap(attempts[0], attempts[3]);
+  if (!reduced && most_hosts > kLongChain) std::swap(attempts[0], attempts[3]);
   if (!fixed_chunk && has_slow_lanes(balanced, in.network)) {
     attempts.push_back({&balanced, {1, true, false, 4}});
     attempts.push_back({&balanced, {1, false, false, 4}});
   }
   // Where all chunks take equally long, lanes fall into step and meet at the same NIC again and again.
-  if (!fixed_chunk && in.bundles.size() > 1 &&
+  if (!fixed_chunk && !reduced && in.bundles.size() > 1 &&
       count_hops(in.chunk_bytes, in.tasks, in.bundles) < kRetryHops / 32) {
     attempts.push_back({&balanced, {1, true, true, 1}});
     attempts.push_back({&balanced, {1, false, true, 1}});
@@ -326,9 +330,10 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
     const int64_t chunk =
         options.chunk_bytes > 0 ? options.chunk_bytes : choose_chunk_bytes(plan.lower_bound_ns, network);
     const int64_t most = options.chunk_bytes > 0 ? kMaxHops / 2 : kMostHops;
+    ReductionRoutes reductions;
     const Inputs in{
-        problems,        plan.tasks,  bundles, network, fit_chunk_bytes(chunk, plan.tasks, bundles, most),
-        options.balance, options.seed};
+        problems,        plan.tasks,   bundles,    network, fit_chunk_bytes(chunk, plan.tasks, bundles, most),
+        options.balance, options.seed, &reductions};
     Best best(&plan);
     const bool large = count_gather_hops(in) > kRetryHops;
     for (const Strategy strategy : candidates(options.strategy, large)) {

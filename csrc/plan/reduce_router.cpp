@@ -1,30 +1,55 @@
 #include "plan/reduce_router.h"
 
 #include <algorithm>
+#include <set>
 #include <tuple>
 
 namespace meshcast {
 namespace {
 
-constexpr size_t kMostRoots = 6;  // ends of the chain tried for one chunk
+constexpr size_t kMostRoots = 6;    // ends of the chain tried for one chunk
+constexpr size_t kManyRanks = 128;  // taking part: there only kFewRoots are tried
+constexpr size_t kFewRoots = 2;
 
 }  // namespace
 
-int64_t ReduceRouter::rank_load(int32_t rank) const {
-  const int32_t nic = network_.nic(rank);
-  return load_at(network_.nic_out(nic)) + load_at(network_.nic_in(nic)) + load_at(network_.local_out(rank)) +
-         load_at(network_.local_in(rank));
+// Microseconds, so that squares of any load fit.
+__int128 ReduceRouter::cost_of(int32_t lane) const {
+  const int64_t at = load_[static_cast<size_t>(lane)];
+  const auto before = static_cast<__int128>(at / 1000);
+  const auto after = static_cast<__int128>((at + transfer_ns(nbytes_, network_.lane_rate(lane))) / 1000);
+  return after * after - before * before;
+}
+
+// The rank that is entered, or left, over the NIC to which that adds least; not `but` where others are.
+int32_t ReduceRouter::cheapest(const std::vector<int32_t>& ranks, int32_t but, bool entry) const {
+  int32_t best = but;
+  __int128 best_cost = 0;
+  for (const int32_t r : ranks) {
+    if (r == but) continue;
+    const __int128 cost = entry ? entry_cost(r) : exit_cost(r);
+    if (best == but || cost < best_cost) {
+      best = r;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
+void ReduceRouter::load(const Route& route, int64_t times) {
+  for (const Edge& edge : route) {
+    const Network::Link link = network_.link(edge.src, edge.dst);
+    for (const int32_t lane : {link.out, link.in})
+      load_[static_cast<size_t>(lane)] += times * transfer_ns(nbytes_, network_.lane_rate(lane));
+  }
 }
 
 ReduceRouter::Stop ReduceRouter::go(Stop from, int32_t to, ReduceOp reduce) {
   route_.push_back({from.rank, to, from.edge, reduce, false});
   const Network::Link link = network_.link(from.rank, to);
   for (const int32_t lane : {link.out, link.in}) {
-    // Microseconds, so that squares of any load fit.
-    const auto before = static_cast<__int128>(load_at(lane) / 1000);
+    cost_ += cost_of(lane);
     load_[static_cast<size_t>(lane)] += transfer_ns(nbytes_, network_.lane_rate(lane));
-    const auto after = static_cast<__int128>(load_at(lane) / 1000);
-    cost_ += after * after - before * before;
   }
   return {to, static_cast<int32_t>(route_.size()) - 1};
 }
@@ -40,10 +65,10 @@ void ReduceRouter::undo(size_t edges) {
   }
 }
 
-// One rank for each partial value. `few_hosts`: from as few hosts as greedy covering finds, since every further
-// host is a further hop between hosts; among hosts that add equally many values, those that need the result
-// come first. Otherwise hosts with little load come first, so that replicas take turns.
-std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& hosts, bool few_hosts) const {
+// One rank for each partial value, by greedy covering: hosts that add most values first (every further host is
+// a further hop between hosts), or those whose NICs are least loaded, so that replicas take turns, or those
+// whose load is least for each value that they add.
+std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& hosts, Cover cover) const {
   std::set<int32_t> missing;
   for (const auto& [host, values] : hosts) {
     for (const auto& [value, ranks] : values) missing.insert(value);
@@ -51,15 +76,27 @@ std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& h
   std::vector<int32_t> out;
   while (!missing.empty()) {
     int32_t best = -1;
-    std::tuple<int64_t, bool, int64_t> best_key;
+    std::tuple<__int128, __int128> best_key;
     for (const auto& [host, values] : hosts) {
       int64_t adds = 0;
-      for (const auto& [value, ranks] : values) adds += static_cast<int64_t>(missing.count(value));
+      __int128 in = -1;
+      __int128 leave = -1;
+      for (const auto& [value, ranks] : values) {
+        if (missing.count(value) == 0) continue;
+        ++adds;
+        for (const int32_t r : ranks) {
+          if (in < 0 || entry_cost(r) < in) in = entry_cost(r);
+          if (leave < 0 || exit_cost(r) < leave) leave = exit_cost(r);
+        }
+      }
       if (adds == 0) continue;
-      const int64_t load = rank_load(values.begin()->second.front());
-      const bool foreign = receivers_.count(host) == 0;
-      const std::tuple<int64_t, bool, int64_t> key =
-          few_hosts ? std::tuple{-adds, foreign, load} : std::tuple{load, foreign, -adds};
+      // A host that needs the result is entered anyway.
+      const __int128 cost = leave + (receivers_.count(host) == 0 ? in : 0);
+      const std::tuple<__int128, __int128> key =
+          cover == Cover::FewHosts ? std::tuple<__int128, __int128>{-adds, cost}
+          : cover == Cover::LittleLoad
+              ? std::tuple<__int128, __int128>{cost, -adds}
+              : std::tuple<__int128, __int128>{cost / adds, -adds};  // as weighted set cover does
       if (best < 0 || key < best_key) {
         best = host;
         best_key = key;
@@ -67,46 +104,63 @@ std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& h
     }
     for (const auto& [value, ranks] : hosts.at(best)) {
       if (missing.erase(value) == 0) continue;
+      const auto cost = [&](int32_t r) {
+        return entry_cost(r) + exit_cost(r) + cost_of(network_.local_out(r)) + cost_of(network_.local_in(r));
+      };
       out.push_back(*std::min_element(ranks.begin(), ranks.end(),
-                                      [&](int32_t a, int32_t b) { return rank_load(a) < rank_load(b); }));
+                                      [&](int32_t a, int32_t b) { return cost(a) < cost(b); }));
     }
   }
   return out;
 }
 
-// A chain through the given ranks that ends at `root`; hosts follow each other in ring order up to that one;
-// inside a host the first rank changes with every chunk, so that all its NICs are used.
+// A chain through the given ranks that ends at `root`. It begins on the host that is most costly to enter; the
+// others follow each other in ring order up to the root's. Each host is entered and left over its least
+// loaded NICs.
 ReduceRouter::Stop ReduceRouter::reduce_along(const std::vector<int32_t>& values, int32_t root, ReduceOp op) {
   const int32_t home = network_.host(root);
-  std::map<int32_t, std::vector<int32_t>> stops;  // ring position -> ranks
-  for (const int32_t r : values) {
-    const int32_t host = network_.host(r);
-    stops[host > home ? host - home : host - home + network_.host_count()].push_back(r);
-  }
-  std::vector<int32_t> chain;
-  for (auto& [position, ranks] : stops) {
+  std::map<int32_t, std::vector<int32_t>> by_host;
+  for (const int32_t r : values) by_host[network_.host(r)].push_back(r);
+  int32_t first = home;
+  __int128 most = -1;
+  std::vector<std::pair<int32_t, int32_t>> hosts;  // ring position, host
+  for (auto& [host, ranks] : by_host) {
     std::sort(ranks.begin(), ranks.end());
-    // The root keeps its place at the very end: only the ranks before it take turns.
-    const auto end =
-        position == network_.host_count()
-            ? std::stable_partition(ranks.begin(), ranks.end(), [&](int32_t r) { return r != root; })
-            : ranks.end();
-    const auto turning = static_cast<size_t>(end - ranks.begin());
-    if (turning > 0) {
-      // On one host alone, ranks follow each other from behind the root: the ring of an all-reduce.
-      const auto behind = static_cast<size_t>(std::upper_bound(ranks.begin(), end, root) - ranks.begin());
-      const size_t shift = (stops.size() == 1 ? behind : static_cast<size_t>(turn_)) % turning;
-      std::rotate(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(shift), end);
+    if (host == home) continue;
+    hosts.emplace_back(host > home ? host - home : host - home + network_.host_count(), host);
+    const __int128 cost = entry_cost(cheapest(ranks, -1, true));
+    if (cost > most) {
+      most = cost;
+      first = host;
     }
-    chain.insert(chain.end(), ranks.begin(), ranks.end());
   }
-  Stop at{chain.front(), -1};
-  for (size_t i = 1; i < chain.size(); ++i) at = go(at, chain[i], op);
-  route_.back().last_reduce = true;
+  for (auto& [position, host] : hosts) position = host == first ? -1 : position;
+  hosts.emplace_back(INT32_MAX, home);
+  std::sort(hosts.begin(), hosts.end());
+  Stop at;
+  for (const auto& [position, host] : hosts) {
+    std::vector<int32_t>& ranks = by_host[host];
+    const int32_t last =
+        host == home
+            ? root
+            : cheapest(ranks, ranks.size() > 1 && position >= 0 ? cheapest(ranks, -1, true) : -1, false);
+    // On a host alone, ranks follow each other from behind the root: the ring of an all-reduce.
+    const int32_t enter = position == INT32_MAX && hosts.size() == 1 ? -1 : cheapest(ranks, last, true);
+    std::vector<int32_t> order;
+    if (enter >= 0) order.push_back(enter);
+    const auto behind = static_cast<size_t>(std::upper_bound(ranks.begin(), ranks.end(), last) - ranks.begin());
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      const int32_t r = ranks[(behind + i) % ranks.size()];
+      if (r != enter && r != last) order.push_back(r);
+    }
+    if (last != enter) order.push_back(last);
+    for (const int32_t r : order) at = at.rank < 0 ? Stop{r, -1} : go(at, r, op);
+  }
+  if (at.edge >= 0) route_[static_cast<size_t>(at.edge)].last_reduce = true;
   return at;
 }
 
-// Through the receivers of a host other than `from`, from position `first` on. Returns where the chain ends.
+// Through the receivers of the host of `first`, from there on, as a chain.
 ReduceRouter::Stop ReduceRouter::spread_inside(Stop from, int32_t first) {
   const auto it = receivers_.find(network_.host(first));
   if (it == receivers_.end()) return from;
@@ -115,56 +169,88 @@ ReduceRouter::Stop ReduceRouter::spread_inside(Stop from, int32_t first) {
   const int32_t skip = from.rank;
   for (size_t i = 0; i < ranks.size(); ++i) {
     const int32_t next = ranks[(begin + i) % ranks.size()];
-    if (next != skip) from = go(from, next, ReduceOp::None);
+    if (next == skip) continue;
+    from = go(from, next, ReduceOp::None);
+    visited_.push_back(from);
   }
   return from;
 }
 
-// A chain through hosts, in ring order from the root's, the one that sends most already at the end.
-void ReduceRouter::spread_outside(Stop root, std::vector<int32_t> hosts) {
-  if (hosts.empty()) return;
-  const int32_t home = network_.host(root.rank);
-  const auto ring = [&](int32_t host) {
-    return host > home ? host - home : host - home + network_.host_count();
+// A tree through hosts: each is served over the least loaded NIC of all ranks that have the result by then,
+// those that can best pass it on come first.
+void ReduceRouter::spread_outside(std::vector<Stop> having, const std::vector<int32_t>& hosts) {
+  std::vector<int32_t> used;
+  std::vector<std::pair<__int128, int32_t>> heap;  // (-cost, -number of the stop)
+  std::vector<Stop> senders;
+  const auto open = [&](const std::vector<Stop>& stops) {
+    for (const Stop& stop : stops) {  // one for each NIC: the first that has the chunk
+      const int32_t nic = network_.nic(stop.rank);
+      if (nic_edge_[static_cast<size_t>(nic)] != kUnseen) continue;
+      nic_edge_[static_cast<size_t>(nic)] = stop.edge;
+      used.push_back(nic);
+      senders.push_back(stop);
+      heap.emplace_back(-exit_cost(stop.rank), -static_cast<int32_t>(senders.size() - 1));
+      std::push_heap(heap.begin(), heap.end());
+    }
   };
-  std::sort(hosts.begin(), hosts.end(), [&](int32_t a, int32_t b) { return ring(a) < ring(b); });
-  const auto sends = [&](int32_t host) {
-    return load_at(network_.nic_out(network_.nic(receivers_.at(host).front())));
-  };
-  const auto most =
-      std::max_element(hosts.begin(), hosts.end(), [&](int32_t a, int32_t b) { return sends(a) < sends(b); });
-  std::rotate(most, most + 1, hosts.end());
+  open(having);
+  const int32_t home = network_.host(having.front().rank);
+  std::vector<std::tuple<__int128, int32_t, int32_t>> waiting;  // cost to pass on, ring, host
   for (const int32_t host : hosts) {
-    const std::vector<int32_t>& ranks = receivers_.at(host);
-    const int32_t first = *std::min_element(ranks.begin(), ranks.end(), [&](int32_t a, int32_t b) {
-      return load_at(network_.nic_in(network_.nic(a))) < load_at(network_.nic_in(network_.nic(b)));
-    });
-    root = spread_inside(root, first);
+    waiting.emplace_back(exit_cost(cheapest(receivers_.at(host), -1, false)),
+                         host > home ? host - home : host - home + network_.host_count(), host);
   }
+  std::sort(waiting.begin(), waiting.end());
+  for (const auto& [cost, ring, host] : waiting) {
+    while (true) {  // costs only grow: a stale entry sinks to its place
+      std::pop_heap(heap.begin(), heap.end());
+      const Stop sender = senders[static_cast<size_t>(-heap.back().second)];
+      const __int128 now = -exit_cost(sender.rank);
+      const bool fresh = now == heap.back().first;
+      if (fresh) {
+        visited_.clear();
+        const Stop at = go(sender, cheapest(receivers_.at(host), -1, true), ReduceOp::None);
+        visited_.push_back(at);
+        spread_inside(at, at.rank);
+        heap.back().first = -exit_cost(sender.rank);
+      } else {
+        heap.back().first = now;
+      }
+      std::push_heap(heap.begin(), heap.end());
+      if (fresh) break;
+    }
+    const std::vector<Stop> reached = visited_;
+    open(reached);
+  }
+  for (const int32_t nic : used) nic_edge_[static_cast<size_t>(nic)] = kUnseen;
 }
 
 // Reduces at `root` and passes the result to the receivers on its host and on `others`.
-ReduceRouter::Stop ReduceRouter::serve(const std::vector<int32_t>& values, int32_t root,
-                                       const std::vector<int32_t>& others, ReduceOp op) {
+void ReduceRouter::serve(const std::vector<int32_t>& values, int32_t root, const std::vector<int32_t>& others,
+                         ReduceOp op) {
   const Stop at = reduce_along(values, root, op);
+  visited_.assign(1, at);
   spread_inside(at, root);
   std::vector<int32_t> hosts = others;
   hosts.erase(std::remove(hosts.begin(), hosts.end(), network_.host(root)), hosts.end());
-  spread_outside(at, std::move(hosts));
-  return at;
+  if (!hosts.empty()) spread_outside(std::vector<Stop>(visited_), hosts);
 }
 
-// Tries either choice of replicas with every end of the chain, and keeps the cheapest.
-ReduceRouter::Stop ReduceRouter::reduce_best(const std::map<int32_t, Values>& hosts,
-                                             const std::vector<int32_t>& others, ReduceOp op) {
+// Tries each choice of replicas with many ends of the chain, and keeps the cheapest.
+void ReduceRouter::reduce_best(const std::map<int32_t, Values>& hosts, const std::vector<int32_t>& others,
+                               ReduceOp op) {
   const size_t begin = route_.size();
   const __int128 cost = cost_;
   std::vector<int32_t> best_values;
   int32_t best_root = -1;
   __int128 best_cost = 0;
-  for (const bool few_hosts : {true, false}) {
-    const std::vector<int32_t> values = pick_ranks(hosts, few_hosts);
-    const size_t step = values.size() / kMostRoots + 1;
+  std::vector<std::vector<int32_t>> tried;
+  for (const Cover cover : {Cover::FewHosts, Cover::LittleLoad, Cover::BestOfBoth}) {
+    const std::vector<int32_t> values = pick_ranks(hosts, cover);
+    if (std::find(tried.begin(), tried.end(), values) != tried.end()) continue;
+    tried.push_back(values);
+    const size_t roots = values.size() + others.size() > kManyRanks ? kFewRoots : kMostRoots;
+    const size_t step = values.size() / roots + 1;
     for (size_t i = static_cast<size_t>(turn_) % step; i < values.size(); i += step) {
       serve(values, values[i], others, op);
       if (best_root < 0 || cost_ < best_cost) {
@@ -176,7 +262,7 @@ ReduceRouter::Stop ReduceRouter::reduce_best(const std::map<int32_t, Values>& ho
       cost_ = cost;
     }
   }
-  return serve(best_values, best_root, others, op);
+  serve(best_values, best_root, others, op);
 }
 
 const Route& ReduceRouter::route(const Task& task, int64_t nbytes) {
@@ -196,7 +282,7 @@ const Route& ReduceRouter::route(const Task& task, int64_t nbytes) {
     hosts[network_.host(r)][task.contribution[i]].push_back(r);
     values.insert(task.contribution[i]);
   }
-  std::vector<Stop> ends;  // on hosts that reduced for themselves: the last rank of their chains
+  std::vector<Stop> having;  // on hosts that reduced for themselves
   std::vector<int32_t> others;
   for (const auto& [host, ranks] : receivers_) {
     const auto here = hosts.find(host);
@@ -204,32 +290,39 @@ const Route& ReduceRouter::route(const Task& task, int64_t nbytes) {
       others.push_back(host);
       continue;
     }
-    const Stop root = reduce_best({*here}, {}, task.reduce);
-    ends.push_back(root);
+    reduce_best({*here}, {}, task.reduce);
+    having.insert(having.end(), visited_.begin(), visited_.end());
   }
   if (others.empty()) return route_;
-  if (ends.empty()) {
+  if (having.empty()) {
     reduce_best(hosts, others, task.reduce);
-    return route_;
+  } else {
+    spread_outside(std::move(having), others);
   }
-  const auto sends = [&](const Stop& s) { return load_at(network_.nic_out(network_.nic(s.rank))); };
-  spread_outside(*std::min_element(ends.begin(), ends.end(),
-                                   [&](const Stop& a, const Stop& b) { return sends(a) < sends(b); }),
-                 std::move(others));
   return route_;
 }
 
-void draft_reductions(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles,
-                      const Network& network, int64_t chunk_bytes, Drafter* drafter) {
-  ReduceRouter router(network);
-  for (const Bundle& bundle : bundles) {
-    const Task& task = tasks[static_cast<size_t>(bundle.tasks.front())];
-    if (task.reduce == ReduceOp::None) continue;
-    const Drafter::Range chunks = drafter->cut(bundle, chunk_bytes);
-    for (int32_t c = chunks.first; c < chunks.last; ++c) {
-      drafter->send(c, router.route(task, drafter->chunk_bytes(c)));
+bool ReduceRouter::improve(const Task& task, int64_t nbytes, Route* route) {
+  nbytes_ = nbytes;
+  load(*route, -1);
+  // What the old one costs: its edges, put back one by one.
+  __int128 old_cost = 0;
+  for (const Edge& edge : *route) {
+    const Network::Link link = network_.link(edge.src, edge.dst);
+    for (const int32_t lane : {link.out, link.in}) {
+      old_cost += cost_of(lane);
+      load_[static_cast<size_t>(lane)] += transfer_ns(nbytes_, network_.lane_rate(lane));
     }
   }
+  load(*route, -1);
+  this->route(task, nbytes);
+  if (cost_ < old_cost) {
+    *route = route_;
+    return true;
+  }
+  load(route_, -1);
+  load(*route, 1);
+  return false;
 }
 
 }  // namespace meshcast

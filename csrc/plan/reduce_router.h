@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <map>
-#include <set>
 #include <vector>
 
 #include "plan/draft.h"
@@ -13,46 +12,55 @@ namespace meshcast {
 
 // Routes for Partial sources. A host that needs the result and has every partial value reduces them inside. For
 // the other receivers a chunk visits one holder of every value on a chain that adds as it goes, host by host;
-// the rank at its end has the result and starts a chain through them. Which replica of a value is used and
-// where the reduction ends is tried out for every chunk, and what adds least to the sum of squared lane loads
-// is taken; on one mesh this comes to a ring all-reduce.
+// the rank at its end has the result, from where a tree reaches all receivers. Which replicas are used, where
+// the chain begins and ends, and which NICs each host is entered and left by is chosen for every chunk: what
+// adds least to the sum of squared lane loads is taken.
 class ReduceRouter {
  public:
   explicit ReduceRouter(const Network& network)
-      : network_(network), load_(static_cast<size_t>(network.lane_count()), 0) {}
+      : network_(network),
+        load_(static_cast<size_t>(network.lane_count()), 0),
+        nic_edge_(static_cast<size_t>(network.nic_count()), kUnseen) {}
 
+  // The route of a chunk; its load counts for the routes after it.
   const Route& route(const Task& task, int64_t nbytes);
 
+  // Chooses the route of a chunk again, now that the load of all others is known. False if the old one stays.
+  bool improve(const Task& task, int64_t nbytes, Route* route);
+
  private:
+  static constexpr int32_t kUnseen = -2;
   using Values = std::map<int32_t, std::vector<int32_t>>;  // partial value -> ranks that have it
   struct Stop {  // a rank that has the chunk, and the edge that brought it
     int32_t rank = -1;
     int32_t edge = -1;
   };
+  enum class Cover : uint8_t { FewHosts, LittleLoad, BestOfBoth };
 
-  int64_t load_at(int32_t lane) const { return load_[static_cast<size_t>(lane)]; }
-  int64_t rank_load(int32_t rank) const;  // ns on the lanes of a rank
+  __int128 cost_of(int32_t lane) const;  // what a hop on the lane adds to the sum of squared loads
+  __int128 entry_cost(int32_t rank) const { return cost_of(network_.nic_in(network_.nic(rank))); }
+  __int128 exit_cost(int32_t rank) const { return cost_of(network_.nic_out(network_.nic(rank))); }
+  int32_t cheapest(const std::vector<int32_t>& ranks, int32_t but, bool entry) const;
+  void load(const Route& route, int64_t times);
   Stop go(Stop from, int32_t to, ReduceOp reduce);
-  std::vector<int32_t> pick_ranks(const std::map<int32_t, Values>& hosts, bool few_hosts) const;
-  Stop reduce_along(const std::vector<int32_t>& values, int32_t root, ReduceOp op);
-  Stop reduce_best(const std::map<int32_t, Values>& hosts, const std::vector<int32_t>& others, ReduceOp op);
-  Stop serve(const std::vector<int32_t>& values, int32_t root, const std::vector<int32_t>& others, ReduceOp op);
   void undo(size_t edges);
+  std::vector<int32_t> pick_ranks(const std::map<int32_t, Values>& hosts, Cover cover) const;
+  Stop reduce_along(const std::vector<int32_t>& values, int32_t root, ReduceOp op);
+  void reduce_best(const std::map<int32_t, Values>& hosts, const std::vector<int32_t>& others, ReduceOp op);
+  void serve(const std::vector<int32_t>& values, int32_t root, const std::vector<int32_t>& others, ReduceOp op);
   Stop spread_inside(Stop from, int32_t first);
-  void spread_outside(Stop root, std::vector<int32_t> hosts);
+  void spread_outside(std::vector<Stop> having, const std::vector<int32_t>& hosts);
 
   const Network& network_;
   std::vector<int64_t> load_;  // by lane, ns
+  std::vector<int32_t> nic_edge_;
   int64_t turn_ = 0;
   // Of the current chunk.
   int64_t nbytes_ = 0;
   std::map<int32_t, std::vector<int32_t>> receivers_;  // by host, ascending
+  std::vector<Stop> visited_;                          // ranks that have the result
   Route route_;
   __int128 cost_ = 0;  // what the route adds to the sum of squared loads
 };
-
-// Adds the chunks and hops of every bundle that is to be reduced; the strategies route the others.
-void draft_reductions(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles,
-                      const Network& network, int64_t chunk_bytes, Drafter* drafter);
 
 }  // namespace meshcast

@@ -1,6 +1,6 @@
 #include <tuple>
 
-#include "plan/reduce_router.h"
+#include "plan/reductions.h"
 #include "plan/senders.h"
 #include "plan/strategies.h"
 
@@ -37,7 +37,7 @@ Draft draft_send_recv(const Inputs& in) {
       for (int32_t c = chunks.first; c < chunks.last; ++c) drafter.send(c, {Edge{src, dst, -1}});
     }
   }
-  draft_reductions(in.tasks, in.bundles, in.network, in.chunk_bytes, &drafter);
+  draft_reductions(in, -1, &drafter);
   return drafter.take();
 }
 

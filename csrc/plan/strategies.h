@@ -7,6 +7,7 @@
 #include "plan/draft.h"
 #include "plan/network.h"
 #include "plan/plan.h"
+#include "plan/reductions.h"
 
 namespace meshcast {
 
@@ -19,6 +20,7 @@ struct Inputs {
   int64_t chunk_bytes;
   Balance balance;
   uint64_t seed;
+  ReductionRoutes* reductions;  // not owned: what strategies found so far
 
   const Task& lead(const Bundle& bundle) const { return tasks[static_cast<size_t>(bundle.tasks.front())]; }
 };
