@@ -107,7 +107,7 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
   std::vector<int64_t> received(static_cast<size_t>(network.rank_count()), 0);
   std::vector<__int128> copied(hosts, 0);  // bytes that its ranks must take in over local lanes
   std::vector<std::set<int32_t>> receiving(hosts);
-  std::vector<LaneItem> reducing;
+  std::vector<LaneItem> reducing, whole;  // two ways to count, which differ in the lanes in
   std::vector<char> seen(static_cast<size_t>(network.nic_count()), 0);
   for (int32_t r = 0; r < network.rank_count(); ++r) {
     if (seen[static_cast<size_t>(network.nic(r))]++) continue;
@@ -116,7 +116,8 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
   for (size_t b = 0; b < bundles.size(); ++b) {
     const Task& task = tasks[static_cast<size_t>(bundles[b].tasks.front())];
     if (task.reduce != ReduceOp::None) {
-      append_reduce_items(static_cast<int32_t>(b), bundles[b].nbytes, task, network, &reducing);
+      append_reduce_items(static_cast<int32_t>(b), bundles[b].nbytes, task, network, false, &reducing);
+      append_reduce_items(static_cast<int32_t>(b), bundles[b].nbytes, task, network, true, &whole);
       for (const int32_t rank : task.receivers)
         received[static_cast<size_t>(network.index(rank))] += bundles[b].nbytes;
       continue;
@@ -150,18 +151,20 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
       entering[parties.receivers[static_cast<size_t>(item.party)].host].push_back(&item);
     }
   }
-  std::vector<const LaneItem*> reduced_input, reduced_inside;
-  for (const LaneItem& item : reducing) {
-    if (item.kind == LaneItem::Kind::NicOut) sending.push_back(&item);
-    if (item.kind == LaneItem::Kind::NicIn) reduced_input.push_back(&item);
-    if (item.kind == LaneItem::Kind::Local) reduced_inside.push_back(&item);
+  for (const std::vector<LaneItem>* counted : {&reducing, &whole}) {
+    std::vector<const LaneItem*> reduced_input, reduced_inside;
+    for (const LaneItem& item : *counted) {
+      if (item.kind == LaneItem::Kind::NicOut && counted == &reducing) sending.push_back(&item);
+      if (item.kind == LaneItem::Kind::NicIn) reduced_input.push_back(&item);
+      if (item.kind == LaneItem::Kind::Local) reduced_inside.push_back(&item);
+    }
+    if (!reduced_input.empty()) {  // hops of a reduction may enter several hosts: one problem for all of them
+      for (const auto& [host, items] : entering)
+        reduced_input.insert(reduced_input.end(), items.begin(), items.end());
+      bound = least_time(reduced_input, network, bound);
+    }
+    if (!reduced_inside.empty()) bound = least_time(reduced_inside, network, bound);
   }
-  if (!reduced_input.empty()) {  // hops of a reduction may enter several hosts: one problem for all of them
-    for (const auto& [host, items] : entering)
-      reduced_input.insert(reduced_input.end(), items.begin(), items.end());
-    bound = least_time(reduced_input, network, bound);
-  }
-  if (!reduced_inside.empty()) bound = least_time(reduced_inside, network, bound);
   for (const auto& [host, items] : entering) {
     const HostInput& in = input[static_cast<size_t>(host)];
     bound = std::max(bound, ceil_time(in.mandatory, in.rate));

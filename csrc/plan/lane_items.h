@@ -32,9 +32,11 @@ void append_network_items(int32_t bundle, int64_t nbytes, const Parties& parties
 void append_local_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
                         const std::vector<char>& hot_hosts, std::vector<LaneItem>* out);
 
-// For a bundle to be reduced: items for the lanes out of and into all who take part (see find_lane_demand).
+// For a bundle to be reduced: items for the lanes out of and into all who take part (see find_lane_demand). The
+// lanes in are counted by host, each of which is entered once, or, with `whole_results`, by what may enter: all
+// receiving hosts but one get the result whole, over NICs of receivers.
 void append_reduce_items(int32_t bundle, int64_t nbytes, const Task& task, const Network& network,
-                         std::vector<LaneItem>* out);
+                         bool whole_results, std::vector<LaneItem>* out);
 
 // Splits every item over its lanes so that the busiest lane finishes as early as possible, then the next
 // busiest, and so on. Each item in turn pours its bytes where the levels (load / rate) are lowest; as the

@@ -23,9 +23,11 @@ class ReduceCount {
     needing_.insert(place);
     out_of_[place].insert(out);
     into_[place].insert(in);
+    into_receivers_[place].insert(in);
   }
 
-  void append(int64_t all, std::vector<LaneItem>* out) const;
+  // Entering lanes are counted in one of two ways, each valid alone: see append_reduce_items.
+  void append(int64_t all, bool whole_results, std::vector<LaneItem>* out) const;
 
  private:
   template <typename Takes>
@@ -49,14 +51,14 @@ class ReduceCount {
   const LaneItem::Kind out_kind_, in_kind_;
   const int32_t bundle_;
   const int64_t nbytes_;
-  std::map<int32_t, std::set<int32_t>> values_, out_of_, into_;  // by place
+  std::map<int32_t, std::set<int32_t>> values_, out_of_, into_, into_receivers_;  // by place
   std::set<int32_t> needing_;
 };
 
 // With Q places to visit at least for all values and R places that have to be sent something because they need
 // the result and cannot make it alone: Q - 1 hops to bring the values together and R on, one less where a place
 // may be both the last of the first and the first of the second.
-void ReduceCount::append(int64_t all, std::vector<LaneItem>* out) const {
+void ReduceCount::append(int64_t all, bool whole_results, std::vector<LaneItem>* out) const {
   std::vector<int64_t> counts;
   std::map<int32_t, std::set<int32_t>> places_of;  // value -> places
   bool does_both = false;
@@ -68,6 +70,20 @@ void ReduceCount::append(int64_t all, std::vector<LaneItem>* out) const {
   std::sort(counts.begin(), counts.end());
   int64_t visits = 0;
   for (int64_t covered = 0; covered < all; ++visits) covered -= counts[static_cast<size_t>(visits)];
+  // Values that no place has both of: each has to be fetched from a place of its own. Those that few places
+  // have come first.
+  std::vector<std::pair<size_t, int32_t>> rarest;
+  for (const auto& [value, places] : places_of) rarest.emplace_back(places.size(), value);
+  std::sort(rarest.begin(), rarest.end());
+  std::vector<std::set<int32_t>> apart;
+  std::set<int32_t> taken;
+  for (const auto& [count, value] : rarest) {
+    const std::set<int32_t>& places = places_of[value];
+    if (std::any_of(places.begin(), places.end(), [&](int32_t p) { return taken.count(p) != 0; })) continue;
+    taken.insert(places.begin(), places.end());
+    apart.push_back(places);
+  }
+  visits = std::max(visits, static_cast<int64_t>(apart.size()));
   const auto alone_makes_it = [&](int32_t place) {
     const auto here = values_.find(place);
     return here != values_.end() && static_cast<int64_t>(here->second.size()) == all;
@@ -81,19 +97,16 @@ void ReduceCount::append(int64_t all, std::vector<LaneItem>* out) const {
   }
   const int64_t copies = visits == 1 ? remote : visits - 1 + remote - does_both;
   if (copies == 0) return;
-  // A place that alone has some value sends once if anybody else needs the result. All hops of the reduction
+  // A value has to leave the places that have it where any other needs the result. All hops of the reduction
   // leave places that have values, and so does the result where anybody else needs it.
   int64_t from_values = std::min(copies, visits == 1 ? 1 : visits - 1 + (remote > does_both));
   int64_t relayed = copies;
-  std::set<int32_t> alone;
-  for (const auto& [value, places] : places_of) {
-    const bool wanted = needing_.size() > 1 || needing_.count(*places.begin()) == 0;
-    if (places.size() == 1 && wanted) alone.insert(*places.begin());
-  }
-  for (const int32_t sender : alone) {
-    if (relayed == 0) break;
+  for (const std::set<int32_t>& places : apart) {
+    const bool wanted =
+        std::any_of(needing_.begin(), needing_.end(), [&](int32_t p) { return places.count(p) == 0; });
+    if (!wanted || relayed == 0) continue;
     add(
-        out_kind_, out_of_, 1, [sender](int32_t place) { return place == sender; }, out);
+        out_kind_, out_of_, 1, [&](int32_t place) { return places.count(place) != 0; }, out);
     --relayed;
     --from_values;
   }
@@ -103,11 +116,18 @@ void ReduceCount::append(int64_t all, std::vector<LaneItem>* out) const {
       out_kind_, out_of_, relayed - from_values, [](int32_t) { return true; }, out);
 
   int64_t entered = 0;
-  for (const int32_t needs : needing_) {
-    if (alone_makes_it(needs)) continue;
-    add(
-        in_kind_, into_, 1, [needs](int32_t place) { return place == needs; }, out);
-    ++entered;
+  if (whole_results) {
+    // All but one of the places that need the result get it whole, and only receivers may take it in so.
+    const auto may_end = [&](int32_t place) { return needing_.count(place) != 0 && !alone_makes_it(place); };
+    add(in_kind_, into_receivers_, remote - does_both, may_end, out);
+    entered = std::max<int64_t>(0, remote - does_both);
+  } else {
+    for (const int32_t needs : needing_) {
+      if (alone_makes_it(needs)) continue;
+      add(
+          in_kind_, into_, 1, [needs](int32_t place) { return place == needs; }, out);
+      ++entered;
+    }
   }
   // The other hops of the reduction enter places that have values.
   add(in_kind_, into_, copies - entered, has_values, out);
@@ -116,7 +136,7 @@ void ReduceCount::append(int64_t all, std::vector<LaneItem>* out) const {
 }  // namespace
 
 void append_reduce_items(int32_t bundle, int64_t nbytes, const Task& task, const Network& network,
-                         std::vector<LaneItem>* out) {
+                         bool whole_results, std::vector<LaneItem>* out) {
   const int64_t all = 1 + *std::max_element(task.contribution.begin(), task.contribution.end());
   ReduceCount hosts(LaneItem::Kind::NicOut, LaneItem::Kind::NicIn, bundle, nbytes);
   std::map<int32_t, std::set<int32_t>> values;      // by host
@@ -132,7 +152,8 @@ void append_reduce_items(int32_t bundle, int64_t nbytes, const Task& task, const
     hosts.add_receiver(network.host(r), network.nic_out(network.nic(r)), network.nic_in(network.nic(r)));
     needing[network.host(r)].push_back(r);
   }
-  hosts.append(all, out);
+  hosts.append(all, whole_results, out);
+  if (values.size() == 1) needing[values.begin()->first];  // the only host that can reduce, needed there or not
   // A host that has every value and needs the result makes it inside: there, ranks are the places.
   for (const auto& [host, receivers] : needing) {
     const auto here = values.find(host);
@@ -144,7 +165,7 @@ void append_reduce_items(int32_t bundle, int64_t nbytes, const Task& task, const
         ranks.add_holder(r, task.contribution[i], network.local_out(r), network.local_in(r));
     }
     for (const int32_t r : receivers) ranks.add_receiver(r, network.local_out(r), network.local_in(r));
-    ranks.append(all, out);
+    ranks.append(all, whole_results, out);
   }
 }
 

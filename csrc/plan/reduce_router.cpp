@@ -7,18 +7,42 @@
 namespace meshcast {
 namespace {
 
-constexpr size_t kMostRoots = 6;    // ends of the chain tried for one chunk
-constexpr size_t kManyRanks = 128;  // taking part: there only kFewRoots are tried
+constexpr size_t kMostSizes = 64;          // of chunks whose times are kept
+constexpr int64_t kUnits = 4096;           // of the busiest lane
+constexpr int64_t kMostUnits = 16 * 1024;  // eighth powers of these and sums of many fit into 128 bits
+constexpr size_t kMostRoots = 6;           // ends of the chain tried for one chunk
+constexpr size_t kManyRanks = 128;         // taking part: there only kFewRoots are tried
 constexpr size_t kFewRoots = 2;
 
 }  // namespace
 
-// Microseconds, so that squares of any load fit.
+void ReduceRouter::measure(int64_t nbytes) {
+  if (hop_ns_of_.size() > kMostSizes) hop_ns_of_.clear();
+  std::vector<int64_t>& out = hop_ns_of_[nbytes];
+  hop_ns_ = &out;
+  if (!out.empty()) return;
+  for (int32_t lane = 0; lane < network_.lane_count(); ++lane)
+    out.push_back(transfer_ns(nbytes, network_.lane_rate(lane)));
+}
+
+__int128 ReduceRouter::weigh(int64_t load_ns) const {
+  if (unit_ns_ == 0) {  // microseconds, so that squares of any load fit
+    const auto us = static_cast<__int128>(load_ns / 1000);
+    return us * us;
+  }
+  const auto units = static_cast<__int128>(std::min(load_ns / unit_ns_, kMostUnits));
+  const __int128 square = units * units;
+  return square * square * square * square;
+}
+
 __int128 ReduceRouter::cost_of(int32_t lane) const {
   const int64_t at = load_[static_cast<size_t>(lane)];
-  const auto before = static_cast<__int128>(at / 1000);
-  const auto after = static_cast<__int128>((at + transfer_ns(nbytes_, network_.lane_rate(lane))) / 1000);
-  return after * after - before * before;
+  return weigh(at + hop_ns(lane)) - weigh(at);
+}
+
+void ReduceRouter::mind_the_busiest() {
+  const int64_t most = load_.empty() ? 0 : *std::max_element(load_.begin(), load_.end());
+  unit_ns_ = std::max<int64_t>(1, most / kUnits);
 }
 
 // The rank that is entered, or left, over the NIC to which that adds least; not `but` where others are.
@@ -39,8 +63,7 @@ int32_t ReduceRouter::cheapest(const std::vector<int32_t>& ranks, int32_t but, b
 void ReduceRouter::load(const Route& route, int64_t times) {
   for (const Edge& edge : route) {
     const Network::Link link = network_.link(edge.src, edge.dst);
-    for (const int32_t lane : {link.out, link.in})
-      load_[static_cast<size_t>(lane)] += times * transfer_ns(nbytes_, network_.lane_rate(lane));
+    for (const int32_t lane : {link.out, link.in}) load_[static_cast<size_t>(lane)] += times * hop_ns(lane);
   }
 }
 
@@ -49,7 +72,7 @@ ReduceRouter::Stop ReduceRouter::go(Stop from, int32_t to, ReduceOp reduce) {
   const Network::Link link = network_.link(from.rank, to);
   for (const int32_t lane : {link.out, link.in}) {
     cost_ += cost_of(lane);
-    load_[static_cast<size_t>(lane)] += transfer_ns(nbytes_, network_.lane_rate(lane));
+    load_[static_cast<size_t>(lane)] += hop_ns(lane);
   }
   return {to, static_cast<int32_t>(route_.size()) - 1};
 }
@@ -59,7 +82,7 @@ void ReduceRouter::undo(size_t edges) {
   while (route_.size() > edges) {
     const Network::Link link = network_.link(route_.back().src, route_.back().dst);
     for (const int32_t lane : {link.out, link.in}) {
-      load_[static_cast<size_t>(lane)] -= transfer_ns(nbytes_, network_.lane_rate(lane));
+      load_[static_cast<size_t>(lane)] -= hop_ns(lane);
     }
     route_.pop_back();
   }
@@ -153,6 +176,15 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const std::vector<int32_t>& values
       const int32_t r = ranks[(behind + i) % ranks.size()];
       if (r != enter && r != last) order.push_back(r);
     }
+    // The first takes in nothing: the one that takes in most otherwise.
+    if (enter < 0 && !order.empty()) {
+      std::rotate(order.begin(),
+                  std::max_element(order.begin(), order.end(),
+                                   [&](int32_t a, int32_t b) {
+                                     return cost_of(network_.local_in(a)) < cost_of(network_.local_in(b));
+                                   }),
+                  order.end());
+    }
     if (last != enter) order.push_back(last);
     for (const int32_t r : order) at = at.rank < 0 ? Stop{r, -1} : go(at, r, op);
   }
@@ -166,10 +198,17 @@ ReduceRouter::Stop ReduceRouter::spread_inside(Stop from, int32_t first) {
   if (it == receivers_.end()) return from;
   const std::vector<int32_t>& ranks = it->second;
   const auto begin = static_cast<size_t>(std::lower_bound(ranks.begin(), ranks.end(), first) - ranks.begin());
-  const int32_t skip = from.rank;
+  std::vector<int32_t> order;
   for (size_t i = 0; i < ranks.size(); ++i) {
-    const int32_t next = ranks[(begin + i) % ranks.size()];
-    if (next == skip) continue;
+    if (ranks[(begin + i) % ranks.size()] != from.rank) order.push_back(ranks[(begin + i) % ranks.size()]);
+  }
+  if (order.empty()) return from;
+  // The last passes nothing on: the one that sends most otherwise.
+  const auto most = std::max_element(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    return cost_of(network_.local_out(a)) < cost_of(network_.local_out(b));
+  });
+  std::rotate(most, most + 1, order.end());
+  for (const int32_t next : order) {
     from = go(from, next, ReduceOp::None);
     visited_.push_back(from);
   }
@@ -266,7 +305,7 @@ void ReduceRouter::reduce_best(const std::map<int32_t, Values>& hosts, const std
 }
 
 const Route& ReduceRouter::route(const Task& task, int64_t nbytes) {
-  nbytes_ = nbytes;
+  measure(nbytes);
   route_.clear();
   cost_ = 0;
   receivers_.clear();
@@ -303,7 +342,7 @@ const Route& ReduceRouter::route(const Task& task, int64_t nbytes) {
 }
 
 bool ReduceRouter::improve(const Task& task, int64_t nbytes, Route* route) {
-  nbytes_ = nbytes;
+  measure(nbytes);
   load(*route, -1);
   // What the old one costs: its edges, put back one by one.
   __int128 old_cost = 0;
@@ -311,7 +350,7 @@ bool ReduceRouter::improve(const Task& task, int64_t nbytes, Route* route) {
     const Network::Link link = network_.link(edge.src, edge.dst);
     for (const int32_t lane : {link.out, link.in}) {
       old_cost += cost_of(lane);
-      load_[static_cast<size_t>(lane)] += transfer_ns(nbytes_, network_.lane_rate(lane));
+      load_[static_cast<size_t>(lane)] += hop_ns(lane);
     }
   }
   load(*route, -1);

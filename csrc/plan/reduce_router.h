@@ -14,7 +14,7 @@ namespace meshcast {
 // the other receivers a chunk visits one holder of every value on a chain that adds as it goes, host by host;
 // the rank at its end has the result, from where a tree reaches all receivers. Which replicas are used, where
 // the chain begins and ends, and which NICs each host is entered and left by is chosen for every chunk: what
-// adds least to the sum of squared lane loads is taken.
+// adds least to the sum of squared lane loads is taken (see mind_the_busiest for the end of the search).
 class ReduceRouter {
  public:
   explicit ReduceRouter(const Network& network)
@@ -24,6 +24,10 @@ class ReduceRouter {
 
   // The route of a chunk; its load counts for the routes after it.
   const Route& route(const Task& task, int64_t nbytes);
+
+  // From now on the sum of the eighth powers of the loads counts in place of their squares: it follows the most
+  // loaded lanes even where sparing them makes detours.
+  void mind_the_busiest();
 
   // Chooses the route of a chunk again, now that the load of all others is known. False if the old one stays.
   bool improve(const Task& task, int64_t nbytes, Route* route);
@@ -37,7 +41,10 @@ class ReduceRouter {
   };
   enum class Cover : uint8_t { FewHosts, LittleLoad, BestOfBoth };
 
-  __int128 cost_of(int32_t lane) const;  // what a hop on the lane adds to the sum of squared loads
+  void measure(int64_t nbytes);
+  int64_t hop_ns(int32_t lane) const { return (*hop_ns_)[static_cast<size_t>(lane)]; }
+  __int128 weigh(int64_t load_ns) const;
+  __int128 cost_of(int32_t lane) const;  // what a hop on the lane adds to the weight of all loads
   __int128 entry_cost(int32_t rank) const { return cost_of(network_.nic_in(network_.nic(rank))); }
   __int128 exit_cost(int32_t rank) const { return cost_of(network_.nic_out(network_.nic(rank))); }
   int32_t cheapest(const std::vector<int32_t>& ranks, int32_t but, bool entry) const;
@@ -55,12 +62,14 @@ class ReduceRouter {
   std::vector<int64_t> load_;  // by lane, ns
   std::vector<int32_t> nic_edge_;
   int64_t turn_ = 0;
+  int64_t unit_ns_ = 0;                                // of loads whose eighth powers count; 0: squares
+  std::map<int64_t, std::vector<int64_t>> hop_ns_of_;  // chunk bytes -> time by lane
   // Of the current chunk.
-  int64_t nbytes_ = 0;
+  const std::vector<int64_t>* hop_ns_ = nullptr;
   std::map<int32_t, std::vector<int32_t>> receivers_;  // by host, ascending
   std::vector<Stop> visited_;                          // ranks that have the result
   Route route_;
-  __int128 cost_ = 0;  // what the route adds to the sum of squared loads
+  __int128 cost_ = 0;  // what the route adds to the weight of all loads
 };
 
 }  // namespace meshcast

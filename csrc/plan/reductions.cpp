@@ -8,8 +8,8 @@
 namespace meshcast {
 namespace {
 
-constexpr int kMostPasses = 4;           // over all chunks, choosing again
-constexpr int64_t kMostEdges = 100'000;  // of routes chosen again, all passes together
+constexpr int kMostPasses = 4;          // over all chunks, choosing again
+constexpr int64_t kMostEdges = 40'000;  // of routes chosen again, all passes together
 
 struct ReducedChunk {
   const Task* task = nullptr;
@@ -31,9 +31,10 @@ std::vector<Route> choose_routes(const std::vector<ReducedChunk>& chunks, const 
     edges += static_cast<int64_t>(out[i].size());
   }
   for (int pass = 1; pass <= kMostPasses && pass * edges <= kMostEdges; ++pass) {
+    if (pass > 1 || 2 * edges > kMostEdges) router.mind_the_busiest();
     bool better = false;
     for (const size_t i : order) better = router.improve(*chunks[i].task, chunks[i].nbytes, &out[i]) || better;
-    if (!better) break;
+    if (!better && pass > 1) break;
   }
   return out;
 }
