@@ -289,7 +289,7 @@ void ReduceRouter::reduce_best(const std::map<int32_t, Values>& hosts, const std
     if (std::find(tried.begin(), tried.end(), values) != tried.end()) continue;
     tried.push_back(values);
     const size_t roots = values.size() + others.size() > kManyRanks ? kFewRoots : kMostRoots;
-    const size_t step = values.size() / roots + 1;
+    const size_t step = (values.size() + roots - 1) / roots;
     for (size_t i = static_cast<size_t>(turn_) % step; i < values.size(); i += step) {
       serve(values, values[i], others, op);
       if (best_root < 0 || cost_ < best_cost) {
