@@ -1,8 +1,8 @@
 #include "plan_tables.h"
 
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
 #include <functional>
 #include <string>
 
@@ -22,10 +22,16 @@ double ratio(const Plan& plan) {
              : static_cast<double>(plan.makespan_ns) / static_cast<double>(plan.lower_bound_ns);
 }
 
+// Of this process on its core, so that other work on the machine does not count.
 double milliseconds(const std::function<void()>& work) {
-  const auto start = std::chrono::steady_clock::now();
+  const std::clock_t start = std::clock();
   work();
-  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+  return 1e3 * static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
+}
+
+uint64_t first_seed() {
+  const char* text = std::getenv("MESHCAST_FIRST_SEED");
+  return text != nullptr ? std::strtoull(text, nullptr, 10) : 1;
 }
 
 struct Sample {
@@ -87,7 +93,7 @@ TEST_CASE("table: random pairs", "[.][tables]") {
   std::printf("| strategy | median | p90 | p99 | worst | seed of the worst |\n");
   for (const auto& [name, options] : kinds) {
     std::vector<Sample> samples;
-    for (uint64_t seed = 1; seed <= static_cast<uint64_t>(pairs()); ++seed) {
+    for (uint64_t seed = first_seed(); seed < first_seed() + static_cast<uint64_t>(pairs()); ++seed) {
       Random random(seed);
       const RandomCase c = random_case(random, 300'000'000, false);
       samples.push_back({ratio(make_plan({c.problem}, c.topology, options)), seed});
@@ -95,7 +101,7 @@ TEST_CASE("table: random pairs", "[.][tables]") {
     print_row(name, samples);
   }
   std::vector<Sample> samples;
-  for (uint64_t seed = 1; seed <= static_cast<uint64_t>(pairs()) / 10; ++seed) {
+  for (uint64_t seed = first_seed(); seed < first_seed() + static_cast<uint64_t>(pairs()) / 10; ++seed) {
     Random random(seed);
     const RandomCase c = random_case(random, 300'000'000, false, true);
     samples.push_back({ratio(make_plan({c.problem}, c.topology, {})), seed});
