@@ -14,7 +14,7 @@ from training import layout
 from training.job import Job, JobType
 from training.layout import ConfigError, RunLayout
 
-SCHEDULES = ("GPipe", "1F1B", "Eager1F1B")
+SCHEDULES = ("GPipe", "1F1B", "Eager1F1B", "ZBH1", "ZBH2")
 
 
 @dataclass(frozen=True)
