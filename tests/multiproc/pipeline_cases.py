@@ -340,6 +340,10 @@ def outputs_losses_and_options(context) -> None:
             names = [event["name"] for event in json.load(file)["traceEvents"]]
     finally:
         os.unlink(path)
+    summary = schedule.summary()
+    assert summary.startswith(f"rank {context.rank}: step of ")
+    assert summary.endswith(f"sent {schedule.bytes_sent / 1e6:.4g} MB")
+    assert 0.0 < float(summary.split("computes ")[1].split("%")[0]) < 100.0
     expected = {"0F0", "0B1", "0SEND_F0"} if here.stage == 0 else {"1F1", "1B0", "1SEND_B1"}
     assert expected <= set(names)
 

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     for rank in sorted({bar.rank for bar in bars}):
         mine = [bar for bar in bars if bar.rank == rank]
         waits = sum(bar.end - bar.start for bar in mine if bar.kind == "wait")
-        work = sum(bar.end - bar.start for bar in mine if bar.kind in ("F", "B", "I", "W")) - waits
+        work = sum(bar.end - bar.start for bar in mine if bar.kind in ("F", "B", "I", "W"))
         print(f"rank {rank}: computes {work / end:.1%}, waits for values {waits / end:.1%} of {end:.3g} ms")
     return 0
 

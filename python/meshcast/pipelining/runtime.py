@@ -84,6 +84,7 @@ class Runtime:
         self._train = False
         self.trace = Trace()
         self.bytes_sent = 0  # of all steps
+        self._waited_until = 0.0  # when this thread last had to wait for a value
 
     def _farthest(self, links: Sequence[Link], end: int) -> int | None:
         return max((link[end] for link in links if not self._wiring.is_local(link)), default=None)
@@ -93,6 +94,7 @@ class Runtime:
         micro-batch; errors of transfers keep their type. After an error the runtime is of no more use."""
         self._feeds, self._train = feeds, train
         self.trace = Trace()
+        sent_before = self.bytes_sent
         for action in actions:
             begin = time.perf_counter()
             try:
@@ -100,8 +102,10 @@ class Runtime:
             except Exception as cause:
                 raise self._named(action, cause) from cause
             if action.kind.is_compute:
-                self.trace.add(str(action), "compute", begin, time.perf_counter())
+                # Without the wait for what it needed, which has an event of its own.
+                self.trace.add(str(action), "compute", max(begin, self._waited_until), time.perf_counter())
         self._settle_sends(wait=True)
+        self.trace.finish(self.bytes_sent - sent_before)
 
     def abort(self, reason: str) -> None:
         """Makes all ranks that share a lane with this one fail with this reason."""
@@ -188,7 +192,8 @@ class Runtime:
         if not handle.is_completed():
             begin = time.perf_counter()
             handle.wait()
-            self.trace.add(f"wait {receive}", "wait", begin, time.perf_counter())
+            self._waited_until = time.perf_counter()
+            self.trace.add(f"wait {receive}", "wait", begin, self._waited_until)
         else:
             handle.wait()  # raises its error, if it ended with one
         return buffers

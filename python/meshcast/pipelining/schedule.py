@@ -196,6 +196,13 @@ class PipelineSchedule:
             raise MeshcastError("there is no step to trace yet", op="pipeline")
         self._runtime.trace.write(path, self._rank)
 
+    def summary(self) -> str:
+        """One line about this rank's last step: its time, the parts that went into computing and into waiting
+        for values (the bubble included), and the bytes sent."""
+        if self._runtime is None:
+            raise MeshcastError("there is no step to sum up yet", op="pipeline")
+        return self._runtime.trace.summary(self._rank)
+
     def draw(self, path: str | os.PathLike[str], **times: Any) -> None:
         """Writes the simulated timeline of a step; the suffix of `path` tells the format.
 

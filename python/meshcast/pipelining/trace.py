@@ -22,9 +22,28 @@ class Trace:
 
     began: tuple[float, float] = field(default_factory=lambda: (time.perf_counter(), time.time()))
     events: list[tuple[str, str, float, float]] = field(default_factory=list)  # name, category, begin, end
+    seconds: float = 0.0  # of the whole step
+    bytes_sent: int = 0  # to other ranks in this step
 
     def add(self, name: str, category: str, begin: float, end: float) -> None:
         self.events.append((name, category, begin, end))
+
+    def finish(self, bytes_sent: int) -> None:
+        """The step is over."""
+        self.seconds = time.perf_counter() - self.began[0]
+        self.bytes_sent = bytes_sent
+
+    def summary(self, rank: int) -> str:
+        """One line: how long the step took here, and what for."""
+        spent = {"compute": 0.0, "wait": 0.0}
+        for _, category, begin, end in self.events:
+            if category in spent:
+                spent[category] += end - begin
+        whole = self.seconds or 1.0
+        return (
+            f"rank {rank}: step of {self.seconds * 1e3:.4g} ms, computes {spent['compute'] / whole:.1%}, "
+            f"waits for values {spent['wait'] / whole:.1%}, sent {self.bytes_sent / 1e6:.4g} MB"
+        )
 
     def write(self, path: str | os.PathLike[str], rank: int) -> None:
         """Writes the Chrome trace event format (chrome://tracing, Perfetto): compute, waits and transfers in

@@ -72,7 +72,7 @@ def write_traces(folder: Path) -> list[str]:
         trace = Trace(began=(100.0 * rank, 1000.0 + 0.5 * rank))
         begin = trace.began[0]
         trace.add(f"wait {rank}RECV_F0", "wait", begin, begin + 0.1)
-        trace.add(f"{rank}F0", "compute", begin, begin + 0.4)
+        trace.add(f"{rank}F0", "compute", begin + 0.1, begin + 0.4)
         trace.add(f"{rank}I0", "compute", begin + 0.4, begin + 0.5)
         trace.add(f"{rank}W0", "compute", begin + 0.5, begin + 0.6)
         trace.add("0SEND_F0>1", "transfer", begin + 0.4, begin + 0.5)
