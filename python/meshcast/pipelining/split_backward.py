@@ -10,9 +10,10 @@ order: gradients are equal to the last bit.
 
 What cannot be done twice is done whole in the first part, parameter by parameter:
 - parameters that several boundary nodes lead to (shared weights): the engine adds up their terms;
-- boundary nodes written in Python (custom functions, compiled graphs), which compute all their gradients at
-  once, and nodes under saved-tensor hooks (activation checkpointing), which would recompute.
-And everything, if the forward put hooks on values (they would fire twice) or uses reentrant checkpointing.
+- boundary nodes written in Python (custom functions), which compute all their gradients at once, and nodes
+  under saved-tensor hooks (activation checkpointing), which would recompute.
+And everything, if the forward put hooks on values (they would fire twice), uses reentrant checkpointing or
+runs compiled parts.
 
 Source: the split into I and W is that of Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
 """
@@ -30,6 +31,12 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["SplitBackward", "hooks_made"]
+
+# Nodes that allow neither a second run nor to be kept for one.
+_UNSPLIT = {
+    "CheckpointFunctionBackward": "it uses reentrant activation checkpointing",
+    "CompiledFunctionBackward": "a part of it is compiled",
+}
 
 Node = Any  # torch.autograd.graph.Node; the classes that the engine makes do not derive from it
 
@@ -123,8 +130,8 @@ class SplitBackward:
         order = _children_first(root.grad_fn for root in self.roots)
         leads = set(targets)  # nodes on a way to an input
         for node in order:
-            if type(node).__name__ == "CheckpointFunctionBackward":
-                self.whole = "it uses reentrant activation checkpointing"
+            if type(node).__name__ in _UNSPLIT:
+                self.whole = _UNSPLIT[type(node).__name__]
                 return []
             if any(child in leads for child, _ in node.next_functions):
                 leads.add(node)

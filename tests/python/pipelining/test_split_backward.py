@@ -221,6 +221,21 @@ def test_hooks_on_values_make_it_whole() -> None:
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
+def test_a_compiled_part_makes_it_whole() -> None:
+    inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    module = nn.Sequential(torch.compile(inner, backend="aot_eager"), nn.Linear(6, 6))
+    x = torch.randn(5, 6, requires_grad=True)
+    output = module(x)
+    backward = SplitBackward([output], [torch.ones_like(output)], [x])
+    backward.input_gradients()
+    assert "compiled" in backward.whole
+    found = [parameter.grad.clone() for parameter in module.parameters()]
+    backward.weight_gradients()
+    module.zero_grad()
+    module[1](inner(x)).sum().backward()
+    assert all(torch.equal(a, b.grad) for a, b in zip(found, module.parameters(), strict=True))
+
+
 def test_without_inputs_everything_is_late() -> None:
     module = nn.Linear(6, 6)
     output = module(torch.randn(5, 6))
