@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <tuple>
 
 #include "plan/lane_items.h"
 
@@ -72,12 +73,15 @@ void ReduceCount::append(int64_t all, bool whole_results, std::vector<LaneItem>*
   for (int64_t covered = 0; covered < all; ++visits) covered -= counts[static_cast<size_t>(visits)];
   // Values that no place has both of: each has to be fetched from a place of its own. Those that few places
   // have come first.
-  std::vector<std::pair<size_t, int32_t>> rarest;
-  for (const auto& [value, places] : places_of) rarest.emplace_back(places.size(), value);
+  const auto wanted = [&](const std::set<int32_t>& places) {
+    return std::any_of(needing_.begin(), needing_.end(), [&](int32_t p) { return places.count(p) == 0; });
+  };
+  std::vector<std::tuple<bool, size_t, int32_t>> rarest;
+  for (const auto& [value, places] : places_of) rarest.emplace_back(!wanted(places), places.size(), value);
   std::sort(rarest.begin(), rarest.end());
   std::vector<std::set<int32_t>> apart;
   std::set<int32_t> taken;
-  for (const auto& [count, value] : rarest) {
+  for (const auto& [unwanted, count, value] : rarest) {
     const std::set<int32_t>& places = places_of[value];
     if (std::any_of(places.begin(), places.end(), [&](int32_t p) { return taken.count(p) != 0; })) continue;
     taken.insert(places.begin(), places.end());
@@ -102,9 +106,7 @@ void ReduceCount::append(int64_t all, bool whole_results, std::vector<LaneItem>*
   int64_t from_values = std::min(copies, visits == 1 ? 1 : visits - 1 + (remote > does_both));
   int64_t relayed = copies;
   for (const std::set<int32_t>& places : apart) {
-    const bool wanted =
-        std::any_of(needing_.begin(), needing_.end(), [&](int32_t p) { return places.count(p) == 0; });
-    if (!wanted || relayed == 0) continue;
+    if (!wanted(places) || relayed == 0) continue;
     add(
         out_kind_, out_of_, 1, [&](int32_t place) { return places.count(place) != 0; }, out);
     --relayed;

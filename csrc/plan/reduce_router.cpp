@@ -10,9 +10,9 @@ namespace {
 constexpr size_t kMostSizes = 64;          // of chunks whose times are kept
 constexpr int64_t kUnits = 4096;           // of the busiest lane
 constexpr int64_t kMostUnits = 16 * 1024;  // eighth powers of these and sums of many fit into 128 bits
-constexpr size_t kMostRoots = 6;           // ends of the chain tried for one chunk
+constexpr size_t kMostRoots = 5;           // ends of the chain tried for one chunk
 constexpr size_t kManyRanks = 128;         // taking part: there only kFewRoots are tried
-constexpr size_t kFewRoots = 2;
+constexpr size_t kFewRoots = 1;
 
 }  // namespace
 
@@ -92,6 +92,7 @@ void ReduceRouter::undo(size_t edges) {
 // a further hop between hosts), or those whose NICs are least loaded, so that replicas take turns, or those
 // whose load is least for each value that they add.
 std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& hosts, Cover cover) const {
+  const std::vector<int32_t> nobody;
   std::set<int32_t> missing;
   for (const auto& [host, values] : hosts) {
     for (const auto& [value, ranks] : values) missing.insert(value);
@@ -127,11 +128,16 @@ std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& h
     }
     for (const auto& [value, ranks] : hosts.at(best)) {
       if (missing.erase(value) == 0) continue;
+      // Where hops are to be few, a rank that needs the result comes first: it can keep it.
+      const auto& need = receivers_.count(best) == 0 ? nobody : receivers_.at(best);
+      const auto needs = [&](int32_t r) { return std::binary_search(need.begin(), need.end(), r); };
       const auto cost = [&](int32_t r) {
         return entry_cost(r) + exit_cost(r) + cost_of(network_.local_out(r)) + cost_of(network_.local_in(r));
       };
-      out.push_back(*std::min_element(ranks.begin(), ranks.end(),
-                                      [&](int32_t a, int32_t b) { return cost(a) < cost(b); }));
+      out.push_back(*std::min_element(ranks.begin(), ranks.end(), [&](int32_t a, int32_t b) {
+        if (cover == Cover::FewHosts && needs(a) != needs(b)) return needs(a);
+        return cost(a) < cost(b);
+      }));
     }
   }
   return out;
@@ -288,17 +294,23 @@ void ReduceRouter::reduce_best(const std::map<int32_t, Values>& hosts, const std
     const std::vector<int32_t> values = pick_ranks(hosts, cover);
     if (std::find(tried.begin(), tried.end(), values) != tried.end()) continue;
     tried.push_back(values);
-    const size_t roots = values.size() + others.size() > kManyRanks ? kFewRoots : kMostRoots;
-    const size_t step = (values.size() + roots - 1) / roots;
-    for (size_t i = static_cast<size_t>(turn_) % step; i < values.size(); i += step) {
-      serve(values, values[i], others, op);
-      if (best_root < 0 || cost_ < best_cost) {
-        best_values = values;
-        best_root = values[i];
-        best_cost = cost_;
+    // Ends on hosts that need the result save a hop, ends elsewhere spare NICs: some of both, others each time.
+    std::vector<int32_t> ends[2];
+    for (const int32_t r : values) ends[receivers_.count(network_.host(r)) == 0].push_back(r);
+    const size_t most = values.size() + others.size() > kManyRanks ? kFewRoots : kMostRoots;
+    for (const std::vector<int32_t>& roots : ends) {
+      const size_t step = (roots.size() + most - 1) / most;
+      turn_ = turn_ * 6364136223846793005U + 1442695040888963407U;
+      for (size_t i = step == 0 ? 0 : (turn_ >> 33) % step; i < roots.size(); i += step) {
+        serve(values, roots[i], others, op);
+        if (best_root < 0 || cost_ < best_cost) {
+          best_values = values;
+          best_root = roots[i];
+          best_cost = cost_;
+        }
+        undo(begin);
+        cost_ = cost;
       }
-      undo(begin);
-      cost_ = cost;
     }
   }
   serve(best_values, best_root, others, op);
@@ -309,7 +321,6 @@ const Route& ReduceRouter::route(const Task& task, int64_t nbytes) {
   route_.clear();
   cost_ = 0;
   receivers_.clear();
-  ++turn_;
   for (const int32_t rank : task.receivers) {
     const int32_t r = network_.index(rank);
     receivers_[network_.host(r)].push_back(r);

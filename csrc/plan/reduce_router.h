@@ -61,7 +61,7 @@ class ReduceRouter {
   const Network& network_;
   std::vector<int64_t> load_;  // by lane, ns
   std::vector<int32_t> nic_edge_;
-  int64_t turn_ = 0;
+  uint64_t turn_ = 0;                                  // state of a generator: which ends are tried
   int64_t unit_ns_ = 0;                                // of loads whose eighth powers count; 0: squares
   std::map<int64_t, std::vector<int64_t>> hop_ns_of_;  // chunk bytes -> time by lane
   // Of the current chunk.
