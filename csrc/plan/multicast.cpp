@@ -8,12 +8,13 @@ namespace meshcast {
 
 namespace {
 
-// Bundles that hold a lane which limits the plan for longer than the lane at its other end.
+// Bundles that hold a lane which limits the plan for longer than the lane at its other end; of these, the ones
+// with the slowest such lane, since they wait for the others.
 std::vector<char> find_slow(const LaneDemand& demand, const Network& network) {
   std::vector<int64_t> load(static_cast<size_t>(network.lane_count()), 0);
   for (const LaneItem& item : demand.items)
     for (size_t k = 0; k < item.lanes.size(); ++k) load[static_cast<size_t>(item.lanes[k])] += item.share[k];
-  std::vector<char> slow(demand.parties.size(), 0);
+  std::vector<int64_t> rates(demand.parties.size(), INT64_MAX);
   std::vector<int64_t> fastest(demand.parties.size() * 2, 0);
   const auto side = [](const LaneItem& item) {
     return static_cast<size_t>(item.bundle) * 2 + (item.kind == LaneItem::Kind::NicIn);
@@ -30,10 +31,15 @@ std::vector<char> find_slow(const LaneDemand& demand, const Network& network) {
       const auto lane = item.lanes[k];
       const auto ns = transfer_ns(load[static_cast<size_t>(lane)], network.lane_rate(lane));
       if (item.share[k] > 0 && ns > demand.bound_ns / 20 * 19 &&
-          network.lane_rate(lane) < fastest[side(item) ^ 1])
-        slow[static_cast<size_t>(item.bundle)] = 1;
+          network.lane_rate(lane) < fastest[side(item) ^ 1]) {
+        int64_t& rate = rates[static_cast<size_t>(item.bundle)];
+        rate = std::min(rate, network.lane_rate(lane));
+      }
     }
   }
+  const int64_t slowest = rates.empty() ? 0 : *std::min_element(rates.begin(), rates.end());
+  std::vector<char> slow(rates.size(), 0);
+  for (size_t b = 0; b < rates.size(); ++b) slow[b] = rates[b] == slowest && slowest < INT64_MAX;
   return slow;
 }
 
