@@ -19,10 +19,11 @@ from ._version import __version__
 
 check_torch(torch.__version__)  # before anything loads _C
 
-from . import backend, ops  # noqa: E402
+from . import backend, observe, ops  # noqa: E402
 
 backend.register()
 ops.register()
+observe.set_up()
 
 if TYPE_CHECKING:
     from .autograd import backward
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from .layout import Layout
     from .local import reshard_local
     from .many import reshard_many
+    from .observe import dump_flight_record, flight_record
     from .plan import Plan, plan, plan_cache_clear, plan_cache_info, plan_many
     from .prepare import prepare
     from .redistribute import enable_dtensor_redistribute
@@ -62,7 +64,9 @@ __all__ = [
     "Topology",
     "__version__",
     "backward",
+    "dump_flight_record",
     "enable_dtensor_redistribute",
+    "flight_record",
     "measure_topology",
     "plan",
     "plan_cache_clear",
@@ -89,7 +93,9 @@ _HOME = {
     "TensorSpec": "spec",
     "Topology": "topology",
     "backward": "autograd",
+    "dump_flight_record": "observe",
     "enable_dtensor_redistribute": "redistribute",
+    "flight_record": "observe",
     "measure_topology": "discovery",
     "plan": "plan",
     "plan_cache_clear": "plan",

@@ -27,6 +27,7 @@ from . import _C
 from ._host import host_identity
 from ._shared_memory import LocalMemory
 from .errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PeerLostError
+from .observe import log
 from .topology import Topology
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ class PrivateGroup:
                 timedelta(seconds=left),
             )
             inner._set_default_timeout(timedelta(seconds=self.timeout))
+            log.info("rank %d: connected with ranks %s", self.rank, self.name)
             return _C.ReshardGroup(
                 inner,
                 dist.PrefixStore("control", store),

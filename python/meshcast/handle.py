@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from .errors import DeadlineExceededError, MeshcastError
+from .observe import Flight, profiled
 
 __all__ = ["Handle", "Launch", "TransferStats"]
 
@@ -55,6 +56,7 @@ class Launch:
         self._lock = threading.Lock()
         self._settled: threading.Event | None = None
         self._success: Callable[[], None] | None = None
+        self.flight: Flight | None = None  # its entry in the flight record
         self._callbacks: list[Callable[[], None]] = []
 
     def on_success(self, step: Callable[[], None]) -> None:
@@ -69,6 +71,8 @@ class Launch:
         self._settle(work, None)
 
     def failed(self, error: Exception) -> None:
+        if self.flight is not None:
+            self.flight.failed(error)
         self._settle(None, error)
 
     def _settle(self, work: Any, error: Exception | None) -> None:
@@ -96,6 +100,10 @@ class Launch:
 
     def wait(self) -> None:
         """Blocks until the transfer ended; raises its typed error, each time it is called."""
+        with profiled("wait", self.op):
+            self._wait()
+
+    def _wait(self) -> None:
         if not self.settled:
             with self._lock:
                 if not self.settled and self._settled is None:
@@ -115,11 +123,16 @@ class Launch:
             self.work.wait()
         except Exception as error:
             self.error = error
+            if self.flight is not None:
+                self.flight.failed(error)
             raise
-        with self._lock:
-            step, self._success = self._success, None
-            if step is not None:
-                step()
+        if self._success is not None:
+            with self._lock:
+                step, self._success = self._success, None
+                if step is not None:
+                    step()
+        if self.flight is not None:
+            self.flight.ended()
 
 
 class Handle(Generic[T]):

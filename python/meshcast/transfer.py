@@ -16,6 +16,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from .errors import DeadlineExceededError, LayoutError, MeshcastError
 from .groups import Job, ParentGroup, PrivateGroup, parent_group, seconds
 from .handle import Handle, Launch
+from .observe import Flight, log, profiled
 from .plan import Plan, plan_many
 
 if TYPE_CHECKING:
@@ -151,13 +152,19 @@ class Transfer:
 
     def launch(self, src: Shards, dst: Shards, timeout: float) -> tuple[Launch, CallNumber]:
         """start() below the handle."""
+        with profiled("launch", self._op):
+            return self._launch(src, dst, timeout)
+
+    def _launch(self, src: Shards, dst: Shards, timeout: float) -> tuple[Launch, CallNumber]:
         launch = Launch(self._op, timeout)
+        launch.flight = Flight(launch, self._group.name, self._group.rank)
         run = self._runs
         self._runs += 1
         try:
             self._check("source", src, self._source)
             self._check("destination", dst, self._destination)
         except LayoutError as error:
+            launch.flight.failed(error)
             publish_rejection(self._group, self._lane, error, timeout)
             raise
 
@@ -171,6 +178,7 @@ class Transfer:
         """The backward transfer of `call`: src are gradients in the destination layout, dst receives those of
         the source."""
         launch = Launch(f"{self._op} backward", timeout)
+        launch.flight = Flight(launch, self._group.name, self._group.rank)
         job = self._start_job(launch, call, src, dst, reverse=True)
         self._group.replay(launch.deadline, job, ready=lambda: self._slot is not None)
         return launch
@@ -190,6 +198,9 @@ class Transfer:
                     raise self._error
                 plan = self._reverse_plan if reverse else self._plan
                 assert plan is not None and self._slot is not None  # _agree() set both
+                if launch.flight is not None:
+                    lane = REVERSE_LANE if reverse else self._lane
+                    launch.flight.plan, launch.flight.number = plan, (lane, call.ordinal, call.run)
                 work = group.start(
                     plan._core,
                     slot=self._slot,
@@ -230,6 +241,7 @@ class Transfer:
         except DeadlineExceededError as error:
             core.abort(str(error))  # a rank is missing: the ranks no longer count calls alike
             raise
+        log.info("rank %d: agreed on %s", self._group.rank, self._descriptor)
 
     def _error_out(self, cause: Exception) -> None:
         # A transfer that was never agreed on is forgotten, so that the next attempt agrees anew on every

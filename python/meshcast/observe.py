@@ -1,0 +1,175 @@
+"""What meshcast tells about itself: log lines, the flight record of the last calls, profiler ranges.
+
+MESHCAST_LOG=debug|info|warning|error shows the log of this process on stderr; without it, "meshcast" is an
+ordinary logger of the logging module. MESHCAST_FLIGHT_RECORD=path makes each rank write its last calls as
+JSON to path.rankN when a call fails, and on SIGUSR1, also while its main thread waits in a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import threading
+import time
+import weakref
+from collections import deque
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .handle import Launch
+    from .plan import Plan
+
+__all__ = ["Flight", "dump_flight_record", "flight_record", "log", "profiled", "set_up"]
+
+log = logging.getLogger("meshcast")
+
+_KEPT = 2000  # calls
+_LEVELS = ("debug", "info", "warning", "error")
+_flights: deque[Flight] = deque(maxlen=_KEPT)
+_set_up = False
+
+
+class Flight:
+    """One call in the record. It outlives the call and must not keep tensors alive: hence the weak link."""
+
+    __slots__ = ("begun", "clock", "error", "group", "launch", "number", "op", "plan", "rank", "seconds")
+
+    def __init__(self, launch: Launch, group: str, rank: int) -> None:
+        self.op, self.group, self.rank = launch.op, group, rank
+        self.launch = weakref.ref(launch)
+        self.begun = time.time()
+        self.clock = time.perf_counter()
+        self.number: tuple[int, int, int] | None = None  # lane, position in it, run of its plan
+        self.plan: Plan | None = None
+        self.seconds: float | None = None  # from the call to the end of the first wait()
+        self.error: str | None = None
+        _flights.append(self)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("rank %d: %s in group %s called", rank, self.op, group)
+
+    def ended(self) -> None:
+        if self.seconds is None:
+            self.seconds = time.perf_counter() - self.clock
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug(
+                    "rank %d: %s in group %s ended after %.6f s", self.rank, self.op, self.group, self.seconds
+                )
+
+    def failed(self, error: BaseException) -> None:
+        if self.error is not None:
+            return
+        self.seconds = time.perf_counter() - self.clock
+        self.error = f"{type(error).__name__}: {error}"
+        log.error("rank %d: %s failed: %s", self.rank, self.op, self.error)
+        _dump_for(self.rank)
+
+    def as_dict(self) -> dict[str, Any]:
+        launch = self.launch()
+        state = "failed" if self.error else "ended" if self.seconds is not None else "unfinished"
+        if state == "unfinished" and (launch is None or launch.is_completed()):
+            state = "not waited for"
+        lane, position, run = self.number or (None, None, None)
+        record: dict[str, Any] = {
+            "op": self.op,
+            "group": self.group,
+            "rank": self.rank,
+            "state": state,
+            "begun": self.begun,
+            "seconds": self.seconds,
+            "lane": lane,
+            "position": position,
+            "run": run,
+            "error": self.error,
+        }
+        if self.plan is not None:
+            bound = self.plan.lower_bound
+            record |= {
+                "plan": self.plan.hash,
+                "strategy": self.plan.strategy,
+                "bytes_sent": self.plan.bytes_sent(self.rank),
+                "bytes_received": self.plan.bytes_received(self.rank),
+                "bound": bound,
+                "ratio": self.seconds / bound if self.seconds is not None and bound > 0 else None,
+            }
+        return record
+
+
+def flight_record() -> list[dict[str, Any]]:
+    """The last 2,000 transfers of this process, oldest first. seconds: from the call to the end of its first
+    wait(); begun: seconds since the epoch; bound and ratio: see Plan; bytes: as the plan says."""
+    return [flight.as_dict() for flight in list(_flights)]
+
+
+def dump_flight_record(path: str | Path) -> None:
+    """Writes flight_record() as JSON, replacing the file in one step."""
+    target = Path(path)
+    scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
+    text = json.dumps({"process": os.getpid(), "written": time.time(), "calls": flight_record()}, indent=1)
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(target)
+
+
+def profiled(name: str, op: str) -> AbstractContextManager[Any]:
+    """A range of torch.profiler; next to free while no profiler runs."""
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(f"meshcast::{op} {name}")
+    return _NO_RANGE
+
+
+_NO_RANGE = contextlib.nullcontext()
+
+
+def set_up() -> None:
+    """Follows the environment. At the import of meshcast; idempotent."""
+    global _set_up
+    if _set_up:
+        return
+    _set_up = True
+    level = os.environ.get("MESHCAST_LOG", "").strip().lower()
+    if level in _LEVELS:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(asctime)s %(name)s %(levelname)s] %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(level.upper())
+        log.propagate = False
+    elif level:
+        log.warning("MESHCAST_LOG=%s: allowed are %s", level, ", ".join(_LEVELS))
+    if os.environ.get("MESHCAST_FLIGHT_RECORD"):
+        _listen()
+
+
+def _listen() -> None:
+    """SIGUSR1 writes the record. Python runs signal handlers in the main thread, between two instructions; a
+    main thread that waits in a call has none. The low-level handler however writes to a pipe at once, which a
+    thread of our own reads."""
+    if threading.current_thread() is not threading.main_thread():
+        log.warning("MESHCAST_FLIGHT_RECORD: imported outside the main thread, SIGUSR1 is not handled")
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.signal(signal.SIGUSR1, lambda _number, _frame: None)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+    def serve() -> None:
+        while True:
+            if signal.SIGUSR1 in os.read(reading, 64):
+                _dump_for(_flights[-1].rank if _flights else 0)
+
+    threading.Thread(target=serve, name="meshcast-flight-record", daemon=True).start()
+
+
+def _dump_for(rank: int) -> None:
+    path = os.environ.get("MESHCAST_FLIGHT_RECORD")
+    if not path:
+        return
+    try:
+        dump_flight_record(f"{path}.rank{rank}")
+    except OSError as error:
+        log.warning("rank %d: the flight record cannot be written: %s", rank, error)
