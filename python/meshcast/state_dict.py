@@ -21,16 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _checks
-from .calls import source_of
-from .compiled import Compiled, check_outs, compile_members
+from .compiled import Compiled, compile_members
 from .digest import shard_digest
 from .errors import LayoutError, MeshcastError, PlanMismatchError
 from .groups import ParentGroup, parent_group, seconds
 from .layout import Layout
-from .member import Destination, Source, positive_placements
+from .member import Destination, Source
 from .spec import TensorSpec
+from .state_call import StateCall, checked_call, floating_name
 from .state_round import Rounds
-from .state_specs import Entry, decode, encode, merge
+from .state_specs import Entry, decode, merge
 from .transfer import ranks_of, unagreed_transfer
 
 if TYPE_CHECKING:
@@ -71,33 +71,6 @@ class _State:
         self.calls = 0
         self.versions: dict[tuple[str, ...], int] = {}  # the last that arrived, by the names of the tensors
         self.known: OrderedDict[Any, _Known] = OrderedDict()
-
-
-@dataclass
-class _Call:
-    """The checked arguments of this rank."""
-
-    held: dict[str, DTensor]
-    sources: dict[str, Source]
-    destinations: dict[str, Destination]
-    layouts: dict[str, Layout]
-    outs: dict[str, DTensor]
-    options: dict[str, Any]
-    topology: Topology | None
-
-    def key(self) -> Any:
-        return (
-            tuple((name, s.shape, s.dtype, s.layout) for name, s in self.sources.items()),
-            tuple(self.layouts.items()),
-            tuple((name, out.shape, out.dtype) for name, out in self.outs.items()),
-            tuple(self.options.items()),
-            self.topology,
-        )
-
-    def text(self) -> str:
-        held = {name: (s.shape, s.dtype, s.layout) for name, s in self.sources.items()}
-        outs = {name: (tuple(out.shape), out.dtype) for name, out in self.outs.items()}
-        return encode(held, self.layouts, outs, self.options)
 
 
 def reshard_state_dict(
@@ -155,14 +128,14 @@ def reshard_state_dict(
     state.calls += 1
     state.rounds.connect(limit)
     refused: LayoutError | None = None
-    call: _Call | None = None
+    call: StateCall | None = None
     known: _Known | None = None
     number = 0
     try:
         if version is not None:
             number = _checks.integer(f"{_OP}: version", version, 0, (1 << 62) - 1)
         options = {
-            "dtype": None if dtype is None else _floating(dtype),
+            "dtype": None if dtype is None else floating_name(dtype),
             "max_bytes_in_flight": None
             if max_bytes_in_flight is None
             else _checks.integer("max_bytes_in_flight", max_bytes_in_flight, 1, _checks.MAX_INT64),
@@ -170,7 +143,7 @@ def reshard_state_dict(
             "strict": bool(strict),
             "strategy": strategy,
         }
-        call = _checked(parent, state_dict or {}, destinations, out or {}, options, topology)
+        call = checked_call(parent.rank, state_dict or {}, destinations, out or {}, options, topology)
         known = state.known.get(call.key())
         if known is not None and any(compiled.evicted for _, compiled in known.batches):
             known = None
@@ -240,57 +213,6 @@ def _left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 1e-3)
 
 
-def _floating(dtype: Any) -> str:
-    found = _checks.dtype(dtype)
-    if not found.is_floating_point:
-        raise LayoutError(f"{_OP}: dtype {found}: only floating-point tensors are cast, to a floating dtype")
-    return _checks.dtype_name(found)
-
-
-def _checked(
-    parent: ParentGroup, state: Any, destinations: Any, outs: Any, options: dict[str, Any], topology: Any
-) -> _Call:
-    for name, given in (("state_dict", state), ("destinations", destinations), ("out", outs)):
-        if not isinstance(given, Mapping):
-            raise LayoutError(f"{_OP}: {name} must be a mapping by name, found {type(given).__name__}")
-    if not destinations:
-        raise LayoutError(f"{_OP}: no destinations; give (mesh, placements) for at least one name")
-    targets, layouts = {}, {}
-    for name, where in destinations.items():
-        if not isinstance(where, tuple | list) or len(where) != 2 or not isinstance(where[0], DeviceMesh):
-            raise LayoutError(
-                f"{_OP}: the destination of {name!r} must be (mesh, placements), found {_checks.shown(where)}"
-            )
-        targets[name] = Destination(where[0], tuple(where[1]))
-        layouts[name] = Layout(where[0], where[1])
-    held, sources = {}, {}
-    for name, value in state.items():
-        if not options["strict"] and name not in destinations:
-            continue
-        if not isinstance(value, DTensor | TensorSpec):
-            hint = "; wrap it with DTensor.from_local" if isinstance(value, torch.Tensor) else ""
-            raise LayoutError(f"{_OP}: {name!r} is a {type(value).__name__}, expected a DTensor{hint}")
-        source = source_of(value, parent.rank, False, _OP)
-        sources[name] = source
-        if isinstance(value, DTensor) and parent.rank in source.layout.ranks:
-            held[name] = value
-    for name, out in outs.items():
-        _check_out(name, out, targets)
-    check_outs(list(outs.values()), _OP)
-    return _Call(held, sources, targets, layouts, dict(outs), options, topology)
-
-
-def _check_out(name: str, out: Any, targets: Mapping[str, Destination]) -> None:
-    if name not in targets:
-        raise LayoutError(f"{_OP}: out has {name!r}, for which no destination is given")
-    if not isinstance(out, DTensor):
-        raise LayoutError(f"{_OP}: the output of {name!r} is a {type(out).__name__}, expected a DTensor")
-    expected = Layout(targets[name].mesh, positive_placements(targets[name].placements, out.ndim))
-    found = Layout(out.device_mesh, out.placements)
-    if expected != found or out.device_mesh != targets[name].mesh:
-        raise LayoutError(f"{_OP}: the output of {name!r} is under {found}, its destination is {expected}")
-
-
 def _agreed_version(rows: Mapping[int, list[int]], rank: int) -> int:
     """The version that all ranks mean, _NONE without. Raises where they differ or it is old."""
     given = {other: row[1] for other, row in rows.items() if row[1] != _NONE}
@@ -309,7 +231,9 @@ def _agreed_version(rows: Mapping[int, list[int]], rank: int) -> int:
     return max(given.values(), default=_NONE)
 
 
-def _compile(parent: ParentGroup, entries: Sequence[Entry], call: _Call) -> list[tuple[list[int], Compiled]]:
+def _compile(
+    parent: ParentGroup, entries: Sequence[Entry], call: StateCall
+) -> list[tuple[list[int], Compiled]]:
     """Batches of at most max_bytes_in_flight, in the order of the names."""
     limit = call.options["max_bytes_in_flight"]
     groups: list[tuple[list[int], int]] = []
@@ -344,14 +268,14 @@ def _compile(parent: ParentGroup, entries: Sequence[Entry], call: _Call) -> list
     return batches
 
 
-def _source(entry: Entry, call: _Call) -> Source:
+def _source(entry: Entry, call: StateCall) -> Source:
     held = call.held.get(entry.name)
     mesh = None if held is None else held.device_mesh
     return Source(entry.shape, entry.dtype, entry.src, mesh)
 
 
 def _move(
-    known: _Known, call: _Call, rank: int, deadline: float, digests: dict[tuple[str, int], int] | None
+    known: _Known, call: StateCall, rank: int, deadline: float, digests: dict[tuple[str, int], int] | None
 ) -> list[DTensor]:
     """Runs the batches, one after the other."""
     results: dict[int, DTensor] = {}
