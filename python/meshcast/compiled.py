@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from .errors import LayoutError
 from .member import Destination, Member, Source, compile_member
-from .memory import bump_version, check_storage, overlaps
+from .memory import check_storage, note_written, overlaps
 from .transfer import CallNumber, Problem, Transfer, agreed_transfer, ranks_of, settled, touch
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _copying(to: torch.Tensor, from_: torch.Tensor) -> Callable[[], None]:
 
 
 def _noting_change(out: DTensor) -> Callable[[], None]:
-    return lambda: bump_version(out)
+    return lambda: note_written(out, out._local_tensor)
 
 
 def _run_all(steps: Sequence[Callable[[], None]]) -> None:

@@ -13,6 +13,7 @@ from .compiled import Compiled, check_outs
 from .errors import LayoutError
 from .groups import parent_group, seconds
 from .handle import Handle
+from .memory import overlaps
 from .spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -93,6 +94,13 @@ def reshard_(
     with torch.no_grad():
         _, launch = start(compiled, xs, limit, outs)
     if async_op:
+        # Where x shares memory with out, it was copied, and out is written by this very call.
+        if (
+            isinstance(out, DTensor)
+            and isinstance(x, DTensor)
+            and overlaps(x._local_tensor, out._local_tensor)
+        ):
+            xs = [None]
         return handle_of(launch, out, compiled, xs)
     if launch is not None:
         launch.wait()

@@ -12,6 +12,7 @@ from .errors import LayoutError
 from .groups import parent_group, seconds
 from .handle import Handle
 from .layout import Layout
+from .memory import check_storage, note_written, overlaps
 from .transfer import agreed_transfer, publish_rejection, touch
 
 if TYPE_CHECKING:
@@ -73,9 +74,9 @@ def reshard_local(
 
     Called by every rank of both layouts in one order; other ranks may skip it. src: this rank's shard, of the
     shape and dtype that the layout gives it, any strides; None on a rank outside src_layout or whose shard is
-    empty. dst: likewise; None inside dst_layout allocates it. shape: global shape. Gradients do not flow.
-    Returns dst, or with async_op a Handle whose wait() returns it. After an error the contents of dst are
-    undefined.
+    empty. dst: likewise, and it may share memory with src; None inside dst_layout allocates it. shape: global
+    shape. Gradients do not flow. Returns dst, or with async_op a Handle whose wait() returns it. After an
+    error the contents of dst are undefined.
 
     Raises the errors of meshcast.reshard.
     """
@@ -95,6 +96,8 @@ def reshard_local(
             )
         problem = (tuple(shape), dtype, src_layout, dst_layout)
         transfer = agreed_transfer(parent, [problem], None, op=_OP, strategy=strategy, topology=topology)
+        if dst is not None:
+            check_storage(dst, _OP)
     except LayoutError as error:
         publish_rejection(private, 0, error, limit)
         raise
@@ -102,6 +105,13 @@ def reshard_local(
     if dst is None:
         local_shape = dst_layout.local_shapes(shape).get(parent.rank)
         dst = None if local_shape is None else torch.empty(local_shape, dtype=dtype)
-    launch, _ = transfer.launch([src], [dst], limit)
-    handle = Handle(launch, dst, lambda: transfer.plan.lower_bound, [] if src is None else [src])
+    given = src
+    if src is not None and dst is not None and overlaps(src, dst):
+        given = src.clone()  # neighbours would read what already came in from others
+    launch, _ = transfer.launch([given], [dst], limit)
+    if dst is not None:
+        written = dst
+        launch.on_success(lambda: note_written(written))
+    watched = [] if src is None or given is not src else [src]
+    handle = Handle(launch, dst, lambda: transfer.plan.lower_bound, watched)
     return handle if async_op else handle.wait()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from .errors import LayoutError
 
-__all__ = ["bump_version", "check_storage", "overlaps"]
+__all__ = ["check_storage", "note_written", "overlaps"]
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -36,8 +35,8 @@ def check_storage(tensor: torch.Tensor, op: str) -> None:
         )
 
 
-def bump_version(out: DTensor) -> None:
-    """Lets autograd know that `out` was written, so that a graph that saved its old value raises."""
-    for tensor in (out, out._local_tensor):
+def note_written(*tensors: torch.Tensor) -> None:
+    """Lets autograd know that these were written, so that a graph that saved an old value raises."""
+    for tensor in tensors:
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)

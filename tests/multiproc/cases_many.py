@@ -176,7 +176,14 @@ def aliases(context) -> None:
         x_local.copy_(full[context.rank : context.rank + 1] + step)
         x = DTensor.from_local(x_local, mesh, [Shard(0)], run_check=False)
         out = DTensor.from_local(out_local, mesh, [Shard(1)], run_check=False)
-        meshcast.reshard_(out, x)
+        if step % 2:
+            meshcast.reshard_(out, x, async_op=True).wait()
+        else:
+            meshcast.reshard_(out, x)
+        check(out, full + step, context.rank)
+        x_local.copy_(full[context.rank : context.rank + 1] + step)
+        rows, columns = (meshcast.Layout(mesh, [Shard(dim)]) for dim in (0, 1))
+        meshcast.reshard_local(x_local, rows, out_local, columns, shape=(5, 5), dtype=torch.int64)
         check(out, full + step, context.rank)
     square = sharded(full, mesh, [Shard(0)], context.rank)
     meshcast.reshard_(square, square)  # onto itself
