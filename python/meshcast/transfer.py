@@ -35,6 +35,9 @@ REVERSE_LANE = 1  # backward of lane 0
 # Transfers that a group keeps. Every rank of a group makes the same calls, so all evict the same one; below
 # the 1024 slots that message tags can tell apart.
 _KEPT = 256
+# Messages are told apart by direction, slot, run and number, and senders do not wait for their receivers. The
+# repetition of a backward may overlap the one before: its run number is one that ordinary calls do not reach.
+_RUN_BITS = 18
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,7 @@ class Transfer:
         self._error = None
         self._compiled = threading.Event()
         self._runs = 0
+        self._reversed: OrderedDict[int, int] = OrderedDict()  # how often, by the ordinal of the forward call
         self.evicted = False
         self.kept_as = None
 
@@ -177,6 +181,11 @@ class Transfer:
     def launch_reverse(self, call: CallNumber, src: Shards, dst: Shards, timeout: float) -> Launch:
         """The backward transfer of `call`: src are gradients in the destination layout, dst receives those of
         the source."""
+        again = self._reversed.pop(call.ordinal, 0)  # a retained graph runs its backward more than once
+        self._reversed[call.ordinal] = again + 1
+        if len(self._reversed) > _KEPT:
+            self._reversed.popitem(last=False)
+        call = CallNumber(call.ordinal, call.run + (again << _RUN_BITS))
         launch = Launch(f"{self._op} backward", timeout)
         launch.flight = Flight(launch, self._group.name, self._group.rank)
         job = self._start_job(launch, call, src, dst, reverse=True)
