@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from contextlib import AbstractContextManager
@@ -132,6 +133,7 @@ def set_up() -> None:
     if _set_up:
         return
     _set_up = True
+    log.addHandler(logging.NullHandler())  # failures are raised: nothing is printed unless asked for
     level = os.environ.get("MESHCAST_LOG", "").strip().lower()
     if level in _LEVELS:
         handler = logging.StreamHandler()
@@ -140,7 +142,7 @@ def set_up() -> None:
         log.setLevel(level.upper())
         log.propagate = False
     elif level:
-        log.warning("MESHCAST_LOG=%s: allowed are %s", level, ", ".join(_LEVELS))
+        warnings.warn(f"MESHCAST_LOG={level}: allowed are {', '.join(_LEVELS)}", stacklevel=2)
     if os.environ.get("MESHCAST_FLIGHT_RECORD"):
         _listen()
 
@@ -150,7 +152,10 @@ def _listen() -> None:
     main thread that waits in a call has none. The low-level handler however writes to a pipe at once, which a
     thread of our own reads."""
     if threading.current_thread() is not threading.main_thread():
-        log.warning("MESHCAST_FLIGHT_RECORD: imported outside the main thread, SIGUSR1 is not handled")
+        warnings.warn(
+            "MESHCAST_FLIGHT_RECORD: imported outside the main thread, SIGUSR1 is not handled",
+            stacklevel=2,
+        )
         return
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
