@@ -47,6 +47,7 @@ struct RunLabel {
   int64_t ordinal = 0;     // call number in the lane
   std::string descriptor;  // what the ranks agreed on, in words
   std::string op;
+  int32_t repeat = 0;  // runs of the same name before; set by Engine::start
 };
 
 // 31 bits that gloo offers: direction 1, slot 10, run 8, hop 12. Runs that disagree differ in slot, so their
@@ -57,11 +58,13 @@ inline int32_t message_tag(const RunLabel& label, int32_t hop_index) {
          (hop_index & 0xFFF);
 }
 
-// The same for transports that match by 64 bits: direction 1, slot 20, run 21, message 22. They have messages
-// of a pair in flight that are far apart in the program, so the number of the message must not wrap around.
+// The same for transports that match by 64 bits and in no order: direction 1, repeat 6, slot 20, run 16,
+// message 21 (a plan has no more hops). Messages of a pair that are far apart in the program are in flight
+// together, so the number of the message must not wrap around.
 inline uint64_t message_key(const RunLabel& label, int32_t index) {
-  return (label.reverse ? uint64_t{1} << 63 : 0) | (static_cast<uint64_t>(label.slot) & 0xFFFFF) << 43 |
-         (static_cast<uint64_t>(label.number) & 0x1FFFFF) << 22 | (static_cast<uint64_t>(index) & 0x3FFFFF);
+  return (label.reverse ? uint64_t{1} << 63 : 0) | (static_cast<uint64_t>(label.repeat) & 0x3F) << 57 |
+         (static_cast<uint64_t>(label.slot) & 0xFFFFF) << 37 |
+         (static_cast<uint64_t>(label.number) & 0xFFFF) << 21 | (static_cast<uint64_t>(index) & 0x1FFFFF);
 }
 
 // One execution of a program. Threads of the engine report progress; anybody may wait. It ends when every

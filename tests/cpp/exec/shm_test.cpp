@@ -101,6 +101,18 @@ TEST_CASE("shared memory: more messages than any queue holds, before their recei
   check(runs);
 }
 
+TEST_CASE("shared memory: a run that is repeated under its name does not meet itself", "[exec][shm]") {
+  Cluster cluster(2, nullptr, {{0, 1}});
+  const Plan plan = chain_plan(2, 1000);
+  RunLabel name = label(3);
+  name.reverse = true;
+  std::vector<RankRun> runs;
+  for (const int rank : {1, 0, 0, 1}) {
+    for (int i = 0; i < 2; ++i) runs.push_back(start_rank(cluster, plan, rank, name, kLimit));
+  }
+  check(runs);
+}
+
 TEST_CASE("shared memory: a lane that waits does not hold up another", "[exec][shm]") {
   const int world = 3;
   Cluster cluster(world, nullptr, {{0, 1, 2}});
