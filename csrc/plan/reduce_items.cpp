@@ -93,12 +93,8 @@ void ReduceCount::append(int64_t all, bool whole_results, std::vector<LaneItem>*
     return here != values_.end() && static_cast<int64_t>(here->second.size()) == all;
   };
   const auto has_values = [&](int32_t place) { return values_.count(place) != 0; };
-  int64_t remote = 0;   // R
-  int64_t foreign = 0;  // of these, places that have no value: the result enters them, and nothing else does
-  for (const int32_t place : needing_) {
-    remote += !alone_makes_it(place);
-    foreign += !has_values(place);
-  }
+  int64_t remote = 0;  // R
+  for (const int32_t place : needing_) remote += !alone_makes_it(place);
   const int64_t copies = visits == 1 ? remote : visits - 1 + remote - does_both;
   if (copies == 0) return;
   // A value has to leave the places that have it where any other needs the result. All hops of the reduction

@@ -7,6 +7,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -27,7 +28,7 @@ int64_t budget_left = int64_t{64} << 20;
 int64_t budget_total = budget_left;
 
 [[noreturn]] void fail(const std::string& what) {
-  throw std::runtime_error(what + ": " + std::strerror(errno));
+  throw std::runtime_error(what + ": " + std::generic_category().message(errno));
 }
 
 // Many groups share the budget: each takes an eighth of what is left, so that later ones get less, not none.

@@ -35,11 +35,11 @@ def test_control() -> None:
     ("victim", "moment", "shm"),
     [
         (0, "middle", "1"),
-        (1, "middle", "1"),
+        pytest.param(1, "middle", "1", marks=pytest.mark.slow),
         (1, "before", "1"),
-        (0, "middle", "0"),
+        pytest.param(0, "middle", "0", marks=pytest.mark.slow),
         (1, "middle", "0"),
-        (2, "middle", "0"),
+        pytest.param(2, "middle", "0", marks=pytest.mark.slow),
     ],
 )
 def test_killed(victim: int, moment: str, shm: str) -> None:
@@ -57,7 +57,12 @@ def test_killed(victim: int, moment: str, shm: str) -> None:
 
 @pytest.mark.parametrize(
     ("victim", "moment", "shm"),
-    [(0, "middle", "1"), (1, "middle", "1"), (1, "before", "0"), (0, "first use", "0")],
+    [
+        (0, "middle", "1"),
+        pytest.param(1, "middle", "1", marks=pytest.mark.slow),
+        (1, "before", "0"),
+        pytest.param(0, "first use", "0", marks=pytest.mark.slow),
+    ],
 )
 def test_frozen(victim: int, moment: str, shm: str) -> None:
     _check_deadline(_run(victim, "frozen", moment, SHORT, shm), victim)

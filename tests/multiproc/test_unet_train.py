@@ -14,7 +14,9 @@ LIMIT = 150  # seconds for one launch; it takes about 10 on an idle machine
 pytestmark = pytest.mark.timeout(LIMIT + 30)
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [("2,3", "Eager1F1B"), ("1,2,2", "1F1B")])
+@pytest.mark.parametrize(
+    ("stages", "schedule"), [pytest.param("2,3", "Eager1F1B", marks=pytest.mark.slow), ("1,2,2", "1F1B")]
+)
 def test_skip_connections_over_unlike_meshes_train_like_one_process(
     stages: str, schedule: str, tmp_path: Path
 ) -> None:
