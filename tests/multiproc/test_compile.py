@@ -15,8 +15,11 @@ CASES = re.findall(r"\w+", MODULE.read_text().split("CASES = [")[1])
 
 
 @pytest.fixture(scope="module", params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def world(request: pytest.FixtureRequest) -> WorldResult:
-    return run_world(MODULE, 3, limit=300.0, env={"COMPILER": request.param})
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> WorldResult:
+    # The compiler's cache outlives runs; one that was killed while it wrote leaves kernels that crash.
+    cache = str(tmp_path_factory.mktemp("inductor"))
+    env = {"COMPILER": request.param, "TORCHINDUCTOR_CACHE_DIR": cache}
+    return run_world(MODULE, 3, limit=300.0, env=env)
 
 
 @pytest.mark.parametrize("case", CASES)
