@@ -132,15 +132,15 @@ void bind_runtime(py::module_& m) {
       .def(
           "start",
           [](ReshardGroup& self, const std::shared_ptr<Plan>& plan, int32_t slot, int32_t run, bool reverse,
-             int32_t lane, int64_t ordinal, std::string descriptor, OptionalTensors src, OptionalTensors dst,
-             double timeout, std::string op) {
-            RunLabel label{slot, run, reverse, lane, ordinal, std::move(descriptor), std::move(op)};
+             int32_t repeat, int32_t lane, int64_t ordinal, std::string descriptor, OptionalTensors src,
+             OptionalTensors dst, double timeout, std::string op) {
+            RunLabel label{slot, run, reverse, repeat, lane, ordinal, std::move(descriptor), std::move(op)};
             return self.start(plan,
                               {std::move(label), std::move(src), std::move(dst), checked_timeout(timeout)});
           },
-          py::arg("plan"), py::kw_only(), py::arg("slot"), py::arg("run"), py::arg("reverse"), py::arg("lane"),
-          py::arg("ordinal"), py::arg("descriptor"), py::arg("src"), py::arg("dst"), py::arg("timeout"),
-          py::arg("op"), NoGil())
+          py::arg("plan"), py::kw_only(), py::arg("slot"), py::arg("run"), py::arg("reverse"),
+          py::arg("repeat"), py::arg("lane"), py::arg("ordinal"), py::arg("descriptor"), py::arg("src"),
+          py::arg("dst"), py::arg("timeout"), py::arg("op"), NoGil())
       .def("stats", [](ReshardGroup&, const c10::intrusive_ptr<c10d::Work>& work) { return stats_of(work); })
       .def("abort", &ReshardGroup::abort, py::arg("reason"), NoGil())
       .def("error", &ReshardGroup::error, NoGil())

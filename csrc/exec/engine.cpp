@@ -9,9 +9,6 @@ namespace {
 // Messages up to this size are packed and issued by the caller of start(): waking a thread would cost more.
 constexpr int64_t kInlineBytes = 64 * 1024;
 
-// Far more runs of a lane than are ever in flight together.
-constexpr size_t kRepeatsKept = 1024;
-
 }  // namespace
 
 Engine::Engine(std::shared_ptr<Transport> transport, ChannelFailure failure,
@@ -24,7 +21,6 @@ Engine::~Engine() {
 
 std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label,
                                    TimePoint deadline) {
-  label.repeat = next_repeat(label);
   auto run = std::make_shared<Run>(program, std::move(buffers), std::move(label), deadline);
   const int32_t lane = run->label().lane;
 
@@ -74,21 +70,6 @@ std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffe
     copy_changed_.notify_all();
   }
   return run;
-}
-
-int32_t Engine::next_repeat(const RunLabel& label) {
-  if (!label.reverse) return 0;  // forward runs are numbered
-  const std::lock_guard lock(mutex_);
-  Repeats& repeats = repeats_[label.lane];
-  const auto [it, fresh] = repeats.count.try_emplace({label.slot, label.number}, -1);
-  if (fresh) {
-    repeats.order.push_back(it->first);
-    if (repeats.order.size() > kRepeatsKept) {
-      repeats.count.erase(repeats.order.front());
-      repeats.order.pop_front();
-    }
-  }
-  return ++it->second;
 }
 
 InChannel& Engine::in_channel_locked(ChannelKey key) {

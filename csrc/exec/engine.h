@@ -52,7 +52,6 @@ class Engine {
   InChannel& in_channel_locked(ChannelKey key);
   OutChannel& out_channel_locked(ChannelKey key);
   LocalInChannel& local_channel_locked(ChannelKey key);
-  int32_t next_repeat(const RunLabel& label);
   void forward(const std::shared_ptr<Run>& run, const RecvOp& op);
   void copy_loop();
 
@@ -65,14 +64,6 @@ class Engine {
   std::map<ChannelKey, std::unique_ptr<OutChannel>> out_;
   std::map<ChannelKey, std::unique_ptr<LocalInChannel>> local_in_;
   std::vector<std::weak_ptr<Run>> runs_;
-  // How often each of the latest backward runs of a lane was started: a graph that is kept runs its transfers
-  // again under the same name, before the first time is through everywhere. Alike on all ranks, which start the
-  // runs of a lane in one order.
-  struct Repeats {
-    std::map<std::pair<int32_t, int32_t>, int32_t> count;  // by (slot, number)
-    std::deque<std::pair<int32_t, int32_t>> order;
-  };
-  std::map<int32_t, Repeats> repeats_;  // by lane
   std::exception_ptr error_;
   bool closed_ = false;
 

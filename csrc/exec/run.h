@@ -43,11 +43,11 @@ struct RunLabel {
   int32_t slot = 0;      // agreed number of the plan in the group
   int32_t number = 0;    // how often this slot was started before
   bool reverse = false;  // backward direction of the same call
+  int32_t repeat = 0;    // how often the backward of the call was run before: a graph that is kept
   int32_t lane = 0;
   int64_t ordinal = 0;     // call number in the lane
   std::string descriptor;  // what the ranks agreed on, in words
   std::string op;
-  int32_t repeat = 0;  // runs of the same name before; set by Engine::start
 };
 
 // 31 bits that gloo offers: direction 1, slot 10, run 8, hop 12. Runs that disagree differ in slot, so their

@@ -111,6 +111,7 @@ class ReshardGroup:
         slot: int,
         run: int,
         reverse: bool,
+        repeat: int,
         lane: int,
         ordinal: int,
         descriptor: str,

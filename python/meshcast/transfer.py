@@ -35,18 +35,17 @@ REVERSE_LANE = 1  # backward of lane 0
 # Transfers that a group keeps. Every rank of a group makes the same calls, so all evict the same one; below
 # the 1024 slots that message tags can tell apart.
 _KEPT = 256
-# Messages are told apart by direction, slot, run and number, and senders do not wait for their receivers. The
-# repetition of a backward may overlap the one before: its run number is one that ordinary calls do not reach.
-_RUN_BITS = 18
 
 
 @dataclass(frozen=True)
 class CallNumber:
-    """Names one call alike on all its ranks: its position in the lane and how often its transfer had run
-    before."""
+    """Names one call alike on all its ranks: its position in the lane, how often its transfer had run before,
+    and how often its own backward: that of a graph that is kept runs again, and messages of both are in
+    flight together, as senders do not wait for their receivers."""
 
     ordinal: int
     run: int
+    repeat: int = 0
 
 
 class Transfer:
@@ -185,7 +184,7 @@ class Transfer:
         self._reversed[call.ordinal] = again + 1
         if len(self._reversed) > _KEPT:
             self._reversed.popitem(last=False)
-        call = CallNumber(call.ordinal, call.run + (again << _RUN_BITS))
+        call = CallNumber(call.ordinal, call.run, again)
         launch = Launch(f"{self._op} backward", timeout)
         launch.flight = Flight(launch, self._group.name, self._group.rank)
         job = self._start_job(launch, call, src, dst, reverse=True)
@@ -215,6 +214,7 @@ class Transfer:
                     slot=self._slot,
                     run=call.run,
                     reverse=reverse,
+                    repeat=call.repeat,
                     lane=REVERSE_LANE if reverse else self._lane,
                     ordinal=call.ordinal,
                     descriptor=self._descriptor,
