@@ -6,12 +6,13 @@ import argparse
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from training.layout import ConfigError, RunLayout
+from training.layout import ConfigError, RunLayout, nearest_multiple
 
 from gpt.config import MODELS, ModelConfig, model_config
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from gpt.data import TextSamples
 
@@ -39,11 +40,14 @@ class GptJob:
         return self.config.parameters()
 
     def check(self, run: RunLayout) -> None:
-        if self.config.tied and len(run.stages) > 1:
-            raise ConfigError(
-                "--tied needs embedding and head in one stage: one parameter cannot live on two meshes yet; "
-                f"use --stages {run.world_size}, or leave --tied out"
-            )
+        heads = self.config.heads
+        for stage in run.stages:
+            if heads % stage.tensor:
+                fit = max(n for n in range(1, stage.tensor) if heads % n == 0)
+                raise ConfigError(
+                    f"--stages {run}: {heads} heads cannot be shared evenly by {stage.tensor} tensor-parallel"
+                    f" ranks; use {stage.data}x{fit}, or --heads {nearest_multiple(heads, stage.tensor)}"
+                )
 
     def about(self) -> dict[str, Any]:
         return asdict(self.config)
@@ -52,6 +56,25 @@ class GptJob:
         from gpt.model import build_stage
 
         return build_stage(self.config, stage, n_stages, seed)
+
+    def parallelize(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        from gpt.model import GPTStage, parallelize
+
+        assert isinstance(module, GPTStage)
+        parallelize(module, mesh)
+
+    def blocks(self, module: nn.Module) -> list[nn.Module]:
+        from gpt.model import GPTStage
+
+        assert isinstance(module, GPTStage)
+        return list(module.layers.values())
+
+    def shared_parameters(self, stage: int, n_stages: int) -> dict[str, str]:
+        if not self.config.tied or n_stages == 1:
+            return {}
+        from gpt.model import TIED
+
+        return {0: {TIED: TIED}, n_stages - 1: {TIED: "head.output.weight"}}.get(stage, {})
 
     def edges(self, n_stages: int) -> None:  # noqa: ARG002
         return None  # the hidden state goes from each stage to the next
@@ -78,7 +101,7 @@ class GptJobType:
         add("--model", default="tiny", metavar="NAME", help=f"{', '.join(MODELS)} (%(default)s)")
         for name in _SIZES:
             add(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"replace the model's {name}")
-        add("--tied", action="store_true", help="one matrix for embedding and head (one stage only)")
+        add("--tied", action="store_true", help="one matrix for embedding and head")
         add("--data", metavar="PATH", help="text file or folder (the sources of Python's standard library)")
 
     def from_arguments(self, args: argparse.Namespace) -> GptJob:

@@ -9,11 +9,15 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from training.layout import split_layers
 from training.rng import generator_for
 
 from gpt.config import ModelConfig
+
+TIED = "embedding.tokens.weight"  # the matrix that a tied head projects with, wherever the two live
 
 
 class Attention(nn.Module):
@@ -21,15 +25,15 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_width = config.width // config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, seq, width = x.shape
-        q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        # Outputs of qkv are ordered by head: cut into equal parts, each part is some whole heads.
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_width)).permute(3, 0, 2, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, seq, width))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -97,9 +101,24 @@ def build_stage(config: ModelConfig, stage: int, n_stages: int, seed: int) -> GP
     return GPTStage(config, split_layers(config.layers, n_stages)[stage], seed)
 
 
+def parallelize(stage: GPTStage, mesh: DeviceMesh) -> None:
+    """Megatron's cut (Shoeybi et al., section 3): each rank of `mesh` has some heads and some of the MLP's
+    inner width, with one sum over the ranks behind each of the two. Embedding, norms and head are whole on
+    every rank."""
+    plan = {
+        "attention.qkv": ColwiseParallel(),
+        "attention.out": RowwiseParallel(),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+    }
+    for block in stage.layers.values():
+        parallelize_module(block, mesh, plan)
+
+
 @torch.no_grad()
 def initialise(module: nn.Module, config: ModelConfig, seed: int) -> None:
     """GPT-2/3: N(0, 0.02), projections into the residual smaller by sqrt(2 layers), biases 0, norms 1."""
+    head = "head.output.weight" if config.tied else None
     for name, parameter in module.named_parameters():
         if name.endswith("bias"):
             parameter.zero_()
@@ -108,9 +127,9 @@ def initialise(module: nn.Module, config: ModelConfig, seed: int) -> None:
         else:
             into_residual = name.endswith(("attention.out.weight", "down.weight"))
             std = 0.02 / math.sqrt(2 * config.layers) if into_residual else 0.02
-            parameter.normal_(0.0, std, generator=generator_for(seed, name))
+            parameter.normal_(0.0, std, generator=generator_for(seed, TIED if name == head else name))
 
 
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy in nats per byte: (batch, seq, vocab), (batch, seq) -> scalar."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

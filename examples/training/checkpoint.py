@@ -1,29 +1,33 @@
 """Checkpoints by torch.distributed.checkpoint: ranks write their share, names are global."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from training.layout import ConfigError
 from training.options import Options
+from training.trainer import Trainer
+
+State = dict[str, dict[str, Any]]
 
 # Flat names ("state.layers.3.up.weight.exp_avg"): parameter groups by number would clash between stages.
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 ABOUT = "run.json"
 
 
-def save(options: Options, module: torch.nn.Module, optimizer: torch.optim.Optimizer, done: int) -> Path:
+def save(options: Options, trainer: Trainer, done: int) -> Path:
     """Write the state after `done` steps to DIR/step-N; collective. A folder of that name is complete."""
     assert options.checkpoint is not None
     final = options.checkpoint / f"step-{done:06d}"
     partial = final.with_suffix(".partial")
-    dcp.save(_state(module, optimizer), checkpoint_id=partial)
+    dcp.save(_global_names(_state(trainer), trainer.shared_names), checkpoint_id=partial)
     if dist.get_rank() == 0:
         (partial / ABOUT).write_text(json.dumps(_about(options), indent=2))
         if final.exists():
@@ -33,10 +37,19 @@ def save(options: Options, module: torch.nn.Module, optimizer: torch.optim.Optim
     return final
 
 
+def to_resume(options: Options) -> tuple[Path | None, int]:
+    """(folder, steps done) to go on from: the newest checkpoint with --resume, and where torchrun has started
+    the ranks again after one of them failed."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if restarted and not options.resume and (options.checkpoint is None or not complete(options.checkpoint)):
+        return None, 0
+    return newest(options) if options.resume or restarted else (None, 0)
+
+
 def newest(options: Options) -> tuple[Path, int]:
     """(folder, steps done) of the newest complete checkpoint. Raises ConfigError if none fits this run."""
     assert options.checkpoint is not None
-    folders = sorted(path for path in options.checkpoint.glob("step-*") if not path.suffix)
+    folders = complete(options.checkpoint)
     if not folders:
         raise ConfigError(
             f"--resume: no checkpoint in {options.checkpoint}; leave it out to start from step 0"
@@ -51,17 +64,55 @@ def newest(options: Options) -> tuple[Path, int]:
     return folders[-1], int(folders[-1].name.removeprefix("step-"))
 
 
-def load(folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read this rank's share in place; collective."""
-    state = _state(module, optimizer)
+def complete(root: Path) -> list[Path]:
+    """The checkpoints in DIR that were written to the end, oldest first."""
+    return sorted(path for path in root.glob("step-*") if not path.suffix)
+
+
+def load(folder: Path, trainer: Trainer) -> None:
+    """Read this rank's share in place, whatever layout wrote it; collective."""
+    state = _global_names(_state(trainer), trainer.shared_names)
     dcp.load(state, checkpoint_id=folder)
-    model, optim = state["model"], state["optimizer"]
-    set_state_dict(module, optimizer, model_state_dict=model, optim_state_dict=optim, options=FLAT)
+    state = _global_names(state, {local: name for name, local in trainer.shared_names.items()})
+    for name, first in _second_names(trainer.module).items():
+        state["model"][name] = state["model"][first]
+    set_state_dict(
+        trainer.module,
+        trainer.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=FLAT,
+    )
 
 
-def _state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    model, optim = get_state_dict(module, optimizer, options=FLAT)
-    return {"model": model, "optimizer": optim}
+def _state(trainer: Trainer) -> State:
+    model, optimizer = get_state_dict(trainer.module, trainer.optimizer, options=FLAT)
+    for name in _second_names(trainer.module):
+        del model[name]  # the optimizer knows the first
+    return {"model": model, "optimizer": optimizer}
+
+
+def _second_names(module: nn.Module) -> dict[str, str]:
+    """{other name: first name} of parameters that the module holds under several."""
+    first = {parameter: name for name, parameter in module.named_parameters()}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: first[parameter] for name, parameter in named if first[parameter] != name}
+
+
+def _global_names(state: State, names: dict[str, str]) -> State:
+    """The state with {new: old} names of parameters: one that several stages hold is saved once, under the
+    name that it has where it comes first."""
+    old_to_new = {old: new for new, old in names.items()}
+
+    def renamed(key: str) -> str:
+        for old, new in old_to_new.items():
+            if key == old:
+                return new
+            if key.startswith(("state.", "param_groups.")) and f".{old}." in key:
+                return key.replace(f".{old}.", f".{new}.", 1)
+        return key
+
+    return {part: {renamed(key): value for key, value in values.items()} for part, values in state.items()}
 
 
 def _about(options: Options) -> dict[str, object]:

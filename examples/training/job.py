@@ -13,6 +13,7 @@ from training.layout import RunLayout
 if TYPE_CHECKING:
     from meshcast.pipelining import Edge
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Samples(Protocol):
@@ -56,8 +57,20 @@ class Job(Protocol):
         """Stage `stage` of `n_stages`; of one, the whole model. Equal weights for every cut and rank."""
         ...
 
+    def parallelize(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Shares the layers of a stage over the ranks of a one-dimensional mesh; check() has allowed it."""
+        ...
+
+    def blocks(self, module: nn.Module) -> list[nn.Module]:
+        """The parts of a stage whose activations may be computed again instead of kept."""
+        ...
+
     def edges(self, n_stages: int) -> list[Edge] | None:
         """How values travel between stages; None: from each stage to the next, in order."""
+        ...
+
+    def shared_parameters(self, stage: int, n_stages: int) -> dict[str, str]:
+        """Of parameters that several stages hold: {name in the first of them: name in this one}."""
         ...
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

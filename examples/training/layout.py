@@ -4,6 +4,7 @@ Imports no torch: a wrong command line is answered in well under a second.
 """
 
 import math
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,20 +14,39 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
+class StageShape:
+    """The mesh of one stage: `data` groups of ranks with samples of their own, `tensor` ranks in each that
+    share every layer."""
+
+    data: int
+    tensor: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor
+
+    def __str__(self) -> str:
+        return str(self.data) if self.tensor == 1 else f"{self.data}x{self.tensor}"
+
+
+@dataclass(frozen=True)
 class RunLayout:
     """Which ranks form which stage, and how one batch is cut.
 
-    stages: data-parallel degree of every stage; stage i owns the next stages[i] ranks. batch: samples per
-    optimiser step; microbatches: pieces of it that flow through the pipeline one after the other.
+    stages: stage i owns the next stages[i].ranks ranks. batch: samples per optimiser step; microbatches:
+    pieces of it that flow through the pipeline one after the other.
     """
 
-    stages: tuple[int, ...]
+    stages: tuple[StageShape, ...]
     batch: int
     microbatches: int
 
+    def __str__(self) -> str:
+        return ",".join(map(str, self.stages))
+
     @property
     def world_size(self) -> int:
-        return sum(self.stages)
+        return sum(stage.ranks for stage in self.stages)
 
     @property
     def microbatch(self) -> int:
@@ -34,32 +54,32 @@ class RunLayout:
         return self.batch // self.microbatches
 
     def stage_ranks(self, stage: int) -> list[int]:
-        first = sum(self.stages[:stage])
-        return list(range(first, first + self.stages[stage]))
+        first = sum(shape.ranks for shape in self.stages[:stage])
+        return list(range(first, first + self.stages[stage].ranks))
 
     def stage_of(self, rank: int) -> int:
         return next(i for i in range(len(self.stages)) if rank in self.stage_ranks(i))
 
 
-def parse_stages(text: str) -> tuple[int, ...]:
-    """'2,3' -> (2, 3). Raises ConfigError unless it is a list of positive numbers."""
-    try:
-        stages = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        stages = ()
-    if not stages or min(stages) < 1:
+def parse_stages(text: str) -> tuple[StageShape, ...]:
+    """'2,3' or '2x2,3': ranks of every stage, or its data-parallel times its tensor-parallel degree. Raises
+    ConfigError on anything else."""
+    matches = [re.fullmatch(r"([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?", part) for part in text.split(",")]
+    stages = tuple(StageShape(int(m[1]), int(m[2] or 1)) for m in matches if m is not None)
+    if len(stages) != len(matches):
         raise ConfigError(
-            f"--stages {text}: expected ranks per stage with commas between, as in --stages 2,3"
+            f"--stages {text}: expected ranks per stage with commas between, as in --stages 2,3, "
+            "or data-parallel x tensor-parallel degrees, as in --stages 2x2,3"
         )
     return stages
 
 
 def check_run(layers: int, run: RunLayout, world_size: int) -> None:
     """Raise ConfigError unless layers, stages, batch and the ranks that torchrun started fit together."""
-    listed = ",".join(map(str, run.stages))
+    listed = str(run)
     n_stages = len(run.stages)
     if run.world_size != world_size:
-        even = ",".join(str(n) for n in even_stages(n_stages, world_size))
+        even = ",".join(map(str, even_stages(n_stages, world_size)))
         raise ConfigError(
             f"--stages {listed} needs {run.world_size} ranks, but {world_size} started; "
             f"use torchrun --nproc-per-node {run.world_size}, or --stages {even}"
@@ -71,12 +91,13 @@ def check_run(layers: int, run: RunLayout, world_size: int) -> None:
         )
     if run.microbatches < 1 or run.batch < 1:
         raise ConfigError(f"--batch {run.batch} --microbatches {run.microbatches}: both must be at least 1")
-    grain = math.lcm(*run.stages) * run.microbatches
+    degrees = sorted({stage.data for stage in run.stages})
+    grain = math.lcm(*degrees) * run.microbatches
     if run.batch % grain:
-        degrees = " and ".join(str(s) for s in sorted(set(run.stages)))
+        named = " and ".join(map(str, degrees))
         raise ConfigError(
             f"--batch {run.batch} cannot be cut into {run.microbatches} micro-batches that divide by "
-            f"{degrees} ranks; use a multiple of {grain}: --batch {nearest_multiple(run.batch, grain)}"
+            f"{named} ranks; use a multiple of {grain}: --batch {nearest_multiple(run.batch, grain)}"
         )
 
 
@@ -91,6 +112,7 @@ def nearest_multiple(value: int, grain: int) -> int:
     return max(grain, round(value / grain) * grain)
 
 
-def even_stages(n_stages: int, world_size: int) -> tuple[int, ...]:
-    """The ranks shared out evenly over so many stages, or over as many as there are ranks."""
-    return tuple(len(part) for part in split_layers(world_size, min(n_stages, world_size)))
+def even_stages(n_stages: int, world_size: int) -> tuple[StageShape, ...]:
+    """The ranks shared out evenly over so many stages, or over as many as there are ranks; no tensor
+    parallelism."""
+    return tuple(StageShape(len(part)) for part in split_layers(world_size, min(n_stages, world_size)))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from training import checkpoint
 from training.options import Options, config_errors_exit
 from training.report import Reporter
+from training.signals import StopRequest
 from training.trainer import Trainer
 from training.verify import Difference, Verifier
 
@@ -19,7 +20,7 @@ def run(options: Options) -> int:
     """Train as asked. Returns the exit status: 1 where --verify found too large a difference."""
     with config_errors_exit():
         samples = options.job.samples(options.seed, options.data)
-        folder, first_step = checkpoint.newest(options) if options.resume else (None, 0)
+        folder, first_step = checkpoint.to_resume(options)
     dist.init_process_group("meshcast")
     try:
         return _train(options, Trainer(options, samples), folder, first_step)
@@ -29,7 +30,8 @@ def run(options: Options) -> int:
 
 def _train(options: Options, trainer: Trainer, folder: Path | None, first_step: int) -> int:
     if folder is not None:
-        checkpoint.load(folder, trainer.module, trainer.optimizer)
+        checkpoint.load(folder, trainer)
+    stop = StopRequest()
     verifier = Verifier(trainer) if options.verify else None
     reporter = Reporter(options) if trainer.reports else None
     differences: list[Difference] = []
@@ -55,8 +57,16 @@ def _train(options: Options, trainer: Trainer, folder: Path | None, first_step: 
                 record["reference_loss"] = differences[-1].reference_loss
                 record["gradient_differences"] = differences[-1].gradients
             reporter.step(record)
-        if options.checkpoint is not None and (done % options.checkpoint_every == 0 or done == options.steps):
-            checkpoint.save(options, trainer.module, trainer.optimizer, done)
+        stopping = stop.agreed()
+        due = done % options.checkpoint_every == 0 or done == options.steps or stopping
+        if options.checkpoint is not None and due:
+            checkpoint.save(options, trainer, done)
+        if stopping:
+            if reporter is not None:
+                reporter.stopped(done)
+            break
+    if options.profile is not None:
+        trainer.profile(options.profile)
     if reporter is not None:
         reporter.close()
         if differences:

@@ -1,9 +1,12 @@
 """AdamW as in GPT-3, but for eps; linear warm-up, then a cosine down to a tenth of the peak learning rate."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import nn
+
+from training.modules import whole
 
 EPS = 1e-6
 FINAL_FRACTION = 0.1  # of the peak learning rate, reached at the last step
@@ -17,7 +20,8 @@ def make_optimizer(module: nn.Module, lr: float, weight_decay: float) -> torch.o
     # Adam turns gradients of any size into steps of about lr, so the rounding of a tiny gradient can move a
     # weight as far as a true one. A larger eps damps that: runs that only differ in the order of their sums
     # stay close for longer.
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=EPS)
+    # foreach would put sharded and whole parameters into one operation, which torch refuses.
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=EPS, foreach=False)
 
 
 def learning_rate(step: int, *, peak: float, warmup: int, steps: int) -> float:
@@ -33,12 +37,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def gradient_squares(module: nn.Module) -> float:
-    """Sum of the squares of all gradients, in float64."""
-    return sum(float(p.grad.double().square().sum()) for p in module.parameters() if p.grad is not None)
+def gradient_squares(parameters: Iterable[nn.Parameter]) -> float:
+    """Sum of the squares of all gradients, in float64; collective over the meshes of sharded ones."""
+    return sum(float(whole(p.grad.double().square().sum())) for p in parameters if p.grad is not None)
 
 
 def clip_gradients(module: nn.Module, norm: float, limit: float) -> None:
     """Scale all gradients so that their norm, given as `norm`, is at most `limit`."""
     if norm > limit:
-        torch._foreach_mul_([p.grad for p in module.parameters() if p.grad is not None], limit / norm)
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(limit / norm)

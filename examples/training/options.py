@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from training import layout
 from training.job import Job, JobType
 from training.layout import ConfigError, RunLayout
 
+# Of losses and gradients against one process: the order of sums differs, and in bf16 each rounds to 8 bits.
+TOLERANCE = {"float32": 1e-5, "bf16": 2e-2}
 SCHEDULES = ("GPipe", "1F1B", "Eager1F1B", "ZBH1", "ZBH2")
 
 
@@ -38,6 +41,10 @@ class Options:
     checkpoint_every: int
     resume: bool
     metrics: Path | None
+    tensorboard: Path | None
+    profile: Path | None
+    precision: str
+    recompute: bool
 
 
 def parse(job_type: JobType, argv: list[str], ranks: int | None) -> Options:
@@ -56,6 +63,8 @@ def parse(job_type: JobType, argv: list[str], ranks: int | None) -> Options:
     for name, least in (("steps", 1), ("checkpoint_every", 1), ("verify", 0), ("eval_every", 0)):
         if getattr(args, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+    if args.tensorboard is not None and find_spec("tensorboard") is None:
+        raise ConfigError("--tensorboard: not installed; pip install tensorboard")
     if args.resume and args.checkpoint is None:
         raise ConfigError("--resume needs --checkpoint DIR: the folder that the earlier run wrote")
     if args.resume and args.verify:
@@ -64,6 +73,8 @@ def parse(job_type: JobType, argv: list[str], ranks: int | None) -> Options:
         )
     values: dict[str, Any] = {field.name: getattr(args, field.name, None) for field in fields(Options)}
     values |= {"job": job, "run": run}
+    if args.tolerance is None:
+        values["tolerance"] = TOLERANCE[args.precision]
     if args.warmup is None:
         values["warmup"] = max(20, args.steps // 10)
     return Options(**values)
@@ -89,7 +100,8 @@ def _parser(job_type: JobType) -> argparse.ArgumentParser:
     )
     job_type.add_arguments(parser)
     add = parser.add_argument_group("layout").add_argument
-    add("--stages", metavar="N,N", help="ranks of every stage (two stages, as even as the ranks allow)")
+    stages = "ranks of every stage, or data x tensor parallel degrees (two stages, as even as may be)"
+    add("--stages", metavar="N,NxN", help=stages)
     add("--schedule", default="1F1B", choices=SCHEDULES, help="(%(default)s)")
     add("--batch", type=int, default=24, metavar="N", help="samples per step over all ranks (%(default)s)")
     add(
@@ -111,14 +123,15 @@ def _parser(job_type: JobType) -> argparse.ArgumentParser:
         metavar="X",
         help="largest gradient norm over all stages (%(default)s)",
     )
+    add("--precision", default="float32", choices=list(TOLERANCE), help="bf16: by autocast (%(default)s)")
+    add("--recompute", action="store_true", help="compute activations again in the backward, not keep them")
     add("--seed", type=int, default=0, metavar="N", help="of initial weights and data order (%(default)s)")
     add("--eval-every", type=int, default=0, metavar="N", help="held-out loss every N steps (at the end)")
     add = parser.add_argument_group("check").add_argument
     verify = "train in one process as well and compare the first N steps (all, where N is left out)"
     add("--verify", type=int, nargs="?", const=sys.maxsize, default=0, metavar="N", help=verify)
-    add(
-        "--tolerance", type=float, default=1e-5, metavar="X", help="largest difference accepted (%(default)s)"
-    )
+    accepted = ", ".join(f"{value:g} with {name}" for name, value in TOLERANCE.items())
+    add("--tolerance", type=float, metavar="X", help=f"largest difference accepted ({accepted})")
     add = parser.add_argument_group("output").add_argument
     add("--checkpoint", type=Path, metavar="DIR", help="write checkpoints there")
     add(
@@ -130,4 +143,6 @@ def _parser(job_type: JobType) -> argparse.ArgumentParser:
     )
     add("--resume", action="store_true", help="go on from the newest checkpoint in DIR")
     add("--metrics", type=Path, metavar="FILE", help="append one JSON object per step")
+    add("--tensorboard", type=Path, metavar="DIR", help="write the same for TensorBoard")
+    add("--profile", type=Path, metavar="DIR", help="write there what every rank did in the last step")
     return parser

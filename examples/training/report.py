@@ -24,10 +24,11 @@ class Reporter:
         self.console = Console(width=None if terminal else WIDTH_WITHOUT_TERMINAL)
         self.bar: Progress | None = None
         self.file: TextIO | None = None
+        self.board: Any = None
 
     def start(self, first_step: int) -> None:
         options = self.options
-        stages = " -> ".join(str(n) for n in options.run.stages)
+        stages = " -> ".join(map(str, options.run.stages))
         job = options.job
         size = f"{job.parameters() / 1e6:.2f} M parameters, {job.layers} layers"
         pieces = f"{options.run.microbatches} micro-batches of {options.run.microbatch} samples"
@@ -42,11 +43,15 @@ class Reporter:
                 loss_unit=job.loss_unit,
                 parameters=job.parameters(),
                 layers=job.layers,
-                stages=options.run.stages,
+                stages=[str(stage) for stage in options.run.stages],
                 schedule=options.schedule,
                 microbatches=options.run.microbatches,
                 tolerance=options.tolerance,
             )
+        if options.tensorboard is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(options.tensorboard))
         if self.console.is_terminal:
             columns = [
                 TextColumn("training"),
@@ -65,6 +70,10 @@ class Reporter:
     def step(self, record: dict[str, Any]) -> None:
         """One optimiser step: `record` has at least step, loss and units_per_s."""
         self._write(event="step", **record)
+        if self.board is not None:
+            for name, value in record.items():
+                if name != "step" and isinstance(value, int | float):
+                    self.board.add_scalar(name, value, record["step"])
         done = record["step"]
         if self.bar is not None:
             self.bar.update(
@@ -79,11 +88,19 @@ class Reporter:
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
 
+    def stopped(self, done: int) -> None:
+        """The run was asked to end before its last step."""
+        folder = self.options.checkpoint
+        how = "" if folder is None else f"; go on with --checkpoint {folder} --resume"
+        self.console.print(f"Stopped by SIGTERM after step {done}{how}.")
+
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
         if self.file is not None:
             self.file.close()
+        if self.board is not None:
+            self.board.close()
 
     def differences(self, found: list[Difference]) -> None:
         """The table of --verify."""

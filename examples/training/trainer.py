@@ -1,6 +1,7 @@
 """One rank's part of the training step: its stage of the model, the schedule, the optimiser."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from training.job import Samples
+from training.layout import RunLayout
+from training.modules import build
 from training.optimizer import (
     clip_gradients,
     gradient_squares,
@@ -19,6 +22,13 @@ from training.optimizer import (
 from training.options import Options
 
 EVAL_BATCHES = 4
+
+
+def stage_mesh(run: RunLayout, stage: int) -> DeviceMesh:
+    """Dimension "data": ranks with samples of their own; "tensor": ranks that share every layer."""
+    shape = run.stages[stage]
+    ranks = torch.tensor(run.stage_ranks(stage)).view(shape.data, shape.tensor)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=("data", "tensor"))
 
 
 @dataclass(frozen=True)
@@ -42,16 +52,21 @@ class Trainer:
         stage_ranks = run.stage_ranks(self.stage_index)
         self.leads_stage = dist.get_rank() == stage_ranks[0]
         # DeviceMesh makes process groups, so every rank makes every stage's mesh, in the same order.
-        meshes = [DeviceMesh("cpu", run.stage_ranks(i)) for i in range(self.n_stages)]
+        meshes = [stage_mesh(run, i) for i in range(self.n_stages)]
         mesh = meshes[self.stage_index]
-        self.module = options.job.build_stage(self.stage_index, self.n_stages, options.seed)
+        self.module = build(options, self.stage_index, self.n_stages, mesh)
+        self.shared_names = options.job.shared_parameters(self.stage_index, self.n_stages)
         stage = PipelineStage(
             self.module, self.stage_index, self.n_stages, torch.device("cpu"), mesh=mesh,
             edges=options.job.edges(self.n_stages),
+            shared_parameters=self.shared_names,
         )  # fmt: skip
         schedule_class = get_schedule_class(options.schedule)
         self.schedule = schedule_class(stage, n_microbatches=run.microbatches, loss_fn=options.job.loss)
         self.optimizer = make_optimizer(self.module, options.lr, options.weight_decay)
+        # A parameter that several stages hold counts once in the norm: where it comes first.
+        names = self.shared_names.values() if self.stage_index > 0 else ()
+        self.counted = [p for name, p in self.module.named_parameters() if name not in names]
 
     @property
     def reports(self) -> bool:
@@ -68,8 +83,8 @@ class Trainer:
         losses: list[Tensor] = []
         sent_before = self.schedule.bytes_sent
         self.schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
-        # All ranks of a stage hold the same gradients; its first rank speaks for them.
-        squares = gradient_squares(self.module) if self.leads_stage else 0.0
+        # Every rank of a stage gets the sum of the stage; its first one speaks for them.
+        squares = gradient_squares(self.counted) * self.leads_stage
         sent = self.schedule.bytes_sent - sent_before
         loss, all_squares, all_sent = self._sum_over_ranks(self._mean_loss(losses), squares, sent)
         return BatchResult(loss=loss, norm=all_squares**0.5, moved_bytes=int(all_sent))
@@ -92,6 +107,13 @@ class Trainer:
             self.schedule.eval(*inputs, target=targets, losses=losses)
             total += self._mean_loss(losses)
         return self._sum_over_ranks(total)[0] / EVAL_BATCHES
+
+    def profile(self, folder: Path) -> None:
+        """Write what this rank did in the last step, as a Chrome trace; collective."""
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        self.schedule.trace(folder / f"rank{dist.get_rank()}.json")
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
         """Mean over micro-batches on the rank that reports, 0 elsewhere: it is summed over ranks."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training.job import Samples
+from training.modules import build, whole
 from training.optimizer import (
     clip_gradients,
     gradient_squares,
@@ -46,7 +47,7 @@ class SingleProcess:
     def __init__(self, options: Options, samples: Samples) -> None:
         self.options = options
         self.samples = samples
-        self.module = options.job.build_stage(0, 1, options.seed)
+        self.module = build(options, 0, 1)
         self.optimizer = make_optimizer(self.module, options.lr, options.weight_decay)
 
     def gradients(self, step: int) -> tuple[float, dict[str, Tensor]]:
@@ -55,13 +56,14 @@ class SingleProcess:
         self.optimizer.zero_grad()
         loss = self.options.job.loss(self.module(*inputs), targets)
         loss.backward()
-        return loss.item(), {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+        named = self.module.named_parameters(remove_duplicate=False)
+        return loss.item(), {name: p.grad for name, p in named if p.grad is not None}
 
     def update(self, step: int) -> None:
         options = self.options
         lr = learning_rate(step, peak=options.lr, warmup=options.warmup, steps=options.steps)
         set_learning_rate(self.optimizer, lr)
-        clip_gradients(self.module, gradient_squares(self.module) ** 0.5, options.clip)
+        clip_gradients(self.module, gradient_squares(self.module.parameters()) ** 0.5, options.clip)
         self.optimizer.step()
 
 
@@ -83,7 +85,8 @@ class Verifier:
         reference_loss, expected = answer[0]
         worst = torch.zeros(self.trainer.n_stages, dtype=torch.float64)
         for name, parameter in self.trainer.module.named_parameters():
-            difference = largest_difference(parameter.grad, expected[name])
+            gradient = None if parameter.grad is None else whole(parameter.grad)
+            difference = largest_difference(gradient, expected[name])
             worst[self.trainer.stage_index] = max(worst[self.trainer.stage_index].item(), difference)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         if self.reference is not None:

@@ -6,13 +6,14 @@ import argparse
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from training.layout import RunLayout
+from training.layout import ConfigError, RunLayout
 
 from unet.config import LAYERS, MODELS, UNetConfig, model_config
 
 if TYPE_CHECKING:
     from meshcast.pipelining import Edge
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from unet.data import NoisySamples
 
@@ -35,13 +36,29 @@ class UNetJob:
             return sum(p.numel() for p in self._stage(0, 1, 0).parameters())
 
     def check(self, run: RunLayout) -> None:
-        pass
+        if any(stage.tensor > 1 for stage in run.stages):
+            even = ",".join(str(stage.ranks) for stage in run.stages)
+            raise ConfigError(
+                f"--stages {run}: the U-Transformer has no tensor parallelism; use --stages {even}"
+            )
 
     def about(self) -> dict[str, Any]:
         return asdict(self.config)
 
     def build_stage(self, stage: int, n_stages: int, seed: int) -> nn.Module:
         return self._stage(stage, n_stages, seed)
+
+    def parallelize(self, module: nn.Module, mesh: DeviceMesh) -> None:  # noqa: ARG002
+        raise AssertionError("check() refuses tensor parallelism")
+
+    def blocks(self, module: nn.Module) -> list[nn.Module]:
+        from unet.model import UNetStage
+
+        assert isinstance(module, UNetStage)
+        return list(module.layers.values())
+
+    def shared_parameters(self, stage: int, n_stages: int) -> dict[str, str]:  # noqa: ARG002
+        return {}
 
     def edges(self, n_stages: int) -> list[Edge] | None:
         from unet.model import crossing

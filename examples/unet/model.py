@@ -225,4 +225,4 @@ def initialise(module: nn.Module, seed: int) -> None:
 
 def loss_fn(noise: Tensor, targets: Tensor) -> Tensor:
     """Mean square of what was mistaken about the noise."""
-    return F.mse_loss(noise, targets)
+    return F.mse_loss(noise.float(), targets)

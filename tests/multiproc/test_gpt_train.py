@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,15 @@ NANO = f"--model nano --batch 12 --microbatches 2 --steps {STEPS} --warmup 3 --e
 pytestmark = pytest.mark.timeout(LIMIT + 30)
 
 
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "5"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
+
+
 def torchrun(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "5"]
-    command = [*launch, str(ROOT / "examples" / script), *map(str, arguments)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT, check=False)
+    command = [*LAUNCH, str(ROOT / "examples" / script), *map(str, arguments)]
+    return subprocess.run(
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
 
 
 def train(folder: Path, *arguments: str | Path) -> list[dict[str, Any]]:
@@ -62,7 +68,7 @@ def test_unlike_meshes_train_like_one_process(whole_run: tuple[Path, list[dict[s
     ("layout", "tolerance"),
     [
         (("--stages", "2,3"), 0.0),
-        (("--stages", "4,1", "--schedule", "Eager1F1B", "--microbatches", "3"), 1e-5),
+        (("--stages", "2x2,1", "--schedule", "Eager1F1B", "--microbatches", "3"), 1e-5),
     ],
     ids=["same layout", "another layout"],
 )
@@ -78,6 +84,67 @@ def test_a_resumed_run_continues_the_curve(
     assert [r["step"] for r in resumed] == [r["step"] for r in rest]
     assert [r["loss"] for r in resumed] == pytest.approx([r["loss"] for r in rest], rel=0, abs=tolerance)
     assert resumed[-1]["held_out_loss"] == pytest.approx(rest[-1]["held_out_loss"], rel=0, abs=tolerance)
+
+
+def test_tensor_parallel_tied_and_recomputed_trains_like_one_process(tmp_path: Path) -> None:
+    records = train(
+        tmp_path,
+        *("--stages", "1x2,3", "--tied", "--recompute", "--verify", "--steps", "3"),
+        *("--tensorboard", tmp_path / "board", "--profile", tmp_path / "profile"),
+    )
+    for record in records:
+        assert abs(record["loss"] - record["reference_loss"]) <= 1e-5
+        assert max(record["gradient_differences"]) <= 1e-5
+    assert list((tmp_path / "board").glob("events.*"))
+    assert len(list((tmp_path / "profile").glob("rank?.json"))) == 5
+
+
+@pytest.mark.slow
+def test_bf16_stays_near_one_process_in_bf16(tmp_path: Path) -> None:
+    records = train(tmp_path, "--stages", "2x2,1", "--precision", "bf16", "--verify")
+    assert records[-1]["loss"] < records[0]["loss"] - 0.2
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_run_with_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    metrics, state = tmp_path / "metrics.jsonl", tmp_path / "state"
+    arguments = ["--stages", "2,3", "--steps", "100000", "--metrics", metrics, "--checkpoint", state]
+    launched = [*LAUNCH, str(ROOT / "examples/gpt/train.py"), *NANO, *map(str, arguments)]
+    with subprocess.Popen(
+        launched, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        deadline = time.monotonic() + LIMIT
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=LIMIT)
+    (saved,) = state.iterdir()
+    done = int(saved.name.removeprefix("step-"))
+    assert f"Stopped by SIGTERM after step {done}" in output
+    records = train(tmp_path, "--steps", str(done + 1), *("--checkpoint", state), "--resume")
+    assert [record["step"] for record in records] == [done + 1]
+
+
+def test_text_is_drawn_from_a_checkpoint(whole_run: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, _ = whole_run
+    (folder / "sampled").mkdir()
+    (folder / "sampled" / f"step-{STEPS:06d}").symlink_to(folder / "last")
+    script = str(ROOT / "examples/gpt/sample.py")
+    command = [sys.executable, script, str(folder / "sampled"), "--prompt", "import ", "--length", "40"]
+    outputs = [
+        subprocess.run(command, capture_output=True, check=True, timeout=LIMIT).stdout for _ in range(2)
+    ]
+    assert outputs[0].startswith(b"import ")
+    assert outputs[0] == outputs[1]
+    done = subprocess.run(
+        [sys.executable, script, str(folder / "none")],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert (done.returncode, "no checkpoint in" in done.stderr) == (2, True)
 
 
 def test_a_difference_above_the_tolerance_fails_the_run() -> None:

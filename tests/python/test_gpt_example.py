@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt import config, data, model
 from gpt.job import GptJobType
 from training import layout, optimizer, options, verify
-from training.layout import ConfigError, RunLayout
+from training.layout import ConfigError, RunLayout, StageShape
 
 pytestmark = pytest.mark.timeout(120)
 NANO = config.MODELS["nano"]
@@ -144,7 +144,9 @@ def test_text_comes_from_the_standard_library_or_a_path(tmp_path: Path) -> None:
         ("--stages 2,3 --batch 20", 5, r"divide by 2 and 3 ranks; use a multiple of 24: --batch 24"),
         ("--stages 2,3 --batch 100 --microbatches 2", 5, r"multiple of 12: --batch 96"),
         ("--stages 2,3 --batch 24 --microbatches 0", 5, r"--microbatches 0: both must be at least 1"),
-        ("--stages 2,3 --tied", 5, r"--tied needs.*--stages 5"),
+        ("--stages 1x3,2", 5, r"4 heads cannot be shared evenly by 3.*use 1x2, or --heads 3"),
+        ("--stages 2x2,3 --batch 20", 7, r"divide by 2 and 3 ranks; use a multiple of 24: --batch 24"),
+        ("--stages 2x,3", 5, r"--stages 2x,3: expected.*--stages 2x2,3"),
         ("--stages 2,3 --model giant", 5, r"--model giant: unknown.*tiny.*39B"),
         ("--stages 2,3 --layers 0", 5, r"--layers 0: must be at least 1"),
         ("--stages 2,3 --steps 0", 5, r"--steps 0: must be at least 1"),
@@ -162,7 +164,7 @@ def test_a_wrong_combination_is_refused_with_the_nearest_choice(
 def test_a_valid_command_line() -> None:
     command = "--model nano --seq-len 16 --batch 12 --microbatches 2 --steps 30 --verify"
     chosen = options.parse(GptJobType(), command.split(), 5)
-    assert chosen.run == RunLayout((3, 2), batch=12, microbatches=2)
+    assert chosen.run == RunLayout((StageShape(3), StageShape(2)), batch=12, microbatches=2)
     assert [chosen.run.stage_of(rank) for rank in range(5)] == [0, 0, 0, 1, 1]
     assert chosen.run.stage_ranks(1) == [3, 4]
     assert (chosen.job.config.seq_len, chosen.job.config.layers, chosen.warmup) == (16, 2, 20)
@@ -186,7 +188,7 @@ def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
 def test_clipping_scales_to_the_limit_only_above_it() -> None:
     layer = torch.nn.Linear(2, 1, bias=False)
     layer.weight.grad = torch.tensor([[3.0, 4.0]])
-    norm = optimizer.gradient_squares(layer) ** 0.5
+    norm = optimizer.gradient_squares(layer.parameters()) ** 0.5
     optimizer.clip_gradients(layer, norm, 10.0)
     assert layer.weight.grad.tolist() == [[3.0, 4.0]]
     optimizer.clip_gradients(layer, norm, 1.0)
