@@ -88,7 +88,7 @@ def config_errors_exit() -> Iterator[None]:
     except ConfigError as error:
         # torchrun ends all ranks when the first one exits, so the others leave rank 0 the time to speak.
         if int(os.environ.get("RANK", "0")) == 0:
-            print(f"train.py: error: {error}", file=sys.stderr, flush=True)
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(5)
         sys.exit(2)

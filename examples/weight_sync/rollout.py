@@ -1,0 +1,54 @@
+"""The rollout side: the model in bfloat16 with another cut, which takes in weights and writes text."""
+
+import torch
+import torch.distributed as dist
+from gpt.config import ModelConfig
+from gpt.data import TextSamples, read_text
+from gpt.model import build_stage, loss_fn, parallelize
+from gpt.sample import continue_text
+from meshcast import reshard_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from weight_sync.weights import Destinations
+
+PROMPT = b"def "
+LENGTH = 48
+HELD_OUT_BATCH = 16
+
+
+class Rollout:
+    """A GPT whose layers are shared over the ranks of `mesh`: tensor parallelism."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: DeviceMesh,
+        destinations: Destinations,
+        group: dist.ProcessGroup,
+        seed: int,
+    ) -> None:
+        self.destinations, self.group = destinations, group
+        self.samples = TextSamples(read_text(None), config.seq_len, seed)
+        self.module = build_stage(config, 0, 1, seed).to(torch.bfloat16).eval()
+        parallelize(self.module, mesh)
+
+    @torch.no_grad()
+    def receive(self) -> int:
+        """Takes in the next snapshot; returns its version."""
+        received = reshard_state_dict(None, self.destinations, dtype=torch.bfloat16, group=self.group)
+        for name, parameter in self.module.named_parameters():
+            value = received[name]
+            parameter.copy_(value if isinstance(parameter, DTensor) else value.to_local())
+        assert received.version is not None  # the trainer gives one
+        return received.version
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        (inputs,), targets = self.samples.held_out(0, HELD_OUT_BATCH)
+        return loss_fn(self.module(inputs), targets).item()
+
+    def text(self) -> str:
+        """The likeliest continuation; alike on all ranks, which draw each byte together."""
+        drawn = continue_text(self.module, PROMPT, LENGTH, temperature=0.0, seed=0)
+        return drawn.decode(errors="replace")

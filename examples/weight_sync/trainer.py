@@ -1,0 +1,80 @@
+"""The trainer's side: FSDP2 over its ranks, and a background thread that sends snapshots of the weights."""
+
+import threading
+
+import torch
+import torch.distributed as dist
+from gpt.config import ModelConfig
+from gpt.data import TextSamples, read_text
+from gpt.model import build_stage, loss_fn
+from meshcast import reshard_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from weight_sync.weights import Destinations
+
+
+class Trainer:
+    """A GPT whose parameters are split over the ranks of `mesh`, and the batch with them."""
+
+    def __init__(self, config: ModelConfig, mesh: DeviceMesh, batch: int, lr: float, seed: int) -> None:
+        self.mesh, self.batch = mesh, batch
+        self.samples = TextSamples(read_text(None), config.seq_len, seed)
+        self.module = build_stage(config, 0, 1, seed)
+        for block in self.module.layers.values():
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.module, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=lr, betas=(0.9, 0.95))
+        self.steps = 0
+
+    def step(self) -> float:
+        """One optimiser step. Returns the loss of this rank's part of the batch."""
+        (inputs,), targets = self.samples.train(self.steps, self.batch)
+        mine = slice(self.mesh.get_local_rank(), None, self.mesh.size())
+        loss = loss_fn(self.module(inputs[mine]), targets[mine])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+        return loss.item()
+
+    @torch.no_grad()
+    def snapshot(self) -> dict[str, DTensor]:
+        """A copy of this rank's shards, which further steps leave alone."""
+        return {name: value.clone() for name, value in self.module.state_dict().items()}
+
+
+class Sender:
+    """Sends one snapshot at a time to the rollout ranks, beside the training.
+
+    `group` has the ranks of both meshes and serves nothing else: all ranks must make the calls of a group in
+    one order, which those of a thread and of the main thread do not have.
+    """
+
+    def __init__(self, destinations: Destinations, group: dist.ProcessGroup) -> None:
+        self.destinations, self.group = destinations, group
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def send(self, weights: dict[str, DTensor], version: int) -> None:
+        """Waits for the snapshot before, raises what went wrong with it, and leaves this one on its way."""
+        self.finish()
+        self._thread = threading.Thread(target=self._run, args=(weights, version), name="weights")
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Waits until the last snapshot has arrived."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, weights: dict[str, DTensor], version: int) -> None:
+        try:
+            reshard_state_dict(
+                weights, self.destinations, dtype=torch.bfloat16, version=version, group=self.group
+            )
+        except BaseException as error:
+            self._error = error
