@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .loopback import Loopback
 from .network import Cluster, ClusterError
 
-_PORT = 29511
+Network = Cluster | Loopback
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Rank:
 
 
 def run_ranks(
-    cluster: Cluster,
+    cluster: Network,
     ranks_per_host: int,
     command: Sequence[str],
     *,
@@ -39,30 +39,30 @@ def run_ranks(
     """
     ranks = [Rank(h * ranks_per_host + i, h, i) for h in range(cluster.hosts) for i in range(ranks_per_host)]
     processes: list[tuple[Rank, subprocess.Popen[bytes]]] = []
-    with tempfile.TemporaryDirectory(prefix="meshcast-cluster-") as folder:
-        outputs = [Path(folder, f"rank{rank.rank}.out") for rank in ranks]
-        try:
-            for rank in ranks:
-                with outputs[rank.rank].open("wb") as output:
-                    process = subprocess.Popen(
-                        ["ip", "netns", "exec", cluster.namespace(rank.host), *command],
-                        env={**os.environ, **(env or {}), **environment(cluster, ranks_per_host, rank)},
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                processes.append((rank, process))
-            _wait(processes, outputs, limit, progress)
-        finally:
-            for _, process in processes:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        return outputs[0].read_text(errors="replace")
+    outputs = [cluster.folder / f"rank{rank.rank}.out" for rank in ranks]
+    port = cluster.port()
+    try:
+        for rank in ranks:
+            with outputs[rank.rank].open("wb") as output:
+                process = subprocess.Popen(
+                    [*cluster.enter(rank.host), *command],
+                    env={**os.environ, **(env or {}), **environment(cluster, ranks_per_host, rank, port)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            processes.append((rank, process))
+        _wait(processes, outputs, limit, progress)
+    finally:
+        for _, process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return outputs[0].read_text(errors="replace")
 
 
-def environment(cluster: Cluster, ranks_per_host: int, rank: Rank) -> dict[str, str]:
+def environment(cluster: Network, ranks_per_host: int, rank: Rank, port: int) -> dict[str, str]:
     """What torchrun sets, and the interfaces to use."""
     return {
         "OMP_NUM_THREADS": "1",
@@ -72,10 +72,11 @@ def environment(cluster: Cluster, ranks_per_host: int, rank: Rank) -> dict[str, 
         "LOCAL_WORLD_SIZE": str(ranks_per_host),
         "GROUP_RANK": str(rank.host),
         "MASTER_ADDR": cluster.address(0),
-        "MASTER_PORT": str(_PORT),
-        "GLOO_SOCKET_IFNAME": "eth0",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": cluster.interfaces()[0],
         "MESHCAST_IFNAMES": ",".join(cluster.interfaces()),
         "RES_OPTIONS": "attempts:0",  # no name server answers in there, and none is needed
+        **cluster.environment(rank.host),
     }
 
 

@@ -1,55 +1,81 @@
 """Hosts as network namespaces: for each NIC a veth pair to the bridge of its network, shaped by token buckets
-both ways.
-
-Every name starts with `mc` and the pid of the owner, so that what a killed owner left behind can be found.
-"""
+both ways. See owner.py for the names."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
+import signal
 import subprocess
+import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 
-_PREFIX = "mc"
-_NAME = re.compile(rf"^{_PREFIX}(\d+)[hb]")
+from .owner import is_stale, owner_name
+
 _MOST_NICS = 4
+_GONE_LIMIT = 5.0  # seconds that killed processes have to disappear
 
 
 class ClusterError(RuntimeError):
-    """The cluster cannot be built here; the text says why and what to do."""
+    """The cluster cannot be built here, or what ran on it failed; the text says why and what to do."""
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if done.returncode != 0:
         raise ClusterError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
     return done.stdout
 
 
-def _require_tools() -> None:
+def missing() -> str:
+    """Why no cluster can be built here, or ""."""
     if os.geteuid() != 0:
-        raise ClusterError("network namespaces need root; run as root, or on loopback with --loopback")
+        return "network namespaces need root"
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
-            raise ClusterError(f"`{tool}` is not installed: apt-get install iproute2")
+            return f"`{tool}` is not installed: apt-get install iproute2"
+    return ""
 
 
 def _namespaces() -> list[str]:
     return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.strip()]
 
 
+def _processes(namespace: str) -> set[int]:
+    return {int(pid) for pid in _run("ip", "netns", "pids", namespace).split()}
+
+
+def _kill(pids: set[int]) -> None:
+    """Ends processes and waits until they are gone: a namespace lives as long as a process in it."""
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    end = time.monotonic() + _GONE_LIMIT
+    while time.monotonic() < end and any(os.path.exists(f"/proc/{pid}/ns/net") for pid in pids):
+        time.sleep(0.01)
+
+
+def _remove(namespace: str) -> None:
+    _kill(_processes(namespace))
+    _run("ip", "netns", "delete", namespace)
+
+
 def remove_stale() -> list[str]:
-    """Removes namespaces, and with them links, whose owner has ended. Returns their names."""
-    removed = []
-    for name in _namespaces():
-        match = _NAME.match(name)
-        if match and not os.path.exists(f"/proc/{match[1]}"):
-            _run("ip", "netns", "delete", name)
-            removed.append(name)
+    """Removes what clusters left behind whose owner has ended: processes, namespaces with their links, and
+    folders. Returns the names of namespaces and folders."""
+    removed = [name for name in _namespaces() if is_stale(name)]
+    for name in removed:
+        _remove(name)
+    for folder in Path(tempfile.gettempdir()).glob("mc*"):
+        if is_stale(folder.name):
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(str(folder))
     return removed
 
 
@@ -64,7 +90,8 @@ class Cluster:
     hosts: int
     mbit: float | Sequence[float]
     nics: int = 1
-    owner: int = field(default_factory=os.getpid)
+    owner: str = field(default_factory=owner_name)
+    folder: Path = field(init=False)  # for whatever files a run needs; removed with the cluster
 
     def __post_init__(self) -> None:
         rates = self.rates
@@ -79,8 +106,10 @@ class Cluster:
         return list(self.mbit) if isinstance(self.mbit, Sequence) else [self.mbit] * self.hosts
 
     def __enter__(self) -> Cluster:
-        _require_tools()
+        if why := missing():
+            raise ClusterError(why)
         remove_stale()
+        self.folder = Path(tempfile.mkdtemp(prefix=self.owner))
         try:
             self._build()
         except BaseException:
@@ -94,18 +123,36 @@ class Cluster:
         self.close()
 
     def namespace(self, host: int) -> str:
-        return f"{_PREFIX}{self.owner}h{host}"
+        return f"{self.owner}h{host}"
 
     def address(self, host: int, nic: int = 0) -> str:
         """Exists only inside the namespaces."""
         return f"10.201.{nic}.{host + 1}"
 
+    def port(self) -> int:
+        """A port that is free on host 0, which nobody else uses."""
+        return 29511
+
     def interfaces(self) -> list[str]:
         return [f"eth{nic}" for nic in range(self.nics)]
 
+    def enter(self, host: int) -> list[str]:
+        """What a command begins with to run on that host."""
+        return ["ip", "netns", "exec", self.namespace(host)]
+
+    def environment(self, host: int) -> dict[str, str]:  # noqa: ARG002  as Loopback's
+        return {}
+
+    def processes(self) -> set[int]:
+        """Of all hosts."""
+        return set().union(*(_processes(self.namespace(host)) for host in range(self.hosts)))
+
+    def kill(self, pids: set[int]) -> None:
+        _kill(pids)
+
     @property
     def switch(self) -> str:
-        return f"{_PREFIX}{self.owner}b"
+        return f"{self.owner}b"
 
     def _build(self) -> None:
         _run("ip", "netns", "add", self.switch)
@@ -128,11 +175,13 @@ class Cluster:
                 _shape(self.switch, port, rate)  # what it receives
 
     def close(self) -> None:
-        """Removes the namespaces; links and shapers go with them. Idempotent."""
+        """Ends what still runs on the hosts and removes the namespaces; links and shapers go with them.
+        Idempotent."""
         listed = set(_namespaces())
         for name in [self.switch, *(self.namespace(host) for host in range(self.hosts))]:
             if name in listed:
-                _run("ip", "netns", "delete", name)
+                _remove(name)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _shape(namespace: str, device: str, mbit: float) -> None:
