@@ -53,12 +53,14 @@ class Transfer:
 
     problems: [(global shape, dtype, source Layout, destination Layout)]; all ranks of both meshes construct
     it in the same order, and construction agrees on it in the background: ranks that disagree get
-    PlanMismatchError from start(). lane: ordering domain, see start(). Raises LayoutError if a layout does
-    not fit its shape, a rank is outside `group`, or this rank is in no mesh.
+    PlanMismatchError from start(). lane: ordering domain, see start(). strategy, balance: as for plan().
+    Raises LayoutError if a layout does not fit its shape, a rank is outside `group`, or this rank is in no
+    mesh.
     """
 
     _error: Exception | None  # why the transfer cannot run
     kept_as: tuple[OrderedDict[Any, Transfer], Any] | None  # where agreed_transfer keeps it, and its key
+    _balance = "greedy"
 
     def __init__(
         self,
@@ -68,10 +70,12 @@ class Transfer:
         lane: int = 0,
         op: str = "reshard",
         strategy: str = "auto",
+        balance: str = "greedy",
         topology: Topology | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
         parent = parent_group(group, op)
+        self._balance = balance
         self._setup(parent, problems, None, lane, op, strategy, topology)
         self._agree_in_background(Launch(op, seconds(timeout, parent.timeout)))
 
@@ -238,7 +242,9 @@ class Transfer:
         """First use: compile, and compare with the other ranks before any byte moves."""
         topology = self._topology or self._group.topology
         try:
-            self._plan = plan_many(self.problems, topology=topology, strategy=self._strategy)
+            self._plan = plan_many(
+                self.problems, topology=topology, strategy=self._strategy, balance=self._balance
+            )
             if self._backward is not None:
                 self._reverse_plan = plan_many(self._backward, topology=topology, strategy=self._strategy)
         except Exception as error:
