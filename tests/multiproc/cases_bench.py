@@ -3,67 +3,135 @@ implemented wrongly, so each must fill every element."""
 
 from __future__ import annotations
 
+import threading
+
 import meshcast
 import torch
 import torch.distributed as dist
 from meshcast.bench import cases
-from meshcast.bench.cases.case import Case
-from meshcast.bench.measure import Runner, measure
-from meshcast.bench.methods import METHODS, Move
+from meshcast.bench.cases.case import Case, Tensor
+from meshcast.bench.groups import Groups
+from meshcast.bench.measure import Runner, choose, measure
+from meshcast.bench.methods import METHODS, Method
+from meshcast.bench.move import Batch
 from meshcast.layout import Layout
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
+GROUP_TIMEOUT = 100.0
 TOPOLOGY = meshcast.Topology.uniform(2, 1)
 
 
-def small(name: str, shape: tuple[int, ...], src: Layout, dst: Layout) -> Case:
-    return Case(name, "test", shape, src, dst, name, fixed=True)
+def small(name: str, shape: tuple[int, ...], src: Layout, dst: Layout, more: tuple[Tensor, ...] = ()) -> Case:
+    return Case(name, "test", shape, src, dst, name, fixed=True, more=more)
 
 
-REPLICAS = Layout([[4, 2], [1, 3]], [Replicate(), Shard(1)])
+R, S0, S1, SUM = Replicate(), Shard(0), Shard(1), Partial("sum")
+REPLICAS = Layout([[4, 2], [1, 3]], [R, S1])
+TWO, OTHER_TWO = Layout([1, 3], [S0]), Layout([0, 4], [S1])
 LAYOUTS = [
     small("replicas on both sides", (7, 10), Layout.parse("2x1:RS0"), Layout.parse("3x1@2:RS1")),
-    small("overlapping", (13, 5), Layout([3, 0, 1], [Shard(0)]), Layout([4, 3, 2, 0], [Replicate()])),
+    small("overlapping", (13, 5), Layout([3, 0, 1], [S0]), Layout([4, 3, 2, 0], [R])),
     small("two replicas of two shards", (9, 8), Layout.parse("1:RR"), REPLICAS),
     small("empty shards", (3, 4), Layout.parse("5:S0R"), Layout.parse("5:RS0")),
-]
+    small("meshes of one shape", (5, 7), TWO, OTHER_TWO),
+    small("replicas on both sides of one shape", (6, 5), Layout([[1, 3]], [R, S0]), Layout([[0, 4]], [R, R])),
+    small("to other ranks in another order", (6, 5), Layout([3, 1], [S0]), Layout([4, 0], [S0])),
+    small("several tensors", (5, 7), TWO, OTHER_TWO,
+          (Tensor((11,), Layout([2, 3], [R]), Layout([0, 4], [S0])), Tensor((4, 6), OTHER_TWO, TWO))),
+    small("to be added up", (7, 6), Layout([[3, 1], [2, 0]], [SUM, S0]), Layout([[4, 2], [1, 3]], [S1, R])),
+    small("to be added up, to other ranks", (7, 6), Layout([2, 0, 3], [SUM]), Layout([1, 4], [R])),
+    small("one to all", (17,), Layout([2], [R]), Layout([0, 1, 2, 3, 4], [R])),
+]  # fmt: skip
 
 
-def method_case(method: str):
-    def case(_) -> None:
-        for layout in LAYOUTS:
-            found = measure(layout, TOPOLOGY, [method], 2)
-            assert found["wrong_elements"] == {method: 0}, (layout.name, found)
-            assert len(found["seconds"][method]) == 2
-            assert found["lower_bound"] > 0
+def layout_case(layout: Case):
+    """All methods on one layout; returns those that could do it."""
 
-    case.__name__ = method.replace(" ", "_")
+    def case(_) -> list[str]:
+        found = measure(layout, TOPOLOGY, list(METHODS), 1)
+        able, unable = choose(layout, list(METHODS))
+        assert found["lower_bound"] > 0
+        assert found["not_run"] == unable
+        assert all(unable.values())
+        assert found["wrong_bytes"] == dict.fromkeys(able, 0), found["wrong_bytes"]
+        assert all(len(found["seconds"][method]) == 1 for method in able)
+        return able
+
+    case.__name__ = layout.name.replace(" ", "_").replace(",", "")
     return case
 
 
 def a_wrong_element_is_counted(_) -> None:
-    def forgets(move: Move) -> None:
-        METHODS["send_recv"](move)
+    def forgets(batch: Batch) -> None:
+        METHODS["send_recv"].run(batch)
+        (move,) = batch.moves
         if dist.get_rank() == 2 and move.destination is not None:
             move.destination.view(-1)[3] += 1
 
-    METHODS["forgets"] = forgets
-    found = Runner(LAYOUTS[0], TOPOLOGY, 1.0).run(["forgets"], 1)
-    assert found["wrong_elements"] == {"forgets": 2}  # one in each round
+    METHODS["forgets"] = Method("forgets", forgets, "one element wrong", peer=False)
+    try:
+        runner = Runner(LAYOUTS[0], TOPOLOGY, 1e6, ["forgets"])
+        found = runner.run(["forgets"], 1)
+        runner.close()
+    finally:
+        del METHODS["forgets"]
+    assert found["wrong_bytes"] == {"forgets": 8}  # four in each round
+
+
+def a_slow_method_counts_once(_) -> None:
+    runner = Runner(LAYOUTS[0], TOPOLOGY, 1e-9, ["send_recv"])
+
+    def slowly(batch: Batch) -> None:
+        METHODS["send_recv"].run(batch)
+        dist.barrier(batch.group)
+        threading.Event().wait(0.3)
+
+    METHODS["slow"] = Method("slow", slowly, "takes its time", prepares=False)
+    METHODS["prepares"] = Method("prepares", slowly, "takes its time")
+    started: list[str] = []
+    try:
+        found = runner.run(["slow", "prepares"], 5, started.append)
+    finally:
+        del METHODS["slow"], METHODS["prepares"]
+    runner.close()
+    assert started == ["slow", "prepares", "prepares"]
+    assert {method: len(seconds) for method, seconds in found["seconds"].items()} == {
+        "slow": 1,
+        "prepares": 1,
+    }
+    assert min(*found["seconds"]["slow"], *found["seconds"]["prepares"]) >= 0.3
+
+
+def a_mesh_of_all_ranks_leaves_the_job_its_group(_) -> None:
+    groups = Groups()
+    groups.mesh([0, 1, 2, 3, 4])
+    groups.new([1, 3])
+    groups.close()
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    assert one.item() == 5
 
 
 def cases_are_cut_to_the_links(context) -> None:
     if context.rank:
         return  # the same on every rank
-    topology = meshcast.Topology.uniform(4, 0.25)
     for case in cases.CASES:
-        scaled = case.scaled(topology, 0.4)
+        topology = meshcast.Topology.uniform(
+            case.setting.ranks_per_host, 0.25 / case.setting.nics, case.setting.nics
+        )
+        scaled = case.scaled(topology, 0.3)
         if case.fixed:
             assert scaled is case
             continue
-        bound = meshcast.plan(scaled.shape, torch.int32, case.src, case.dst, topology).lower_bound
-        assert 0.35 < bound < 0.45, case.name
+        assert 0.25 < scaled.plan(topology).lower_bound < 0.35, case.name
     assert cases.find(["1-to-m"])[0].name == "1-to-1x1"
 
 
-CASES = [*(method_case(method) for method in METHODS), a_wrong_element_is_counted, cases_are_cut_to_the_links]
+LAYOUT_CASES = [layout_case(layout) for layout in LAYOUTS]
+CASES = [
+    *LAYOUT_CASES,
+    a_wrong_element_is_counted,
+    a_slow_method_counts_once,
+    a_mesh_of_all_ranks_leaves_the_job_its_group,
+    cases_are_cut_to_the_links,
+]

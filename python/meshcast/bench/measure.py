@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshcast.plan import plan
 from meshcast.topology import Topology
 
-from .cases import Case
-from .methods import METHODS, Box, Move
+from .cases import Case, Tensor
+from .groups import Groups
+from .methods import METHODS
+from .move import Batch, Box, Move
 
-_SLOW = 3.0  # times the bound: more repeats would only tell the same again
+SLOW = 3.0  # times the bound: more repeats would only tell the same again
+_SHORT = 0.25  # seconds
+PEER_REPEATS = 3  # of what is not ours, unless the case asks for more
+
+Begin = Callable[[str], None]  # told the method that comes next
 
 
 def numbered(shape: tuple[int, ...], box: Box) -> torch.Tensor:
@@ -31,96 +36,177 @@ def numbered(shape: tuple[int, ...], box: Box) -> torch.Tensor:
 
 def busy() -> tuple[float, float]:
     """Ticks that this machine's cores have worked, and ticks that they had, since it started."""
-    fields = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    fields = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return sum(fields) - fields[3] - fields[4], sum(fields)
+
+
+class Values:
+    """What one rank holds and must get of one tensor, in the round `salt`. Under Partial, the values that are
+    added up are unlike; one rank of each sum has what is missing."""
+
+    def __init__(self, tensor: Tensor, move: Move) -> None:
+        rank = dist.get_rank()
+        held, needed = move.held.get(rank), move.needed.get(rank)
+        self._move = move
+        self._held = None if held is None else numbered(tensor.shape, held)
+        self._needed = None if needed is None else numbered(tensor.shape, needed)
+        # With one Partial dimension of n ranks: -1, -2, ... -(n - 1) on all but the first, which makes up.
+        sizes = [
+            n for n, p in zip(tensor.src.mesh_shape, tensor.src.placements, strict=True) if p.is_partial()
+        ]
+        assert len(sizes) < 2, "cases have at most one Partial dimension"
+        self._salted, self._term = True, 0
+        if sizes and move.source_mesh is not None and held is not None:
+            dim = next(d for d, p in enumerate(tensor.src.placements) if p.is_partial())
+            place = move.source_mesh.get_local_rank(dim)
+            self._salted = place == 0
+            self._term = sizes[0] * (sizes[0] - 1) // 2 if place == 0 else -place
+        move.source = None if self._held is None else torch.empty_like(self._held)
+        move.destination = None if self._needed is None else torch.empty_like(self._needed)
+        self._expected = None if self._needed is None else torch.empty_like(self._needed)
+
+    def fill(self, salt: int) -> None:
+        if self._held is not None and self._move.source is not None:
+            if self._salted:
+                torch.add(self._held, salt + self._term, out=self._move.source)
+            else:
+                self._move.source.fill_(self._term)
+        if self._needed is not None and self._expected is not None and self._move.destination is not None:
+            torch.add(self._needed, salt, out=self._expected)
+            self._move.destination.fill_(-1)
+
+    def wrong(self) -> int:
+        """Bytes of the destination that are not what `fill` asked for, counted by elements."""
+        found = self._move.destination
+        if found is None or self._expected is None or torch.equal(found, self._expected):
+            return 0
+        return 4 * int((found != self._expected).sum())
 
 
 class Runner:
     """One case: its ranks move data, the other ranks of the job only take part in the barriers."""
 
-    def __init__(self, case: Case, topology: Topology, bound: float) -> None:
+    def __init__(self, case: Case, topology: Topology, bound: float, methods: Sequence[str]) -> None:
         rank = dist.get_rank()
-        ranks = sorted({*case.src.ranks, *case.dst.ranks})
-        self.case, self.bound = case, bound
-        group = dist.new_group(ranks)
-        replicas = self._replica_groups()
-        self.move: Move | None = None
-        self.values = self.expected = None
-        if rank in ranks:
-            self.move = Move(case.shape, case.src, case.dst, topology, group, None, None, replicas)
-            held, needed = self.move.held.get(rank), self.move.needed.get(rank)
-            self.values = None if held is None else numbered(case.shape, held)
-            self.expected = None if needed is None else numbered(case.shape, needed)
-            self.move.source = None if self.values is None else torch.empty_like(self.values)
-            self.move.destination = None if self.expected is None else torch.empty_like(self.expected)
+        self._case, self._bound = case, bound
+        self._groups = Groups()
+        group = self._groups.new(case.ranks)
+        moves = [Move(*tensor) for tensor in case.tensors]
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for move in moves:
+            for tile, ranks in move.wanted.items():
+                key = tuple(ranks)
+                if len(key) > 1 and key not in made:
+                    made[key] = self._groups.new(key)
+                move.replicas[tile] = made.get(key)
+            if move.src.has_partial:
+                move.source_mesh = self._groups.mesh_of(move.src)
+                move.destination_mesh = self._groups.mesh_of(move.dst)
+        kept = {method: METHODS[method].setup(case, self._groups) for method in methods}
+        self._batch: Batch | None = None
+        self._values: list[Values] = []
+        if rank in case.ranks:
+            self._batch = Batch(moves, topology, group, {k: v for k, v in kept.items() if v is not None})
+            self._values = [Values(*pair) for pair in zip(case.tensors, moves, strict=True)]
 
-    def _replica_groups(self) -> dict[Box, dist.ProcessGroup | None]:
-        """A group for the ranks of each destination tile. Every rank of the job makes all of them."""
-        tiles: dict[Box, list[int]] = {}
-        for rank, boxes in self.case.dst.shards(self.case.shape).items():
-            if boxes:
-                tiles.setdefault(boxes[0], []).append(rank)
-        return {tile: dist.new_group(ranks) if len(ranks) > 1 else None for tile, ranks in tiles.items()}
+    def close(self) -> None:
+        dist.barrier()
+        self._batch = None
+        self._groups.close()
 
-    def once(self, method: str, salt: int) -> tuple[float, float, int]:
-        """Seconds of the slowest rank, fraction of this machine's cores that was busy, and wrong elements on
+    def once(self, name: str, salt: int) -> tuple[float, float, int]:
+        """Seconds of the slowest rank, fraction of this machine's cores that was busy, and wrong bytes on
         this rank."""
-        move = self.move
-        if move is not None and self.values is not None:
-            torch.add(self.values, salt, out=move.source)
-        if move is not None and move.destination is not None:
-            move.destination.fill_(-1)
+        method = METHODS[name]
+        for values in self._values:
+            values.fill(salt)
         dist.barrier()
         worked, had = busy()
         start = time.perf_counter()
-        if move is not None:
-            METHODS[method](move)
+        if self._batch is not None:
+            if not method.adds_up:
+                for move in self._batch.moves:
+                    move.add_up()
+            method.run(self._batch)
         # The longest call, not the time between two barriers on one rank: traffic of ranks that are through
         # the barrier early can hold up its last messages, and such a rank would start its clock late.
         taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
         dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-        seconds = float(taken)
         worked, had = busy()[0] - worked, busy()[1] - had
-        wrong = 0
-        if move is not None and move.destination is not None and self.expected is not None:
-            wrong = int((move.destination - self.expected != salt).sum())
-        return seconds, worked / max(had, 1), wrong
+        return float(taken), worked / max(had, 1), sum(values.wrong() for values in self._values)
 
-    def run(self, methods: Sequence[str], repeats: int) -> dict[str, Any]:
-        """The first round warms up: connections, plans, page faults. A slow method's only run counts."""
+    def run(self, methods: Sequence[str], repeats: int, begin: Begin = lambda _: None) -> dict[str, Any]:
+        """The first round warms up: connections, plans, page faults. A slow method's first run that tells
+        something is its last."""
         seconds: dict[str, list[float]] = {method: [] for method in methods}
         load: dict[str, list[float]] = {method: [] for method in methods}
         wrong = torch.zeros(len(methods), dtype=torch.int64)
-        done: set[str] = set()
-        for repeat in range(repeats + 1):
+        least = self._case.least_repeats
+        left = {m: max(least, min(repeats, PEER_REPEATS) if METHODS[m].peer else repeats) for m in methods}
+        for turn in range(max(left.values(), default=0) + 1):
             for number, method in enumerate(methods):
-                if method in done:
+                if left[method] < turn:
                     continue
-                taken, cores, bad = self.once(method, 1 + repeat * len(methods) + number)
+                begin(method)
+                taken, cores, bad = self.once(method, 1 + turn * len(methods) + number)
                 wrong[number] += bad
-                slow = torch.tensor([int(taken > _SLOW * self.bound and not self.case.fixed)])
+                # Only what costs time is cut short: short messages are repeated however slow.
+                slow = torch.tensor([int(taken > max(SLOW * self._bound, _SHORT))])
                 dist.broadcast(slow, 0)
-                if slow:
-                    done.add(method)
-                if repeat > 0 or slow:
+                counts = turn > 0
+                if slow and turn == 0:
+                    counts = not METHODS[method].prepares
+                    left[method] = 0 if counts else 1
+                elif slow:
+                    left[method] = 0
+                if counts:
                     seconds[method].append(taken)
                     load[method].append(cores)
         dist.all_reduce(wrong)
-        wrong_elements = dict(zip(methods, wrong.tolist(), strict=True))
-        return {"seconds": seconds, "busy": load, "wrong_elements": wrong_elements}
+        return {
+            "seconds": seconds,
+            "busy": load,
+            "wrong_bytes": dict(zip(methods, wrong.tolist(), strict=True)),
+        }
 
 
-def measure(case: Case, topology: Topology, methods: Sequence[str], repeats: int) -> dict[str, Any]:
-    """All there is to know of one case; called by every rank of the job, the same on each but for times."""
-    planned = plan(case.shape, torch.int32, case.src, case.dst, topology=topology)
-    facts = {
+def facts(case: Case, topology: Topology) -> dict[str, Any]:
+    """What is known of a case before anything moves."""
+    planned = case.plan(topology)
+    return {
         "name": case.name,
         "group": case.group,
         "layouts": case.notation,
+        "tensors": len(case.tensors),
         "shape": case.shape,
         "nbytes": case.nbytes,
         "lower_bound": planned.lower_bound,
         "strategy": planned.strategy,
         "predicted": planned.makespan,
     }
-    return facts | Runner(case, topology, planned.lower_bound).run(methods, repeats)
+
+
+def choose(case: Case, methods: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Which of the methods can do the case, and why the others cannot."""
+    able, unable = [], {}
+    for name in methods:
+        why = METHODS[name].why_not(case)
+        if case.methods and name not in case.methods:
+            why = why or "not what this case compares"
+        if why:
+            unable[name] = why
+        else:
+            able.append(name)
+    return able, unable
+
+
+def measure(
+    case: Case, topology: Topology, methods: Sequence[str], repeats: int, begin: Begin = lambda _: None
+) -> dict[str, Any]:
+    """All there is to know of one case; called by every rank of the job, the same on each but for times."""
+    found = facts(case, topology)
+    able, unable = choose(case, methods)
+    runner = Runner(case, topology, found["lower_bound"], able)
+    measured = runner.run(able, repeats, begin)
+    runner.close()
+    return found | measured | {"not_run": unable}

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from . import in_host, n_to_m, odd, one_to_m, random_layouts, sizes
-from .case import RANKS_PER_HOST, Case
+from . import (
+    backend_broadcast,
+    in_host,
+    n_to_m,
+    nics,
+    odd,
+    one_to_m,
+    partial,
+    random_layouts,
+    scaling,
+    sizes,
+    small,
+    state_dict,
+    unequal,
+)
+from .case import RANKS_PER_HOST, Case, Setting, Tensor
 
-__all__ = ["CASES", "RANKS_PER_HOST", "Case", "find"]
+__all__ = ["CASES", "RANKS_PER_HOST", "Case", "Setting", "Tensor", "find"]
 
-CASES: list[Case] = [
-    case for kind in (n_to_m, one_to_m, random_layouts, odd, sizes, in_host) for case in kind.CASES
-]
+_KINDS = (
+    n_to_m, one_to_m, random_layouts, odd, partial, nics, unequal, state_dict, small, sizes,
+    backend_broadcast, scaling, in_host,
+)  # fmt: skip
+
+CASES: list[Case] = [case for kind in _KINDS for case in kind.CASES]
 
 
 def find(names: list[str]) -> list[Case]:
