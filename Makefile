@@ -28,10 +28,10 @@ CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix
 LOCK := flock build/.lock
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test test-all bench fuzz lint format asan tsan clean configure help
+.PHONY: build demo test test-all bench bench-all bench-check fuzz lint format asan tsan clean configure help
 
 help:
-	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build demo test test-all bench fuzz lint format asan tsan clean'
+	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build demo test test-all bench bench-all bench-check fuzz lint format asan tsan clean'
 
 # ---- set-up ----------------------------------------------------------------------------------------------
 
@@ -85,8 +85,15 @@ fuzz: build $(VENV)/.stamp-fuzz
 demo: build $(VENV)/.stamp-dev
 	PYTHONPATH=$(CURDIR)/python PYTHON=$(PY) examples/gpt/demo.sh
 
+# BENCH_ARGS: more options of `python -m benchmarks`, e.g. BENCH_ARGS="--mbit 150"
 bench: build $(VENV)/.stamp-dev
-	PYTHON=$(PY) benchmarks/run.sh
+	PYTHON=$(PY) benchmarks/run.sh paper $(BENCH_ARGS)
+
+bench-all: build $(VENV)/.stamp-dev
+	PYTHON=$(PY) benchmarks/run.sh all $(BENCH_ARGS)
+
+bench-check: build $(VENV)/.stamp-dev
+	PYTHONPATH=$(CURDIR)/python:$(CURDIR) $(PY) -m benchmarks.check
 
 # ---- style -----------------------------------------------------------------------------------------------
 

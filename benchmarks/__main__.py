@@ -1,5 +1,5 @@
 """python -m benchmarks: reshard cases on an emulated cluster, as ratios to the lower bound and to what people
-use today. Needs root and iproute2."""
+use today. Needs root and iproute2; without them it runs on loopback, where only the checks mean something."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from meshcast import Topology
-from meshcast.bench.cases import CASES, RANKS_PER_HOST, find
+from meshcast.bench.cases import CASES, find
 from meshcast.bench.methods import METHODS
-from meshcast.bench.report import calibration_text, problems, row, table
+from meshcast.bench.report import calibration_text, details, problems, remarks, table
 
-from .cluster import Cluster, ClusterError, run_ranks
-from .peers.mpi import NOT_MEASURED, PEERS, MpiPeer
+from .cluster import ClusterError, missing
+from .peers import NOT_MEASURED, PEERS
+from .session import Options, OverloadedError, run
 
 ROOT = Path(__file__).resolve().parent.parent
-_LIMIT = 3600.0  # seconds for all cases
+RATES = (250.0, 200.0, 150.0, 100.0)  # Mbit/s, tried in this order where none was asked for
 
 
-def header(args: argparse.Namespace) -> dict[str, Any]:
+def header(args: argparse.Namespace, rate: float, loopback: str) -> dict[str, Any]:
     """What a reader must know to take the figures for what they are."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
@@ -37,14 +38,14 @@ def header(args: argparse.Namespace) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "kernel": platform.release(),
         "torch": torch.__version__,
-        "link_mbit": args.mbit,
-        "nics": args.nics,
-        "ranks_per_host": RANKS_PER_HOST,
+        "links": "loopback" if loopback else "emulated",
+        "link_mbit": rate,
+        "bound_seconds": args.seconds,
         "repeats": args.repeats,
     }
 
 
-def names(known: list[str], what: str):
+def names(known: list[str], what: str) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         chosen = text.split(",")
         for name in chosen:
@@ -55,111 +56,128 @@ def names(known: list[str], what: str):
     return parse
 
 
+def positive(kind: type[float]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"{text}: must be positive")
+        return value
+
+    return parse
+
+
 def parse() -> argparse.Namespace:
     groups = list(dict.fromkeys(case.group for case in CASES))
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "--cases", type=names([*groups, *(case.name for case in CASES)], "case"),
-        default=["n-to-m", "1-to-m"], help="names of cases or of groups of cases, separated by commas",
+        "--cases", type=_cases([*groups, *(case.name for case in CASES)]),
+        default=["n-to-m", "1-to-m"], help="names of cases or of groups of cases, separated by ';' or ','",
     )  # fmt: skip
     known = [*METHODS, *(peer.name for peer in PEERS)]
-    parser.add_argument("--methods", type=names(known, "method"), default=known, help="columns of the table")
+    parser.add_argument("--methods", type=names(known, "method"), default=known, help="separated by commas")
     parser.add_argument(
-        "--mbit", type=rates, default=[250.0], help="rate of a link, Mbit/s each way; or one for each host"
-    )
-    parser.add_argument("--nics", type=int, default=1, help="links per host, 1 to 4")
-    parser.add_argument("--seconds", type=float, default=0.4, help="what the bounds are about; sizes follow")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="write raw JSON here")
-    args = parser.parse_args()
-    if args.seconds <= 0 or args.repeats < 1:
-        parser.error("--seconds and --repeats must be positive")
-    hosts = max(case.hosts for case in find(args.cases))
-    if len(args.mbit) == 1:
-        args.mbit *= hosts
-    if len(args.mbit) != hosts:
-        parser.error(f"--mbit: {len(args.mbit)} rates for {hosts} hosts")
-    return args
+        "--mbit", type=positive(float),
+        help=f"rate of a link each way, Mbit/s; default: the first of {', '.join(f'{r:g}' for r in RATES)} "
+        "that the machine carries",
+    )  # fmt: skip
+    parser.add_argument("--seconds", type=positive(float), default=0.3, help="what the bounds are about")
+    parser.add_argument("--repeats", type=positive(int), default=5, help="peers take part in 3 of them")
+    parser.add_argument("--loopback", action="store_true", help="no cluster, even where one could be built")
+    parser.add_argument("--out", type=Path, help="write raw JSON here, case by case, and a text beside it")
+    return parser.parse_args()
 
 
-def rates(text: str) -> list[float]:
-    found = [float(rate) for rate in text.split(",")]
-    if min(found) <= 0:
-        raise argparse.ArgumentTypeError("rates must be positive")
-    return found
+def _cases(known: list[str]) -> Callable[[str], list[str]]:
+    """Some names have commas: those are separated by semicolons."""
+    whole = names(known, "case")
+    return lambda text: [
+        name for part in text.split(";") for name in ([part] if part in known else whole(part))
+    ]
+
+
+class Book:
+    """Prints what is found, and keeps the file up to date, so that a run that ends early leaves what it
+    has."""
+
+    def __init__(self, head: dict[str, Any], out: Path | None) -> None:
+        self.results: dict[str, Any] = {"header": head, "calibrations": [], "cases": [], "left_out": {}}
+        self._out = out
+        self._text: list[str] = []
+        self._say("# " + ", ".join(f"{k} {v}" for k, v in head.items()))
+
+    def calibrated(self, found: dict[str, Any]) -> None:
+        self.results["calibrations"].append(found)
+        self._say(f"# {calibration_text(found)}")
+
+    def found(self, case: dict[str, Any]) -> None:
+        self.results["cases"].append(case)
+        self._say(details(case))
+
+    def left_out(self, cases: list[str], why: str) -> None:
+        self.results["left_out"] |= dict.fromkeys(cases, why)
+        self._say(f"# not measured: {', '.join(cases)}: {why}")
+
+    def close(self, methods: list[str]) -> list[str]:
+        """The summary; returns why the figures must not be reported."""
+        if self.results["cases"]:
+            ran = [m for m in methods if any(case["seconds"].get(m) for case in self.results["cases"])]
+            self._say("\n# median time over the lower bound\n" + table(self.results["cases"], ran))
+        for remark in remarks(self.results):
+            self._say(f"# {remark}")
+        found = problems(self.results)
+        for problem in found:
+            self._say(f"# DO NOT REPORT: {problem}")
+        return found
+
+    def _say(self, text: str) -> None:
+        print(text, flush=True)
+        self._text.append(text)
+        if self._out is not None:
+            write(self._out, json.dumps(self.results, indent=1))
+            write(self._out.with_suffix(".txt"), "\n".join(self._text))
+
+
+def write(path: Path, text: str) -> None:
+    """All or nothing: who reads meanwhile finds the old text or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text + "\n")
+    part.replace(path)
 
 
 def main() -> int:
     args = parse()
-    cases = find(args.cases)
+    loopback = missing()
+    if loopback:
+        print(f"# {loopback}: no emulated cluster. All ranks run on loopback, and no figure means anything.")
+    elif args.loopback:
+        loopback = "asked for"
     peers = [peer for peer in PEERS if peer.name in args.methods]
-    for missing in [*(peer.missing() for peer in peers), *(f"not measured: {note}" for note in NOT_MEASURED)]:
-        if missing:
-            print(f"# {missing}")
-    peers = [peer for peer in peers if not peer.missing()]
-    results: dict[str, Any] = {"header": header(args), "cases": []}
-    print("# " + ", ".join(f"{k} {v}" for k, v in results["header"].items()), flush=True)
-    with tempfile.TemporaryDirectory(prefix="meshcast-bench-") as folder:
-        job = {
-            "cases": [case.name for case in cases], "methods": [m for m in args.methods if m in METHODS],
-            "peers": bool(peers), "repeats": args.repeats, "seconds": args.seconds, "mbit": args.mbit,
-            "nics": args.nics, "folder": folder,
-        }  # fmt: skip
-        Path(folder, "job.json").write_text(json.dumps(job))
+    for peer in peers:
+        if why := peer.missing():
+            print(f"# {peer.name}: {why}")
+    for note in NOT_MEASURED:
+        print(f"# not measured: {note}")
+    began = time.monotonic()
+    for rate in RATES if args.mbit is None else (args.mbit,):
+        book = Book(header(args, rate, loopback), args.out)
+        options = Options(
+            args.methods, peers, rate, args.seconds, args.repeats, loopback, book.found, book.calibrated,
+            book.left_out,
+        )  # fmt: skip
         try:
-            with Cluster(len(args.mbit), args.mbit, args.nics) as cluster:
-                collector = Collector(Path(folder), cluster, args, peers, results)
-                command = [sys.executable, "-m", "benchmarks.worker", str(Path(folder, "job.json"))]
-                run_ranks(cluster, RANKS_PER_HOST, command, limit=_LIMIT, progress=collector.look)
+            run(find(args.cases), options)
+        except OverloadedError as error:
+            print(f"# {rate:g} Mbit/s refused: {error}", file=sys.stderr, flush=True)
+            continue
         except (ClusterError, RuntimeError) as error:
             print(f"benchmarks did not run: {error}", file=sys.stderr)
             return 1
-    found = problems(results)
-    print("\n".join(found))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
-    return 1 if found else 0
-
-
-class Collector:
-    """Takes the worker's results as they come, lets the peers of other kinds run in between, and prints."""
-
-    def __init__(
-        self, folder: Path, cluster: Cluster, args: argparse.Namespace, peers: list[MpiPeer],
-        results: dict[str, Any],
-    ) -> None:  # fmt: skip
-        self._folder, self._cluster, self._args, self._peers = folder, cluster, args, peers
-        self._results, self._seen = results, 0
-
-    def look(self) -> None:
-        """Handles what the worker has written since the last look."""
-        path = self._folder / "results.jsonl"
-        for line in path.read_text().splitlines()[self._seen :] if path.exists() else []:
-            self._seen += 1
-            found = json.loads(line)
-            if "calibration" in found:
-                self._results["calibration"] = found["calibration"]
-                print(f"# {calibration_text(self._results)}")
-                print(table([], self._args.methods), flush=True)
-            else:
-                self._take(found["case"])
-
-    def _take(self, measured: dict[str, Any]) -> None:
-        topology = Topology.from_json(self._results["calibration"]["topology"])
-        (case,) = find([measured["name"]])
-        case = case.scaled(topology, self._args.seconds)
-        for peer in self._peers:
-            # A warm-up and one run tell what the run costs; the fast ones are repeated.
-            found = peer.run(self._cluster, case, topology, 1)
-            if found["seconds"][0] < 3 * measured["lower_bound"]:
-                found = peer.run(self._cluster, case, topology, self._args.repeats)
-            measured["seconds"][peer.name] = found["seconds"]
-            measured["busy"][peer.name] = found["busy"]
-            measured["wrong_elements"][peer.name] = found["wrong_elements"]
-        self._results["cases"].append(measured)
-        print(row(measured, self._args.methods), flush=True)
-        (self._folder / f"go {case.name}").touch()
+        found = book.close(args.methods)
+        print(f"# {time.monotonic() - began:.0f} s in all")
+        return 1 if (found and not loopback) or not book.results["cases"] else 0
+    print("benchmarks did not run: the machine carries none of these rates", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """python -m benchmarks.check: measures again and compares with committed results, ratio by ratio.
 
 Ratios to the lower bound are compared, not times, so that the machines need not be equal. Fails where a
-median is more than 10 % above the committed one, or where a committed figure could not be measured.
+median is more than 10 % above the committed one, or where a committed figure could not be measured. What is
+above is measured once more before it counts: something else may have disturbed it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from meshcast.bench.report import ratio
 
@@ -19,33 +21,53 @@ _COMMITTED = Path(__file__).with_name("results") / "paper_cases.json"
 _ALLOWED = 1.10
 _METHODS = ["auto", "multicast", "broadcast"]
 
+Cases = dict[str, dict[str, Any]]
+
+
+def worse(before: Cases, now: Cases, methods: list[str]) -> list[str]:
+    """What is more than 10 % above the committed ratio, or was not measured."""
+    found = []
+    for name, case in before.items():
+        for method in methods:
+            old = ratio(case, method)
+            new = ratio(now[name], method) if name in now else None
+            if old is not None and (new is None or new > old * _ALLOWED):
+                shown = "not measured" if new is None else f"{new:.3f}"
+                found.append(f"{name}, {method}: {shown}, committed {old:.3f}")
+    return found
+
+
+def measure(names: list[str], rate: float, seconds: float, repeats: int) -> tuple[Cases, int]:
+    """The cases by name, and the exit status of the run."""
+    with tempfile.TemporaryDirectory(prefix="meshcast-bench-") as folder:
+        out = Path(folder, "now.json")
+        command = [
+            sys.executable, "-m", "benchmarks", "--cases", ";".join(names), "--methods", ",".join(_METHODS),
+            "--mbit", str(rate), "--seconds", str(seconds), "--repeats", str(repeats), "--out", str(out),
+        ]  # fmt: skip
+        status = subprocess.run(command, check=False).returncode
+        cases = json.loads(out.read_text())["cases"] if out.exists() else []
+        return {case["name"]: case for case in cases}, status
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.check", description=__doc__)
     parser.add_argument("--committed", type=Path, default=_COMMITTED)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
+    if not args.committed.exists():
+        parser.error(f"--committed: no file {args.committed}; `make bench` writes it")
     committed = json.loads(args.committed.read_text())
     before = {case["name"]: case for case in committed["cases"]}
-    rates = ",".join(str(rate) for rate in committed["header"]["link_mbit"])
-    with tempfile.TemporaryDirectory(prefix="meshcast-bench-") as folder:
-        out = Path(folder, "now.json")
-        command = [
-            sys.executable, "-m", "benchmarks", "--cases", ",".join(before), "--methods", ",".join(_METHODS),
-            "--mbit", rates, "--repeats", str(args.repeats), "--out", str(out),
-        ]  # fmt: skip
-        status = subprocess.run(command, check=False).returncode
-        if not out.exists():
-            return status or 1
-        now = {case["name"]: case for case in json.loads(out.read_text())["cases"]}
-    worse = []
-    for name, case in before.items():
-        for method in _METHODS:
-            old, new = ratio(case, method), ratio(now[name], method) if name in now else None
-            if old is not None and (new is None or new > old * _ALLOWED):
-                worse.append(f"{name}, {method}: {new if new is None else f'{new:.3f}'}, committed {old:.3f}")
-    print("\n".join(worse) or f"no ratio is more than {_ALLOWED - 1:.0%} above the committed one")
-    return 1 if worse or status else 0
+    head = committed["header"]
+    now, status = measure(list(before), head["link_mbit"], head["bound_seconds"], args.repeats)
+    found = worse(before, now, _METHODS)
+    again = [name for name in before if any(line.startswith(f"{name}, ") for line in found)]
+    if again and now:
+        second, status = measure(again, head["link_mbit"], head["bound_seconds"], args.repeats)
+        found = worse({name: before[name] for name in again}, second, _METHODS)
+    print("\n".join(found) or f"no ratio is more than {_ALLOWED - 1:.0%} above the committed one")
+    return 1 if found or status else 0
 
 
 if __name__ == "__main__":

@@ -1,95 +1,160 @@
-"""python -m benchmarks.publish: draws docs/images/benchmarks.svg and writes the tables of docs/benchmarks.md
-from the raw results."""
+"""python -m benchmarks.publish: draws the chart of the README and writes the tables of docs/benchmarks.md
+from the raw results. Results that must not be reported are named with the reason, and not shown."""
 
 from __future__ import annotations
 
 import json
 import statistics
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-import matplotlib.pyplot as plt
-from meshcast.bench.report import calibration_text, ratio, table
+from meshcast.bench.methods import METHODS
+from meshcast.bench.report import calibration_text, problems, ratio, remarks, spread, table
+
+from . import chart, planner
+from .peers import NOT_MEASURED, PEERS
 
 _ROOT = Path(__file__).resolve().parent.parent
-_RESULTS = {"paper_cases": "The paper's cases", "random_layouts": "Random layouts"}
-_PAGE = _ROOT / "docs" / "benchmarks.md"
-_PICTURE = _ROOT / "docs" / "images" / "benchmarks.svg"
-_MARK = "<!-- {} of the tables, written by python -m benchmarks.publish -->"
-_DRAWN = {
-    "auto": ("meshcast (auto)", "#1f5fa8"),
-    "gloo stripes": ("stripes + all_gather, gloo", "#59a14f"),
-    "Open MPI pipeline": ("Open MPI, pipelined broadcast", "#b07aa1"),
-    "gloo unicasts": ("one message per receiver, gloo", "#f28e2b"),
-    "Open MPI bcast": ("Open MPI broadcast", "#9c755f"),
+_FOLDER = Path(__file__).with_name("results")
+_RESULTS = {
+    "paper_cases": "The paper's cases",
+    "random_layouts": "Random layouts",
+    "other_cases": "Other cases",
+    "scaling": "Scaling",
 }
+_PAGE = _ROOT / "docs" / "benchmarks.md"
+_README = _ROOT / "README.md"
+_PICTURE = _ROOT / "docs" / "images" / "benchmarks.svg"
+_MARK = "<!-- {} of what python -m benchmarks.publish writes -->"
 
-
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Time over the lower bound, per case, ours and the peers'."""
-    mpl.rcParams["svg.hashsalt"] = "meshcast"  # the same picture for the same figures
-    cases = [case for case in results["cases"] if case["name"] != "n-to-m 8"]  # the same as case 7
-    figure, axes = plt.subplots(figsize=(11, 4.2))
-    drawn = {method: look for method, look in _DRAWN.items() if any(ratio(c, method) for c in cases)}
-    width = 0.8 / max(len(drawn), 1)
-    for index, (method, (label, colour)) in enumerate(drawn.items()):
-        places = [number - 0.4 + width * (index + 0.5) for number in range(len(cases))]
-        axes.bar(places, [ratio(case, method) or 0 for case in cases], width, color=colour, label=label)
-    axes.axhline(1, color="black", linewidth=1, linestyle="--")
-    axes.text(len(cases) - 0.5, 1.03, "lower bound", ha="right", va="bottom", fontsize=8)
-    axes.set_yscale("log", base=2)
-    axes.set_yticks([1, 2, 4, 8], ["1", "2", "4", "8"])
-    axes.set_ylim(0.9, 10.5)
-    axes.set_xlim(-0.6, len(cases) - 0.4)
-    names = [case["name"].replace("n-to-m ", "case ") for case in cases]
-    axes.set_xticks(range(len(cases)), names, rotation=40, ha="right")
-    axes.set_ylabel("time / lower bound")
-    head = results["header"]
-    axes.set_title(
-        f"Moving a sharded tensor between meshes, {head['ranks_per_host']} ranks per host, "
-        f"{head['link_mbit'][0]:g} Mbit/s links (emulated)", fontsize=10,
-    )  # fmt: skip
-    axes.legend(ncols=3, fontsize=8, frameon=False, loc="upper left")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-
-
-def tables() -> str:
-    """Every results file that is there, as Markdown, with its header and a summary."""
-    parts = []
-    for name, title in _RESULTS.items():
-        path = Path(__file__).with_name("results") / f"{name}.json"
-        if not path.exists():
-            parts.append(f"## {title}\n\nNot measured yet.")
-            continue
-        results = json.loads(path.read_text())
-        methods = [m for m in results["cases"][0]["seconds"] if m in _methods(results)]
-        ratios = [ratio(case, "auto") or 0 for case in results["cases"]]
-        head = ", ".join(f"{k} {v}" for k, v in results["header"].items() if k != "command")
-        parts.append(
-            f"## {title}\n\n`{results['header']['command']}`\n\n{head}; {calibration_text(results)}.\n\n"
-            f"{table(results['cases'], methods)}\n\n"
-            f"auto: median {statistics.median(ratios):.3f}, worst {max(ratios):.3f} of the lower bound."
-        )
-    return "\n\n".join(parts)
-
-
-def _methods(results: dict[str, Any]) -> set[str]:
-    return {method for case in results["cases"] for method, seconds in case["seconds"].items() if seconds}
+Results = dict[str, Any]
 
 
 def main() -> int:
-    text = _PAGE.read_text()
-    begin, end = _MARK.format("Begin"), _MARK.format("End")
-    before, after = text.split(begin)[0], text.split(end)[1]
-    _PAGE.write_text(f"{before}{begin}\n\n{tables()}\n\n{end}{after}")
-    draw(json.loads((Path(__file__).with_name("results") / "paper_cases.json").read_text()), _PICTURE)
-    print(f"wrote {_PAGE.relative_to(_ROOT)} and {_PICTURE.relative_to(_ROOT)}")
-    return 0
+    found = {name: load(_FOLDER / f"{name}.json") for name in _RESULTS}
+    refused = {name: problems(results) for name, results in found.items() if results}
+    for name, why in refused.items():
+        for reason in why:
+            print(f"{name}: not published: {reason}", file=sys.stderr)
+    good = {name: results for name, results in found.items() if results and not refused[name]}
+    parts = [_methods(good.values())]
+    parts += [_section(title, good[name]) for name, title in _RESULTS.items() if name in good]
+    parts += [f"## {_RESULTS[name]}\n\nNot reported: {why[0]}." for name, why in refused.items() if why]
+    if (simulated := load(_FOLDER / "planner.json")) is not None:
+        parts.append(_planner(simulated))
+    replace(_PAGE, "\n\n".join(parts))
+    print(f"wrote {_PAGE.relative_to(_ROOT)}")
+    if "paper_cases" in good:
+        chart.draw(good["paper_cases"], _PICTURE)
+        replace(_README, _summary(good["paper_cases"]))
+        print(f"wrote {_PICTURE.relative_to(_ROOT)} and {_README.relative_to(_ROOT)}")
+    return 1 if any(refused.values()) or "paper_cases" not in good else 0
+
+
+def load(path: Path) -> Results | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def replace(page: Path, text: str) -> None:
+    """Puts the text between the marks."""
+    before, _, rest = page.read_text().partition(_MARK.format("Begin"))
+    _, mark, after = rest.partition(_MARK.format("End"))
+    if not mark:
+        raise SystemExit(f"{page}: the marks `{_MARK.format('Begin')}` and `... End ...` are gone")
+    page.write_text(f"{before}{_MARK.format('Begin')}\n\n{text}\n\n{mark}{after}")
+
+
+def _methods(results: Iterable[Results]) -> str:
+    """What each method is. Those that nothing was measured with say so."""
+    ran = {m for one in results for case in one["cases"] for m, seconds in case["seconds"].items() if seconds}
+    lines = ["## Methods", "", "| method | what it is |", "|---|---|"]
+    for name, what, why in [
+        *((method.name, method.what, "") for method in METHODS.values()),
+        *((peer.name, peer.what, peer.missing()) for peer in PEERS),
+    ]:
+        note = "" if name in ran else f" ({why or 'not measured here'})"
+        lines.append(f"| {name} | {what}{note} |")
+    return "\n".join([*lines, "", *(f"Not measured: {note}." for note in NOT_MEASURED)]).rstrip()
+
+
+def _section(title: str, results: Results) -> str:
+    """A results file as Markdown, with its header and a summary."""
+    cases = results["cases"]
+    methods = [
+        name for name in dict.fromkeys(m for case in cases for m in case["seconds"]) if _ran(cases, name)
+    ]
+    head = ", ".join(f"{k} {v}" for k, v in results["header"].items() if k != "command")
+    calibrations = "".join(f"- {calibration_text(found)}\n" for found in results["calibrations"])
+    text = f"## {title}\n\n`{results['header']['command']}`: {head}.\n\n{calibrations}\n"
+    text += f"{table(cases, methods)}\n\n"
+    ratios = [value for case in cases if (value := ratio(case, "auto")) is not None]
+    if ratios:
+        text += f"auto: median {statistics.median(ratios):.3f}, worst {max(ratios):.3f} of the lower bound. "
+    apart = [value for case in cases if (value := spread(case, "auto")) is not None]
+    if apart:
+        text += (
+            f"Repeats differ by {statistics.median(apart):.1%} in the median case, {max(apart):.1%} at most."
+        )
+    unable = {
+        (name, why)
+        for case in cases
+        for name, why in case["not_run"].items()
+        if why.startswith("not installed")
+    }
+    notes = [f"{name}: {why}" for name, why in sorted(unable)]
+    notes += [
+        *remarks(results),
+        *(f"{case}: not measured: {why}" for case, why in results["left_out"].items()),
+    ]
+    return text.rstrip() + "".join(f"\n- {note}" for note in notes)
+
+
+def _planner(simulated: Results) -> str:
+    head = ", ".join(f"{k} {v}" for k, v in simulated["header"].items())
+    return (
+        "## Planner, and plans for more ranks than any test has\n\n"
+        f"`python -m benchmarks.planner`: {head}. 1 GiB of bfloat16, hosts of 8 ranks behind 100 Gbit/s. "
+        "Times to plan are measured; times and ratios of the plans are **predictions of the cost model, "
+        "nothing was sent**.\n\n"
+        f"{planner.table(simulated['rows'])}"
+    )
+
+
+def _summary(results: Results) -> str:
+    """What the README says: the chart, and how others compare over all cases."""
+    cases = results["cases"]
+    own = [value for case in cases if (value := ratio(case, "auto")) is not None]
+    rows = []
+    for method, (label, _) in chart.DRAWN.items():
+        times = [
+            statistics.median(case["seconds"][method]) / statistics.median(case["seconds"]["auto"])
+            for case in cases
+            if case["seconds"].get(method) and case["seconds"].get("auto")
+        ]
+        if times and method != "auto":
+            median = statistics.median(times)
+            rows.append(f"| {label} | {median:.2f} | {min(times):.2f} to {max(times):.2f} | {len(times)} |")
+    head = results["header"]
+    text = (
+        f"Resharding on an emulated cluster ({head['cores']} cores, links of {head['link_mbit']:g} Mbit/s, "
+        f"{len(cases)} cases of arXiv 2211.05322, every byte checked): time over the lower bound, median "
+        f"{statistics.median(own):.3f}, worst {max(own):.3f}. [docs/benchmarks.md](docs/benchmarks.md) has "
+        "the method and all figures.\n\n"
+        "![Time over the lower bound, case by case](docs/images/benchmarks.svg)\n\n"
+    )
+    return text + "\n".join(
+        [
+            "| takes longer than meshcast by a factor of | median | range | cases |",
+            "|---|---:|---:|---:|",
+            *rows,
+        ]
+    )
+
+
+def _ran(cases: list[dict[str, Any]], name: str) -> bool:
+    return any(case["seconds"].get(name) for case in cases)
 
 
 if __name__ == "__main__":
