@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import torch
 
 from meshcast.errors import LayoutError
+from meshcast.pipelining.refused import reason_against
 from meshcast.pipelining.schedule import Options, PipelineSchedule
 from meshcast.pipelining.stage import PipelineStage
 
@@ -146,13 +147,6 @@ _CLASSES: dict[str, type[PipelineSchedule]] = {
 }
 _CLASSES["zbvzerobubble"] = ScheduleZBV  # torch's name for it
 
-_REFUSED = {
-    "interleavedzerobubble": "use ScheduleInterleaved1F1B with delay_weight_grad=True",
-    "loopedbfs": "it holds the activations of all micro-batches; ScheduleInterleaved1F1B takes as long with "
-    "fewer",
-    "dualpipev": "it fuses a forward and a backward into one action, which is not supported; use ScheduleZBV",
-}
-
 
 def get_schedule_class(name: str) -> type[PipelineSchedule]:
     """The class of a schedule, in any case, with or without "Schedule" before its name. torch's names are
@@ -163,7 +157,8 @@ def get_schedule_class(name: str) -> type[PipelineSchedule]:
     wanted = name.lower().removeprefix("schedule")
     if wanted in _CLASSES:
         return _CLASSES[wanted]
-    if wanted in _REFUSED:
-        raise LayoutError(f"schedule {name!r} is not offered: {_REFUSED[wanted]}")
+    reason = reason_against(wanted)
+    if reason is not None:
+        raise LayoutError(f"schedule {name!r} is not offered: {reason}")
     known = ", ".join(cls.name for cls in dict.fromkeys(_CLASSES.values()))
     raise LayoutError(f"there is no schedule {name!r}; choose one of {known}")

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from meshcast.errors import LayoutError, MeshcastError
+from meshcast.pipelining.action import Action
 from meshcast.pipelining.simulate import SimulationReport
 
-__all__ = ["Bar", "Panel", "draw_panels", "panel_of"]
+__all__ = ["Bar", "Panel", "bar_of", "draw_panels", "panel_of"]
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 # Hues that stay apart in print and under the common colour deficiencies. F, B, I and W by kind; of the second
@@ -78,6 +79,15 @@ def panel_of(title: str, report: SimulationReport) -> Panel:
     ]
     bars += [Bar(span.rank, span.action.kind.value, span.start, span.end) for span in report.transfers]
     return Panel(title, bars)
+
+
+def bar_of(rank: int, name: str, start: float, end: float) -> Bar:
+    """The bar of an event of a trace, see `measured.Event`."""
+    if name.startswith("wait "):
+        return Bar(rank, "wait", start, end)
+    action = Action.parse(name)
+    text = str(action.microbatch) if action.kind.is_compute else ""
+    return Bar(rank, action.kind.value, start, end, text)
 
 
 def draw_panels(panels: Sequence[Panel], path: str | Path) -> None:

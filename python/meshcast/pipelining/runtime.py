@@ -17,10 +17,11 @@ from meshcast.errors import LayoutError, MeshcastError
 from meshcast.handle import Handle
 from meshcast.pipelining.action import Action, ActionKind
 from meshcast.pipelining.lower import Link
+from meshcast.pipelining.randomness import random_state
 from meshcast.pipelining.shapes import as_tuple
 from meshcast.pipelining.stage import PipelineStage, local_values
 from meshcast.pipelining.trace import Trace
-from meshcast.pipelining.wiring import Lane, Value, Wiring
+from meshcast.pipelining.wiring import Arrival, Lane, Value, Wiring
 
 __all__ = ["Feed", "Runtime"]
 
@@ -45,19 +46,22 @@ class Feed(Protocol):
     def output(self, microbatch: int, output: Any) -> torch.Tensor | None:
         """Takes the last stage's output; returns the local loss that its backward starts from."""
 
-    def seed(self, loss: torch.Tensor) -> torch.Tensor:
+    def seed(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
         """The gradient of the step's loss with respect to this local loss."""
 
 
 class Runtime:
-    """Runs lowered schedules, one after the other, over the lanes of one rank."""
+    """Runs lowered schedules, one after the other, over the lanes of one rank.
+
+    wiring: that of any micro-batch: all join the same stages.
+    """
 
     def __init__(
         self, stages: Mapping[int, PipelineStage], wiring: Wiring, timeout: float, *, overlap: bool = True
     ) -> None:
         self._stages = stages
         self._rank = next(iter(stages.values())).rank
-        self._wiring = wiring
+        self._local = {link for link in wiring.links if wiring.is_local(link)}
         self._timeout = timeout
         self._overlap = overlap
         self._consumers = {stage: [link for link in wiring.links if link[0] == stage] for stage in stages}
@@ -65,7 +69,7 @@ class Runtime:
         # The stage whose transfer comes last: lower() lists them in ascending order.
         self._last_consumer = {stage: self._farthest(links, 1) for stage, links in self._consumers.items()}
         self._last_producer = {stage: self._farthest(links, 0) for stage, links in self._producers.items()}
-        self._arriving: dict[Action, tuple[Handle[Any] | None, list[torch.Tensor]]] = {}
+        self._arriving: dict[Action, list[Arrival]] = {}
         self._outputs: dict[_Key, list[torch.Tensor]] = {}
         self._losses: dict[int, torch.Tensor] = {}
         self._gradients: dict[_Key, list[torch.Tensor | None]] = {}
@@ -81,18 +85,36 @@ class Runtime:
             ActionKind.RECV_B: self._receive,
         }
         self._feeds: Mapping[int, Feed]
+        self._wirings: Sequence[Wiring]  # of each micro-batch of the step
         self._train = False
+        self._seed: tuple[int, int] | None = None
         self.trace = Trace()
         self.bytes_sent = 0  # of all steps
         self._waited_until = 0.0  # when this thread last had to wait for a value
 
     def _farthest(self, links: Sequence[Link], end: int) -> int | None:
-        return max((link[end] for link in links if not self._wiring.is_local(link)), default=None)
+        return max((link[end] for link in links if link not in self._local), default=None)
 
-    def run(self, actions: Sequence[Action], feeds: Mapping[int, Feed], *, train: bool) -> None:
-        """Runs one step, feeds by stage. Errors of a module become MeshcastError naming rank, stage and
-        micro-batch; errors of transfers keep their type. After an error the runtime is of no more use."""
-        self._feeds, self._train = feeds, train
+    def run(
+        self,
+        actions: Sequence[Action],
+        feeds: Mapping[int, Feed],
+        wirings: Sequence[Wiring],
+        *,
+        train: bool,
+        seed: tuple[int, int] | None = None,
+    ) -> None:
+        """Runs one step.
+
+        Errors of a module become MeshcastError naming rank, stage and micro-batch; errors of transfers keep
+        their type. After an error the runtime is of no more use.
+
+        Args:
+            feeds: by stage.
+            wirings: by micro-batch.
+            seed: see `random_state`.
+        """
+        self._feeds, self._wirings, self._train, self._seed = feeds, wirings, train, seed
         self.trace = Trace()
         sent_before = self.bytes_sent
         for action in actions:
@@ -104,26 +126,10 @@ class Runtime:
             if action.kind.is_compute:
                 # Without the wait for what it needed, which has an event of its own.
                 self.trace.add(str(action), "compute", max(begin, self._waited_until), time.perf_counter())
+                if train:
+                    self.trace.count(action.kind)
         self._settle_sends(wait=True)
         self.trace.finish(self.bytes_sent - sent_before)
-
-    def abort(self, reason: str) -> None:
-        """Makes all ranks that share a lane with this one fail with this reason."""
-        for transfer in self._wiring.transfers():
-            transfer.abort(reason)
-
-    @property
-    def inputs(self) -> Mapping[int, Mapping[int, Value]]:
-        """Inputs of this rank's stages that other stages feed."""
-        return self._wiring.inputs
-
-    def sum_shared(self) -> None:
-        """Sums the gradients of shared parameters over their stages."""
-        self._wiring.shared.sum()
-
-    def close(self) -> None:
-        for transfer in self._wiring.transfers():
-            transfer.close()
 
     def clear(self) -> None:
         """Drops what a failed step left."""
@@ -147,7 +153,8 @@ class Runtime:
         stage, microbatch = self._stages[action.stage], action.microbatch
         feed = self._feeds[action.stage]
         inputs = feed.arguments(microbatch) if stage.is_first else self._arrived_inputs(stage, action)
-        output = stage.forward(microbatch, inputs, feed.keywords(microbatch), self._train)
+        with random_state(self._seed, stage, microbatch):
+            output = stage.forward(microbatch, inputs, feed.keywords(microbatch), self._train)
         if stage.is_last:
             loss = feed.output(microbatch, output)
             if self._train and loss is not None:
@@ -158,57 +165,67 @@ class Runtime:
             local_values(value.detach())
             for value in as_tuple(output, f"rank {self._rank}, stage {action.stage}")
         ]
-        expected = len(self._wiring.values[action.stage])
+        wiring = self._wirings[microbatch]
+        expected = len(wiring.values[action.stage])
         if len(values) != expected:
             raise LayoutError(f"the module returned {len(values)} values, {expected} were agreed on")
         for link in self._consumers[action.stage]:
-            if self._wiring.is_local(link):
-                lane = self._wiring.forward[link]
+            if link in self._local:
                 arrival = Action(link[1], ActionKind.RECV_F, microbatch, link[0])
-                given = [values[edge.output] for edge in lane.edges]
-                self._arriving[arrival] = lane.hand_over(given, self._timeout)
+                self._arriving[arrival] = [
+                    lane.hand_over([values[each.output] for each in lane.deliveries], self._timeout)
+                    for lane in wiring.forward[link]
+                ]
         if self._last_consumer[action.stage] is not None:
             self._outputs[action.stage, microbatch] = values
 
     def _arrived_inputs(self, stage: PipelineStage, action: Action) -> list[Any]:
-        values = self._wiring.inputs[action.stage]
+        wiring = self._wirings[action.microbatch]
+        values = wiring.inputs[action.stage]
         inputs: list[Any] = [None] * len(values)
         for link in self._producers[action.stage]:
-            lane = self._wiring.forward[link]
-            buffers = self._wait(Action(action.stage, ActionKind.RECV_F, action.microbatch, link[0]))
-            for edge, buffer in zip(lane.edges, buffers, strict=True):
-                value = values[edge.input]
-                if lane.transfer is None:
-                    buffer = buffer.detach()  # several consumers, one tensor: each has its own gradient
-                if stage.use_dtensor:
-                    buffer = stage.wrap(buffer, stage.input_placements[edge.input], value.shape)
-                inputs[edge.input] = buffer.requires_grad_(self._train and value.requires_grad)
+            arrived = self._wait(Action(action.stage, ActionKind.RECV_F, action.microbatch, link[0]))
+            for lane, buffers in zip(wiring.forward[link], arrived, strict=True):
+                for delivery, buffer in zip(lane.deliveries, buffers, strict=True):
+                    for index in delivery.inputs[action.stage]:
+                        inputs[index] = self._input(stage, index, buffer, values[index])
         return inputs
 
-    def _wait(self, receive: Action) -> list[torch.Tensor]:
-        handle, buffers = self._arriving.pop(receive)
-        if handle is None:
-            return buffers
-        if not handle.is_completed():
-            begin = time.perf_counter()
-            handle.wait()
-            self._waited_until = time.perf_counter()
-            self.trace.add(f"wait {receive}", "wait", begin, self._waited_until)
-        else:
-            handle.wait()  # raises its error, if it ended with one
-        return buffers
+    def _input(self, stage: PipelineStage, index: int, buffer: torch.Tensor, value: Value) -> torch.Tensor:
+        # Several inputs may have come as one tensor: each has its own gradient.
+        tensor = buffer.detach()
+        if stage.use_dtensor:
+            tensor = stage.wrap(tensor, stage.input_placements[index], value.shape)
+        return tensor.requires_grad_(self._train and value.requires_grad)
+
+    def _wait(self, receive: Action) -> list[list[torch.Tensor]]:
+        """The tensors of each lane."""
+        arrived = []
+        for handle, buffers in self._arriving.pop(receive):
+            arrived.append(buffers)
+            if handle is None:
+                continue
+            if not handle.is_completed():
+                begin = time.perf_counter()
+                handle.wait()
+                self._waited_until = time.perf_counter()
+                self.trace.add(f"wait {receive}", "wait", begin, self._waited_until)
+            else:
+                handle.wait()  # raises its error, if it ended with one
+            self.bytes_sent += handle.stats.bytes_sent  # what this rank passed on to other receivers
+        return arrived
 
     def _receive(self, action: Action) -> None:
-        lane = self._lane(action)
-        if lane is not None:
-            self._arriving[action] = lane.receive(self._timeout)
+        lanes = self._lanes(action)
+        if lanes:
+            self._arriving[action] = [lane.receive(self._timeout) for lane in lanes]
 
     def _send_forward(self, action: Action) -> None:
-        lane = self._lane(action)
-        assert lane is not None
         key = action.stage, action.microbatch
         outputs = self._outputs[key]
-        self._send(action, lane, [outputs[edge.output] for edge in lane.edges])
+        for lane in self._lanes(action):
+            if lane.consumers[0] == action.peer:  # what others get as well has left with the first of them
+                self._send(action, lane, [outputs[each.output] for each in lane.deliveries])
         if action.peer == self._last_consumer[action.stage]:
             del self._outputs[key]  # transfers hold what they need
 
@@ -217,17 +234,16 @@ class Runtime:
         stage, microbatch = self._stages[action.stage], action.microbatch
         if stage.is_last:
             feed = self._feeds[action.stage]
-            seeds: list[torch.Tensor | None] = [feed.seed(self._losses.pop(microbatch))]
+            seeds: list[torch.Tensor | None] = [feed.seed(microbatch, self._losses.pop(microbatch))]
         else:
             seeds = self._arrived_gradients(action)
         run = stage.backward_inputs if action.kind is ActionKind.I else stage.backward
         gradients = run(microbatch, seeds)
         for link in self._producers[action.stage]:
-            lane = self._wiring.backward.get(link)
-            if lane is not None and self._wiring.is_local(link):
+            lane = self._wirings[microbatch].backward.get(link)
+            if lane is not None and link in self._local:
                 arrival = Action(link[0], ActionKind.RECV_B, microbatch, link[1])
-                given = [_given(gradients[edge.input]) for edge in lane.edges]
-                self._arriving[arrival] = lane.hand_over(given, self._timeout)
+                self._arriving[arrival] = [lane.hand_over(_given(lane, gradients), self._timeout)]
         if self._last_producer[action.stage] is not None:
             self._gradients[action.stage, microbatch] = gradients
 
@@ -236,24 +252,23 @@ class Runtime:
 
     def _arrived_gradients(self, action: Action) -> list[torch.Tensor | None]:
         """One per output: the sum over its consumers, nearest stage first."""
-        summed: list[torch.Tensor | None] = [None] * len(self._wiring.values[action.stage])
+        wiring = self._wirings[action.microbatch]
+        summed: list[torch.Tensor | None] = [None] * len(wiring.values[action.stage])
         for link in self._consumers[action.stage]:
-            lane = self._wiring.backward.get(link)
+            lane = wiring.backward.get(link)
             if lane is None:
                 continue
-            buffers = self._wait(Action(action.stage, ActionKind.RECV_B, action.microbatch, link[1]))
-            for edge, buffer in zip(lane.edges, buffers, strict=True):
-                before = summed[edge.output]
+            (buffers,) = self._wait(Action(action.stage, ActionKind.RECV_B, action.microbatch, link[1]))
+            for delivery, buffer in zip(lane.deliveries, buffers, strict=True):
+                before = summed[delivery.output]
                 # Not in place: a gradient that was handed over may still serve another W.
-                summed[edge.output] = buffer if before is None else before + buffer
+                summed[delivery.output] = buffer if before is None else before + buffer
         return summed
 
     def _send_backward(self, action: Action) -> None:
-        lane = self._lane(action)
         key = action.stage, action.microbatch
-        if lane is not None:
-            gradients = self._gradients[key]
-            self._send(action, lane, [_given(gradients[edge.input]) for edge in lane.edges])
+        for lane in self._lanes(action):
+            self._send(action, lane, _given(lane, self._gradients[key]))
         if action.peer == self._last_producer[action.stage]:
             del self._gradients[key]
 
@@ -276,18 +291,28 @@ class Runtime:
             self.bytes_sent += handle.stats.bytes_sent
         self._sends = flying
 
-    def _lane(self, action: Action) -> Lane | None:
+    def _lanes(self, action: Action) -> list[Lane]:
         """None for gradients of a link whose values need none."""
+        wiring = self._wirings[action.microbatch]
         if action.kind is ActionKind.SEND_F:
-            return self._wiring.forward[action.stage, action.peer]
+            return wiring.forward[action.stage, action.peer]
         if action.kind is ActionKind.RECV_F:
-            return self._wiring.forward[action.peer, action.stage]
+            return wiring.forward[action.peer, action.stage]
         link = (
             (action.peer, action.stage) if action.kind is ActionKind.SEND_B else (action.stage, action.peer)
         )
-        return self._wiring.backward.get(link)
+        return [wiring.backward[link]] if link in wiring.backward else []
 
 
-def _given(gradient: torch.Tensor | None) -> torch.Tensor:
-    assert gradient is not None  # backward lanes carry only values that need a gradient
-    return gradient
+def _given(lane: Lane, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """For each value of the lane the gradient, summed over the inputs it went to."""
+    (consumer,) = lane.consumers
+    given = []
+    for delivery in lane.deliveries:
+        first, *others = (gradients[index] for index in delivery.inputs[consumer])
+        assert first is not None  # an input that needs a gradient has one, zeros where it was not used
+        for other in others:
+            assert other is not None
+            first = first + other
+        given.append(first)
+    return given

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 import torch
+from torch.distributed.pipelining.stage import _PipelineStage as _TracedStage
 
 from meshcast.errors import AbortedError, LayoutError, MeshcastError
 from meshcast.groups import parent_group, seconds
@@ -21,14 +22,17 @@ from meshcast.pipelining.draw import draw_panels, panel_of
 from meshcast.pipelining.edge import links_of
 from meshcast.pipelining.exchange import Exchange
 from meshcast.pipelining.lower import AHEAD, Link, lower, stage_ranks
+from meshcast.pipelining.measured import Event, exposed_seconds
+from meshcast.pipelining.refused import TRACED
 from meshcast.pipelining.runtime import Runtime
 from meshcast.pipelining.schedules import build, forward_only
 from meshcast.pipelining.simulate import simulate_actions
 from meshcast.pipelining.stage import PipelineStage
-from meshcast.pipelining.step import StepFeed
+from meshcast.pipelining.step import Pieces, StepFeed
 from meshcast.pipelining.table import StageTable, agree_on_stages, describe_stages
 from meshcast.pipelining.validate import validate
-from meshcast.pipelining.wiring import connect
+from meshcast.pipelining.varying import Wirings
+from meshcast.pipelining.wiring import Wiring
 
 __all__ = ["Options", "PipelineSchedule"]
 
@@ -42,6 +46,8 @@ class Options(TypedDict, total=False):
     times: Mapping[str, Any] | None
     delay_weight_grad: bool
     overlap: bool
+    varying_shapes: bool
+    seed: int | None
     timeout: float | timedelta | None
 
 
@@ -69,6 +75,11 @@ class PipelineSchedule:
             every rank.
         delay_weight_grad: gradients of inputs first, so that they leave early, those of weights after them.
         overlap: False: wait for each send where it is made, for comparison.
+        varying_shapes: micro-batches may differ in shape, in a step (``arg_mbs``) and from step to step. All
+            ranks then exchange shapes before each step, and each new shape costs what the first step costs.
+        seed: each forward begins from a random state of its own, made of this number, the number of the step,
+            the stage and the micro-batch (see `microbatch_seed`), and leaves the random state of the process
+            as it was: dropout is then the same under every schedule. An integer, the same on every rank.
         timeout: limit for each transfer and each agreement, seconds or timedelta; default: the group's.
 
     Raises:
@@ -93,6 +104,8 @@ class PipelineSchedule:
         times: Mapping[str, Any] | None = None,
         delay_weight_grad: bool = False,
         overlap: bool = True,
+        varying_shapes: bool = False,
+        seed: int | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
         group = next((stage.group for stage in stages if isinstance(stage, PipelineStage)), None)
@@ -119,12 +132,15 @@ class PipelineSchedule:
         self._scale_grads = scale_grads
         self._sync_gradients = sync_gradients
         self._table: StageTable | None = None
+        self._wirings = Wirings(self._stages, self._exchange, self._timeout, varying_shapes)
         self._runtime: Runtime | None = None
         self._rows: dict[bool, list[Action]] = {}  # this rank's lowered actions; key: training
-        self._shapes: dict[int, list[tuple[int, ...]]] = {}
+        self._seed = seed
         self._steps = 0
+        self._summaries = 0
         self._failed: str | None = None
         options = f"{self.name}, warm-up {warmup}, budget {memory_budget}, delayed {delay_weight_grad}"
+        options += f", varying shapes {varying_shapes}, seed {seed}"
         self._exchange.publish(
             "stage",
             describe_stages(list(self._stages.values()), options, n_microbatches, loss_fn is not None),
@@ -154,6 +170,9 @@ class PipelineSchedule:
         losses: list[Any] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: Sequence[Any] | None = None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Runs one batch through the pipeline, forward and backward. Every rank of every stage calls it.
@@ -166,11 +185,14 @@ class PipelineSchedule:
                 samples.
             return_outputs: return the outputs on the last stage.
             loss_kwargs: more arguments for ``loss_fn``.
+            arg_mbs, kwarg_mbs, target_mbs: arguments (a tuple each), keyword arguments and targets that are
+                micro-batches already, in place of whole ones; of unlike shapes with ``varying_shapes``.
+                However many samples it has, every micro-batch counts the same.
             kwargs: keyword arguments of this stage's module; tensors are cut like the arguments.
 
         Returns:
-            On the last stage this rank's local outputs, micro-batches joined along dimension 0; None
-            elsewhere and without ``return_outputs``.
+            On the last stage this rank's local outputs, micro-batches joined along dimension 0 (a list where
+            they differ in another dimension); None elsewhere and without ``return_outputs``.
 
         Raises:
             LayoutError: the batch cannot be cut, its shape differs from the first step's, outputs do not
@@ -183,12 +205,23 @@ class PipelineSchedule:
             raise MeshcastError(
                 "step trains and needs gradients enabled; use eval under torch.no_grad", op="pipeline"
             )
-        return self._step(args, kwargs, target, losses, return_outputs, loss_kwargs, trains)
+        pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
+        return self._step(args, kwargs, target, losses, return_outputs, loss_kwargs, trains, pieces)
 
-    def eval(self, *args: Any, target: Any = None, losses: list[Any] | None = None, **kwargs: Any) -> Any:
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        arg_mbs: Sequence[Any] | None = None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """`step` without gradients: forward only, losses where there are targets."""
+        pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
         with torch.no_grad():
-            return self._step(args, kwargs, target, losses, True, None, False)
+            return self._step(args, kwargs, target, losses, True, None, False, pieces)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Writes this rank's part of the last step as a Chrome trace."""
@@ -196,12 +229,30 @@ class PipelineSchedule:
             raise MeshcastError("there is no step to trace yet", op="pipeline")
         self._runtime.trace.write(path, self._rank)
 
-    def summary(self) -> str:
+    def summary(self, *, together: bool = False) -> str:
         """One line about this rank's last step: its time, the parts that went into computing and into waiting
-        for values (the bubble included), and the bytes sent."""
+        for values, the bubble (all that is not computing), micro-batches held, memory and bytes sent.
+
+        together: every rank of the pipeline calls it; the line then also says how long this rank waited for
+            values that were on their way, by the clocks of the hosts: communication that was not hidden.
+        """
         if self._runtime is None:
             raise MeshcastError("there is no step to sum up yet", op="pipeline")
-        return self._runtime.trace.summary(self._rank)
+        trace = self._runtime.trace
+        if not together:
+            return trace.summary(self._rank)
+        mine = trace.on_the_clock(self._rank)
+        sends = [[each.name, each.begin, each.end] for each in mine if "SEND" in each.name]
+        topic = f"sends/{self._summaries}"
+        self._exchange.publish(topic, {"sends": sends})
+        found = self._exchange.collect(topic)
+        if self._summaries:  # all have read that one, or they would not be here
+            self._exchange.forget(f"sends/{self._summaries - 1}")
+        self._summaries += 1
+        others = [
+            Event(rank, *send) for rank, said in found.items() if rank != self._rank for send in said["sends"]
+        ]
+        return trace.summary(self._rank, exposed_seconds([*mine, *others]).get(self._rank, 0.0))
 
     def draw(self, path: str | os.PathLike[str], **times: Any) -> None:
         """Writes the simulated timeline of a step; the suffix of `path` tells the format.
@@ -219,8 +270,7 @@ class PipelineSchedule:
     def close(self) -> None:
         """Drops the transfers. Later steps raise AbortedError."""
         self._failed = self._failed or "the schedule was closed"
-        if self._runtime is not None:
-            self._runtime.close()
+        self._wirings.close()
 
     def _step(
         self,
@@ -231,20 +281,21 @@ class PipelineSchedule:
         return_outputs: bool,
         loss_kwargs: dict[str, Any] | None,
         train: bool,
+        pieces: Pieces,
     ) -> Any:
         if self._failed is not None:
             raise AbortedError(f"the pipeline failed before: {self._failed}", rank=self._rank, op="pipeline")
         try:
             feeds = {
-                index: self._feed(stage, args, kwargs, target, loss_kwargs, return_outputs)
+                index: self._feed(stage, args, kwargs, target, loss_kwargs, return_outputs, pieces)
                 for index, stage in self._stages.items()
             }
-            runtime = self._connected(feeds)
+            runtime, wirings = self._connected(feeds)
             if train:
                 for stage in self._stages.values():
                     stage.begin_step(self._microbatches)
             with self._accumulating(train):
-                runtime.run(self._row(train), feeds, train=train)
+                runtime.run(self._row(train), feeds, wirings, train=train, seed=self._step_seed())
                 self._finish(feeds, train, losses)
         except BaseException as error:
             self._fail(error)
@@ -266,6 +317,7 @@ class PipelineSchedule:
         target: Any,
         loss_kwargs: dict[str, Any] | None,
         keep_outputs: bool,
+        pieces: Pieces,
     ) -> StepFeed:
         return StepFeed(
             stage,
@@ -278,34 +330,24 @@ class PipelineSchedule:
             loss_kwargs or {},
             self._scale_grads,
             keep_outputs,
+            pieces,
         )
 
-    def _connected(self, feeds: Mapping[int, StepFeed]) -> Runtime:
-        """The runtime, made by the first step. Later steps must bring the shapes of the first."""
+    def _step_seed(self) -> tuple[int, int] | None:
+        return None if self._seed is None else (self._seed, self._steps)
+
+    def _connected(self, feeds: Mapping[int, StepFeed]) -> tuple[Runtime, list[Wiring]]:
+        """The runtime, made by the first step, and the wiring of each micro-batch."""
+        table = self._agreed()
         if self._runtime is None:
-            table = self._agreed()
             self._check_placement(table)
-            wiring = connect(
-                self._stages,
-                table,
-                self._exchange,
-                feeds[0].arguments(0) if 0 in feeds else [],
-                {index: feed.keywords(0) for index, feed in feeds.items()},
-                self._timeout,
-            )
-            self._runtime = Runtime(self._stages, wiring, self._timeout, overlap=self._overlap)
-            self._shapes = {index: feed.shapes for index, feed in feeds.items()}
+        wirings = self._wirings.of_step(feeds, table, self._microbatches)
+        if self._runtime is None:
+            self._runtime = Runtime(self._stages, wirings[0], self._timeout, overlap=self._overlap)
         for index, feed in feeds.items():
-            if feed.shapes != self._shapes[index]:
-                raise LayoutError(
-                    f"rank {self._rank}, stage {index}: micro-batches have shapes {feed.shapes}, those of "
-                    f"the first step had {self._shapes[index]}; the transfers are compiled for one shape. "
-                    "Drop or pad a last, smaller batch",
-                    rank=self._rank,
-                    op="pipeline",
-                )
-            feed.learn_share(self._runtime.inputs[index])
-        return self._runtime
+            for number, wiring in enumerate(wirings):
+                feed.learn_share(number, wiring.inputs[index])
+        return self._runtime, wirings
 
     def _check_options(self) -> None:
         """Raises ScheduleError, before anything is agreed on, for options that no placement makes good."""
@@ -409,18 +451,17 @@ class PipelineSchedule:
                 means = feeds[index].mean_losses()
                 if losses is not None:
                     losses[:] = means
-        if train and self._runtime is not None:
-            self._runtime.sum_shared()
+        if train and self._wirings.shared is not None:
+            self._wirings.shared.sum()
 
     def _fail(self, error: BaseException) -> None:
         """Takes the other ranks along, in bounded time, with the first cause."""
         cause = f"rank {self._rank}: {type(error).__name__}" if not str(error) else str(error)
         self._failed = cause
+        self._wirings.fail(cause)
+        self._wirings.abort(cause)
         if self._runtime is None:
-            for topic in (*(f"shapes/{index}" for index in self._stages), "checked"):
-                self._exchange.fail(topic, cause)
             return
-        self._runtime.abort(cause)
         self._runtime.clear()
         if next(iter(self._stages.values())).mesh.size > 1:
             self._exchange.fail(f"step/{self._steps}", cause)
@@ -430,8 +471,9 @@ def _checked(stages: Sequence[PipelineStage], microbatches: int) -> dict[int, Pi
     """The stages by number, ascending. Raises LayoutError unless they can be one rank's."""
     for stage in stages:
         if not isinstance(stage, PipelineStage):
+            hint = f": {TRACED}" if isinstance(stage, _TracedStage) else ""
             raise LayoutError(
-                f"stage must be a meshcast.pipelining.PipelineStage, found {type(stage).__name__}"
+                f"stage must be a meshcast.pipelining.PipelineStage, found {type(stage).__name__}{hint}"
             )
     if not stages:
         raise LayoutError("a schedule needs at least one stage on this rank, found none")

@@ -57,7 +57,8 @@ class PipelineStage:
         output_args: examples (device "meta" will do) of one micro-batch's local outputs, for modules whose
             shapes cannot be inferred.
         output_grads, input_grads, get_mesh: torch passes the metadata of DTensor gradients through these;
-            here layouts follow from ``mesh`` and the placements, so they must be None.
+            here layouts follow from ``mesh`` and the placements, so they must be None. torch 2.11 has none
+            of them: there ``group`` and ``dw_builder`` come in their places, which is understood.
         group: the ranks of the whole pipeline, all stages together; default: the default group.
         dw_builder: must be None; a backward is split here without help of the module.
         mesh: the ranks of this stage, any shape. None: one rank, as in torch: number ``stage_index`` of
@@ -100,6 +101,9 @@ class PipelineStage:
         use_dtensor: bool = False,
         shared_parameters: Mapping[str, str] | None = None,
     ) -> None:
+        if isinstance(output_grads, dist.ProcessGroup):
+            # torch 2.11 has group and dw_builder in these places, and nothing of DTensors.
+            group, dw_builder, output_grads, input_grads = output_grads, input_grads, None, None
         if not 0 <= stage_index < num_stages:
             raise LayoutError(f"stage_index must be in 0..{num_stages - 1}, found {stage_index}")
         for name, value in (
@@ -162,6 +166,14 @@ class PipelineStage:
         for dim in self.batch_dims:
             parts *= self.mesh.shape[dim]
         return parts
+
+    @property
+    def batch_part(self) -> int:
+        """Which of these parts this rank has."""
+        part = 0
+        for dim in self.batch_dims:
+            part = part * self.mesh.shape[dim] + self.mesh.coordinate[dim]
+        return part
 
     def sync_gradients(self) -> None:
         """Sums the gradients of the parameters over the data-parallel ranks of the stage. Called by all of

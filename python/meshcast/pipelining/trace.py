@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import time
 from dataclasses import dataclass, field
 
+from meshcast.pipelining.action import ActionKind
+from meshcast.pipelining.measured import Event
 from meshcast.pipelining.simulate import SimulationReport
 
 __all__ = ["Trace", "format_timeline"]
@@ -24,25 +27,45 @@ class Trace:
     events: list[tuple[str, str, float, float]] = field(default_factory=list)  # name, category, begin, end
     seconds: float = 0.0  # of the whole step
     bytes_sent: int = 0  # to other ranks in this step
+    peak: int = 0  # most micro-batches whose activations this rank held at once
+    _alive: int = 0
 
     def add(self, name: str, category: str, begin: float, end: float) -> None:
         self.events.append((name, category, begin, end))
+
+    def count(self, kind: ActionKind) -> None:
+        """Counts the micro-batches whose activations are held, after an action of this kind."""
+        if kind is ActionKind.F:
+            self._alive += 1
+            self.peak = max(self.peak, self._alive)
+        elif kind is not ActionKind.I:
+            self._alive -= 1
 
     def finish(self, bytes_sent: int) -> None:
         """The step is over."""
         self.seconds = time.perf_counter() - self.began[0]
         self.bytes_sent = bytes_sent
 
-    def summary(self, rank: int) -> str:
-        """One line: how long the step took here, and what for."""
+    def on_the_clock(self, rank: int) -> list[Event]:
+        """The events by the clock of the host."""
+        offset = self.began[1] - self.began[0]
+        return [Event(rank, name, begin + offset, end + offset) for name, _, begin, end in self.events]
+
+    def summary(self, rank: int, exposed: float | None = None) -> str:
+        """One line: how long the step took here, and what for. exposed: seconds that it waited for values on
+        their way, where that is known."""
         spent = {"compute": 0.0, "wait": 0.0}
         for _, category, begin, end in self.events:
             if category in spent:
                 spent[category] += end - begin
         whole = self.seconds or 1.0
+        on_their_way = "" if exposed is None else f" ({exposed / whole:.1%} for values on their way)"
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return (
             f"rank {rank}: step of {self.seconds * 1e3:.4g} ms, computes {spent['compute'] / whole:.1%}, "
-            f"waits for values {spent['wait'] / whole:.1%}, sent {self.bytes_sent / 1e6:.4g} MB"
+            f"bubble {1 - spent['compute'] / whole:.1%}, waits for values {spent['wait'] / whole:.1%}"
+            f"{on_their_way}, held {self.peak} micro-batches at most, process memory up to "
+            f"{memory / 1e6:.4g} MB, sent {self.bytes_sent / 1e6:.4g} MB"
         )
 
     def write(self, path: str | os.PathLike[str], rank: int) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement
 from meshcast.errors import LayoutError
 from meshcast.handle import Handle
 from meshcast.layout import Layout
+from meshcast.pipelining.deliveries import Bundle, Delivery, bundles, returns
 from meshcast.pipelining.edge import Edge, check_edges, links_of
 from meshcast.pipelining.exchange import Exchange
 from meshcast.pipelining.layouts import gradient_placements
@@ -24,7 +25,10 @@ from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.wire import decode_value, encode_value
 from meshcast.transfer import Problem, Transfer
 
-__all__ = ["Lane", "Value", "Wiring", "connect"]
+__all__ = ["Arrival", "Lane", "Value", "Wiring", "connect"]
+
+# A transfer to wait for, unless the value was here already, and a tensor for each delivery.
+Arrival = tuple[Handle[Any] | None, list[torch.Tensor]]
 
 _FIRST_LANE = 2  # below are the lanes of ordinary calls and their backward
 
@@ -40,7 +44,7 @@ class Value:
 
 
 class Lane:
-    """One direction of a link: all its values of a micro-batch travel in one transfer.
+    """One transfer for each micro-batch: the values of a bundle, or the gradients of one link.
 
     transfer: None where both stages are on the same ranks and every rank keeps what it has: values are handed
     over as they are.
@@ -49,29 +53,29 @@ class Lane:
     def __init__(
         self,
         transfer: Transfer | None,
-        edges: Sequence[Edge],
+        consumers: Sequence[int],
+        deliveries: Sequence[Delivery],
         buffers: Sequence[tuple[tuple[int, ...], torch.dtype]],
         device: Any,
     ) -> None:
         self.transfer = transfer
-        self.edges = edges
+        self.consumers = consumers
+        self.deliveries = deliveries
         self._buffers = buffers  # local shape and dtype of what this rank receives; empty on the sending side
         self._device = device
 
     def send(self, tensors: Sequence[torch.Tensor], timeout: float) -> Handle[Any]:
-        """To other ranks."""
+        """To other ranks, a tensor for each delivery."""
         assert self.transfer is not None
         return self.transfer.start(tensors, [None] * len(tensors), timeout=timeout)
 
-    def receive(self, timeout: float) -> tuple[Handle[Any], list[torch.Tensor]]:
+    def receive(self, timeout: float) -> Arrival:
         """From other ranks."""
         assert self.transfer is not None
         buffers = self._empty()
         return self.transfer.start([None] * len(buffers), buffers, timeout=timeout), buffers
 
-    def hand_over(
-        self, tensors: Sequence[torch.Tensor], timeout: float
-    ) -> tuple[Handle[Any] | None, list[torch.Tensor]]:
+    def hand_over(self, tensors: Sequence[torch.Tensor], timeout: float) -> Arrival:
         """From one stage of these ranks to another."""
         if self.transfer is None:
             return None, list(tensors)
@@ -84,21 +88,24 @@ class Lane:
 
 @dataclass(slots=True)
 class Wiring:
-    """The lanes this rank takes part in, and what it must know of the values."""
+    """The lanes this rank takes part in, for micro-batches of one shape, and what it must know of the
+    values."""
 
     links: list[Link]
     values: list[list[Value]]  # outputs of every stage but the last
     inputs: dict[int, dict[int, Value]]  # of each of this rank's stages, in the layout they arrive in
-    forward: dict[Link, Lane]
+    forward: dict[Link, list[Lane]]
     backward: dict[Link, Lane]  # only links with a value that needs a gradient
     shared: SharedGradients
 
+    def lanes(self) -> list[Lane]:
+        """Each once."""
+        found = [*(lane for lanes in self.forward.values() for lane in lanes), *self.backward.values()]
+        return list({id(lane): lane for lane in found}.values())
+
     def transfers(self) -> list[Transfer]:
-        lanes = [*self.forward.values(), *self.backward.values()]
-        return [
-            *(lane.transfer for lane in lanes if lane.transfer is not None),
-            *self.shared.transfers(),
-        ]
+        own = [lane.transfer for lane in self.lanes() if lane.transfer is not None]
+        return [*own, *self.shared.transfers()]
 
     def is_local(self, link: Link) -> bool:
         """Whether both of its stages are on this rank."""
@@ -112,6 +119,8 @@ def connect(
     args: Sequence[Any],
     kwargs: Mapping[int, Mapping[str, Any]],
     timeout: float,
+    topic: str = "",
+    shared: SharedGradients | None = None,
 ) -> Wiring:
     """Finds the shapes of all values, stage after stage, and compiles the lanes of this rank.
 
@@ -119,6 +128,9 @@ def connect(
         stages: those of this rank, by number.
         args: this rank's local arguments of one micro-batch, first stage only.
         kwargs: local keyword arguments of one micro-batch, of each stage.
+        topic: begins the names of what the ranks tell each other here; another for each call.
+        shared: of an earlier call for micro-batches of another shape. Lanes have the same numbers in all of
+            them: between two steps nothing is on its way.
     """
     values: list[list[Value]] = []
     num_stages = len(table.ranks)
@@ -127,9 +139,10 @@ def connect(
             stage = stages[index]
             inputs = _inputs(stage, table, table.edges, values)
             given = _examples(stage, inputs) if index else list(args)
-            _publish_shapes(stage, exchange, given, kwargs[index], table)
+            _publish_shapes(stage, exchange, f"{topic}shapes", given, kwargs[index], table)
         # The last stage only tells whether it came this far: nobody must wait for it in vain.
-        values.append(_values(index, exchange.collect(f"shapes/{index}", table.ranks[index]), table))
+        found = exchange.collect(f"{topic}shapes/{index}", table.ranks[index])
+        values.append(_values(index, found, table))
     del values[-1]
     edges = table.edges
     edges = check_edges(_default_edges(values), num_stages) if edges is None else edges
@@ -139,22 +152,31 @@ def connect(
     for index, stage in stages.items():
         _check_examples(stage, inputs_of[index])
     # A rank whose own checks failed stays away from the transfers, which the others would wait for.
-    exchange.publish("checked", {})
-    exchange.collect("checked")
+    exchange.publish(f"{topic}checked", {})
+    exchange.collect(f"{topic}checked")
     links = links_of(edges)
-    shared = SharedGradients(stages, table, _FIRST_LANE + 2 * len(links), timeout)
+    found_bundles = bundles(
+        edges, table.input_layout, {stage: table.row_of(stage) for stage in range(num_stages)}
+    )
+    # A lane of its own for each bundle and for the way back of each link: a receive posted ahead never delays
+    # another one.
+    back = _FIRST_LANE + len(found_bundles)
+    if shared is None:
+        shared = SharedGradients(stages, table, back + len(links), timeout)
     wiring = Wiring(links, values, inputs_of, {}, {}, shared)
+    for number, bundle in enumerate(found_bundles):
+        _compile_bundle(wiring, stages, bundle, _FIRST_LANE + number, timeout)
     for number, link in enumerate(links):
-        for index in link:
-            if index in stages:
-                _compile_link(wiring, stages[index], table, edges, number, link, timeout)
-                break
+        returned = returns(found_bundles, *link, table.input_layout)
+        if table.trains and (link[0] in stages or link[1] in stages):
+            _compile_return(wiring, stages, link, returned, back + number, timeout)
     return wiring
 
 
 def _publish_shapes(
     stage: PipelineStage,
     exchange: Exchange,
+    topic: str,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     table: StageTable,
@@ -164,7 +186,7 @@ def _publish_shapes(
         encode_value(local, stage.mesh.layout(stage.output_layout(index, local)))
         for index, local in enumerate(outputs)
     ]
-    exchange.publish(f"shapes/{stage.stage_index}", {"outputs": encoded})
+    exchange.publish(f"{topic}/{stage.stage_index}", {"outputs": encoded})
 
 
 def _values(index: int, found: Mapping[int, Mapping[str, Any]], table: StageTable) -> list[Value]:
@@ -267,51 +289,57 @@ def _check_examples(stage: PipelineStage, inputs: Mapping[int, Value]) -> None:
             )
 
 
-def _compile_link(
+def _compile_bundle(
+    wiring: Wiring, stages: Mapping[int, PipelineStage], bundle: Bundle, number: int, timeout: float
+) -> None:
+    own = [stage for stage in (bundle.source, *bundle.consumers) if stage in stages]
+    if not own:
+        return
+    problems: list[Problem] = []
+    for each in bundle.deliveries:
+        value = wiring.values[bundle.source][each.output]
+        problems.append((value.shape, value.dtype, value.layout, each.layout))
+    name = f"pipeline {bundle.source}->{','.join(map(str, bundle.consumers))} forward"
+    lane = _lane(stages[own[0]], problems, bundle.consumers, bundle.deliveries, number, name, timeout)
+    for consumer in bundle.consumers:
+        if bundle.source in stages or consumer in stages:
+            wiring.forward.setdefault((bundle.source, consumer), []).append(lane)
+
+
+def _compile_return(
     wiring: Wiring,
-    stage: PipelineStage,
-    table: StageTable,
-    edges: Sequence[Edge],
-    number: int,
+    stages: Mapping[int, PipelineStage],
     link: Link,
+    given: Sequence[Delivery],
+    number: int,
     timeout: float,
 ) -> None:
-    source, target = link
-    own = [edge for edge in edges if (edge.from_stage, edge.to_stage) == link]
-    # A lane of its own for each direction: a receive posted ahead never delays another link, nor the other
-    # direction.
-    lane = _FIRST_LANE + 2 * number
-    problems: list[Problem] = []
-    for edge in own:
-        value = _value_of(edge, wiring.values)
-        problems.append((value.shape, value.dtype, value.layout, table.input_layout(target, edge.input)))
-    name = f"pipeline {source}->{target}"
-    wiring.forward[link] = _lane(stage, problems, own, lane, f"{name} forward", timeout)
-
-    trained = [edge for edge in own if table.trains and _value_of(edge, wiring.values).requires_grad]
+    source, consumer = link
+    trained = [each for each in given if wiring.values[source][each.output].requires_grad]
     if not trained:
         return
-    back: list[Problem] = []
-    for edge in trained:
-        value = _value_of(edge, wiring.values)
-        back.append(
-            (
-                value.shape,
-                value.dtype,
-                _gradient(table.input_layout(target, edge.input)),
-                _gradient(value.layout),
-            )
-        )
-    wiring.backward[link] = _lane(stage, back, trained, lane + 1, f"{name} backward", timeout)
+    problems: list[Problem] = []
+    for each in trained:
+        value = wiring.values[source][each.output]
+        problems.append((value.shape, value.dtype, _gradient(each.layout), _gradient(value.layout)))
+    stage = stages[source] if source in stages else stages[consumer]
+    name = f"pipeline {source}->{consumer} backward"
+    wiring.backward[link] = _lane(stage, problems, (consumer,), trained, number, name, timeout)
 
 
 def _lane(
-    stage: PipelineStage, problems: list[Problem], edges: list[Edge], number: int, op: str, timeout: float
+    stage: PipelineStage,
+    problems: list[Problem],
+    consumers: Sequence[int],
+    deliveries: Sequence[Delivery],
+    number: int,
+    op: str,
+    timeout: float,
 ) -> Lane:
     if all(_stays(shape, source, target) for shape, _, source, target in problems):
-        return Lane(None, edges, [], stage.device)
+        return Lane(None, consumers, deliveries, [], stage.device)
     transfer = Transfer(problems, group=stage.group, lane=number, op=op, timeout=timeout)
-    return Lane(transfer, edges, _local(problems, stage.rank), stage.device)
+    return Lane(transfer, consumers, deliveries, _local(problems, stage.rank), stage.device)
 
 
 def _stays(shape: Sequence[int], source: Layout, target: Layout) -> bool:

@@ -75,19 +75,23 @@ def write_traces(folder: Path) -> list[str]:
         trace.add(f"{rank}F0", "compute", begin + 0.1, begin + 0.4)
         trace.add(f"{rank}I0", "compute", begin + 0.4, begin + 0.5)
         trace.add(f"{rank}W0", "compute", begin + 0.5, begin + 0.6)
-        trace.add("0SEND_F0>1", "transfer", begin + 0.4, begin + 0.5)
+        if rank == 0:
+            trace.add("0SEND_F0>1", "transfer", begin + 0.55, begin + 0.65)
         paths.append(str(folder / f"rank{rank}.json"))
         trace.write(paths[-1], rank)
     return paths
 
 
 def test_timeline_puts_ranks_on_one_scale(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Rank 1 began half a second later, by the clocks of the hosts: the step takes 1.1 s."""
+    """Rank 1 began half a second later, by the clocks of the hosts: the step takes 1.1 s. It waits 0.1 s for
+    a value that left halfway through that."""
     picture = tmp_path / "step.png"
     assert main(["timeline", *write_traces(tmp_path), "-o", str(picture)]) == 0
     assert picture.read_bytes()[:4] == PNG
     out = lines_of(capsys)
-    assert out[1] == "rank 1: computes 45.5%, waits for values 9.1% of 1.1e+03 ms"
+    assert out[1] == (
+        "rank 1: computes 45.5%, waits for values 9.1%, for values on their way 4.5% of 1.1e+03 ms"
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as theirs
 from meshcast import Layout
+from meshcast import pipelining as ours
 from meshcast.errors import AbortedError, LayoutError, MeshcastError
 from meshcast.pipelining import (
     PipelineStage,
@@ -96,6 +97,56 @@ def test_an_unknown_class_lists_the_known_ones() -> None:
 def test_classes_of_torch_that_are_not_there_are_refused_with_the_reason(name: str) -> None:
     with pytest.raises(LayoutError, match=f"{name}' is not offered: .*Schedule"):
         get_schedule_class(name)
+
+
+def test_every_public_name_of_torch_can_be_imported() -> None:
+    assert set(theirs.__all__) <= set(ours.__all__)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B takes as long"),
+        ("ScheduleInterleavedZeroBubble", "delay_weight_grad=True"),
+        ("ScheduleDualPipeV", "use ScheduleZBV"),
+        ("build_stage", "pipe.get_stage_module"),
+    ],
+)
+def test_names_of_torch_that_are_refused_say_so_when_used(name: str, reason: str) -> None:
+    with pytest.raises(LayoutError, match=f"{name}.* is not offered: .*{reason}"):
+        getattr(ours, name)([nn.Linear(2, 2)], 4)
+
+
+class Traced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_traced_pipe_gives_its_modules_but_not_its_stages() -> None:
+    split = {"second": ours.SplitPoint.BEGINNING}
+    pipe = ours.pipeline(Traced(), mb_args=(torch.ones(2, 4),), split_spec=split)
+    assert pipe.num_stages == 2
+    with pytest.raises(LayoutError, match=r"found _PipelineStage: .*pipe.get_stage_module"):
+        Schedule1F1B(pipe.build_stage(0, CPU), 2)
+    PipelineStage(pipe.get_stage_module(0), 0, 2, CPU)
+
+
+@pytest.mark.usefixtures("alone")
+def test_positional_arguments_of_torch_2_11() -> None:
+    """(submodule, stage_index, num_stages, device, input_args, output_args, group, dw_builder)"""
+    example = torch.ones(2, 4)
+    stage = PipelineStage(nn.Linear(4, 4), 0, 1, CPU, example, example, dist.group.WORLD)
+    assert stage.group is dist.group.WORLD
+    with pytest.raises(LayoutError, match="dw_builder is not used here"):
+        PipelineStage(nn.Linear(4, 4), 0, 1, CPU, None, None, dist.group.WORLD, lambda: None)
+    # Those of 2.13: output_grads, input_grads, group, dw_builder, get_mesh.
+    stage = PipelineStage(nn.Linear(4, 4), 0, 1, CPU, example, example, None, None, dist.group.WORLD)
+    assert stage.group is dist.group.WORLD
 
 
 @pytest.mark.usefixtures("alone")

@@ -1,0 +1,44 @@
+"""A random state for each micro-batch: what a stage draws for it does not depend on the schedule."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from meshcast.pipelining.stage import PipelineStage
+
+__all__ = ["microbatch_seed", "random_state"]
+
+
+def microbatch_seed(seed: int, step: int, stage: int, microbatch: int, part: int = 0) -> int:
+    """What `torch.manual_seed` gets before the forward of a micro-batch, to draw the same elsewhere.
+
+    Args:
+        seed: of the schedule.
+        step: how many calls of ``step`` and ``eval`` the schedule has completed.
+        part: which part of the samples the rank has, 0 where they are not split: ranks with other samples
+            draw other numbers, those that share samples (tensor parallelism) the same.
+    """
+    text = f"{seed} {step} {stage} {microbatch} {part}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def random_state(seed: tuple[int, int] | None, stage: PipelineStage, microbatch: int) -> Iterator[None]:
+    """That of one forward; afterwards the process has the one that it had before.
+
+    seed: of the schedule, and the step. None: changes nothing.
+    """
+    if seed is None:
+        yield
+        return
+    generator = torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(microbatch_seed(*seed, stage.stage_index, microbatch, stage.batch_part))
+    try:
+        yield
+    finally:
+        generator.set_state(before)
