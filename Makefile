@@ -28,10 +28,10 @@ CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix
 LOCK := flock build/.lock
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test test-all bench bench-all bench-check fuzz lint format asan tsan clean configure help
+.PHONY: build demo test test-all bench bench-all bench-check bench-pipeline fuzz lint format asan tsan clean configure help
 
 help:
-	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build demo test test-all bench bench-all bench-check fuzz lint format asan tsan clean'
+	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build demo test test-all bench bench-all bench-check bench-pipeline fuzz lint format asan tsan clean'
 
 # ---- set-up ----------------------------------------------------------------------------------------------
 
@@ -94,6 +94,10 @@ bench-all: build $(VENV)/.stamp-dev
 
 bench-check: build $(VENV)/.stamp-dev
 	PYTHONPATH=$(CURDIR)/python:$(CURDIR) $(PY) -m benchmarks.check
+
+# Writes benchmarks/results/pipeline_sweep.json, the pictures and the tables of docs/pipelining.md.
+bench-pipeline: build $(VENV)/.stamp-dev
+	PYTHON=$(PY) benchmarks/pipeline/run.sh
 
 # ---- style -----------------------------------------------------------------------------------------------
 

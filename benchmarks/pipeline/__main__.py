@@ -1,0 +1,158 @@
+"""python -m benchmarks.pipeline: pipeline schedules on an emulated cluster, one stage on each host, compute
+timed by sleeps; measured beside simulated, and beside torch.distributed.pipelining. Needs root and iproute2.
+
+Writes the raw results, then the picture and the tables of docs/pipelining.md from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..cluster import Cluster, ClusterError, run_ranks
+from .methods import METHODS
+from .publish import RESULTS, ROOT, publish, row, table_head
+
+_LIMIT = 900.0  # seconds for everything
+_BURST = 0.001  # seconds of traffic that a token bucket holds: a short transfer must not pass for free
+_SOCKET = 64 * 1024  # bytes in a socket's send buffer: a send that is waited for ends near its arrival
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pipeline",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    known = [method.name for method in METHODS]
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--forward", type=float, default=0.05, help="seconds; a backward takes twice that")
+    parser.add_argument("--transfers", type=_shares, default=[0.1, 0.25, 0.5, 0.75, 1.0], help="over forward")
+    parser.add_argument("--methods", type=lambda text: text.split(";"), default=known, help="separated by ;")
+    parser.add_argument("--mbit", type=float, default=100.0, help="rate of a link, each way")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="raw JSON")
+    parser.add_argument("--no-publish", action="store_true", help="leave docs/ as they are")
+    args = parser.parse_args()
+    if args.stages < 2 or args.microbatches < 1 or args.repeats < 1 or args.forward <= 0 or args.mbit <= 0:
+        parser.error("--stages must be 2 or more, all other figures positive")
+    for name in args.methods:
+        if name not in known:
+            parser.error(f"unknown method {name!r}; known are {'; '.join(known)}")
+    return args
+
+
+def _shares(text: str) -> list[float]:
+    shares = [float(share) for share in text.split(",")]
+    if min(shares) <= 0:
+        raise argparse.ArgumentTypeError("transfer times must be positive")
+    return shares
+
+
+def header(args: argparse.Namespace) -> dict[str, Any]:
+    """What a reader must know to take the figures for what they are."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    return {
+        "command": " ".join(["python -m benchmarks.pipeline", *sys.argv[1:]]),
+        "commit": commit,
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "torch": torch.__version__,
+        "stages": args.stages,
+        "microbatches": args.microbatches,
+        "forward_seconds": args.forward,
+        "link_mbit": args.mbit,
+        "repeats": args.repeats,
+    }
+
+
+def main() -> int:
+    args = parse()
+    results: dict[str, Any] = {"header": header(args), "points": []}
+    print("# " + ", ".join(f"{k} {v}" for k, v in results["header"].items()), flush=True)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="meshcast-pipeline-") as folder:
+        job = {
+            "microbatches": args.microbatches, "forward": args.forward, "transfers": args.transfers,
+            "methods": args.methods, "mbit": args.mbit, "repeats": args.repeats, "folder": folder,
+        }  # fmt: skip
+        Path(folder, "job.json").write_text(json.dumps(job))
+        try:
+            with Cluster(args.stages, args.mbit) as cluster:
+                sharpen(cluster, args.mbit)
+                collector = Collector(Path(folder, "results.jsonl"), results)
+                command = [sys.executable, "-m", "benchmarks.pipeline.worker", str(Path(folder, "job.json"))]
+                run_ranks(cluster, 1, command, limit=_LIMIT, progress=collector.look)
+                collector.look()
+        except ClusterError as error:
+            print(f"the benchmark did not run: {error}", file=sys.stderr)
+            return 1
+    results["header"]["seconds"] = round(time.monotonic() - begin)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(results) + "\n")
+    if not args.no_publish:
+        publish(results)
+    return 0
+
+
+def sharpen(cluster: Cluster, mbit: float) -> None:
+    """Small token buckets on every link and small send buffers in every host."""
+    burst = max(int(mbit * 1e6 / 8 * _BURST), 8 * 1024)
+    hosts = [cluster.namespace(host) for host in range(cluster.hosts)]
+    for name in (*hosts, cluster.switch):
+        for device in re.findall(r"qdisc tbf \S+ dev (\S+)", _run("tc", "-n", name, "qdisc", "show")):
+            shape = ["rate", f"{mbit}mbit", "burst", str(burst), "latency", "100ms"]
+            _run("tc", "-n", name, "qdisc", "change", "dev", device, "root", "tbf", *shape)
+    for name in hosts:
+        limits = f"echo '4096 16384 {_SOCKET}' > /proc/sys/net/ipv4/tcp_wmem"
+        _run("ip", "netns", "exec", name, "sh", "-c", limits)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise ClusterError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+class Collector:
+    """Takes the worker's results as they come, and prints them."""
+
+    def __init__(self, path: Path, results: dict[str, Any]) -> None:
+        self._path, self._results, self._seen = path, results, 0
+
+    def look(self) -> None:
+        """Handles what the worker has written since the last look."""
+        if not self._path.exists():
+            return
+        for line in self._path.read_text().splitlines(keepends=True)[self._seen :]:
+            if not line.endswith("\n"):
+                return  # being written
+            self._seen += 1
+            ((kind, value),) = json.loads(line).items()
+            if kind == "point":
+                self._results["points"].append(value)
+                if len(self._results["points"]) == 1:
+                    print(table_head(value))
+                print(row(value), flush=True)
+            else:
+                self._results[kind] = value
+                print(f"# {kind}: " + ", ".join(f"{k} {v:.4g}" for k, v in value.items()), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

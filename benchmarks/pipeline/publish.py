@@ -1,0 +1,198 @@
+"""python -m benchmarks.pipeline.publish: the pictures and the tables of docs/pipelining.md from the raw
+results."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from meshcast.pipelining import simulate
+from meshcast.pipelining.draw import Panel, bar_of, draw_panels, panel_of
+
+from .methods import METHODS
+
+__all__ = ["RESULTS", "ROOT", "publish", "row", "table_head"]
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "pipeline_sweep.json"
+_PAGE = ROOT / "docs" / "pipelining.md"
+_IMAGES = ROOT / "docs" / "images"
+_MARK = "<!-- {} of the measured schedules, written by python -m benchmarks.pipeline -->"
+_COLOURS = {
+    "1F1B, no overlap": "#9c755f",
+    "1F1B": "#e15759",
+    "Eager1F1B": "#1f5fa8",
+    "Eager1F1B, delayed": "#44aa99",
+    "torch 1F1B": "#f28e2b",
+    "torch GPipe": "#b07aa1",
+}
+_SIMULATED = {method.name: method.simulated for method in METHODS}
+_DRAWN = ("Eager1F1B, delayed", 0.5)  # the step whose trace is drawn: method, transfer over forward
+
+
+def measured(point: dict[str, Any], method: str) -> float:
+    """The median step over the one with free transfers."""
+    return statistics.median(point["methods"][method]["seconds"]) / point["free"]
+
+
+def simulated(point: dict[str, Any], method: str) -> float | None:
+    """The same of the simulation."""
+    seconds = point["methods"][method]["simulated"]
+    return None if seconds is None else seconds / point["free"]
+
+
+def table_head(point: dict[str, Any]) -> str:
+    """The first two lines of the table."""
+    names = list(point["methods"])
+    return "| transfer / forward | " + " | ".join(names) + " |\n|" + "---|" * (len(names) + 1)
+
+
+def row(point: dict[str, Any]) -> str:
+    """One transfer time."""
+    cells = []
+    for method in point["methods"]:
+        expected = simulated(point, method)
+        cells.append(f"{measured(point, method):.3f}" + ("" if expected is None else f" ({expected:.3f})"))
+    return f"| {point['transfer']:g} | " + " | ".join(cells) + " |"
+
+
+def tables(results: dict[str, Any]) -> str:
+    """The section of docs/pipelining.md."""
+    head, points = results["header"], results["points"]
+    forward, stages, microbatches = head["forward_seconds"], head["stages"], head["microbatches"]
+    errors = [
+        abs(measured(point, method) / expected - 1)
+        for point in points
+        for method in point["methods"]
+        if (expected := simulated(point, method)) is not None
+    ]
+    periods = [
+        statistics.median(each["periods"]) / (3 * forward) - 1
+        for point in points
+        for each in point["methods"].values()
+        if each["periods"]
+    ]
+    spread = max(
+        (max(each["seconds"]) - min(each["seconds"])) / statistics.median(each["seconds"])
+        for point in points
+        for each in point["methods"].values()
+    )
+    overhead = results["overhead"]
+    last = points[-1]
+    peers = ", ".join(
+        f"{measured(last, peer) / measured(last, 'Eager1F1B, delayed'):.2f}x faster than {peer}"
+        for peer in ("torch 1F1B", "torch GPipe")
+        if {peer, "Eager1F1B, delayed"} <= set(last["methods"])
+    )
+    alone, cpu, wall = (overhead[name] * 1e6 for name in ("alone", "chain_cpu", "chain_wall"))
+    cores = head["cores"]
+    return f"""\
+`{head["command"]}`: {stages} stages on {stages} hosts (network namespaces) with links of
+{head["link_mbit"]:g} Mbit/s, {microbatches} micro-batches. **Compute is timed**: a forward sleeps
+{forward * 1e3:g} ms, a backward twice that, in place of an accelerator; transfers are real, the gradients
+of every step are checked. Times over that of 1F1B with free transfers, (m + n - 1)(F + B); in brackets what
+`simulate` says. `torch` is torch.distributed.pipelining {head["torch"]} with the same stages and links.
+Medians of {head["repeats"]}, largest spread {spread:.1%}; {cores} cores, commit {head["commit"]}.
+
+{table_head(points[0])}
+{chr(10).join(row(point) for point in points)}
+
+- Simulated and measured differ by {max(errors):.1%} at most.
+- In the steady state a backward follows the other, under the eager schedules, after F + B within
+  {max(map(abs, periods)):.1%}.
+- At {last["transfer"]:g}, delayed Eager1F1B is {peers}.
+- The runtime itself takes {alone:.0f} us for each action of a stage on its own, where nothing travels, and
+  {cpu:.0f} us of the computing thread's time in a chain of {stages} stages with values of 64 bytes; an action
+  takes {wall:.0f} us there, with all that {cores} cores do for {stages} ranks.
+
+![measured and simulated step times](images/pipeline_sweep.svg)
+
+A step of {_DRAWN[0]} at {_DRAWN[1]:g}, simulated and measured:
+
+![a step, simulated and measured](images/pipeline_step.svg)"""
+
+
+def draw_sweep(results: dict[str, Any], path: Path) -> None:
+    """Measured points on simulated lines; what is not ours has points and a dotted line through them."""
+    points, head = results["points"], results["header"]
+    forward = head["forward_seconds"]
+    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    axes = figure.subplots()
+    shares = [point["transfer"] for point in points]
+    fine = [share / 50 for share in range(round(max(shares) * 50) + 1)]
+    for method in points[0]["methods"]:
+        colour, options = _COLOURS[method], _SIMULATED[method]
+        values = [measured(point, method) for point in points]
+        if options is not None:
+            curve = [
+                simulate(
+                    stages=head["stages"], microbatches=head["microbatches"], forward=forward,
+                    backward=2 * forward, transfer=share * forward, **options,
+                ).makespan / points[0]["free"]
+                for share in fine
+            ]  # fmt: skip
+            axes.plot(fine, curve, color=colour, linewidth=1.2)
+        else:
+            axes.plot(shares, values, color=colour, linewidth=1, linestyle=":")
+        axes.plot(shares, values, "o", color=colour, markersize=5, label=method)
+    axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    axes.set_xlabel("transfer time of a micro-batch / forward time")
+    axes.set_ylabel("step / 1F1B with free transfers")
+    axes.set_title(
+        f"{head['stages']} stages, {head['microbatches']} micro-batches, timed compute: points measured, "
+        "lines simulated", fontsize=10,
+    )  # fmt: skip
+    axes.legend(frameon=False, fontsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def draw_step(results: dict[str, Any], path: Path) -> None:
+    """The trace of one step below its simulation, in ms."""
+    name, share = _DRAWN
+    head = results["header"]
+    point = min(results["points"], key=lambda point: abs(point["transfer"] - share))
+    found = point["methods"].get(name)
+    if found is None:
+        return
+    forward = head["forward_seconds"] * 1e3
+    report = simulate(
+        stages=head["stages"], microbatches=head["microbatches"], forward=forward, backward=2 * forward,
+        transfer=point["transfer"] * forward, **_SIMULATED[name] or {},
+    )  # fmt: skip
+    begin = min(event[1] for events in found["trace"].values() for event in events)
+    bars = [
+        bar_of(int(rank), event, start - begin, end - begin)
+        for rank, events in found["trace"].items()
+        for event, start, end in events
+    ]
+    draw_panels([panel_of(f"{name}, simulated", report), Panel("measured", bars, "ms")], path)
+
+
+def publish(results: dict[str, Any]) -> None:
+    """Writes the section and both pictures."""
+    mpl.rcParams["svg.hashsalt"] = "meshcast"  # the same picture for the same figures
+    text = _PAGE.read_text()
+    begin, end = _MARK.format("Begin"), _MARK.format("End")
+    before, after = text.split(begin)[0], text.split(end)[1]
+    _PAGE.write_text(f"{before}{begin}\n\n{tables(results)}\n\n{end}{after}")
+    draw_sweep(results, _IMAGES / "pipeline_sweep.svg")
+    draw_step(results, _IMAGES / "pipeline_step.svg")
+    print(
+        f"wrote {_PAGE.relative_to(ROOT)}, docs/images/pipeline_sweep.svg and docs/images/pipeline_step.svg"
+    )
+
+
+def main() -> int:
+    publish(json.loads(RESULTS.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
