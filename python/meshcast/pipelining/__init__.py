@@ -23,6 +23,7 @@ from meshcast.pipelining.classes import (
 from meshcast.pipelining.edge import Edge
 from meshcast.pipelining.errors import ScheduleError
 from meshcast.pipelining.lower import lower
+from meshcast.pipelining.partition import Layer, Partition, Value, partition
 from meshcast.pipelining.randomness import microbatch_seed
 from meshcast.pipelining.refused import (
     ScheduleDualPipeV,
@@ -40,6 +41,8 @@ __all__ = [
     "Action",
     "ActionKind",
     "Edge",
+    "Layer",
+    "Partition",
     "Pipe",
     "PipelineStage",
     "Schedule1F1B",
@@ -57,6 +60,7 @@ __all__ = [
     "SimulationReport",
     "SplitPoint",
     "build_stage",
+    "Value",
     "dump_csv",
     "get_schedule_class",
     "load_csv",
@@ -64,6 +68,7 @@ __all__ = [
     "microbatch_seed",
     "pipe_split",
     "pipeline",
+    "partition",
     "simulate",
     "validate",
 ]
