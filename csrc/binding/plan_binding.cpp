@@ -8,6 +8,7 @@
 #include "binding/plan_figures.h"
 #include "common/error.h"
 #include "plan/plan.h"
+#include "plan/staging.h"
 
 namespace py = pybind11;
 
@@ -225,7 +226,7 @@ void bind_plan(py::module_& m) {
       .def("column", &column, py::arg("name"))
       .def("rank_traffic", &rank_traffic)
       .def("nic_traffic", &nic_traffic)
-      .def("peak_staging_bytes", &peak_staging_bytes, py::arg("rank"));
+      .def("peak_staging", &peak_staging);
 }
 
 }  // namespace meshcast

@@ -16,9 +16,4 @@ std::vector<std::pair<int64_t, int64_t>> rank_traffic(const Plan& plan);
 // NIC.
 std::vector<std::pair<int64_t, int64_t>> nic_traffic(const Plan& plan);
 
-// Most bytes of packed messages that `rank` holds at one time of the simulated timeline. A message is packed
-// where its boxes are not one contiguous range of the local tensor (taken as row-major), or where it is
-// reduced; others travel from and to their place without a copy.
-int64_t peak_staging_bytes(const Plan& plan, int32_t rank);
-
 }  // namespace meshcast

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "exec/run.h"
+#include "plan/staging.h"
 #include "transport/transport.h"
 
 namespace meshcast {
@@ -17,7 +18,7 @@ namespace meshcast {
 // Messages that a channel keeps posted at a time. Both ends of a pair use the same number: a sender never
 // issues a message whose receive is not within the receiver's window, so no slot waits for a message that
 // can only be posted after it.
-inline constexpr size_t kWindow = 4;
+inline constexpr size_t kWindow = kMessageWindow;
 
 // Deadlines are the watcher's business, which knows the first cause; a wait lasts this much longer so that
 // it is never the transport that tears the group down at the deadline.

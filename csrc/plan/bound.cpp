@@ -5,6 +5,7 @@
 #include <set>
 
 #include "plan/flow.h"
+#include "plan/reduce_price.h"
 
 namespace meshcast {
 namespace {
@@ -108,6 +109,8 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
   std::vector<__int128> copied(hosts, 0);  // bytes that its ranks must take in over local lanes
   std::vector<std::set<int32_t>> receiving(hosts);
   std::vector<LaneItem> reducing, whole;  // two ways to count, which differ in the lanes in
+  std::vector<const Task*> reduced;
+  std::vector<int64_t> reduced_bytes;
   std::vector<char> seen(static_cast<size_t>(network.nic_count()), 0);
   for (int32_t r = 0; r < network.rank_count(); ++r) {
     if (seen[static_cast<size_t>(network.nic(r))]++) continue;
@@ -116,6 +119,8 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
   for (size_t b = 0; b < bundles.size(); ++b) {
     const Task& task = tasks[static_cast<size_t>(bundles[b].tasks.front())];
     if (task.reduce != ReduceOp::None) {
+      reduced.push_back(&task);
+      reduced_bytes.push_back(bundles[b].nbytes);
       append_reduce_items(static_cast<int32_t>(b), bundles[b].nbytes, task, network, false, &reducing);
       append_reduce_items(static_cast<int32_t>(b), bundles[b].nbytes, task, network, true, &whole);
       for (const int32_t rank : task.receivers)
@@ -165,6 +170,7 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
     }
     if (!reduced_inside.empty()) bound = least_time(reduced_inside, network, bound);
   }
+  if (!reduced.empty()) bound = std::max(bound, reduce_price_bound(reduced, reduced_bytes, out.items, network));
   for (const auto& [host, items] : entering) {
     const HostInput& in = input[static_cast<size_t>(host)];
     bound = std::max(bound, ceil_time(in.mandatory, in.rate));

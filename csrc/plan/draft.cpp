@@ -16,6 +16,19 @@ bool same_ranks(const Task& a, const Task& b) {
          a.contribution == b.contribution;
 }
 
+// Adds `next` to `box` where the two are neighbours along one dimension and equal in all others.
+bool join_boxes(const Box& next, Box* box) {
+  int differs = -1;
+  for (int d = 0; d < box->ndim; ++d) {
+    if (box->lo[d] == next.lo[d] && box->hi[d] == next.hi[d]) continue;
+    if (differs >= 0 || box->hi[d] != next.lo[d]) return false;
+    differs = d;
+  }
+  if (differs < 0) return false;
+  box->hi[differs] = next.hi[differs];
+  return true;
+}
+
 }  // namespace
 
 std::vector<Bundle> bundle_tasks(const std::vector<Task>& tasks, const std::vector<Problem>& problems) {
@@ -113,6 +126,39 @@ Drafter::Range Drafter::cut(const Bundle& bundle, int64_t chunk_bytes) {
   if (open_bytes > 0) close_chunk(open_piece, open_bytes);
   range.last = static_cast<int32_t>(draft_.chunks.size());
   return range;
+}
+
+int32_t Drafter::add_chunk(const ChunkPiece* begin, const ChunkPiece* end, int64_t nbytes) {
+  const auto first = static_cast<int32_t>(draft_.pieces.size());
+  draft_.pieces.insert(draft_.pieces.end(), begin, end);
+  close_chunk(first, nbytes);
+  return static_cast<int32_t>(draft_.chunks.size()) - 1;
+}
+
+UnitCutter::UnitCutter(const Bundle& bundle, const std::vector<Task>& tasks,
+                       const std::vector<Problem>& problems, int64_t unit_bytes) {
+  for (const int32_t t : bundle.tasks) {
+    const Task& task = tasks[static_cast<size_t>(t)];
+    const int64_t element = problems[static_cast<size_t>(task.tensor)].element_bytes;
+    for (const Box& box : cut_box(task.box, std::max<int64_t>(1, unit_bytes / element))) {
+      units_.push_back({task.tensor, t, box});
+      unit_bytes_.push_back(box.volume() * element);
+    }
+  }
+}
+
+int32_t UnitCutter::next(int64_t nbytes, Drafter* drafter) {
+  joined_.clear();
+  int64_t have = 0;
+  // A unit that would overshoot by more than half of it is left for the next chunk.
+  while (!done() && (have == 0 || have + unit_bytes_[at_] / 2 <= nbytes)) {
+    if (joined_.empty() || joined_.back().task != units_[at_].task ||
+        !join_boxes(units_[at_].box, &joined_.back().box)) {
+      joined_.push_back(units_[at_]);
+    }
+    have += unit_bytes_[at_++];
+  }
+  return drafter->add_chunk(joined_.data(), joined_.data() + joined_.size(), have);
 }
 
 void Drafter::send(int32_t chunk, const Route& route, int64_t order, int64_t due_ns) {

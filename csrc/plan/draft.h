@@ -37,7 +37,10 @@ struct Draft {
   // leave its holder in a steady stream.
   std::vector<int64_t> order;
   std::vector<int64_t> due_ns;
+  // How long a lane may stay idle for another one that has more work left, in units of hop time / kPatience.
+  int32_t patience = 0;
 };
+inline constexpr int32_t kPatience = 16;
 
 // Cuts bundles into chunks and routes into hops.
 class Drafter {
@@ -52,6 +55,9 @@ class Drafter {
     int32_t last = 0;
   };
   Range cut(const Bundle& bundle, int64_t chunk_bytes);
+
+  // Adds a chunk of pieces made by cut_units.
+  int32_t add_chunk(const ChunkPiece* begin, const ChunkPiece* end, int64_t nbytes);
 
   // Adds one hop for each edge of the route. Throws LayoutError beyond the largest number of hops.
   // `order` and `due_ns` as in Draft; -1 for none, which is zero where other routes have one.
@@ -75,6 +81,25 @@ class Drafter {
 
 // Cuts a box along its outermost dimensions into boxes of at most max_elements (at least one) each.
 std::vector<Box> cut_box(const Box& box, int64_t max_elements);
+
+// Cuts a bundle into chunks whose sizes are asked for one by one. It keeps to units of about `unit_bytes`,
+// which it joins where they are neighbours, so that most chunks are one box.
+class UnitCutter {
+ public:
+  UnitCutter(const Bundle& bundle, const std::vector<Task>& tasks, const std::vector<Problem>& problems,
+             int64_t unit_bytes);
+
+  bool done() const { return at_ == units_.size(); }
+
+  // Adds a chunk of about `nbytes`, at least one unit, and returns its index.
+  int32_t next(int64_t nbytes, Drafter* drafter);
+
+ private:
+  std::vector<ChunkPiece> units_;
+  std::vector<int64_t> unit_bytes_;  // parallel to units_
+  size_t at_ = 0;
+  std::vector<ChunkPiece> joined_;
+};
 
 // The most hops a plan may have, whatever the tensor.
 inline constexpr int64_t kMaxHops = int64_t{1} << 21;

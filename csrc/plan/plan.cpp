@@ -9,6 +9,7 @@
 #include "plan/hash.h"
 #include "plan/network.h"
 #include "plan/schedule.h"
+#include "plan/staging.h"
 #include "plan/strategies.h"
 #include "plan/tasks.h"
 
@@ -17,10 +18,11 @@ namespace {
 
 constexpr int64_t kSmallestChunk = 64 * 1024;
 constexpr int64_t kLargestChunk = 4096 * 1024;
-constexpr int64_t kMostHops = 300'000;   // of a plan whose chunk size is ours to choose
-constexpr size_t kBeam = 3;              // kinds of trees that are tried again with finer chunks
-constexpr int64_t kLongChain = 16;       // hosts
-constexpr int64_t kImproveRounds = 6;    // of another order for the hops of the best plan
+constexpr int64_t kMostHops = 300'000;  // of a plan whose chunk size is ours to choose
+constexpr size_t kBeam = 3;             // kinds of trees that are tried again with finer chunks
+constexpr int64_t kLongChain = 16;      // hosts
+constexpr int64_t kImproveRounds = 6;   // of another order for the hops of the best plan
+constexpr int64_t kUrgeRounds = 12;
 constexpr int64_t kRetryHops = 100'000;  // to be scheduled in search of a better plan, all attempts together
 
 std::vector<int32_t> all_ranks(const std::vector<Problem>& problems) {
@@ -180,7 +182,7 @@ class Best {
   int64_t offer(Strategy strategy, Draft draft, const Network& network) {
     if (!empty_ && busiest_lane_ns(draft, network) + network.latency_ns() >= plan_.makespan_ns)
       return INT64_MAX;
-    Schedule made = schedule(draft, network);
+    Schedule made = schedule(draft, draft.chunks, network);
     if (!empty_ && made.makespan_ns >= plan_.makespan_ns) return made.makespan_ns;
     empty_ = false;
     plan_.strategy = strategy;
@@ -189,7 +191,27 @@ class Best {
     plan_.hops = std::move(made.hops);
     plan_.times = std::move(made.times);
     plan_.makespan_ns = made.makespan_ns;
-    return made.makespan_ns;
+    const int64_t makespan = made.makespan_ns;
+    last_ = std::move(draft);
+    return makespan;
+  }
+
+  // Schedules the draft of the best plan again and again; lanes that ended late for want of work that was
+  // theirs to do get more urgent each time, so that they come first where two lanes want the same one.
+  void urge(const Network& network) {
+    if (empty_ || last_.hops.empty()) return;
+    std::vector<int32_t> urgency(static_cast<size_t>(network.lane_count()), kUrgency);
+    Schedule now{plan_.hops, plan_.times, plan_.makespan_ns};
+    const auto hops = static_cast<int64_t>(last_.hops.size());
+    for (int64_t round = 1; round <= kUrgeRounds && !good() && round * hops <= kRetryHops; ++round) {
+      raise_urgency(now, network, &urgency);
+      now = schedule(last_, plan_.chunks, network, urgency);
+      if (now.makespan_ns < plan_.makespan_ns) {
+        plan_.hops = now.hops;
+        plan_.times = now.times;
+        plan_.makespan_ns = now.makespan_ns;
+      }
+    }
   }
 
   // Puts the hops of the best plan into another order while that changes anything.
@@ -214,7 +236,29 @@ class Best {
   }
 
  private:
+  void raise_urgency(const Schedule& made, const Network& network, std::vector<int32_t>* urgency) const {
+    std::vector<int64_t> busy(urgency->size(), 0), end(urgency->size(), 0);
+    for (size_t i = 0; i < made.hops.size(); ++i) {
+      const Hop& hop = made.hops[i];
+      const Network::Link link = network.link(network.index(hop.src), network.index(hop.dst));
+      for (const int32_t lane : {link.out, link.in}) {
+        const auto l = static_cast<size_t>(lane);
+        const int64_t ns =
+            transfer_ns(plan_.chunks[static_cast<size_t>(hop.chunk)].nbytes, network.lane_rate(lane));
+        busy[l] += ns;
+        end[l] = std::max(end[l], made.times[i].start_ns + ns);
+      }
+    }
+    for (size_t l = 0; l < busy.size(); ++l) {
+      const int64_t late = end[l] - plan_.lower_bound_ns;
+      if (late <= 0 || busy[l] < plan_.lower_bound_ns / 10 * 8) continue;
+      const int64_t more = 1 + std::min<int64_t>(15, late * 64 / std::max<int64_t>(1, plan_.lower_bound_ns));
+      (*urgency)[l] = static_cast<int32_t>(std::min<int64_t>((*urgency)[l] + more, 16 * kUrgency));
+    }
+  }
+
   Plan& plan_;
+  Draft last_;  // of the best plan, without pieces and chunks
   bool empty_ = true;
 };
 
@@ -232,26 +276,36 @@ void try_multicast(Inputs in, const LaneDemand& balanced, bool fixed_chunk, Best
     TreeStyle style;
     int64_t makespan_ns = 0;  // of the last time
   };
-  std::vector<Attempt> attempts{{&balanced, {1, true, false, 1}},  {&packed, {1, true, false, 1}},
-                                {&balanced, {1, false, false, 1}}, {&direct, {2, true, false, 1}},
-                                {&direct, {1, false, false, 1}},   {&balanced, {2, true, false, 1}},
-                                {&balanced, {3, false, false, 1}}, {&packed, {1, false, false, 1}}};
+  std::vector<Attempt> attempts{
+      {&balanced, {1, true, false, false, 0, 1}},  {&packed, {1, true, false, false, 0, 1}},
+      {&balanced, {1, false, false, false, 0, 1}}, {&direct, {2, true, false, false, 0, 1}},
+      {&direct, {1, false, false, false, 0, 1}},   {&balanced, {2, true, false, false, 0, 1}},
+      {&balanced, {3, false, false, false, 0, 1}}, {&packed, {1, false, false, false, 0, 1}}};
   // Routes of reductions are the same for all of these: only the rule of scheduling differs.
   const bool reduced = std::all_of(in.bundles.begin(), in.bundles.end(),
                                    [&](const Bundle& b) { return in.lead(b).reduce != ReduceOp::None; });
-  if (reduced) attempts = {{&balanced, {1, true, false, 1}}, {&balanced, {1, false, false, 1}}};
+  if (reduced)
+    attempts = {{&balanced, {1, true, false, false, 0, 1}}, {&balanced, {1, false, false, false, 0, 1}}};
   // Long chains take too long to fill: there, start with shallow trees.
   if (!reduced && most_hosts > kLongChain) std::swap(attempts[0], attempts[3]);
   if (!fixed_chunk && has_slow_lanes(balanced, in.network)) {
-    attempts.push_back({&balanced, {1, true, false, 4}});
-    attempts.push_back({&balanced, {1, false, false, 4}});
+    attempts.push_back({&balanced, {1, true, false, false, 0, 4}});
+    attempts.push_back({&balanced, {1, false, false, false, 0, 4}});
+  }
+  if (!fixed_chunk && !reduced && has_unlike_nics(balanced, in.network)) {
+    attempts.push_back({&balanced, {1, true, false, true, 0, 1}});
+    attempts.push_back({&balanced, {1, false, false, true, 0, 1}});
+    // Lanes that may wait find their places in the common period; without it many senders keep missing one
+    // receiver that is busy all the time.
+    attempts.push_back({&balanced, {1, true, false, true, kPatience / 4, 1}});
+    attempts.push_back({&balanced, {1, false, false, true, kPatience / 4, 1}});
   }
   // Where all chunks take equally long, lanes fall into step and meet at the same NIC again and again.
   if (!fixed_chunk && !reduced && in.bundles.size() > 1 &&
       count_hops(in.chunk_bytes, in.tasks, in.bundles) < kRetryHops / 32) {
-    attempts.push_back({&balanced, {1, true, true, 1}});
-    attempts.push_back({&balanced, {1, false, true, 1}});
-    attempts.push_back({&balanced, {1, true, true, 4}});
+    attempts.push_back({&balanced, {1, true, true, false, 0, 1}});
+    attempts.push_back({&balanced, {1, false, true, false, 0, 1}});
+    attempts.push_back({&balanced, {1, true, true, false, 0, 4}});
   }
   const int64_t coarse = in.chunk_bytes;
   int64_t spent = 0;  // hops scheduled so far
@@ -305,6 +359,41 @@ Draft make_draft(Strategy strategy, const Inputs& in) {
   throw LayoutError(std::string("strategy ") + to_string(strategy) + " has no fixed routes");
 }
 
+// Fills in the best plan of the strategies that are asked for.
+void find_best(const Inputs& in, const LaneDemand& lanes, Plan* plan) {
+  const PlanOptions& options = plan->options;
+  Best best(plan);
+  const bool large = count_gather_hops(in) > kRetryHops;
+  for (const Strategy strategy : candidates(options.strategy, large)) {
+    if (large && best.good()) break;
+    if (strategy != Strategy::Multicast) {
+      best.offer(strategy, make_draft(strategy, in), in.network);
+    } else if (!best.good()) {
+      try_multicast(in, lanes, options.chunk_bytes > 0, &best);
+    }
+  }
+  if (options.strategy == Strategy::Auto || options.strategy == Strategy::Multicast) {
+    best.urge(in.network);
+    best.improve(in.network);
+  }
+}
+
+// Where a rank would need more staging than it should: whether smaller chunks can mend that. Sets their size.
+bool shrink_chunks(const Plan& plan, Inputs* in) {
+  const std::vector<int64_t> staging = peak_staging(plan);
+  const int64_t most = *std::max_element(staging.begin(), staging.end());
+  if (most <= kStagingGoal) return false;
+  int64_t largest = 0;
+  for (const Chunk& chunk : plan.chunks) largest = std::max(largest, chunk.nbytes);
+  largest = std::min(in->chunk_bytes, largest);
+  // Staging follows the size of chunks, but for the ranks that trees of other chunks meet: some room for those.
+  const auto fitting = static_cast<int64_t>(static_cast<__int128>(largest) * kStagingGoal / most / 8 * 7);
+  const int64_t chunk = fit_chunk_bytes(std::max(fitting, kSmallestChunk), in->tasks, in->bundles, kMostHops);
+  if (chunk >= largest) return false;
+  in->chunk_bytes = chunk;
+  return true;
+}
+
 }  // namespace
 
 Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, const PlanOptions& options) {
@@ -331,20 +420,11 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
         options.chunk_bytes > 0 ? options.chunk_bytes : choose_chunk_bytes(plan.lower_bound_ns, network);
     const int64_t most = options.chunk_bytes > 0 ? kMaxHops / 2 : kMostHops;
     ReductionRoutes reductions;
-    const Inputs in{
+    Inputs in{
         problems,        plan.tasks,   bundles,    network, fit_chunk_bytes(chunk, plan.tasks, bundles, most),
         options.balance, options.seed, &reductions};
-    Best best(&plan);
-    const bool large = count_gather_hops(in) > kRetryHops;
-    for (const Strategy strategy : candidates(options.strategy, large)) {
-      if (large && best.good()) break;
-      if (strategy != Strategy::Multicast) {
-        best.offer(strategy, make_draft(strategy, in), network);
-      } else if (!best.good()) {
-        try_multicast(in, lanes, options.chunk_bytes > 0, &best);
-      }
-    }
-    if (options.strategy == Strategy::Auto || options.strategy == Strategy::Multicast) best.improve(network);
+    find_best(in, lanes, &plan);
+    if (options.chunk_bytes == 0 && shrink_chunks(plan, &in)) find_best(in, lanes, &plan);
   }
   plan.hash = hash_plan(plan);
   return plan;

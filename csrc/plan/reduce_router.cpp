@@ -4,6 +4,8 @@
 #include <set>
 #include <tuple>
 
+#include "plan/value_cover.h"
+
 namespace meshcast {
 namespace {
 
@@ -88,20 +90,48 @@ void ReduceRouter::undo(size_t edges) {
   }
 }
 
+// The hosts whose entering and leaving costs least among all that together have every value; none where there
+// are too many values to tell.
+std::vector<int32_t> ReduceRouter::cheapest_hosts(const std::map<int32_t, Values>& hosts) const {
+  ValueCover cover;
+  uint64_t all = 0;
+  for (const auto& [host, values] : hosts) {
+    uint64_t mask = 0;
+    __int128 in = -1;
+    __int128 leave = -1;
+    for (const auto& [value, ranks] : values) {
+      if (value >= 64) return {};
+      mask |= uint64_t{1} << value;
+      for (const int32_t r : ranks) {
+        if (in < 0 || entry_cost(r) < in) in = entry_cost(r);
+        if (leave < 0 || exit_cost(r) < leave) leave = exit_cost(r);
+      }
+    }
+    cover.add(mask, in + leave, host);
+    all |= mask;
+  }
+  std::vector<int32_t> out;
+  cover.solve(all, &out);
+  return out;
+}
+
 // One rank for each partial value, by greedy covering: hosts that add most values first (every further host is
 // a further hop between hosts), or those whose NICs are least loaded, so that replicas take turns, or those
-// whose load is least for each value that they add.
+// whose load is least for each value that they add; or by the set of hosts that costs least altogether.
 std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& hosts, Cover cover) const {
   const std::vector<int32_t> nobody;
   std::set<int32_t> missing;
   for (const auto& [host, values] : hosts) {
     for (const auto& [value, ranks] : values) missing.insert(value);
   }
+  std::vector<int32_t> order;
+  if (cover == Cover::Cheapest) order = cheapest_hosts(hosts);
   std::vector<int32_t> out;
-  while (!missing.empty()) {
-    int32_t best = -1;
+  for (size_t turn = 0; !missing.empty(); ++turn) {
+    int32_t best = turn < order.size() ? order[turn] : -1;
     std::tuple<__int128, __int128> best_key;
     for (const auto& [host, values] : hosts) {
+      if (turn < order.size()) break;
       int64_t adds = 0;
       __int128 in = -1;
       __int128 leave = -1;
@@ -278,7 +308,10 @@ void ReduceRouter::serve(const std::vector<int32_t>& values, int32_t root, const
   spread_inside(at, root);
   std::vector<int32_t> hosts = others;
   hosts.erase(std::remove(hosts.begin(), hosts.end(), network_.host(root)), hosts.end());
-  if (!hosts.empty()) spread_outside(std::vector<Stop>(visited_), hosts);
+  if (hosts.empty()) return;
+  std::vector<Stop> from = visited_;
+  from.insert(from.end(), having_.begin(), having_.end());
+  spread_outside(std::move(from), hosts);
 }
 
 // Tries each choice of replicas with many ends of the chain, and keeps the cheapest.
@@ -290,7 +323,7 @@ void ReduceRouter::reduce_best(const std::map<int32_t, Values>& hosts, const std
   int32_t best_root = -1;
   __int128 best_cost = 0;
   std::vector<std::vector<int32_t>> tried;
-  for (const Cover cover : {Cover::FewHosts, Cover::LittleLoad, Cover::BestOfBoth}) {
+  for (const Cover cover : {Cover::FewHosts, Cover::LittleLoad, Cover::BestOfBoth, Cover::Cheapest}) {
     const std::vector<int32_t> values = pick_ranks(hosts, cover);
     if (std::find(tried.begin(), tried.end(), values) != tried.end()) continue;
     tried.push_back(values);
@@ -332,8 +365,9 @@ const Route& ReduceRouter::route(const Task& task, int64_t nbytes) {
     hosts[network_.host(r)][task.contribution[i]].push_back(r);
     values.insert(task.contribution[i]);
   }
-  std::vector<Stop> having;  // on hosts that reduced for themselves
+  having_.clear();
   std::vector<int32_t> others;
+  std::map<int32_t, Values> elsewhere = hosts;  // their values are not used up
   for (const auto& [host, ranks] : receivers_) {
     const auto here = hosts.find(host);
     if (here == hosts.end() || here->second.size() < values.size()) {
@@ -341,14 +375,31 @@ const Route& ReduceRouter::route(const Task& task, int64_t nbytes) {
       continue;
     }
     reduce_best({*here}, {}, task.reduce);
-    having.insert(having.end(), visited_.begin(), visited_.end());
+    having_.insert(having_.end(), visited_.begin(), visited_.end());
+    elsewhere.erase(host);
   }
   if (others.empty()) return route_;
-  if (having.empty()) {
+  if (having_.empty()) {
     reduce_best(hosts, others, task.reduce);
-  } else {
-    spread_outside(std::move(having), others);
+    return route_;
   }
+  // Hosts that reduced for themselves may send the result on, or the others bring it together once more.
+  const size_t begin = route_.size();
+  const __int128 before = cost_;
+  spread_outside(having_, others);
+  std::set<int32_t> missing = values;
+  for (const auto& [host, here] : elsewhere) {
+    for (const auto& [value, ranks] : here) missing.erase(value);
+  }
+  if (!missing.empty()) return route_;
+  const __int128 sent_on = cost_ - before;
+  undo(begin);
+  cost_ = before;
+  reduce_best(elsewhere, others, task.reduce);
+  if (cost_ - before < sent_on) return route_;
+  undo(begin);
+  cost_ = before;
+  spread_outside(having_, others);
   return route_;
 }
 

@@ -39,7 +39,7 @@ class ReduceRouter {
     int32_t rank = -1;
     int32_t edge = -1;
   };
-  enum class Cover : uint8_t { FewHosts, LittleLoad, BestOfBoth };
+  enum class Cover : uint8_t { FewHosts, LittleLoad, BestOfBoth, Cheapest };
 
   void measure(int64_t nbytes);
   int64_t hop_ns(int32_t lane) const { return (*hop_ns_)[static_cast<size_t>(lane)]; }
@@ -51,6 +51,7 @@ class ReduceRouter {
   void load(const Route& route, int64_t times);
   Stop go(Stop from, int32_t to, ReduceOp reduce);
   void undo(size_t edges);
+  std::vector<int32_t> cheapest_hosts(const std::map<int32_t, Values>& hosts) const;
   std::vector<int32_t> pick_ranks(const std::map<int32_t, Values>& hosts, Cover cover) const;
   Stop reduce_along(const std::vector<int32_t>& values, int32_t root, ReduceOp op);
   void reduce_best(const std::map<int32_t, Values>& hosts, const std::vector<int32_t>& others, ReduceOp op);
@@ -67,7 +68,8 @@ class ReduceRouter {
   // Of the current chunk.
   const std::vector<int64_t>* hop_ns_ = nullptr;
   std::map<int32_t, std::vector<int32_t>> receivers_;  // by host, ascending
-  std::vector<Stop> visited_;                          // ranks that have the result
+  std::vector<Stop> visited_;                          // ranks that have the result, by the last step
+  std::vector<Stop> having_;                           // ranks on hosts that reduced for themselves
   Route route_;
   __int128 cost_ = 0;  // what the route adds to the weight of all loads
 };

@@ -1,6 +1,7 @@
 #include "plan/schedule.h"
 
 #include <algorithm>
+#include <numeric>
 #include <queue>
 #include <tuple>
 
@@ -22,7 +23,9 @@ struct Pair {
 
 struct Lane {
   int64_t free_at = 0;
-  int64_t work_left = 0;         // ns of hops that have not started
+  int64_t work_left = 0;  // ns of hops that have not started
+  int64_t urgency = kUrgency;
+  int64_t pressing() const { return work_left / kUrgency * urgency; }
   std::vector<int32_t> waiting;  // pairs with ready hops
 };
 
@@ -31,14 +34,16 @@ class ListScheduler {
   // `backwards`: time runs from the end to the start, a hop comes after all hops that follow it in the plan.
   ListScheduler(const std::vector<Hop>& hops, const std::vector<Chunk>& chunks,
                 const std::vector<int64_t>& order, const std::vector<int64_t>& due_ns, const Network& network,
-                bool backwards)
+                bool backwards, const std::vector<int32_t>& urgency = {}, int32_t patience = 0)
       : hops_(hops),
         chunks_(chunks),
         order_(order),
         due_ns_(due_ns),
         lanes_(static_cast<size_t>(network.lane_count())),
         latency_(network.latency_ns()),
-        backwards_(backwards) {
+        backwards_(backwards),
+        patience_(patience) {
+    for (size_t l = 0; l < urgency.size(); ++l) lanes_[l].urgency = urgency[l];
     const size_t n = hops.size();
     out_ns_.resize(n);
     in_ns_.resize(n);
@@ -182,11 +187,34 @@ class ListScheduler {
   Key key(int32_t p) const {
     const Pair& pair = pairs_[static_cast<size_t>(p)];
     const auto hop = static_cast<size_t>(pair.ready.front());
-    const int64_t out = lanes_[static_cast<size_t>(pair.out)].work_left;
-    const int64_t in = lanes_[static_cast<size_t>(pair.in)].work_left;
+    const int64_t out = lanes_[static_cast<size_t>(pair.out)].pressing();
+    const int64_t in = lanes_[static_cast<size_t>(pair.in)].pressing();
     const int64_t order = order_.empty() ? 0 : order_[hop];
     if (due_ns_.empty()) return {order, -(out + in), -rest_[hop], p};
     return {order, due_ns_[hop] + depth_ns_[hop] - (out + in), -std::min(out, in), p};
+  }
+
+  // Whether one of the lanes of a pair had better wait for a lane with more work left, which falls free soon.
+  bool should_wait(const Pair& pair) const {
+    return waits_for(pair, pair.out, pair.in, &Pair::in, out_ns_) ||
+           waits_for(pair, pair.in, pair.out, &Pair::out, in_ns_);
+  }
+
+  bool waits_for(const Pair& pair, int32_t lane, int32_t partner, int32_t Pair::*other_end,
+                 const std::vector<int64_t>& lane_ns) const {
+    const auto mine = static_cast<size_t>(pair.ready.front());
+    const int64_t enough = lanes_[static_cast<size_t>(partner)].work_left + 2 * lane_ns[mine];
+    size_t looked_at = 0;
+    for (const int32_t q : lanes_[static_cast<size_t>(lane)].waiting) {
+      if (++looked_at > kMostCandidates) break;
+      const Pair& better = pairs_[static_cast<size_t>(q)];
+      const int32_t other = better.*other_end;
+      const Lane& wanted = lanes_[static_cast<size_t>(other)];
+      if (other == partner || idle(other) || wanted.work_left <= enough) continue;
+      const auto hop = static_cast<size_t>(better.ready.front());
+      if ((wanted.free_at - now_) * kPatience <= patience_ * lane_ns[hop]) return true;
+    }
+    return false;
   }
 
   void start_all(Schedule* result) {
@@ -201,9 +229,16 @@ class ListScheduler {
     }
     freed_.clear();
     ranked_.clear();
+    candidates_.insert(candidates_.end(), held_.begin(), held_.end());
+    held_.clear();
     for (const int32_t p : candidates_) {
       const Pair& pair = pairs_[static_cast<size_t>(p)];
-      if (idle(pair.out) && idle(pair.in)) ranked_.push_back(key(p));
+      if (pair.ready.empty() || !idle(pair.out) || !idle(pair.in)) continue;
+      if (patience_ > 0 && should_wait(pair)) {
+        held_.push_back(p);
+      } else {
+        ranked_.push_back(key(p));
+      }
     }
     candidates_.clear();
     if (ranked_.size() > kMostCandidates) {  // many lanes fell free at once
@@ -275,12 +310,41 @@ class ListScheduler {
   int64_t now_ = 0;
   int64_t latency_ = 0;
   bool backwards_ = false;
+  int64_t patience_ = 0;
+  std::vector<int32_t> held_;  // pairs that could have started and wait
 };
+
+// Hops by start time again, as where one of them now starts earlier.
+Schedule sort_by_start(const Schedule& made) {
+  std::vector<int32_t> order(made.hops.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    return made.times[static_cast<size_t>(a)].start_ns < made.times[static_cast<size_t>(b)].start_ns;
+  });
+  std::vector<int32_t> place(order.size());
+  for (size_t i = 0; i < order.size(); ++i) place[static_cast<size_t>(order[i])] = static_cast<int32_t>(i);
+  Schedule out;
+  out.makespan_ns = made.makespan_ns;
+  out.hops.reserve(order.size());
+  out.times.reserve(order.size());
+  for (const int32_t i : order) {
+    Hop hop = made.hops[static_cast<size_t>(i)];
+    if (hop.after >= 0) hop.after = place[static_cast<size_t>(hop.after)];
+    out.hops.push_back(hop);
+    out.times.push_back(made.times[static_cast<size_t>(i)]);
+  }
+  return out;
+}
 
 }  // namespace
 
-Schedule schedule(const Draft& draft, const Network& network) {
-  return ListScheduler(draft.hops, draft.chunks, draft.order, draft.due_ns, network, false).run();
+Schedule schedule(const Draft& draft, const std::vector<Chunk>& chunks, const Network& network,
+                  const std::vector<int32_t>& urgency) {
+  Schedule made =
+      ListScheduler(draft.hops, chunks, draft.order, draft.due_ns, network, false, urgency, draft.patience)
+          .run();
+  // A lane that waited for nothing may start earlier after all, in the same order.
+  return draft.patience > 0 ? sort_by_start(simulate(made.hops, chunks, network)) : made;
 }
 
 Schedule reschedule(const Schedule& before, const std::vector<Chunk>& chunks, const Network& network) {

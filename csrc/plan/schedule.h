@@ -18,7 +18,10 @@ struct Schedule {
 // List scheduling: a hop may start when its chunk is there and both its lanes are free. Among the hops that
 // may, Draft::order decides first; then the work left on the two lanes (most goes first), against the time
 // at which the hop is due where the draft says so; then the rest of the route.
-Schedule schedule(const Draft& draft, const Network& network);
+// `urgency` by lane (or empty) multiplies the work left, in units of kUrgency. `chunks` are those of the draft.
+inline constexpr int32_t kUrgency = 64;
+Schedule schedule(const Draft& draft, const std::vector<Chunk>& chunks, const Network& network,
+                  const std::vector<int32_t>& urgency = {});
 
 // Forward-backward improvement, as for projects with scarce resources: the hops are scheduled once more from
 // the end, those that finish last first, then from the start in the order this gives. What came early only

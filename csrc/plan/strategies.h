@@ -45,12 +45,17 @@ struct TreeStyle {
   int64_t fan = 1;
   bool steady = true;
   bool uneven = false;  // chunks of unlike size from bundle to bundle, so that NICs fall out of step
-  int64_t finer = 1;    // bundles that do not hold a slow lane which limits the plan: chunks finer by this
+  bool timed = false;   // chunks in proportion to the rate at which they travel, so that hops last equally long
+  int32_t patience = 0;  // as in Draft
+  int64_t finer = 1;     // bundles that do not hold a slow lane which limits the plan: chunks finer by this
 };
 
 // Whether `finer` has an effect: some bundle holds a lane that limits the plan for longer than the lane at its
 // other end, as where a fast NIC serves a slow one.
 bool has_slow_lanes(const LaneDemand& demand, const Network& network);
+
+// Whether `timed` has an effect: NICs that carry a share differ in rate.
+bool has_unlike_nics(const LaneDemand& demand, const Network& network);
 
 Draft draft_multicast(const Inputs& in, const LaneDemand& demand, TreeStyle style);
 

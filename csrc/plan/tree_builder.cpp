@@ -27,6 +27,7 @@ TreeBuilder::TreeBuilder(const LaneDemand& demand, const Network& network, int64
       fan_(fan),
       by_bundle_(demand.parties.size()),
       credit_(static_cast<size_t>(network.lane_count()), 0),
+      emitted_(static_cast<size_t>(network.lane_count()), 0),
       local_in_(static_cast<size_t>(network.rank_count()), 0),
       arrived_(static_cast<size_t>(network.rank_count()), -1),
       nic_host_(static_cast<size_t>(network.nic_count()), -1),
@@ -185,7 +186,28 @@ void TreeBuilder::spread_inside(const Parties& parties, size_t party, const Bund
   }
 }
 
-const Route& TreeBuilder::route(int32_t bundle, int64_t bundle_bytes, int64_t nbytes) {
+int32_t TreeBuilder::next_emitter(int32_t bundle) const {
+  const int32_t out = by_bundle_[static_cast<size_t>(bundle)].out;
+  if (out < 0) return -1;
+  const LaneItem& item = demand_.items[static_cast<size_t>(out)];
+  int32_t best = -1;
+  __int128 best_emitted = 0;
+  __int128 best_share = 1;
+  for (size_t k = 0; k < static_cast<size_t>(item.emitters); ++k) {
+    const int32_t lane = item.lanes[k];
+    if (item.share[k] == 0) continue;
+    const int64_t emitted = emitting_bundle_ == bundle ? emitted_[static_cast<size_t>(lane)] : 0;
+    // Least emitted / share; multiplied out.
+    if (best < 0 || emitted * best_share < best_emitted * item.share[k]) {
+      best = lane;
+      best_emitted = emitted;
+      best_share = item.share[k];
+    }
+  }
+  return best;
+}
+
+const Route& TreeBuilder::route(int32_t bundle, int64_t bundle_bytes, int64_t nbytes, int32_t first_lane) {
   const Parties& parties = demand_.parties[static_cast<size_t>(bundle)];
   const BundleItems& items = by_bundle_[static_cast<size_t>(bundle)];
   route_.clear();
@@ -198,7 +220,14 @@ const Route& TreeBuilder::route(int32_t bundle, int64_t bundle_bytes, int64_t nb
   if (items.out < 0) return route_;
 
   const LaneItem& out = demand_.items[static_cast<size_t>(items.out)];
-  const std::vector<int32_t> counts = pick(items.out, nbytes, -1);
+  if (first_lane >= 0) {
+    if (emitting_bundle_ != bundle) {
+      for (const int32_t lane : out.lanes) emitted_[static_cast<size_t>(lane)] = 0;
+      emitting_bundle_ = bundle;
+    }
+    emitted_[static_cast<size_t>(first_lane)] += nbytes;
+  }
+  const std::vector<int32_t> counts = pick(items.out, nbytes, first_lane);
   // Which host a NIC belongs to follows from any rank that uses it.
   std::vector<std::pair<int32_t, int32_t>> hops_of;  // (NIC, hops), NICs ascending
   for (size_t k = 0; k < out.lanes.size(); ++k) {

@@ -22,7 +22,12 @@ class TreeBuilder {
 
   // The route of a chunk of `nbytes`. Hosts that forward come before those that do not, so the tree is as
   // shallow as the shares allow: with one sender it is a chain, with many it is nearly flat.
-  const Route& route(int32_t bundle, int64_t bundle_bytes, int64_t nbytes);
+  // The chunk leaves its holders over `first_lane` where that is given.
+  const Route& route(int32_t bundle, int64_t bundle_bytes, int64_t nbytes, int32_t first_lane = -1);
+
+  // For bundles whose chunks have the size that suits their sender: the lane over which the next chunk should
+  // leave its holders, so that each is used in proportion to its share; -1 where nothing leaves a host.
+  int32_t next_emitter(int32_t bundle) const;
 
  private:
   // A rank that will send the chunk `count` more times, and the edge that brings it there.
@@ -49,7 +54,9 @@ class TreeBuilder {
   const Network& network_;
   const int64_t fan_;
   std::vector<BundleItems> by_bundle_;
-  std::vector<int64_t> credit_;    // by lane, bytes
+  std::vector<int64_t> credit_;   // by lane, bytes
+  std::vector<int64_t> emitted_;  // by lane, bytes that left the holders of emitting_bundle_
+  int32_t emitting_bundle_ = -1;
   std::vector<int64_t> local_in_;  // by rank, bytes so far, hot hosts only
   std::vector<int32_t> arrived_;   // by rank: edge of the current route that brings the chunk, -1 none yet
   std::vector<int32_t> count_;

@@ -144,6 +144,10 @@ class Plan:
         return dict(zip(self.ranks, self._core.rank_traffic(), strict=True))
 
     @cached_property
+    def _staging(self) -> dict[int, int]:
+        return dict(zip(self.ranks, self._core.peak_staging(), strict=True))
+
+    @cached_property
     def _nic_traffic(self) -> list[tuple[int, int]]:
         return self._core.nic_traffic()
 
@@ -170,9 +174,9 @@ class Plan:
         return self._nic_traffic[index]
 
     def peak_staging_bytes(self, rank: int) -> int:
-        """Most bytes of packed messages that `rank` holds at one time of the simulated timeline, beside both
-        of its tensors."""
-        return self._core.peak_staging_bytes(_checks.integer("rank", rank, 0, (1 << 31) - 1))
+        """Most bytes of buffers for packed messages that `rank` has at a time, beside both of its tensors
+        (contiguous ones): for every peer and direction a window of four messages, and one more to unpack."""
+        return self._staging.get(_checks.integer("rank", rank, 0, (1 << 31) - 1), 0)
 
     def describe(self) -> str:
         """The plan in a screen of text: what moves, how, how fast, and what each host's NICs carry."""

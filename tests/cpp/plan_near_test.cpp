@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <tuple>
 
 #include "catch.h"
 #include "plan/schedule.h"
@@ -44,6 +45,17 @@ TEST_CASE("a slow NIC does not wait for the chunks of fast ones", "[plan]") {
   // Rank 0 sends two of seven parts to a host that takes in at 10 Gbit/s; both NICs are busy all the time.
   const Topology topology = hosts({host(0, 3, 2, 25), host(3, 2, 1, 10), host(5, 1, 4, 40), host(6, 2, 3, 10)});
   CHECK(ratio({{15744, 16416}, 2, layout({1}, 0, {kReplicate}), layout({7}, 1, {shard(0)})}, topology) < 1.08);
+}
+
+TEST_CASE("senders of unlike rate take turns at a fast receiver", "[plan]") {
+  // Both senders are busy for the whole bound, the receiver for 0.8 of it or more.
+  for (const auto& [first, second, third] :
+       {std::tuple{10, 25, 40}, std::tuple{10, 10, 25}, std::tuple{25, 10, 36}}) {
+    INFO(first << " and " << second << " to " << third << " Gbit/s");
+    const Topology topology = hosts({host(0, 1, 1, first), host(1, 1, 1, second), host(2, 1, 1, third)});
+    CHECK(ratio({{300, 1000, 1000}, 1, layout({2}, 0, {kReplicate}), layout({1}, 2, {kReplicate})}, topology) <
+          1.03);
+  }
 }
 
 TEST_CASE("a reduced value leaves its host over the NICs of all who have it", "[plan]") {

@@ -3,6 +3,7 @@
 #include "catch.h"
 #include "common/error.h"
 #include "plan/draft.h"
+#include "plan/network.h"
 #include "plan/tasks.h"
 #include "plan_cases.h"
 
@@ -110,6 +111,36 @@ TEST_CASE("boxes are cut along their outermost dimensions into nearly equal piec
   CHECK(parts[1].lo[1] == 7);
   CHECK(cut_box(box, 1).size() == 28);
   CHECK(cut_box(Box{}, 1).size() == 1);
+}
+
+TEST_CASE("chunks of any size that is asked for are cut from one bundle", "[plan]") {
+  // 20 rows of 6 elements of 4 bytes, and a small box that has the same ranks.
+  const Layout from = layout({1}, 0, {kReplicate});
+  const Layout to = layout({1}, 1, {kReplicate});
+  const std::vector<Problem> problems{{{20, 6}, 4, from, to}, {{5}, 4, from, to}};
+  const Demand found = intersect_layouts(problems);
+  const std::vector<Bundle> bundles = bundle_tasks(found.tasks, problems);
+  REQUIRE(bundles.size() == 1);
+  const Network network(uniform_topology(1, 1, kTenGbit, 1, kTenGbit, 0), {0, 1});
+  Drafter drafter(found.tasks, problems, network);
+  UnitCutter cutter(bundles[0], found.tasks, problems, 24);
+  CHECK(cutter.next(72, &drafter) == 0);  // three rows, one box
+  CHECK(cutter.next(1, &drafter) == 1);   // at least a row
+  CHECK(cutter.next(60, &drafter) == 2);  // two and a half: three
+  CHECK(cutter.next(59, &drafter) == 3);  // less: two
+  CHECK(cutter.next(1000, &drafter) == 4);
+  CHECK(cutter.done());
+  const Draft draft = drafter.take();
+  const std::vector<int64_t> sizes{72, 24, 72, 48, 11 * 24 + 20};
+  int64_t row = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    CHECK(draft.chunks[i].nbytes == sizes[i]);
+    const ChunkPiece& piece = draft.pieces[static_cast<size_t>(draft.chunks[i].piece_begin)];
+    CHECK(piece.box.lo[0] == row);
+    row = piece.box.hi[0];
+    CHECK(draft.chunks[i].piece_end - draft.chunks[i].piece_begin == (i == 4 ? 2 : 1));
+  }
+  CHECK(row == 20);
 }
 
 TEST_CASE("small boxes with equal holders and receivers share chunks", "[plan]") {

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/lane_items.h"
+#include "plan/network.h"
+#include "plan/plan.h"
+#include "plan/value_cover.h"
+
+namespace meshcast {
+
+// The ways in which a box can be reduced and sent on, and the cheapest of them when every lane of a NIC has a
+// price. A way is: a chain of hosts that together have every value, then a tree from its end, the root, through
+// every further host that needs the result. Transfers inside hosts are free here.
+class ReduceWays {
+ public:
+  // `price` is by lane, per byte.
+  using Prices = std::vector<__int128>;
+
+  ReduceWays(const Task& task, const Network& network);
+
+  int64_t size() const { return static_cast<int64_t>(sites_.size() * sites_.size()); }  // pairs of ends
+
+  // No way costs less; zero where nothing is known. `lanes` gets the lanes of the cheapest way, with repeats.
+  __int128 cheapest(const Prices& price, std::vector<int32_t>* lanes);
+
+ private:
+  struct Site {  // a host
+    uint64_t values = 0;
+    bool needs = false;
+    std::vector<int32_t> out, in;            // lanes of ranks that have values
+    std::vector<int32_t> need_out, need_in;  // lanes of ranks that need the result
+    std::vector<int32_t> root_out;           // lanes of all of these
+    bool complete = false;                   // has every value
+    bool makes_it() const { return needs && complete; }
+    // By the prices at hand.
+    int32_t cheapest_out = -1, cheapest_in = -1, cheapest_root_out = -1, cheapest_need_in = -1;
+  };
+
+  std::vector<Site> sites_;
+  uint64_t all_ = 0;
+  bool countable_ = true;  // false: too many values to tell which hosts have all of them
+  bool travels_ = false;   // false: every host that needs the result makes it alone
+  ValueCover cover_;
+};
+
+// A time in which no plan can finish that reduces every box at one place and sends the result on. It follows
+// from any prices of lanes (see reduce_price.cpp); those that make it largest are sought in a bounded number of
+// rounds. `items` are what the lanes have to carry beside.
+int64_t reduce_price_bound(const std::vector<const Task*>& tasks, const std::vector<int64_t>& nbytes,
+                           const std::vector<LaneItem>& items, const Network& network);
+
+}  // namespace meshcast
