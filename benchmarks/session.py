@@ -162,7 +162,7 @@ class _Watch:
         why = peer.missing() or peer.why_not(case)
         if case.methods and peer.name not in case.methods:
             why = why or "not what this case compares"
-        if isinstance(self._cluster, Loopback):
+        if self.options.loopback:
             why = why or "not run on loopback"
         if why or not isinstance(self._cluster, Cluster):
             measured["not_run"][peer.name] = why
