@@ -20,10 +20,11 @@ from meshcast.bench.methods import METHODS
 from meshcast.bench.report import calibration_text, details, problems, remarks, table
 
 from .cluster import ClusterError, missing
-from .peers import NOT_MEASURED, PEERS
+from .peers import PEERS
 from .session import Options, OverloadedError, run
 
 ROOT = Path(__file__).resolve().parent.parent
+EXTRA = ("gloo broadcasts", "Open MPI isend")  # slow, and nobody recommends them
 RATES = (250.0, 200.0, 150.0, 100.0)  # Mbit/s, tried in this order where none was asked for
 
 
@@ -74,17 +75,28 @@ def parse() -> argparse.Namespace:
         default=["n-to-m", "1-to-m"], help="names of cases or of groups of cases, separated by ';' or ','",
     )  # fmt: skip
     known = [*METHODS, *(peer.name for peer in PEERS)]
-    parser.add_argument("--methods", type=names(known, "method"), default=known, help="separated by commas")
+    parser.add_argument(
+        "--methods", type=names([*known, "all"], "method"), default=[m for m in known if m not in EXTRA],
+        help=f"separated by commas; `all` for all; default: all but {' and '.join(EXTRA)}, which take long",
+    )  # fmt: skip
     parser.add_argument(
         "--mbit", type=positive(float),
         help=f"rate of a link each way, Mbit/s; default: the first of {', '.join(f'{r:g}' for r in RATES)} "
         "that the machine carries",
     )  # fmt: skip
     parser.add_argument("--seconds", type=positive(float), default=0.3, help="what the bounds are about")
-    parser.add_argument("--repeats", type=positive(int), default=5, help="peers take part in 3 of them")
+    parser.add_argument(
+        "--repeats",
+        type=positive(int),
+        default=5,
+        help="of auto, multicast and broadcast; others take part in 3 of them",
+    )
     parser.add_argument("--loopback", action="store_true", help="no cluster, even where one could be built")
     parser.add_argument("--out", type=Path, help="write raw JSON here, case by case, and a text beside it")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if "all" in args.methods:
+        args.methods = known
+    return args
 
 
 def _cases(known: list[str]) -> Callable[[str], list[str]]:
@@ -156,8 +168,6 @@ def main() -> int:
     for peer in peers:
         if why := peer.missing():
             print(f"# {peer.name}: {why}")
-    for note in NOT_MEASURED:
-        print(f"# not measured: {note}")
     began = time.monotonic()
     for rate in RATES if args.mbit is None else (args.mbit,):
         book = Book(header(args, rate, loopback), args.out)

@@ -37,8 +37,8 @@ def kinds(ranks: int) -> dict[str, tuple[Layout, Layout]]:
         "rows of 8 to columns of 8, all hosts replicas": (
             Layout(one, [Replicate(), Shard(0)]), Layout(other, [Replicate(), Shard(1)]),
         ),
-        "cut over all ranks to cut over all ranks": (
-            Layout(one, [Shard(0), Shard(1)]), Layout(other, [Shard(1), Shard(0)]),
+        "cut over all ranks to rows per host, replicas inside": (
+            Layout(one, [Shard(0), Shard(1)]), Layout(other, [Shard(0), Replicate()]),
         ),
         "one rank to replicas on all others": (
             Layout([0], [Replicate()]), Layout(list(range(_PER_HOST, ranks)), [Replicate()]),

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from meshcast.bench.methods import METHODS
+from meshcast.bench.methods import METHODS, ours
 from meshcast.bench.report import calibration_text, problems, ratio, remarks, spread, table
 
 from . import chart, planner
-from .peers import NOT_MEASURED, PEERS
+from .peers import PEERS
 
 _ROOT = Path(__file__).resolve().parent.parent
 _FOLDER = Path(__file__).with_name("results")
@@ -24,6 +24,7 @@ _RESULTS = {
     "other_cases": "Other cases",
     "scaling": "Scaling",
 }
+_OWN = [method.name for method in ours.METHODS]
 _PAGE = _ROOT / "docs" / "benchmarks.md"
 _README = _ROOT / "README.md"
 _PICTURE = _ROOT / "docs" / "images" / "benchmarks.svg"
@@ -76,7 +77,7 @@ def _methods(results: Iterable[Results]) -> str:
     ]:
         note = "" if name in ran else f" ({why or 'not measured here'})"
         lines.append(f"| {name} | {what}{note} |")
-    return "\n".join([*lines, "", *(f"Not measured: {note}." for note in NOT_MEASURED)]).rstrip()
+    return "\n".join(lines)
 
 
 def _section(title: str, results: Results) -> str:
@@ -88,7 +89,11 @@ def _section(title: str, results: Results) -> str:
     head = ", ".join(f"{k} {v}" for k, v in results["header"].items() if k != "command")
     calibrations = "".join(f"- {calibration_text(found)}\n" for found in results["calibrations"])
     text = f"## {title}\n\n`{results['header']['command']}`: {head}.\n\n{calibrations}\n"
-    text += f"{table(cases, methods)}\n\n"
+    own = [name for name in methods if name in _OWN]
+    others = [name for name in methods if name not in _OWN]
+    text += f"{table(cases, own)}\n\n"
+    if others:
+        text += f"{table(cases, ['auto', *others] if 'auto' in own else others)}\n\n"
     ratios = [value for case in cases if (value := ratio(case, "auto")) is not None]
     if ratios:
         text += f"auto: median {statistics.median(ratios):.3f}, worst {max(ratios):.3f} of the lower bound. "

@@ -18,7 +18,7 @@ from typing import Any
 
 from meshcast import Topology
 from meshcast.bench.cases import Case, Setting, find
-from meshcast.bench.measure import PEER_REPEATS, SLOW
+from meshcast.bench.measure import FEW_REPEATS, SLOW
 from meshcast.bench.methods import METHODS
 from meshcast.bench.report import calibration_text, overload
 
@@ -169,7 +169,7 @@ class _Watch:
             return
         slow = SLOW * measured["lower_bound"]
         try:
-            repeats = max(case.least_repeats, min(self.options.repeats, PEER_REPEATS))
+            repeats = max(case.least_repeats, min(self.options.repeats, FEW_REPEATS))
             found = peer.run(self._cluster, case, topology, repeats, slow)
         except (RuntimeError, OSError, ValueError, subprocess.SubprocessError) as error:
             measured["failed"][peer.name] = " ".join(str(error).split())[-300:]

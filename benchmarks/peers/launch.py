@@ -75,10 +75,11 @@ def mpich_options(cluster: Cluster, ranks_per_host: int, agent: str) -> list[str
 
 def run(
     mpi: Mpi, cluster: Cluster, ranks_per_host: int, options: Sequence[str], program: Path, problem: str,
-    arguments: Sequence[str], env: dict[str, str],
+    arguments: Sequence[str], env: dict[str, str], any_status: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """What the program prints as JSON on rank 0. `problem` is the text of its first argument, a file. Raises
-    RuntimeError with its output where it fails or does not end."""
+    RuntimeError with its output where it fails or does not end. any_status: what it printed counts, however
+    it then ended."""
     before = cluster.processes()  # the ranks of the benchmark itself, asleep
     with tempfile.TemporaryDirectory(prefix="mpi-", dir=cluster.folder) as folder:
         agent, path = Path(folder, "agent.sh"), Path(folder, "problem.txt")
@@ -105,7 +106,7 @@ def run(
             cluster.kill(cluster.processes() - before)  # whatever it started elsewhere
             process.wait()
         lines = [line for line in out.splitlines() if line.startswith("{")]
-        if process.returncode != 0 or not lines:
+        if not lines or (process.returncode != 0 and not any_status):
             raise RuntimeError(
                 f"{mpi.launcher} ended with status {process.returncode}: {(err or out)[-600:]}"
             )

@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { kMaxDims = 8 };
 
@@ -180,6 +181,12 @@ int main(int argc, char **argv) {
     for (int i = first; i <= repeats; ++i) printf("%s%.3f", i > first ? ", " : "", busy[i]);
     printf("], \"wrong_elements\": %ld}\n", total);
     fflush(stdout);
+  }
+  /* Where finalizing hangs, which some libraries do over some transports, the processes just end together. */
+  if (getenv("MPI_RESHARD_SKIP_FINALIZE")) {
+    MPI_Barrier(MPI_COMM_WORLD);
+    usleep(200000); /* what is still on its way to others must not be cut off */
+    _exit(0);
   }
   MPI_Finalize();
   return 0;

@@ -68,7 +68,7 @@ def a_wrong_element_is_counted(_) -> None:
         if dist.get_rank() == 2 and move.destination is not None:
             move.destination.view(-1)[3] += 1
 
-    METHODS["forgets"] = Method("forgets", forgets, "one element wrong", peer=False)
+    METHODS["forgets"] = Method("forgets", forgets, "one element wrong")
     try:
         runner = Runner(LAYOUTS[0], TOPOLOGY, 1e6, ["forgets"])
         found = runner.run(["forgets"], 1)

@@ -19,7 +19,7 @@ from .move import Batch, Box, Move
 
 SLOW = 3.0  # times the bound: more repeats would only tell the same again
 _SHORT = 0.25  # seconds
-PEER_REPEATS = 3  # of what is not ours, unless the case asks for more
+FEW_REPEATS = 3  # of methods that are not repeated often, unless the case asks for more
 
 Begin = Callable[[str], None]  # told the method that comes next
 
@@ -142,7 +142,7 @@ class Runner:
         load: dict[str, list[float]] = {method: [] for method in methods}
         wrong = torch.zeros(len(methods), dtype=torch.int64)
         least = self._case.least_repeats
-        left = {m: max(least, min(repeats, PEER_REPEATS) if METHODS[m].peer else repeats) for m in methods}
+        left = {m: max(least, repeats if METHODS[m].often else min(repeats, FEW_REPEATS)) for m in methods}
         for turn in range(max(left.values(), default=0) + 1):
             for number, method in enumerate(methods):
                 if left[method] < turn:

@@ -26,8 +26,13 @@ def cell(case: Found, method: str) -> str:
     value = ratio(case, method)
     if value is None:
         return "failed" if method in case.get("failed", {}) else "-"
-    star = "\\*" if statistics.median(case["busy"][method]) > BUSY_LIMIT else ""
+    star = "\\*" if _busy(case, method) > BUSY_LIMIT else ""
     return f"{value:.2f}{star}"
+
+
+def _busy(case: Found, method: str) -> float:
+    """Part of the machine's cores that was at work; 0 if the method did not run."""
+    return statistics.median(case["busy"].get(method) or [0.0])
 
 
 def spread(case: Found, method: str) -> float | None:
@@ -136,6 +141,9 @@ def problems(results: dict[str, Any]) -> list[str]:
 def remarks(results: dict[str, Any]) -> list[str]:
     """What a reader should know beside the figures: failures, and repeats that differ."""
     found = []
+    busy = [case["name"] for case in results["cases"] if _busy(case, OURS) > BUSY_LIMIT]
+    if busy:
+        found.append(f"the cores were busy beyond {BUSY_LIMIT:.0%} while {OURS} ran in {len(busy)} cases")
     for case in results["cases"]:
         found += [f"{case['name']}: {method} failed: {why}" for method, why in case.get("failed", {}).items()]
         apart = spread(case, OURS)

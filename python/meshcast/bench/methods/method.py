@@ -33,5 +33,5 @@ class Method:
     why_not: Callable[[Case], str] = applies
     setup: Callable[[Case, Groups], Any] = no_groups
     adds_up: bool = False
-    peer: bool = True  # not one of meshcast's own
+    often: bool = False  # repeated as often as was asked for; the others fewer times
     prepares: bool = True

@@ -108,20 +108,20 @@ METHODS = [
     *(
         Method(
             strategy, partial(reshard, strategy=strategy), "meshcast's strategy of this name", adds_up=True,
-            peer=False,
+            often=strategy in ("auto", "multicast", "broadcast"),
         )
         for strategy in STRATEGIES
     ),
     *(
         Method(
             f"broadcast-{balance}", partial(balanced, name=f"broadcast-{balance}", balance=balance),
-            f'the paper\'s broadcast with balance "{balance}"; plain `broadcast` is "greedy"', peer=False,
+            f'the paper\'s broadcast with balance "{balance}"; plain `broadcast` is "greedy"',
         )
         for balance in BALANCES
     ),
     Method(
         "backend broadcast", backend_broadcast,
         "`torch.distributed.broadcast` on a group of backend meshcast",
-        _only_from_one, _meshcast_group, peer=False,
+        _only_from_one, _meshcast_group,
     ),
 ]  # fmt: skip
