@@ -51,6 +51,10 @@ $(VENV)/.stamp-lint: requirements-lint.txt $(VENV)/.stamp-dev
 	$(PIP) -r requirements-lint.txt
 	@touch $@
 
+$(VENV)/.stamp-hf: requirements-hf.txt $(VENV)/.stamp-dev
+	$(PIP) -r requirements-hf.txt
+	@touch $@
+
 $(VENV)/.stamp-fuzz: requirements-fuzz.txt $(VENV)/.stamp-dev
 	$(PIP) -r requirements-fuzz.txt
 	@touch $@
@@ -70,7 +74,7 @@ build: configure
 test: build $(VENV)/.stamp-dev
 	@PY=$(PY) JOBS=$(JOBS) tools/run_tests.sh quick $(PYTEST_ARGS)
 
-test-all: build $(VENV)/.stamp-dev asan tsan
+test-all: build $(VENV)/.stamp-hf asan tsan
 	@PY=$(PY) JOBS=$(JOBS) tools/run_tests.sh all $(PYTEST_ARGS)
 
 asan tsan: $(TORCH_STAMP)
@@ -83,7 +87,7 @@ fuzz: build $(VENV)/.stamp-fuzz
 	@PY=$(PY) JOBS=$(JOBS) tools/fuzz.sh $(FUZZ_SECONDS)
 
 demo: build $(VENV)/.stamp-dev
-	PYTHONPATH=$(CURDIR)/python PYTHON=$(PY) examples/gpt/demo.sh
+	PYTHONPATH=$(CURDIR)/python PYTHON=$(PY) examples/demo.sh
 
 # BENCH_ARGS: more options of `python -m benchmarks`, e.g. BENCH_ARGS="--mbit 150"
 bench: build $(VENV)/.stamp-dev
