@@ -19,61 +19,63 @@ _CPU = torch.device("cpu")
 
 
 def measure_overhead(microbatches: int) -> dict[str, float]:
-    """Seconds per action; called by all ranks.
+    """Seconds per action of a rank; called by all ranks.
 
-    alone: one stage on one rank, nothing travels: a step less the same forwards and backwards in a plain
-        loop, over its actions.
-    chain_cpu, chain_wall: a stage on each rank and values of 64 bytes: CPU time of the thread that runs the
-        actions, and wall time of the step, over the actions of a rank in the middle. The wall time holds the
-        latency of the links and of whatever else the cores have to do.
+    alone: one stage on one rank, nothing travels. CPU time of the thread that runs the actions.
+    chain: a stage on each rank and values of 64 bytes, of a rank in the middle. The same.
+    chain_wall: wall time of that step, which holds the latency of the links and whatever else the cores
+        have to do.
+
+    Of the CPU times, the same forwards and backwards in a plain loop are taken off.
     """
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    alone = _alone(groups[dist.get_rank()], microbatches)
-    found = {"alone": alone} | _chain(microbatches)
+    found = {"alone": _alone(groups[dist.get_rank()], microbatches)} | _chain(microbatches)
     gathered: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, found)
     return {"alone": gathered[0]["alone"]} | {
-        name: max(each[name] for each in gathered[1:-1] or gathered) for name in ("chain_cpu", "chain_wall")
+        name: max(each[name] for each in gathered[1:-1] or gathered) for name in ("chain", "chain_wall")
     }
 
 
 def _alone(group: dist.ProcessGroup, microbatches: int) -> float:
     module = nn.Linear(_WIDTH, _WIDTH)
-    stage = PipelineStage(module, 0, 1, _CPU, group=group)
-    schedule = Schedule1F1B(stage, microbatches, loss_fn=_loss)
+    schedule = Schedule1F1B(PipelineStage(module, 0, 1, _CPU, group=group), microbatches, loss_fn=_loss)
     x = torch.ones(microbatches, _WIDTH)
-
-    def plain() -> None:
-        for part in x.chunk(microbatches):
-            (_loss(module(part), part) / microbatches).backward()
 
     def step() -> None:
         schedule.step(x, target=x, return_outputs=False)
 
     found = 0.0
     if dist.get_rank() == 0:  # one rank at a time has the cores
-        found = (_typical(step, _wall) - _typical(plain, _wall)) / (2 * microbatches)
+        plain = _typical(lambda: _plain(module, x, microbatches), time.thread_time)
+        found = (_typical(step, time.thread_time) - plain) / (2 * microbatches)
     dist.barrier()
     return found
 
 
 def _chain(microbatches: int) -> dict[str, float]:
     rank, stages = dist.get_rank(), dist.get_world_size()
-    schedule = Schedule1F1B(
-        PipelineStage(nn.Linear(_WIDTH, _WIDTH), rank, stages, _CPU), microbatches, loss_fn=_loss
-    )
+    module = nn.Linear(_WIDTH, _WIDTH)
+    schedule = Schedule1F1B(PipelineStage(module, rank, stages, _CPU), microbatches, loss_fn=_loss)
     x = torch.ones(microbatches, _WIDTH)
 
     def step() -> None:
         schedule.step(x, target=x, return_outputs=False)
 
     actions = len(schedule.actions[rank])
+    plain = _typical(lambda: _plain(module, x.requires_grad_(), microbatches), time.thread_time)
+    x.requires_grad_(False)
     found = {
-        "chain_cpu": _typical(step, time.thread_time) / actions,
-        "chain_wall": _typical(step, _wall) / actions,
+        "chain": (_typical(step, time.thread_time) - plain) / actions,
+        "chain_wall": _typical(step, time.perf_counter) / actions,
     }
     schedule.close()
     return found
+
+
+def _plain(module: nn.Module, x: torch.Tensor, microbatches: int) -> None:
+    for part in x.detach().chunk(microbatches):
+        (_loss(module(part.requires_grad_(x.requires_grad)), part.detach()) / microbatches).backward()
 
 
 def _typical(run: Any, clock: Any) -> float:
@@ -84,10 +86,6 @@ def _typical(run: Any, clock: Any) -> float:
         run()
         times.append(clock() - begin)
     return statistics.median(times[2:])
-
-
-def _wall() -> float:
-    return time.perf_counter()
 
 
 def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -89,13 +89,14 @@ def tables(results: dict[str, Any]) -> str:
         for peer in ("torch 1F1B", "torch GPipe")
         if {peer, "Eager1F1B, delayed"} <= set(last["methods"])
     )
-    alone, cpu, wall = (overhead[name] * 1e6 for name in ("alone", "chain_cpu", "chain_wall"))
+    alone, chain, wall = (overhead[name] * 1e6 for name in ("alone", "chain", "chain_wall"))
     cores = head["cores"]
     return f"""\
 `{head["command"]}`: {stages} stages on {stages} hosts (network namespaces) with links of
-{head["link_mbit"]:g} Mbit/s, {microbatches} micro-batches. **Compute is timed**: a forward sleeps
-{forward * 1e3:g} ms, a backward twice that, in place of an accelerator; transfers are real, the gradients
-of every step are checked. Times over that of 1F1B with free transfers, (m + n - 1)(F + B); in brackets what
+{head["link_mbit"]:g} Mbit/s ({results["links"]["mbit"]:.1f} measured), {microbatches} micro-batches.
+**Compute is timed**: a forward sleeps {forward * 1e3:g} ms, a backward twice that, instead of an accelerator;
+transfers are real, the gradients of every step are checked. Times over that of 1F1B with free transfers,
+(m + n - 1)(F + B); in brackets what
 `simulate` says. `torch` is torch.distributed.pipelining {head["torch"]} with the same stages and links.
 Medians of {head["repeats"]}, largest spread {spread:.1%}; {cores} cores, commit {head["commit"]}.
 
@@ -106,9 +107,9 @@ Medians of {head["repeats"]}, largest spread {spread:.1%}; {cores} cores, commit
 - In the steady state a backward follows the other, under the eager schedules, after F + B within
   {max(map(abs, periods)):.1%}.
 - At {last["transfer"]:g}, delayed Eager1F1B is {peers}.
-- The runtime itself takes {alone:.0f} us for each action of a stage on its own, where nothing travels, and
-  {cpu:.0f} us of the computing thread's time in a chain of {stages} stages with values of 64 bytes; an action
-  takes {wall:.0f} us there, with all that {cores} cores do for {stages} ranks.
+- Of the thread that computes, the runtime takes {alone:.0f} us for each action where nothing travels (one
+  stage), and {chain:.0f} us in a chain of {stages} stages with values of 64 bytes; an action takes
+  {wall:.0f} us of wall time there, with all that {cores} cores do for {stages} ranks.
 
 ![measured and simulated step times](images/pipeline_sweep.svg)
 

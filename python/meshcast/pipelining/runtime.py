@@ -201,7 +201,7 @@ class Runtime:
     def _wait(self, receive: Action) -> list[list[torch.Tensor]]:
         """The tensors of each lane."""
         arrived = []
-        for handle, buffers in self._arriving.pop(receive):
+        for lane, (handle, buffers) in zip(self._lanes(receive), self._arriving.pop(receive), strict=True):
             arrived.append(buffers)
             if handle is None:
                 continue
@@ -212,7 +212,8 @@ class Runtime:
                 self.trace.add(f"wait {receive}", "wait", begin, self._waited_until)
             else:
                 handle.wait()  # raises its error, if it ended with one
-            self.bytes_sent += handle.stats.bytes_sent  # what this rank passed on to other receivers
+            if lane.relays:
+                self.bytes_sent += handle.stats.bytes_sent  # what this rank passed on to other receivers
         return arrived
 
     def _receive(self, action: Action) -> None:

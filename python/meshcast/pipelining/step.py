@@ -78,6 +78,7 @@ class StepFeed:
         self._outputs: list[Any] = []
         self._losses: list[tuple[int, torch.Tensor]] = []  # micro-batch, loss
         self._shares = [1.0] * microbatches
+        self._shared_inputs: Mapping[int, Value] | None = None  # those whose share was learnt last
         self._mean_is_global = False
         for name, whole, cut in (("args", args, pieces.args), ("kwargs", kwargs, pieces.kwargs)):
             if whole and cut is not None:
@@ -126,9 +127,13 @@ class StepFeed:
     def learn_share(self, microbatch: int, inputs: Mapping[int, Value]) -> None:
         """Which part of a micro-batch's samples this rank has: the weight of its loss in the global mean.
 
-        inputs: what other stages send for it.
+        inputs: what other stages send for it; the same object for micro-batches of the same shapes.
         """
         stage = self._stage
+        if inputs and inputs is self._shared_inputs:  # worth it: this runs for every micro-batch
+            self._shares[microbatch] = self._shares[microbatch - 1]
+            return
+        self._shared_inputs = inputs
         for index, value in inputs.items():
             if Shard(0) in stage.input_placements[index]:
                 rows = value.layout.local_shapes(value.shape)[stage.rank][0]

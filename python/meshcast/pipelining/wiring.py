@@ -63,6 +63,8 @@ class Lane:
         self.deliveries = deliveries
         self._buffers = buffers  # local shape and dtype of what this rank receives; empty on the sending side
         self._device = device
+        # Whether a receiver may have to pass values on to another.
+        self.relays = any(len(each.layout.ranks) > 1 for each in deliveries)
 
     def send(self, tensors: Sequence[torch.Tensor], timeout: float) -> Handle[Any]:
         """To other ranks, a tensor for each delivery."""
