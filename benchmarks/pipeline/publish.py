@@ -115,7 +115,7 @@ Medians of {head["repeats"]}, largest spread {spread:.1%}; {cores} cores, commit
 
 A step of {_DRAWN[0]} at {_DRAWN[1]:g}, simulated and measured:
 
-![a step, simulated and measured](images/pipeline_step.svg)"""
+![a step, simulated and measured](images/pipeline_step.png)"""
 
 
 def draw_sweep(results: dict[str, Any], path: Path) -> None:
@@ -184,9 +184,9 @@ def publish(results: dict[str, Any]) -> None:
     before, after = text.split(begin)[0], text.split(end)[1]
     _PAGE.write_text(f"{before}{begin}\n\n{tables(results)}\n\n{end}{after}")
     draw_sweep(results, _IMAGES / "pipeline_sweep.svg")
-    draw_step(results, _IMAGES / "pipeline_step.svg")
+    draw_step(results, _IMAGES / "pipeline_step.png")
     print(
-        f"wrote {_PAGE.relative_to(ROOT)}, docs/images/pipeline_sweep.svg and docs/images/pipeline_step.svg"
+        f"wrote {_PAGE.relative_to(ROOT)}, docs/images/pipeline_sweep.svg and docs/images/pipeline_step.png"
     )
 
 
