@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -159,6 +160,8 @@ def write(path: Path, text: str) -> None:
 
 def main() -> int:
     args = parse()
+    # Ended from outside, it cleans up behind itself as after an error.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     loopback = missing()
     if loopback:
         print(f"# {loopback}: no emulated cluster. All ranks run on loopback, and no figure means anything.")

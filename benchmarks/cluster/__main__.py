@@ -33,6 +33,8 @@ def main() -> int:
             sub.add_argument("program", nargs="+", help="after --: what every rank runs")
     commands.add_parser("down")
     args = parser.parse_args()
+    if args.command == "run":  # ended from outside, it cleans up behind itself as after an error
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         if args.command == "down":
             print("\n".join(remove_stale()) or "nothing left behind")

@@ -62,8 +62,13 @@ def _kill(pids: set[int]) -> None:
 
 
 def _remove(namespace: str) -> None:
-    _kill(_processes(namespace))
-    _run("ip", "netns", "delete", namespace)
+    """Also where another process removes it at the same time, as two that find the same stale one do."""
+    try:
+        _kill(_processes(namespace))
+        _run("ip", "netns", "delete", namespace)
+    except ClusterError:
+        if namespace in _namespaces():
+            raise
 
 
 def remove_stale() -> list[str]:

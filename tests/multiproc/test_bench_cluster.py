@@ -102,6 +102,26 @@ def test_what_a_killed_owner_left_is_removed() -> None:
     assert not [pid for pid in ranks if os.path.exists(f"/proc/{pid}/ns/net")]
 
 
+@pytest.mark.usefixtures("buildable")
+def test_the_command_line_cleans_up_when_it_is_ended() -> None:
+    command = [sys.executable, "-m", "benchmarks.cluster", "run", "--hosts", "2", "--", "sleep", "1000"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+        name = owner.owner_name(process.pid)
+        hosts = {f"{name}h{host}" for host in (0, 1)}
+        wait_for("no hosts", lambda: hosts <= namespaces())
+        wait_for("the ranks did not start", lambda: all(network._processes(host) for host in hosts))
+        process.terminate()
+        assert process.wait(100) != 0
+    assert not any(left.startswith(name) for left in namespaces())
+
+
+@pytest.mark.usefixtures("buildable")
+def test_two_may_remove_the_same() -> None:
+    with Cluster(1, 100) as cluster:
+        network._remove(cluster.namespace(0))
+        network._remove(cluster.namespace(0))
+
+
 def test_an_owner_is_a_process_and_its_start() -> None:
     mine = owner.owner_name()
     assert mine.startswith(f"mc{os.getpid()}-")
