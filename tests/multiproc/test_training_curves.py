@@ -1,0 +1,86 @@
+"""Fifty steps of both models over unlike layouts follow the curve of one process and end with its weights."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 400  # seconds for one launch; it takes 10 to 40 on an idle machine
+STEPS = 50
+# At a high learning rate Adam makes whole steps of the rounding of tiny gradients: both sides would drift.
+COMMON = f"--batch 12 --steps {STEPS} --warmup 10 --lr 1e-3 --checkpoint-every {STEPS}".split()
+MODELS = {"gpt": ["--model", "nano", "--layers", "4"], "unet": ["--model", "nano"]}
+LAYOUTS = {
+    "gpt": [
+        "2,3 --schedule 1F1B --microbatches 2",
+        "2x2,1 --schedule Eager1F1B --microbatches 3",
+        "1x2,3 --schedule ZBH1 --microbatches 4",
+        "4,1 --schedule GPipe --microbatches 3",
+        "1,1x2,2 --schedule Eager1F1B --microbatches 6 --recompute",
+        "1,1,1,2 --schedule 1F1B --microbatches 6",
+    ],
+    "unet": [
+        "2,3 --schedule Eager1F1B --microbatches 2",
+        "3,2 --schedule 1F1B --microbatches 2",
+        "4,1 --schedule GPipe --microbatches 3",
+        "1,4 --schedule ZBH1 --microbatches 3 --recompute",
+        "1,1,3 --schedule Eager1F1B --microbatches 4",
+        "1,1,1,2 --schedule 1F1B --microbatches 6",
+    ],
+}
+
+pytestmark = [pytest.mark.timeout(2 * LIMIT + 60), pytest.mark.slow]
+
+Result = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def train(name: str, folder: Path, layout: str, ranks: int) -> Result:
+    """Losses by step, and the weights at the end."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    outputs = ["--metrics", str(folder / "metrics.jsonl"), "--checkpoint", str(folder / "state")]
+    options = [*MODELS[name], *COMMON, *outputs, "--stages", *layout.split()]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
+    done = subprocess.run(
+        [*torchrun, str(ROOT / f"examples/{name}/train.py"), *options],
+        env=env, capture_output=True, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if record["event"] == "step"]
+    saved = folder / "state" / f"step-{STEPS:06d}"
+    described = dcp.FileSystemReader(saved).read_metadata().state_dict_metadata
+    weights = {
+        key: torch.empty(value.size)
+        for key, value in described.items()
+        if key.startswith("model.") and isinstance(value, TensorStorageMetadata)
+    }
+    dcp.load(weights, checkpoint_id=saved, no_dist=True)
+    return losses, weights
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    return {name: train(name, tmp_path_factory.mktemp(name), "1 --microbatches 1", 1) for name in MODELS}
+
+
+@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name in MODELS for layout in LAYOUTS[name]])
+def test_layouts_follow_one_process(
+    one_process: dict[str, Result], tmp_path: Path, name: str, layout: str
+) -> None:
+    losses, weights = train(name, tmp_path, layout, 5)
+    expected_losses, expected_weights = one_process[name]
+    assert len(losses) == STEPS
+    assert losses == pytest.approx(expected_losses, rel=1e-4)
+    assert losses[-1] < losses[0] - 0.2
+    assert weights.keys() == expected_weights.keys()
+    for key, expected in expected_weights.items():
+        torch.testing.assert_close(
+            weights[key], expected, rtol=0, atol=1e-3, msg=lambda m, k=key: f"{k}: {m}"
+        )
