@@ -84,7 +84,7 @@ def main() -> int:
     args = parse()
     results: dict[str, Any] = {"header": header(args), "points": []}
     print("# " + ", ".join(f"{k} {v}" for k, v in results["header"].items()), flush=True)
-    begin = time.monotonic()
+    begin, failed = time.monotonic(), False
     with tempfile.TemporaryDirectory(prefix="meshcast-pipeline-") as folder:
         job = {
             "microbatches": args.microbatches, "forward": args.forward, "transfers": args.transfers,
@@ -99,14 +99,16 @@ def main() -> int:
                 run_ranks(cluster, 1, command, limit=_LIMIT, progress=collector.look)
                 collector.look()
         except ClusterError as error:
-            print(f"the benchmark did not run: {error}", file=sys.stderr)
-            return 1
+            print(f"the benchmark did not run to its end: {error}", file=sys.stderr)
+            failed = True
+    if not results["points"]:
+        return 1
     results["header"]["seconds"] = round(time.monotonic() - begin)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results) + "\n")
     if not args.no_publish:
         publish(results)
-    return 0
+    return 1 if failed else 0
 
 
 def sharpen(cluster: Cluster, mbit: float) -> None:

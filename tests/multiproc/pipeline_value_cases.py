@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from meshcast.errors import AbortedError, LayoutError
+from meshcast import Topology
+from meshcast.errors import AbortedError, LayoutError, MeshcastError
 from meshcast.pipelining import Edge, PipelineStage, Schedule1F1B, get_schedule_class
 from multiproc.pipeline_fault_cases import raises
 from multiproc.pipeline_models import (
@@ -100,6 +101,28 @@ def a_large_value_leaves_its_rank_once(context) -> None:
     if context.rank == 0:
         copies = schedule.bytes_sent / x.nbytes
         assert copies == 1, f"the value left {copies} times, for three consumers"
+
+
+def transfers_take_what_the_planner_says(_) -> None:
+    """A link of 1 Gbit/s and values of 1 MiB."""
+    here = place(in_a_row([1, 1, 1]))
+    if here is None:
+        return
+    edges = [Edge(0, 0, 1, 0), Edge(0, 0, 2, 1), Edge(1, 0, 2, 0)]
+    module = Sum(nn.Linear(1, 1))
+    stage = PipelineStage(module, here.stage, 3, CPU, group=here.group, mesh=here.mesh, edges=edges)
+    schedule = Schedule1F1B(stage, 1, loss_fn=mse, timeout=TIMEOUT)
+    raises(MeshcastError, "there is no step yet", call=schedule.transfer_times)
+    x = torch.ones(1 << 18, 1)
+    schedule.step(x, target=x)
+    topology = Topology.uniform(ranks_per_host=1, nic_gbps=1.0, latency_us=0.0)
+    times = schedule.transfer_times(topology)
+    alone = x.nbytes * 8 / 1e9
+    assert sorted(times) == [(0, 1), (0, 2), (1, 2)]
+    assert abs(times[1, 2] / alone - 1) < 0.001
+    # One chain through both consumers, longer than one hop by a chunk only.
+    assert times[0, 1] == times[0, 2]
+    assert 1.0 <= times[0, 1] / alone < 1.2
 
 
 # ---- shapes that vary ------------------------------------------------------------------------------------
@@ -232,6 +255,7 @@ CASES = [
     fan_case("Eager1F1B", 3),
     fan_case("ZBH1", None),
     a_large_value_leaves_its_rank_once,
+    transfers_take_what_the_planner_says,
     varying_case("1F1B"),
     varying_case("Eager1F1B", delay_weight_grad=True),
     many_shapes_one_after_the_other,

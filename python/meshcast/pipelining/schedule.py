@@ -20,6 +20,7 @@ from meshcast.pipelining.auto_warmup import AutoWarmup, Budget, check_budget, re
 from meshcast.pipelining.costs import Costs
 from meshcast.pipelining.draw import draw_panels, panel_of
 from meshcast.pipelining.edge import links_of
+from meshcast.pipelining.estimate import transfer_times
 from meshcast.pipelining.exchange import Exchange
 from meshcast.pipelining.lower import AHEAD, Link, lower, stage_ranks
 from meshcast.pipelining.measured import Event, exposed_seconds
@@ -33,6 +34,7 @@ from meshcast.pipelining.table import StageTable, agree_on_stages, describe_stag
 from meshcast.pipelining.validate import validate
 from meshcast.pipelining.varying import Wirings
 from meshcast.pipelining.wiring import Wiring
+from meshcast.topology import Topology
 
 __all__ = ["Options", "PipelineSchedule"]
 
@@ -266,6 +268,15 @@ class PipelineSchedule:
         report = simulate_actions(self._lower(table.trains), costs)
         title = f"{self.name}, {self._num_stages} stages, {self._microbatches} micro-batches, simulated"
         draw_panels([panel_of(title, report)], Path(path))
+
+    def transfer_times(self, topology: Topology | None = None) -> dict[Link, float]:
+        """Seconds that a micro-batch of the last step takes over each link by the planner's cost model: what
+        ``draw`` and ``times`` take as ``transfer``, beside seconds of compute. topology: as `plan` takes
+        it."""
+        wiring = self._wirings.last
+        if wiring is None:
+            raise MeshcastError("there is no step yet, so no shapes of values", op="pipeline")
+        return transfer_times(wiring, self._agreed(), topology)
 
     def close(self) -> None:
         """Drops the transfers. Later steps raise AbortedError."""

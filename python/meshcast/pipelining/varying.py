@@ -52,6 +52,11 @@ class Wirings:
         """Of the shared parameters; None before the first step."""
         return next(iter(self._known.values())).shared if self._known else None
 
+    @property
+    def last(self) -> Wiring | None:
+        """That of the last micro-batch of the last step."""
+        return next(reversed(self._known.values()), None)
+
     def transfers(self) -> list[Transfer]:
         return [transfer for wiring in self._known.values() for transfer in wiring.transfers()]
 

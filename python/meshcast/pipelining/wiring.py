@@ -25,7 +25,7 @@ from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.wire import decode_value, encode_value
 from meshcast.transfer import Problem, Transfer
 
-__all__ = ["Arrival", "Lane", "Value", "Wiring", "connect"]
+__all__ = ["Arrival", "Lane", "Value", "Wiring", "connect", "gradient_layout"]
 
 # A transfer to wait for, unless the value was here already, and a tensor for each delivery.
 Arrival = tuple[Handle[Any] | None, list[torch.Tensor]]
@@ -93,6 +93,7 @@ class Wiring:
     """The lanes this rank takes part in, for micro-batches of one shape, and what it must know of the
     values."""
 
+    edges: tuple[Edge, ...]
     links: list[Link]
     values: list[list[Value]]  # outputs of every stage but the last
     inputs: dict[int, dict[int, Value]]  # of each of this rank's stages, in the layout they arrive in
@@ -165,7 +166,7 @@ def connect(
     back = _FIRST_LANE + len(found_bundles)
     if shared is None:
         shared = SharedGradients(stages, table, back + len(links), timeout)
-    wiring = Wiring(links, values, inputs_of, {}, {}, shared)
+    wiring = Wiring(edges, links, values, inputs_of, {}, {}, shared)
     for number, bundle in enumerate(found_bundles):
         _compile_bundle(wiring, stages, bundle, _FIRST_LANE + number, timeout)
     for number, link in enumerate(links):
@@ -323,7 +324,9 @@ def _compile_return(
     problems: list[Problem] = []
     for each in trained:
         value = wiring.values[source][each.output]
-        problems.append((value.shape, value.dtype, _gradient(each.layout), _gradient(value.layout)))
+        problems.append(
+            (value.shape, value.dtype, gradient_layout(each.layout), gradient_layout(value.layout))
+        )
     stage = stages[source] if source in stages else stages[consumer]
     name = f"pipeline {source}->{consumer} backward"
     wiring.backward[link] = _lane(stage, problems, (consumer,), trained, number, name, timeout)
@@ -358,6 +361,7 @@ def _local(problems: Sequence[Problem], rank: int) -> list[tuple[tuple[int, ...]
     ]
 
 
-def _gradient(layout: Layout) -> Layout:
+def gradient_layout(layout: Layout) -> Layout:
+    """In which the gradient of a value in this layout travels."""
     placements: tuple[Placement, ...] = gradient_placements(layout.placements)
     return Layout(torch.tensor(layout.ranks).reshape(layout.mesh_shape), placements)
