@@ -214,6 +214,35 @@ class Best {
     }
   }
 
+  // The best plan so far, to go back to.
+  struct State {
+    Plan plan;
+    Draft last;
+    bool empty = true;
+  };
+  State save() const {
+    State out;
+    out.plan.strategy = plan_.strategy;
+    out.plan.pieces = plan_.pieces;
+    out.plan.chunks = plan_.chunks;
+    out.plan.hops = plan_.hops;
+    out.plan.times = plan_.times;
+    out.plan.makespan_ns = plan_.makespan_ns;
+    out.last = last_;
+    out.empty = empty_;
+    return out;
+  }
+  void restore(const State& state) {
+    plan_.strategy = state.plan.strategy;
+    plan_.pieces = state.plan.pieces;
+    plan_.chunks = state.plan.chunks;
+    plan_.hops = state.plan.hops;
+    plan_.times = state.plan.times;
+    plan_.makespan_ns = state.plan.makespan_ns;
+    last_ = state.last;
+    empty_ = state.empty;
+  }
+
   // Puts the hops of the best plan into another order while that changes anything.
   void improve(const Network& network) {
     Schedule now{plan_.hops, plan_.times, plan_.makespan_ns};
@@ -359,39 +388,56 @@ Draft make_draft(Strategy strategy, const Inputs& in) {
   throw LayoutError(std::string("strategy ") + to_string(strategy) + " has no fixed routes");
 }
 
-// Fills in the best plan of the strategies that are asked for.
-void find_best(const Inputs& in, const LaneDemand& lanes, Plan* plan) {
+// Smaller chunks for a strategy by which a rank would need more staging than it should; 0 where these would not
+// mend it.
+int64_t shrink_chunks(const Inputs& in, const std::vector<Chunk>& chunks, int64_t staging) {
+  if (staging <= kStagingGoal) return 0;
+  int64_t largest = 0;
+  for (const Chunk& chunk : chunks) largest = std::max(largest, chunk.nbytes);
+  largest = std::min(in.chunk_bytes, largest);
+  // Staging follows the size of chunks, but for the ranks that trees of other chunks meet: some room for those.
+  const auto fitting = static_cast<int64_t>(static_cast<__int128>(largest) * kStagingGoal / staging / 8 * 7);
+  const int64_t chunk = fit_chunk_bytes(std::max(fitting, kSmallestChunk), in.tasks, in.bundles, kMostHops);
+  return chunk < largest ? chunk : 0;
+}
+
+// Fills in the best plan of the strategies that are asked for. Each has the chunks that it would have alone.
+void find_best(Inputs in, const LaneDemand& lanes, Plan* plan) {
   const PlanOptions& options = plan->options;
+  const bool fixed_chunk = options.chunk_bytes > 0;
+  const int64_t chunk_bytes = in.chunk_bytes;
   Best best(plan);
   const bool large = count_gather_hops(in) > kRetryHops;
   for (const Strategy strategy : candidates(options.strategy, large)) {
     if (large && best.good()) break;
+    in.chunk_bytes = chunk_bytes;
     if (strategy != Strategy::Multicast) {
-      best.offer(strategy, make_draft(strategy, in), in.network);
+      Draft draft = make_draft(strategy, in);
+      if (!fixed_chunk) {
+        const int64_t smaller = shrink_chunks(in, draft.chunks, peak_staging(in.problems, draft));
+        if (smaller > 0) {
+          in.chunk_bytes = smaller;
+          draft = make_draft(strategy, in);
+        }
+      }
+      best.offer(strategy, std::move(draft), in.network);
     } else if (!best.good()) {
-      try_multicast(in, lanes, options.chunk_bytes > 0, &best);
+      const Best::State before = best.save();
+      try_multicast(in, lanes, fixed_chunk, &best);
+      if (fixed_chunk || plan->strategy != Strategy::Multicast) continue;
+      const std::vector<int64_t> staging = peak_staging(*plan);
+      const int64_t smaller =
+          shrink_chunks(in, plan->chunks, *std::max_element(staging.begin(), staging.end()));
+      if (smaller == 0) continue;
+      best.restore(before);
+      in.chunk_bytes = smaller;
+      try_multicast(in, lanes, fixed_chunk, &best);
     }
   }
   if (options.strategy == Strategy::Auto || options.strategy == Strategy::Multicast) {
     best.urge(in.network);
     best.improve(in.network);
   }
-}
-
-// Where a rank would need more staging than it should: whether smaller chunks can mend that. Sets their size.
-bool shrink_chunks(const Plan& plan, Inputs* in) {
-  const std::vector<int64_t> staging = peak_staging(plan);
-  const int64_t most = *std::max_element(staging.begin(), staging.end());
-  if (most <= kStagingGoal) return false;
-  int64_t largest = 0;
-  for (const Chunk& chunk : plan.chunks) largest = std::max(largest, chunk.nbytes);
-  largest = std::min(in->chunk_bytes, largest);
-  // Staging follows the size of chunks, but for the ranks that trees of other chunks meet: some room for those.
-  const auto fitting = static_cast<int64_t>(static_cast<__int128>(largest) * kStagingGoal / most / 8 * 7);
-  const int64_t chunk = fit_chunk_bytes(std::max(fitting, kSmallestChunk), in->tasks, in->bundles, kMostHops);
-  if (chunk >= largest) return false;
-  in->chunk_bytes = chunk;
-  return true;
 }
 
 }  // namespace
@@ -424,7 +470,6 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
         problems,        plan.tasks,   bundles,    network, fit_chunk_bytes(chunk, plan.tasks, bundles, most),
         options.balance, options.seed, &reductions};
     find_best(in, lanes, &plan);
-    if (options.chunk_bytes == 0 && shrink_chunks(plan, &in)) find_best(in, lanes, &plan);
   }
   plan.hash = hash_plan(plan);
   return plan;

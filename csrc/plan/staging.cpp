@@ -4,6 +4,8 @@
 #include <array>
 #include <unordered_map>
 
+#include "plan/draft.h"
+
 namespace meshcast {
 namespace {
 
@@ -19,8 +21,9 @@ bool contiguous(const Box& box, const std::vector<int64_t>& local_shape) {
 // The shards of all ranks under one side of every problem.
 class Shards {
  public:
-  Shards(const Plan& plan, Layout Problem::*side) : plan_(plan) {
-    for (const Problem& problem : plan.problems) {
+  Shards(const std::vector<Problem>& problems, const std::vector<ChunkPiece>& pieces, Layout Problem::*side)
+      : pieces_(pieces) {
+    for (const Problem& problem : problems) {
       shards_.push_back(shards(problem.*side, problem.shape));
       auto& position = position_.emplace_back();
       for (size_t i = 0; i < shards_.back().size(); ++i) position[shards_.back()[i].rank] = i;
@@ -30,7 +33,7 @@ class Shards {
   // Whether the rank has to pack the chunk, or to unpack it.
   bool packs(const Chunk& chunk, int32_t rank) const {
     if (chunk.piece_end - chunk.piece_begin != 1) return true;
-    const ChunkPiece& piece = plan_.pieces[static_cast<size_t>(chunk.piece_begin)];
+    const ChunkPiece& piece = pieces_[static_cast<size_t>(chunk.piece_begin)];
     const auto tensor = static_cast<size_t>(piece.tensor);
     const auto position = position_[tensor].find(rank);
     if (position == position_[tensor].end()) return true;  // it has a result only to pass it on
@@ -41,7 +44,7 @@ class Shards {
   }
 
  private:
-  const Plan& plan_;
+  const std::vector<ChunkPiece>& pieces_;
   std::vector<std::vector<Shard>> shards_;                     // by problem, mesh position
   std::vector<std::unordered_map<int32_t, size_t>> position_;  // by problem: rank -> mesh position
 };
@@ -54,32 +57,52 @@ void insert(int64_t nbytes, Largest* largest) {
     if (nbytes > place) std::swap(nbytes, place);
 }
 
-}  // namespace
-
-std::vector<int64_t> peak_staging(const Plan& plan) {
-  const Shards source(plan, &Problem::src);
-  const Shards destination(plan, &Problem::dst);
+std::unordered_map<int32_t, int64_t> staging_by_rank(const std::vector<Problem>& problems,
+                                                     const std::vector<ChunkPiece>& pieces,
+                                                     const std::vector<Chunk>& chunks,
+                                                     const std::vector<Hop>& hops) {
+  const Shards source(problems, pieces, &Problem::src);
+  const Shards destination(problems, pieces, &Problem::dst);
   std::unordered_map<uint64_t, Largest> out, in;  // by (rank, peer)
   const auto key = [](int32_t rank, int32_t peer) {
     return (static_cast<uint64_t>(rank) << 32) | static_cast<uint32_t>(peer);
   };
-  for (const Hop& hop : plan.hops) {
-    const Chunk& chunk = plan.chunks[static_cast<size_t>(hop.chunk)];
+  for (const Hop& hop : hops) {
+    const Chunk& chunk = chunks[static_cast<size_t>(hop.chunk)];
     const bool reduces = hop.reduce != ReduceOp::None;
     if (reduces || (hop.after < 0 ? source : destination).packs(chunk, hop.src))
       insert(chunk.nbytes, &out.try_emplace(key(hop.src, hop.dst), Largest{}).first->second);
     if (reduces || destination.packs(chunk, hop.dst))
       insert(chunk.nbytes, &in.try_emplace(key(hop.dst, hop.src), Largest{}).first->second);
   }
-  std::vector<int64_t> total(plan.ranks.size(), 0);
+  std::unordered_map<int32_t, int64_t> total;
   for (const auto* side : {&out, &in}) {
     for (const auto& [pair, largest] : *side) {
-      const auto rank = static_cast<int32_t>(pair >> 32);
-      const auto at = std::lower_bound(plan.ranks.begin(), plan.ranks.end(), rank) - plan.ranks.begin();
-      for (size_t i = 0; i < largest.size() - (side == &out); ++i) total[static_cast<size_t>(at)] += largest[i];
+      int64_t& bytes = total[static_cast<int32_t>(pair >> 32)];
+      for (size_t i = 0; i < largest.size() - (side == &out); ++i) bytes += largest[i];
     }
   }
   return total;
+}
+
+}  // namespace
+
+std::vector<int64_t> peak_staging(const Plan& plan) {
+  const auto by_rank = staging_by_rank(plan.problems, plan.pieces, plan.chunks, plan.hops);
+  std::vector<int64_t> out;
+  out.reserve(plan.ranks.size());
+  for (const int32_t rank : plan.ranks) {
+    const auto found = by_rank.find(rank);
+    out.push_back(found == by_rank.end() ? 0 : found->second);
+  }
+  return out;
+}
+
+int64_t peak_staging(const std::vector<Problem>& problems, const Draft& draft) {
+  int64_t most = 0;
+  for (const auto& [rank, bytes] : staging_by_rank(problems, draft.pieces, draft.chunks, draft.hops))
+    most = std::max(most, bytes);
+  return most;
 }
 
 }  // namespace meshcast
