@@ -13,6 +13,7 @@ from meshcast.bench.cases.case import Case, Tensor
 from meshcast.bench.groups import Groups
 from meshcast.bench.measure import Runner, choose, measure
 from meshcast.bench.methods import METHODS, Method
+from meshcast.bench.methods.ours import BALANCES
 from meshcast.bench.move import Batch
 from meshcast.layout import Layout
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -102,6 +103,18 @@ def a_slow_method_counts_once(_) -> None:
     assert min(*found["seconds"]["slow"], *found["seconds"]["prepares"]) >= 0.3
 
 
+def balances_reach_the_planner(_) -> None:
+    methods = [f"broadcast-{balance}" for balance in BALANCES]
+    runner = Runner(LAYOUTS[0], TOPOLOGY, 1e6, methods)
+    runner.run(methods, 1)
+    if runner._batch is not None:
+        plans = [runner._batch.kept[method].plan for method in methods]
+        assert [plan.options.balance for plan in plans] == list(BALANCES)
+        assert {plan.strategy for plan in plans} == {"broadcast"}
+        plans.clear()
+    runner.close()
+
+
 def a_mesh_of_all_ranks_leaves_the_job_its_group(_) -> None:
     groups = Groups()
     groups.mesh([0, 1, 2, 3, 4])
@@ -132,6 +145,7 @@ CASES = [
     *LAYOUT_CASES,
     a_wrong_element_is_counted,
     a_slow_method_counts_once,
+    balances_reach_the_planner,
     a_mesh_of_all_ranks_leaves_the_job_its_group,
     cases_are_cut_to_the_links,
 ]

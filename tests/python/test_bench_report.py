@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from meshcast import Layout
 from meshcast.bench import report
+from meshcast.bench.calibrate import Links
 from meshcast.bench.cases import find
 from meshcast.bench.cases.case import Setting
 
@@ -207,6 +208,15 @@ def test_settings_give_each_host_its_rate() -> None:
     assert Setting().mbit(250, 3) == [250, 250, 250]
     assert Setting(rates=(1.0, 0.5)).mbit(200, 4) == [200, 100, 200, 200]
     assert Setting(rates=(0.5,) * 5).mbit(200, 2) == [100, 100]
+
+
+def test_no_link_is_taken_for_faster_than_it_is() -> None:
+    slower = Links((100.0, 200.0), (95.0, 95.0), (95.0, 95.0), 1.0)
+    assert slower.efficiency == pytest.approx(0.95)
+    rates = [host.nics[0].out_rate for host in slower.topology(4, 2).hosts]
+    assert rates == [int(95e6 / 8), int(190e6 / 8)]
+    loopback = Links((100.0, 100.0), (4000.0, 4000.0), (3000.0, 3000.0), 1.0)
+    assert {host.nics[0].out_rate for host in loopback.topology(4, 1).hosts} == {int(100e6 / 8)}
 
 
 def scalapack(shape: tuple[int, ...], source: str, target: str) -> str:

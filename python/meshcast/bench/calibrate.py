@@ -38,10 +38,11 @@ class Links:
         )
 
     def topology(self, ranks_per_host: int, nics: int) -> Topology:
-        """Nominal rates times the efficiency, 100 us latency, 80 Gbit/s inside a host."""
+        """Nominal rates times the efficiency, 100 us latency, 80 Gbit/s inside a host. What was measured
+        above the nominal rate is the depth of the bucket, or no link at all: it does not last."""
         hosts = []
         for host, mbit in enumerate(self.nominal):
-            rate = int(mbit * self.efficiency * 1e6 / 8)
+            rate = int(mbit * min(self.efficiency, 1.0) * 1e6 / 8)
             ranks = tuple(range(host * ranks_per_host, (host + 1) * ranks_per_host))
             hosts.append(Host(ranks, (Nic(rate, rate),) * nics, int(_LOCAL_GBPS * 1e9 / 8)))
         return Topology(hosts, _LATENCY_US)
