@@ -22,8 +22,9 @@ void ShmReceiver::recv(int peer, uint64_t key, int64_t nbytes, std::unique_ptr<I
       std::find_if(peers_.begin(), peers_.end(), [&](const auto& p) { return p->link->rank() == peer; });
   const std::lock_guard lock(mutex_);
   Peer& from = **it;
+  from.ambiguous |= from.posted.count(key) != 0;
   from.posted.emplace(key, Message{nbytes, 0, std::move(payload)});
-  if (aborted_ || from.gone || from.broken) {
+  if (aborted_ || from.gone || from.broken || from.ambiguous) {
     ring_own();  // the thread tells that it will not come
   } else {
     post_locked(from, {key, nbytes});
@@ -32,11 +33,14 @@ void ShmReceiver::recv(int peer, uint64_t key, int64_t nbytes, std::unique_ptr<I
 
 void ShmReceiver::post_locked(Peer& peer, Post post) {
   peer.unsent.push_back(post);
-  const bool any = !peer.mailbox->posts.full();
+  peer.has_unsent.store(true);  // before the queue is found full, see has_work()
+  bool any = false;
   while (!peer.unsent.empty() && !peer.mailbox->posts.full()) {
     peer.mailbox->posts.push(peer.unsent.front());
     peer.unsent.pop_front();
+    any = true;
   }
+  if (peer.unsent.empty()) peer.has_unsent.store(false);
   if (any) peer.link->region().header().sender_bell.ring_if_asleep();
 }
 
@@ -47,8 +51,10 @@ void ShmReceiver::ring_own() {
 
 bool ShmReceiver::has_work() {
   if (news_.load()) return true;
-  return std::any_of(peers_.begin(), peers_.end(),
-                     [](const auto& peer) { return !peer->broken && !peer->mailbox->fragments.empty(); });
+  return std::any_of(peers_.begin(), peers_.end(), [](const auto& peer) {
+    if (peer->has_unsent.load() && !peer->mailbox->posts.full()) return true;
+    return !peer->broken && !peer->mailbox->fragments.empty();
+  });
 }
 
 void ShmReceiver::loop() {
@@ -92,28 +98,28 @@ bool ShmReceiver::drain(Peer& peer) {
 bool ShmReceiver::take(Peer& peer, const Fragment& fragment) {
   ShmRegion& region = peer.link->region();
   if (fragment.slot >= region.slots() || fragment.nbytes > region.slot_bytes()) return false;
-  Message* message = nullptr;
+  std::multimap<uint64_t, Message>::iterator posted;  // only this thread takes it out again
   {
     const std::lock_guard lock(mutex_);
-    const auto it = peer.posted.find(fragment.key);
+    posted = peer.posted.find(fragment.key);
     // Ended by an abort: what still arrives is dropped.
-    if (it == peer.posted.end()) return aborted_;
-    message = &it->second;
+    if (posted == peer.posted.end()) return aborted_;
   }
-  if (fragment.offset < 0 || fragment.offset > message->nbytes - fragment.nbytes) return false;
-  message->payload->write(fragment.offset, fragment.nbytes, region.slot(fragment.slot));
-  message->received += fragment.nbytes;
+  Message& message = posted->second;
+  if (fragment.offset < 0 || fragment.offset > message.nbytes - fragment.nbytes) return false;
+  message.payload->write(fragment.offset, fragment.nbytes, region.slot(fragment.slot));
+  message.received += fragment.nbytes;
   ShmHeader& header = region.header();
   if (header.readers[fragment.slot].left.fetch_sub(1) == 1 &&
       header.freed.fetch_add(1) + 1 >= header.wake_at.load()) {
     header.sender_bell.ring_if_asleep();
   }
-  if (message->received < message->nbytes) return true;
+  if (message.received < message.nbytes) return true;
   std::unique_ptr<Incoming> done;
   {
     const std::lock_guard lock(mutex_);
-    done = std::move(message->payload);
-    peer.posted.erase(fragment.key);
+    done = std::move(message.payload);
+    peer.posted.erase(posted);
   }
   done->finished();
   return true;
@@ -121,13 +127,15 @@ bool ShmReceiver::take(Peer& peer, const Fragment& fragment) {
 
 // Tells the messages that will not come any more. What a peer had published before it went is drained first.
 void ShmReceiver::end_lost(Peer& peer) {
-  std::map<uint64_t, Message> lost;
+  std::multimap<uint64_t, Message> lost;
   TransportError error(TransportError::Cause::Aborted, "the group was aborted");
   {
     const std::lock_guard lock(mutex_);
     if (peer.posted.empty()) return;
     if (!aborted_) {
-      if (peer.broken) {
+      if (peer.ambiguous) {
+        error = {TransportError::Cause::Closed, "two messages from it have one key (a fault of meshcast)"};
+      } else if (peer.broken) {
         error = {TransportError::Cause::Closed, "what it wrote to shared memory makes no sense"};
       } else if (peer.gone && peer.mailbox->fragments.empty()) {
         error = {TransportError::Cause::Closed, "its process has gone or has closed the group (shared memory)"};
@@ -137,6 +145,7 @@ void ShmReceiver::end_lost(Peer& peer) {
     }
     lost.swap(peer.posted);
     peer.unsent.clear();
+    peer.has_unsent.store(false);
   }
   for (auto& [key, message] : lost) message.payload->failed(peer.link->rank(), error);
 }

@@ -38,10 +38,13 @@ class ShmReceiver {
   struct Peer {
     ShmLink* link = nullptr;
     ShmHeader::Mailbox* mailbox = nullptr;
-    std::map<uint64_t, Message> posted;  // guarded by mutex_; messages are written by the thread alone
-    std::deque<Post> unsent;             // posts that found the sender's queue full
+    // Guarded by mutex_; messages are written by the thread alone. Two under one key break the group.
+    std::multimap<uint64_t, Message> posted;
+    std::deque<Post> unsent;              // posts that found the sender's queue full
+    std::atomic<bool> has_unsent{false};  // the same for has_work(), which takes no lock
     bool gone = false;
-    bool broken = false;  // it sent what cannot be: nothing more is taken from it
+    bool ambiguous = false;  // two messages are posted under one key
+    bool broken = false;     // it sent what cannot be: nothing more is taken from it; written by the thread
   };
 
   void loop();

@@ -48,6 +48,10 @@ class ShmQueue {
     return true;
   }
 
+  // For the consumer, after pop(): whether the producer may have found the queue full before it. Together with
+  // full() as in Bell: either the producer sees the room that pop() made, or this sees that it was full.
+  bool was_full() const { return tail_.load() + 1 - head_.load(std::memory_order_relaxed) >= kCapacity; }
+
  private:
   alignas(64) std::atomic<uint64_t> head_{0};
   alignas(64) std::atomic<uint64_t> tail_{0};

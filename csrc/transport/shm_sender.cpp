@@ -15,6 +15,10 @@ constexpr uint64_t kWakeShare = 4;
 
 TransportError aborted_error() { return {TransportError::Cause::Aborted, "the group was aborted"}; }
 
+TransportError duplicate_error() {
+  return {TransportError::Cause::Closed, "two messages to it have one key (a fault of meshcast)"};
+}
+
 TransportError gone_error() {
   return {TransportError::Cause::Closed, "its process has gone or has closed the group (shared memory)"};
 }
@@ -47,8 +51,8 @@ void ShmSender::send(std::vector<LocalTarget> targets, int64_t nbytes, std::uniq
   if (aborted_) return break_locked(it, (*it)->targets.front().first, aborted_error());
   for (const PostKey& target : (*it)->targets) {
     if (gone_[target.first]) return break_locked(it, target.first, gone_error());
+    if (!awaited_.emplace(target, it).second) return break_locked(it, target.first, duplicate_error());
     ++(*it)->missing;
-    awaited_.emplace(target, it);
   }
   // match_locked may move the message out of the list.
   Message& here = **it;
@@ -75,9 +79,12 @@ void ShmSender::send(std::vector<LocalTarget> targets, int64_t nbytes, std::uniq
 void ShmSender::drain_posts_locked() {
   for (uint32_t i = 0; i < links_.size(); ++i) {
     auto& posts = own_.mailbox(i).posts;
-    const bool was_full = posts.full();
+    bool was_full = false;
     Post post;
-    while (posts.pop(&post)) match_locked({i, post.key}, post.nbytes);
+    while (posts.pop(&post)) {
+      was_full |= posts.was_full();
+      match_locked({i, post.key}, post.nbytes);
+    }
     // Posts that found no room wait for this.
     if (was_full) links_[i]->region().header().receiver_bell.ring_if_asleep();
   }
@@ -86,6 +93,8 @@ void ShmSender::drain_posts_locked() {
 void ShmSender::match_locked(PostKey key, int64_t posted) {
   const auto found = awaited_.find(key);
   if (found == awaited_.end()) {
+    // Keys are the peer's data: one that comes twice is refused by the peer itself, which waits for its
+    // messages.
     posts_.emplace(key, posted);
     return;
   }

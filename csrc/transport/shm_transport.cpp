@@ -39,8 +39,9 @@ class ShmTransport final : public LocalTransport {
   void shutdown() override {
     abort();
     for (const auto& link : membership_.links) link->hang_up();
-    sender_.shutdown();
+    // A message that arrives now may still be forwarded: the sender has to be there to refuse it.
     receiver_.shutdown();
+    sender_.shutdown();
   }
 
  private:
