@@ -39,8 +39,9 @@ class InChannel {
   ~InChannel();
 
   void enqueue(const std::shared_ptr<Run>& run, const std::vector<const RecvOp*>& ops);
-  void close();  // aborts what is posted and drops the rest; any thread, idempotent, does not wait
-  void join();   // after close(): waits for the channel's thread
+  void resume();  // posts what RecvOrder allows by now
+  void close();   // aborts what is posted and drops the rest; any thread, idempotent, does not wait
+  void join();    // after close(): waits for the channel's thread
 
  private:
   struct Entry {
@@ -63,6 +64,7 @@ class InChannel {
   std::condition_variable changed_;
   std::deque<Entry> entries_;  // the first posted_ are posted
   size_t posted_ = 0;
+  int64_t first_ = 0;                         // position of entries_.front(), see message_tag
   std::vector<std::vector<std::byte>> pool_;  // staging buffers to reuse, at most kWindow
   bool closed_ = false;
   std::thread thread_;
@@ -75,9 +77,9 @@ class OutChannel {
   OutChannel(std::shared_ptr<Transport> transport, int peer, ChannelFailure failure);
   ~OutChannel();
 
-  // Returns the sequence number of the first op; the others follow in order.
+  // Returns the position of the first op, see message_tag; the others follow in order.
   int64_t enqueue(const std::shared_ptr<Run>& run, const std::vector<const SendOp*>& ops);
-  void mark_ready(int64_t sequence);
+  void mark_ready(int64_t position);
   void pump();  // issues what may be issued
   void close();
   void join();
@@ -102,7 +104,7 @@ class OutChannel {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Entry> entries_;
-  int64_t first_ = 0;  // sequence number of entries_.front()
+  int64_t first_ = 0;  // position of entries_.front()
   std::vector<std::vector<std::byte>> pool_;
   bool closed_ = false;
   std::thread thread_;

@@ -32,6 +32,7 @@ void InChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const
 void InChannel::post_locked() {
   while (!closed_ && posted_ < kWindow && posted_ < entries_.size()) {
     Entry& entry = entries_[posted_];
+    if (!entry.run->recv_order.may_post(entry.op->number)) return;
     entry.run->pin();
     std::byte* data = nullptr;
     if (!entry.run->direct(entry.op->parts, &data)) {
@@ -42,10 +43,16 @@ void InChannel::post_locked() {
       entry.staging.resize(static_cast<size_t>(entry.op->nbytes));
       data = entry.staging.data();
     }
-    entry.request =
-        transport_->recv(peer_, message_tag(entry.run->label(), entry.op->index), data, entry.op->nbytes);
+    const int64_t position = first_ + static_cast<int64_t>(posted_);
+    entry.request = transport_->recv(peer_, message_tag(entry.run->label(), position), data, entry.op->nbytes);
     ++posted_;
   }
+}
+
+void InChannel::resume() {
+  const std::lock_guard lock(mutex_);
+  post_locked();
+  changed_.notify_all();
 }
 
 void InChannel::loop() {
@@ -64,12 +71,19 @@ void InChannel::loop() {
       changed_.wait(lock, [this] { return closed_; });
       break;
     }
+    const bool others_may_go = front.run->recv_order.arrived(front.op->number);
     lock.lock();
     Entry done = std::move(entries_.front());
     entries_.pop_front();
+    ++first_;
     --posted_;
     post_locked();  // the next message travels while this one is unpacked
     lock.unlock();
+    if (others_may_go) {
+      for (InChannel* channel : done.run->in_channels) {
+        if (channel != this) channel->resume();
+      }
+    }
 
     done.request.reset();
     const std::byte* packed = done.staging.data();

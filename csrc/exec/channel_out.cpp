@@ -21,20 +21,20 @@ void OutChannel::join() {
 
 int64_t OutChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const SendOp*>& ops) {
   const std::lock_guard lock(mutex_);
-  const int64_t sequence = first_ + static_cast<int64_t>(entries_.size());
-  if (closed_) return sequence;
+  const int64_t position = first_ + static_cast<int64_t>(entries_.size());
+  if (closed_) return position;
   for (const SendOp* op : ops) {
     entries_.push_back({run, op, op->forward ? State::Waiting : State::Ready, nullptr, {}});
   }
   changed_.notify_all();
-  return sequence;
+  return position;
 }
 
-void OutChannel::mark_ready(int64_t sequence) {
+void OutChannel::mark_ready(int64_t position) {
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
-    entries_[static_cast<size_t>(sequence - first_)].state = State::Ready;
+    entries_[static_cast<size_t>(position - first_)].state = State::Ready;
   }
   pump();
 }
@@ -42,11 +42,11 @@ void OutChannel::mark_ready(int64_t sequence) {
 void OutChannel::pump() {
   std::unique_lock lock(mutex_);
   while (!closed_) {
-    Entry* next = nullptr;
-    for (size_t i = 0; i < std::min(kWindow, entries_.size()) && !next; ++i) {
-      if (entries_[i].state == State::Ready) next = &entries_[i];
-    }
-    if (!next) return;
+    size_t at = 0;
+    while (at < std::min(kWindow, entries_.size()) && entries_[at].state != State::Ready) ++at;
+    if (at == std::min(kWindow, entries_.size())) return;
+    Entry* next = &entries_[at];
+    const int64_t position = first_ + static_cast<int64_t>(at);
     next->state = State::Packing;  // nobody pops or issues it meanwhile
     next->run->pin();
     if (!pool_.empty()) {
@@ -66,8 +66,7 @@ void OutChannel::pump() {
         out += view.nbytes();
       }
     }
-    auto request = transport_->send(peer_, message_tag(next->run->label(), next->op->targets.front().index),
-                                    data, next->op->nbytes);
+    auto request = transport_->send(peer_, message_tag(next->run->label(), position), data, next->op->nbytes);
 
     lock.lock();
     next->request = std::move(request);

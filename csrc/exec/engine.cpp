@@ -19,9 +19,40 @@ Engine::~Engine() {
   shutdown(std::make_exception_ptr(TransportError(TransportError::Cause::Aborted, "shut down")));
 }
 
+// A call of start() under way.
+class Engine::Starting {
+ public:
+  explicit Starting(Engine& engine) : engine_(engine) {
+    const std::lock_guard lock(engine_.mutex_);
+    ++engine_.starting_;
+  }
+  ~Starting() {
+    const std::lock_guard lock(engine_.mutex_);
+    --engine_.starting_;
+    engine_.started_.notify_all();
+  }
+  Starting(const Starting&) = delete;
+  Starting& operator=(const Starting&) = delete;
+
+ private:
+  Engine& engine_;
+};
+
 std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label,
                                    TimePoint deadline) {
-  auto run = std::make_shared<Run>(program, std::move(buffers), std::move(label), deadline);
+  auto run = std::make_shared<Run>(std::move(program), std::move(buffers), std::move(label), deadline);
+  const Starting here(*this);
+  try {
+    hand_out(run);
+  } catch (...) {
+    fail(std::current_exception());
+    throw;
+  }
+  return run;
+}
+
+void Engine::hand_out(const std::shared_ptr<Run>& run) {
+  const Program* program = &run->program();
   const int32_t lane = run->label().lane;
 
   std::map<int, std::vector<const RecvOp*>> recvs;
@@ -50,10 +81,16 @@ std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffe
     // Sends first: a receive that completes at once must find the tickets of its forwards.
     for (const auto& [peer, ops] : sends) {
       OutChannel& channel = out_channel_locked({lane, peer});
-      int64_t sequence = channel.enqueue(run, ops);
-      for (const size_t i : send_index[peer]) run->send_tickets[i] = {&channel, sequence++};
+      int64_t position = channel.enqueue(run, ops);
+      for (const size_t i : send_index[peer]) run->send_tickets[i] = {&channel, position++};
       if (!ops.front()->forward && ops.front()->nbytes <= kInlineBytes) to_pump.push_back(&channel);
     }
+    for (const LocalSends& local_sends : program->local_sends) {
+      int64_t& sent = local_sent_[{lane, local_sends.peer}];
+      run->local_positions.push_back(sent);
+      sent += local_sends.count;
+    }
+    for (const auto& [peer, ops] : recvs) run->in_channels.push_back(&in_channel_locked({lane, peer}));
     for (const auto& [peer, ops] : recvs) in_channel_locked({lane, peer}).enqueue(run, ops);
     for (const auto& [peer, ops] : local_recvs) local_channel_locked({lane, peer}).enqueue(run, ops);
   }
@@ -69,33 +106,31 @@ std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffe
     copy_queue_.push_back(run);
     copy_changed_.notify_all();
   }
-  return run;
 }
 
 InChannel& Engine::in_channel_locked(ChannelKey key) {
-  auto& channel = in_[key];
-  if (!channel) {
-    channel = std::make_unique<InChannel>(
-        transport_, key.second, [this](const std::shared_ptr<Run>& run, const RecvOp& op) { forward(run, op); },
-        failure_);
-  }
-  return *channel;
+  const auto it = in_.find(key);
+  if (it != in_.end()) return *it->second;
+  auto channel = std::make_unique<InChannel>(
+      transport_, key.second, [this](const std::shared_ptr<Run>& run, const RecvOp& op) { forward(run, op); },
+      failure_);
+  return *in_.emplace(key, std::move(channel)).first->second;
 }
 
 OutChannel& Engine::out_channel_locked(ChannelKey key) {
-  auto& channel = out_[key];
-  if (!channel) channel = std::make_unique<OutChannel>(transport_, key.second, failure_);
-  return *channel;
+  const auto it = out_.find(key);
+  if (it != out_.end()) return *it->second;
+  auto channel = std::make_unique<OutChannel>(transport_, key.second, failure_);
+  return *out_.emplace(key, std::move(channel)).first->second;
 }
 
 LocalInChannel& Engine::local_channel_locked(ChannelKey key) {
-  auto& channel = local_in_[key];
-  if (!channel) {
-    channel = std::make_unique<LocalInChannel>(
-        local_, key.second, [this](const std::shared_ptr<Run>& run, const RecvOp& op) { forward(run, op); },
-        failure_);
-  }
-  return *channel;
+  const auto it = local_in_.find(key);
+  if (it != local_in_.end()) return *it->second;
+  auto channel = std::make_unique<LocalInChannel>(
+      local_, key.second, [this](const std::shared_ptr<Run>& run, const RecvOp& op) { forward(run, op); },
+      failure_);
+  return *local_in_.emplace(key, std::move(channel)).first->second;
 }
 
 void Engine::forward(const std::shared_ptr<Run>& run, const RecvOp& op) {
@@ -106,7 +141,7 @@ void Engine::forward(const std::shared_ptr<Run>& run, const RecvOp& op) {
       continue;
     }
     const SendTicket& ticket = run->send_tickets[static_cast<size_t>(send)];
-    ticket.channel->mark_ready(ticket.sequence);
+    ticket.channel->mark_ready(ticket.position);
   }
 }
 
@@ -179,6 +214,11 @@ void Engine::shutdown(std::exception_ptr error) {
     closed_ = true;
   }
   fail(std::move(error));
+  {
+    // What they still hand out would find nobody to end it.
+    std::unique_lock lock(mutex_);
+    started_.wait(lock, [this] { return starting_ == 0; });
+  }
   {
     const std::lock_guard lock(copy_mutex_);
     copy_closed_ = true;

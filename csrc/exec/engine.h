@@ -30,7 +30,8 @@ class Engine {
          std::shared_ptr<LocalTransport> local = nullptr);
   ~Engine();
 
-  // Throws what fail() was given if the engine has failed.
+  // Throws what fail() was given if the engine has failed. Fails the engine where it cannot start all of the
+  // run (no more threads, no memory): the ranks would no longer agree on what has been sent.
   std::shared_ptr<Run> start(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label,
                              TimePoint deadline);
 
@@ -49,6 +50,9 @@ class Engine {
  private:
   using ChannelKey = std::pair<int32_t, int>;  // lane, peer
 
+  class Starting;
+
+  void hand_out(const std::shared_ptr<Run>& run);
   InChannel& in_channel_locked(ChannelKey key);
   OutChannel& out_channel_locked(ChannelKey key);
   LocalInChannel& local_channel_locked(ChannelKey key);
@@ -63,9 +67,12 @@ class Engine {
   std::map<ChannelKey, std::unique_ptr<InChannel>> in_;
   std::map<ChannelKey, std::unique_ptr<OutChannel>> out_;
   std::map<ChannelKey, std::unique_ptr<LocalInChannel>> local_in_;
+  std::map<ChannelKey, int64_t> local_sent_;  // messages to each peer of this host, over all runs
   std::vector<std::weak_ptr<Run>> runs_;
   std::exception_ptr error_;
   bool closed_ = false;
+  int starting_ = 0;  // calls of start() under way; shutdown() lets them finish
+  std::condition_variable started_;
 
   std::mutex copy_mutex_;
   std::condition_variable copy_changed_;

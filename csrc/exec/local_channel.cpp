@@ -101,7 +101,7 @@ void LocalInChannel::post_locked() {
     ++posted_;
     next.run->pin();
     const RecvOp& op = *next.op;
-    const uint64_t key = message_key(next.run->label(), op.index);
+    const uint64_t key = message_key(next.run->label(), first_++);
     transport_->recv(peer_, key, op.nbytes, std::make_unique<Receipt>(*this, std::move(next.run), op));
   }
 }
@@ -128,7 +128,7 @@ void send_local(LocalTransport& transport, const std::shared_ptr<Run>& run, cons
   std::vector<LocalTarget> targets;
   targets.reserve(op.targets.size());
   for (const Target& target : op.targets) {
-    targets.push_back({target.peer, message_key(run->label(), target.index)});
+    targets.push_back({target.peer, message_key(run->label(), run->local_position(target))});
   }
   run->pin();
   transport.send(std::move(targets), op.nbytes, std::make_unique<LocalSend>(run, op, failure));

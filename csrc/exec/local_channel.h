@@ -45,6 +45,7 @@ class LocalInChannel {
   const ChannelFailure failure_;
   std::mutex mutex_;
   std::deque<Entry> entries_;  // not posted yet
+  int64_t first_ = 0;          // position of entries_.front(), see message_key
   size_t posted_ = 0;
   bool closed_ = false;
 };

@@ -110,6 +110,7 @@ class Projection {
         add_send(message);
       }
     }
+    for (const auto& [peer, count] : local_out_) program_.local_sends.push_back({peer, count});
     return std::move(program_);
   }
 
@@ -146,8 +147,9 @@ class Projection {
     const Chunk& chunk = plan_.chunks[message.chunk];
     const int32_t peer = local_rank(message.src);
     recv_of_chunk_[message.chunk] = static_cast<int32_t>(program_.recvs.size());
+    const int32_t number = message.local ? -1 : program_.network_recvs++;
     program_.recvs.push_back(
-        {peer, next_in_[peer]++, chunk.nbytes, message.local, chunk_parts(chunk, Side::Destination), {}});
+        {peer, chunk.nbytes, message.local, number, chunk_parts(chunk, Side::Destination), {}});
     program_.bytes_received += chunk.nbytes;
   }
 
@@ -162,6 +164,7 @@ class Projection {
     for (const int32_t receiver : message.receivers) {
       const int32_t peer = local_rank(receiver);
       op.targets.push_back({peer, next_out_[peer]++});
+      if (message.local) ++local_out_[peer];
     }
     op.parts = chunk_parts(chunk, forward ? Side::Destination : Side::Source);
     program_.sends.push_back(std::move(op));
@@ -175,8 +178,9 @@ class Projection {
   Program program_;
   const std::vector<Message> messages_;
   std::unordered_map<int32_t, int32_t> recv_of_chunk_;  // a rank receives a chunk once
-  std::unordered_map<int32_t, int32_t> next_in_;
   std::unordered_map<int32_t, int32_t> next_out_;
+  std::map<int32_t, int32_t>
+      local_out_;  // messages by peer; all that pass between two ranks of a host are local
 };
 
 }  // namespace

@@ -30,14 +30,14 @@ struct PartRange {
 
 struct RecvOp {
   int32_t peer = -1;  // group-local rank
-  int32_t index = 0;  // number of this message between the two ranks, the same on both sides
   int64_t nbytes = 0;
   bool local = false;             // through the memory that the two share
+  int32_t number = -1;            // over the network: the number-th of the program, from 0
   PartRange parts;                // where it goes
   std::vector<int32_t> forwards;  // indices into Program::sends that wait for it
 };
 
-// A receiver of a message; index as in RecvOp.
+// A receiver of a message, which is the index-th of the program between the two ranks.
 struct Target {
   int32_t peer = -1;
   int32_t index = 0;
@@ -49,6 +49,12 @@ struct SendOp {
   bool local = false;
   PartRange parts;       // where it is read: the source shard, or the destination once it has arrived
   bool forward = false;  // becomes ready through a RecvOp, not at the start
+};
+
+// Messages of a program to one peer of this host.
+struct LocalSends {
+  int32_t peer = -1;
+  int32_t count = 0;
 };
 
 struct CopyOp {
@@ -63,6 +69,8 @@ struct Program {
   std::vector<RecvOp> recvs;
   std::vector<SendOp> sends;
   std::vector<CopyOp> copies;
+  std::vector<LocalSends> local_sends;  // by ascending peer
+  int32_t network_recvs = 0;
   int64_t bytes_sent = 0;
   int64_t bytes_received = 0;
 };

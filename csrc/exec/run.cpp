@@ -1,11 +1,13 @@
 #include "exec/run.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace meshcast {
 
 Run::Run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label, TimePoint deadline)
-    : program_(std::move(program)),
+    : recv_order(program->network_recvs),
+      program_(std::move(program)),
       buffers_(std::move(buffers)),
       label_(std::move(label)),
       started_(Clock::now()),
@@ -25,6 +27,13 @@ StridedView Run::view(const Part& part) const {
   StridedView view{memory.data, part.ndim, part.element_bytes, part.extent, memory.stride};
   for (int d = 0; d < part.ndim; ++d) view.data += part.at[d] * memory.stride[d];
   return view;
+}
+
+int64_t Run::local_position(const Target& target) const {
+  const auto& sends = program_->local_sends;
+  const auto it =
+      std::find_if(sends.begin(), sends.end(), [&](const auto& s) { return s.peer == target.peer; });
+  return local_positions[static_cast<size_t>(it - sends.begin())] + target.index;
 }
 
 bool Run::direct(PartRange range, std::byte** data) const {

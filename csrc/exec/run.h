@@ -12,17 +12,19 @@
 #include <vector>
 
 #include "exec/program.h"
+#include "exec/recv_order.h"
 #include "exec/strided.h"
 #include "transport/transport.h"
 
 namespace meshcast {
 
+class InChannel;
 class OutChannel;
 
 // Where a send of a run waits to be issued.
 struct SendTicket {
   OutChannel* channel = nullptr;
-  int64_t sequence = 0;
+  int64_t position = 0;
 };
 
 // A local tensor as memory. data is null where the rank holds nothing of it.
@@ -43,28 +45,32 @@ struct RunLabel {
   int32_t slot = 0;      // agreed number of the plan in the group
   int32_t number = 0;    // how often this slot was started before
   bool reverse = false;  // backward direction of the same call
-  int32_t repeat = 0;    // how often the backward of the call was run before: a graph that is kept
   int32_t lane = 0;
   int64_t ordinal = 0;     // call number in the lane
   std::string descriptor;  // what the ranks agreed on, in words
   std::string op;
 };
 
-// 31 bits that gloo offers: direction 1, slot 10, run 8, hop 12. Runs that disagree differ in slot, so their
-// messages can never match: gloo aborts the process when a message is larger than its buffer. Run and hop may
-// wrap around: a channel only ever has kWindow consecutive messages posted.
-inline int32_t message_tag(const RunLabel& label, int32_t hop_index) {
-  return (label.reverse ? 1 << 30 : 0) | ((label.slot & 0x3FF) << 20) | ((label.number & 0xFF) << 12) |
-         (hop_index & 0xFFF);
+// Transfers that one group can tell apart at a time: slots are smaller than this.
+inline constexpr int32_t kSlots = 1 << 14;
+
+// How two ranks match a message. `position`: the messages of a lane between two ranks are numbered through,
+// over all runs, alike at both ends; so no two of them are alike, however far one rank is ahead and however
+// often a run is repeated. Slot, direction and run number are there for ranks that disagree: their messages
+// never match.
+//
+// 31 bits that gloo offers: direction 1, slot 14, run 8, position 8. The last two may wrap around: at any
+// moment the messages that are posted at either end are within 2 * kWindow of each other.
+inline int32_t message_tag(const RunLabel& label, int64_t position) {
+  return (label.reverse ? 1 << 30 : 0) | (label.slot & (kSlots - 1)) << 16 | (label.number & 0xFF) << 8 |
+         static_cast<int32_t>(position & 0xFF);
 }
 
-// The same for transports that match by 64 bits and in no order: direction 1, repeat 6, slot 20, run 16,
-// message 21 (a plan has no more hops). Messages of a pair that are far apart in the program are in flight
-// together, so the number of the message must not wrap around.
-inline uint64_t message_key(const RunLabel& label, int32_t index) {
-  return (label.reverse ? uint64_t{1} << 63 : 0) | (static_cast<uint64_t>(label.repeat) & 0x3F) << 57 |
-         (static_cast<uint64_t>(label.slot) & 0xFFFFF) << 37 |
-         (static_cast<uint64_t>(label.number) & 0xFFFF) << 21 | (static_cast<uint64_t>(index) & 0x1FFFFF);
+// The same in 64 bits, for transports that match in no order: direction 1, slot 14, run 16, position 33.
+inline uint64_t message_key(const RunLabel& label, int64_t position) {
+  return (label.reverse ? uint64_t{1} << 63 : 0) | static_cast<uint64_t>(label.slot & (kSlots - 1)) << 49 |
+         (static_cast<uint64_t>(label.number) & 0xFFFF) << 33 |
+         (static_cast<uint64_t>(position) & ((uint64_t{1} << 33) - 1));
 }
 
 // One execution of a program. Threads of the engine report progress; anybody may wait. It ends when every
@@ -98,8 +104,17 @@ class Run {
   double seconds() const;                       // start to end, or to now
   void on_end(std::function<void()> callback);  // at once if it has ended
 
-  // One per send of the program; written by Engine::start before the run is known to any other thread.
+  // Written by Engine::start before the run is known to any other thread: one ticket for each send of the
+  // program, the channels that it receives from, and the position of the first message to each peer of this
+  // host, as in Program::local_sends.
   std::vector<SendTicket> send_tickets;
+  std::vector<InChannel*> in_channels;
+  std::vector<int64_t> local_positions;
+
+  RecvOrder recv_order;
+
+  // Position of the message with this index to a peer of this host.
+  int64_t local_position(const Target& target) const;
 
  private:
   void end_if_due(std::unique_lock<std::mutex> lock, bool forced);

@@ -1,13 +1,18 @@
 #include "exec/engine.h"
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <random>
+#include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "catch.h"
 #include "exec/harness.h"
 #include "exec/random_plans.h"
+#include "exec/slot_pool.h"
 
 using namespace meshcast;
 using namespace meshcast::testing;
@@ -135,5 +140,127 @@ TEST_CASE("tags of runs that may be in flight together differ", "[exec][tags]") 
   CHECK(message_tag(a, 5) != message_tag(c, 5));
   CHECK(message_tag(a, 5) != message_tag(d, 5));
   CHECK(message_tag(a, 5) != message_tag(a, 6));
-  for (const RunLabel& l : {a, b, c, d}) CHECK(message_tag(l, 4095) >= 0);
+  RunLabel last = a;
+  last.slot = kSlots - 1;
+  last.number = 0xFF;
+  last.reverse = true;
+  for (const RunLabel& l : {a, b, c, d, last}) {
+    CHECK(message_tag(l, 4095) >= 0);
+    std::set<int32_t> tags;
+    std::set<uint64_t> keys;
+    for (int64_t position = 1000; position < 1000 + 64; ++position) {
+      tags.insert(message_tag(l, position));
+      keys.insert(message_key(l, position << 26));
+    }
+    CHECK(tags.size() == 64);
+    CHECK(keys.size() == 64);
+  }
+}
+
+TEST_CASE("a run that is repeated under its name does not meet itself", "[exec][engine]") {
+  Cluster cluster(3);
+  const Plan plan = chain_plan(3, 100);
+  RunLabel name = label(3);
+  name.reverse = true;
+  std::vector<RankRun> runs;
+  for (const int rank : {2, 0, 1}) {
+    for (int i = 0; i < 100; ++i) runs.push_back(start_rank(cluster, plan, rank, name, kLimit));
+  }
+  for (const RankRun& part : runs) {
+    REQUIRE(part.run->wait_until(Clock::now() + kLimit));
+    REQUIRE(part.destination.data == part.expected);
+  }
+}
+
+TEST_CASE("peers whose messages come later in the plan wait for their turn", "[exec][order]") {
+  // Ranks 0 and 1 hold a half each, rank 2 needs both; in the plan, rank 0 sends all of its half first.
+  Problem problem;
+  problem.shape = {8000};
+  problem.element_bytes = 8;
+  Placement shard;
+  shard.kind = PlacementKind::Shard;
+  problem.src = {{{2}, {0, 1}}, {shard}};
+  problem.dst = {{{1}, {2}}, {{}}};
+  PlanOptions options;
+  options.strategy = Strategy::SendRecv;
+  options.chunk_bytes = 512;
+  Plan plan = make_plan({problem}, uniform_topology(2, 1, 1000000000, 1, 8000000000, 1000), options);
+  std::stable_sort(plan.hops.begin(), plan.hops.end(),
+                   [](const Hop& a, const Hop& b) { return a.src < b.src; });
+  REQUIRE(plan.hops.size() > 4 * kRecvsAhead);
+
+  Cluster cluster(3);
+  std::vector<RankRun> runs;
+  runs.push_back(start_rank(cluster, plan, 2, label(0), kLimit));
+  runs.push_back(start_rank(cluster, plan, 1, label(0), kLimit));
+  CHECK_FALSE(runs[1].run->wait_until(Clock::now() + milliseconds(100)));
+  CHECK(runs[0].run->received_bytes() == 0);
+  runs.push_back(start_rank(cluster, plan, 0, label(0), kLimit));
+  for (const RankRun& part : runs) {
+    REQUIRE(part.run->wait_until(Clock::now() + kLimit));
+    REQUIRE_FALSE(part.run->error());
+    REQUIRE(part.destination.data == part.expected);
+  }
+}
+
+TEST_CASE("receives may run ahead of the first one missing, but not by more than the limit", "[exec][order]") {
+  RecvOrder order(3 * kRecvsAhead);
+  CHECK(order.may_post(kRecvsAhead - 1));
+  CHECK_FALSE(order.may_post(kRecvsAhead));
+  CHECK_FALSE(order.arrived(1));
+  CHECK_FALSE(order.may_post(kRecvsAhead));
+  CHECK(order.arrived(0));
+  CHECK(order.may_post(kRecvsAhead + 1));
+  CHECK_FALSE(order.may_post(kRecvsAhead + 2));
+  RecvOrder brief(kRecvsAhead);
+  CHECK_FALSE(brief.arrived(0));
+  CHECK(brief.may_post(kRecvsAhead - 1));
+}
+
+TEST_CASE("slots rest as long as possible before they are given again", "[exec][tags]") {
+  SlotPool pool(3);
+  for (const int32_t slot : {0, 1, 2}) {
+    CHECK(pool.next() == slot);
+    pool.take(slot);
+  }
+  CHECK_FALSE(pool.next());
+  pool.release(1);
+  CHECK(pool.next() == 1);
+  pool.release(0);
+  CHECK(pool.next() == 0);
+  pool.take(0);
+  pool.release(0);
+  CHECK(pool.next() == 1);
+  CHECK(pool.taken() == 1);
+}
+
+TEST_CASE("an engine that is shut down while others start runs leaves none without an end", "[exec][engine]") {
+  for (int round = 0; round < 20; ++round) {
+    Cluster cluster(3, nullptr, {{0, 1}});
+    const Plan plan = chain_plan(3, 100);
+    std::vector<std::vector<RankRun>> runs(3);
+    std::vector<std::thread> starters;
+    std::atomic<int> begun{0};
+    for (int rank = 0; rank < 3; ++rank) {
+      starters.emplace_back([&, rank] {
+        try {
+          for (int i = 0; i < 500; ++i) {
+            runs[static_cast<size_t>(rank)].push_back(start_rank(cluster, plan, rank, label(i), kLimit));
+            ++begun;
+          }
+        } catch (const TransportError&) {
+          return;  // refused from now on
+        }
+      });
+    }
+    while (begun < 20 + round) std::this_thread::yield();
+    for (int rank = 0; rank < 3; ++rank) {
+      cluster.engine(rank).shutdown(
+          std::make_exception_ptr(TransportError(TransportError::Cause::Aborted, "test")));
+    }
+    for (std::thread& starter : starters) starter.join();
+    for (const auto& of_rank : runs) {
+      for (const RankRun& part : of_rank) REQUIRE(part.run->wait_until(Clock::now() + kLimit));
+    }
+  }
 }

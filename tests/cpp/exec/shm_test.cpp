@@ -1,4 +1,7 @@
+#include <algorithm>
 #include <chrono>
+#include <future>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -107,11 +110,109 @@ TEST_CASE("shared memory: a run that is repeated under its name does not meet it
   RunLabel name = label(3);
   name.reverse = true;
   std::vector<RankRun> runs;
-  for (name.repeat = 0; name.repeat < 3; ++name.repeat)
-    runs.push_back(start_rank(cluster, plan, 0, name, kLimit));
-  for (name.repeat = 0; name.repeat < 3; ++name.repeat)
-    runs.push_back(start_rank(cluster, plan, 1, name, kLimit));
+  for (const int rank : {0, 1}) {
+    for (int i = 0; i < 100; ++i) runs.push_back(start_rank(cluster, plan, rank, name, kLimit));
+  }
   check(runs);
+}
+
+TEST_CASE("shared memory: a sender that is far ahead does not meet runs whose number wrapped around",
+          "[exec][shm]") {
+  Cluster cluster(2, nullptr, {{0, 1}});
+  const Plan plan = chain_plan(2, 100);
+  std::vector<RankRun> runs;
+  for (const int rank : {0, 1}) {
+    for (const int number : {7, 7 + (1 << 8), 7 + (1 << 16), 7 + (1 << 20)})
+      runs.push_back(start_rank(cluster, plan, rank, label(number), kLimit));
+  }
+  check(runs);
+}
+
+TEST_CASE("shared memory: receives of many lanes that find no room are posted later", "[exec][shm]") {
+  // 16 lanes post 16 receives each, twice what the queue holds, before their sender comes. It sends in the last
+  // lane first, whose receives stand behind those that find no room.
+  const int lanes = 16;
+  for (int round = 0; round < 20; ++round) {
+    Cluster cluster(2, nullptr, {{0, 1}});
+    const Plan plan = chain_plan(2, 1280);  // 20 messages
+    std::vector<RankRun> receivers;
+    for (int lane = 0; lane < lanes; ++lane)
+      receivers.push_back(start_rank(cluster, plan, 1, label(lane, lane), kLimit));
+    for (int lane = lanes - 1; lane >= 0; --lane) {
+      std::vector<RankRun> sender;
+      sender.push_back(start_rank(cluster, plan, 0, label(lane, lane), kLimit));
+      check(sender);
+    }
+    check(receivers);
+  }
+}
+
+TEST_CASE("shared memory: a queue tells that it was full until its consumer made room", "[exec][shm]") {
+  ShmQueue<int, 4> queue;
+  int item = 0;
+  for (int i = 0; i < 3; ++i) queue.push(i);
+  REQUIRE(queue.pop(&item));
+  CHECK_FALSE(queue.was_full());
+  queue.push(3);
+  queue.push(4);
+  CHECK(queue.full());
+  REQUIRE(queue.pop(&item));
+  CHECK(queue.was_full());
+  REQUIRE(queue.pop(&item));
+  CHECK_FALSE(queue.was_full());
+  CHECK(item == 2);
+}
+
+namespace {
+
+// Either end of a message: what became of it.
+struct Outcome {
+  std::promise<std::string> text;
+  std::future<std::string> future = text.get_future();
+
+  std::string get() {
+    REQUIRE(future.wait_for(kLimit) == std::future_status::ready);
+    return future.get();
+  }
+};
+
+class Probe final : public Outgoing, public Incoming {
+ public:
+  explicit Probe(std::shared_ptr<Outcome> outcome) : outcome_(std::move(outcome)) {}
+  void read(int64_t, int64_t nbytes, std::byte* out) override { std::fill_n(out, nbytes, std::byte{1}); }
+  void write(int64_t, int64_t, const std::byte*) override {}
+  void finished() override { outcome_->text.set_value("finished"); }
+  void failed(int, const TransportError& error) override { outcome_->text.set_value(error.what()); }
+
+ private:
+  std::shared_ptr<Outcome> outcome_;
+};
+
+}  // namespace
+
+TEST_CASE("shared memory: a key that is used twice at a time is refused, never lost", "[exec][shm]") {
+  const auto make = [] { return std::make_shared<Outcome>(); };
+  {
+    auto ranks = connect_local(2, {0, 1});
+    const auto first = make();
+    const auto second = make();
+    const auto received = make();
+    ranks[0]->send({{1, 5}}, 8, std::make_unique<Probe>(first));
+    ranks[0]->send({{1, 5}}, 8, std::make_unique<Probe>(second));
+    CHECK(second->get().find("one key") != std::string::npos);
+    ranks[1]->recv(0, 5, 8, std::make_unique<Probe>(received));
+    CHECK(first->get() == "finished");
+    CHECK(received->get() == "finished");
+  }
+  {
+    auto ranks = connect_local(2, {0, 1});
+    const auto first = make();
+    const auto second = make();
+    ranks[1]->recv(0, 5, 8, std::make_unique<Probe>(first));
+    ranks[1]->recv(0, 5, 8, std::make_unique<Probe>(second));
+    CHECK(first->get().find("one key") != std::string::npos);
+    CHECK(second->get().find("one key") != std::string::npos);
+  }
 }
 
 TEST_CASE("shared memory: a lane that waits does not hold up another", "[exec][shm]") {

@@ -1,0 +1,27 @@
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+namespace meshcast {
+
+// Numbers that the transfers of a group go by in their messages. Thread-safe. Given in turn, so that a number
+// rests as long as possible before it is used again.
+class SlotPool {
+ public:
+  explicit SlotPool(int32_t size) : taken_(static_cast<size_t>(size), false) {}
+
+  std::optional<int32_t> next() const;  // the one to take next; none where all are taken
+  void take(int32_t slot);
+  void release(int32_t slot);
+  int32_t taken() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<bool> taken_;
+  size_t begin_ = 0;  // where next() looks first
+};
+
+}  // namespace meshcast
