@@ -28,6 +28,17 @@ std::optional<std::vector<int64_t>> local_shape(const Layout& layout, const std:
   return shards(layout, shape)[static_cast<size_t>(it - ranks.begin())].local_shape;
 }
 
+void check_rails(const Rails& rails, const GroupIdentity& group) {
+  const auto count = static_cast<int32_t>(rails.backends.size());
+  const bool fits = rails.rail_of.size() == group.ranks.size() &&
+                    std::all_of(rails.rail_of.begin(), rails.rail_of.end(),
+                                [&](int32_t rail) { return rail >= 0 && rail < count; });
+  if (!fits) {
+    throw LayoutError(fmt::format("each of the {} ranks of a group needs a rail from 0 to {}, found [{}]",
+                                  group.ranks.size(), count - 1, fmt::join(rails.rail_of, ", ")));
+  }
+}
+
 std::string text_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -38,16 +49,18 @@ std::string text_of(const std::exception_ptr& error) {
 
 }  // namespace
 
-ReshardGroup::ReshardGroup(c10::intrusive_ptr<c10d::Backend> backend,
-                           const c10::intrusive_ptr<c10d::Store>& store, GroupIdentity identity,
+ReshardGroup::ReshardGroup(Rails rails, const c10::intrusive_ptr<c10d::Store>& store, GroupIdentity identity,
                            LocalRanks local)
     : identity_(std::move(identity)),
       local_ranks_(std::move(local.ranks)),
-      backend_(std::move(backend)),
       agreement_bulletin_(store),
-      bin_(std::make_shared<RecycleBin>()) {
+      bin_(std::make_shared<RecycleBin>()),
+      slots_(kSlots) {
+  check_rails(rails, identity_);
+  const auto me = std::lower_bound(identity_.ranks.begin(), identity_.ranks.end(), identity_.rank);
   engine_ = std::make_unique<Engine>(
-      make_c10d_transport(backend_),
+      make_c10d_transport(std::move(rails.backends), std::move(rails.rail_of),
+                          static_cast<int>(me - identity_.ranks.begin())),
       [this](int peer, const TransportError& error, const std::shared_ptr<Run>& run) {
         watcher_->transport_failed(peer, error, run);
       },
@@ -60,15 +73,32 @@ ReshardGroup::~ReshardGroup() { shutdown(); }
 int32_t ReshardGroup::agree_on(CallId call, const std::string& descriptor, double timeout_seconds) {
   refuse_if_failed();
   const std::lock_guard lock(agree_mutex_);
-  const int32_t slot = agree(agreement_bulletin_, identity_, call, descriptor, next_slot_,
+  const bool leads = identity_.rank == identity_.ranks.front();
+  const std::optional<int32_t> offered = leads ? slots_.next() : -1;
+  if (!offered) {
+    const std::string text = fmt::format(
+        "rank {}: group {} has {} transfers alive, and no more are possible; close some (a Resharder, "
+        "a graph that is kept)",
+        identity_.rank, identity_.name, kSlots);
+    agreement_bulletin_.post(Bulletin::Board::Agreement, call.lane, call.ordinal, identity_.rank,
+                             {true, -1, text});
+    throw LayoutError(text);
+  }
+  const int32_t slot = agree(agreement_bulletin_, identity_, call, descriptor, *offered,
                              deadline_after(timeout_seconds), timeout_seconds, [this] { refuse_if_failed(); });
-  ++next_slot_;
+  if (leads) slots_.take(slot);
   // That everybody agreed on this call means that everybody has read what was posted for the one before.
   if (last_agreed_)
     agreement_bulletin_.erase(Bulletin::Board::Agreement, last_agreed_->lane, last_agreed_->ordinal,
                               identity_.rank);
   last_agreed_ = call;
   return slot;
+}
+
+void ReshardGroup::release_slot(int32_t slot) {
+  // The first rank's word counts for all: slots are given in turn, so a late rank is through with one long
+  // before it comes up again.
+  if (identity_.rank == identity_.ranks.front()) slots_.release(slot);
 }
 
 void ReshardGroup::reject(CallId call, const std::string& message) {
@@ -123,10 +153,25 @@ c10::intrusive_ptr<c10d::Work> ReshardGroup::start(const std::shared_ptr<const P
   }
   buffers.keepalive = bin_->bag(std::move(bag));
   const auto sequence = static_cast<uint64_t>(args.label.ordinal);
-  const auto run = engine_->start(compiled->program, std::move(buffers), std::move(args.label),
-                                  deadline_after(args.timeout_seconds));
+  const auto run = start_run(compiled->program, std::move(buffers), std::move(args.label),
+                             deadline_after(args.timeout_seconds));
   watcher_->wake();
   return c10::make_intrusive<ReshardWork>(identity_.rank, run, bin_, std::move(outputs), sequence);
+}
+
+std::shared_ptr<Run> ReshardGroup::start_run(const std::shared_ptr<const Program>& program, Buffers buffers,
+                                             RunLabel label, TimePoint deadline) {
+  try {
+    return engine_->start(program, std::move(buffers), std::move(label), deadline);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    // The machine refused a thread or memory, in the middle: the others must not wait for the rest.
+    const std::string text =
+        fmt::format("rank {}: a call could not be started: {}", identity_.rank, error.what());
+    watcher_->abort(text);
+    throw raise_context(ErrorKind::Generic, text);
+  }
 }
 
 void ReshardGroup::refuse_if_failed() const {
@@ -171,7 +216,6 @@ void ReshardGroup::shutdown() {
     compiled_.clear();
   }
   bin_->empty();
-  backend_.reset();
 }
 
 }  // namespace meshcast

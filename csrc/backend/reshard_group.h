@@ -18,6 +18,7 @@
 #include "backend/reshard_work.h"
 #include "backend/watcher.h"
 #include "exec/engine.h"
+#include "exec/slot_pool.h"
 #include "plan/plan.h"
 #include "transport/local_transport.h"
 
@@ -37,17 +38,29 @@ struct LocalRanks {
   std::vector<int32_t> ranks;  // global, ascending, this one included; the same on all of them
 };
 
+// The group's connections: a backend for each network interface, and by which of them each rank (by its number
+// in the group) sends to other hosts.
+struct Rails {
+  std::vector<c10::intrusive_ptr<c10d::Backend>> backends;
+  std::vector<int32_t> rail_of;
+};
+
 // One private group: the ranks that take part in a transfer, with connections of their own that no user
 // operation shares. Owns the engine that runs programs and the watcher that ends them when something breaks.
 // Thread-safe. No method may be called with the GIL held; start() never blocks on another rank.
 class ReshardGroup {
  public:
-  ReshardGroup(c10::intrusive_ptr<c10d::Backend> backend, const c10::intrusive_ptr<c10d::Store>& store,
-               GroupIdentity identity, LocalRanks local = {});
+  ReshardGroup(Rails rails, const c10::intrusive_ptr<c10d::Store>& store, GroupIdentity identity,
+               LocalRanks local = {});
   ~ReshardGroup();
 
-  // Returns the slot for `descriptor`; see agreement.h. Blocks.
+  // Returns the slot for `descriptor`, which it keeps until release_slot(); see agreement.h. Blocks. Throws
+  // LayoutError on all ranks where all slots are taken.
   int32_t agree_on(CallId call, const std::string& descriptor, double timeout_seconds);
+
+  // Nothing will be started under this slot here any more. Does not block.
+  void release_slot(int32_t slot);
+  int32_t slots_taken() const { return slots_.taken(); }  // 0 on all ranks but the first
 
   // Tells the ranks that wait for this call that this rank refused its own arguments.
   void reject(CallId call, const std::string& message);
@@ -70,12 +83,13 @@ class ReshardGroup {
   };
 
   std::shared_ptr<const Compiled> compile(const std::shared_ptr<const Plan>& plan);
+  std::shared_ptr<Run> start_run(const std::shared_ptr<const Program>& program, Buffers buffers, RunLabel label,
+                                 TimePoint deadline);
   void refuse_if_failed() const;
   Error raise_context(ErrorKind kind, const std::string& text) const;
 
   const GroupIdentity identity_;
   const std::vector<int32_t> local_ranks_;
-  c10::intrusive_ptr<c10d::Backend> backend_;
   Bulletin agreement_bulletin_;
   const std::shared_ptr<RecycleBin> bin_;
   std::unique_ptr<Engine> engine_;
@@ -86,8 +100,8 @@ class ReshardGroup {
   bool shut_down_ = false;
 
   std::mutex agree_mutex_;  // one agreement at a time
-  int32_t next_slot_ = 0;
   std::optional<CallId> last_agreed_;
+  SlotPool slots_;  // of the group's first rank, which gives the slots
 };
 
 }  // namespace meshcast

@@ -99,12 +99,14 @@ void bind_runtime(py::module_& m) {
       .def_static("set_budget", &set_shm_budget, py::arg("nbytes"));
 
   py::class_<ReshardGroup, std::shared_ptr<ReshardGroup>>(m, "ReshardGroup")
-      .def(py::init([](c10::intrusive_ptr<c10d::Backend> backend, const c10::intrusive_ptr<c10d::Store>& store,
-                       std::vector<int32_t> ranks, int32_t rank, std::string name, SharedMemory* local) {
+      .def(py::init([](std::vector<c10::intrusive_ptr<c10d::Backend>> rails, std::vector<int32_t> rail_of,
+                       const c10::intrusive_ptr<c10d::Store>& store, std::vector<int32_t> ranks, int32_t rank,
+                       std::string name, SharedMemory* local) {
              const py::gil_scoped_release construct_without_gil;
              // The deleter joins threads, which must not wait for the GIL that the interpreter holds there.
              return std::shared_ptr<ReshardGroup>(
-                 new ReshardGroup(std::move(backend), store, {std::move(ranks), rank, std::move(name)},
+                 new ReshardGroup({std::move(rails), std::move(rail_of)}, store,
+                                  {std::move(ranks), rank, std::move(name)},
                                   local ? local->take() : LocalRanks{}),
                  [](ReshardGroup* group) {
                    if (PyGILState_Check() != 0) {
@@ -115,14 +117,16 @@ void bind_runtime(py::module_& m) {
                    }
                  });
            }),
-           py::arg("backend"), py::arg("store"), py::arg("ranks"), py::arg("rank"), py::arg("name"),
-           py::arg("shared_memory") = nullptr)
+           py::arg("rails"), py::arg("rail_of"), py::arg("store"), py::arg("ranks"), py::arg("rank"),
+           py::arg("name"), py::arg("shared_memory") = nullptr)
       .def(
           "agree",
           [](ReshardGroup& self, int32_t lane, int64_t ordinal, const std::string& descriptor, double timeout) {
             return self.agree_on({lane, ordinal}, descriptor, checked_timeout(timeout));
           },
           py::arg("lane"), py::arg("ordinal"), py::arg("descriptor"), py::arg("timeout"), NoGil())
+      .def("release_slot", &ReshardGroup::release_slot, py::arg("slot"))
+      .def_property_readonly("slots_taken", &ReshardGroup::slots_taken)
       .def(
           "reject",
           [](ReshardGroup& self, int32_t lane, int64_t ordinal, const std::string& message) {
@@ -132,15 +136,15 @@ void bind_runtime(py::module_& m) {
       .def(
           "start",
           [](ReshardGroup& self, const std::shared_ptr<Plan>& plan, int32_t slot, int32_t run, bool reverse,
-             int32_t repeat, int32_t lane, int64_t ordinal, std::string descriptor, OptionalTensors src,
-             OptionalTensors dst, double timeout, std::string op) {
-            RunLabel label{slot, run, reverse, repeat, lane, ordinal, std::move(descriptor), std::move(op)};
+             int32_t lane, int64_t ordinal, std::string descriptor, OptionalTensors src, OptionalTensors dst,
+             double timeout, std::string op) {
+            RunLabel label{slot, run, reverse, lane, ordinal, std::move(descriptor), std::move(op)};
             return self.start(plan,
                               {std::move(label), std::move(src), std::move(dst), checked_timeout(timeout)});
           },
-          py::arg("plan"), py::kw_only(), py::arg("slot"), py::arg("run"), py::arg("reverse"),
-          py::arg("repeat"), py::arg("lane"), py::arg("ordinal"), py::arg("descriptor"), py::arg("src"),
-          py::arg("dst"), py::arg("timeout"), py::arg("op"), NoGil())
+          py::arg("plan"), py::kw_only(), py::arg("slot"), py::arg("run"), py::arg("reverse"), py::arg("lane"),
+          py::arg("ordinal"), py::arg("descriptor"), py::arg("src"), py::arg("dst"), py::arg("timeout"),
+          py::arg("op"), NoGil())
       .def("stats", [](ReshardGroup&, const c10::intrusive_ptr<c10d::Work>& work) { return stats_of(work); })
       .def("abort", &ReshardGroup::abort, py::arg("reason"), NoGil())
       .def("error", &ReshardGroup::error, NoGil())

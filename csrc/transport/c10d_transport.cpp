@@ -66,20 +66,25 @@ class FailedRequest final : public Request {
 
 class C10dTransport final : public Transport {
  public:
-  explicit C10dTransport(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
+  C10dTransport(std::vector<c10::intrusive_ptr<c10d::Backend>> rails, std::vector<int32_t> rail_of, int rank)
+      : rails_(std::move(rails)), rail_of_(std::move(rail_of)), rank_(rank) {}
 
   std::unique_ptr<Request> send(int peer, int32_t tag, const void* data, int64_t nbytes) override {
     // The backend reads only; from_blob knows no const.
     std::vector<at::Tensor> tensors{bytes(const_cast<void*>(data), nbytes)};
-    return guarded([&] { return backend_->send(tensors, peer, tag); });
+    return guarded([&] { return rail_of(rank_)->send(tensors, peer, tag); });
   }
 
   std::unique_ptr<Request> recv(int peer, int32_t tag, void* data, int64_t nbytes) override {
     std::vector<at::Tensor> tensors{bytes(data, nbytes)};
-    return guarded([&] { return backend_->recv(tensors, peer, tag); });
+    return guarded([&] { return rail_of(peer)->recv(tensors, peer, tag); });
   }
 
  private:
+  const c10::intrusive_ptr<c10d::Backend>& rail_of(int sender) const {
+    return rails_[static_cast<size_t>(rail_of_[static_cast<size_t>(sender)])];
+  }
+
   static at::Tensor bytes(void* data, int64_t nbytes) {
     return at::from_blob(data, {nbytes}, at::TensorOptions().dtype(at::kByte));
   }
@@ -94,13 +99,16 @@ class C10dTransport final : public Transport {
     }
   }
 
-  c10::intrusive_ptr<c10d::Backend> backend_;
+  const std::vector<c10::intrusive_ptr<c10d::Backend>> rails_;
+  const std::vector<int32_t> rail_of_;
+  const int rank_;
 };
 
 }  // namespace
 
-std::shared_ptr<Transport> make_c10d_transport(c10::intrusive_ptr<c10d::Backend> backend) {
-  return std::make_shared<C10dTransport>(std::move(backend));
+std::shared_ptr<Transport> make_c10d_transport(std::vector<c10::intrusive_ptr<c10d::Backend>> rails,
+                                               std::vector<int32_t> rail_of, int rank) {
+  return std::make_shared<C10dTransport>(std::move(rails), std::move(rail_of), rank);
 }
 
 }  // namespace meshcast

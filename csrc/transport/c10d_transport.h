@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -11,6 +13,10 @@ namespace meshcast {
 // Point-to-point of any c10d backend; in practice a private ProcessGroupGloo. Peers are ranks of that
 // backend. Facts about gloo that the executor relies on: send and recv only enqueue; completion is learnt by
 // waiting and in no other way; messages match by tag; a send ends once its receive is posted.
-std::shared_ptr<Transport> make_c10d_transport(c10::intrusive_ptr<c10d::Backend> backend);
+//
+// `rails`: one backend for each network interface of a host, over the same ranks. rail_of[r] is the one that
+// rank r sends by, so that ranks of a host can use all its interfaces at once. `rank` is this one.
+std::shared_ptr<Transport> make_c10d_transport(std::vector<c10::intrusive_ptr<c10d::Backend>> rails,
+                                               std::vector<int32_t> rail_of, int rank);
 
 }  // namespace meshcast

@@ -95,7 +95,8 @@ class ReshardGroup:
 
     def __init__(
         self,
-        backend: Backend,
+        rails: Sequence[Backend],
+        rail_of: Sequence[int],
         store: Store,
         ranks: list[int],
         rank: int,
@@ -103,6 +104,9 @@ class ReshardGroup:
         shared_memory: SharedMemory | None = None,
     ) -> None: ...
     def agree(self, lane: int, ordinal: int, descriptor: str, timeout: float) -> int: ...
+    def release_slot(self, slot: int) -> None: ...
+    @property
+    def slots_taken(self) -> int: ...
     def reject(self, lane: int, ordinal: int, message: str) -> None: ...
     def start(
         self,
@@ -111,7 +115,6 @@ class ReshardGroup:
         slot: int,
         run: int,
         reverse: bool,
-        repeat: int,
         lane: int,
         ordinal: int,
         descriptor: str,

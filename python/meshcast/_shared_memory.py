@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalMemory"]
 
-_MEET_LIMIT = 5.0  # seconds; every member is in this call already
+_MEET_LIMIT = 30.0  # seconds; every member is in this call already
 _POLL_PAUSE = 0.001  # seconds between two looks at the store
 
 _warned: set[str] = set()  # reasons told so far: one warning for each

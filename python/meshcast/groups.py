@@ -25,7 +25,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from . import _C
 from ._host import host_identity
+from ._rails import agreed_count, connect, interfaces, rails_of
 from ._shared_memory import LocalMemory
+from .agreements import Agreements
 from .errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PeerLostError
 from .observe import log
 from .topology import Topology
@@ -62,7 +64,8 @@ class PrivateGroup:
         self.timeout = timeout
         self.name = _group_name(self.ranks)
         self.topology: Topology | None = None  # of these ranks, known once they have met
-        self.slots: Any = None  # transfers agreed on, kept by transfer.py
+        self.agreements = Agreements()  # touched by jobs alone
+        self.transfers: dict[Any, Any] = {}  # compiled ones, kept by transfer.py
         self.board: Any = None  # store of this life of the group, once its ranks have met
         self._store = store
         self._core: _C.ReshardGroup | None = None
@@ -144,25 +147,19 @@ class PrivateGroup:
             arrivals = int(self._store.add(f"{self.name}/arrivals", 1))
             store: Any = dist.PrefixStore(f"{self.name}/{(arrivals - 1) // len(self.ranks)}", self._store)
             memory = LocalMemory(len(self.ranks))
-            members = self._gather(store, deadline, memory.offer)
-            hosts = {rank: host for rank, (host, _) in members.items()}
-            self.topology = Topology.from_hosts(hosts)
+            names, told = interfaces()
+            members = self._gather(store, deadline, memory.offer, told)
+            hosts = {rank: host for rank, (host, _, _) in members.items()}
+            count = agreed_count({rank: text for rank, (_, _, text) in members.items()}, self.rank)
+            self.topology = Topology.from_hosts(hosts, nics_per_host=count)
             self.board = dist.PrefixStore("board", store)
-            offers = {rank: offer for rank, (host, offer) in members.items() if host == hosts[self.rank]}
+            offers = {rank: offer for rank, (host, offer, _) in members.items() if host == hosts[self.rank]}
             memory.meet(self.ranks, offers, self.rank, max(deadline - time.monotonic(), 0.001))
-            left = max(deadline - time.monotonic(), 0.001)
-            # Connecting waits in the store, and a wait locks out every other user of its connection: two
-            # groups that connect at once over one connection could wait for each other for ever.
-            inner = dist.ProcessGroupGloo(
-                dist.PrefixStore("gloo", store.clone()),
-                self.ranks.index(self.rank),
-                len(self.ranks),
-                timedelta(seconds=left),
-            )
-            inner._set_default_timeout(timedelta(seconds=self.timeout))
+            rails = connect(store, self.ranks, self.rank, names, deadline, self.timeout)
             log.info("rank %d: connected with ranks %s", self.rank, self.name)
             return _C.ReshardGroup(
-                inner,
+                rails,
+                rails_of(self.ranks, self.topology, count),
                 dist.PrefixStore("control", store),
                 list(self.ranks),
                 self.rank,
@@ -187,15 +184,18 @@ class PrivateGroup:
                 phase="connect",
             ) from cause
 
-    def _gather(self, store: dist.Store, deadline: float, offer: str) -> dict[int, tuple[str, str]]:
-        """Publishes this rank's host and its offer to the ranks there; returns everybody's.
+    def _gather(
+        self, store: dist.Store, deadline: float, offer: str, interfaces: str
+    ) -> dict[int, tuple[str, str, str]]:
+        """Publishes this rank's host, its offer to the ranks there and what it says of its interfaces;
+        returns everybody's.
 
         The first rank that sees all members, or gives up, decides for all: were each to judge for itself, one
         could leave while the others already connect and wait for it until their deadline.
         """
         begin = time.monotonic()
         late = store.check(["verdict"])
-        store.set(f"member/{self.rank}", json.dumps([host_identity(), offer]))
+        store.set(f"member/{self.rank}", json.dumps([host_identity(), offer, interfaces]))
         missing = [rank for rank in self.ranks if rank != self.rank]
         pause = 0.0005
         while True:
@@ -286,6 +286,7 @@ class ParentGroup:
         store: Any = c10d._get_process_group_store(group)
         self._store = dist.PrefixStore("meshcast", store.clone())
         self._groups: dict[tuple[int, ...], PrivateGroup] = {}
+        self._groups_lock = threading.Lock()  # two threads must not make one group twice: it meets once
 
     def private(self, ranks: Sequence[int], op: str) -> PrivateGroup:
         """The private group of these global ranks, ascending and unique. Raises LayoutError for ranks outside
@@ -302,7 +303,10 @@ class ParentGroup:
                     rank=self.rank,
                     op=op,
                 )
-            group = self._groups[key] = PrivateGroup(self._store, key, self.rank, self.timeout)
+            with self._groups_lock:
+                group = self._groups.get(key)
+                if group is None:
+                    group = self._groups[key] = PrivateGroup(self._store, key, self.rank, self.timeout)
         return group
 
     def close(self) -> None:
