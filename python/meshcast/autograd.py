@@ -126,10 +126,23 @@ class _Call:
             except Exception as error:
                 self.refuse_reverse(error)
                 raise
+            waits = any(local is not None for local in incoming)
+            if not waits:
+                # Sent when this has returned, while autograd may keep the same memory as somebody's .grad.
+                outgoing = [
+                    local.clone() if local is not None and _shares(local, grads[i]) else local
+                    for local, i in zip(outgoing, compiled.differentiable, strict=True)
+                ]
             launch = compiled.transfer.launch_reverse(self.number, outgoing, incoming, self.timeout)
-            if any(local is not None for local in incoming):
+            if waits:
                 launch.wait()
         return [_gradient(member, local) for member, local in zip(members, incoming, strict=True)]
+
+
+def _shares(local: torch.Tensor, grad: Any) -> bool:
+    if not isinstance(grad, DTensor):
+        return False
+    return local.untyped_storage().data_ptr() == settled(grad._local_tensor).untyped_storage().data_ptr()
 
 
 def _gradient(member: Member, local: torch.Tensor | None) -> DTensor:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from .errors import LayoutError
 from .member import Destination, Member, Source, compile_member
 from .memory import check_storage, note_written, overlaps
-from .transfer import CallNumber, Problem, Transfer, agreed_transfer, ranks_of, settled, touch
+from .transfer import CallNumber, Problem, Transfer, agreed_transfer, ranks_of, settled
 
 if TYPE_CHECKING:
     from .groups import ParentGroup
@@ -33,11 +33,6 @@ class Compiled:
         self.problems = list(problems)
         # Positions of the members that the backward transfer carries.
         self.differentiable = tuple(i for i, member in enumerate(members) if member.gradient is not None)
-
-    @property
-    def evicted(self) -> bool:
-        """Whether the ranks have to agree anew."""
-        return self.transfer is not None and self.transfer.evicted
 
     def bound(self) -> float:
         """Seconds that no plan of this call can beat."""
@@ -78,7 +73,6 @@ class Compiled:
             targets.append(target)
         if self.transfer is None:
             return results, None, None
-        touch(self.transfer)
         launch, number = self.transfer.launch(sources, targets, timeout)
         if last_steps:
             launch.on_success(lambda: _run_all(last_steps))

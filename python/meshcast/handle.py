@@ -24,7 +24,8 @@ _GRACE = 2.0
 
 @dataclass(frozen=True)
 class TransferStats:
-    """Cost of one finished call on this rank. bytes: sent plus received here; seconds: start to finish;
+    """Cost of one finished call on this rank. bytes: sent plus received here, where a message that several
+    ranks of this host read counts once for each of them; seconds: start to finish;
     bound: the plan's lower bound in seconds for the whole transfer; ratio: seconds / bound, 1.0 where nothing
     travels."""
 

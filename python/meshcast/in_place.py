@@ -84,7 +84,7 @@ def reshard_(
     kind = call_key(request, needs_grad=False)
     key = None if kind is None else (_OP, kind, strategy, topology)
     compiled: Compiled | None = parent.compiled.get(key) if key is not None else None
-    if compiled is None or compiled.evicted:
+    if compiled is None:
         with torch.no_grad():
             compiled = compiled_call(
                 parent, [request], key, limit, op=_OP, strategy=strategy, topology=topology

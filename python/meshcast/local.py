@@ -13,7 +13,7 @@ from .groups import parent_group, seconds
 from .handle import Handle
 from .layout import Layout
 from .memory import check_storage, note_written, overlaps
-from .transfer import agreed_transfer, publish_rejection, touch
+from .transfer import agreed_transfer, publish_rejection
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -101,7 +101,6 @@ def reshard_local(
     except LayoutError as error:
         publish_rejection(private, 0, error, limit)
         raise
-    touch(transfer)
     if dst is None:
         local_shape = dst_layout.local_shapes(shape).get(parent.rank)
         dst = None if local_shape is None else torch.empty(local_shape, dtype=dtype)

@@ -98,7 +98,7 @@ def reshard_many(
     kinds = tuple(call_key(request, needs_grad) for request in requests)
     key = None if None in kinds else (_OP, kinds, strategy, topology)
     compiled: Compiled | None = parent.compiled.get(key) if key is not None else None
-    if compiled is None or compiled.evicted:
+    if compiled is None:
         compiled = compiled_call(parent, requests, key, limit, op=_OP, strategy=strategy, topology=topology)
     tensors = [x if isinstance(x, DTensor) else None for x in listed]
     results, launch = start(compiled, tensors, limit)

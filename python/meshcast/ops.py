@@ -57,7 +57,7 @@ def register_call(compiled: Compiled, limit: float) -> int:
 
 def new_token() -> torch.Tensor:
     """A token for the operator. Calls that share one are never merged."""
-    return torch.zeros(2, dtype=torch.int64)
+    return torch.zeros(3, dtype=torch.int64)
 
 
 def _called(call: int) -> tuple[Compiled, float]:
@@ -84,7 +84,7 @@ def _run(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
     launch.wait()
     if target is not None and target is not out:
         out.copy_(target)
-    token.copy_(torch.tensor([number.ordinal, number.run]))
+    token.copy_(torch.tensor([number.ordinal, number.slot, number.run]))
     return out
 
 
@@ -98,10 +98,9 @@ def _run_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch.
         raise MeshcastError("torch.ops.meshcast.reshard: the call was compiled without gradient")
     incoming = _empty(gradient.source_shape, member.wire_dtype, len(member.shape))
     if compiled.transfer is not None:
-        ordinal, run = number.tolist()
         outgoing = None if gradient.destination_shape is None else grad.to(member.wire_dtype)
         target = None if gradient.source_shape is None else incoming
-        launch = compiled.transfer.launch_reverse(CallNumber(ordinal, run), [outgoing], [target], limit)
+        launch = compiled.transfer.launch_reverse(CallNumber(*number.tolist()), [outgoing], [target], limit)
         launch.wait()
     if gradient.scale != 1.0:
         incoming.mul_(gradient.scale)

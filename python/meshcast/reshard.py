@@ -110,7 +110,7 @@ def reshard(
     kind = call_key(request, torch.is_grad_enabled())
     key = None if kind is None else (_OP, kind, strategy, topology)
     compiled: Compiled | None = parent.compiled.get(key) if key is not None else None
-    if compiled is None or compiled.evicted:
+    if compiled is None:
         compiled = compiled_call(parent, [request], key, limit, op=_OP, strategy=strategy, topology=topology)
     xs = [x if isinstance(x, DTensor) else None]
     results, launch = start(compiled, xs, limit)

@@ -16,7 +16,7 @@ from .groups import parent_group, seconds
 from .handle import Handle, Launch
 from .member import Destination, positive_placements
 from .spec import TensorSpec
-from .transfer import Transfer, publish_rejection, ranks_of, unagreed_transfer
+from .transfer import publish_rejection, ranks_of, unagreed_transfer
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -76,14 +76,12 @@ class Resharder:
         destination = Destination(self._dst.mesh, tuple(self._dst.placements), self._dst.dtype)
         members, problems, backward = compile_members(parent, [source], [destination], _OP)
         parent.private(ranks_of(problems), _OP)  # the ranks must exist, also for a rank of neither mesh
-
-        def new_transfer() -> Transfer | None:
-            if not members[0].takes_part:
-                return None
-            return unagreed_transfer(parent, problems, backward, op=_OP, strategy=strategy, topology=topology)
-
-        self._new_transfer = new_transfer
-        self._compiled = Compiled(members, new_transfer(), problems)
+        transfer = None
+        if members[0].takes_part:
+            transfer = unagreed_transfer(
+                parent, problems, backward, op=_OP, strategy=strategy, topology=topology
+            )
+        self._compiled = Compiled(members, transfer, problems)
         self._known_spec: Any = None  # the spec object that the last source came with
         self._kept = members[0].allocate() if reuse_output else None
         self._reverse: Resharder | None = None
@@ -121,8 +119,6 @@ class Resharder:
 
     def _begin(self, x: DTensor | None, out: DTensor | None) -> tuple[DTensor, Launch | None]:
         compiled = self._compiled
-        if compiled.evicted:  # a rank refused its arguments before all had agreed
-            compiled.transfer = self._new_transfer()
         differentiable = bool(compiled.differentiable) and torch.is_grad_enabled()
         try:
             if x is not None and x._spec is not self._known_spec:

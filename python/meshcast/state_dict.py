@@ -145,8 +145,6 @@ def reshard_state_dict(
         }
         call = checked_call(parent.rank, state_dict or {}, destinations, out or {}, options, topology)
         known = state.known.get(call.key())
-        if known is not None and any(compiled.evicted for _, compiled in known.batches):
-            known = None
     except LayoutError as error:
         refused = error
     exchange = f"specs {state.calls}"

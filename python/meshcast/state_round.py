@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from .errors import DeadlineExceededError
 from .layout import Layout
-from .transfer import agreed_transfer, touch
+from .transfer import agreed_transfer
 
 if TYPE_CHECKING:
     from .groups import ParentGroup, PrivateGroup
@@ -49,7 +49,6 @@ class Rounds:
             strategy="auto",
             topology=None,
         )
-        touch(transfer)
         mine = torch.tensor([list(row)], dtype=torch.int64)
         rows = torch.empty(shape, dtype=torch.int64)
         launch, _ = transfer.launch([mine], [rows], limit)

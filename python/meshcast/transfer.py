@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+import weakref
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from .agreements import Agreed
 from .errors import DeadlineExceededError, LayoutError, MeshcastError
 from .groups import Job, ParentGroup, PrivateGroup, parent_group, seconds
 from .handle import Handle, Launch
@@ -32,20 +33,17 @@ Problem = tuple[Sequence[int], torch.dtype, "Layout", "Layout"]  # global shape,
 Shards = Sequence[torch.Tensor | None]
 
 REVERSE_LANE = 1  # backward of lane 0
-# Transfers that a group keeps. Every rank of a group makes the same calls, so all evict the same one; below
-# the 1024 slots that message tags can tell apart.
-_KEPT = 256
+_KEPT = 256  # compiled transfers of a group, which this rank keeps for later calls
 
 
-@dataclass(frozen=True)
+@dataclass
 class CallNumber:
-    """Names one call alike on all its ranks: its position in the lane, how often its transfer had run before,
-    and how often its own backward: that of a graph that is kept runs again, and messages of both are in
-    flight together, as senders do not wait for their receivers."""
+    """Names one call alike on all its ranks: its position in the lane and, once it has been started, the
+    slot of its transfer and how often that had run before."""
 
     ordinal: int
-    run: int
-    repeat: int = 0
+    slot: int = -1
+    run: int = -1
 
 
 class Transfer:
@@ -59,7 +57,7 @@ class Transfer:
     """
 
     _error: Exception | None  # why the transfer cannot run
-    kept_as: tuple[OrderedDict[Any, Transfer], Any] | None  # where agreed_transfer keeps it, and its key
+    _failure: Exception | None  # of the last attempt to agree
     _balance = "greedy"
 
     def __init__(
@@ -84,7 +82,7 @@ class Transfer:
         def job_of(ordinal: int) -> Job:
             def job(core: _C.ReshardGroup | None, error: Exception | None) -> None:
                 try:
-                    self._agree(_running(core, error), ordinal, launch)
+                    self._agreed(_running(core, error), ordinal, launch)
                 except Exception as cause:
                     self._error = cause
                 finally:
@@ -118,14 +116,11 @@ class Transfer:
         self._group = parent.private(ranks_of(problems), op)
         self._plan: Plan | None = None
         self._reverse_plan: Plan | None = None
-        self._slot: int | None = None
+        self._kind: Hashable = None  # calls of one kind share an agreement; None: this one has its own
+        self._own: Agreed | None = None
         self._descriptor = ""
-        self._error = None
+        self._error = self._failure = None
         self._compiled = threading.Event()
-        self._runs = 0
-        self._reversed: OrderedDict[int, int] = OrderedDict()  # how often, by the ordinal of the forward call
-        self.evicted = False
-        self.kept_as = None
 
     @property
     def plan(self) -> Plan:
@@ -133,7 +128,7 @@ class Transfer:
         error of that."""
         self._compiled.wait()
         if self._plan is None:
-            raise self._error or MeshcastError(f"{self._op}: the plan was never compiled", op=self._op)
+            raise self._error or self._failure or MeshcastError(f"{self._op}: no plan yet", op=self._op)
         return self._plan
 
     def start(
@@ -165,8 +160,6 @@ class Transfer:
     def _launch(self, src: Shards, dst: Shards, timeout: float) -> tuple[Launch, CallNumber]:
         launch = Launch(self._op, timeout)
         launch.flight = Flight(launch, self._group.name, self._group.rank)
-        run = self._runs
-        self._runs += 1
         try:
             self._check("source", src, self._source)
             self._check("destination", dst, self._destination)
@@ -175,24 +168,22 @@ class Transfer:
             publish_rejection(self._group, self._lane, error, timeout)
             raise
 
-        def job_of(ordinal: int) -> Job:
-            return self._start_job(launch, CallNumber(ordinal, run), src, dst, reverse=False)
+        number = CallNumber(-1)
 
-        ordinal = self._group.call(self._lane, launch.deadline, job_of, ready=lambda: self._slot is not None)
-        return launch, CallNumber(ordinal, run)
+        def job_of(ordinal: int) -> Job:
+            number.ordinal = ordinal
+            return self._start_job(launch, number, src, dst, reverse=False)
+
+        self._group.call(self._lane, launch.deadline, job_of, ready=self._has_agreed)
+        return launch, number
 
     def launch_reverse(self, call: CallNumber, src: Shards, dst: Shards, timeout: float) -> Launch:
         """The backward transfer of `call`: src are gradients in the destination layout, dst receives those of
         the source."""
-        again = self._reversed.pop(call.ordinal, 0)  # a retained graph runs its backward more than once
-        self._reversed[call.ordinal] = again + 1
-        if len(self._reversed) > _KEPT:
-            self._reversed.popitem(last=False)
-        call = CallNumber(call.ordinal, call.run, again)
         launch = Launch(f"{self._op} backward", timeout)
         launch.flight = Flight(launch, self._group.name, self._group.rank)
         job = self._start_job(launch, call, src, dst, reverse=True)
-        self._group.replay(launch.deadline, job, ready=lambda: self._slot is not None)
+        self._group.replay(launch.deadline, job, ready=lambda: True)
         return launch
 
     def reject_reverse(self, call: CallNumber, error: Exception, timeout: float) -> None:
@@ -204,21 +195,26 @@ class Transfer:
         def job(core: _C.ReshardGroup | None, error: Exception | None) -> None:
             try:
                 group = _running(core, error)
-                if self._slot is None and self._error is None:
-                    self._agree(group, call.ordinal, launch)
                 if self._error is not None:
                     raise self._error
+                if not reverse:
+                    agreed = self._agreed(group, call.ordinal, launch)
+                    call.slot, call.run = agreed.slot, agreed.runs
+                    agreed.runs += 1
+                elif call.slot < 0:
+                    raise self._failure or MeshcastError(
+                        f"{self._op}: the call itself has failed", op=launch.op
+                    )
                 plan = self._reverse_plan if reverse else self._plan
-                assert plan is not None and self._slot is not None  # _agree() set both
+                assert plan is not None  # _agreed() compiled it
                 if launch.flight is not None:
                     lane = REVERSE_LANE if reverse else self._lane
                     launch.flight.plan, launch.flight.number = plan, (lane, call.ordinal, call.run)
                 work = group.start(
                     plan._core,
-                    slot=self._slot,
+                    slot=call.slot,
                     run=call.run,
                     reverse=reverse,
-                    repeat=call.repeat,
                     lane=REVERSE_LANE if reverse else self._lane,
                     ordinal=call.ordinal,
                     descriptor=self._descriptor,
@@ -228,7 +224,7 @@ class Transfer:
                     op=launch.op,
                 )
             except Exception as cause:
-                self._error_out(cause)
+                self._failure = cause
                 launch.failed(cause)
             else:
                 launch.started(work, lambda: group.stats(work))
@@ -238,32 +234,49 @@ class Transfer:
 
         return job
 
-    def _agree(self, core: _C.ReshardGroup, ordinal: int, launch: Launch) -> None:
-        """First use: compile, and compare with the other ranks before any byte moves."""
-        topology = self._topology or self._group.topology
+    def _has_agreed(self) -> bool:
+        """Whether a start would not have to wait. Only while no job of the group is running."""
+        agreed = self._own is not None if self._kind is None else self._kind in self._group.agreements
+        return agreed and self._plan is not None
+
+    def _agreed(self, core: _C.ReshardGroup, ordinal: int, launch: Launch) -> Agreed:
+        """What the ranks agreed on. First use: compile, and compare with the other ranks before any byte
+        moves."""
+        kinds = self._group.agreements
+        found = self._own if self._kind is None else kinds.use(self._kind)
         try:
-            self._plan = plan_many(
-                self.problems, topology=topology, strategy=self._strategy, balance=self._balance
-            )
-            if self._backward is not None:
-                self._reverse_plan = plan_many(self._backward, topology=topology, strategy=self._strategy)
+            self._compile()
         except Exception as error:
-            core.reject(self._lane, ordinal, f"rank {self._group.rank}: {error}")
+            if found is None:
+                core.reject(self._lane, ordinal, f"rank {self._group.rank}: {error}")
             raise
-        self._descriptor = self._describe()
+        if found is not None:
+            return found
         try:
-            self._slot = core.agree(self._lane, ordinal, self._descriptor, max(launch.remaining(), 1e-3))
+            slot = core.agree(self._lane, ordinal, self._descriptor, max(launch.remaining(), 1e-3))
         except DeadlineExceededError as error:
             core.abort(str(error))  # a rank is missing: the ranks no longer count calls alike
             raise
         log.info("rank %d: agreed on %s", self._group.rank, self._descriptor)
+        if self._kind is None:
+            self._own = Agreed(slot)
+            # Free again once nobody can start this transfer any more.
+            weakref.finalize(self, _release_slot, weakref.ref(core), slot).atexit = False
+            return self._own
+        agreed, driven_out = kinds.add(self._kind, slot)
+        if driven_out is not None:
+            core.release_slot(driven_out)
+        return agreed
 
-    def _error_out(self, cause: Exception) -> None:
-        # A transfer that was never agreed on is forgotten, so that the next attempt agrees anew on every
-        # rank.
-        if self._slot is None:
-            self._error = self._error or cause
-            self.evicted = True
+    def _compile(self) -> None:
+        if self._plan is not None:
+            return
+        topology = self._topology or self._group.topology
+        plan = plan_many(self.problems, topology=topology, strategy=self._strategy, balance=self._balance)
+        if self._backward is not None:
+            self._reverse_plan = plan_many(self._backward, topology=topology, strategy=self._strategy)
+        self._plan = plan
+        self._descriptor = self._describe()
 
     def _describe(self) -> str:
         tensors = "; ".join(
@@ -322,18 +335,17 @@ def agreed_transfer(
     strategy: str,
     topology: Topology | None,
 ) -> Transfer:
-    """The transfer of an ordinary call: one kept from before, or a new one that agrees within its first
-    launch, so that every call takes one ordinal whether its plan was known or not."""
-    group = parent.private(ranks_of(problems), op)
-    if group.slots is None:
-        group.slots = OrderedDict()
-    kept: OrderedDict[Any, Transfer] = group.slots
-    key = (op, tuple(problems), None if backward is None else tuple(backward), strategy, topology)
-    transfer = kept.get(key)
-    if transfer is None or transfer.evicted:
+    """The transfer of an ordinary call: one kept from before, or a new one. It agrees within a launch, unless
+    the ranks have agreed on one of its kind, so that every call takes one ordinal in either case."""
+    kept = parent.private(ranks_of(problems), op).transfers
+    kind = (op, tuple(problems), None if backward is None else tuple(backward), strategy, topology)
+    transfer = kept.get(kind)
+    if transfer is None:
         transfer = unagreed_transfer(parent, problems, backward, op=op, strategy=strategy, topology=topology)
-        transfer.kept_as = (kept, key)
-        kept[key] = transfer
+        transfer._kind = kind
+        if len(kept) >= _KEPT:
+            kept.pop(next(iter(kept)), None)
+        kept[kind] = transfer
     return transfer
 
 
@@ -346,22 +358,10 @@ def unagreed_transfer(
     strategy: str,
     topology: Topology | None,
 ) -> Transfer:
-    """A new transfer that agrees within its first launch."""
+    """A new transfer with a slot of its own, which it agrees on within its first launch."""
     transfer = Transfer.__new__(Transfer)
     transfer._setup(parent, problems, backward, 0, op, strategy, topology)
     return transfer
-
-
-def touch(transfer: Transfer) -> None:
-    """Marks a kept transfer as used last, and drops the one that was not used for longest. Once per call, on
-    every rank."""
-    if transfer.kept_as is None:
-        return
-    kept, key = transfer.kept_as
-    if kept.get(key) is transfer:
-        kept.move_to_end(key)
-    if len(kept) > _KEPT:
-        kept.popitem(last=False)[1].evicted = True
 
 
 def publish_rejection(group: PrivateGroup, lane: int, error: Exception, timeout: float) -> None:
@@ -381,6 +381,12 @@ def _rejection_job(group: PrivateGroup, lane: int, ordinal: int, error: Exceptio
             core.reject(lane, ordinal, message)
 
     return job
+
+
+def _release_slot(core: weakref.ref[_C.ReshardGroup], slot: int) -> None:
+    group = core()
+    if group is not None:
+        group.release_slot(slot)
 
 
 def ranks_of(problems: Sequence[Problem]) -> list[int]:

@@ -16,7 +16,7 @@ from multiproc.oracle import coordinates, cut
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-GROUP_TIMEOUT = 8.0
+GROUP_TIMEOUT = 60.0
 _meshes: list[DeviceMesh] = []
 
 
@@ -224,6 +224,27 @@ def retained(context) -> None:
     check_gradient(x, torch.full((5, 3), 12.0), a, context.rank)
 
 
+def gradient_changed_after_backward(context) -> None:
+    """A rank that only sends returns from its backward before the others have the gradient. Autograd may hand
+    the same tensor to a parameter as its .grad, which the user is free to change at once."""
+    a, b = meshes()
+    full, weight = values(17, 9, 5), values(18, 9, 5)
+    for plain in (True, False):
+        x = leaf(full, a, [Shard(0)], context.rank)
+        bias = leaf(torch.zeros(9, 5), b, [Shard(0)], context.rank)
+        y = meshcast.reshard(x, b, [Shard(0)]) + bias
+        loss = (y * sharded(weight, b, [Shard(0)], context.rank)).sum()
+        if context.rank in (0, 1):
+            time.sleep(0.2)
+        if plain:
+            loss.backward()
+        else:
+            meshcast.backward(loss)
+        if bias.grad is not None:
+            bias.grad.to_local().zero_()
+        check_gradient(x, weight, a, context.rank)
+
+
 def no_second_derivative(context) -> None:
     a, b = meshes()
     x = leaf(values(12, 5, 3), a, [Shard(0)], context.rank)
@@ -319,6 +340,7 @@ CASES = [
     unused_on_one_side,
     separate_losses,
     retained,
+    gradient_changed_after_backward,
     no_second_derivative,
     without_gradient,
     graphs_are_freed,
