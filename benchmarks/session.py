@@ -18,7 +18,7 @@ from typing import Any
 
 from meshcast import Topology
 from meshcast.bench.cases import Case, Setting, find
-from meshcast.bench.measure import FEW_REPEATS, SLOW
+from meshcast.bench.measure import FEW_REPEATS, SHORT, SLOW
 from meshcast.bench.methods import METHODS
 from meshcast.bench.report import calibration_text, overload
 
@@ -167,7 +167,7 @@ class _Watch:
         if why or not isinstance(self._cluster, Cluster):
             measured["not_run"][peer.name] = why
             return
-        slow = SLOW * measured["lower_bound"]
+        slow = max(SLOW * measured["lower_bound"], SHORT)
         try:
             repeats = max(case.least_repeats, min(self.options.repeats, FEW_REPEATS))
             found = peer.run(self._cluster, case, topology, repeats, slow)

@@ -18,7 +18,7 @@ from .methods import METHODS
 from .move import Batch, Box, Move
 
 SLOW = 3.0  # times the bound: more repeats would only tell the same again
-_SHORT = 0.25  # seconds
+SHORT = 0.25  # seconds: below, a method is never slow
 FEW_REPEATS = 3  # of methods that are not repeated often, unless the case asks for more
 
 Begin = Callable[[str], None]  # told the method that comes next
@@ -151,7 +151,7 @@ class Runner:
                 taken, cores, bad = self.once(method, 1 + turn * len(methods) + number)
                 wrong[number] += bad
                 # Only what costs time is cut short: short messages are repeated however slow.
-                slow = torch.tensor([int(taken > max(SLOW * self._bound, _SHORT))])
+                slow = torch.tensor([int(taken > max(SLOW * self._bound, SHORT))])
                 dist.broadcast(slow, 0)
                 counts = turn > 0
                 if slow and turn == 0:
