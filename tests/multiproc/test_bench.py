@@ -9,7 +9,7 @@ import pytest
 from meshcast.bench.methods import METHODS
 from multiproc.harness import WorldResult, run_world
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = [pytest.mark.timeout(420), pytest.mark.slow]
 
 MODULE = Path(__file__).with_name("cases_bench.py")
 

@@ -9,6 +9,9 @@ from types import ModuleType
 import pytest
 from multiproc.harness import WorldResult, run_world
 
+# test_pipeline.py has the schedules over fewer pipelines in the quick suite.
+pytestmark = pytest.mark.slow
+
 CASES = Path(__file__).with_name("pipeline_matrix_cases.py")
 
 
@@ -35,7 +38,6 @@ def test_all_processes_end_in_time(world: WorldResult) -> None:
     world.check_ends()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(660)
 def test_every_combination() -> None:
     world = run_world(CASES, 7, limit=600.0, env={"MESHCAST_ALL_PIPELINES": "1"})

@@ -47,6 +47,8 @@ def test_every_interface_carries_its_share(nics: int) -> None:
 
 
 @pytest.mark.usefixtures("buildable")
-@pytest.mark.parametrize("wrong", ["eth0", "eth0,eth9", "eth1,eth1"])
+@pytest.mark.parametrize(
+    "wrong", ["eth0,eth9", *(pytest.param(w, marks=pytest.mark.slow) for w in ("eth0", "eth1,eth1"))]
+)
 def test_ranks_that_name_other_interfaces_are_refused_everywhere(wrong: str) -> None:
     run(2, 2, wrong)

@@ -23,7 +23,7 @@ def test_skip_connections_over_unlike_meshes_train_like_one_process(
     metrics = tmp_path / "metrics.jsonl"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "5"]
     command = [*launch, str(ROOT / "examples/unet/train.py"), "--metrics", str(metrics)]
-    command += f"--model nano --stages {stages} --schedule {schedule} --steps 3 --batch 24 --verify".split()
+    command += f"--model nano --stages {stages} --schedule {schedule} --steps 3 --batch 16 --verify".split()
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

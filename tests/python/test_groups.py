@@ -41,7 +41,10 @@ def test_all_who_met_get_every_host() -> None:
     left, right = pair(store)
     seen: list[dict[int, tuple[str, str]]] = []
     hosts = left._gather(
-        Interrupted(store, "member/5", lambda: seen.append(right._gather(store, soon(), ""))), soon(), ""
+        Interrupted(store, "member/5", lambda: seen.append(right._gather(store, soon(), "", ""))),
+        soon(),
+        "",
+        "",
     )
     assert seen == [hosts]
     assert set(hosts) == {3, 5}
@@ -55,7 +58,10 @@ def test_who_is_told_to_leave_still_connects_if_the_others_do() -> None:
     seen: list[dict[int, tuple[str, str]]] = []
     left.abort("out of luck")
     hosts = left._gather(
-        Interrupted(store, "member/5", lambda: seen.append(right._gather(store, soon(), ""))), soon(), ""
+        Interrupted(store, "member/5", lambda: seen.append(right._gather(store, soon(), "", ""))),
+        soon(),
+        "",
+        "",
     )
     assert seen == [hosts]
 
@@ -65,16 +71,16 @@ def test_who_leaves_first_takes_the_others_along() -> None:
     left, right = pair(store)
     left.abort("out of luck")
     with pytest.raises(AbortedError, match="rank 3: out of luck"):
-        left._gather(store, soon(), "")
+        left._gather(store, soon(), "", "")
     with pytest.raises(AbortedError, match="rank 3: out of luck"):
-        right._gather(store, soon(), "")
+        right._gather(store, soon(), "", "")
 
 
 def test_a_late_rank_finds_a_failed_group() -> None:
     store = dist.HashStore()
     left, right = pair(store)
     with pytest.raises(DeadlineExceededError, match=r"ranks \[5\] did not call") as caught:
-        left._gather(store, soon(0.05), "")
+        left._gather(store, soon(0.05), "", "")
     assert caught.value.peer == 5
     with pytest.raises(AbortedError, match=r"rank 3: ranks \[5\] did not call"):
-        right._gather(store, soon(), "")
+        right._gather(store, soon(), "", "")
