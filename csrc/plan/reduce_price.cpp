@@ -155,7 +155,7 @@ __int128 ReduceWays::cheapest(const Prices& price, std::vector<int32_t>* lanes) 
 // cheapest ways so far have used most are raised.
 int64_t reduce_price_bound(const std::vector<const Task*>& tasks, const std::vector<int64_t>& nbytes,
                            const std::vector<LaneItem>& items, const Network& network) {
-  const auto lanes = static_cast<size_t>(2 * network.nic_count());
+  const auto lanes = 2 * static_cast<size_t>(network.nic_count());
   std::vector<ReduceWays> ways;
   int64_t visits = 0;
   for (const Task* task : tasks) {
