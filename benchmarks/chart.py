@@ -26,14 +26,14 @@ def draw(results: dict[str, Any], path: Path) -> None:
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "meshcast"  # the same picture for the same figures
     cases = [case for case in results["cases"] if case["name"] != "n-to-m 8"]  # the same as case 7
-    figure, axes = plt.subplots(figsize=(12, 4.6))
+    figure, axes = plt.subplots(figsize=(12, 5.2))
     drawn = {method: look for method, look in DRAWN.items() if any(ratio(c, method) for c in cases)}
     width = 0.84 / max(len(drawn), 1)
     for index, (method, (label, colour)) in enumerate(drawn.items()):
         places = [number - 0.42 + width * (index + 0.5) for number in range(len(cases))]
         axes.bar(places, [ratio(case, method) or 0 for case in cases], width, color=colour, label=label)
     axes.axhline(1, color="black", linewidth=1, linestyle="--")
-    axes.text(len(cases) - 0.5, 1.03, "lower bound", ha="right", va="bottom", fontsize=8)
+    axes.text(len(cases) - 0.4, 1, "lower bound", ha="left", va="center", fontsize=8)
     axes.set_yscale("log", base=2)
     axes.set_yticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
     axes.set_ylim(0.9, 24)
@@ -45,7 +45,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         f"Moving a sharded tensor between meshes, 4 ranks per host, {results['header']['link_mbit']:g} "
         "Mbit/s links (emulated); no bar: cannot do it", fontsize=10,
     )  # fmt: skip
-    axes.legend(ncols=3, fontsize=8, frameon=False, loc="upper left")
+    axes.legend(ncols=4, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.tight_layout()
