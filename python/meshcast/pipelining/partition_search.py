@@ -10,7 +10,7 @@ from itertools import accumulate, combinations, pairwise, permutations
 
 __all__ = ["Cut", "best_cut", "even"]
 
-_EXHAUSTIVE = 1000  # candidates; one takes about a millisecond
+_EXHAUSTIVE = 1000  # candidates
 _MOST_TRIED = 1500
 _MOST_JOINT = 200
 _DRAWN = 200
