@@ -23,6 +23,7 @@ from multiproc.pipeline_models import (
     train_alone,
 )
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 mse = nn.functional.mse_loss
 
@@ -101,6 +102,30 @@ def a_large_value_leaves_its_rank_once(context) -> None:
     if context.rank == 0:
         copies = schedule.bytes_sent / x.nbytes
         assert copies == 1, f"the value left {copies} times, for three consumers"
+
+
+def a_stage_names_the_strategy_of_its_transfers(_) -> None:
+    """A value for three replicas, each on a host of its own: a message to each, or one that is passed on."""
+    here = place([[0], [1, 2, 3]])
+    assert here is not None
+    topology = Topology.uniform(ranks_per_host=1, nic_gbps=0.1, latency_us=0.0)
+    x = torch.arange(1 << 18, dtype=torch.float32).reshape(1, -1)
+    for strategy, copies in (("send_recv", 3), ("broadcast", 1)):
+        stage = PipelineStage(
+            nn.Identity(), here.stage, 2, CPU, group=here.group, mesh=here.mesh, strategy=strategy,
+            topology=topology, input_placements=[Replicate()],
+        )  # fmt: skip
+        schedule = get_schedule_class("GPipe")(stage, 1, loss_fn=mse, timeout=TIMEOUT)
+        output = schedule.eval(x)
+        if here.stage == 0:
+            assert schedule.bytes_sent == copies * x.nbytes
+            times = schedule.transfer_times()
+            assert 0.95 < times[0, 1] / (copies * x.nbytes * 8 / 1e8) < 1.2, (strategy, times)
+        else:
+            assert torch.equal(output, x)
+        schedule.close()
+    wrong = {"group": here.group, "mesh": here.mesh, "strategy": "fastest"}
+    raises(LayoutError, "strategy", call=lambda: PipelineStage(nn.Identity(), here.stage, 2, CPU, **wrong))
 
 
 def transfers_take_what_the_planner_says(_) -> None:
@@ -255,6 +280,7 @@ CASES = [
     fan_case("Eager1F1B", 3),
     fan_case("ZBH1", None),
     a_large_value_leaves_its_rank_once,
+    a_stage_names_the_strategy_of_its_transfers,
     transfers_take_what_the_planner_says,
     varying_case("1F1B"),
     varying_case("Eager1F1B", delay_weight_grad=True),

@@ -12,7 +12,9 @@ from meshcast.topology import Topology
 __all__ = ["transfer_times"]
 
 
-def transfer_times(wiring: Wiring, table: StageTable, topology: Topology | None) -> dict[Link, float]:
+def transfer_times(
+    wiring: Wiring, table: StageTable, topology: Topology | None, strategy: str = "auto"
+) -> dict[Link, float]:
     """Seconds of one micro-batch over each link, what `simulate` takes as ``transfer``: the longer of values
     and gradients. A value for several stages counts for each of them."""
     rows = {stage: table.row_of(stage) for stage in range(len(table.ranks))}
@@ -23,7 +25,7 @@ def transfer_times(wiring: Wiring, table: StageTable, topology: Topology | None)
         for each in bundle.deliveries:
             value = wiring.values[bundle.source][each.output]
             problems.append((value.shape, value.dtype, value.layout, each.layout))
-        seconds = plan_many(problems, topology=topology).makespan
+        seconds = plan_many(problems, topology=topology, strategy=strategy).makespan
         for consumer in bundle.consumers:
             times[bundle.source, consumer] += seconds
     for link in wiring.links:
@@ -34,5 +36,6 @@ def transfer_times(wiring: Wiring, table: StageTable, topology: Topology | None)
                 back = gradient_layout(value.layout)
                 problems.append((value.shape, value.dtype, gradient_layout(each.layout), back))
         if problems:
-            times[link] = max(times[link], plan_many(problems, topology=topology).makespan)
+            seconds = plan_many(problems, topology=topology, strategy=strategy).makespan
+            times[link] = max(times[link], seconds)
     return times

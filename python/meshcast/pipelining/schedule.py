@@ -272,11 +272,12 @@ class PipelineSchedule:
     def transfer_times(self, topology: Topology | None = None) -> dict[Link, float]:
         """Seconds that a micro-batch of the last step takes over each link by the planner's cost model: what
         ``draw`` and ``times`` take as ``transfer``, beside seconds of compute. topology: as `plan` takes
-        it."""
+        it; default: that of the stages."""
         wiring = self._wirings.last
         if wiring is None:
             raise MeshcastError("there is no step yet, so no shapes of values", op="pipeline")
-        return transfer_times(wiring, self._agreed(), topology)
+        stage = next(iter(self._stages.values()))
+        return transfer_times(wiring, self._agreed(), topology or stage.topology, stage.strategy)
 
     def close(self) -> None:
         """Drops the transfers. Later steps raise AbortedError."""

@@ -13,6 +13,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshcast import _checks
 from meshcast.errors import LayoutError
 from meshcast.pipelining.edge import Edge, check_edges
 from meshcast.pipelining.gradients import sum_gradients
@@ -26,6 +27,8 @@ from meshcast.pipelining.layouts import (
 from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values, infer_outputs
 from meshcast.pipelining.split_backward import SplitBackward, hooks_made
 from meshcast.pipelining.wrappers import LastBackward, look_through
+from meshcast.plan import STRATEGIES
+from meshcast.topology import Topology
 
 __all__ = ["PipelineStage"]
 
@@ -75,6 +78,8 @@ class PipelineStage:
         shared_parameters: {key: name of a parameter of the module}. Stages that name the same key share that
             parameter (tied embeddings): each has a copy, equal at the start, and after a step each copy gets
             the sum of the gradients of all.
+        strategy, topology: of the transfers between stages, as `meshcast.plan` takes them; the same on every
+            rank. Without a topology rates are assumed.
 
     Raises:
         LayoutError: naming the argument that is wrong.
@@ -100,6 +105,8 @@ class PipelineStage:
         edges: Sequence[Edge] | None = None,
         use_dtensor: bool = False,
         shared_parameters: Mapping[str, str] | None = None,
+        strategy: str = "auto",
+        topology: Topology | None = None,
     ) -> None:
         if isinstance(output_grads, dist.ProcessGroup):
             # torch 2.11 has group and dw_builder in these places, and nothing of DTensors.
@@ -143,6 +150,8 @@ class PipelineStage:
         if use_dtensor and mesh is None:
             raise LayoutError(f"stage {stage_index}: use_dtensor needs mesh=")
         self.use_dtensor = use_dtensor
+        self.strategy = _checks.choice(f"stage {stage_index}: strategy", strategy, STRATEGIES)
+        self.topology = topology
         self.batch_dims = batch_dims(self.input_placements)
         self.submod = look_through(submodule, self.mesh, self.batch_dims, f"stage {stage_index}")
         self._last_backward = LastBackward(self.submod)

@@ -343,7 +343,10 @@ def _lane(
 ) -> Lane:
     if all(_stays(shape, source, target) for shape, _, source, target in problems):
         return Lane(None, consumers, deliveries, [], stage.device)
-    transfer = Transfer(problems, group=stage.group, lane=number, op=op, timeout=timeout)
+    transfer = Transfer(
+        problems, group=stage.group, lane=number, op=op, strategy=stage.strategy, topology=stage.topology,
+        timeout=timeout,
+    )  # fmt: skip
     return Lane(transfer, consumers, deliveries, _local(problems, stage.rank), stage.device)
 
 
