@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -21,12 +20,11 @@ from typing import Any
 import torch
 
 from ..cluster import Cluster, ClusterError, run_ranks
+from .chain import join_neighbours
 from .methods import METHODS
 from .publish import RESULTS, ROOT, publish, row, table_head
 
 _LIMIT = 900.0  # seconds for everything
-_BURST = 0.001  # seconds of traffic that a token bucket holds: a short transfer must not pass for free
-_SOCKET = 64 * 1024  # bytes in a socket's send buffer: a send that is waited for ends near its arrival
 
 
 def parse() -> argparse.Namespace:
@@ -38,11 +36,11 @@ def parse() -> argparse.Namespace:
     known = [method.name for method in METHODS]
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--forward", type=float, default=0.05, help="seconds; a backward takes twice that")
+    parser.add_argument("--forward", type=float, default=0.075, help="seconds; a backward takes twice that")
     parser.add_argument("--transfers", type=_shares, default=[0.1, 0.25, 0.5, 0.75, 1.0], help="over forward")
     parser.add_argument("--methods", type=lambda text: text.split(";"), default=known, help="separated by ;")
-    parser.add_argument("--mbit", type=float, default=100.0, help="rate of a link, each way")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--mbit", type=float, default=60.0, help="rate of a link, each way")
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS, help="raw JSON")
     parser.add_argument("--no-publish", action="store_true", help="leave docs/ as they are")
     args = parser.parse_args()
@@ -93,7 +91,7 @@ def main() -> int:
         Path(folder, "job.json").write_text(json.dumps(job))
         try:
             with Cluster(args.stages, args.mbit) as cluster:
-                sharpen(cluster, args.mbit)
+                join_neighbours(cluster, args.mbit)
                 collector = Collector(Path(folder, "results.jsonl"), results)
                 command = [sys.executable, "-m", "benchmarks.pipeline.worker", str(Path(folder, "job.json"))]
                 run_ranks(cluster, 1, command, limit=_LIMIT, progress=collector.look)
@@ -109,26 +107,6 @@ def main() -> int:
     if not args.no_publish:
         publish(results)
     return 1 if failed else 0
-
-
-def sharpen(cluster: Cluster, mbit: float) -> None:
-    """Small token buckets on every link and small send buffers in every host."""
-    burst = max(int(mbit * 1e6 / 8 * _BURST), 8 * 1024)
-    hosts = [cluster.namespace(host) for host in range(cluster.hosts)]
-    for name in (*hosts, cluster.switch):
-        for device in re.findall(r"qdisc tbf \S+ dev (\S+)", _run("tc", "-n", name, "qdisc", "show")):
-            shape = ["rate", f"{mbit}mbit", "burst", str(burst), "latency", "100ms"]
-            _run("tc", "-n", name, "qdisc", "change", "dev", device, "root", "tbf", *shape)
-    for name in hosts:
-        limits = f"echo '4096 16384 {_SOCKET}' > /proc/sys/net/ipv4/tcp_wmem"
-        _run("ip", "netns", "exec", name, "sh", "-c", limits)
-
-
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    if done.returncode:
-        raise ClusterError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
-    return done.stdout
 
 
 class Collector:

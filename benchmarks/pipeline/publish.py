@@ -71,6 +71,12 @@ def tables(results: dict[str, Any]) -> str:
         for method in point["methods"]
         if (expected := simulated(point, method)) is not None
     ]
+    eager = [
+        abs(measured(point, method) / expected - 1)
+        for point in points
+        for method, found in point["methods"].items()
+        if found["trace"] and (expected := simulated(point, method)) is not None
+    ]
     periods = [
         statistics.median(each["periods"]) / (3 * forward) - 1
         for point in points
@@ -92,8 +98,9 @@ def tables(results: dict[str, Any]) -> str:
     alone, chain, wall = (overhead[name] * 1e6 for name in ("alone", "chain", "chain_wall"))
     cores = head["cores"]
     return f"""\
-`{head["command"]}`: {stages} stages on {stages} hosts (network namespaces) with links of
-{head["link_mbit"]:g} Mbit/s ({results["links"]["mbit"]:.1f} measured), {microbatches} micro-batches.
+`{head["command"]}`: {stages} stages on {stages} hosts (network namespaces), a link of
+{head["link_mbit"]:g} Mbit/s each way between neighbours ({results["links"]["mbit"]:.1f} measured),
+{microbatches} micro-batches. A transfer's size is that which takes the time given on an idle link.
 **Compute is timed**: a forward sleeps {forward * 1e3:g} ms, a backward twice that, instead of an accelerator;
 transfers are real, the gradients of every step are checked. Times over that of 1F1B with free transfers,
 (m + n - 1)(F + B); in brackets what
@@ -103,13 +110,14 @@ Medians of {head["repeats"]}, largest spread {spread:.1%}; {cores} cores, commit
 {table_head(points[0])}
 {chr(10).join(row(point) for point in points)}
 
-- Simulated and measured differ by {max(errors):.1%} at most.
+- Simulated and measured differ by {max(errors):.1%} at most, by {max(eager):.1%} under the eager schedules.
 - In the steady state a backward follows the other, under the eager schedules, after F + B within
   {max(map(abs, periods)):.1%}.
 - At {last["transfer"]:g}, delayed Eager1F1B is {peers}.
-- Of the thread that computes, the runtime takes {alone:.0f} us for each action where nothing travels (one
-  stage), and {chain:.0f} us in a chain of {stages} stages with values of 64 bytes; an action takes
-  {wall:.0f} us of wall time there, with all that {cores} cores do for {stages} ranks.
+- Of the CPU time of the thread that computes, the runtime takes {alone:.0f} us for each action where nothing
+  travels (one stage), and {chain:.0f} us in a chain of {stages} stages with values of 64 bytes, sends and
+  receives being actions too; an action takes {wall:.0f} us of wall time there, with all that {cores} cores do
+  for {stages} ranks.
 
 ![measured and simulated step times](images/pipeline_sweep.svg)
 

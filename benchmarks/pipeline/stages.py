@@ -4,7 +4,7 @@ the transfers."""
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,20 +12,54 @@ from torch import nn
 
 __all__ = ["Clock", "TimedStage"]
 
+_SPIN = 0.0002  # seconds before a deadline in which it is looked for: a sleep ends late by up to this much
+
 
 @dataclass
 class Clock:
-    """Seconds that forward, input gradient and weight gradient of a micro-batch take. scale 0: none, for the
-    steps that only warm up and check values."""
+    """Seconds that forward, input gradient and weight gradient of a micro-batch take, the arithmetic of the
+    stage included. scale 0: none, for the steps that only warm up and check values."""
 
     forward: float
     inputs: float
     weight: float
     scale: float = 1.0
+    _until: float = field(default=0.0, init=False)  # the end of what was timed last
+    _pass: int = field(default=-1, init=False)  # the run of autograd that this belonged to
+
+    def begin(self) -> None:
+        """A forward or a backward begins now."""
+        self._until, self._pass = time.monotonic(), _current_pass()
 
     def sleep(self, seconds: float) -> None:
-        if self.scale:
-            time.sleep(seconds * self.scale)
+        """Until `seconds` after the beginning, or after the end of the part before."""
+        if _current_pass() != self._pass:  # the weight gradient alone
+            self.begin()
+        self._until += seconds * self.scale
+        left = self._until - time.monotonic() - _SPIN
+        if left > 0:
+            time.sleep(left)
+        while time.monotonic() < self._until:
+            pass
+
+
+def _current_pass() -> int:
+    """Which run of autograd this thread is in, -1 outside."""
+    return int(torch._C._current_graph_task_id())
+
+
+class _Begin(torch.autograd.Function):
+    """Hands its input on; with its backward that of the stage begins."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, clock: Clock) -> torch.Tensor:
+        ctx.clock = clock
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.clock.begin()
+        return gradient, None
 
 
 class _Slow(torch.autograd.Function):
@@ -57,7 +91,8 @@ class TimedStage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         clock = self.clock
+        clock.begin()
         weight = _Slow.apply(self.weight, clock, clock.weight + (clock.inputs if self.first else 0.0))
         y = (x if self.first else _Slow.apply(x, clock, clock.inputs)) * weight
         clock.sleep(clock.forward)
-        return y
+        return _Begin.apply(y, clock)

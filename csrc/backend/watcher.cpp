@@ -59,7 +59,8 @@ void Watcher::stop() {
 void Watcher::wake() {
   const std::lock_guard lock(mutex_);
   ++wakes_;
-  changed_.notify_all();
+  // Whoever watches already looks again within a tick. A call that starts beside others wakes nobody.
+  if (idle_ > 0) changed_.notify_all();
 }
 
 Cause Watcher::describe_transport_error(int32_t peer, const TransportError& error, const Run& run) const {
@@ -141,7 +142,9 @@ void Watcher::report_loop() {
     const uint64_t seen = wakes_;
     const bool busy = local_ ? !published_ : !failed() && !engine_.in_flight().empty();
     if (!busy) {
+      ++idle_;
       changed_.wait(lock, [&] { return stopping_ || wakes_ != seen || (local_ && !published_); });
+      --idle_;
       continue;
     }
     lock.unlock();
@@ -235,7 +238,9 @@ void Watcher::timer_loop() {
     const uint64_t seen = wakes_;
     const auto runs = engine_.in_flight();
     if (runs.empty() && (!local_ || failed())) {
+      ++idle_;
       changed_.wait(lock, [&] { return stopping_ || wakes_ != seen || (local_ && !failed()); });
+      --idle_;
       continue;
     }
     const TimePoint now = Clock::now();

@@ -64,6 +64,7 @@ class Watcher {
   std::mutex mutex_;
   std::condition_variable changed_;
   uint64_t wakes_ = 0;  // runs started so far; tells a thread that slept whether there is something to watch
+  int idle_ = 0;        // threads that sleep until a run starts
   std::optional<Local> local_;
   bool published_ = false;  // the bulletin knows a cause; from then on nothing is left to report
   bool stopping_ = false;

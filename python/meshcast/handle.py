@@ -185,17 +185,21 @@ class Handle(Generic[T]):
     @property
     def stats(self) -> TransferStats:
         """Bytes and seconds of the finished call. Raises MeshcastError while it is still in flight."""
-        if not self.is_completed() or self._launch.statistics is None:
-            raise MeshcastError(
-                f"{self._launch.op}: stats exist once the call has finished; wait() first", op=self._launch.op
-            )
-        figures = self._launch.statistics()
+        figures = self.figures()
         return TransferStats(
             bytes_sent=int(figures["bytes_sent"]),
             bytes_received=int(figures["bytes_received"]),
             seconds=float(figures["seconds"]),
             bound=self._bound(),
         )
+
+    def figures(self) -> dict[str, Any]:
+        """bytes_sent, bytes_received and seconds of `stats`, for callers that count them often."""
+        if not self.is_completed() or self._launch.statistics is None:
+            raise MeshcastError(
+                f"{self._launch.op}: stats exist once the call has finished; wait() first", op=self._launch.op
+            )
+        return self._launch.statistics()
 
     def _check_sources(self) -> None:
         for tensor, version in self._sources:

@@ -230,7 +230,8 @@ class Transfer:
                 launch.started(work, lambda: group.stats(work))
                 self._group.watch(launch)
             finally:
-                self._compiled.set()
+                if not self._compiled.is_set():  # worth it: set() takes a lock and looks for who waits
+                    self._compiled.set()
 
         return job
 

@@ -33,6 +33,9 @@ class ActionKind(Enum):
     SEND_B = "SEND_B"  # give the gradient of an activation back to its producer
     RECV_B = "RECV_B"  # make room for that gradient and post its receive
 
+    # There is one of each, and this needs no call of Python: the runtime looks actions up all the time.
+    __hash__ = object.__hash__
+
     @property
     def is_compute(self) -> bool:
         return self in _COMPUTE

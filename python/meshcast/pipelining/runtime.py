@@ -69,6 +69,8 @@ class Runtime:
         # The stage whose transfer comes last: lower() lists them in ascending order.
         self._last_consumer = {stage: self._farthest(links, 1) for stage, links in self._consumers.items()}
         self._last_producer = {stage: self._farthest(links, 0) for stage, links in self._producers.items()}
+        self._row: Sequence[Action] = ()
+        self._names: dict[Action, str] = {}  # of the actions of that row
         self._arriving: dict[Action, list[Arrival]] = {}
         self._outputs: dict[_Key, list[torch.Tensor]] = {}
         self._losses: dict[int, torch.Tensor] = {}
@@ -116,6 +118,8 @@ class Runtime:
         """
         self._feeds, self._wirings, self._train, self._seed = feeds, wirings, train, seed
         self.trace = Trace()
+        if actions is not self._row:
+            self._row, self._names = actions, {action: str(action) for action in actions}
         sent_before = self.bytes_sent
         for action in actions:
             begin = time.perf_counter()
@@ -123,9 +127,10 @@ class Runtime:
                 self._run[action.kind](action)
             except Exception as cause:
                 raise self._named(action, cause) from cause
-            if action.kind.is_compute:
+            if action.kind in _NAMES:
                 # Without the wait for what it needed, which has an event of its own.
-                self.trace.add(str(action), "compute", max(begin, self._waited_until), time.perf_counter())
+                end = time.perf_counter()
+                self.trace.add(self._names[action], "compute", max(begin, self._waited_until), end)
                 if train:
                     self.trace.count(action.kind)
         self._settle_sends(wait=True)
@@ -212,8 +217,8 @@ class Runtime:
                 self.trace.add(f"wait {receive}", "wait", begin, self._waited_until)
             else:
                 handle.wait()  # raises its error, if it ended with one
-            if lane.relays:
-                self.bytes_sent += handle.stats.bytes_sent  # what this rank passed on to other receivers
+            if lane.relays:  # what this rank passed on to other receivers
+                self.bytes_sent += handle.figures()["bytes_sent"]
         return arrived
 
     def _receive(self, action: Action) -> None:
@@ -288,8 +293,9 @@ class Runtime:
                 flying.append((action, begin, handle))
                 continue
             handle.wait()
-            self.trace.add(str(action), "transfer", begin, begin + handle.stats.seconds)
-            self.bytes_sent += handle.stats.bytes_sent
+            figures = handle.figures()
+            self.trace.add(self._names[action], "transfer", begin, begin + figures["seconds"])
+            self.bytes_sent += figures["bytes_sent"]
         self._sends = flying
 
     def _lanes(self, action: Action) -> list[Lane]:

@@ -1,0 +1,42 @@
+"""Links of a pipeline: one between any two neighbours, so that what a stage sends to the next and what it
+sends back do not share a NIC. That is what the simulator assumes, and what hosts with a NIC for each
+neighbour have."""
+
+from __future__ import annotations
+
+import subprocess
+
+from ..cluster import Cluster, ClusterError
+
+__all__ = ["join_neighbours"]
+
+_BURST = 0.001  # seconds of traffic that a token bucket holds: a short transfer must not pass for free
+_SOCKET = 64 * 1024  # bytes in a socket's send buffer: a send that is waited for ends near its arrival
+
+
+def join_neighbours(cluster: Cluster, mbit: float) -> None:
+    """Joins each host with the next by a link of `mbit` each way, which all traffic between the two takes;
+    the network of the cluster carries the rest. Also makes the send buffers of all hosts small."""
+    hosts = [cluster.namespace(host) for host in range(cluster.hosts)]
+    for name in hosts:
+        limits = f"echo '4096 16384 {_SOCKET}' > /proc/sys/net/ipv4/tcp_wmem"
+        _run("ip", "netns", "exec", name, "sh", "-c", limits)
+    for host in range(cluster.hosts - 1):
+        here, there = hosts[host : host + 2]
+        _run(*f"ip -n {here} link add next type veth peer name last netns {there}".split())
+        for name, device, own, other in (
+            (here, "next", cluster.address(host), cluster.address(host + 1)),
+            (there, "last", cluster.address(host + 1), cluster.address(host)),
+        ):
+            _run("ip", "-n", name, "link", "set", device, "up")
+            # The device needs no address: a host answers for its own on any of them.
+            _run(*f"ip -n {name} route add {other}/32 dev {device} src {own}".split())
+            burst = max(int(mbit * 1e6 / 8 * _BURST), 8 * 1024)
+            shape = ["rate", f"{mbit}mbit", "burst", str(burst), "latency", "100ms"]
+            _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *shape)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise ClusterError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
