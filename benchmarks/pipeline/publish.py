@@ -120,8 +120,8 @@ Medians of {head["repeats"]}, largest spread {spread:.1%}; {cores} cores, commit
   travels (one stage), and {chain:.0f} us in a chain of {stages} stages with values of 64 bytes, sends and
   receives being actions too; an action takes {wall:.0f} us of wall time there, with all that {cores} cores do
   for {stages} ranks.
-- Micro-batches that may vary in shape (`varying_shapes=True`) cost {varying:.1f} ms more in each step there; a
-  shape that is new adds {fresh:.0f} ms.
+- Micro-batches that may vary in shape (`varying_shapes=True`) cost {varying:.1f} ms more in each step there;
+  a shape that is new adds {fresh:.0f} ms.
 
 ![measured and simulated step times](images/pipeline_sweep.svg)
 
