@@ -16,22 +16,19 @@ from torch.distributed.pipelining.stage import _PipelineStage as _TracedStage
 from meshcast.errors import AbortedError, LayoutError, MeshcastError
 from meshcast.groups import parent_group, seconds
 from meshcast.pipelining.action import Action, Actions
-from meshcast.pipelining.auto_warmup import AutoWarmup, Budget, check_budget, resolve_warmup
-from meshcast.pipelining.costs import Costs
+from meshcast.pipelining.auto_warmup import AutoWarmup, Budget
 from meshcast.pipelining.draw import draw_panels, panel_of
 from meshcast.pipelining.edge import links_of
 from meshcast.pipelining.estimate import transfer_times
 from meshcast.pipelining.exchange import Exchange
-from meshcast.pipelining.lower import AHEAD, Link, lower, stage_ranks
+from meshcast.pipelining.lower import Link
 from meshcast.pipelining.measured import Event, exposed_seconds
+from meshcast.pipelining.recipe import Recipe
 from meshcast.pipelining.refused import TRACED
 from meshcast.pipelining.runtime import Runtime
-from meshcast.pipelining.schedules import build, forward_only
-from meshcast.pipelining.simulate import simulate_actions
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.step import Pieces, StepFeed
 from meshcast.pipelining.table import StageTable, agree_on_stages, describe_stages
-from meshcast.pipelining.validate import validate
 from meshcast.pipelining.varying import Wirings
 from meshcast.pipelining.wiring import Wiring
 from meshcast.topology import Topology
@@ -51,10 +48,6 @@ class Options(TypedDict, total=False):
     varying_shapes: bool
     seed: int | None
     timeout: float | timedelta | None
-
-
-# Of one micro-batch, in any unit: what warmup="auto" and draw() assume unless they are told otherwise.
-NOMINAL_TIMES: Mapping[str, Any] = {"forward": 1.0, "backward": 2.0, "weight": 1.0, "transfer": 0.5}
 
 
 class PipelineSchedule:
@@ -114,8 +107,6 @@ class PipelineSchedule:
         self._timeout = seconds(timeout, parent_group(group, "pipeline").timeout)
         self._exchange = Exchange(group, self._timeout)
         self._microbatches = n_microbatches
-        self._warmup, self._budget, self._delayed = warmup, memory_budget, delay_weight_grad
-        self._times = {**NOMINAL_TIMES, **(times or {})}
         self._overlap = overlap
         try:
             self._stages = _checked(stages, n_microbatches)
@@ -123,11 +114,22 @@ class PipelineSchedule:
                 raise LayoutError(
                     "shared_parameters need sync_gradients=True: their gradients are summed by step"
                 )
-            self._check_options()
+            first = next(iter(self._stages.values()))
+            self._recipe = Recipe(
+                self.name,
+                first.num_stages,
+                n_microbatches,
+                None if first.edges is None else links_of(first.edges),
+                warmup,
+                memory_budget,
+                times or {},
+                delay_weight_grad,
+            )
+            self._recipe.check_options()
         except MeshcastError as error:
             self._exchange.fail("stage", str(error))
             raise
-        self._rank = next(iter(self._stages.values())).rank
+        self._rank = first.rank
         self._loss_fn = loss_fn
         self._chunk_specs = (args_chunk_spec, kwargs_chunk_spec)
         self._merge_spec = output_merge_spec
@@ -152,7 +154,7 @@ class PipelineSchedule:
     def actions(self) -> Actions:
         """Lowered actions of a step, by global rank. All ranks of a stage's mesh run the same ones."""
         table = self._agreed()
-        rows = self._lower(table.trains)
+        rows = self._recipe.lowered(len(table.rows), train=table.trains)
         return {
             rank: list(rows[row])
             for row, stages in enumerate(table.rows)
@@ -264,9 +266,8 @@ class PipelineSchedule:
                 schedule was made with.
         """
         table = self._agreed()
-        costs = Costs.of(self._num_stages, **{**self._times, **times})
-        report = simulate_actions(self._lower(table.trains), costs)
-        title = f"{self.name}, {self._num_stages} stages, {self._microbatches} micro-batches, simulated"
+        report = self._recipe.simulated(len(table.rows), train=table.trains, **times)
+        title = f"{self.name}, {self._recipe.stages} stages, {self._microbatches} micro-batches, simulated"
         draw_panels([panel_of(title, report)], Path(path))
 
     def transfer_times(self, topology: Topology | None = None) -> dict[Link, float]:
@@ -352,7 +353,7 @@ class PipelineSchedule:
         """The runtime, made by the first step, and the wiring of each micro-batch."""
         table = self._agreed()
         if self._runtime is None:
-            self._check_placement(table)
+            self._recipe.check_placement(table.rows, self._rank)
         wirings = self._wirings.of_step(feeds, table, self._microbatches)
         if self._runtime is None:
             self._runtime = Runtime(self._stages, wirings[0], self._timeout, overlap=self._overlap)
@@ -361,66 +362,12 @@ class PipelineSchedule:
                 feed.learn_share(number, wiring.inputs[index])
         return self._runtime, wirings
 
-    def _check_options(self) -> None:
-        """Raises ScheduleError, before anything is agreed on, for options that no placement makes good."""
-        if self._warmup is not None or self._budget is not None:
-            # Interleaved schedules depend on the number of ranks, which is known only after the agreement.
-            self._built(None)
-
-    def _check_placement(self, table: StageTable) -> None:
-        """Raises LayoutError, the same on every rank, if the stages are not where the schedule runs them."""
-        wanted: list[list[int]] = [[] for _ in table.rows]
-        for stage, row in sorted(stage_ranks(self._built(len(table.rows))).items()):
-            wanted[row].append(stage)
-        if sorted(wanted) != sorted(table.rows):
-            raise LayoutError(
-                f"{self.name} runs stages {wanted} together on {len(wanted)} sets of ranks, "
-                f"found stages {table.rows}",
-                rank=self._rank,
-                op="pipeline",
-            )
-
     def _row(self, train: bool) -> list[Action]:
         if train not in self._rows:
-            row = self._agreed().row_of(next(iter(self._stages)))
-            self._rows[train] = self._lower(train)[row]
+            table = self._agreed()
+            lowered = self._recipe.lowered(len(table.rows), train=train)
+            self._rows[train] = lowered[table.row_of(next(iter(self._stages)))]
         return self._rows[train]
-
-    @property
-    def _links(self) -> list[Link] | None:
-        edges = next(iter(self._stages.values())).edges
-        return None if edges is None else links_of(edges)
-
-    @property
-    def _num_stages(self) -> int:
-        return next(iter(self._stages.values())).num_stages
-
-    def _built(self, ranks: int | None) -> Actions:
-        """Compute actions of a training step, by row of the schedule."""
-        stages, microbatches = self._num_stages, self._microbatches
-        costs = Costs.of(stages, **self._times)
-        warmup = resolve_warmup(
-            self._warmup, self.name, stages, microbatches, self._budget, costs, self._links, self._delayed
-        )
-        # Only interleaved schedules leave the number of ranks open.
-        given = ranks if self.name == "Interleaved1F1B" else None
-        built = build(
-            self.name, stages, microbatches, ranks=given, warmup=warmup, delay_weight_grad=self._delayed
-        )
-        if self._budget is not None:
-            report = simulate_actions(lower(built, self._links), costs)
-            check_budget(self._budget, report.peak_activations)
-        return built
-
-    def _lower(self, train: bool) -> Actions:
-        """Lowered and validated actions, by row of the schedule."""
-        table = self._agreed()
-        built = self._built(len(table.rows))
-        if not train:
-            built = forward_only(built)
-        lowered = lower(built, self._links, AHEAD)
-        validate(lowered, self._num_stages, self._microbatches, links=self._links, forward_only=not train)
-        return lowered
 
     @contextmanager
     def _accumulating(self, train: bool) -> Iterator[None]:
