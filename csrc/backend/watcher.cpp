@@ -161,6 +161,15 @@ void Watcher::report_loop() {
     lock.lock();
     if (!stopping_) changed_.wait_for(lock, kTick, [this] { return stopping_ || (local_ && !published_); });
   }
+  if (!local_ || published_) return;
+  // Told before this rank's connections go: else the others would find them broken and blame this rank.
+  const Cause cause = local_->cause;
+  lock.unlock();
+  try {
+    bulletin_.settle_cause(cause);
+  } catch (const std::exception&) {
+    // The store does not answer any more; nobody is left who would look there.
+  }
 }
 
 void Watcher::report_once() {

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from meshcast.errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
-from meshcast.pipelining import Edge, PipelineStage, Schedule1F1B
+from meshcast.pipelining import Edge, PipelineStage, Schedule1F1B, ScheduleEager1F1B, ScheduleError
 from multiproc.pipeline_models import CPU, TIMEOUT, batch, in_a_row, mlp, place, schedule_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -77,9 +78,13 @@ def module_raises_case(stage: int, rank: int, backward: bool):
             schedule.step(x, target=y)
 
         raises(kind, *words, call=steps)
-        # The first cause again, at once, without the other ranks.
-        raises(AbortedError, "failed before", *words[:2], call=lambda: schedule.step(x, target=y), bound=0.1)
-        # Another pipeline, on another group over the same ranks, works.
+        # The first cause again, without the other ranks.
+        raises(AbortedError, "failed before", *words[:2], call=lambda: schedule.step(x, target=y))
+        # The group can go, and another pipeline over the same ranks works.
+        begin = time.monotonic()
+        dist.destroy_process_group(here.group)
+        elapsed = time.monotonic() - begin
+        assert elapsed < BOUND, f"destroying the group took {elapsed:.1f} s"
         again = place(in_a_row([2, 2, 1]))
         schedule_of("1F1B", again, mlp(3)[again.stage], 3, 4).step(x, target=y)
 
@@ -115,6 +120,31 @@ def a_missing_target(_) -> None:
     here = two_stages()
     schedule = schedule_of("1F1B", here, mlp(2)[here.stage], 2, 2)
     raises((LayoutError, AbortedError), "needs targets", call=lambda: schedule.step(batch(8)[0]))
+
+
+def a_budget_below_the_minimum(_) -> None:
+    here = two_stages()
+    stage = PipelineStage(mlp(2)[here.stage], here.stage, 2, CPU, group=here.group, mesh=here.mesh)
+    raises(
+        ScheduleError,
+        "stage 0: a memory budget of 1 micro-batches is below the minimum of 2",
+        call=lambda: ScheduleEager1F1B(stage, 4, warmup="auto", memory_budget=1, timeout=TIMEOUT),
+    )
+
+
+def a_budget_below_the_minimum_on_one_rank(context) -> None:
+    here = two_stages()
+    budget = 1 if context.rank == 3 else 2
+    text = "stage 0: a memory budget of 1 micro-batches is below the minimum of 2"
+    x, y = batch(8)
+
+    def step() -> None:
+        stage = PipelineStage(mlp(2)[here.stage], here.stage, 2, CPU, group=here.group, mesh=here.mesh)
+        loss_fn = nn.functional.mse_loss
+        schedule = ScheduleEager1F1B(stage, 4, loss_fn, warmup="auto", memory_budget=budget, timeout=TIMEOUT)
+        schedule.step(x, target=y)
+
+    raises(ScheduleError if context.rank == 3 else AbortedError, text, call=step)
 
 
 class Flat(nn.Module):
@@ -222,6 +252,8 @@ CASES = [
     a_batch_that_does_not_divide,
     a_batch_of_another_size,
     a_missing_target,
+    a_budget_below_the_minimum,
+    a_budget_below_the_minimum_on_one_rank,
     an_output_that_does_not_match_its_layout,
     a_pending_sum_that_cannot_travel_yet,
     ranks_that_disagree,
