@@ -297,6 +297,8 @@ class Transfer:
                 f"{self._op}: expected {len(expected)} {side} shards, one per tensor, found {len(shards)}"
             )
         for index, (shard, shape) in enumerate(zip(shards, expected, strict=True)):
+            if shard is None and shape is None:
+                continue
             dtype = self.problems[index][1]
             if shard is None:
                 if shape is not None and 0 not in shape:
@@ -316,7 +318,7 @@ class Transfer:
                         rank=self._group.rank,
                         op=self._op,
                     )
-            elif tuple(shard.shape) != shape or shard.dtype != dtype or shard.device.type != "cpu":
+            elif shard.shape != shape or shard.dtype != dtype or not shard.is_cpu:
                 raise LayoutError(
                     f"{self._op}: the {side} shard of tensor {index} on rank {self._group.rank} does not "
                     "fit its layout: expected "
