@@ -33,13 +33,15 @@ class StageShape:
 class RunLayout:
     """Which ranks form which stage, and how one batch is cut.
 
-    stages: stage i owns the next stages[i].ranks ranks. batch: samples per optimiser step; microbatches:
-    pieces of it that flow through the pipeline one after the other.
+    stages: stage i owns the next stages[i].ranks ranks. batch: samples per optimiser step; passes: equal
+    parts of it that run through the pipeline before the step; microbatches: pieces of a pass that flow
+    through it one after the other.
     """
 
     stages: tuple[StageShape, ...]
     batch: int
     microbatches: int
+    passes: int = 1
 
     def __str__(self) -> str:
         return ",".join(map(str, self.stages))
@@ -51,7 +53,7 @@ class RunLayout:
     @property
     def microbatch(self) -> int:
         """Samples per micro-batch over all ranks of a stage."""
-        return self.batch // self.microbatches
+        return self.batch // (self.microbatches * self.passes)
 
     def stage_ranks(self, stage: int) -> list[int]:
         first = sum(shape.ranks for shape in self.stages[:stage])
@@ -91,12 +93,16 @@ def check_run(layers: int, run: RunLayout, world_size: int) -> None:
         )
     if run.microbatches < 1 or run.batch < 1:
         raise ConfigError(f"--batch {run.batch} --microbatches {run.microbatches}: both must be at least 1")
+    if run.passes < 1:
+        raise ConfigError(f"--accumulate {run.passes}: must be at least 1")
     degrees = sorted({stage.data for stage in run.stages})
-    grain = math.lcm(*degrees) * run.microbatches
+    grain = math.lcm(*degrees) * run.microbatches * run.passes
     if run.batch % grain:
         named = " and ".join(map(str, degrees))
+        pieces = f"{run.microbatches} micro-batches"
+        pieces = pieces if run.passes == 1 else f"{run.passes} passes of {pieces}"
         raise ConfigError(
-            f"--batch {run.batch} cannot be cut into {run.microbatches} micro-batches that divide by "
+            f"--batch {run.batch} cannot be cut into {pieces} that divide by "
             f"{named} ranks; use a multiple of {grain}: --batch {nearest_multiple(run.batch, grain)}"
         )
 

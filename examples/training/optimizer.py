@@ -45,6 +45,11 @@ def gradient_squares(parameters: Iterable[nn.Parameter]) -> float:
 def clip_gradients(module: nn.Module, norm: float, limit: float) -> None:
     """Scale all gradients so that their norm, given as `norm`, is at most `limit`."""
     if norm > limit:
+        scale_gradients(module, limit / norm)
+
+
+def scale_gradients(module: nn.Module, factor: float) -> None:
+    if factor != 1.0:
         for parameter in module.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(limit / norm)
+                parameter.grad.mul_(factor)

@@ -57,7 +57,7 @@ def parse(job_type: JobType, argv: list[str], ranks: int | None) -> Options:
         raise ConfigError(f"start it with torchrun, as in {job_type.example}")
     job = job_type.from_arguments(args)
     stages = layout.even_stages(2, ranks) if args.stages is None else layout.parse_stages(args.stages)
-    run = RunLayout(stages, args.batch, args.microbatches)
+    run = RunLayout(stages, args.batch, args.microbatches, args.accumulate)
     layout.check_run(job.layers, run, ranks)
     job.check(run)
     for name, least in (("steps", 1), ("checkpoint_every", 1), ("verify", 0), ("eval_every", 0)):
@@ -111,6 +111,8 @@ def _parser(job_type: JobType) -> argparse.ArgumentParser:
         metavar="N",
         help="pieces of a batch in the pipeline (%(default)s)",
     )
+    passes = "passes through the pipeline, of equal parts of the batch, whose gradients add up (%(default)s)"
+    add("--accumulate", type=int, default=1, metavar="N", help=passes)
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=int, default=200, metavar="N", help="optimiser steps (%(default)s)")
     add("--lr", type=float, default=3e-3, metavar="X", help="peak learning rate (%(default)s)")

@@ -32,6 +32,8 @@ class Reporter:
         job = options.job
         size = f"{job.parameters() / 1e6:.2f} M parameters, {job.layers} layers"
         pieces = f"{options.run.microbatches} micro-batches of {options.run.microbatch} samples"
+        if options.run.passes > 1:
+            pieces = f"{options.run.passes} passes of {pieces}"
         self.console.print(f"{job.name}, {size}; stages on {stages} ranks; {options.schedule}, {pieces}")
         if options.metrics is not None:
             options.metrics.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """One rank's part of the training step: its stage of the model, the schedule, the optimiser."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from training.optimizer import (
     gradient_squares,
     learning_rate,
     make_optimizer,
+    scale_gradients,
     set_learning_rate,
 )
 from training.options import Options
@@ -80,13 +82,16 @@ class Trainer:
         """
         inputs, targets = self.samples.train(step, self.options.run.batch)
         self.optimizer.zero_grad()
-        losses: list[Tensor] = []
-        sent_before = self.schedule.bytes_sent
-        self.schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
+        loss, sent_before = 0.0, self.schedule.bytes_sent
+        for part, part_targets in self._passes(inputs, targets):
+            losses: list[Tensor] = []
+            self.schedule.step(*part, target=part_targets, losses=losses, return_outputs=False)
+            loss += self._mean_loss(losses)
+        scale_gradients(self.module, 1.0 / self.options.run.passes)
         # Every rank of a stage gets the sum of the stage; its first one speaks for them.
         squares = gradient_squares(self.counted) * self.leads_stage
         sent = self.schedule.bytes_sent - sent_before
-        loss, all_squares, all_sent = self._sum_over_ranks(self._mean_loss(losses), squares, sent)
+        loss, all_squares, all_sent = self._sum_over_ranks(loss, squares, sent)
         return BatchResult(loss=loss, norm=all_squares**0.5, moved_bytes=int(all_sent))
 
     def update(self, step: int, norm: float) -> float:
@@ -103,9 +108,10 @@ class Trainer:
         total = 0.0
         for index in range(EVAL_BATCHES):
             inputs, targets = self.samples.held_out(index, self.options.run.batch)
-            losses: list[Tensor] = []
-            self.schedule.eval(*inputs, target=targets, losses=losses)
-            total += self._mean_loss(losses)
+            for part, part_targets in self._passes(inputs, targets):
+                losses: list[Tensor] = []
+                self.schedule.eval(*part, target=part_targets, losses=losses)
+                total += self._mean_loss(losses)
         return self._sum_over_ranks(total)[0] / EVAL_BATCHES
 
     def profile(self, folder: Path) -> None:
@@ -116,8 +122,17 @@ class Trainer:
         self.schedule.trace(folder / f"rank{dist.get_rank()}.json")
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
-        """Mean over micro-batches on the rank that reports, 0 elsewhere: it is summed over ranks."""
-        return float(torch.stack(losses).mean()) if self.reports else 0.0
+        """A pass's share of the mean over the batch on the rank that reports, 0 elsewhere: it is summed over
+        passes and ranks."""
+        return float(torch.stack(losses).mean()) / self.options.run.passes if self.reports else 0.0
+
+    def _passes(
+        self, inputs: tuple[Tensor, ...], targets: Tensor
+    ) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+        """The batch in as many equal parts as there are passes."""
+        cut = [each.chunk(self.options.run.passes) for each in (*inputs, targets)]
+        for *part, part_targets in zip(*cut, strict=True):
+            yield tuple(part), part_targets
 
     def _sum_over_ranks(self, *values: float) -> list[float]:
         summed = torch.tensor(values, dtype=torch.float64)

@@ -31,25 +31,23 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """Queries of (batch, n, width) on (batch, m, context)."""
+    """Queries of (batch, n, width) on (batch, m, context). Outputs of the projections are ordered by head:
+    cut into equal parts, each part is some whole heads."""
 
     def __init__(self, width: int, context: int, head_width: int) -> None:
         super().__init__()
-        self.heads, self.head_width = width // head_width, head_width
+        self.head_width = head_width
         self.query = nn.Linear(width, width, bias=False)
         self.key_value = nn.Linear(context, 2 * width, bias=False)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        batch, n, width = x.shape
-        q = self.query(x).view(batch, n, self.heads, self.head_width).transpose(1, 2)
-        k, v = (
-            self.key_value(context)
-            .view(batch, context.shape[1], 2, self.heads, self.head_width)
-            .permute(2, 0, 3, 1, 4)
-        )
+        query = self.query(x)
+        heads = query.shape[2] // self.head_width  # of this rank
+        q = query.unflatten(2, (heads, self.head_width)).transpose(1, 2)
+        k, v = self.key_value(context).unflatten(2, (heads, 2, self.head_width)).permute(3, 0, 2, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v)
-        return self.out(y.transpose(1, 2).reshape(batch, n, width))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Transformer(nn.Module):

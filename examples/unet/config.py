@@ -25,6 +25,11 @@ class UNetConfig:
         return (self.channels, 2 * self.channels, 4 * self.channels, 4 * self.channels)
 
     @property
+    def heads(self) -> int:
+        """Of the narrowest attention; the others have a multiple of it."""
+        return self.channels // self.head_width
+
+    @property
     def embedding(self) -> int:
         """Width of what describes time and label."""
         return 4 * self.channels
@@ -32,7 +37,7 @@ class UNetConfig:
 
 # The large ones have the widths of the U-Transformer jobs of the paper and go by the names they have there.
 MODELS: dict[str, UNetConfig] = {
-    "nano": UNetConfig(channels=8, image=16),
+    "nano": UNetConfig(channels=8, image=16, head_width=4),
     "tiny": UNetConfig(channels=16, image=16),
     "small": UNetConfig(channels=64),
     "470M": UNetConfig(channels=320),

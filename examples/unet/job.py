@@ -36,11 +36,14 @@ class UNetJob:
             return sum(p.numel() for p in self._stage(0, 1, 0).parameters())
 
     def check(self, run: RunLayout) -> None:
-        if any(stage.tensor > 1 for stage in run.stages):
-            even = ",".join(str(stage.ranks) for stage in run.stages)
-            raise ConfigError(
-                f"--stages {run}: the U-Transformer has no tensor parallelism; use --stages {even}"
-            )
+        heads = self.config.heads
+        for stage in run.stages:
+            if heads % stage.tensor:
+                fit = max(n for n in range(1, stage.tensor) if heads % n == 0)
+                raise ConfigError(
+                    f"--stages {run}: {heads} heads cannot be shared evenly by {stage.tensor} tensor-parallel"
+                    f" ranks; use {stage.data}x{fit}, or a wider --model"
+                )
 
     def about(self) -> dict[str, Any]:
         return asdict(self.config)
@@ -48,8 +51,11 @@ class UNetJob:
     def build_stage(self, stage: int, n_stages: int, seed: int) -> nn.Module:
         return self._stage(stage, n_stages, seed)
 
-    def parallelize(self, module: nn.Module, mesh: DeviceMesh) -> None:  # noqa: ARG002
-        raise AssertionError("check() refuses tensor parallelism")
+    def parallelize(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        from unet.model import UNetStage, parallelize
+
+        assert isinstance(module, UNetStage)
+        parallelize(module, mesh)
 
     def blocks(self, module: nn.Module) -> list[nn.Module]:
         from unet.model import UNetStage

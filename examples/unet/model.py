@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from meshcast.pipelining import Edge
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from training.layout import split_layers
 from training.rng import generator_for
@@ -205,6 +207,22 @@ class UNetStage(nn.Module):
             at |= zip(ports.makes, made if isinstance(made, tuple) else (made,), strict=True)
         outputs = tuple(at[name] for name in self.outputs)
         return outputs if len(outputs) > 1 else outputs[0]
+
+
+def parallelize(stage: UNetStage, mesh: DeviceMesh) -> None:
+    """Megatron's cut (Shoeybi et al., section 3) of the transformers: each rank of `mesh` has some heads of
+    both attentions and some of the MLP's inner width. Convolutions, norms and embeddings are whole on every
+    rank."""
+    plan = {
+        "attend_*.query": ColwiseParallel(),
+        "attend_*.key_value": ColwiseParallel(),
+        "attend_*.out": RowwiseParallel(),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+    }
+    for module in stage.modules():
+        if isinstance(module, Transformer):
+            parallelize_module(module, mesh, plan)
 
 
 @torch.no_grad()

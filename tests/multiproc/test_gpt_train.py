@@ -69,8 +69,9 @@ def test_unlike_meshes_train_like_one_process(whole_run: tuple[Path, list[dict[s
     [
         pytest.param(("--stages", "2,3"), 0.0, marks=pytest.mark.slow),
         (("--stages", "2x2,1", "--schedule", "Eager1F1B", "--microbatches", "3"), 1e-5),
+        (("--stages", "3,2", "--accumulate", "2", "--microbatches", "1"), 1e-5),
     ],
-    ids=["same layout", "another layout"],
+    ids=["same layout", "another layout", "another layout, gradients of two passes"],
 )
 def test_a_resumed_run_continues_the_curve(
     whole_run: tuple[Path, list[dict[str, Any]]], tmp_path: Path, layout: tuple[str, ...], tolerance: float

@@ -1,4 +1,7 @@
-"""Fifty steps of both models over unlike layouts follow the curve of one process and end with its weights."""
+"""Fifty steps of both models over unlike layouts follow the curve of one process and end with its weights.
+
+With MESHCAST_CURVES=FOLDER the curves are left there, for `python -m benchmarks.e2e.curves FOLDER`.
+"""
 
 import json
 import os
@@ -28,10 +31,10 @@ LAYOUTS = {
     ],
     "unet": [
         "2,3 --schedule Eager1F1B --microbatches 2",
-        "3,2 --schedule 1F1B --microbatches 2",
+        "1x2,3 --schedule 1F1B --microbatches 2",
+        "2x2,1 --schedule Eager1F1B --microbatches 3",
         "4,1 --schedule GPipe --microbatches 3",
         "1,4 --schedule ZBH1 --microbatches 3 --recompute",
-        "1,1,3 --schedule Eager1F1B --microbatches 4",
         "1,1,1,2 --schedule 1F1B --microbatches 6",
     ],
 }
@@ -54,6 +57,10 @@ def train(name: str, folder: Path, layout: str, ranks: int) -> Result:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if record["event"] == "step"]
+    if curves := os.environ.get("MESHCAST_CURVES"):
+        Path(curves).mkdir(parents=True, exist_ok=True)
+        curve = {"model": name, "layout": layout, "losses": losses}
+        Path(curves, f"{name} {layout}.json").write_text(json.dumps(curve) + "\n")
     saved = folder / "state" / f"step-{STEPS:06d}"
     described = dcp.FileSystemReader(saved).read_metadata().state_dict_metadata
     weights = {

@@ -15,7 +15,12 @@ pytestmark = pytest.mark.timeout(LIMIT + 30)
 
 
 @pytest.mark.parametrize(
-    ("stages", "schedule"), [pytest.param("2,3", "Eager1F1B", marks=pytest.mark.slow), ("1,2,2", "1F1B")]
+    ("stages", "schedule"),
+    [
+        pytest.param("2,3", "Eager1F1B", marks=pytest.mark.slow),
+        pytest.param("1,2x2", "ZBH1", marks=pytest.mark.slow),
+        ("1x2,2,1", "1F1B"),
+    ],
 )
 def test_skip_connections_over_unlike_meshes_train_like_one_process(
     stages: str, schedule: str, tmp_path: Path
@@ -23,7 +28,7 @@ def test_skip_connections_over_unlike_meshes_train_like_one_process(
     metrics = tmp_path / "metrics.jsonl"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "5"]
     command = [*launch, str(ROOT / "examples/unet/train.py"), "--metrics", str(metrics)]
-    command += f"--model nano --stages {stages} --schedule {schedule} --steps 3 --batch 16 --verify".split()
+    command += f"--model nano --stages {stages} --schedule {schedule} --steps 3 --batch 24 --verify".split()
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

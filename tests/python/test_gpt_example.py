@@ -144,6 +144,8 @@ def test_text_comes_from_the_standard_library_or_a_path(tmp_path: Path) -> None:
         ("--stages 2,3 --batch 20", 5, r"divide by 2 and 3 ranks; use a multiple of 24: --batch 24"),
         ("--stages 2,3 --batch 100 --microbatches 2", 5, r"multiple of 12: --batch 96"),
         ("--stages 2,3 --batch 24 --microbatches 0", 5, r"--microbatches 0: both must be at least 1"),
+        ("--stages 2,3 --batch 24 --accumulate 2", 5, r"2 passes of 4 micro-batches that .*: --batch 48"),
+        ("--stages 2,3 --accumulate 0", 5, r"--accumulate 0: must be at least 1"),
         ("--stages 1x3,2", 5, r"4 heads cannot be shared evenly by 3.*use 1x2, or --heads 3"),
         ("--stages 2x2,3 --batch 20", 7, r"divide by 2 and 3 ranks; use a multiple of 24: --batch 24"),
         ("--stages 2x,3", 5, r"--stages 2x,3: expected.*--stages 2x2,3"),

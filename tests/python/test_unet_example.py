@@ -1,5 +1,6 @@
 """The U-Transformer example without process groups: cuts into stages, data, refused options."""
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -16,11 +17,22 @@ from unet.job import UNetJobType
 
 pytestmark = pytest.mark.timeout(120)
 NANO = MODELS["nano"]
+SIZES = {"470M": 0.47, "1B": 1.0, "1.2B": 1.2, "1.8B": 1.8, "2B": 2.0}  # what the paper calls them
 
 
 def sample(batch: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     images, labels = data.read_images(None, NANO)
     return data.NoisySamples(images, labels, seed=0).train(0, batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("470M", 0.39898), ("1B", 0.89753), ("1.2B", 1.02116), ("1.8B", 1.59545), ("2B", 1.75896)],
+)
+def test_sizes_with_the_widths_of_the_paper_have_their_parameters(name: str, billions: float) -> None:
+    job = UNetJobType().from_arguments(argparse.Namespace(model=name))
+    assert job.parameters() / 1e9 == pytest.approx(billions, abs=1e-5)
+    assert 0.84 < job.parameters() / 1e9 / SIZES[name] < 0.9
 
 
 @pytest.mark.parametrize("n_stages", [2, 3, 5, LAYERS])
@@ -117,6 +129,7 @@ def test_a_folder_of_images_is_read_by_label(tmp_path: Path) -> None:
         ("--stages 2,2", 5, "use torchrun --nproc-per-node 4"),
         ("--stages 2,3 --batch 25", 5, "--batch 24"),
         ("--stages 1,1,1,1,1,1,1,1,1,1,1,1,1,1", 14, "14 stages for 13 layers"),
+        ("--stages 1x3,2", 5, "2 heads cannot be shared evenly by 3 tensor-parallel ranks; use 1x2"),
     ],
 )
 def test_a_wrong_combination_is_refused_with_the_nearest_choice(command: str, ranks: int, said: str) -> None:
