@@ -1,0 +1,211 @@
+"""python -m benchmarks.e2e: the paper's jobs end to end on an emulated cluster, what each part of the method
+adds, and what torch.distributed.pipelining takes. Needs root and iproute2.
+
+Two hosts, a stage on each. Links are slowed so that transfer over compute is what it is in the paper's jobs.
+real: the models of the examples, one rank for each stage. timed: the paper's four ranks for each stage, whose
+compute is a sleep as long as the real one. Writes the raw results, then the chart and the tables of
+docs/end_to_end.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from meshcast.bench.report import overload
+
+from ..cluster import Cluster, ClusterError, run_ranks
+from . import paper
+from .links import set_rate
+from .publish import RESULTS, ROOT, publish, table
+from .rows import BASELINE, FREE, FREE_DELAYED, ROWS
+
+_LIMIT = 600.0  # seconds for one start of all ranks
+_HOSTS = 2
+# Data x tensor parallel ranks of a stage with timed compute: those of the paper's jobs on eight accelerators.
+_MESHES = {"gpt": (2, 2), "unet": (1, 4)}
+_RANKS = {"calibrate": 1, "real": 1, "timed": 4}  # of a stage
+_FAST = 1000.0  # Mbit/s while compute is timed
+_TIMED = 100.0  # Mbit/s of the links between ranks with timed compute: what the cores carry with ease
+_EFFICIENCY = 0.956  # of what a link is set to, its frames' headers left out; what it is gets measured
+# Of each value that crosses the cut, by size: hidden state and skip connections.
+_SHARES = {"gpt": [1.0], "unet": [0.035, 0.138, 0.276, 0.551]}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.e2e",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    known = [row.name for row in ROWS]
+    parser.add_argument("--models", type=lambda text: text.split(","), default=["gpt", "unet"])
+    parser.add_argument("--compute", type=lambda text: text.split(","), default=["real", "timed"])
+    parser.add_argument("--rows", type=lambda text: text.split(";"), default=known, help="separated by ;")
+    parser.add_argument("--microbatches", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="raw JSON")
+    parser.add_argument("--no-publish", action="store_true", help="leave docs/ as they are")
+    args = parser.parse_args()
+    for name, given, allowed in (
+        ("--models", args.models, ["gpt", "unet"]),
+        ("--compute", args.compute, ["real", "timed"]),
+        ("--rows", args.rows, known),
+    ):
+        for value in given:
+            if value not in allowed:
+                parser.error(f"{name} {value}: known are {', '.join(allowed)}")
+    if args.microbatches < 4 or args.repeats < 1:
+        parser.error("--microbatches must be 4 or more, --repeats 1 or more")
+    # What the others are measured against.
+    args.rows = [name for name in known if name in {*args.rows, BASELINE, FREE, FREE_DELAYED}]
+    return args
+
+
+def header(args: argparse.Namespace) -> dict[str, Any]:
+    """What a reader must know to take the figures for what they are."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    return {
+        "command": " ".join(["python -m benchmarks.e2e", *sys.argv[1:]]),
+        "commit": commit,
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "torch": torch.__version__,
+        "microbatches": args.microbatches,
+        "repeats": args.repeats,
+    }
+
+
+class Session:
+    """Starts the ranks again and again on one cluster, and keeps what they report."""
+
+    def __init__(self, cluster: Cluster, args: argparse.Namespace, results: dict[str, Any]) -> None:
+        self._cluster, self._args, self._results = cluster, args, results
+        self._times: dict[str, Any] = {}
+        self._nbytes: dict[str, int] = {}
+        self._ratios = {job["model"]: job["ratio"] for job in results["paper"]}
+        self._path = cluster.folder / "results.jsonl"
+        self._seen = 0
+
+    def run(self) -> None:
+        args = self._args
+        self._start("calibrate", args.models, _FAST)
+        if "real" in args.compute:
+            for name in args.models:
+                transfer = self._ratios[name] * self._compute(name)
+                self._start("real", [name], self._nbytes[name] * 8e-6 / transfer / _EFFICIENCY)
+        if "timed" in args.compute:
+            self._start("timed", args.models, _TIMED)
+
+    def _compute(self, name: str) -> float:
+        """Seconds of forward and backward of a stage."""
+        times = self._times[name]
+        return (sum(times["forward"]) + sum(times["backward"])) / _HOSTS
+
+    def _start(self, compute: str, models: list[str], mbit: float) -> None:
+        args, ranks = self._args, _RANKS[compute]
+        set_rate(self._cluster, mbit)
+        job = {
+            "compute": compute, "models": models, "mbit": mbit,
+            "meshes": {name: _MESHES[name] if ranks > 1 else (1, 1) for name in models},
+            "ranks_per_stage": ranks, "microbatches": args.microbatches,
+            "repeats": 2 if compute == "calibrate" else args.repeats, "rows": args.rows,
+            "ratios": self._ratios, "shares": _SHARES, "folder": str(self._cluster.folder),
+            "times": {name: self._given(name, compute) for name in models if name in self._times},
+        }  # fmt: skip
+        path = self._cluster.folder / "job.json"
+        path.write_text(json.dumps(job))
+        command = [sys.executable, "-m", "benchmarks.e2e.worker", str(path)]
+        run_ranks(self._cluster, ranks, command, limit=_LIMIT, progress=self._look)
+        self._look()
+
+    def _given(self, name: str, compute: str) -> dict[str, list[float]]:
+        """The times of compute as found; where compute is timed, those of a job cut into even stages."""
+        found = self._times[name]
+        late = [
+            w / b * whole
+            for w, b, whole in zip(
+                found["split_weight"], found["split_backward"], found["backward"], strict=True
+            )
+        ]
+        if compute == "real":
+            return {"forward": found["forward"], "backward": found["backward"], "weight": late}
+        mean = {key: sum(found[key]) / _HOSTS for key in ("forward", "backward")}
+        share = late[-1] / found["backward"][-1]  # the first stage has no input gradient
+        return {
+            "forward": [mean["forward"]] * _HOSTS,
+            "backward": [mean["backward"]] * _HOSTS,
+            "weight": [mean["backward"] * share] * _HOSTS,
+        }
+
+    def _look(self) -> None:
+        """Handles what the ranks have written since the last look."""
+        lines = self._path.read_text().split("\n")[:-1] if self._path.exists() else []
+        for line in lines[self._seen :]:
+            self._seen += 1
+            ((kind, value),) = json.loads(line).items()
+            if kind == "times":
+                self._times[value["model"]] = value
+                self._nbytes[value["model"]] = value["nbytes"]
+                self._results["times"].append(value)
+                print(f"# {value['model']}: forward and backward {self._compute(value['model']):.4f} s")
+            elif kind == "links":
+                self._results["links"].append(value)
+                if value["compute"] != "calibrate" and (why := overload(value)):
+                    raise ClusterError(why)
+                print(
+                    f"# links of {value['mbit']:.1f} Mbit/s carry {value['efficiency']:.1%} of that, "
+                    f"all at once {value['slowest_all_at_once']:.1%} of what one carries alone",
+                    flush=True,
+                )
+            else:
+                self._results["tables"].append(value)
+                print(f"\n{table(value)}\n", flush=True)
+
+
+def main() -> int:
+    args = parse()
+    jobs = {"gpt": paper.gpt(), "unet": paper.unet()}
+    found = [
+        {
+            "model": name, "name": job.name, "samples": job.samples, "flops": job.flops, "peak": job.peak,
+            "nbytes": job.nbytes, "compute": job.compute, "transfer": job.transfer, "ratio": job.ratio,
+            "microbatches": job.microbatches,
+        }
+        for name, job in jobs.items()
+    ]  # fmt: skip
+    results: dict[str, Any] = {
+        "header": header(args), "paper": found, "links": [], "times": [], "tables": [],
+    }  # fmt: skip
+    print("# " + ", ".join(f"{k} {v}" for k, v in results["header"].items()), flush=True)
+    for job in jobs.values():
+        print(f"# {job.name}: {job.transfer:.3f} s over {job.compute:.3f} s is {job.ratio:.3f}", flush=True)
+    begin, failed = time.monotonic(), False
+    try:
+        with Cluster(_HOSTS, _FAST) as cluster:
+            Session(cluster, args, results).run()
+    except ClusterError as error:
+        print(f"the benchmark did not run to its end: {error}", file=sys.stderr)
+        failed = True
+    if not results["tables"]:
+        return 1
+    results["header"]["seconds"] = round(time.monotonic() - begin)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(results) + "\n")
+    if not args.no_publish and not failed:
+        publish(results)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
