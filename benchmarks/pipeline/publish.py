@@ -107,7 +107,8 @@ def tables(results: dict[str, Any]) -> str:
 transfers are real, the gradients of every step are checked. Times over that of 1F1B with free transfers,
 (m + n - 1)(F + B); in brackets what
 `simulate` says. `torch` is torch.distributed.pipelining {head["torch"]} with the same stages and links.
-Medians of {head["repeats"]}, largest spread {spread:.1%}; {cores} cores, commit {head["commit"]}.
+Medians of {head["repeats"]} (torch: one step), largest spread {spread:.1%}; {cores} cores, commit
+{head["commit"]}.
 
 {table_head(points[0])}
 {chr(10).join(row(point) for point in points)}
