@@ -6,6 +6,7 @@
 #   WERROR           ON: compiler warnings are errors                    default OFF
 #   MESHCAST_CUDA    AUTO, ON or OFF                                     default AUTO
 #   FUZZ_SECONDS     how long each fuzz target runs                     default 60
+#   FUZZ_SEED        which inputs it tries                              default 0, others every time
 #   PYTEST_ARGS      more arguments for pytest, e.g. PYTEST_ARGS="-k halo"
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -16,6 +17,7 @@ WERROR ?= OFF
 MESHCAST_CUDA ?= AUTO
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 60
+FUZZ_SEED ?= 0
 
 VENV := .venv
 PY := $(abspath $(VENV)/bin/python)
@@ -84,7 +86,7 @@ asan tsan: $(TORCH_STAMP)
 	build/$@/meshcast_tests
 
 fuzz: build $(VENV)/.stamp-fuzz
-	@PY=$(PY) JOBS=$(JOBS) tools/fuzz.sh $(FUZZ_SECONDS)
+	@PY=$(PY) JOBS=$(JOBS) tools/fuzz.sh $(FUZZ_SECONDS) $(FUZZ_SEED)
 
 demo: build $(VENV)/.stamp-dev
 	PYTHONPATH=$(CURDIR)/python PYTHON=$(PY) examples/demo.sh

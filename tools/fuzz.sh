@@ -1,14 +1,15 @@
 #!/bin/bash
 # Fuzzes what reads input that nobody vouches for, SECONDS each: text (atheris) and the planner (libFuzzer with
 # ASan and UBSan, where clang is installed).
-#   fuzz.sh SECONDS        PY: interpreter with meshcast and atheris
+#   fuzz.sh SECONDS [SEED]        PY: interpreter with meshcast and atheris; seed 0: other inputs every time
 set -eu
 seconds=$1
+seed=${2:-0}
 py=${PY:-.venv/bin/python}
 mkdir -p build/fuzz
 
 echo "fuzz: layouts, topologies and plans as text, $seconds s"
-PYTHONPATH=python "$py" tests/fuzz/text_fuzz.py -max_total_time="$seconds" -artifact_prefix=build/fuzz/ \
+PYTHONPATH=python "$py" tests/fuzz/text_fuzz.py -max_total_time="$seconds" -seed="$seed" -artifact_prefix=build/fuzz/ \
   >build/fuzz/text.log 2>&1 ||
   { tail -n 60 build/fuzz/text.log; exit 1; }
 grep -E "^Done|^stat::" build/fuzz/text.log || tail -n 1 build/fuzz/text.log
@@ -23,7 +24,10 @@ fi
 fmt=$("$py" -c 'import os, torch; print(os.path.join(os.path.dirname(torch.__file__), "include"))')
 make -s -j"${JOBS:-2}" -f tools/fuzz.mk CXX="$clang" FMT="$fmt"
 echo "fuzz: the planner, $seconds s"
-mkdir -p build/fuzz/corpus
-build/fuzz/plan_fuzz -max_total_time="$seconds" -timeout=20 -rss_limit_mb=4096 -max_len=512 \
-  -artifact_prefix=build/fuzz/ build/fuzz/corpus >build/fuzz/plan.log 2>&1 || { tail -n 60 build/fuzz/plan.log; exit 1; }
+# What runs found stays for the next one, but not where the inputs are to be the same each time.
+corpus=build/fuzz/corpus
+[ "$seed" = 0 ] || { corpus=build/fuzz/corpus-$seed; rm -rf "$corpus"; }
+mkdir -p "$corpus"
+build/fuzz/plan_fuzz -max_total_time="$seconds" -seed="$seed" -timeout=300 -rss_limit_mb=4096 -max_len=512 \
+  -artifact_prefix=build/fuzz/ "$corpus" >build/fuzz/plan.log 2>&1 || { tail -n 60 build/fuzz/plan.log; exit 1; }
 grep -E "^Done" build/fuzz/plan.log

@@ -56,7 +56,7 @@ Draft draft_local_all_gather(const Inputs& in) {
       }
     }
   }
-  draft_reductions(in, -1, &drafter);
+  draft_reductions(in, -1, false, &drafter);
   return drafter.take();
 }
 
@@ -84,7 +84,7 @@ Draft draft_global_all_gather(const Inputs& in) {
       drafter.send(chunks.first + i, route);
     }
   }
-  draft_reductions(in, -1, &drafter);
+  draft_reductions(in, -1, false, &drafter);
   return drafter.take();
 }
 

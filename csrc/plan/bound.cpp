@@ -5,7 +5,7 @@
 #include <set>
 
 #include "plan/flow.h"
-#include "plan/reduce_price.h"
+#include "plan/reduce_mix.h"
 
 namespace meshcast {
 namespace {
@@ -101,6 +101,7 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
   LaneDemand out;
   const auto hosts = static_cast<size_t>(network.host_count());
   out.parties.resize(bundles.size());
+  out.ways.resize(bundles.size());
   out.hot_hosts.assign(hosts, 0);
   std::vector<HostInput> input(hosts);
   std::vector<int64_t> inside(hosts, 0);  // most bytes that one rank of a host could have to pass on
@@ -109,8 +110,10 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
   std::vector<__int128> copied(hosts, 0);  // bytes that its ranks must take in over local lanes
   std::vector<std::set<int32_t>> receiving(hosts);
   std::vector<LaneItem> reducing, whole;  // two ways to count, which differ in the lanes in
+  std::vector<LaneItem> by_rank[2];       // the same by rank
   std::vector<const Task*> reduced;
   std::vector<int64_t> reduced_bytes;
+  std::vector<size_t> reduced_bundles;
   std::vector<char> seen(static_cast<size_t>(network.nic_count()), 0);
   for (int32_t r = 0; r < network.rank_count(); ++r) {
     if (seen[static_cast<size_t>(network.nic(r))]++) continue;
@@ -121,8 +124,12 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
     if (task.reduce != ReduceOp::None) {
       reduced.push_back(&task);
       reduced_bytes.push_back(bundles[b].nbytes);
+      reduced_bundles.push_back(b);
       append_reduce_items(static_cast<int32_t>(b), bundles[b].nbytes, task, network, false, &reducing);
       append_reduce_items(static_cast<int32_t>(b), bundles[b].nbytes, task, network, true, &whole);
+      for (const bool whole_results : {false, true})
+        append_reduce_rank_items(static_cast<int32_t>(b), bundles[b].nbytes, task, network, whole_results,
+                                 &by_rank[whole_results]);
       for (const int32_t rank : task.receivers)
         received[static_cast<size_t>(network.index(rank))] += bundles[b].nbytes;
       continue;
@@ -170,7 +177,16 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
     }
     if (!reduced_inside.empty()) bound = least_time(reduced_inside, network, bound);
   }
-  if (!reduced.empty()) bound = std::max(bound, reduce_price_bound(reduced, reduced_bytes, out.items, network));
+  for (const std::vector<LaneItem>& items : by_rank) {
+    std::vector<const LaneItem*> counted;
+    for (const LaneItem& item : items) counted.push_back(&item);
+    if (!counted.empty()) bound = least_time(counted, network, bound);
+  }
+  if (!reduced.empty()) {
+    ReduceMix mix = find_reduce_mix(reduced, reduced_bytes, out.items, network);
+    bound = std::max(bound, mix.bound_ns);
+    for (size_t i = 0; i < reduced.size(); ++i) out.ways[reduced_bundles[i]] = std::move(mix.ways[i]);
+  }
   for (const auto& [host, items] : entering) {
     const HostInput& in = input[static_cast<size_t>(host)];
     bound = std::max(bound, ceil_time(in.mandatory, in.rate));

@@ -44,7 +44,7 @@ Draft draft_broadcast(const Inputs& in) {
     const Drafter::Range chunks = drafter.cut(bundle, in.chunk_bytes);
     for (int32_t c = chunks.first; c < chunks.last; ++c) drafter.send(c, route, static_cast<int64_t>(i));
   }
-  draft_reductions(in, -1, &drafter);
+  draft_reductions(in, -1, false, &drafter);
   return drafter.take();
 }
 

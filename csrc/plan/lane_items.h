@@ -38,6 +38,10 @@ void append_local_items(int32_t bundle, int64_t nbytes, const Parties& parties, 
 void append_reduce_items(int32_t bundle, int64_t nbytes, const Task& task, const Network& network,
                          bool whole_results, std::vector<LaneItem>* out);
 
+// The same with ranks as places, whose hops take either their NIC or their local lanes.
+void append_reduce_rank_items(int32_t bundle, int64_t nbytes, const Task& task, const Network& network,
+                              bool whole_results, std::vector<LaneItem>* out);
+
 // Splits every item over its lanes so that the busiest lane finishes as early as possible, then the next
 // busiest, and so on. Each item in turn pours its bytes where the levels (load / rate) are lowest; as the
 // items constrain only themselves and the sum of squared loads falls with each step, repeating this converges

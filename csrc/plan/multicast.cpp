@@ -98,7 +98,7 @@ Draft draft_timed(const Inputs& in, const LaneDemand& demand, TreeStyle style) {
       before += nbytes;
     }
   }
-  draft_reductions(in, style.steady ? demand.bound_ns : -1, &drafter);
+  draft_reductions(in, style.steady ? demand.bound_ns : -1, style.second_routes, &drafter);
   Draft draft = drafter.take();
   draft.patience = style.patience;
   return draft;
@@ -134,7 +134,7 @@ Draft draft_multicast(const Inputs& in, const LaneDemand& demand, TreeStyle styl
       before += nbytes;
     }
   }
-  draft_reductions(in, style.steady ? demand.bound_ns : -1, &drafter);
+  draft_reductions(in, style.steady ? demand.bound_ns : -1, style.second_routes, &drafter);
   Draft draft = drafter.take();
   draft.patience = style.patience;
   return draft;

@@ -4,11 +4,11 @@
 
 #include "common/checked.h"
 #include "common/error.h"
+#include "plan/best_plan.h"
 #include "plan/bound.h"
 #include "plan/draft.h"
 #include "plan/hash.h"
 #include "plan/network.h"
-#include "plan/schedule.h"
 #include "plan/staging.h"
 #include "plan/strategies.h"
 #include "plan/tasks.h"
@@ -21,9 +21,6 @@ constexpr int64_t kLargestChunk = 4096 * 1024;
 constexpr int64_t kMostHops = 300'000;  // of a plan whose chunk size is ours to choose
 constexpr size_t kBeam = 3;             // kinds of trees that are tried again with finer chunks
 constexpr int64_t kLongChain = 16;      // hosts
-constexpr int64_t kImproveRounds = 6;   // of another order for the hops of the best plan
-constexpr int64_t kUrgeRounds = 12;
-constexpr int64_t kRetryHops = 100'000;  // to be scheduled in search of a better plan, all attempts together
 
 std::vector<int32_t> all_ranks(const std::vector<Problem>& problems) {
   std::vector<int32_t> out;
@@ -158,142 +155,9 @@ int64_t fit_chunk_bytes(int64_t chunk_bytes, const std::vector<Task>& tasks, con
   return chunk_bytes;
 }
 
-// No schedule of a draft ends before its busiest lane: cheaper to know than the schedule.
-int64_t busiest_lane_ns(const Draft& draft, const Network& network) {
-  std::vector<int64_t> busy(static_cast<size_t>(network.lane_count()), 0);
-  int64_t out = 0;
-  for (const Hop& hop : draft.hops) {
-    const Network::Link link = network.link(network.index(hop.src), network.index(hop.dst));
-    const int64_t nbytes = draft.chunks[static_cast<size_t>(hop.chunk)].nbytes;
-    for (const int32_t lane : {link.out, link.in}) {
-      busy[static_cast<size_t>(lane)] += transfer_ns(nbytes, network.lane_rate(lane));
-      out = std::max(out, busy[static_cast<size_t>(lane)]);
-    }
-  }
-  return out;
-}
-
-// Keeps the plan with the least makespan; the first of equals.
-class Best {
- public:
-  explicit Best(Plan* plan) : plan_(*plan) {}
-
-  // Returns the makespan of the draft's schedule, the largest number where it is known to lose.
-  int64_t offer(Strategy strategy, Draft draft, const Network& network) {
-    if (!empty_ && busiest_lane_ns(draft, network) + network.latency_ns() >= plan_.makespan_ns)
-      return INT64_MAX;
-    Schedule made = schedule(draft, draft.chunks, network);
-    if (!empty_ && made.makespan_ns >= plan_.makespan_ns) return made.makespan_ns;
-    empty_ = false;
-    plan_.strategy = strategy;
-    plan_.pieces = std::move(draft.pieces);
-    plan_.chunks = std::move(draft.chunks);
-    plan_.hops = std::move(made.hops);
-    plan_.times = std::move(made.times);
-    plan_.makespan_ns = made.makespan_ns;
-    const int64_t makespan = made.makespan_ns;
-    last_ = std::move(draft);
-    return makespan;
-  }
-
-  // Schedules the draft of the best plan again and again; lanes that ended late for want of work that was
-  // theirs to do get more urgent each time, so that they come first where two lanes want the same one.
-  void urge(const Network& network) {
-    if (empty_ || last_.hops.empty()) return;
-    std::vector<int32_t> urgency(static_cast<size_t>(network.lane_count()), kUrgency);
-    Schedule now{plan_.hops, plan_.times, plan_.makespan_ns};
-    const auto hops = static_cast<int64_t>(last_.hops.size());
-    for (int64_t round = 1; round <= kUrgeRounds && !good() && round * hops <= kRetryHops; ++round) {
-      raise_urgency(now, network, &urgency);
-      now = schedule(last_, plan_.chunks, network, urgency);
-      if (now.makespan_ns < plan_.makespan_ns) {
-        plan_.hops = now.hops;
-        plan_.times = now.times;
-        plan_.makespan_ns = now.makespan_ns;
-      }
-    }
-  }
-
-  // The best plan so far, to go back to.
-  struct State {
-    Plan plan;
-    Draft last;
-    bool empty = true;
-  };
-  State save() const {
-    State out;
-    out.plan.strategy = plan_.strategy;
-    out.plan.pieces = plan_.pieces;
-    out.plan.chunks = plan_.chunks;
-    out.plan.hops = plan_.hops;
-    out.plan.times = plan_.times;
-    out.plan.makespan_ns = plan_.makespan_ns;
-    out.last = last_;
-    out.empty = empty_;
-    return out;
-  }
-  void restore(const State& state) {
-    plan_.strategy = state.plan.strategy;
-    plan_.pieces = state.plan.pieces;
-    plan_.chunks = state.plan.chunks;
-    plan_.hops = state.plan.hops;
-    plan_.times = state.plan.times;
-    plan_.makespan_ns = state.plan.makespan_ns;
-    last_ = state.last;
-    empty_ = state.empty;
-  }
-
-  // Puts the hops of the best plan into another order while that changes anything.
-  void improve(const Network& network) {
-    Schedule now{plan_.hops, plan_.times, plan_.makespan_ns};
-    const auto hops = static_cast<int64_t>(now.hops.size());
-    for (int64_t round = 1; round <= kImproveRounds && !good() && 2 * round * hops <= kRetryHops; ++round) {
-      Schedule next = reschedule(now, plan_.chunks, network);
-      if (next.makespan_ns == now.makespan_ns) return;
-      if (next.makespan_ns < plan_.makespan_ns) {
-        plan_.hops = next.hops;
-        plan_.times = next.times;
-        plan_.makespan_ns = next.makespan_ns;
-      }
-      now = std::move(next);
-    }
-  }
-
-  // Within 1.5 per cent of the bound: no use in trying on.
-  bool good() const {
-    return !empty_ && plan_.makespan_ns <= plan_.lower_bound_ns + plan_.lower_bound_ns / 200 * 3;
-  }
-
- private:
-  void raise_urgency(const Schedule& made, const Network& network, std::vector<int32_t>* urgency) const {
-    std::vector<int64_t> busy(urgency->size(), 0), end(urgency->size(), 0);
-    for (size_t i = 0; i < made.hops.size(); ++i) {
-      const Hop& hop = made.hops[i];
-      const Network::Link link = network.link(network.index(hop.src), network.index(hop.dst));
-      for (const int32_t lane : {link.out, link.in}) {
-        const auto l = static_cast<size_t>(lane);
-        const int64_t ns =
-            transfer_ns(plan_.chunks[static_cast<size_t>(hop.chunk)].nbytes, network.lane_rate(lane));
-        busy[l] += ns;
-        end[l] = std::max(end[l], made.times[i].start_ns + ns);
-      }
-    }
-    for (size_t l = 0; l < busy.size(); ++l) {
-      const int64_t late = end[l] - plan_.lower_bound_ns;
-      if (late <= 0 || busy[l] < plan_.lower_bound_ns / 10 * 8) continue;
-      const int64_t more = 1 + std::min<int64_t>(15, late * 64 / std::max<int64_t>(1, plan_.lower_bound_ns));
-      (*urgency)[l] = static_cast<int32_t>(std::min<int64_t>((*urgency)[l] + more, 16 * kUrgency));
-    }
-  }
-
-  Plan& plan_;
-  Draft last_;  // of the best plan, without pieces and chunks
-  bool empty_ = true;
-};
-
 // Several kinds of trees, scheduled by either rule; then those that did best with finer and finer chunks (which
 // fill the chains sooner), until the bound is near or the hops get too many to try again.
-void try_multicast(Inputs in, const LaneDemand& balanced, bool fixed_chunk, Best* best) {
+void try_multicast(Inputs in, const LaneDemand& balanced, bool fixed_chunk, BestPlan* best) {
   LaneDemand direct = balanced;
   prefer_emitters(in.network, balanced.bound_ns / 10 * 9, &direct.items);
   LaneDemand packed = balanced;
@@ -310,11 +174,16 @@ void try_multicast(Inputs in, const LaneDemand& balanced, bool fixed_chunk, Best
       {&balanced, {1, false, false, false, 0, 1}}, {&direct, {2, true, false, false, 0, 1}},
       {&direct, {1, false, false, false, 0, 1}},   {&balanced, {2, true, false, false, 0, 1}},
       {&balanced, {3, false, false, false, 0, 1}}, {&packed, {1, false, false, false, 0, 1}}};
-  // Routes of reductions are the same for all of these: only the rule of scheduling differs.
+  // Kinds of trees make no difference to reductions: their routes, and the rules of scheduling, do.
   const bool reduced = std::all_of(in.bundles.begin(), in.bundles.end(),
                                    [&](const Bundle& b) { return in.lead(b).reduce != ReduceOp::None; });
-  if (reduced)
-    attempts = {{&balanced, {1, true, false, false, 0, 1}}, {&balanced, {1, false, false, false, 0, 1}}};
+  if (reduced) {
+    attempts.clear();
+    for (const bool second : {false, true})
+      for (const int32_t patience : {0, kPatience / 4})
+        for (const bool steady : {true, false})
+          attempts.push_back({&balanced, {1, steady, false, false, patience, 1, second}});
+  }
   // Long chains take too long to fill: there, start with shallow trees.
   if (!reduced && most_hosts > kLongChain) std::swap(attempts[0], attempts[3]);
   if (!fixed_chunk && has_slow_lanes(balanced, in.network)) {
@@ -406,7 +275,7 @@ void find_best(Inputs in, const LaneDemand& lanes, Plan* plan) {
   const PlanOptions& options = plan->options;
   const bool fixed_chunk = options.chunk_bytes > 0;
   const int64_t chunk_bytes = in.chunk_bytes;
-  Best best(plan);
+  BestPlan best(plan);
   const bool large = count_gather_hops(in) > kRetryHops;
   for (const Strategy strategy : candidates(options.strategy, large)) {
     if (large && best.good()) break;
@@ -422,7 +291,7 @@ void find_best(Inputs in, const LaneDemand& lanes, Plan* plan) {
       }
       best.offer(strategy, std::move(draft), in.network);
     } else if (!best.good()) {
-      const Best::State before = best.save();
+      const BestPlan::State before = best.save();
       try_multicast(in, lanes, fixed_chunk, &best);
       if (fixed_chunk || plan->strategy != Strategy::Multicast) continue;
       const std::vector<int64_t> staging = peak_staging(*plan);
@@ -466,9 +335,10 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
         options.chunk_bytes > 0 ? options.chunk_bytes : choose_chunk_bytes(plan.lower_bound_ns, network);
     const int64_t most = options.chunk_bytes > 0 ? kMaxHops / 2 : kMostHops;
     ReductionRoutes reductions;
-    Inputs in{
-        problems,        plan.tasks,   bundles,    network, fit_chunk_bytes(chunk, plan.tasks, bundles, most),
-        options.balance, options.seed, &reductions};
+    Inputs in{problems,        plan.tasks,     bundles,
+              network,         lanes.bound_ns, fit_chunk_bytes(chunk, plan.tasks, bundles, most),
+              options.balance, options.seed,   lanes.ways,
+              &reductions};
     find_best(in, lanes, &plan);
   }
   plan.hash = hash_plan(plan);

@@ -167,4 +167,23 @@ void append_reduce_items(int32_t bundle, int64_t nbytes, const Task& task, const
   }
 }
 
+void append_reduce_rank_items(int32_t bundle, int64_t nbytes, const Task& task, const Network& network,
+                              bool whole_results, std::vector<LaneItem>* out) {
+  ReduceCount ranks(LaneItem::Kind::Local, LaneItem::Kind::Local, bundle, nbytes);
+  for (size_t i = 0; i < task.holders.size(); ++i) {
+    const int32_t r = network.index(task.holders[i]);
+    const int32_t nic = network.nic(r);
+    ranks.add_holder(r, task.contribution[i], network.local_out(r), network.local_in(r));
+    ranks.add_holder(r, task.contribution[i], network.nic_out(nic), network.nic_in(nic));
+  }
+  for (const int32_t rank : task.receivers) {
+    const int32_t r = network.index(rank);
+    const int32_t nic = network.nic(r);
+    ranks.add_receiver(r, network.local_out(r), network.local_in(r));
+    ranks.add_receiver(r, network.nic_out(nic), network.nic_in(nic));
+  }
+  const int64_t all = 1 + *std::max_element(task.contribution.begin(), task.contribution.end());
+  ranks.append(all, whole_results, out);
+}
+
 }  // namespace meshcast

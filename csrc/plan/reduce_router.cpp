@@ -43,8 +43,9 @@ __int128 ReduceRouter::cost_of(int32_t lane) const {
 }
 
 void ReduceRouter::mind_the_busiest() {
-  const int64_t most = load_.empty() ? 0 : *std::max_element(load_.begin(), load_.end());
-  unit_ns_ = std::max<int64_t>(1, most / kUnits);
+  unit_ns_ = std::max<int64_t>(1, busiest_ns() / kUnits);
+  const auto busiest = std::max_element(load_.begin(), load_.end()) - load_.begin();
+  inside_limits_ = busiest >= 2 * network_.nic_count();
 }
 
 // The rank that is entered, or left, over the NIC to which that adds least; not `but` where others are.
@@ -66,27 +67,6 @@ void ReduceRouter::load(const Route& route, int64_t times) {
   for (const Edge& edge : route) {
     const Network::Link link = network_.link(edge.src, edge.dst);
     for (const int32_t lane : {link.out, link.in}) load_[static_cast<size_t>(lane)] += times * hop_ns(lane);
-  }
-}
-
-ReduceRouter::Stop ReduceRouter::go(Stop from, int32_t to, ReduceOp reduce) {
-  route_.push_back({from.rank, to, from.edge, reduce, false});
-  const Network::Link link = network_.link(from.rank, to);
-  for (const int32_t lane : {link.out, link.in}) {
-    cost_ += cost_of(lane);
-    load_[static_cast<size_t>(lane)] += hop_ns(lane);
-  }
-  return {to, static_cast<int32_t>(route_.size()) - 1};
-}
-
-// Takes back the edges of the route from the given number on.
-void ReduceRouter::undo(size_t edges) {
-  while (route_.size() > edges) {
-    const Network::Link link = network_.link(route_.back().src, route_.back().dst);
-    for (const int32_t lane : {link.out, link.in}) {
-      load_[static_cast<size_t>(lane)] -= hop_ns(lane);
-    }
-    route_.pop_back();
   }
 }
 
@@ -173,147 +153,6 @@ std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& h
   return out;
 }
 
-// A chain through the given ranks that ends at `root`. It begins on the host that is most costly to enter; the
-// others follow each other in ring order up to the root's. Each host is entered and left over its least
-// loaded NICs.
-ReduceRouter::Stop ReduceRouter::reduce_along(const std::vector<int32_t>& values, int32_t root, ReduceOp op) {
-  const int32_t home = network_.host(root);
-  std::map<int32_t, std::vector<int32_t>> by_host;
-  for (const int32_t r : values) by_host[network_.host(r)].push_back(r);
-  int32_t first = home;
-  __int128 most = -1;
-  std::vector<std::pair<int32_t, int32_t>> hosts;  // ring position, host
-  for (auto& [host, ranks] : by_host) {
-    std::sort(ranks.begin(), ranks.end());
-    if (host == home) continue;
-    hosts.emplace_back(host > home ? host - home : host - home + network_.host_count(), host);
-    const __int128 cost = entry_cost(cheapest(ranks, -1, true));
-    if (cost > most) {
-      most = cost;
-      first = host;
-    }
-  }
-  for (auto& [position, host] : hosts) position = host == first ? -1 : position;
-  hosts.emplace_back(INT32_MAX, home);
-  std::sort(hosts.begin(), hosts.end());
-  Stop at;
-  for (const auto& [position, host] : hosts) {
-    std::vector<int32_t>& ranks = by_host[host];
-    const int32_t last =
-        host == home
-            ? root
-            : cheapest(ranks, ranks.size() > 1 && position >= 0 ? cheapest(ranks, -1, true) : -1, false);
-    // On a host alone, ranks follow each other from behind the root: the ring of an all-reduce.
-    const int32_t enter = position == INT32_MAX && hosts.size() == 1 ? -1 : cheapest(ranks, last, true);
-    std::vector<int32_t> order;
-    if (enter >= 0) order.push_back(enter);
-    const auto behind = static_cast<size_t>(std::upper_bound(ranks.begin(), ranks.end(), last) - ranks.begin());
-    for (size_t i = 0; i < ranks.size(); ++i) {
-      const int32_t r = ranks[(behind + i) % ranks.size()];
-      if (r != enter && r != last) order.push_back(r);
-    }
-    // The first takes in nothing: the one that takes in most otherwise.
-    if (enter < 0 && !order.empty()) {
-      std::rotate(order.begin(),
-                  std::max_element(order.begin(), order.end(),
-                                   [&](int32_t a, int32_t b) {
-                                     return cost_of(network_.local_in(a)) < cost_of(network_.local_in(b));
-                                   }),
-                  order.end());
-    }
-    if (last != enter) order.push_back(last);
-    for (const int32_t r : order) at = at.rank < 0 ? Stop{r, -1} : go(at, r, op);
-  }
-  if (at.edge >= 0) route_[static_cast<size_t>(at.edge)].last_reduce = true;
-  return at;
-}
-
-// Through the receivers of the host of `first`, from there on, as a chain.
-ReduceRouter::Stop ReduceRouter::spread_inside(Stop from, int32_t first) {
-  const auto it = receivers_.find(network_.host(first));
-  if (it == receivers_.end()) return from;
-  const std::vector<int32_t>& ranks = it->second;
-  const auto begin = static_cast<size_t>(std::lower_bound(ranks.begin(), ranks.end(), first) - ranks.begin());
-  std::vector<int32_t> order;
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    if (ranks[(begin + i) % ranks.size()] != from.rank) order.push_back(ranks[(begin + i) % ranks.size()]);
-  }
-  if (order.empty()) return from;
-  // The last passes nothing on: the one that sends most otherwise.
-  const auto most = std::max_element(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-    return cost_of(network_.local_out(a)) < cost_of(network_.local_out(b));
-  });
-  std::rotate(most, most + 1, order.end());
-  for (const int32_t next : order) {
-    from = go(from, next, ReduceOp::None);
-    visited_.push_back(from);
-  }
-  return from;
-}
-
-// A tree through hosts: each is served over the least loaded NIC of all ranks that have the result by then,
-// those that can best pass it on come first.
-void ReduceRouter::spread_outside(std::vector<Stop> having, const std::vector<int32_t>& hosts) {
-  std::vector<int32_t> used;
-  std::vector<std::pair<__int128, int32_t>> heap;  // (-cost, -number of the stop)
-  std::vector<Stop> senders;
-  const auto open = [&](const std::vector<Stop>& stops) {
-    for (const Stop& stop : stops) {  // one for each NIC: the first that has the chunk
-      const int32_t nic = network_.nic(stop.rank);
-      if (nic_edge_[static_cast<size_t>(nic)] != kUnseen) continue;
-      nic_edge_[static_cast<size_t>(nic)] = stop.edge;
-      used.push_back(nic);
-      senders.push_back(stop);
-      heap.emplace_back(-exit_cost(stop.rank), -static_cast<int32_t>(senders.size() - 1));
-      std::push_heap(heap.begin(), heap.end());
-    }
-  };
-  open(having);
-  const int32_t home = network_.host(having.front().rank);
-  std::vector<std::tuple<__int128, int32_t, int32_t>> waiting;  // cost to pass on, ring, host
-  for (const int32_t host : hosts) {
-    waiting.emplace_back(exit_cost(cheapest(receivers_.at(host), -1, false)),
-                         host > home ? host - home : host - home + network_.host_count(), host);
-  }
-  std::sort(waiting.begin(), waiting.end());
-  for (const auto& [cost, ring, host] : waiting) {
-    while (true) {  // costs only grow: a stale entry sinks to its place
-      std::pop_heap(heap.begin(), heap.end());
-      const Stop sender = senders[static_cast<size_t>(-heap.back().second)];
-      const __int128 now = -exit_cost(sender.rank);
-      const bool fresh = now == heap.back().first;
-      if (fresh) {
-        visited_.clear();
-        const Stop at = go(sender, cheapest(receivers_.at(host), -1, true), ReduceOp::None);
-        visited_.push_back(at);
-        spread_inside(at, at.rank);
-        heap.back().first = -exit_cost(sender.rank);
-      } else {
-        heap.back().first = now;
-      }
-      std::push_heap(heap.begin(), heap.end());
-      if (fresh) break;
-    }
-    const std::vector<Stop> reached = visited_;
-    open(reached);
-  }
-  for (const int32_t nic : used) nic_edge_[static_cast<size_t>(nic)] = kUnseen;
-}
-
-// Reduces at `root` and passes the result to the receivers on its host and on `others`.
-void ReduceRouter::serve(const std::vector<int32_t>& values, int32_t root, const std::vector<int32_t>& others,
-                         ReduceOp op) {
-  const Stop at = reduce_along(values, root, op);
-  visited_.assign(1, at);
-  spread_inside(at, root);
-  std::vector<int32_t> hosts = others;
-  hosts.erase(std::remove(hosts.begin(), hosts.end(), network_.host(root)), hosts.end());
-  if (hosts.empty()) return;
-  std::vector<Stop> from = visited_;
-  from.insert(from.end(), having_.begin(), having_.end());
-  spread_outside(std::move(from), hosts);
-}
-
 // Tries each choice of replicas with many ends of the chain, and keeps the cheapest.
 void ReduceRouter::reduce_best(const std::map<int32_t, Values>& hosts, const std::vector<int32_t>& others,
                                ReduceOp op) {
@@ -321,7 +160,19 @@ void ReduceRouter::reduce_best(const std::map<int32_t, Values>& hosts, const std
   const __int128 cost = cost_;
   std::vector<int32_t> best_values;
   int32_t best_root = -1;
+  size_t best_rounds = 1;
   __int128 best_cost = 0;
+  const auto attempt = [&](const std::vector<int32_t>& values, int32_t root, size_t rounds) {
+    serve(values, root, rounds, others, op);
+    if (best_root < 0 || cost_ < best_cost) {
+      best_values = values;
+      best_root = root;
+      best_rounds = rounds;
+      best_cost = cost_;
+    }
+    undo(begin);
+    cost_ = cost;
+  };
   std::vector<std::vector<int32_t>> tried;
   for (const Cover cover : {Cover::FewHosts, Cover::LittleLoad, Cover::BestOfBoth, Cover::Cheapest}) {
     const std::vector<int32_t> values = pick_ranks(hosts, cover);
@@ -335,21 +186,44 @@ void ReduceRouter::reduce_best(const std::map<int32_t, Values>& hosts, const std
       const size_t step = (roots.size() + most - 1) / most;
       turn_ = turn_ * 6364136223846793005U + 1442695040888963407U;
       for (size_t i = step == 0 ? 0 : (turn_ >> 33) % step; i < roots.size(); i += step) {
-        serve(values, roots[i], others, op);
-        if (best_root < 0 || cost_ < best_cost) {
-          best_values = values;
-          best_root = roots[i];
-          best_cost = cost_;
-        }
-        undo(begin);
-        cost_ = cost;
+        attempt(values, roots[i], 1);
+        if (!inside_limits_ || hosts.size() == 1) continue;
+        attempt(values, roots[i], 2);
+        attempt(values, roots[i], 4);
       }
     }
   }
-  serve(best_values, best_root, others, op);
+  serve(best_values, best_root, best_rounds, others, op);
 }
 
-const Route& ReduceRouter::route(const Task& task, int64_t nbytes) {
+// To the hosts that cannot make the result alone, by rules. Hosts that reduced for themselves may send it on,
+// or the others bring it together once more.
+void ReduceRouter::spread_or_reduce(const std::vector<int32_t>& others, ReduceOp op) {
+  if (having_.empty()) {
+    reduce_best(hosts_, others, op);
+    return;
+  }
+  std::map<int32_t, Values> elsewhere = hosts_;  // their values are not used up
+  for (const Stop& stop : having_) elsewhere.erase(network_.host(stop.rank));
+  std::set<int32_t> values;
+  for (const auto& [host, here] : elsewhere) {
+    for (const auto& [value, ranks] : here) values.insert(value);
+  }
+  const size_t begin = route_.size();
+  const __int128 before = cost_;
+  spread_outside(having_, others);
+  if (values.size() < values_) return;
+  const __int128 sent_on = cost_;
+  undo(begin);
+  cost_ = before;
+  reduce_best(elsewhere, others, op);
+  if (cost_ < sent_on) return;
+  undo(begin);
+  cost_ = before;
+  spread_outside(having_, others);
+}
+
+const Route& ReduceRouter::route(const Task& task, int64_t nbytes, const Ways& ways, int32_t only) {
   measure(nbytes);
   route_.clear();
   cost_ = 0;
@@ -358,52 +232,54 @@ const Route& ReduceRouter::route(const Task& task, int64_t nbytes) {
     const int32_t r = network_.index(rank);
     receivers_[network_.host(r)].push_back(r);
   }
-  std::map<int32_t, Values> hosts;
+  hosts_.clear();
   std::set<int32_t> values;
   for (size_t i = 0; i < task.holders.size(); ++i) {
     const int32_t r = network_.index(task.holders[i]);
-    hosts[network_.host(r)][task.contribution[i]].push_back(r);
+    hosts_[network_.host(r)][task.contribution[i]].push_back(r);
     values.insert(task.contribution[i]);
   }
+  values_ = values.size();
   having_.clear();
   std::vector<int32_t> others;
-  std::map<int32_t, Values> elsewhere = hosts;  // their values are not used up
   for (const auto& [host, ranks] : receivers_) {
-    const auto here = hosts.find(host);
-    if (here == hosts.end() || here->second.size() < values.size()) {
+    const auto here = hosts_.find(host);
+    if (here == hosts_.end() || here->second.size() < values.size()) {
       others.push_back(host);
       continue;
     }
     reduce_best({*here}, {}, task.reduce);
     having_.insert(having_.end(), visited_.begin(), visited_.end());
-    elsewhere.erase(host);
   }
   if (others.empty()) return route_;
-  if (having_.empty()) {
-    reduce_best(hosts, others, task.reduce);
-    return route_;
-  }
-  // Hosts that reduced for themselves may send the result on, or the others bring it together once more.
   const size_t begin = route_.size();
   const __int128 before = cost_;
-  spread_outside(having_, others);
-  std::set<int32_t> missing = values;
-  for (const auto& [host, here] : elsewhere) {
-    for (const auto& [value, ranks] : here) missing.erase(value);
+  Route best;
+  __int128 best_cost = -1;
+  const auto keep = [&] {
+    if (best_cost < 0 || cost_ < best_cost) {
+      best_cost = cost_;
+      best.assign(route_.begin() + static_cast<int64_t>(begin), route_.end());
+    }
+  };
+  for (size_t i = 0; i < ways.size(); ++i) {
+    if (only >= 0 ? i != static_cast<size_t>(only) : ways[i].part == 0) continue;
+    if (follow(ways[i].way, task.reduce)) keep();
+    undo(begin);
+    cost_ = before;
   }
-  if (!missing.empty()) return route_;
-  const __int128 sent_on = cost_ - before;
-  undo(begin);
-  cost_ = before;
-  reduce_best(elsewhere, others, task.reduce);
-  if (cost_ - before < sent_on) return route_;
-  undo(begin);
-  cost_ = before;
-  spread_outside(having_, others);
+  if (only < 0 || best_cost < 0) {
+    spread_or_reduce(others, task.reduce);
+    keep();
+    undo(begin);
+  }
+  route_.insert(route_.end(), best.begin(), best.end());
+  load(best, 1);
+  cost_ = best_cost;
   return route_;
 }
 
-bool ReduceRouter::improve(const Task& task, int64_t nbytes, Route* route) {
+bool ReduceRouter::improve(const Task& task, int64_t nbytes, const Ways& ways, Route* route) {
   measure(nbytes);
   load(*route, -1);
   // What the old one costs: its edges, put back one by one.
@@ -416,7 +292,7 @@ bool ReduceRouter::improve(const Task& task, int64_t nbytes, Route* route) {
     }
   }
   load(*route, -1);
-  this->route(task, nbytes);
+  this->route(task, nbytes, ways);
   if (cost_ < old_cost) {
     *route = route_;
     return true;

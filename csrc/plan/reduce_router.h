@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <vector>
@@ -7,6 +8,7 @@
 #include "plan/draft.h"
 #include "plan/network.h"
 #include "plan/plan.h"
+#include "plan/reduce_mix.h"
 
 namespace meshcast {
 
@@ -22,15 +24,20 @@ class ReduceRouter {
         load_(static_cast<size_t>(network.lane_count()), 0),
         nic_edge_(static_cast<size_t>(network.nic_count()), kUnseen) {}
 
-  // The route of a chunk; its load counts for the routes after it.
-  const Route& route(const Task& task, int64_t nbytes);
+  // The route of a chunk; its load counts for the routes after it. `ways` are tried beside what is found by
+  // rules; with `only` >= 0 that one alone.
+  using Ways = std::vector<WayPart>;
+  const Route& route(const Task& task, int64_t nbytes, const Ways& ways, int32_t only = -1);
 
   // From now on the sum of the eighth powers of the loads counts in place of their squares: it follows the most
   // loaded lanes even where sparing them makes detours.
   void mind_the_busiest();
 
+  // Of the busiest lane, by all routes so far.
+  int64_t busiest_ns() const { return load_.empty() ? 0 : *std::max_element(load_.begin(), load_.end()); }
+
   // Chooses the route of a chunk again, now that the load of all others is known. False if the old one stays.
-  bool improve(const Task& task, int64_t nbytes, Route* route);
+  bool improve(const Task& task, int64_t nbytes, const Ways& ways, Route* route);
 
  private:
   static constexpr int32_t kUnseen = -2;
@@ -53,9 +60,13 @@ class ReduceRouter {
   void undo(size_t edges);
   std::vector<int32_t> cheapest_hosts(const std::map<int32_t, Values>& hosts) const;
   std::vector<int32_t> pick_ranks(const std::map<int32_t, Values>& hosts, Cover cover) const;
-  Stop reduce_along(const std::vector<int32_t>& values, int32_t root, ReduceOp op);
+  void spread_or_reduce(const std::vector<int32_t>& others, ReduceOp op);
+  Stop reduce_along(const std::vector<int32_t>& values, int32_t root, size_t rounds, ReduceOp op);
+  Stop reduce_along(const ReduceWay& way, ReduceOp op);
+  bool follow(const ReduceWay& way, ReduceOp op);
   void reduce_best(const std::map<int32_t, Values>& hosts, const std::vector<int32_t>& others, ReduceOp op);
-  void serve(const std::vector<int32_t>& values, int32_t root, const std::vector<int32_t>& others, ReduceOp op);
+  void serve(const std::vector<int32_t>& values, int32_t root, size_t rounds,
+             const std::vector<int32_t>& others, ReduceOp op);
   Stop spread_inside(Stop from, int32_t first);
   void spread_outside(std::vector<Stop> having, const std::vector<int32_t>& hosts);
 
@@ -64,9 +75,12 @@ class ReduceRouter {
   std::vector<int32_t> nic_edge_;
   uint64_t turn_ = 0;                                  // state of a generator: which ends are tried
   int64_t unit_ns_ = 0;                                // of loads whose eighth powers count; 0: squares
+  bool inside_limits_ = false;                         // a local lane is busiest
   std::map<int64_t, std::vector<int64_t>> hop_ns_of_;  // chunk bytes -> time by lane
   // Of the current chunk.
   const std::vector<int64_t>* hop_ns_ = nullptr;
+  std::map<int32_t, Values> hosts_;                    // that have values
+  size_t values_ = 0;                                  // how many there are
   std::map<int32_t, std::vector<int32_t>> receivers_;  // by host, ascending
   std::vector<Stop> visited_;                          // ranks that have the result, by the last step
   std::vector<Stop> having_;                           // ranks on hosts that reduced for themselves

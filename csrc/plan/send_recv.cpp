@@ -37,7 +37,7 @@ Draft draft_send_recv(const Inputs& in) {
       for (int32_t c = chunks.first; c < chunks.last; ++c) drafter.send(c, {Edge{src, dst, -1}});
     }
   }
-  draft_reductions(in, -1, &drafter);
+  draft_reductions(in, -1, false, &drafter);
   return drafter.take();
 }
 

@@ -17,10 +17,12 @@ struct Inputs {
   const std::vector<Task>& tasks;
   const std::vector<Bundle>& bundles;
   const Network& network;
+  int64_t bound_ns;
   int64_t chunk_bytes;
   Balance balance;
   uint64_t seed;
-  ReductionRoutes* reductions;  // not owned: what strategies found so far
+  const std::vector<std::vector<WayPart>>& ways;  // by bundle, of those to be reduced
+  ReductionRoutes* reductions;                    // not owned: what strategies found so far
 
   const Task& lead(const Bundle& bundle) const { return tasks[static_cast<size_t>(bundle.tasks.front())]; }
 };
@@ -48,6 +50,7 @@ struct TreeStyle {
   bool timed = false;   // chunks in proportion to the rate at which they travel, so that hops last equally long
   int32_t patience = 0;  // as in Draft
   int64_t finer = 1;     // bundles that do not hold a slow lane which limits the plan: chunks finer by this
+  bool second_routes = false;  // of chunks to be reduced: as in draft_reductions
 };
 
 // Whether `finer` has an effect: some bundle holds a lane that limits the plan for longer than the lane at its

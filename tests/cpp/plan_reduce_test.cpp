@@ -3,7 +3,7 @@
 #include <set>
 
 #include "catch.h"
-#include "plan/reduce_price.h"
+#include "plan/reduce_ways.h"
 #include "plan/tasks.h"
 #include "plan/value_cover.h"
 #include "plan_cases.h"
@@ -184,10 +184,10 @@ TEST_CASE("the cheapest way to reduce a box is the cheapest of all chains and tr
     ReduceWays::Prices price(static_cast<size_t>(network.lane_count()));
     for (__int128& p : price) p = random.between(0, 20);
     ReduceWays ways(demand.tasks[0], network);
-    std::vector<int32_t> lanes;
-    const auto found = static_cast<int64_t>(ways.cheapest(price, &lanes));
+    ReduceWay way;
+    const auto found = static_cast<int64_t>(ways.cheapest(price, &way));
     int64_t paid = 0;
-    for (const int32_t lane : lanes) paid += static_cast<int64_t>(price[static_cast<size_t>(lane)]);
+    for (const int32_t lane : way.lanes()) paid += static_cast<int64_t>(price[static_cast<size_t>(lane)]);
     CHECK(paid == found);
     CHECK(found == static_cast<int64_t>(BruteForce(demand.tasks[0], network, price).least()));
     ++counted;

@@ -1,14 +1,10 @@
-#include "plan/reduce_price.h"
+#include "plan/reduce_ways.h"
 
 #include <algorithm>
 #include <map>
 
 namespace meshcast {
 namespace {
-
-constexpr int32_t kMostRounds = 96;
-constexpr int64_t kMostVisits = 2'000'000;  // pairs of ends that are looked at, all rounds together
-constexpr int64_t kPriceUnit = 1 << 20;     // of the busiest lane
 
 void sort_unique(std::vector<int32_t>* values) {
   std::sort(values->begin(), values->end());
@@ -45,6 +41,7 @@ ReduceWays::ReduceWays(const Task& task, const Network& network) {
     site.need_in.push_back(network.nic_in(network.nic(r)));
   }
   for (auto& [host, site] : sites) {
+    site.host = host;
     site.root_out = site.out;
     site.root_out.insert(site.root_out.end(), site.need_out.begin(), site.need_out.end());
     for (std::vector<int32_t>* lanes : {&site.out, &site.in, &site.need_out, &site.need_in, &site.root_out})
@@ -55,11 +52,24 @@ ReduceWays::ReduceWays(const Task& task, const Network& network) {
   }
 }
 
-__int128 ReduceWays::cheapest(const Prices& price, std::vector<int32_t>* lanes) {
-  lanes->clear();
+std::vector<int32_t> ReduceWay::lanes() const {
+  std::vector<int32_t> out;
+  for (const std::vector<Visit>* visits : {&chain, &results}) {
+    for (const Visit& visit : *visits) {
+      if (visit.in >= 0) out.push_back(visit.in);
+      if (visit.out >= 0) out.push_back(visit.out);
+    }
+  }
+  return out;
+}
+
+__int128 ReduceWays::cheapest(const Prices& price, ReduceWay* way) {
+  way->chain.clear();
+  way->results.clear();
   if (!travels_ || !countable_) return 0;
   const auto at = [&](int32_t lane) { return price[static_cast<size_t>(lane)]; };
   int32_t relay = -1;  // out of any host that gets the result or makes it alone
+  size_t relay_site = 0;
   int32_t alone = -1;  // out of hosts that make it alone
   __int128 results = 0;
   int32_t results_count = 0;  // as if every host that needs the result took it in
@@ -74,7 +84,10 @@ __int128 ReduceWays::cheapest(const Prices& price, std::vector<int32_t>* lanes) 
     }
     if (!site.needs) continue;
     const int32_t out = site.makes_it() ? site.cheapest_root_out : cheapest_lane(site.need_out, price);
-    if (relay < 0 || at(out) < at(relay)) relay = out;
+    if (relay < 0 || at(out) < at(relay)) {
+      relay = out;
+      relay_site = h;
+    }
     if (site.makes_it()) {
       if (alone < 0 || at(out) < at(alone)) alone = out;
       continue;
@@ -129,86 +142,22 @@ __int128 ReduceWays::cheapest(const Prices& price, std::vector<int32_t>* lanes) 
     }
   }
   const Site& root = sites_[best_root];
-  if (best_first != best_root) {
-    lanes->push_back(root.cheapest_in);
-    lanes->push_back(sites_[best_first].cheapest_out);
-  }
+  if (best_first != best_root)
+    way->chain.push_back({sites_[best_first].host, -1, sites_[best_first].cheapest_out});
   for (const int32_t h : best_others) {
-    lanes->push_back(sites_[static_cast<size_t>(h)].cheapest_out);
-    lanes->push_back(sites_[static_cast<size_t>(h)].cheapest_in);
+    const Site& site = sites_[static_cast<size_t>(h)];
+    way->chain.push_back({site.host, site.cheapest_in, site.cheapest_out});
   }
-  int32_t count = 0;
+  way->chain.push_back({root.host, best_first == best_root ? -1 : root.cheapest_in, -1});
+  // The host that relays is the first to get the result, where others relay cheaper than the root emits.
+  const int32_t own = emit(root);
+  const bool relays = at(relay) < at(own);
   for (size_t h = 0; h < sites_.size(); ++h) {
     const Site& site = sites_[h];
     if (!site.needs || site.makes_it() || h == best_root) continue;
-    lanes->push_back(site.cheapest_need_in);
-    const int32_t own = emit(root);
-    lanes->push_back(count++ == 0 || at(own) <= at(relay) ? own : relay);
-  }
-  return best;
-}
-
-// Let every lane have a price per nanosecond, and T be the time of a plan. Its lanes are busy for T at most, so
-// all that it uses is worth at most T times the sum of all prices. It is worth at least what the cheapest way
-// of every box costs; hence T is at least the one divided by the other. By linear programming duality the right
-// prices make this as large as mixtures of ways allow. They are sought by fictitious play: lanes that the
-// cheapest ways so far have used most are raised.
-int64_t reduce_price_bound(const std::vector<const Task*>& tasks, const std::vector<int64_t>& nbytes,
-                           const std::vector<LaneItem>& items, const Network& network) {
-  const auto lanes = 2 * static_cast<size_t>(network.nic_count());
-  std::vector<ReduceWays> ways;
-  int64_t visits = 0;
-  for (const Task* task : tasks) {
-    ways.emplace_back(*task, network);
-    visits += ways.back().size();
-  }
-  int64_t best = 0;
-  std::vector<int64_t> busy(lanes, 0);  // ns, of all rounds together
-  std::vector<int64_t> worth(lanes, kPriceUnit);
-  ReduceWays::Prices price(lanes);
-  std::vector<int32_t> used;
-  for (int32_t round = 1; round <= kMostRounds && round * visits <= kMostVisits; ++round) {
-    // Per byte: worth / rate, in fixed point, rounded down, so that what ways cost is never overrated.
-    __int128 all = 0;
-    for (size_t l = 0; l < lanes; ++l) {
-      price[l] = (static_cast<__int128>(worth[l]) << 32) / network.lane_rate(static_cast<int32_t>(l));
-      all += worth[l];
-    }
-    __int128 value = 0;
-    const auto use = [&](int32_t lane, int64_t bytes) {
-      busy[static_cast<size_t>(lane)] += transfer_ns(bytes, network.lane_rate(lane)) / kMostRounds;
-    };
-    for (size_t b = 0; b < ways.size(); ++b) {
-      value += ways[b].cheapest(price, &used) * nbytes[b];
-      for (const int32_t lane : used) use(lane, nbytes[b]);
-    }
-    for (const LaneItem& item : items) {
-      if (item.kind == LaneItem::Kind::Local || item.copies == 0) continue;
-      const auto cheapest = [&](size_t end) {
-        size_t at = 0;
-        for (size_t k = 1; k < end; ++k)
-          if (price[static_cast<size_t>(item.lanes[k])] < price[static_cast<size_t>(item.lanes[at])]) at = k;
-        return item.lanes[at];
-      };
-      const int32_t first = cheapest(static_cast<size_t>(item.emitters));
-      const int32_t other = cheapest(item.lanes.size());
-      value += (price[static_cast<size_t>(first)] + (item.copies - 1) * price[static_cast<size_t>(other)]) *
-               item.nbytes;
-      use(first, item.nbytes);
-      if (item.copies > 1) use(other, item.nbytes * (item.copies - 1));
-    }
-    if (all > 0) best = std::max(best, static_cast<int64_t>(((value >> 16) * 1000000000 / all) >> 16));
-    const int64_t most = *std::max_element(busy.begin(), busy.end());
-    if (most == 0) break;
-    // Higher powers as the loads settle: prices then gather on the lanes that limit. Their sum over the rounds
-    // counts, since from round to round they swing between lanes that can stand in for each other.
-    const int32_t power = 2 + round / 2;
-    for (size_t l = 0; l < lanes; ++l) {
-      const auto level = static_cast<int64_t>(static_cast<__int128>(busy[l]) * kPriceUnit / most);
-      int64_t raised = kPriceUnit;
-      for (int32_t k = 0; k < power; ++k) raised = raised * level / kPriceUnit;
-      worth[l] = round == 1 ? raised : worth[l] + raised;
-    }
+    const bool first = relays && h == relay_site;
+    way->results.push_back({site.host, site.cheapest_need_in, relays && !first ? relay : own});
+    if (first) std::rotate(way->results.begin(), way->results.end() - 1, way->results.end());
   }
   return best;
 }

@@ -3,12 +3,24 @@
 #include <cstdint>
 #include <vector>
 
-#include "plan/lane_items.h"
 #include "plan/network.h"
 #include "plan/plan.h"
 #include "plan/value_cover.h"
 
 namespace meshcast {
+
+// A way to reduce a box and send the result on, in words of hosts and lanes of NICs.
+struct ReduceWay {
+  struct Visit {
+    int32_t host = -1;
+    int32_t in = -1, out = -1;
+  };
+  std::vector<Visit> chain;  // in order; no lane into the first, none out of the last, where the box is reduced
+  std::vector<Visit>
+      results;  // to further hosts: the lane into each, and the lane out of a host that has it by then
+
+  std::vector<int32_t> lanes() const;  // with repeats
+};
 
 // The ways in which a box can be reduced and sent on, and the cheapest of them when every lane of a NIC has a
 // price. A way is: a chain of hosts that together have every value, then a tree from its end, the root, through
@@ -22,11 +34,12 @@ class ReduceWays {
 
   int64_t size() const { return static_cast<int64_t>(sites_.size() * sites_.size()); }  // pairs of ends
 
-  // No way costs less; zero where nothing is known. `lanes` gets the lanes of the cheapest way, with repeats.
-  __int128 cheapest(const Prices& price, std::vector<int32_t>* lanes);
+  // No way costs less; zero, and no way, where nothing is known.
+  __int128 cheapest(const Prices& price, ReduceWay* way);
 
  private:
-  struct Site {  // a host
+  struct Site {
+    int32_t host = -1;
     uint64_t values = 0;
     bool needs = false;
     std::vector<int32_t> out, in;            // lanes of ranks that have values
@@ -44,11 +57,5 @@ class ReduceWays {
   bool travels_ = false;   // false: every host that needs the result makes it alone
   ValueCover cover_;
 };
-
-// A time in which no plan can finish that reduces every box at one place and sends the result on. It follows
-// from any prices of lanes (see reduce_price.cpp); those that make it largest are sought in a bounded number of
-// rounds. `items` are what the lanes have to carry beside.
-int64_t reduce_price_bound(const std::vector<const Task*>& tasks, const std::vector<int64_t>& nbytes,
-                           const std::vector<LaneItem>& items, const Network& network);
 
 }  // namespace meshcast

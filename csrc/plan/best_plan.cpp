@@ -1,0 +1,121 @@
+#include "plan/best_plan.h"
+
+#include <algorithm>
+
+namespace meshcast {
+namespace {
+
+constexpr int64_t kImproveRounds = 6;  // of another order for the hops of the best plan
+constexpr int64_t kUrgeRounds = 12;
+
+// No schedule of a draft ends before its busiest lane: cheaper to know than the schedule.
+int64_t busiest_lane_ns(const Draft& draft, const Network& network) {
+  std::vector<int64_t> busy(static_cast<size_t>(network.lane_count()), 0);
+  int64_t out = 0;
+  for (const Hop& hop : draft.hops) {
+    const Network::Link link = network.link(network.index(hop.src), network.index(hop.dst));
+    const int64_t nbytes = draft.chunks[static_cast<size_t>(hop.chunk)].nbytes;
+    for (const int32_t lane : {link.out, link.in}) {
+      busy[static_cast<size_t>(lane)] += transfer_ns(nbytes, network.lane_rate(lane));
+      out = std::max(out, busy[static_cast<size_t>(lane)]);
+    }
+  }
+  return out;
+}
+
+}  // namespace
+
+int64_t BestPlan::offer(Strategy strategy, Draft draft, const Network& network) {
+  if (!empty_ && busiest_lane_ns(draft, network) + network.latency_ns() >= plan_.makespan_ns) return INT64_MAX;
+  Schedule made = schedule(draft, draft.chunks, network);
+  if (!empty_ && made.makespan_ns >= plan_.makespan_ns) return made.makespan_ns;
+  empty_ = false;
+  plan_.strategy = strategy;
+  plan_.pieces = std::move(draft.pieces);
+  plan_.chunks = std::move(draft.chunks);
+  plan_.hops = std::move(made.hops);
+  plan_.times = std::move(made.times);
+  plan_.makespan_ns = made.makespan_ns;
+  const int64_t makespan = made.makespan_ns;
+  last_ = std::move(draft);
+  return makespan;
+}
+
+void BestPlan::urge(const Network& network) {
+  if (empty_ || last_.hops.empty()) return;
+  std::vector<int32_t> urgency(static_cast<size_t>(network.lane_count()), kUrgency);
+  Schedule now{plan_.hops, plan_.times, plan_.makespan_ns};
+  const auto hops = static_cast<int64_t>(last_.hops.size());
+  for (int64_t round = 1; round <= kUrgeRounds && !good() && round * hops <= kRetryHops; ++round) {
+    raise_urgency(now, network, &urgency);
+    now = schedule(last_, plan_.chunks, network, urgency);
+    if (now.makespan_ns < plan_.makespan_ns) {
+      plan_.hops = now.hops;
+      plan_.times = now.times;
+      plan_.makespan_ns = now.makespan_ns;
+    }
+  }
+}
+
+BestPlan::State BestPlan::save() const {
+  State out;
+  out.plan.strategy = plan_.strategy;
+  out.plan.pieces = plan_.pieces;
+  out.plan.chunks = plan_.chunks;
+  out.plan.hops = plan_.hops;
+  out.plan.times = plan_.times;
+  out.plan.makespan_ns = plan_.makespan_ns;
+  out.last = last_;
+  out.empty = empty_;
+  return out;
+}
+
+void BestPlan::restore(const State& state) {
+  plan_.strategy = state.plan.strategy;
+  plan_.pieces = state.plan.pieces;
+  plan_.chunks = state.plan.chunks;
+  plan_.hops = state.plan.hops;
+  plan_.times = state.plan.times;
+  plan_.makespan_ns = state.plan.makespan_ns;
+  last_ = state.last;
+  empty_ = state.empty;
+}
+
+void BestPlan::improve(const Network& network) {
+  Schedule now{plan_.hops, plan_.times, plan_.makespan_ns};
+  const auto hops = static_cast<int64_t>(now.hops.size());
+  for (int64_t round = 1; round <= kImproveRounds && !good() && 2 * round * hops <= kRetryHops; ++round) {
+    Schedule next = reschedule(now, plan_.chunks, network);
+    if (next.makespan_ns == now.makespan_ns) return;
+    if (next.makespan_ns < plan_.makespan_ns) {
+      plan_.hops = next.hops;
+      plan_.times = next.times;
+      plan_.makespan_ns = next.makespan_ns;
+    }
+    now = std::move(next);
+  }
+}
+
+void BestPlan::raise_urgency(const Schedule& made, const Network& network,
+                             std::vector<int32_t>* urgency) const {
+  std::vector<int64_t> busy(urgency->size(), 0), end(urgency->size(), 0);
+  for (size_t i = 0; i < made.hops.size(); ++i) {
+    const Hop& hop = made.hops[i];
+    const Network::Link link = network.link(network.index(hop.src), network.index(hop.dst));
+    for (const int32_t lane : {link.out, link.in}) {
+      const auto l = static_cast<size_t>(lane);
+      const int64_t ns =
+          transfer_ns(plan_.chunks[static_cast<size_t>(hop.chunk)].nbytes, network.lane_rate(lane));
+      busy[l] += ns;
+      end[l] = std::max(end[l], made.times[i].start_ns + ns);
+    }
+  }
+  for (size_t l = 0; l < busy.size(); ++l) {
+    const int64_t late = end[l] - plan_.lower_bound_ns;
+    if (late <= 0 || busy[l] < plan_.lower_bound_ns / 10 * 8) continue;
+    const int64_t more = 1 + std::min<int64_t>(15, late * 64 / std::max<int64_t>(1, plan_.lower_bound_ns));
+    (*urgency)[l] = static_cast<int32_t>(std::min<int64_t>((*urgency)[l] + more, 16 * kUrgency));
+  }
+}
+
+}  // namespace meshcast

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/draft.h"
+#include "plan/network.h"
+#include "plan/plan.h"
+#include "plan/schedule.h"
+
+namespace meshcast {
+
+// Hops that may be scheduled in search of a better plan, all attempts together.
+inline constexpr int64_t kRetryHops = 100'000;
+
+// Keeps the plan with the least makespan; the first of equals.
+class BestPlan {
+ public:
+  explicit BestPlan(Plan* plan) : plan_(*plan) {}
+
+  // Returns the makespan of the draft's schedule, the largest number where it is known to lose.
+  int64_t offer(Strategy strategy, Draft draft, const Network& network);
+
+  // Schedules the draft of the best plan again and again; lanes that ended late for want of work that was
+  // theirs to do get more urgent each time, so that they come first where two lanes want the same one.
+  void urge(const Network& network);
+
+  // The best plan so far, to go back to.
+  struct State {
+    Plan plan;
+    Draft last;
+    bool empty = true;
+  };
+  State save() const;
+  void restore(const State& state);
+
+  // Puts the hops of the best plan into another order while that changes anything.
+  void improve(const Network& network);
+
+  // Within 1.5 per cent of the bound: no use in trying on.
+  bool good() const {
+    return !empty_ && plan_.makespan_ns <= plan_.lower_bound_ns + plan_.lower_bound_ns / 200 * 3;
+  }
+
+ private:
+  void raise_urgency(const Schedule& made, const Network& network, std::vector<int32_t>* urgency) const;
+
+  Plan& plan_;
+  Draft last_;  // of the best plan, without pieces and chunks
+  bool empty_ = true;
+};
+
+}  // namespace meshcast
