@@ -27,14 +27,11 @@ def microbatch_seed(seed: int, step: int, stage: int, microbatch: int, part: int
 
 
 @contextmanager
-def random_state(seed: tuple[int, int] | None, stage: PipelineStage, microbatch: int) -> Iterator[None]:
+def random_state(seed: tuple[int, int], stage: PipelineStage, microbatch: int) -> Iterator[None]:
     """That of one forward; afterwards the process has the one that it had before.
 
-    seed: of the schedule, and the step. None: changes nothing.
+    seed: of the schedule, and the step.
     """
-    if seed is None:
-        yield
-        return
     generator = torch.default_generator
     before = generator.get_state()
     generator.manual_seed(microbatch_seed(*seed, stage.stage_index, microbatch, stage.batch_part))

@@ -114,7 +114,7 @@ class Runtime:
         Args:
             feeds: by stage.
             wirings: by micro-batch.
-            seed: see `random_state`.
+            seed: see `random_state`; None leaves the random state alone.
         """
         self._feeds, self._wirings, self._train, self._seed = feeds, wirings, train, seed
         self.trace = Trace()
@@ -158,8 +158,11 @@ class Runtime:
         stage, microbatch = self._stages[action.stage], action.microbatch
         feed = self._feeds[action.stage]
         inputs = feed.arguments(microbatch) if stage.is_first else self._arrived_inputs(stage, action)
-        with random_state(self._seed, stage, microbatch):
+        if self._seed is None:
             output = stage.forward(microbatch, inputs, feed.keywords(microbatch), self._train)
+        else:
+            with random_state(self._seed, stage, microbatch):
+                output = stage.forward(microbatch, inputs, feed.keywords(microbatch), self._train)
         if stage.is_last:
             loss = feed.output(microbatch, output)
             if self._train and loss is not None:
@@ -288,9 +291,10 @@ class Runtime:
     def _settle_sends(self, *, wait: bool) -> None:
         """Lets go of values that have been sent, so that a step holds no more of them than are in flight."""
         flying = []
-        for action, begin, handle in self._sends:
+        for send in self._sends:
+            action, begin, handle = send
             if not wait and not handle.is_completed():
-                flying.append((action, begin, handle))
+                flying.append(send)
                 continue
             handle.wait()
             figures = handle.figures()
