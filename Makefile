@@ -30,10 +30,10 @@ CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix
 LOCK := flock build/.lock
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test test-all bench bench-all bench-check bench-pipeline fuzz lint format asan tsan clean configure help
+.PHONY: build demo test test-all bench bench-all bench-check bench-pipeline bench-e2e fuzz lint format asan tsan clean configure help
 
 help:
-	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build demo test test-all bench bench-all bench-check bench-pipeline fuzz lint format asan tsan clean'
+	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build demo test test-all bench bench-all bench-check bench-pipeline bench-e2e fuzz lint format asan tsan clean'
 
 # ---- set-up ----------------------------------------------------------------------------------------------
 
@@ -104,6 +104,10 @@ bench-check: build $(VENV)/.stamp-dev
 # Writes benchmarks/results/pipeline_sweep.json, the pictures and the tables of docs/pipelining.md.
 bench-pipeline: build $(VENV)/.stamp-dev
 	PYTHON=$(PY) benchmarks/pipeline/run.sh
+
+# Writes benchmarks/results/e2e.json, the chart and the tables of docs/end_to_end.md.
+bench-e2e: build $(VENV)/.stamp-dev
+	PYTHON=$(PY) benchmarks/e2e/run.sh $(BENCH_ARGS)
 
 # ---- style -----------------------------------------------------------------------------------------------
 
