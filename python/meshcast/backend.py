@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -27,4 +28,35 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> _C.P
     from . import _C
 
     inner = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+    inner._set_sequence_number_for_group()  # as torch does for gloo itself
+    _open_monitored_barrier()
     return _C.ProcessGroupMeshcast(inner, rank, size)
+
+
+def _open_monitored_barrier() -> None:
+    """torch.distributed.monitored_barrier asks for gloo by name. From the first group of this backend on, it
+    takes those of this one too; every other group still goes to torch's own function. Idempotent."""
+    from torch.distributed import distributed_c10d as c10d
+
+    torchs = c10d.monitored_barrier
+    if getattr(torchs, "__meshcast__", False):
+        return
+
+    @functools.wraps(torchs)
+    def monitored_barrier(
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        wait_all_ranks: bool = False,
+    ) -> None:
+        if c10d._rank_not_in_group(group) or dist.get_backend(group) != NAME:
+            return torchs(group, timeout, wait_all_ranks)
+        if timeout is None:
+            timeout = dist.default_pg_timeout  # as for gloo: not that of the group
+        elif isinstance(timeout, int | float):  # gloo takes them too
+            timeout = timedelta(seconds=timeout)
+        c10d._check_valid_timeout(timeout)
+        found = c10d._get_default_group() if group is None else group
+        found.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)  # type: ignore[attr-defined]
+
+    monitored_barrier.__meshcast__ = True  # type: ignore[attr-defined]
+    c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
