@@ -46,6 +46,7 @@ void BestPlan::urge(const Network& network) {
   std::vector<int32_t> urgency(static_cast<size_t>(network.lane_count()), kUrgency);
   Schedule now{plan_.hops, plan_.times, plan_.makespan_ns};
   const auto hops = static_cast<int64_t>(last_.hops.size());
+  if (2 * hops > kRetryHops) return;  // one round alone seldom helps
   for (int64_t round = 1; round <= kUrgeRounds && !good() && round * hops <= kRetryHops; ++round) {
     raise_urgency(now, network, &urgency);
     now = schedule(last_, plan_.chunks, network, urgency);

@@ -281,15 +281,26 @@ void find_best(Inputs in, const LaneDemand& lanes, Plan* plan) {
     if (large && best.good()) break;
     in.chunk_bytes = chunk_bytes;
     if (strategy != Strategy::Multicast) {
-      Draft draft = make_draft(strategy, in);
-      if (!fixed_chunk) {
-        const int64_t smaller = shrink_chunks(in, draft.chunks, peak_staging(in.problems, draft));
-        if (smaller > 0) {
-          in.chunk_bytes = smaller;
-          draft = make_draft(strategy, in);
-        }
+      // Broadcast alone keeps the order that was asked for; here every one may be best.
+      std::vector<Balance> balances{options.balance};
+      if (strategy == Strategy::Broadcast && options.strategy == Strategy::Auto && !large) {
+        for (const Balance balance : {Balance::None, Balance::Size, Balance::Greedy, Balance::Search})
+          if (balance != options.balance) balances.push_back(balance);
       }
-      best.offer(strategy, std::move(draft), in.network);
+      for (const Balance balance : balances) {
+        in.balance = balance;
+        in.chunk_bytes = chunk_bytes;
+        Draft draft = make_draft(strategy, in);
+        if (!fixed_chunk) {
+          const int64_t smaller = shrink_chunks(in, draft.chunks, peak_staging(in.problems, draft));
+          if (smaller > 0) {
+            in.chunk_bytes = smaller;
+            draft = make_draft(strategy, in);
+          }
+        }
+        best.offer(strategy, std::move(draft), in.network);
+      }
+      in.balance = options.balance;
     } else if (!best.good()) {
       const BestPlan::State before = best.save();
       try_multicast(in, lanes, fixed_chunk, &best);

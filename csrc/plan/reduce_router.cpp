@@ -242,37 +242,50 @@ const Route& ReduceRouter::route(const Task& task, int64_t nbytes, const Ways& w
   values_ = values.size();
   having_.clear();
   std::vector<int32_t> others;
+  std::vector<int32_t> makers;  // hosts that need the result and make it alone
   for (const auto& [host, ranks] : receivers_) {
     const auto here = hosts_.find(host);
-    if (here == hosts_.end() || here->second.size() < values.size()) {
-      others.push_back(host);
-      continue;
-    }
-    reduce_best({*here}, {}, task.reduce);
-    having_.insert(having_.end(), visited_.begin(), visited_.end());
+    (here == hosts_.end() || here->second.size() < values.size() ? others : makers).push_back(host);
   }
+  const auto make = [&](int32_t host) {
+    reduce_best({*hosts_.find(host)}, {}, task.reduce);
+    having_.insert(having_.end(), visited_.begin(), visited_.end());
+  };
+  for (size_t i = others.empty() ? 0 : 1; i < makers.size(); ++i) make(makers[i]);
   if (others.empty()) return route_;
   const size_t begin = route_.size();
   const __int128 before = cost_;
   Route best;
   __int128 best_cost = -1;
   const auto keep = [&] {
-    if (best_cost < 0 || cost_ < best_cost) {
-      best_cost = cost_;
-      best.assign(route_.begin() + static_cast<int64_t>(begin), route_.end());
-    }
+    if (best_cost >= 0 && cost_ >= best_cost) return;
+    best_cost = cost_;
+    best.assign(route_.begin() + static_cast<int64_t>(begin), route_.end());
   };
-  for (size_t i = 0; i < ways.size(); ++i) {
-    if (only >= 0 ? i != static_cast<size_t>(only) : ways[i].part == 0) continue;
-    if (follow(ways[i].way, task.reduce)) keep();
-    undo(begin);
-    cost_ = before;
-  }
-  if (only < 0 || best_cost < 0) {
-    spread_or_reduce(others, task.reduce);
+  if (!makers.empty()) {  // the first of them where that suits the others, or where it suits itself
+    reduce_best({*hosts_.find(makers.front())}, others, task.reduce);
     keep();
     undo(begin);
+    cost_ = before;
+    make(makers.front());
   }
+  const size_t made = route_.size();
+  const __int128 made_cost = cost_;
+  bool followed = false;
+  for (size_t i = 0; i < ways.size(); ++i) {
+    if (only >= 0 ? i != static_cast<size_t>(only) : ways[i].part == 0) continue;
+    if (follow(ways[i].way, task.reduce)) {
+      followed = true;
+      keep();
+    }
+    undo(made);
+    cost_ = made_cost;
+  }
+  if (only < 0 || !followed) {
+    spread_or_reduce(others, task.reduce);
+    keep();
+  }
+  undo(begin);
   route_.insert(route_.end(), best.begin(), best.end());
   load(best, 1);
   cost_ = best_cost;
