@@ -56,6 +56,8 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const std::vector<int32_t>& values
     for (const auto& [position, host] : ring) {
       std::vector<int32_t> ranks = by_host[host];
       if (rounds > 1) {  // the root comes last of all
+        const auto turn = static_cast<int64_t>((turn_ >> 40) % ranks.size());  // not always the same parts
+        std::rotate(ranks.begin(), ranks.begin() + turn, ranks.end());
         const auto at = std::find(ranks.begin(), ranks.end(), root);
         if (at != ranks.end()) std::rotate(at, at + 1, ranks.end());
         const auto cut = [&](size_t k) {
