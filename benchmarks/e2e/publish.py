@@ -163,7 +163,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 axes.plot([expected / free] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.6)
         axes.axvline(1, color="black", linewidth=0.8, linestyle="--")
         axes.set_yticks(places, names, fontsize=8)
-        axes.set_title(title(found), fontsize=9)
+        axes.set_title(title(found).replace(", ", "\n", 1), fontsize=9)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     for axes in panels[len(tables) :]:
