@@ -55,7 +55,7 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const std::vector<int32_t>& values
   for (size_t round = 0; round < rounds; ++round) {
     for (const auto& [position, host] : ring) {
       std::vector<int32_t> ranks = by_host[host];
-      if (rounds > 1) {  // the root comes last of all
+      if (rounds > 1) {                                                        // the root comes last of all
         const auto turn = static_cast<int64_t>((turn_ >> 40) % ranks.size());  // not always the same parts
         std::rotate(ranks.begin(), ranks.begin() + turn, ranks.end());
         const auto at = std::find(ranks.begin(), ranks.end(), root);
