@@ -5,41 +5,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from meshcast.bench.cases import CASES, find
 from meshcast.bench.methods import METHODS
 from meshcast.bench.report import calibration_text, details, problems, remarks, table
 
 from .cluster import ClusterError, missing
+from .machine import machine
 from .peers import PEERS
 from .session import Options, OverloadedError, run
 
-ROOT = Path(__file__).resolve().parent.parent
 EXTRA = ("gloo broadcasts", "Open MPI isend")  # slow, and nobody recommends them
 RATES = (250.0, 200.0, 150.0, 100.0)  # Mbit/s, tried in this order where none was asked for
 
 
 def header(args: argparse.Namespace, rate: float, loopback: str) -> dict[str, Any]:
     """What a reader must know to take the figures for what they are."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     return {
-        "command": "python -m benchmarks " + " ".join(sys.argv[1:]),
-        "commit": commit,
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "torch": torch.__version__,
+        **machine("benchmarks"),
         "links": "loopback" if loopback else "emulated",
         "link_mbit": rate,
         "bound_seconds": args.seconds,

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,7 +20,8 @@ from meshcast import Layout, Topology
 from meshcast.plan import Options, Plan, Problem
 from torch.distributed.tensor import Replicate, Shard
 
-_ROOT = Path(__file__).resolve().parent.parent
+from .machine import machine
+
 _RANKS = (64, 512, 4096, 16384)  # of both meshes together
 _PER_HOST = 8
 _SHAPE = (1 << 14, 1 << 15)  # bfloat16: 1 GiB
@@ -81,9 +80,6 @@ def main() -> int:
     args = parser.parse_args()
     if any(ranks < 2 * _PER_HOST or ranks % (2 * _PER_HOST) for ranks in args.ranks):
         parser.error(f"--ranks: multiples of {2 * _PER_HOST}")
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True
-    ).stdout.strip()
     rows = []
     for ranks in args.ranks:
         rows += [measure(ranks, kind, *layouts) for kind, layouts in kinds(ranks).items()]
@@ -93,8 +89,9 @@ def main() -> int:
     )
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        head = {"commit": commit, "cores": os.cpu_count(), "torch": torch.__version__}
-        args.out.write_text(json.dumps({"header": head, "rows": rows}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps({"header": machine("benchmarks.planner"), "rows": rows}, indent=1) + "\n"
+        )
     return 0
 
 

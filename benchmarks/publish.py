@@ -14,6 +14,7 @@ from meshcast.bench.methods import METHODS, ours
 from meshcast.bench.report import calibration_text, problems, ratio, remarks, spread, table
 
 from . import chart, planner
+from .page import replace
 from .peers import PEERS
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -45,26 +46,17 @@ def main() -> int:
     parts += [f"## {_RESULTS[name]}\n\nNot reported: {why[0]}." for name, why in refused.items() if why]
     if (simulated := load(_FOLDER / "planner.json")) is not None:
         parts.append(_planner(simulated))
-    replace(_PAGE, "\n\n".join(parts))
+    replace(_PAGE, _MARK, "\n\n".join(parts))
     print(f"wrote {_PAGE.relative_to(_ROOT)}")
     if "paper_cases" in good:
         chart.draw(good["paper_cases"], _PICTURE)
-        replace(_README, _summary(good["paper_cases"]))
+        replace(_README, _MARK, _summary(good["paper_cases"]))
         print(f"wrote {_PICTURE.relative_to(_ROOT)} and {_README.relative_to(_ROOT)}")
     return 1 if any(refused.values()) or "paper_cases" not in good else 0
 
 
 def load(path: Path) -> Results | None:
     return json.loads(path.read_text()) if path.exists() else None
-
-
-def replace(page: Path, text: str) -> None:
-    """Puts the text between the marks."""
-    before, _, rest = page.read_text().partition(_MARK.format("Begin"))
-    _, mark, after = rest.partition(_MARK.format("End"))
-    if not mark:
-        raise SystemExit(f"{page}: the marks `{_MARK.format('Begin')}` and `... End ...` are gone")
-    page.write_text(f"{before}{_MARK.format('Begin')}\n\n{text}\n\n{mark}{after}")
 
 
 def _methods(results: Iterable[Results]) -> str:

@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from meshcast.bench.report import overload
 
 from ..cluster import Cluster, ClusterError, run_ranks
+from ..machine import machine
 from . import paper
 from .links import set_rate
-from .publish import RESULTS, ROOT, publish, table
+from .publish import RESULTS, publish, table
 from .rows import BASELINE, FREE, FREE_DELAYED, ROWS
 
 _LIMIT = 600.0  # seconds for one start of all ranks
@@ -72,15 +69,8 @@ def parse() -> argparse.Namespace:
 
 def header(args: argparse.Namespace) -> dict[str, Any]:
     """What a reader must know to take the figures for what they are."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     return {
-        "command": " ".join(["python -m benchmarks.e2e", *sys.argv[1:]]),
-        "commit": commit,
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "torch": torch.__version__,
+        **machine("benchmarks.e2e"),
         "microbatches": args.microbatches,
         "repeats": args.repeats,
     }

@@ -12,8 +12,10 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from .publish import ROOT, replace
+from ..machine import ROOT
+from ..page import replace
 
+_PAGE = ROOT / "docs" / "end_to_end.md"
 _PICTURE = ROOT / "docs" / "images" / "training_curves.svg"
 _MARK = "<!-- {} of what python -m benchmarks.e2e.curves writes -->"
 _NAMES = {"gpt": "GPT", "unet": "U-Transformer"}
@@ -93,7 +95,7 @@ def main() -> int:
         raise SystemExit(__doc__)
     curves = load(Path(sys.argv[1]))
     draw(curves, _PICTURE)
-    replace(_MARK, f"{table(curves)}\n\n![Losses over each other](images/{_PICTURE.name})")
+    replace(_PAGE, _MARK, f"{table(curves)}\n\n![Losses over each other](images/{_PICTURE.name})")
     print(f"wrote {_PICTURE.relative_to(ROOT)} and docs/end_to_end.md")
     return 0
 

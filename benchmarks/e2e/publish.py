@@ -11,11 +11,12 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from ..machine import ROOT
+from ..page import replace
 from .rows import BASELINE, FREE, FREE_DELAYED, OURS
 
-__all__ = ["RESULTS", "ROOT", "publish", "replace", "table"]
+__all__ = ["RESULTS", "publish", "table"]
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "e2e.json"
 _PAGE = ROOT / "docs" / "end_to_end.md"
 _PICTURE = ROOT / "docs" / "images" / "e2e.svg"
@@ -173,18 +174,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def replace(mark: str, text: str) -> None:
-    """Puts the text between the marks of the page."""
-    before, _, rest = _PAGE.read_text().partition(mark.format("Begin"))
-    _, end, after = rest.partition(mark.format("End"))
-    if not end:
-        raise SystemExit(f"{_PAGE}: the marks `{mark.format('Begin')}` and `... End ...` are gone")
-    _PAGE.write_text(f"{before}{mark.format('Begin')}\n\n{text}\n\n{end}{after}")
-
-
 def publish(results: dict[str, Any]) -> None:
     """Writes the tables between their marks, and the chart."""
-    replace(_MARK, text(results))
+    replace(_PAGE, _MARK, text(results))
     draw(results, _PICTURE)
     print(f"wrote {_PAGE.relative_to(ROOT)} and {_PICTURE.relative_to(ROOT)}")
 

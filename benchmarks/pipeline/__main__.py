@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..cluster import Cluster, ClusterError, run_ranks
+from ..machine import machine
 from .chain import join_neighbours
 from .methods import METHODS
-from .publish import RESULTS, ROOT, publish, row, table_head
+from .publish import RESULTS, publish, row, table_head
 
 _LIMIT = 900.0  # seconds for everything
 
@@ -61,15 +57,8 @@ def _shares(text: str) -> list[float]:
 
 def header(args: argparse.Namespace) -> dict[str, Any]:
     """What a reader must know to take the figures for what they are."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     return {
-        "command": " ".join(["python -m benchmarks.pipeline", *sys.argv[1:]]),
-        "commit": commit,
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "torch": torch.__version__,
+        **machine("benchmarks.pipeline"),
         "stages": args.stages,
         "microbatches": args.microbatches,
         "forward_seconds": args.forward,

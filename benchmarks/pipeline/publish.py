@@ -14,11 +14,12 @@ from matplotlib.figure import Figure
 from meshcast.pipelining import simulate
 from meshcast.pipelining.draw import Panel, bar_of, draw_panels, panel_of
 
+from ..machine import ROOT
+from ..page import replace
 from .methods import METHODS
 
 __all__ = ["RESULTS", "ROOT", "publish", "row", "table_head"]
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "pipeline_sweep.json"
 _PAGE = ROOT / "docs" / "pipelining.md"
 _IMAGES = ROOT / "docs" / "images"
@@ -193,10 +194,7 @@ def draw_step(results: dict[str, Any], path: Path) -> None:
 def publish(results: dict[str, Any]) -> None:
     """Writes the section and both pictures."""
     mpl.rcParams["svg.hashsalt"] = "meshcast"  # the same picture for the same figures
-    text = _PAGE.read_text()
-    begin, end = _MARK.format("Begin"), _MARK.format("End")
-    before, after = text.split(begin)[0], text.split(end)[1]
-    _PAGE.write_text(f"{before}{begin}\n\n{tables(results)}\n\n{end}{after}")
+    replace(_PAGE, _MARK, tables(results))
     draw_sweep(results, _IMAGES / "pipeline_sweep.svg")
     draw_step(results, _IMAGES / "pipeline_step.png")
     print(

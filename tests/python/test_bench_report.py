@@ -157,7 +157,7 @@ def test_publish_wants_its_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("no marks")
     with pytest.raises(SystemExit, match="marks"):
-        publish.replace(page, "text")
+        publish.replace(page, "{} of a table", "text")
     assert page.read_text() == "no marks"
 
 
