@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from training.layout import ConfigError, RunLayout, nearest_multiple
+from training.layout import RunLayout, check_heads, nearest_multiple
 
 from gpt.config import MODELS, ModelConfig, model_config
 
@@ -41,13 +41,7 @@ class GptJob:
 
     def check(self, run: RunLayout) -> None:
         heads = self.config.heads
-        for stage in run.stages:
-            if heads % stage.tensor:
-                fit = max(n for n in range(1, stage.tensor) if heads % n == 0)
-                raise ConfigError(
-                    f"--stages {run}: {heads} heads cannot be shared evenly by {stage.tensor} tensor-parallel"
-                    f" ranks; use {stage.data}x{fit}, or --heads {nearest_multiple(heads, stage.tensor)}"
-                )
+        check_heads(run, heads, lambda ranks: f"--heads {nearest_multiple(heads, ranks)}")
 
     def about(self) -> dict[str, Any]:
         return asdict(self.config)

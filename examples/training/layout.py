@@ -5,6 +5,7 @@ Imports no torch: a wrong command line is answered in well under a second.
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -105,6 +106,20 @@ def check_run(layers: int, run: RunLayout, world_size: int) -> None:
             f"--batch {run.batch} cannot be cut into {pieces} that divide by "
             f"{named} ranks; use a multiple of {grain}: --batch {nearest_multiple(run.batch, grain)}"
         )
+
+
+def check_heads(run: RunLayout, heads: int, remedy: Callable[[int], str]) -> None:
+    """Raise ConfigError where heads cannot be shared evenly by the tensor-parallel ranks of a stage.
+
+    remedy: what else would help, given their number.
+    """
+    for stage in run.stages:
+        if heads % stage.tensor:
+            fit = max(n for n in range(1, stage.tensor) if heads % n == 0)
+            raise ConfigError(
+                f"--stages {run}: {heads} heads cannot be shared evenly by {stage.tensor} tensor-parallel"
+                f" ranks; use {stage.data}x{fit}, or {remedy(stage.tensor)}"
+            )
 
 
 def split_layers(layers: int, n_stages: int) -> list[range]:

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from training.layout import ConfigError, RunLayout
+from training.layout import RunLayout, check_heads
 
 from unet.config import LAYERS, MODELS, UNetConfig, model_config
 
@@ -36,14 +36,7 @@ class UNetJob:
             return sum(p.numel() for p in self._stage(0, 1, 0).parameters())
 
     def check(self, run: RunLayout) -> None:
-        heads = self.config.heads
-        for stage in run.stages:
-            if heads % stage.tensor:
-                fit = max(n for n in range(1, stage.tensor) if heads % n == 0)
-                raise ConfigError(
-                    f"--stages {run}: {heads} heads cannot be shared evenly by {stage.tensor} tensor-parallel"
-                    f" ranks; use {stage.data}x{fit}, or a wider --model"
-                )
+        check_heads(run, self.config.heads, lambda _: "a wider --model")
 
     def about(self) -> dict[str, Any]:
         return asdict(self.config)
