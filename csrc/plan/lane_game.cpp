@@ -41,7 +41,7 @@ std::pair<size_t, bool> LaneGame::add(size_t box, Use use) {
 }
 
 void LaneGame::forget() {
-  round_ = weight_ = 0;
+  round_ = 0;
   std::fill(price_sum_.begin(), price_sum_.end(), 0);
   for (std::vector<Way>& ways : boxes_)
     for (Way& way : ways) way.part_sum = 0;
@@ -100,7 +100,6 @@ void LaneGame::price_lanes() {
 void LaneGame::play(int64_t rounds) {
   for (; rounds > 0; --rounds) {
     ++round_;
-    weight_ += std::min(round_, kMostWeight);
     std::fill(load_.begin(), load_.end(), 0);
     for (std::vector<Way>& ways : boxes_) choose_ways(&ways);
     price_lanes();

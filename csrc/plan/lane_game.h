@@ -53,8 +53,7 @@ class LaneGame {
   std::vector<std::vector<Way>> boxes_;
   std::vector<int64_t> load_, regret_, price_, price_sum_;  // by lane
   int64_t size_ = 0;
-  int64_t round_ = 0;   // since averages began
-  int64_t weight_ = 0;  // of all rounds that count
+  int64_t round_ = 0;  // since averages began
 };
 
 }  // namespace meshcast

@@ -49,7 +49,7 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const ReduceWay& way, ReduceOp op)
     if (best >= 0) take(best, best_rank, &hosts[i]);
     return best_rank;
   };
-  // What only one host of the chain has is its own; such a host needs no further value to be of use.
+  // Lanes out first: a host that is left over another NIC than the way says shifts load between NICs.
   for (size_t i = 0; i < hosts.size(); ++i)
     if (way.chain[i].out >= 0) hosts[i].leave = take_behind(i, way.chain[i].out / 2);
   for (size_t i = 0; i < hosts.size(); ++i) {
