@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <set>
 
 #include "plan/flow.h"
 #include "plan/reduce_mix.h"
@@ -107,8 +106,6 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
   std::vector<int64_t> inside(hosts, 0);  // most bytes that one rank of a host could have to pass on
   std::vector<int64_t> local_only(static_cast<size_t>(network.rank_count()), 0);
   std::vector<int64_t> received(static_cast<size_t>(network.rank_count()), 0);
-  std::vector<__int128> copied(hosts, 0);  // bytes that its ranks must take in over local lanes
-  std::vector<std::set<int32_t>> receiving(hosts);
   std::vector<LaneItem> reducing, whole;  // two ways to count, which differ in the lanes in
   std::vector<LaneItem> by_rank[2];       // the same by rank
   std::vector<const Task*> reduced;
@@ -141,12 +138,9 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
       const auto host = static_cast<size_t>(parties.receivers[p].host);
       if (parties.remote(p)) input[host].mandatory += bundles[b].nbytes;
       if (!parties.remote(p) || parties.receivers[p].ranks.size() > 1) inside[host] += bundles[b].nbytes;
-      const auto copies = static_cast<int64_t>(parties.receivers[p].ranks.size()) - parties.remote(p);
-      copied[host] += static_cast<__int128>(bundles[b].nbytes) * copies;
       for (const int32_t r : parties.receivers[p].ranks) {
-        receiving[host].insert(r);
         received[static_cast<size_t>(r)] += bundles[b].nbytes;
-        if (!parties.remote(p)) local_only[static_cast<size_t>(r)] += bundles[b].nbytes;
+        if (parties.one_host) local_only[static_cast<size_t>(r)] += bundles[b].nbytes;
       }
     }
   }
@@ -207,10 +201,6 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
     local_rate[static_cast<size_t>(network.host(r))] = network.lane_rate(network.local_out(r));
   }
   for (size_t h = 0; h < hosts; ++h) {
-    if (copied[h] > 0) {
-      bound = std::max(bound, ceil_time(copied[h], static_cast<__int128>(local_rate[h]) *
-                                                       static_cast<int64_t>(receiving[h].size())));
-    }
     // Where half the time is enough for one rank to pass on everything, the order inside the host is free.
     out.hot_hosts[h] = inside[h] > 0 && ceil_time(inside[h], local_rate[h]) > bound / 2;
   }
@@ -220,14 +210,21 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
                        &local);
   }
   balance_lanes(network, &local);
-  std::map<int32_t, std::vector<const LaneItem*>> copying;
-  for (const LaneItem& item : local) {
-    const Parties& parties = out.parties[static_cast<size_t>(item.bundle)];
-    copying[parties.receivers[static_cast<size_t>(item.party)].host].push_back(&item);
-  }
-  for (const auto& [host, items] : copying) {
-    if (enough_time(items, network) <= bound) continue;
-    bound = least_time(items, network, bound);
+  for (const bool into : {false, true}) {
+    std::vector<LaneItem> arriving;
+    for (size_t b = 0; b < bundles.size(); ++b) {
+      append_arrival_items(static_cast<int32_t>(b), bundles[b].nbytes, out.parties[b], network, out.hot_hosts,
+                           into, &arriving);
+    }
+    balance_lanes(network, &arriving);
+    std::map<int32_t, std::vector<const LaneItem*>> by_host;
+    for (const LaneItem& item : arriving) {
+      const Parties& parties = out.parties[static_cast<size_t>(item.bundle)];
+      by_host[parties.receivers[static_cast<size_t>(item.party)].host].push_back(&item);
+    }
+    for (const auto& [host, items] : by_host) {
+      if (enough_time(items, network) > bound) bound = least_time(items, network, bound);
+    }
   }
   out.items.insert(out.items.end(), local.begin(), local.end());
   out.bound_ns = bundles.empty() ? 0 : bound + network.latency_ns();

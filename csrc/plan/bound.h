@@ -24,7 +24,8 @@ struct LaneDemand {
 // The bound is the latency of one hop and the largest of
 //   - for the NICs that send: each box leaves a host that holds it once, and is sent once per remote host;
 //   - for the NICs that receive, host by host: each box that the host needs and does not hold enters it once;
-//   - for the ranks of a host: each receives what it needs; what its host holds or got comes from inside.
+//   - for the ranks of a host: each receives what it needs, over its NIC or from another rank of the host,
+//     and only from there where no other host has a part in the box.
 // A box to be reduced counts as reduced first and sent on then: with Q hosts at least to visit for all partial
 // values and R hosts that need the result, Q - 1 + R hops between hosts (one less where a host is both), to be
 // shared by all NICs involved, and one into every host that needs it and cannot make it alone; where all of

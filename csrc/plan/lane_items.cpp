@@ -196,6 +196,35 @@ void append_local_items(int32_t bundle, int64_t nbytes, const Parties& parties, 
   }
 }
 
+void append_arrival_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
+                          const std::vector<char>& hot_hosts, bool into, std::vector<LaneItem>* out) {
+  LaneItem item;
+  item.kind = LaneItem::Kind::Local;
+  item.bundle = bundle;
+  item.nbytes = nbytes;
+  for (size_t p = 0; p < parties.receivers.size(); ++p) {
+    const Party& party = parties.receivers[p];
+    if (!hot_hosts[static_cast<size_t>(party.host)]) continue;
+    item.party = static_cast<int32_t>(p);
+    item.copies = static_cast<int64_t>(party.ranks.size());
+    std::vector<int32_t> first, later;  // lanes that may bring the first copy, and those for others only
+    for (const int32_t r : party.ranks) {
+      if (!parties.one_host) first.push_back(network.nic_in(network.nic(r)));
+      if (!into)
+        later.push_back(network.local_out(r));
+      else
+        (parties.remote(p) ? later : first).push_back(network.local_in(r));
+    }
+    if (!into && !parties.remote(p)) {
+      for (const int32_t r : parties.holders[static_cast<size_t>(parties.holder_party[p])].ranks)
+        first.push_back(network.local_out(r));
+    }
+    if (item.copies == 1) later.clear();
+    join(std::move(first), std::move(later), &item);
+    out->push_back(item);
+  }
+}
+
 void prefer_emitters(const Network& network, int64_t level, std::vector<LaneItem>* items) {
   std::vector<int64_t> load(static_cast<size_t>(network.lane_count()), 0);
   for (const LaneItem& item : *items) {

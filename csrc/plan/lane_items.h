@@ -15,7 +15,7 @@ struct LaneItem {
   enum class Kind : uint8_t { NicOut, NicIn, Local };
   Kind kind = Kind::NicOut;
   int32_t bundle = -1;
-  int32_t party = -1;  // index into Parties::receivers, NicIn and Local only
+  int32_t party = -1;  // index into Parties::receivers, not for NicOut
   int64_t nbytes = 0;
   int64_t copies = 0;
   int32_t emitters = 0;
@@ -31,6 +31,12 @@ void append_network_items(int32_t bundle, int64_t nbytes, const Parties& parties
 // Inside hosts: one item for the local out lanes of each receiving host that is marked hot.
 void append_local_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
                         const std::vector<char>& hot_hosts, std::vector<LaneItem>* out);
+
+// For the bound: all copies that each receiving host that is marked hot takes in, whichever way. They come over
+// NICs, where other hosts have a part in the box, or from ranks of the host; the latter are counted by their
+// local lanes out or, with `into`, by those into the receivers.
+void append_arrival_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
+                          const std::vector<char>& hot_hosts, bool into, std::vector<LaneItem>* out);
 
 // For a bundle to be reduced: items for the lanes out of and into all who take part (see find_lane_demand). The
 // lanes in are counted by host, each of which is entered once, or, with `whole_results`, by what may enter: all

@@ -50,6 +50,20 @@ TEST_CASE("inside a host the local lanes bind", "[plan]") {
         3000);
 }
 
+TEST_CASE("a box that another host gets as well may come back from there", "[plan]") {
+  // Two ranks a host; 4 bytes/ns between hosts, 1 inside. Rank 0 holds the box.
+  const auto plan = [](Layout dst) {
+    const Topology topology = uniform_topology(3, 2, 4'000'000'000, 1, 1'000'000'000, 0);
+    return make_plan({{{6000}, 1, layout({1}, 0, {kReplicate}), std::move(dst)}}, topology,
+                     {Strategy::GlobalAllGather, Balance::None, 60, 0});
+  };
+  CHECK(plan(layout({1}, 1, {kReplicate})).lower_bound_ns == 6000);  // nobody else has it
+  const Plan both = plan(layout({2}, 1, {kReplicate}));
+  CHECK(both.lower_bound_ns == 1500);  // it enters host 1 over 4 bytes/ns; rank 1 has 5 bytes/ns
+  CHECK(both.makespan_ns >= both.lower_bound_ns);
+  CHECK(both.makespan_ns < 6000);  // half of it reaches rank 1 by way of rank 2
+}
+
 TEST_CASE("reductions are bound by reduce-then-multicast", "[plan]") {
   const Layout pending = layout({4}, 0, {partial(ReduceOp::Sum)});
   // All-reduce of four hosts: 3 hops to the root and 3 back, shared by four NICs.

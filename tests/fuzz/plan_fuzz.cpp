@@ -29,9 +29,20 @@ class Bytes {
 
   // Mostly small, sometimes at the edges where arithmetic breaks.
   int64_t number() {
-    static constexpr int64_t kEdges[] = {0,          -1,         1,         INT32_MAX, int64_t{1} << 32,
-                                         INT64_MAX,  INT64_MIN,  1 << 20,   int64_t{1} << 40,
-                                         1000000007, int64_t{1} << 62, 4096, 65536,     3};
+    static constexpr int64_t kEdges[] = {0,
+                                         -1,
+                                         1,
+                                         INT32_MAX,
+                                         int64_t{1} << 32,
+                                         INT64_MAX,
+                                         INT64_MIN,
+                                         1 << 20,
+                                         int64_t{1} << 40,
+                                         1000000007,
+                                         int64_t{1} << 62,
+                                         4096,
+                                         65536,
+                                         3};
     const int64_t kind = byte();
     if (kind < 200) return kind % 17;
     return kEdges[kind % static_cast<int64_t>(std::size(kEdges))];
@@ -71,8 +82,9 @@ Topology topology(Bytes& in) {
   Topology out;
   out.latency_ns = in.below(16) == 0 ? in.number() : in.below(100) * 1000;
   if (in.below(4) != 0) {
-    return uniform_topology(255, 1 + in.below(8), 1 + 125'000'000 * in.below(9), 1 + in.below(4),
-                            1 + 1'000'000'000 * in.below(9), out.latency_ns);
+    const int64_t ranks = 1 + in.below(8), nic_rate = 1 + 125'000'000 * in.below(9);
+    const int64_t nics = 1 + in.below(4), local_rate = 1 + 1'000'000'000 * in.below(9);
+    return uniform_topology(255, ranks, nic_rate, nics, local_rate, out.latency_ns);
   }
   int32_t rank = 0;
   while (rank < 128) {
