@@ -7,14 +7,55 @@ namespace meshcast {
 using c10d::Work;
 using Tensors = std::vector<at::Tensor>;
 
-ProcessGroupMeshcast::ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size)
-    : Backend(rank, size), inner_(std::move(inner)) {}
+namespace {
+
+// The element types of gloo; others it refuses in its own words.
+bool known_to_gloo(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+    case at::kDouble:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kChar:
+    case at::kByte:
+    case at::kBool:
+    case at::kInt:
+    case at::kLong: return true;
+    default: return false;
+  }
+}
+
+}  // namespace
+
+ProcessGroupMeshcast::ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size,
+                                           Multicast multicast)
+    : Backend(rank, size), inner_(std::move(inner)), multicast_(std::move(multicast)) {}
+
+bool ProcessGroupMeshcast::takes_multicast(const Tensors& tensors) const {
+  if (!multicast_.start || size_ < 2 || tensors.size() != 1) return false;
+  const at::Tensor& tensor = tensors.front();
+  // Only what is the same on all ranks may decide. Elements are sent in the order of memory, as gloo sends
+  // them.
+  return tensor.layout() == at::kStrided && tensor.device().is_cpu() && known_to_gloo(tensor.scalar_type()) &&
+         static_cast<int64_t>(tensor.nbytes()) >= multicast_.at_least;
+}
 
 // gloo of torch before 2.14 has no getError and throws; a group that can still be asked has no error to tell.
 c10d::ErrorType ProcessGroupMeshcast::getError() { return c10d::ErrorType::SUCCESS; }
 
 c10::intrusive_ptr<Work> ProcessGroupMeshcast::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  return inner_->broadcast(tensors, opts);
+  bin_->empty();
+  if (!takes_multicast(tensors) || opts.rootRank < 0 || opts.rootRank >= size_)
+    return inner_->broadcast(tensors, opts);
+  ++multicasts_;
+  const auto work =
+      c10::make_intrusive<PendingWork>(rank_, c10d::OpType::BROADCAST, "meshcast:broadcast", tensors, bin_);
+  const at::Tensor& tensor = tensors.front();
+  // Without autograd: a parameter may be a leaf.
+  const at::Tensor bytes = tensor.detach().as_strided({tensor.numel()}, {1}).view(at::kByte);
+  const auto limit = opts.timeout.count() > 0 ? opts.timeout : getBackendOptions()->timeout;
+  multicast_.start(work, bytes, static_cast<int>(opts.rootRank), std::chrono::duration<double>(limit).count());
+  return work;
 }
 
 c10::intrusive_ptr<Work> ProcessGroupMeshcast::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {

@@ -1,19 +1,34 @@
 #pragma once
 
+#include <atomic>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "backend/pending_work.h"
+
 namespace meshcast {
 
-// The c10d backend "meshcast": every ordinary collective is the inner backend's (gloo on CPU), so that
-// switching a script to it changes nothing else. Reshards do not pass through here: they use private groups
-// (reshard_group.h), which this backend's owner ends together with it.
+// Where broadcasts go that are worth a multicast.
+struct Multicast {
+  // Starts to bring `bytes`, contiguous memory of equal length on all ranks, from rank `root` of the group to
+  // the others, and settles `work` when that has begun. Returns at once.
+  std::function<void(const c10::intrusive_ptr<PendingWork>& work, const at::Tensor& bytes, int root,
+                     double timeout_seconds)>
+      start;
+  int64_t at_least = 0;  // bytes; smaller broadcasts are the inner backend's
+};
+
+// The c10d backend "meshcast": every ordinary collective but a large broadcast is the inner backend's (gloo on
+// CPU), so that switching a script to it changes nothing else. Reshards do not pass through here: they use
+// private groups (reshard_group.h), which this backend's owner ends together with it.
 // Only the method names that all supported torch releases know are overridden.
 class ProcessGroupMeshcast final : public c10d::Backend {
  public:
-  ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size);
+  ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, Multicast multicast);
 
   const c10::intrusive_ptr<c10d::Backend>& inner() const { return inner_; }
 
@@ -24,7 +39,7 @@ class ProcessGroupMeshcast final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> endCoalescing() override { return inner_->endCoalescing(); }
   void setTimeout(std::chrono::milliseconds timeout) override { inner_->setTimeout(timeout); }
   void setSequenceNumberForGroup() override { inner_->setSequenceNumberForGroup(); }
-  uint64_t getSequenceNumberForGroup() override { return inner_->getSequenceNumberForGroup(); }
+  uint64_t getSequenceNumberForGroup() override { return inner_->getSequenceNumberForGroup() + multicasts_; }
   c10d::ErrorType getError() override;
   void abort() override { inner_->abort(); }
   void shutdown() override { inner_->shutdown(); }
@@ -77,7 +92,12 @@ class ProcessGroupMeshcast final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
  private:
+  bool takes_multicast(const std::vector<at::Tensor>& tensors) const;
+
   const c10::intrusive_ptr<c10d::Backend> inner_;
+  const Multicast multicast_;
+  const std::shared_ptr<RecycleBin> bin_ = std::make_shared<RecycleBin>();
+  std::atomic<uint64_t> multicasts_ = 0;  // collectives that the inner backend did not count
 };
 
 }  // namespace meshcast

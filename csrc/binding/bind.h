@@ -2,12 +2,17 @@
 
 #include <pybind11/pybind11.h>
 
+#include "common/error.h"
+
 // The files of this folder are the only ones that know Python. Each adds its part of the module _C.
 namespace meshcast {
 
 // meshcast::Error and its kinds become the classes of meshcast.errors, also where they pass through torch's
 // bindings.
 void bind_errors(pybind11::module_& m);
+
+// The way back, for errors that Python keeps for a C++ caller: class, text and who, where and when.
+Error error_from(const pybind11::object& raised);
 
 // Layouts, topologies and plans. Includes no torch header, so that it compiles in seconds.
 void bind_plan(pybind11::module_& m);

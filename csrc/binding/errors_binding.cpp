@@ -55,6 +55,28 @@ void raise(const Error& error) {
 
 }  // namespace
 
+Error error_from(const py::object& raised) {
+  const auto name = py::type::of(raised).attr("__name__").cast<std::string>();
+  ErrorKind kind = ErrorKind::Generic;
+  for (const ErrorKind each : {ErrorKind::Layout, ErrorKind::PlanMismatch, ErrorKind::DeadlineExceeded,
+                               ErrorKind::PeerLost, ErrorKind::Aborted}) {
+    if (name == class_name(each)) kind = each;
+  }
+  const auto field = [&](const char* key, auto none) {
+    const py::object value = py::getattr(raised, key, py::none());
+    return value.is_none() ? none : value.cast<decltype(none)>();
+  };
+  ErrorContext context;
+  context.rank = field("rank", context.rank);
+  context.peer = field("peer", context.peer);
+  context.op = field("op", context.op);
+  context.sequence = field("sequence", context.sequence);
+  context.phase = field("phase", context.phase);
+  context.elapsed = field("elapsed", context.elapsed);
+  context.limit = field("limit", context.limit);
+  return {kind, py::str(raised).cast<std::string>(), context};
+}
+
 void bind_errors(py::module_&) {
   // Registered with the pybind11 internals that torch shares, hence also asked when the error leaves
   // Work.wait().

@@ -12,6 +12,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "backend/pending_work.h"
 #include "backend/process_group.h"
 #include "backend/reshard_group.h"
 #include "backend/reshard_work.h"
@@ -38,6 +39,20 @@ py::dict stats_of(const c10::intrusive_ptr<c10d::Work>& work) {
   out["bytes_received"] = run.program().bytes_received;
   out["seconds"] = run.seconds();
   return out;
+}
+
+// The function as what a group may keep and call on any thread, also while the interpreter ends.
+auto call_python(py::function function) {
+  const std::shared_ptr<PyObject> kept(function.release().ptr(), [](PyObject* object) {
+    if (!Py_IsInitialized()) return;
+    const py::gil_scoped_acquire gil;
+    Py_DECREF(object);
+  });
+  return [kept](const c10::intrusive_ptr<PendingWork>& work, const at::Tensor& bytes, int root,
+                double timeout_seconds) {
+    const py::gil_scoped_acquire gil;
+    py::reinterpret_borrow<py::function>(kept.get())(work, bytes, root, timeout_seconds);
+  };
 }
 
 // A rank's way to the memory of the other ranks of its host: an address to publish, then the meeting.
@@ -150,10 +165,27 @@ void bind_runtime(py::module_& m) {
       .def("error", &ReshardGroup::error, NoGil())
       .def("shutdown", &ReshardGroup::shutdown, NoGil());
 
+  py::class_<PendingWork, c10d::Work, c10::intrusive_ptr<PendingWork>>(m, "PendingWork")
+      .def("settle", &PendingWork::settle, py::arg("work"), NoGil())
+      .def(
+          "fail",
+          [](PendingWork& self, const py::object& error) {
+            const auto cause = std::make_exception_ptr(error_from(error));
+            const py::gil_scoped_release no_gil;
+            self.fail(cause);
+          },
+          py::arg("error"));
+
   py::class_<ProcessGroupMeshcast, c10d::Backend, c10::intrusive_ptr<ProcessGroupMeshcast>>(
       m, "ProcessGroupMeshcast")
-      .def(py::init<c10::intrusive_ptr<c10d::Backend>, int, int>(), py::arg("inner"), py::arg("rank"),
-           py::arg("size"), NoGil())
+      .def(py::init([](c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, py::function multicast,
+                       int64_t at_least) {
+             return c10::make_intrusive<ProcessGroupMeshcast>(
+                 std::move(inner), rank, size, Multicast{call_python(std::move(multicast)), at_least});
+           }),
+           py::arg("inner"), py::arg("rank"), py::arg("size"), py::arg("multicast"), py::arg("at_least"))
+      .def_property_readonly(
+          "key", [](const ProcessGroupMeshcast& self) { return reinterpret_cast<uintptr_t>(&self); })
       .def_property_readonly("inner", &ProcessGroupMeshcast::inner)
       .def_property_readonly("timeout",
                              [](ProcessGroupMeshcast& self) { return self.getBackendOptions()->timeout; });

@@ -1,7 +1,7 @@
 # ruff: noqa: N999 (the module is named so)
 """Types of the C++ module. Boxes are ((lo, hi), ...) per dimension; times are nanoseconds, rates bytes/s."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, Store, Work
@@ -128,9 +128,26 @@ class ReshardGroup:
     def error(self) -> str | None: ...
     def shutdown(self) -> None: ...
 
-class ProcessGroupMeshcast(Backend):
-    """The c10d backend "meshcast" over an inner backend."""
+class PendingWork(Work):
+    """The Work of a collective that a reshard carries out, which may start later."""
 
-    def __init__(self, inner: Backend, rank: int, size: int) -> None: ...
+    def settle(self, work: Work) -> None: ...
+    def fail(self, error: Exception) -> None: ...
+
+class ProcessGroupMeshcast(Backend):
+    """The c10d backend "meshcast" over an inner one. `multicast` starts broadcasts of `at_least` bytes."""
+
+    def __init__(
+        self,
+        inner: Backend,
+        rank: int,
+        size: int,
+        multicast: Callable[[PendingWork, Tensor, int, float], None],
+        at_least: int,
+    ) -> None: ...
+    @property
+    def key(self) -> int:
+        """Tells it from all others that exist."""
+
     @property
     def inner(self) -> Backend: ...

@@ -1,12 +1,15 @@
-"""The c10d backend "meshcast": ordinary collectives go to gloo, and reshard finds its peers through it."""
+"""The c10d backend "meshcast": large broadcasts are multicasts, all other collectives go to gloo."""
 
 from __future__ import annotations
 
 import functools
+import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+
+from .errors import MeshcastError
 
 if TYPE_CHECKING:
     from . import _C
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["NAME", "register"]
 
 NAME = "meshcast"
+
+_LARGE = 1 << 20  # bytes; where the switch pays is measured in docs/backend.md
 
 
 def register() -> None:
@@ -26,11 +31,27 @@ def register() -> None:
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> _C.ProcessGroupMeshcast:
     """Called by torch for each new group. Gloo is built here because torch ships no header for it."""
     from . import _C
+    from .broadcast import Broadcasts
 
     inner = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
     inner._set_sequence_number_for_group()  # as torch does for gloo itself
     _open_monitored_barrier()
-    return _C.ProcessGroupMeshcast(inner, rank, size)
+    broadcasts = Broadcasts()
+    backend = _C.ProcessGroupMeshcast(inner, rank, size, broadcasts.start, _multicast_from())
+    broadcasts.key = backend.key
+    return backend
+
+
+def _multicast_from() -> int:
+    """Bytes from which a broadcast is a multicast, alike on all ranks: MESHCAST_BROADCAST_BYTES, or 1 MiB."""
+    text = os.environ.get("MESHCAST_BROADCAST_BYTES", "").strip() or str(_LARGE)
+    if not text.isdecimal() or int(text) == 0:
+        raise MeshcastError(
+            f"MESHCAST_BROADCAST_BYTES={text}: expected the number of bytes, 1 or more, from which a "
+            "broadcast is a multicast, the same on all ranks",
+            op="init_process_group",
+        )
+    return int(text)
 
 
 def _open_monitored_barrier() -> None:

@@ -274,19 +274,37 @@ class PrivateGroup:
 class ParentGroup:
     """A process group of the user and the private groups made inside it."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.ranks = frozenset(dist.get_process_group_ranks(group))
-        self.rank = dist.get_rank()
-        self.timeout = _group_timeout(group)
-        self.name = group.group_name
+    def __init__(self, ranks: Sequence[int], rank: int, timeout: float, name: str, store: dist.Store) -> None:
+        self.ranks = frozenset(ranks)
+        self.rank = rank
+        self.timeout = timeout
+        self.name = name
         self.closed = False
         self.compiled: dict[Any, Any] = {}  # calls seen before, kept by reshard.py and local.py
         self.extras: dict[str, Any] = {}  # what single operations keep
-        # Own connection: a wait in the store blocks every other user of the same connection.
-        store: Any = c10d._get_process_group_store(group)
-        self._store = dist.PrefixStore("meshcast", store.clone())
+        self._store = store
         self._groups: dict[tuple[int, ...], PrivateGroup] = {}
         self._groups_lock = threading.Lock()  # two threads must not make one group twice: it meets once
+        self._twins: dict[str, ParentGroup] = {}
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> ParentGroup:
+        # Own connection: a wait in the store blocks every other user of the same connection.
+        store: Any = c10d._get_process_group_store(group)
+        ranks, rank, timeout = dist.get_process_group_ranks(group), dist.get_rank(), _group_timeout(group)
+        return cls(ranks, rank, timeout, group.group_name, dist.PrefixStore("meshcast", store.clone()))
+
+    def twin(self, name: str) -> ParentGroup:
+        """The same ranks with private groups of their own, whose calls need no order with those of this one.
+        They end together."""
+        with self._groups_lock:
+            found = self._twins.get(name)
+            if found is None:
+                store = dist.PrefixStore(name, self._store)
+                found = ParentGroup(tuple(self.ranks), self.rank, self.timeout, self.name, store)
+                found.closed = self.closed
+                self._twins[name] = found
+            return found
 
     def private(self, ranks: Sequence[int], op: str) -> PrivateGroup:
         """The private group of these global ranks, ascending and unique. Raises LayoutError for ranks outside
@@ -316,6 +334,8 @@ class ParentGroup:
         self.extras.clear()
         for group in groups:
             group.close()
+        for twin in self._twins.values():
+            twin.close()
 
 
 _parents: weakref.WeakKeyDictionary[dist.ProcessGroup, ParentGroup] = weakref.WeakKeyDictionary()
@@ -341,7 +361,7 @@ def parent_group(group: dist.ProcessGroup | None, op: str) -> ParentGroup:
             )
         parent = _parents.get(key)
         if parent is None or parent.closed:
-            parent = _parents[key] = ParentGroup(key)
+            parent = _parents[key] = ParentGroup.of(key)
             # torch drops its store of a group when it destroys the group, but may keep the group itself.
             weakref.finalize(c10d._get_process_group_store(key), parent.close).atexit = False
             _register_exit()
