@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from training.layout import ConfigError, nearest_multiple
+from training.layout import ConfigError, nearest_multiple, nearest_name
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def model_config(
 ) -> ModelConfig:
     """The model of that name with some sizes replaced. Raises ConfigError on unknown names, unfit sizes."""
     if name not in MODELS:
-        raise ConfigError(f"--model {name}: unknown; choose one of {', '.join(MODELS)}")
+        nearest = nearest_name(name, MODELS)
+        raise ConfigError(f"--model {name}: unknown; choose one of {', '.join(MODELS)}; nearest: {nearest}")
     given = {"layers": layers, "heads": heads, "width": width, "seq_len": seq_len}
     changes = {key: value for key, value in given.items() if value is not None}
     for key, value in changes.items():

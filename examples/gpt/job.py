@@ -40,8 +40,13 @@ class GptJob:
         return self.config.parameters()
 
     def check(self, run: RunLayout) -> None:
-        heads = self.config.heads
-        check_heads(run, heads, lambda ranks: f"--heads {nearest_multiple(heads, ranks)}")
+        heads, width = self.config.heads, self.config.width
+
+        def remedy(ranks: int) -> str:
+            fit = nearest_multiple(heads, ranks)
+            return f"--heads {fit}" + ("" if width % fit == 0 else f" --width {nearest_multiple(width, fit)}")
+
+        check_heads(run, heads, remedy)
 
     def about(self) -> dict[str, Any]:
         return asdict(self.config)

@@ -3,7 +3,6 @@
 python examples/gpt/sample.py out/checkpoint --prompt 'def '
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -14,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from training.checkpoint import ABOUT, complete
+from training.command_line import Parser, config_errors_exit
 from training.layout import ConfigError
-from training.options import config_errors_exit
 from training.rng import generator_for
 
 from gpt.config import ModelConfig
@@ -58,14 +57,14 @@ def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> Tens
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="Text from a checkpoint of examples/gpt/train.py.")
+    parser = Parser(description="Text from a checkpoint of examples/gpt/train.py.")
     parser.add_argument("checkpoint", type=Path, metavar="DIR", help="what train.py --checkpoint was given")
     parser.add_argument("--prompt", default="def ", metavar="TEXT", help="(%(default)r)")
     parser.add_argument("--length", type=int, default=200, metavar="N", help="bytes to add (%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.7, metavar="X", help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="(%(default)s)")
-    args = parser.parse_args(argv)
     with config_errors_exit():
+        args = parser.parse_args(argv)
         if not args.prompt or args.length < 1 or args.temperature < 0:
             raise ConfigError("--prompt must not be empty, --length at least 1, --temperature at least 0")
         model = load(args.checkpoint)

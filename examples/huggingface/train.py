@@ -6,6 +6,7 @@ torchrun --standalone --nproc-per-node 3 examples/huggingface/train.py gpt2 --st
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -16,30 +17,55 @@ import torch
 import torch.distributed as dist
 from meshcast.pipelining import ScheduleEager1F1B
 from torch.distributed.device_mesh import DeviceMesh
+from training.command_line import Parser, config_errors_exit
+from training.layout import ConfigError, RunLayout, check_run, parse_stages
+
+MICROBATCHES = 4
+MOST_STAGES = 4  # a GPT-2 here has as many blocks
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="Trains a Hugging Face model in stages on unlike meshes.")
-    parser.add_argument("model", choices=["gpt2", "unet"])
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Options; stages as a list of ranks. Raises ConfigError on a combination that cannot run."""
+    parser = Parser(description="Trains a Hugging Face model in stages on unlike meshes.")
+    parser.add_argument("model", metavar="MODEL", help="gpt2 or unet")
     parser.add_argument("--stages", default="1,2", metavar="N,N", help="ranks of every stage (%(default)s)")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="(%(default)s)")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="samples per step (%(default)s)")
     args = parser.parse_args(argv)
-    try:
-        job = importlib.import_module(f"huggingface.{args.model}")
-    except ModuleNotFoundError as error:
-        parser.error(f"{error.name} is not installed; pip install -r requirements-hf.txt")
+    if args.model not in ("gpt2", "unet"):
+        raise ConfigError(f"{args.model}: no such model; use gpt2 or unet")
+    if "WORLD_SIZE" not in os.environ:
+        raise ConfigError(f"start it with torchrun, as in {__doc__.splitlines()[3]}")
+    stages = parse_stages(args.stages)
+    if any(stage.tensor > 1 for stage in stages):
+        even = ",".join(str(stage.ranks) for stage in stages)
+        raise ConfigError(f"--stages {args.stages}: no tensor parallelism here; use --stages {even}")
+    if args.model == "unet" and len(stages) != 2:
+        raise ConfigError(f"--stages {args.stages}: the U-Net is cut into two stages here; use --stages N,N")
+    check_run(MOST_STAGES, RunLayout(stages, args.batch, MICROBATCHES), int(os.environ["WORLD_SIZE"]))
+    if args.steps < 1:
+        raise ConfigError(f"--steps {args.steps}: must be at least 1")
+    args.stages = [stage.ranks for stage in stages]
+    return args
+
+
+def main(argv: list[str]) -> int:
+    with config_errors_exit():
+        args = parse(argv)
+        try:
+            job = importlib.import_module(f"huggingface.{args.model}")
+        except ModuleNotFoundError as error:
+            missing = f"{error.name} is not installed; pip install -r requirements-hf.txt"
+            raise ConfigError(missing) from None
 
     dist.init_process_group("meshcast")
-    sizes = [int(n) for n in args.stages.split(",")]
-    if sum(sizes) != dist.get_world_size():
-        parser.error(f"--stages {args.stages} needs torchrun --nproc-per-node {sum(sizes)}")
+    sizes: list[int] = args.stages
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     meshes = [DeviceMesh("cpu", list(range(a, a + n))) for a, n in zip(starts, sizes, strict=True)]
     index = max(i for i, start in enumerate(starts) if dist.get_rank() >= start)
 
     stage = job.make_stage(index, len(sizes), meshes[index])
-    schedule = ScheduleEager1F1B(stage, n_microbatches=4, loss_fn=job.loss_fn)
+    schedule = ScheduleEager1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=job.loss_fn)
     optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=1e-3)
     reports = dist.get_rank() == starts[-1]
     single = job.make_model() if reports else None

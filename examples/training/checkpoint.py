@@ -54,14 +54,38 @@ def newest(options: Options) -> tuple[Path, int]:
         raise ConfigError(
             f"--resume: no checkpoint in {options.checkpoint}; leave it out to start from step 0"
         )
-    saved = json.loads((folders[-1] / ABOUT).read_text())
-    for name, value in _about(options).items():
-        if saved[name] != value:
-            raise ConfigError(
-                f"--resume: {folders[-1]} was written with {name} {saved[name]}, this run has {value}; "
-                f"use the same {name}, or another --checkpoint folder"
-            )
+    _check_same(folders[-1], _about(options))
     return folders[-1], int(folders[-1].name.removeprefix("step-"))
+
+
+def _check_same(folder: Path, own: dict[str, Any]) -> None:
+    """Raise ConfigError where the run that wrote the checkpoint was another one than this."""
+    try:
+        saved = json.loads((folder / ABOUT).read_text())
+        model = saved["model"]
+        unlike = [name for name in ("batch", "seed") if saved[name] != own[name]]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"--resume: {folder} was not written by this program ({ABOUT} cannot be read); "
+            "use another --checkpoint folder"
+        ) from None
+    if model.keys() != own["model"].keys():
+        raise ConfigError(
+            f"--resume: {folder} is of another kind of model ({', '.join(model)}); "
+            "use the program that wrote it, or another --checkpoint folder"
+        )
+    changed = [name for name in model if model[name] != own["model"][name]]
+    if changed:
+        then, now = (", ".join(f"{name} {of[name]}" for name in changed) for of in (model, own["model"]))
+        raise ConfigError(
+            f"--resume: {folder} is of a model with {then}, this one has {now}; "
+            "use the model of then, or another --checkpoint folder"
+        )
+    for name in unlike:
+        raise ConfigError(
+            f"--resume: {folder} was written with {name} {saved[name]}, this run has {own[name]}; "
+            f"use --{name} {saved[name]}, or another --checkpoint folder"
+        )
 
 
 def complete(root: Path) -> list[Path]:
@@ -115,6 +139,6 @@ def _global_names(state: State, names: dict[str, str]) -> State:
     return {part: {renamed(key): value for key, value in values.items()} for part, values in state.items()}
 
 
-def _about(options: Options) -> dict[str, object]:
+def _about(options: Options) -> dict[str, Any]:
     """What must not change between runs, or the continued curve would be another one."""
     return {"model": options.job.about(), "batch": options.run.batch, "seed": options.seed}

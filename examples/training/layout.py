@@ -3,9 +3,10 @@
 Imports no torch: a wrong command line is answered in well under a second.
 """
 
+import difflib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -92,12 +93,14 @@ def check_run(layers: int, run: RunLayout, world_size: int) -> None:
             f"--stages {listed} has {n_stages} stages for {layers} layers; every stage needs a layer: "
             f"use at most {layers} stages"
         )
-    if run.microbatches < 1 or run.batch < 1:
+    if run.microbatches < 1:
         raise ConfigError(f"--batch {run.batch} --microbatches {run.microbatches}: both must be at least 1")
     if run.passes < 1:
         raise ConfigError(f"--accumulate {run.passes}: must be at least 1")
     degrees = sorted({stage.data for stage in run.stages})
     grain = math.lcm(*degrees) * run.microbatches * run.passes
+    if run.batch < 1:
+        raise ConfigError(f"--batch {run.batch}: must be a multiple of {grain}: --batch {grain}")
     if run.batch % grain:
         named = " and ".join(map(str, degrees))
         pieces = f"{run.microbatches} micro-batches"
@@ -127,6 +130,12 @@ def split_layers(layers: int, n_stages: int) -> list[range]:
     size, odd = divmod(layers, n_stages)
     bounds = [i * size + min(i, odd) for i in range(n_stages + 1)]
     return [range(lo, hi) for lo, hi in pairwise(bounds)]
+
+
+def nearest_name(text: str, names: Iterable[str]) -> str:
+    """The name that looks most like the text, whatever its case."""
+    by_lower = {name.lower(): name for name in names}
+    return by_lower[difflib.get_close_matches(text.lower(), by_lower, n=1, cutoff=0.0)[0]]
 
 
 def nearest_multiple(value: int, grain: int) -> int:

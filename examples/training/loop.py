@@ -1,5 +1,6 @@
 """The training loop: start, resume, steps, checks, checkpoints, end."""
 
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +10,8 @@ import meshcast  # noqa: F401  (registers the backend)
 import torch.distributed as dist
 
 from training import checkpoint
-from training.options import Options, config_errors_exit
+from training.command_line import config_errors_exit
+from training.options import Options
 from training.report import Reporter
 from training.signals import StopRequest
 from training.trainer import Trainer
@@ -21,6 +23,10 @@ def run(options: Options) -> int:
     with config_errors_exit():
         samples = options.job.samples(options.seed, options.data)
         folder, first_step = checkpoint.to_resume(options)
+    if first_step >= options.steps:
+        if int(os.environ["RANK"]) == 0:
+            print(f"Nothing to do: {folder} is after step {first_step}, as --steps {options.steps} asks for.")
+        return 0
     dist.init_process_group("meshcast")
     try:
         return _train(options, Trainer(options, samples), folder, first_step)

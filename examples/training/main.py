@@ -2,8 +2,9 @@
 
 import os
 
+from training.command_line import config_errors_exit
 from training.job import JobType
-from training.options import config_errors_exit, parse
+from training.options import parse
 
 
 def main(job_type: JobType, argv: list[str]) -> int:

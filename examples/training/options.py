@@ -1,23 +1,22 @@
 """The command line, checked as a whole before torch is imported or a socket opened."""
 
 import argparse
-import os
+import math
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from training import layout
+from training.command_line import Parser, check_name, check_writable
 from training.job import Job, JobType
 from training.layout import ConfigError, RunLayout
 
 # Of losses and gradients against one process: the order of sums differs, and in bf16 each rounds to 8 bits.
 TOLERANCE = {"float32": 1e-5, "bf16": 2e-2}
 SCHEDULES = ("GPipe", "1F1B", "Eager1F1B", "ZBH1", "ZBH2")
+_LR = 3e-3
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,8 @@ def parse(job_type: JobType, argv: list[str], ranks: int | None) -> Options:
     Raises ConfigError on a combination that cannot run.
     """
     args = _parser(job_type).parse_args(argv)
+    check_name("schedule", args.schedule, SCHEDULES)
+    check_name("precision", args.precision, TOLERANCE)
     if ranks is None:
         raise ConfigError(f"start it with torchrun, as in {job_type.example}")
     job = job_type.from_arguments(args)
@@ -63,6 +64,12 @@ def parse(job_type: JobType, argv: list[str], ranks: int | None) -> Options:
     for name, least in (("steps", 1), ("checkpoint_every", 1), ("verify", 0), ("eval_every", 0)):
         if getattr(args, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+    _check_numbers(args)
+    for name in ("checkpoint", "tensorboard", "profile"):
+        check_writable(name, getattr(args, name), "folder")
+    check_writable("metrics", args.metrics, "file")
+    if find_spec("rich") is None:
+        raise ConfigError("rich, which shows the progress, is not installed; pip install rich")
     if args.tensorboard is not None and find_spec("tensorboard") is None:
         raise ConfigError("--tensorboard: not installed; pip install tensorboard")
     if args.resume and args.checkpoint is None:
@@ -80,29 +87,25 @@ def parse(job_type: JobType, argv: list[str], ranks: int | None) -> Options:
     return Options(**values)
 
 
-@contextmanager
-def config_errors_exit() -> Iterator[None]:
-    """Turn a ConfigError, which all ranks meet alike, into one line on stderr and exit status 2."""
-    try:
-        yield
-    except ConfigError as error:
-        # torchrun ends all ranks when the first one exits, so the others leave rank 0 the time to speak.
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(5)
-        sys.exit(2)
+def _check_numbers(args: argparse.Namespace) -> None:
+    if not 0 < args.lr < math.inf:
+        raise ConfigError(f"--lr {args.lr}: must be above 0, as in --lr {_LR}")
+    if not args.clip > 0:
+        raise ConfigError(f"--clip {args.clip}: must be above 0; --clip inf clips nothing")
+    for name in ("weight_decay", "warmup", "tolerance"):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < math.inf:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} {value}: must be at least 0, as in {option} 0")
 
 
 def _parser(job_type: JobType) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="train.py", description=job_type.title, epilog=f"example: {job_type.example}"
-    )
+    parser = Parser(prog="train.py", description=job_type.title, epilog=f"example: {job_type.example}")
     job_type.add_arguments(parser)
     add = parser.add_argument_group("layout").add_argument
     stages = "ranks of every stage, or data x tensor parallel degrees (two stages, as even as may be)"
     add("--stages", metavar="N,NxN", help=stages)
-    add("--schedule", default="1F1B", choices=SCHEDULES, help="(%(default)s)")
+    add("--schedule", default="1F1B", metavar="NAME", help=f"{', '.join(SCHEDULES)} (%(default)s)")
     add("--batch", type=int, default=24, metavar="N", help="samples per step over all ranks (%(default)s)")
     add(
         "--microbatches",
@@ -115,7 +118,7 @@ def _parser(job_type: JobType) -> argparse.ArgumentParser:
     add("--accumulate", type=int, default=1, metavar="N", help=passes)
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=int, default=200, metavar="N", help="optimiser steps (%(default)s)")
-    add("--lr", type=float, default=3e-3, metavar="X", help="peak learning rate (%(default)s)")
+    add("--lr", type=float, default=_LR, metavar="X", help="peak learning rate (%(default)s)")
     add("--warmup", type=int, metavar="N", help="steps of linear warm-up (a tenth of --steps, at least 20)")
     add("--weight-decay", type=float, default=0.1, metavar="X", help="of matrices (%(default)s)")
     add(
@@ -125,7 +128,8 @@ def _parser(job_type: JobType) -> argparse.ArgumentParser:
         metavar="X",
         help="largest gradient norm over all stages (%(default)s)",
     )
-    add("--precision", default="float32", choices=list(TOLERANCE), help="bf16: by autocast (%(default)s)")
+    precision = f"{', '.join(TOLERANCE)}; bf16 by autocast (%(default)s)"
+    add("--precision", default="float32", metavar="NAME", help=precision)
     add("--recompute", action="store_true", help="compute activations again in the backward, not keep them")
     add("--seed", type=int, default=0, metavar="N", help="of initial weights and data order (%(default)s)")
     add("--eval-every", type=int, default=0, metavar="N", help="held-out loss every N steps (at the end)")

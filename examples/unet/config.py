@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from training.layout import ConfigError
+from training.layout import ConfigError, nearest_name
 
 LAYERS = 13
 """As the cross-mesh resharding paper counts them (Zhuang et al., MLSys 2023): 0 first convolution, 1 to 4
@@ -51,5 +51,6 @@ MODELS: dict[str, UNetConfig] = {
 def model_config(name: str) -> UNetConfig:
     """The model of that name. Raises ConfigError on unknown names."""
     if name not in MODELS:
-        raise ConfigError(f"--model {name}: unknown; choose one of {', '.join(MODELS)}")
+        nearest = nearest_name(name, MODELS)
+        raise ConfigError(f"--model {name}: unknown; choose one of {', '.join(MODELS)}; nearest: {nearest}")
     return MODELS[name]

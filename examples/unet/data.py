@@ -42,8 +42,10 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 def _folder(root: Path, config: UNetConfig) -> tuple[Tensor, Tensor]:
     """Images below `root`; each folder in it is a label."""
-    from matplotlib.image import imread
-
+    try:
+        from matplotlib.image import imread
+    except ImportError:
+        raise ConfigError("--data: images are read by matplotlib: pip install matplotlib") from None
     if not root.is_dir():
         raise ConfigError(f"--data {root}: no such folder")
     files = sorted(path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES)
@@ -56,7 +58,10 @@ def _folder(root: Path, config: UNetConfig) -> tuple[Tensor, Tensor]:
         )
     images = []
     for path in files:
-        pixels = torch.from_numpy(imread(path).copy()).float()
+        try:
+            pixels = torch.from_numpy(imread(path).copy()).float()
+        except (OSError, ValueError, SyntaxError) as error:  # all three are what readers of images raise
+            raise ConfigError(f"--data {path}: cannot be read as an image ({error}); remove it") from None
         pixels = pixels / (255.0 if pixels.max() > 1 else 1.0)
         pixels = pixels[..., None].expand(-1, -1, 3) if pixels.ndim == 2 else pixels[..., :3]
         side = min(pixels.shape[:2])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpt.config import MODELS, model_config
+from training.command_line import Parser, check_writable, config_errors_exit
 from training.layout import ConfigError
-from training.options import config_errors_exit
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options; raises ConfigError on a combination that cannot run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", default="tiny", metavar="NAME", help=f"{', '.join(MODELS)} (%(default)s)")
     add(
@@ -64,6 +65,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         )
     if args.steps < 1 or args.every < 1:
         raise ConfigError(f"--steps {args.steps} --every {args.every}: both must be at least 1")
+    if args.every > args.steps:
+        raise ConfigError(
+            f"--every {args.every}: no snapshot within --steps {args.steps}; use --every {args.steps}"
+        )
+    if not 0 < args.lr < math.inf:
+        raise ConfigError(f"--lr {args.lr}: must be above 0, as in --lr {parser.get_default('lr')}")
+    check_writable("metrics", args.metrics, "file")
     return args
 
 

@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -104,27 +102,6 @@ def test_tensor_parallel_tied_and_recomputed_trains_like_one_process(tmp_path: P
 def test_bf16_stays_near_one_process_in_bf16(tmp_path: Path) -> None:
     records = train(tmp_path, "--stages", "2x2,1", "--precision", "bf16", "--verify")
     assert records[-1]["loss"] < records[0]["loss"] - 0.2
-
-
-@pytest.mark.slow
-def test_sigterm_ends_the_run_with_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
-    metrics, state = tmp_path / "metrics.jsonl", tmp_path / "state"
-    arguments = ["--stages", "2,3", "--steps", "100000", "--metrics", metrics, "--checkpoint", state]
-    launched = [*LAUNCH, str(ROOT / "examples/gpt/train.py"), *NANO, *map(str, arguments)]
-    with subprocess.Popen(
-        launched, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        deadline = time.monotonic() + LIMIT
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=LIMIT)
-    (saved,) = state.iterdir()
-    done = int(saved.name.removeprefix("step-"))
-    assert f"Stopped by SIGTERM after step {done}" in output
-    records = train(tmp_path, "--steps", str(done + 1), *("--checkpoint", state), "--resume")
-    assert [record["step"] for record in records] == [done + 1]
 
 
 def test_text_is_drawn_from_a_checkpoint(whole_run: tuple[Path, list[dict[str, Any]]]) -> None:

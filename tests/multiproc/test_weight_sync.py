@@ -66,6 +66,9 @@ def test_rollouts_have_the_weights_of_each_version(tmp_path: Path) -> None:
         (("--trainers", "5"), "--trainers 5 of 5 ranks; use 1 to 4"),
         (("--trainers", "2"), "4 heads cannot be shared evenly by 3 rollout ranks; use --trainers 3"),
         (("--trainers", "3", "--batch", "25"), "--batch 25: 3 trainers cannot share it; use --batch 24"),
+        (("--every", "200"), "--every 200: no snapshot within --steps 120; use --every 120"),
+        (("--lr", "0"), "--lr 0.0: must be above 0, as in --lr 0.003"),
+        (("--trainer-s", "3"), "--trainer-s: no such option; use --trainers, or see --help"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(arguments: tuple[str, ...], message: str) -> None:

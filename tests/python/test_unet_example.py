@@ -129,6 +129,11 @@ def test_a_folder_of_images_is_read_by_label(tmp_path: Path) -> None:
         ("--stages 2,2", 5, "use torchrun --nproc-per-node 4"),
         ("--stages 2,3 --batch 25", 5, "--batch 24"),
         ("--stages 1,1,1,1,1,1,1,1,1,1,1,1,1,1", 14, "14 stages for 13 layers"),
+        ("--model 470m", 5, "--model 470m: unknown; .*; nearest: 470M"),
+        ("--schedule ZB", 5, "--schedule ZB: unknown; use ZBH"),
+        ("--microbatches 0", 5, "--microbatches 0: both must be at least 1"),
+        ("--stages 1x4,1", 5, "2 heads cannot be shared evenly by 4 tensor-parallel ranks; use 1x2"),
+        ("--heads 4", 5, "--heads: no such option"),
         ("--stages 1x3,2", 5, "2 heads cannot be shared evenly by 3 tensor-parallel ranks; use 1x2"),
     ],
 )

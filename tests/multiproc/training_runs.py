@@ -1,0 +1,66 @@
+"""Launches of the training programs in examples/ by torchrun, for the tests of all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 400  # seconds for one launch; it takes about 10 on an idle machine
+RANKS = 5
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
+
+Record = dict[str, Any]
+
+
+def command(script: str | Path, *arguments: str | Path, ranks: int = RANKS, restarts: int = 0) -> list[str]:
+    """By torchrun; a relative `script` is one of examples/."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launch += ["--max-restarts", str(restarts)]
+    return [*launch, str(ROOT / "examples" / script), *map(str, arguments)]
+
+
+def launch(script: str, *arguments: str | Path, ranks: int = RANKS) -> subprocess.CompletedProcess[str]:
+    process = start(command(script, *arguments, ranks=ranks))
+    output = wait(process)
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def start(arguments: list[str], environment: Mapping[str, str] = ENVIRONMENT) -> subprocess.Popen[str]:
+    """stdout and stderr come as one."""
+    return subprocess.Popen(
+        arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait(process: subprocess.Popen[str]) -> str:
+    """What it wrote until it ended. Too late it is asked to end: killed, torchrun would leave its ranks."""
+    with process:
+        try:
+            return process.communicate(timeout=LIMIT)[0]
+        except BaseException:
+            process.terminate()
+            raise
+
+
+def read_records(metrics: Path) -> list[Record]:
+    """Everything that a run, and the runs that went on from it, wrote."""
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def step_records(metrics: Path) -> list[Record]:
+    return [record for record in read_records(metrics) if record["event"] == "step"]
+
+
+def train(script: str, folder: Path, *arguments: str | Path, ranks: int = RANKS) -> list[Record]:
+    """The step records of one launch that must succeed."""
+    metrics = folder / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+    done = launch(script, *arguments, "--metrics", metrics, ranks=ranks)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return step_records(metrics)
