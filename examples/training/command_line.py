@@ -64,14 +64,13 @@ def config_errors_exit() -> Iterator[None]:
         # they are still there then, rank 0 has not met this error: they are on a host that lacks something.
         if int(os.environ.get("RANK", "0")) != 0:
             time.sleep(RANK_0_SPEAKS)
-        line = f"{Path(sys.argv[0]).name}: error: {error}"
-        print(line, file=sys.stderr, flush=True)
-        _tell_torchrun(line)
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+        _tell_torchrun(str(error))
         sys.exit(2)
 
 
-def _tell_torchrun(line: str) -> None:
+def _tell_torchrun(why: str) -> None:
     """As the root cause, which it names below what it has to say itself."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        cause = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+        cause = {"message": why, "extraInfo": {"py_callstack": why, "timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": cause}))

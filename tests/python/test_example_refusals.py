@@ -115,7 +115,7 @@ def test_rank_0_speaks_alone_and_torchrun_hears_why(tmp_path: Path) -> None:
     for rank in ("0", "1"):
         done = subprocess.run(alone, env=env | {"RANK": rank}, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (2, "-c: error: that is wrong\n")
-        assert json.loads(cause.read_text())["message"]["message"] == "-c: error: that is wrong"
+        assert json.loads(cause.read_text())["message"]["message"] == "that is wrong"
     with silent:
         assert silent.poll() is None
         silent.terminate()
