@@ -192,6 +192,7 @@ class UNetStage(nn.Module):
 
     def __init__(self, config: UNetConfig, stage: int, n_stages: int, seed: int) -> None:
         super().__init__()
+        self.config = config
         found = crossing(n_stages)
         self.inputs = [name for name, _ in found.inputs[stage]]
         self.outputs = found.outputs[stage]

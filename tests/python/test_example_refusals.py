@@ -143,3 +143,18 @@ def test_the_hugging_face_example_refuses_what_cannot_run(
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match=message):
         train.parse(arguments.split())
+
+
+def test_a_run_that_is_at_its_end_ends_without_a_process_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from training import loop
+
+    chosen = resuming(tmp_path, "--model", "nano", "--steps", "7")
+    written_by(chosen, tmp_path)
+    monkeypatch.setenv("RANK", "0")
+    assert loop.run(chosen) == 0
+    assert f"Nothing to do: {tmp_path}/step-000007 is after step 7" in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "1")
+    assert loop.run(chosen) == 0
+    assert capsys.readouterr().out == ""
