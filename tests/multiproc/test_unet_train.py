@@ -1,17 +1,13 @@
 """The U-Transformer example under torchrun: skip connections over unlike meshes, equal to one process."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from multiproc.training_runs import LIMIT, train
 
-ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 150  # seconds for one launch; it takes about 10 on an idle machine
+SMALL = ["--model", "nano", "--batch", "24"]
 
-pytestmark = pytest.mark.timeout(LIMIT + 30)
+pytestmark = pytest.mark.timeout(2 * LIMIT + 30)
 
 
 @pytest.mark.parametrize(
@@ -25,18 +21,36 @@ pytestmark = pytest.mark.timeout(LIMIT + 30)
 def test_skip_connections_over_unlike_meshes_train_like_one_process(
     stages: str, schedule: str, tmp_path: Path
 ) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "5"]
-    command = [*launch, str(ROOT / "examples/unet/train.py"), "--metrics", str(metrics)]
-    command += f"--model nano --stages {stages} --schedule {schedule} --steps 3 --batch 24 --verify".split()
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [record for record in steps if record["event"] == "step"]
+    options = ["--stages", stages, "--schedule", schedule, "--steps", "3", "--verify"]
+    steps = train("unet/train.py", tmp_path, *SMALL, *options)
     assert [record["step"] for record in steps] == [1, 2, 3]
     for record in steps:
         assert abs(record["loss"] - record["reference_loss"]) <= 1e-5
         assert max(record["gradient_differences"]) <= 1e-5
         assert record["moved_bytes"] > 0
     assert steps[-1]["loss"] < steps[0]["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("2,3", "2x2,1 --schedule Eager1F1B --microbatches 3"),
+        ("1x2,3 --schedule ZBH1", "4,1 --schedule GPipe --microbatches 2"),
+        ("1,2x2", "1x2,2,1 --accumulate 2 --microbatches 2"),
+    ],
+    ids=["to tensor parallelism", "from tensor parallelism", "to other stages"],
+)
+def test_a_run_resumed_on_another_layout_continues_the_curve(first: str, then: str, tmp_path: Path) -> None:
+    """The part before the checkpoint, and all of it, are of the first layout."""
+    state = tmp_path / "state"
+    several = [*SMALL, "--steps", "6", "--warmup", "3", "--checkpoint", str(state)]
+    whole = train("unet/train.py", tmp_path, *several, "--checkpoint-every", "3", "--stages", *first.split())
+    (state / "step-000006").rename(tmp_path / "last")  # so that --resume starts from the middle
+    rest = train("unet/train.py", tmp_path, *several, "--resume", "--stages", *then.split())
+    assert [record["step"] for record in whole] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in rest] == [4, 5, 6]
+    expected = [record["loss"] for record in whole[3:]]
+    assert [record["loss"] for record in rest] == pytest.approx(expected, rel=0, abs=1e-5)
+    assert rest[-1]["held_out_loss"] == pytest.approx(whole[-1]["held_out_loss"], rel=0, abs=1e-5)
+    assert whole[-1]["loss"] < whole[0]["loss"]
