@@ -14,6 +14,7 @@ from weight_sync.weights import Destinations
 
 PROMPT = b"def "
 LENGTH = 48
+TEMPERATURE = 0.7  # the likeliest byte would be a blank again and again
 HELD_OUT_BATCH = 16
 
 
@@ -49,6 +50,7 @@ class Rollout:
         return loss_fn(self.module(inputs), targets).item()
 
     def text(self) -> str:
-        """The likeliest continuation; alike on all ranks, which draw each byte together."""
-        drawn = continue_text(self.module, PROMPT, LENGTH, temperature=0.0, seed=0)
+        """A continuation drawn with the same luck for every version, so that what changes is what was learnt.
+        Alike on all ranks: they draw each byte together, from logits that are equal on all of them."""
+        drawn = continue_text(self.module, PROMPT, LENGTH, temperature=TEMPERATURE, seed=0)
         return drawn.decode(errors="replace")
