@@ -123,6 +123,10 @@ std::shared_ptr<const ReshardGroup::Compiled> ReshardGroup::compile(const std::s
     entry->source_shapes.push_back(local_shape(problem.src, problem.shape, identity_.rank));
     entry->destination_shapes.push_back(local_shape(problem.dst, problem.shape, identity_.rank));
   }
+  entry->reductions.assign(plan->problems.size(), ReduceOp::None);
+  for (const Task& task : plan->tasks) {
+    if (task.reduce != ReduceOp::None) entry->reductions[static_cast<size_t>(task.tensor)] = task.reduce;
+  }
   compiled_.push_front(entry);
   if (compiled_.size() > kCompiledPlans) compiled_.pop_back();
   return entry;
@@ -146,6 +150,7 @@ c10::intrusive_ptr<c10d::Work> ReshardGroup::start(const std::shared_ptr<const P
     const auto& dst = args.destination[i];
     buffers.source.push_back(source_memory(src, compiled->source_shapes[i], element_bytes, i));
     buffers.destination.push_back(destination_memory(dst, compiled->destination_shapes[i], element_bytes, i));
+    buffers.types.push_back(checked_type(src, compiled->reductions[i], i));
     refuse_overlap(src, dst, i);
     if (src) bag.tensors.push_back(*src);
     if (dst) bag.tensors.push_back(*dst);

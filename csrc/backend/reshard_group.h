@@ -80,6 +80,7 @@ class ReshardGroup {
     std::shared_ptr<const Program> program;
     std::vector<std::optional<std::vector<int64_t>>> source_shapes;  // none: not in that mesh
     std::vector<std::optional<std::vector<int64_t>>> destination_shapes;
+    std::vector<ReduceOp> reductions;  // None: the source of that problem is not reduced
   };
 
   std::shared_ptr<const Compiled> compile(const std::shared_ptr<const Plan>& plan);

@@ -50,6 +50,24 @@ TensorMemory checked_memory(const char* side, const std::optional<at::Tensor>& t
   return memory;
 }
 
+ElementType element_type(at::ScalarType type) {
+  switch (type) {
+    case at::kDouble: return ElementType::Float64;
+    case at::kFloat: return ElementType::Float32;
+    case at::kHalf: return ElementType::Float16;
+    case at::kBFloat16: return ElementType::BFloat16;
+    case at::kLong: return ElementType::Int64;
+    case at::kInt: return ElementType::Int32;
+    case at::kShort: return ElementType::Int16;
+    case at::kChar: return ElementType::Int8;
+    case at::kByte: return ElementType::UInt8;
+    case at::kBool: return ElementType::Bool;
+    case at::kComplexFloat: return ElementType::Complex64;
+    case at::kComplexDouble: return ElementType::Complex128;
+    default: return ElementType::None;
+  }
+}
+
 }  // namespace
 
 TensorMemory source_memory(const std::optional<at::Tensor>& tensor,
@@ -67,6 +85,16 @@ TensorMemory destination_memory(const std::optional<at::Tensor>& tensor,
         "destination tensor {}: several of its elements share memory (an expanded tensor?)", index));
   }
   return memory;
+}
+
+ElementType checked_type(const std::optional<at::Tensor>& source, ReduceOp op, size_t index) {
+  if (!source) return ElementType::None;
+  const ElementType type = element_type(source->scalar_type());
+  if (op != ReduceOp::None && !can_reduce(type, op)) {
+    throw LayoutError(fmt::format("source tensor {}: elements of type {} cannot be reduced by Partial({})",
+                                  index, c10::toString(source->scalar_type()), to_string(op)));
+  }
+  return type;
 }
 
 void refuse_overlap(const std::optional<at::Tensor>& source, const std::optional<at::Tensor>& destination,

@@ -20,6 +20,9 @@ TensorMemory destination_memory(const std::optional<at::Tensor>& tensor,
                                 const std::optional<std::vector<int64_t>>& shape, int64_t element_bytes,
                                 size_t index);
 
+// What its elements are. Throws LayoutError where `op` is not None and cannot reduce them.
+ElementType checked_type(const std::optional<at::Tensor>& source, ReduceOp op, size_t index);
+
 // A destination that shares memory with its source would be overwritten while it is still being sent.
 void refuse_overlap(const std::optional<at::Tensor>& source, const std::optional<at::Tensor>& destination,
                     size_t index);

@@ -33,9 +33,13 @@ void InChannel::post_locked() {
   while (!closed_ && posted_ < kWindow && posted_ < entries_.size()) {
     Entry& entry = entries_[posted_];
     if (!entry.run->recv_order.may_post(entry.op->number)) return;
+    if (entry.op->carry >= 0 && !entry.run->carries.may_take(entry.op->carry)) return;
     entry.run->pin();
     std::byte* data = nullptr;
-    if (!entry.run->direct(entry.op->parts, &data)) {
+    if (entry.op->carry >= 0) {
+      entry.staging = entry.run->carries.take(entry.op->nbytes);
+      data = entry.staging.data();
+    } else if (entry.op->reduce != ReduceOp::None || !entry.run->direct(entry.op->parts, &data)) {
       if (!pool_.empty()) {
         entry.staging = std::move(pool_.back());
         pool_.pop_back();
@@ -86,6 +90,8 @@ void InChannel::loop() {
     }
 
     done.request.reset();
+    if (done.op->reduce != ReduceOp::None) done.run->reduce(*done.op, done.staging.data());
+    if (done.op->carry >= 0) done.run->carries.keep(done.op->carry, std::exchange(done.staging, {}));
     const std::byte* packed = done.staging.data();
     if (!done.staging.empty()) {
       for (int32_t i = done.op->parts.begin; i < done.op->parts.end; ++i) {

@@ -56,7 +56,9 @@ void OutChannel::pump() {
     lock.unlock();
 
     std::byte* data = nullptr;
-    if (!next->run->direct(next->op->parts, &data)) {
+    if (next->op->carry >= 0) {
+      data = next->run->carries.data(next->op->carry);
+    } else if (!next->run->direct(next->op->parts, &data)) {
       next->staging.resize(static_cast<size_t>(next->op->nbytes));
       data = next->staging.data();
       std::byte* out = data;
@@ -110,6 +112,7 @@ void OutChannel::loop() {
     lock.unlock();
     done.request.reset();
     pump();
+    if (done.op->carry >= 0) done.run->carried_sent(done.op->carry);
     done.run->complete_ops(1, 0);
     done.run->unpin();
     done.run.reset();

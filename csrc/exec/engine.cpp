@@ -91,6 +91,8 @@ void Engine::hand_out(const std::shared_ptr<Run>& run) {
       sent += local_sends.count;
     }
     for (const auto& [peer, ops] : recvs) run->in_channels.push_back(&in_channel_locked({lane, peer}));
+    for (const auto& [peer, ops] : local_recvs)
+      run->local_in_channels.push_back(&local_channel_locked({lane, peer}));
     for (const auto& [peer, ops] : recvs) in_channel_locked({lane, peer}).enqueue(run, ops);
     for (const auto& [peer, ops] : local_recvs) local_channel_locked({lane, peer}).enqueue(run, ops);
   }

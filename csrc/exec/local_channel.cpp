@@ -1,6 +1,7 @@
 #include "exec/local_channel.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 namespace meshcast {
@@ -29,6 +30,10 @@ class LocalSend final : public Outgoing {
       : run_(std::move(run)), op_(op), failure_(failure) {}
 
   void read(int64_t offset, int64_t nbytes, std::byte* out) override {
+    if (op_.carry >= 0) {
+      std::memcpy(out, run_->carries.data(op_.carry) + offset, static_cast<size_t>(nbytes));
+      return;
+    }
     visit_parts(*run_, op_.parts, offset, nbytes, [&](const StridedView& view, int64_t from, int64_t n) {
       pack_range(view, from, n, out);
       out += n;
@@ -36,6 +41,7 @@ class LocalSend final : public Outgoing {
   }
 
   void finished() override {
+    if (op_.carry >= 0) run_->carried_sent(op_.carry);
     run_->complete_ops(1, 0);
     run_->unpin();
   }
@@ -60,13 +66,33 @@ class LocalInChannel::Receipt final : public Incoming {
       : channel_(channel), run_(std::move(run)), op_(op) {}
 
   void write(int64_t offset, int64_t nbytes, const std::byte* in) override {
+    // Fragments may cut elements: partial values are put together first. The memory is taken when the first
+    // one comes, since a sender copies one message at a time and many are posted.
+    if (op_.reduce != ReduceOp::None) {
+      if (staging_.empty()) staging_ = run_->carries.take(op_.nbytes);
+      std::memcpy(staging_.data() + offset, in, static_cast<size_t>(nbytes));
+      return;
+    }
+    put(offset, nbytes, in);
+  }
+
+  void put(int64_t offset, int64_t nbytes, const std::byte* in) {
     visit_parts(*run_, op_.parts, offset, nbytes, [&](const StridedView& view, int64_t from, int64_t n) {
       unpack_range(in, view, from, n);
       in += n;
     });
   }
 
-  void finished() override { channel_.arrived(run_, op_); }
+  void finished() override {
+    if (op_.reduce != ReduceOp::None) {
+      run_->reduce(op_, staging_.data());
+      if (op_.carry >= 0)
+        run_->carries.keep(op_.carry, std::move(staging_));
+      else
+        put(0, op_.nbytes, staging_.data());
+    }
+    channel_.arrived(run_, op_);
+  }
 
   void failed(int peer, const TransportError& error) override {
     // An abort is this engine's own doing.
@@ -78,6 +104,7 @@ class LocalInChannel::Receipt final : public Incoming {
   LocalInChannel& channel_;
   const std::shared_ptr<Run> run_;
   const RecvOp& op_;
+  std::vector<std::byte> staging_;
 };
 
 LocalInChannel::LocalInChannel(std::shared_ptr<LocalTransport> transport, int peer, Arrived arrived,
@@ -96,6 +123,8 @@ void LocalInChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<
 
 void LocalInChannel::post_locked() {
   while (!closed_ && posted_ < kLocalWindow && !entries_.empty()) {
+    const RecvOp& front = *entries_.front().op;
+    if (front.carry >= 0 && !entries_.front().run->carries.may_take(front.carry)) return;
     Entry next = std::move(entries_.front());
     entries_.pop_front();
     ++posted_;
@@ -115,6 +144,11 @@ void LocalInChannel::arrived(const std::shared_ptr<Run>& run, const RecvOp& op) 
   arrived_(run, op);
   run->complete_ops(1, op.nbytes);
   run->unpin();
+}
+
+void LocalInChannel::resume() {
+  const std::lock_guard lock(mutex_);
+  post_locked();
 }
 
 void LocalInChannel::close() {

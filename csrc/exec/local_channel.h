@@ -27,7 +27,8 @@ class LocalInChannel {
   LocalInChannel(std::shared_ptr<LocalTransport> transport, int peer, Arrived arrived, ChannelFailure failure);
 
   void enqueue(const std::shared_ptr<Run>& run, const std::vector<const RecvOp*>& ops);
-  void close();  // posts nothing more; what is posted is ended by the transport
+  void resume();  // posts what Carries allows by now
+  void close();   // posts nothing more; what is posted is ended by the transport
 
  private:
   class Receipt;

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <map>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 
 #include <fmt/format.h>
 
 #include "common/error.h"
+#include "plan/staging.h"
 
 namespace meshcast {
 namespace {
@@ -48,12 +50,15 @@ struct Message {
   int32_t after = -1;  // as in Hop
   bool local = false;
   std::vector<int32_t> receivers;
+  ReduceOp reduce = ReduceOp::None;  // as in Hop; such a message has one receiver
+  bool last_reduce = false;
+  int32_t hop = -1;  // its first one
 };
 
 // Hops between ranks that share memory join the message that their sender got the chunk by; hops of one chunk
 // that leave one rank join each other. A message stands where its first hop stood, so every rank sees the
 // messages in the same order, and the rank that sends one has the chunk by then. Receiving earlier than planned
-// does no harm: nothing is sent before the message that it waits for.
+// does no harm: nothing is sent before the message that it waits for. Hops that reduce stay as they are.
 // Returns those messages that `rank` may have a part in.
 std::vector<Message> join_hops(const Plan& plan, int32_t rank, const std::vector<int32_t>& local) {
   const auto is_local = [&](int32_t rank) {
@@ -61,22 +66,24 @@ std::vector<Message> join_hops(const Plan& plan, int32_t rank, const std::vector
   };
   std::vector<Message> messages;
   std::vector<int32_t> message_of_hop(local.empty() ? 0 : plan.hops.size(), -1);  // local messages only
-  std::map<std::pair<int32_t, int32_t>, int32_t> started;  // (rank, chunk) -> message that leaves it
+  // (rank, chunk, hop that brought it) -> message that leaves it
+  std::map<std::tuple<int32_t, int32_t, int32_t>, int32_t> started;
   for (size_t i = 0; i < plan.hops.size(); ++i) {
     const Hop& hop = plan.hops[i];
-    if (hop.reduce != ReduceOp::None) {
-      throw Error(ErrorKind::Generic, "this build executes no reducing hops (Partial sources)");
-    }
-    if (local.empty() || !is_local(hop.src) || !is_local(hop.dst)) {
+    const auto index = static_cast<int32_t>(i);
+    const bool inside = !local.empty() && is_local(hop.src) && is_local(hop.dst);
+    if (!inside || hop.reduce != ReduceOp::None) {
       if (hop.src == rank || hop.dst == rank) {
-        messages.push_back({hop.src, hop.chunk, hop.after, false, {hop.dst}});
+        messages.push_back(
+            {hop.src, hop.chunk, hop.after, inside, {hop.dst}, hop.reduce, hop.last_reduce, index});
       }
       continue;
     }
     int32_t message = hop.after >= 0 ? message_of_hop[hop.after] : -1;
     if (message < 0) {
-      const auto [it, fresh] = started.try_emplace({hop.src, hop.chunk}, static_cast<int32_t>(messages.size()));
-      if (fresh) messages.push_back({hop.src, hop.chunk, hop.after, true, {}});
+      const auto [it, fresh] =
+          started.try_emplace({hop.src, hop.chunk, hop.after}, static_cast<int32_t>(messages.size()));
+      if (fresh) messages.push_back({hop.src, hop.chunk, hop.after, true, {}, ReduceOp::None, false, index});
       message = it->second;
     }
     messages[message].receivers.push_back(hop.dst);
@@ -95,6 +102,9 @@ class Projection {
           {shard_of(problem.src, problem.shape, rank), shard_of(problem.dst, problem.shape, rank)});
     }
     program_.rank = local_rank(rank);
+    for (const Message& message : messages_) {
+      if (message.src == rank && message.after >= 0) ++forwards_[message.after];
+    }
   }
 
   Program run() {
@@ -111,6 +121,8 @@ class Projection {
       }
     }
     for (const auto& [peer, count] : local_out_) program_.local_sends.push_back({peer, count});
+    if (!program_.carried_sends.empty())
+      program_.most_carried = most_held_ + static_cast<int32_t>(kMessageWindow);
     return std::move(program_);
   }
 
@@ -145,28 +157,67 @@ class Projection {
 
   void add_recv(const Message& message) {
     const Chunk& chunk = plan_.chunks[message.chunk];
-    const int32_t peer = local_rank(message.src);
-    recv_of_chunk_[message.chunk] = static_cast<int32_t>(program_.recvs.size());
-    const int32_t number = message.local ? -1 : program_.network_recvs++;
-    program_.recvs.push_back(
-        {peer, chunk.nbytes, message.local, number, chunk_parts(chunk, Side::Destination), {}});
+    const auto index = static_cast<int32_t>(program_.recvs.size());
+    // Reductions of one chunk may pass through a rank more than once, its value arrives once.
+    if (message.reduce == ReduceOp::None)
+      recv_of_chunk_[message.chunk] = index;
+    else
+      reduction_of_hop_[message.hop] = index;
+    RecvOp op;
+    op.peer = local_rank(message.src);
+    op.nbytes = chunk.nbytes;
+    op.local = message.local;
+    op.number = message.local ? -1 : program_.network_recvs++;
+    op.reduce = message.reduce;
+    const bool belongs_here = message.reduce == ReduceOp::None || (message.last_reduce && needs(chunk));
+    if (belongs_here) op.parts = chunk_parts(chunk, Side::Destination);
+    if (message.reduce != ReduceOp::None) {
+      op.own = chunk_parts(chunk, Side::Source);
+      if (message.last_reduce && message.reduce == ReduceOp::Avg) op.divisor = contributions(chunk);
+      if (!belongs_here) {
+        op.carry = static_cast<int32_t>(program_.carried_sends.size());
+        program_.carried_sends.push_back(0);
+        to_leave_.push_back(forwards_[message.hop]);
+        most_held_ = std::max(most_held_, ++held_);
+      }
+    }
+    program_.recvs.push_back(std::move(op));
     program_.bytes_received += chunk.nbytes;
+  }
+
+  // Whether the chunk belongs to this rank's destination shard.
+  bool needs(const Chunk& chunk) const {
+    const ChunkPiece& piece = plan_.pieces[chunk.piece_begin];
+    const auto& receivers = plan_.tasks[piece.task].receivers;
+    return std::binary_search(receivers.begin(), receivers.end(), rank_);
+  }
+
+  int32_t contributions(const Chunk& chunk) const {
+    const auto& numbers = plan_.tasks[plan_.pieces[chunk.piece_begin].task].contribution;
+    return 1 + *std::max_element(numbers.begin(), numbers.end());
   }
 
   void add_send(const Message& message) {
     const Chunk& chunk = plan_.chunks[message.chunk];
     const bool forward = message.after >= 0;
-    if (forward) {
-      program_.recvs[recv_of_chunk_.at(message.chunk)].forwards.push_back(
-          static_cast<int32_t>(program_.sends.size()));
-    }
     SendOp op{{}, chunk.nbytes, message.local, {}, forward};
+    if (forward) {
+      const auto reduction = reduction_of_hop_.find(message.after);
+      RecvOp& source = program_.recvs[reduction == reduction_of_hop_.end() ? recv_of_chunk_.at(message.chunk)
+                                                                           : reduction->second];
+      source.forwards.push_back(static_cast<int32_t>(program_.sends.size()));
+      op.carry = source.carry;
+      if (op.carry >= 0) {
+        ++program_.carried_sends[op.carry];
+        if (--to_leave_[op.carry] == 0) --held_;
+      }
+    }
     for (const int32_t receiver : message.receivers) {
       const int32_t peer = local_rank(receiver);
       op.targets.push_back({peer, next_out_[peer]++});
       if (message.local) ++local_out_[peer];
     }
-    op.parts = chunk_parts(chunk, forward ? Side::Destination : Side::Source);
+    if (op.carry < 0) op.parts = chunk_parts(chunk, forward ? Side::Destination : Side::Source);
     program_.sends.push_back(std::move(op));
     program_.bytes_sent += chunk.nbytes * static_cast<int64_t>(message.receivers.size());
   }
@@ -177,7 +228,12 @@ class Projection {
   std::vector<LocalShards> locals_;
   Program program_;
   const std::vector<Message> messages_;
-  std::unordered_map<int32_t, int32_t> recv_of_chunk_;  // a rank receives a chunk once
+  std::unordered_map<int32_t, int32_t> recv_of_chunk_;     // a rank receives a chunk once
+  std::unordered_map<int32_t, int32_t> reduction_of_hop_;  // those that reduce
+  std::unordered_map<int32_t, int32_t> forwards_;          // hop -> messages of this rank that wait for it
+  std::vector<int32_t> to_leave_;                          // by carry: sends that have not come up yet
+  int32_t held_ = 0;                                       // carries, were all done in this order
+  int32_t most_held_ = 0;
   std::unordered_map<int32_t, int32_t> next_out_;
   std::map<int32_t, int32_t>
       local_out_;  // messages by peer; all that pass between two ranks of a host are local

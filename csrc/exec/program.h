@@ -35,6 +35,11 @@ struct RecvOp {
   int32_t number = -1;            // over the network: the number-th of the program, from 0
   PartRange parts;                // where it goes
   std::vector<int32_t> forwards;  // indices into Program::sends that wait for it
+  // What arrives is a partial value: it is combined with this rank's own, and the outcome goes on.
+  ReduceOp reduce = ReduceOp::None;
+  PartRange own;        // this rank's own partial values, as they lie in `parts`
+  int32_t divisor = 1;  // of an average that ends here
+  int32_t carry = -1;   // the number-th of those whose outcome does not belong here, from 0; `parts` is empty
 };
 
 // A receiver of a message, which is the index-th of the program between the two ranks.
@@ -49,6 +54,7 @@ struct SendOp {
   bool local = false;
   PartRange parts;       // where it is read: the source shard, or the destination once it has arrived
   bool forward = false;  // becomes ready through a RecvOp, not at the start
+  int32_t carry = -1;    // it is what the receive of this number kept; `parts` is empty
 };
 
 // Messages of a program to one peer of this host.
@@ -71,6 +77,8 @@ struct Program {
   std::vector<CopyOp> copies;
   std::vector<LocalSends> local_sends;  // by ascending peer
   int32_t network_recvs = 0;
+  std::vector<int32_t> carried_sends;  // by RecvOp::carry: sends that need it
+  int32_t most_carried = 0;            // buffers for them, see carries.h
   int64_t bytes_sent = 0;
   int64_t bytes_received = 0;
 };

@@ -3,10 +3,14 @@
 #include <algorithm>
 #include <utility>
 
+#include "exec/channel.h"
+#include "exec/local_channel.h"
+
 namespace meshcast {
 
 Run::Run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label, TimePoint deadline)
     : recv_order(program->network_recvs),
+      carries(*program),
       program_(std::move(program)),
       buffers_(std::move(buffers)),
       label_(std::move(label)),
@@ -34,6 +38,22 @@ int64_t Run::local_position(const Target& target) const {
   const auto it =
       std::find_if(sends.begin(), sends.end(), [&](const auto& s) { return s.peer == target.peer; });
   return local_positions[static_cast<size_t>(it - sends.begin())] + target.index;
+}
+
+void Run::reduce(const RecvOp& op, std::byte* arrived) const {
+  for (int32_t i = op.own.begin; i < op.own.end; ++i) {
+    const StridedView own = view(part(i));
+    const ElementType type = buffers_.types[static_cast<size_t>(part(i).tensor)];
+    combine(own, arrived, type, op.reduce);
+    if (op.divisor > 1) divide(arrived, own.nbytes(), type, op.divisor);
+    arrived += own.nbytes();
+  }
+}
+
+void Run::carried_sent(int32_t number) {
+  if (!carries.sent(number)) return;
+  for (InChannel* channel : in_channels) channel->resume();
+  for (LocalInChannel* channel : local_in_channels) channel->resume();
 }
 
 bool Run::direct(PartRange range, std::byte** data) const {

@@ -11,14 +11,17 @@
 #include <string>
 #include <vector>
 
+#include "exec/carries.h"
 #include "exec/program.h"
 #include "exec/recv_order.h"
+#include "exec/reduce.h"
 #include "exec/strided.h"
 #include "transport/transport.h"
 
 namespace meshcast {
 
 class InChannel;
+class LocalInChannel;
 class OutChannel;
 
 // Where a send of a run waits to be issued.
@@ -37,6 +40,7 @@ struct TensorMemory {
 struct Buffers {
   std::vector<TensorMemory> source;
   std::vector<TensorMemory> destination;
+  std::vector<ElementType> types;  // of the sources that are reduced; may be empty where none is
   std::shared_ptr<void> keepalive;
 };
 
@@ -109,9 +113,17 @@ class Run {
   // host, as in Program::local_sends.
   std::vector<SendTicket> send_tickets;
   std::vector<InChannel*> in_channels;
+  std::vector<LocalInChannel*> local_in_channels;
   std::vector<int64_t> local_positions;
 
   RecvOrder recv_order;
+  Carries carries;
+
+  // Combines what has arrived with this rank's own values, in place.
+  void reduce(const RecvOp& op, std::byte* arrived) const;
+
+  // A send of a carried value is through: its buffer may serve the next receive.
+  void carried_sent(int32_t number);
 
   // Position of the message with this index to a peer of this host.
   int64_t local_position(const Target& target) const;
