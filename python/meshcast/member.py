@@ -19,6 +19,24 @@ from .transfer import Problem, settled
 __all__ = ["Destination", "Member", "Source", "compile_member", "positive_placements"]
 
 
+# What a Partial source may be made of, and by what some of it cannot be reduced.
+_REDUCED = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+}
+_NOT_FOR = {torch.bool: {"avg"}, torch.complex64: {"min", "max"}, torch.complex128: {"min", "max"}}
+
+
 @dataclass(frozen=True)
 class Source:
     """A source as every rank knows it, from a DTensor or a spec. A rank outside may know its layout only:
@@ -55,8 +73,8 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Sums up a Partial source inside its own mesh before it travels. gloo cannot average, so that is a sum
-    and a division."""
+    """Reduces a source that mixes Partial operations inside its own mesh before it travels. gloo cannot
+    average, so that is a sum and a division."""
 
     placements: tuple[Placement, ...]  # reduced
     pending: DTensorSpec  # the source, with averages as sums
@@ -123,7 +141,8 @@ def compile_member(
                 f"{op}: the {name} mesh is on {where.device_type}; this build moves CPU tensors only"
             )
     pending = source.layout
-    src = _reduced(pending)
+    on_the_way = _reduced_on_the_way(pending, source.dtype, op)
+    src = pending if on_the_way else _reduced(pending)
     dst = Layout(mesh, positive_placements(destination.placements, len(shape)))
     if dst.has_partial:
         raise LayoutError(
@@ -132,19 +151,31 @@ def compile_member(
         )
     if dtype.is_floating_point < source.dtype.is_floating_point and source.needs_grad:
         raise LayoutError(f"{op}: a value with gradient cannot become {dtype}; detach it first")
-    wire = dtype if dtype.itemsize <= source.dtype.itemsize else source.dtype
+    # What is reduced on the way is reduced in the type that it has.
+    narrow = dtype.itemsize <= source.dtype.itemsize and not on_the_way
+    wire = dtype if narrow else source.dtype
     local_shape = dst.local_shapes(shape).get(rank)
     is_holder = src.local_shapes(shape).get(rank) is not None
     gradient = backward = None
     if source.needs_grad:
         gradient, backward = _gradient(rank, source, mesh, dst, destination.grad_placements, wire, op)
     reduction = None
-    if pending.has_partial and is_holder and source.mesh is not None:
+    if pending.has_partial and not on_the_way and is_holder and source.mesh is not None:
         reduction = _reduction(source, src)
     member = Member(
         tensor_spec(mesh, dst, shape, dtype), shape, dtype, local_shape, wire, is_holder, reduction, gradient
     )
     return member, (shape, wire, src, dst), backward
+
+
+def _reduced_on_the_way(pending: Layout, dtype: torch.dtype, op: str) -> bool:
+    """Whether the transfer reduces a Partial source. Plans know one operation; a source that mixes several is
+    reduced inside its mesh first. Raises LayoutError for what has no reduction."""
+    operations = {p.reduce_op for p in pending.placements if isinstance(p, Partial)}
+    for operation in operations:
+        if dtype not in _REDUCED or operation in _NOT_FOR.get(dtype, ()):
+            raise LayoutError(f"{op}: a source of dtype {dtype} cannot be reduced by Partial({operation!r})")
+    return len(operations) == 1
 
 
 def _reduced(pending: Layout) -> Layout:

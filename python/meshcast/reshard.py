@@ -77,7 +77,8 @@ def reshard(
 
     Args:
         x: a DTensor, also on ranks outside its mesh that have one; there a TensorSpec will do. Its local
-            tensor may be strided.
+            tensor may be strided. Under Partial(op) the values of all ranks are reduced on the way, in the
+            dtype of x; sums and products of floats depend on the order, which is the plan's.
         group: process group that holds both meshes; None for the default group.
         dtype: type of the result; the cast happens on the side where fewer bytes travel.
         grad_placements: layout on `mesh` in which the gradient of the result travels back; default:

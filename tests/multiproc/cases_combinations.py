@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 GROUP_TIMEOUT = 30.0
 PER_CASE = 12
-# Meshes with process groups of their own, since a Partial source is summed up inside its mesh.
+# Meshes with process groups of their own, as users have them.
 MESHES = [[0, 1, 2, 3, 4], [[0, 1], [2, 3]], [2, 3, 4], [4, 1], [[3], [0]]]
 OPS = ["sum", "avg", "min", "max", "product"]
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.bfloat16]
