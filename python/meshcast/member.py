@@ -40,13 +40,15 @@ _NOT_FOR = {torch.bool: {"avg"}, torch.complex64: {"min", "max"}, torch.complex1
 @dataclass(frozen=True)
 class Source:
     """A source as every rank knows it, from a DTensor or a spec. A rank outside may know its layout only:
-    mesh is then None, and no gradient is possible."""
+    mesh is then None, and no gradient is possible. reduce_first: partial values are reduced inside the mesh,
+    so that each rank sees what it sends."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout
     mesh: DeviceMesh | None
     needs_grad: bool = False
+    reduce_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,8 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Reduces a source that mixes Partial operations inside its own mesh before it travels. gloo cannot
-    average, so that is a sum and a division."""
+    """Reduces a Partial source inside its own mesh before it travels. gloo cannot average, so that is a sum
+    and a division."""
 
     placements: tuple[Placement, ...]  # reduced
     pending: DTensorSpec  # the source, with averages as sums
@@ -141,7 +143,7 @@ def compile_member(
                 f"{op}: the {name} mesh is on {where.device_type}; this build moves CPU tensors only"
             )
     pending = source.layout
-    on_the_way = _reduced_on_the_way(pending, source.dtype, op)
+    on_the_way = _can_reduce_on_the_way(pending, source.dtype, op) and not source.reduce_first
     src = pending if on_the_way else _reduced(pending)
     dst = Layout(mesh, positive_placements(destination.placements, len(shape)))
     if dst.has_partial:
@@ -168,9 +170,9 @@ def compile_member(
     return member, (shape, wire, src, dst), backward
 
 
-def _reduced_on_the_way(pending: Layout, dtype: torch.dtype, op: str) -> bool:
-    """Whether the transfer reduces a Partial source. Plans know one operation; a source that mixes several is
-    reduced inside its mesh first. Raises LayoutError for what has no reduction."""
+def _can_reduce_on_the_way(pending: Layout, dtype: torch.dtype, op: str) -> bool:
+    """Whether the transfer may reduce a Partial source. Plans know one operation; a source that mixes several
+    is reduced inside its mesh first. Raises LayoutError for what has no reduction."""
     operations = {p.reduce_op for p in pending.placements if isinstance(p, Partial)}
     for operation in operations:
         if dtype not in _REDUCED or operation in _NOT_FOR.get(dtype, ()):

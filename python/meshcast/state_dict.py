@@ -269,7 +269,8 @@ def _compile(
 def _source(entry: Entry, call: StateCall) -> Source:
     held = call.held.get(entry.name)
     mesh = None if held is None else held.device_mesh
-    return Source(entry.shape, entry.dtype, entry.src, mesh)
+    # A digest of values that are reduced on the way could not be taken at their source.
+    return Source(entry.shape, entry.dtype, entry.src, mesh, reduce_first=call.options["digest"])
 
 
 def _move(
