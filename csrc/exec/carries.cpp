@@ -21,6 +21,7 @@ std::vector<std::byte> Carries::take(int64_t nbytes) {
       out = std::move(spare_.back());
       spare_.pop_back();
     }
+    peak_ = std::max(peak_, ++in_use_);
   }
   out.resize(static_cast<size_t>(nbytes));
   return out;
@@ -29,7 +30,6 @@ std::vector<std::byte> Carries::take(int64_t nbytes) {
 void Carries::keep(int32_t number, std::vector<std::byte> value) {
   const std::lock_guard lock(mutex_);
   kept_[static_cast<size_t>(number)] = std::move(value);
-  peak_ = std::max(peak_, ++held_);
 }
 
 std::byte* Carries::data(int32_t number) {
@@ -43,7 +43,7 @@ bool Carries::sent(int32_t number) {
   if (--sends_left_[at] > 0) return false;
   spare_.push_back(std::move(kept_[at]));
   ++released_;
-  --held_;
+  --in_use_;
   return true;
 }
 

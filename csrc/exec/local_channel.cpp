@@ -69,7 +69,8 @@ class LocalInChannel::Receipt final : public Incoming {
     // Fragments may cut elements: partial values are put together first. The memory is taken when the first
     // one comes, since a sender copies one message at a time and many are posted.
     if (op_.reduce != ReduceOp::None) {
-      if (staging_.empty()) staging_ = run_->carries.take(op_.nbytes);
+      if (staging_.empty())
+        staging_ = op_.carry >= 0 ? run_->carries.take(op_.nbytes) : channel_.take_staging(op_.nbytes);
       std::memcpy(staging_.data() + offset, in, static_cast<size_t>(nbytes));
       return;
     }
@@ -90,6 +91,7 @@ class LocalInChannel::Receipt final : public Incoming {
         run_->carries.keep(op_.carry, std::move(staging_));
       else
         put(0, op_.nbytes, staging_.data());
+      channel_.give_back(std::move(staging_));
     }
     channel_.arrived(run_, op_);
   }
@@ -146,6 +148,24 @@ void LocalInChannel::arrived(const std::shared_ptr<Run>& run, const RecvOp& op) 
   run->unpin();
 }
 
+std::vector<std::byte> LocalInChannel::take_staging(int64_t nbytes) {
+  std::vector<std::byte> out;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!pool_.empty()) {
+      out = std::move(pool_.back());
+      pool_.pop_back();
+    }
+  }
+  out.resize(static_cast<size_t>(nbytes));
+  return out;
+}
+
+void LocalInChannel::give_back(std::vector<std::byte> staging) {
+  const std::lock_guard lock(mutex_);
+  if (!staging.empty() && pool_.size() < kWindow) pool_.push_back(std::move(staging));
+}
+
 void LocalInChannel::resume() {
   const std::lock_guard lock(mutex_);
   post_locked();
@@ -155,6 +175,7 @@ void LocalInChannel::close() {
   const std::lock_guard lock(mutex_);
   closed_ = true;
   entries_.clear();
+  pool_.clear();
 }
 
 void send_local(LocalTransport& transport, const std::shared_ptr<Run>& run, const SendOp& op,

@@ -39,6 +39,8 @@ class LocalInChannel {
 
   void post_locked();
   void arrived(const std::shared_ptr<Run>& run, const RecvOp& op);
+  std::vector<std::byte> take_staging(int64_t nbytes);  // for a partial value that is put together
+  void give_back(std::vector<std::byte> staging);
 
   const std::shared_ptr<LocalTransport> transport_;
   const int peer_;
@@ -48,6 +50,7 @@ class LocalInChannel {
   std::deque<Entry> entries_;  // not posted yet
   int64_t first_ = 0;          // position of entries_.front(), see message_key
   size_t posted_ = 0;
+  std::vector<std::vector<std::byte>> pool_;  // staging to reuse, at most kWindow
   bool closed_ = false;
 };
 

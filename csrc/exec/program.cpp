@@ -175,6 +175,10 @@ class Projection {
       op.own = chunk_parts(chunk, Side::Source);
       if (message.last_reduce && message.reduce == ReduceOp::Avg) op.divisor = contributions(chunk);
       if (!belongs_here) {
+        // What nobody takes on would fill a buffer for good: two chains that meet, or one that ends astray.
+        if (forwards_[message.hop] == 0)
+          throw Error(ErrorKind::Generic,
+                      fmt::format("plan ends a reduction at rank {}, which does not need it", rank_));
         op.carry = static_cast<int32_t>(program_.carried_sends.size());
         program_.carried_sends.push_back(0);
         to_leave_.push_back(forwards_[message.hop]);

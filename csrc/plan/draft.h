@@ -43,7 +43,7 @@ struct Draft {
 inline constexpr int32_t kPatience = 16;
 
 // The most staging of any rank (see staging.h) if the hops of a draft are executed.
-int64_t peak_staging(const std::vector<Problem>& problems, const Draft& draft);
+int64_t peak_staging(const std::vector<Problem>& problems, const std::vector<Task>& tasks, const Draft& draft);
 
 // Cuts bundles into chunks and routes into hops.
 class Drafter {

@@ -292,7 +292,7 @@ void find_best(Inputs in, const LaneDemand& lanes, Plan* plan) {
         in.chunk_bytes = chunk_bytes;
         Draft draft = make_draft(strategy, in);
         if (!fixed_chunk) {
-          const int64_t smaller = shrink_chunks(in, draft.chunks, peak_staging(in.problems, draft));
+          const int64_t smaller = shrink_chunks(in, draft.chunks, peak_staging(in.problems, in.tasks, draft));
           if (smaller > 0) {
             in.chunk_bytes = smaller;
             draft = make_draft(strategy, in);

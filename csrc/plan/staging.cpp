@@ -49,6 +49,51 @@ class Shards {
   std::vector<std::unordered_map<int32_t, size_t>> position_;  // by problem: rank -> mesh position
 };
 
+// Hops whose outcome its receiver only passes on: all reductions but those that end where the result is needed.
+std::vector<char> carried_hops(const std::vector<Task>& tasks, const std::vector<ChunkPiece>& pieces,
+                               const std::vector<Chunk>& chunks, const std::vector<Hop>& hops) {
+  std::vector<char> out(hops.size(), 0);
+  for (size_t i = 0; i < hops.size(); ++i) {
+    if (hops[i].reduce == ReduceOp::None) continue;
+    const Chunk& chunk = chunks[static_cast<size_t>(hops[i].chunk)];
+    const Task& task = tasks[static_cast<size_t>(pieces[static_cast<size_t>(chunk.piece_begin)].task)];
+    out[i] =
+        !hops[i].last_reduce || !std::binary_search(task.receivers.begin(), task.receivers.end(), hops[i].dst);
+  }
+  return out;
+}
+
+// What a rank passes on has come before it has left: the most of that at a time, were all hops done one after
+// the other as planned, and the largest of it.
+struct Carried {
+  int32_t now = 0;
+  int32_t most = 0;
+  int64_t largest = 0;
+  int64_t nbytes = 0;  // of all
+};
+
+std::unordered_map<int32_t, Carried> carried_by_rank(const std::vector<Chunk>& chunks,
+                                                     const std::vector<Hop>& hops,
+                                                     const std::vector<char>& is_carried) {
+  std::vector<int32_t> last_use(hops.size(), -1);  // the last hop that takes it on
+  for (size_t i = 0; i < hops.size(); ++i) {
+    if (hops[i].after >= 0) last_use[static_cast<size_t>(hops[i].after)] = static_cast<int32_t>(i);
+  }
+  std::unordered_map<int32_t, Carried> out;
+  for (size_t i = 0; i < hops.size(); ++i) {
+    const Hop& hop = hops[i];
+    const auto before = static_cast<size_t>(std::max(hop.after, 0));
+    if (hop.after >= 0 && is_carried[before] && last_use[before] == static_cast<int32_t>(i)) --out[hop.src].now;
+    if (!is_carried[i]) continue;
+    Carried& carried = out[hop.dst];
+    carried.most = std::max(carried.most, ++carried.now);
+    const int64_t nbytes = chunks[static_cast<size_t>(hop.chunk)].nbytes;
+    carried.largest = std::max(carried.largest, nbytes);
+    carried.nbytes += nbytes;
+  }
+  return out;
+}
+
 // The largest messages of one peer and direction, descending.
 using Largest = std::array<int64_t, kMessageWindow + 1>;
 
@@ -58,6 +103,7 @@ void insert(int64_t nbytes, Largest* largest) {
 }
 
 std::unordered_map<int32_t, int64_t> staging_by_rank(const std::vector<Problem>& problems,
+                                                     const std::vector<Task>& tasks,
                                                      const std::vector<ChunkPiece>& pieces,
                                                      const std::vector<Chunk>& chunks,
                                                      const std::vector<Hop>& hops) {
@@ -67,12 +113,14 @@ std::unordered_map<int32_t, int64_t> staging_by_rank(const std::vector<Problem>&
   const auto key = [](int32_t rank, int32_t peer) {
     return (static_cast<uint64_t>(rank) << 32) | static_cast<uint32_t>(peer);
   };
-  for (const Hop& hop : hops) {
+  const std::vector<char> is_carried = carried_hops(tasks, pieces, chunks, hops);
+  for (size_t i = 0; i < hops.size(); ++i) {
+    const Hop& hop = hops[i];
     const Chunk& chunk = chunks[static_cast<size_t>(hop.chunk)];
-    const bool reduces = hop.reduce != ReduceOp::None;
-    if (reduces || (hop.after < 0 ? source : destination).packs(chunk, hop.src))
+    const bool sends_carried = hop.after >= 0 && is_carried[static_cast<size_t>(hop.after)];
+    if (!sends_carried && (hop.after < 0 ? source : destination).packs(chunk, hop.src))
       insert(chunk.nbytes, &out.try_emplace(key(hop.src, hop.dst), Largest{}).first->second);
-    if (reduces || destination.packs(chunk, hop.dst))
+    if (!is_carried[i] && (hop.reduce != ReduceOp::None || destination.packs(chunk, hop.dst)))
       insert(chunk.nbytes, &in.try_emplace(key(hop.dst, hop.src), Largest{}).first->second);
   }
   std::unordered_map<int32_t, int64_t> total;
@@ -82,13 +130,15 @@ std::unordered_map<int32_t, int64_t> staging_by_rank(const std::vector<Problem>&
       for (size_t i = 0; i < largest.size() - (side == &out); ++i) bytes += largest[i];
     }
   }
+  for (const auto& [rank, carried] : carried_by_rank(chunks, hops, is_carried))
+    total[rank] += std::min((carried.most + kMessageWindow) * carried.largest, carried.nbytes);
   return total;
 }
 
 }  // namespace
 
 std::vector<int64_t> peak_staging(const Plan& plan) {
-  const auto by_rank = staging_by_rank(plan.problems, plan.pieces, plan.chunks, plan.hops);
+  const auto by_rank = staging_by_rank(plan.problems, plan.tasks, plan.pieces, plan.chunks, plan.hops);
   std::vector<int64_t> out;
   out.reserve(plan.ranks.size());
   for (const int32_t rank : plan.ranks) {
@@ -98,9 +148,9 @@ std::vector<int64_t> peak_staging(const Plan& plan) {
   return out;
 }
 
-int64_t peak_staging(const std::vector<Problem>& problems, const Draft& draft) {
+int64_t peak_staging(const std::vector<Problem>& problems, const std::vector<Task>& tasks, const Draft& draft) {
   int64_t most = 0;
-  for (const auto& [rank, bytes] : staging_by_rank(problems, draft.pieces, draft.chunks, draft.hops))
+  for (const auto& [rank, bytes] : staging_by_rank(problems, tasks, draft.pieces, draft.chunks, draft.hops))
     most = std::max(most, bytes);
   return most;
 }

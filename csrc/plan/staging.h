@@ -17,7 +17,9 @@ inline constexpr int64_t kStagingGoal = int64_t{64} << 20;
 // Most bytes of staging that each of plan.ranks, in that order, may have at a time: buffers of messages that
 // are packed, because their boxes are not one contiguous range of the local tensor (taken as row-major) or
 // because they are reduced. For every peer and direction a window of the largest such messages; receiving takes
-// one more, which is unpacked while the next is on its way. What travels through shared memory needs less.
+// one more, which is unpacked while the next is on its way. Outcomes of reductions that a rank only passes on
+// are kept from when their receive is posted until they have left: a window more of them than it would hold if
+// all hops were done in plan order (exec/carries.h). What travels through shared memory needs less.
 std::vector<int64_t> peak_staging(const Plan& plan);
 
 }  // namespace meshcast

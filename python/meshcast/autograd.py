@@ -89,7 +89,7 @@ class _Call:
         if gradient.destination_shape is None:
             return None
         if grad is None:
-            return torch.zeros(gradient.destination_shape, dtype=member.wire_dtype)
+            return torch.zeros(gradient.destination_shape, dtype=gradient.wire_dtype)
         if not isinstance(grad, DTensor) or grad.device_mesh != spec.mesh:
             raise LayoutError(
                 f"reshard backward: expected a DTensor gradient on {spec.mesh}, found {type(grad).__name__}"
@@ -103,7 +103,7 @@ class _Call:
                 f"{gradient.destination_shape}, found "
                 f"{tuple(local.shape)}"
             )
-        return local.to(member.wire_dtype)
+        return local.to(gradient.wire_dtype)
 
     def reverse(self, grads: Sequence[Any]) -> list[DTensor]:
         """Runs the reverse transfer of all differentiable members; waits only where this rank needs a
@@ -115,7 +115,7 @@ class _Call:
             gradient = member.gradient
             assert gradient is not None
             shape = gradient.source_shape
-            incoming.append(None if shape is None else torch.empty(shape, dtype=member.wire_dtype))
+            incoming.append(None if shape is None else torch.empty(shape, dtype=gradient.wire_dtype))
         if compiled.transfer is not None:
             assert self.number is not None
             try:

@@ -169,6 +169,11 @@ class Layout:
         """True if values are pending reduction over some mesh dimension."""
         return any(p[0] == "partial" for p in self._placements)
 
+    @property
+    def reduce_ops(self) -> frozenset[str]:
+        """The operations of its Partial placements."""
+        return frozenset(p[3] for p in self._placements if p[0] == "partial")
+
     def shards(self, shape: Sequence[int]) -> dict[int, list[Box]]:
         """Boxes that each rank holds of a tensor of `shape`, in the order in which its local tensor holds
         them.

@@ -13,6 +13,7 @@ from .groups import parent_group, seconds
 from .handle import Handle
 from .layout import Layout
 from .memory import check_storage, note_written, overlaps
+from .reduction import check_reducible
 from .transfer import agreed_transfer, publish_rejection
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def reshard_local(
             raise LayoutError(
                 f"{_OP}: dst_layout {dst_layout} holds Partial; ask for Replicate or Shard instead"
             )
+        check_reducible(src_layout, dtype, _OP)
         problem = (tuple(shape), dtype, src_layout, dst_layout)
         transfer = agreed_transfer(parent, [problem], None, op=_OP, strategy=strategy, topology=topology)
         if dst is not None:

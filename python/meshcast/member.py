@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from .errors import LayoutError
 from .layout import Layout
+from .reduction import Reduction, check_reducible, reduced_layout, reduction_inside, tensor_spec
 from .transfer import Problem, settled
 
-__all__ = ["Destination", "Member", "Source", "compile_member", "positive_placements"]
-
-
-# What a Partial source may be made of, and by what some of it cannot be reduced.
-_REDUCED = {
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-}
-_NOT_FOR = {torch.bool: {"avg"}, torch.complex64: {"min", "max"}, torch.complex128: {"min", "max"}}
+__all__ = ["Destination", "Member", "Source", "compile_member", "positive_placements", "wire_dtype"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +31,12 @@ class Source:
     mesh: DeviceMesh | None
     needs_grad: bool = False
     reduce_first: bool = False
+
+    @property
+    def reduced_on_the_way(self) -> bool:
+        """Whether the transfer itself reduces the partial values. Plans know one operation; a source that
+        mixes several is reduced inside its mesh first."""
+        return len(self.layout.reduce_ops) == 1 and not self.reduce_first
 
 
 @dataclass(frozen=True)
@@ -70,32 +58,13 @@ class Gradient:
     source_shape: tuple[int, ...] | None
     spec: DTensorSpec  # of the source's gradient
     dtype: torch.dtype  # likewise
+    wire_dtype: torch.dtype  # the narrower one of both gradients
     scale: float
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """Reduces a Partial source inside its own mesh before it travels. gloo cannot average, so that is a sum
-    and a division."""
-
-    placements: tuple[Placement, ...]  # reduced
-    pending: DTensorSpec  # the source, with averages as sums
-    divisor: int
-
-    def run(self, local: torch.Tensor) -> torch.Tensor:
-        pending = DTensor(local, self.pending, requires_grad=False)
-        reduced = settled(pending.redistribute(self.pending.mesh, self.placements)._local_tensor)
-        if self.divisor == 1:
-            return reduced
-        return torch.div(
-            reduced, self.divisor, rounding_mode=None if reduced.is_floating_point() else "trunc"
-        )
-
-
-@dataclass(frozen=True)
 class Member:
-    """One tensor of a call on this rank. local_shape: of the result here, None outside its mesh. The wire
-    dtype is the narrower one of source and result: the cast happens where fewer bytes travel."""
+    """One tensor of a call on this rank. local_shape: of the result here, None outside its mesh."""
 
     spec: DTensorSpec
     shape: tuple[int, ...]
@@ -142,9 +111,8 @@ def compile_member(
             raise LayoutError(
                 f"{op}: the {name} mesh is on {where.device_type}; this build moves CPU tensors only"
             )
-    pending = source.layout
-    on_the_way = _can_reduce_on_the_way(pending, source.dtype, op) and not source.reduce_first
-    src = pending if on_the_way else _reduced(pending)
+    check_reducible(source.layout, source.dtype, op)
+    src = source.layout if source.reduced_on_the_way else reduced_layout(source.layout)
     dst = Layout(mesh, positive_placements(destination.placements, len(shape)))
     if dst.has_partial:
         raise LayoutError(
@@ -153,53 +121,28 @@ def compile_member(
         )
     if dtype.is_floating_point < source.dtype.is_floating_point and source.needs_grad:
         raise LayoutError(f"{op}: a value with gradient cannot become {dtype}; detach it first")
-    # What is reduced on the way is reduced in the type that it has.
-    narrow = dtype.itemsize <= source.dtype.itemsize and not on_the_way
-    wire = dtype if narrow else source.dtype
+    wire = wire_dtype(source, dtype)
     local_shape = dst.local_shapes(shape).get(rank)
     is_holder = src.local_shapes(shape).get(rank) is not None
     gradient = backward = None
     if source.needs_grad:
-        gradient, backward = _gradient(rank, source, mesh, dst, destination.grad_placements, wire, op)
+        narrow = min(dtype, source.dtype, key=lambda t: t.itemsize)
+        gradient, backward = _gradient(rank, source, mesh, dst, destination.grad_placements, narrow, op)
     reduction = None
-    if pending.has_partial and not on_the_way and is_holder and source.mesh is not None:
-        reduction = _reduction(source, src)
+    if src is not source.layout and is_holder and source.mesh is not None:
+        reduction = reduction_inside(source.mesh, source.layout, source.shape, source.dtype)
     member = Member(
         tensor_spec(mesh, dst, shape, dtype), shape, dtype, local_shape, wire, is_holder, reduction, gradient
     )
     return member, (shape, wire, src, dst), backward
 
 
-def _can_reduce_on_the_way(pending: Layout, dtype: torch.dtype, op: str) -> bool:
-    """Whether the transfer may reduce a Partial source. Plans know one operation; a source that mixes several
-    is reduced inside its mesh first. Raises LayoutError for what has no reduction."""
-    operations = {p.reduce_op for p in pending.placements if isinstance(p, Partial)}
-    for operation in operations:
-        if dtype not in _REDUCED or operation in _NOT_FOR.get(dtype, ()):
-            raise LayoutError(f"{op}: a source of dtype {dtype} cannot be reduced by Partial({operation!r})")
-    return len(operations) == 1
-
-
-def _reduced(pending: Layout) -> Layout:
-    """The layout once partial values are summed up."""
-    if not pending.has_partial:
-        return pending
-    ranks = torch.tensor(pending.ranks).reshape(pending.mesh_shape)
-    return Layout(ranks, [Replicate() if isinstance(p, Partial) else p for p in pending.placements])
-
-
-def _reduction(source: Source, reduced: Layout) -> Reduction:
-    assert source.mesh is not None
-    sums: list[Placement] = []
-    divisor = 1
-    for size, placement in zip(source.layout.mesh_shape, source.layout.placements, strict=True):
-        if isinstance(placement, Partial) and placement.reduce_op == "avg":
-            sums.append(Partial("sum"))
-            divisor *= size
-        else:
-            sums.append(placement)
-    spec = tensor_spec(source.mesh, Layout(source.mesh, sums), source.shape, source.dtype)
-    return Reduction(tuple(reduced.placements), spec, divisor)
+def wire_dtype(source: Source, dtype: torch.dtype) -> torch.dtype:
+    """What the elements travel as: the narrower of both types, so that the cast happens where fewer bytes
+    travel; but what is reduced on the way is reduced in the type that it has."""
+    if source.reduced_on_the_way or dtype.itemsize > source.dtype.itemsize:
+        return source.dtype
+    return dtype
 
 
 def _gradient(
@@ -230,22 +173,17 @@ def _gradient(
         raise LayoutError(
             f"{op}: grad_placements {tuple(forth)} hold Partial; ask for Replicate or Shard instead"
         )
-    incoming = _reduced(src)
+    incoming = reduced_layout(src)
     gradient = Gradient(
         destination_placements=forth,
         destination_shape=outgoing.local_shapes(source.shape).get(rank),
         source_shape=incoming.local_shapes(source.shape).get(rank),
         spec=tensor_spec(source.mesh, incoming, source.shape, source.dtype),
         dtype=source.dtype,
+        wire_dtype=wire,
         scale=scale,
     )
     return gradient, (source.shape, wire, outgoing, incoming)
-
-
-def tensor_spec(mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
-    """The DTensorSpec of a contiguous global tensor."""
-    stride = tuple(math.prod(max(size, 1) for size in shape[d + 1 :]) for d in range(len(shape)))
-    return DTensorSpec(mesh, layout.placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
 
 def positive_placements(placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:

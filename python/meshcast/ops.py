@@ -96,9 +96,9 @@ def _run_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch.
     gradient = member.gradient
     if gradient is None:
         raise MeshcastError("torch.ops.meshcast.reshard: the call was compiled without gradient")
-    incoming = _empty(gradient.source_shape, member.wire_dtype, len(member.shape))
+    incoming = _empty(gradient.source_shape, gradient.wire_dtype, len(member.shape))
     if compiled.transfer is not None:
-        outgoing = None if gradient.destination_shape is None else grad.to(member.wire_dtype)
+        outgoing = None if gradient.destination_shape is None else grad.to(gradient.wire_dtype)
         target = None if gradient.source_shape is None else incoming
         launch = compiled.transfer.launch_reverse(CallNumber(*number.tolist()), [outgoing], [target], limit)
         launch.wait()

@@ -26,7 +26,7 @@ from .digest import shard_digest
 from .errors import LayoutError, MeshcastError, PlanMismatchError
 from .groups import ParentGroup, parent_group, seconds
 from .layout import Layout
-from .member import Destination, Source
+from .member import Destination, Source, wire_dtype
 from .spec import TensorSpec
 from .state_call import StateCall, checked_call, floating_name
 from .state_round import Rounds
@@ -236,8 +236,7 @@ def _compile(
     limit = call.options["max_bytes_in_flight"]
     groups: list[tuple[list[int], int]] = []
     for index, entry in enumerate(entries):
-        wire = min(entry.dtype, entry.result_dtype, key=lambda dtype: dtype.itemsize)
-        size = _checks.total_bytes(entry.shape, wire)
+        size = _checks.total_bytes(entry.shape, wire_dtype(_source(entry, call), entry.result_dtype))
         if groups and (limit is None or groups[-1][1] + size <= limit):
             groups[-1] = ([*groups[-1][0], index], groups[-1][1] + size)
         else:

@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from multiproc.meshes import quiet_mesh
 from multiproc.oracle import coordinates, cut
+from multiproc.partial_uses import USES
+from multiproc.partial_values import reduced, summand
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 GROUP_TIMEOUT = 60.0
-PER_CASE = 15
+PER_CASE = int(os.environ.get("PARTIAL_CASES", "6"))  # random problems
 HOSTS = 3
 SIZES = [3, 5, 7]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
@@ -29,36 +31,6 @@ OPS = ["sum", "avg", "min", "max", "product"]
 @functools.cache
 def group_of(size: int) -> dist.ProcessGroup | None:
     return None if size == dist.get_world_size() else dist.new_group(list(range(size)))
-
-
-def summand(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Differs from that of any other seed in nearly every element."""
-    generator = torch.Generator().manual_seed(seed)
-    if dtype == torch.bool:
-        return torch.rand(shape, generator=generator) < 0.5
-    if dtype.is_complex:
-        return torch.randn(shape, generator=generator, dtype=dtype)
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator).to(dtype)
-    info = torch.iinfo(dtype)
-    low, high = max(info.min, -(2**40)), min(info.max, 2**40)
-    return torch.randint(low, high, shape, generator=generator).to(dtype)
-
-
-def reduced(op: str, summands: list[torch.Tensor]) -> torch.Tensor:
-    """Torch's own, summand by summand in their own type; floating point in float64, to be rounded once."""
-    dtype = summands[0].dtype
-    if dtype == torch.bool:
-        any_of = op in ("sum", "max")
-        return functools.reduce(torch.logical_or if any_of else torch.logical_and, summands)
-    if dtype.is_floating_point:
-        summands = [s.double() for s in summands]
-    combine = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}.get(op, torch.add)
-    total = functools.reduce(combine, summands)
-    if op == "avg":
-        whole = not (total.is_floating_point() or total.is_complex())
-        total = torch.div(total, len(summands), rounding_mode="trunc" if whole else None)
-    return total
 
 
 def mesh_of(rng: random.Random, size: int) -> torch.Tensor:
@@ -164,4 +136,4 @@ def _named(size: int):
     return case
 
 
-CASES = [*(_named(size) for size in SIZES), a_late_rank, refused]
+CASES = [*(_named(size) for size in SIZES), a_late_rank, refused, *USES]

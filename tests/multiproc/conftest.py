@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -33,3 +34,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pipeline_world(request: pytest.FixtureRequest) -> WorldResult:
     """How the cases ended on each of RANKS processes."""
     return run_world(request.module.CASES, request.module.RANKS, limit=_LIMIT)
+
+
+@pytest.fixture(scope="module")
+def buildable() -> None:
+    """Skips, with the reason, where this machine or container allows no network namespaces."""
+    root = str(Path(__file__).resolve().parents[2])
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    from benchmarks.cluster import Cluster, ClusterError
+
+    try:
+        with Cluster(1, 100):
+            pass
+    except ClusterError as error:
+        pytest.skip(f"no emulated cluster here: {error}")

@@ -19,16 +19,6 @@ from benchmarks.cluster import Cluster, ClusterError, Loopback, network, owner, 
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.fixture(scope="module")
-def buildable() -> None:
-    """Skips, with the reason, where this machine or container allows no network namespaces."""
-    try:
-        with Cluster(1, 100):
-            pass
-    except ClusterError as error:
-        pytest.skip(f"no emulated cluster here: {error}")
-
-
 def namespaces() -> set[str]:
     return set(network._namespaces())
 

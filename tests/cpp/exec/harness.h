@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <future>
 #include <memory>
 #include <numeric>
@@ -91,7 +92,11 @@ inline std::vector<std::shared_ptr<LocalTransport>> connect_local(int world,
 // between the ranks of each host in `hosts`.
 class Cluster {
  public:
-  explicit Cluster(int world, ChannelFailure failure = nullptr, std::vector<std::vector<int32_t>> hosts = {})
+  using Wrap = std::function<std::shared_ptr<Transport>(int rank, std::shared_ptr<Transport>)>;
+
+  // wrap: what each rank's network goes through, if anything.
+  explicit Cluster(int world, ChannelFailure failure = nullptr, std::vector<std::vector<int32_t>> hosts = {},
+                   const Wrap& wrap = nullptr)
       : transports_(make_loopback(world)), hosts_(std::move(hosts)) {
     std::vector<std::shared_ptr<LocalTransport>> local(static_cast<size_t>(world));
     for (const auto& host : hosts_) {
@@ -100,8 +105,9 @@ class Cluster {
     }
     for (int rank = 0; rank < world; ++rank) {
       group_.push_back(rank);
+      const auto& network = transports_[static_cast<size_t>(rank)];
       engines_.push_back(std::make_unique<Engine>(
-          transports_[static_cast<size_t>(rank)],
+          wrap ? wrap(rank, network) : network,
           failure
               ? failure
               : [this, rank](
