@@ -58,7 +58,7 @@ def test_killed(victim: int, moment: str, shm: str) -> None:
 @pytest.mark.parametrize(
     ("victim", "moment", "shm"),
     [
-        (0, "middle", "1"),
+        pytest.param(0, "middle", "1", marks=pytest.mark.slow),
         pytest.param(1, "middle", "1", marks=pytest.mark.slow),
         (1, "before", "0"),
         pytest.param(0, "first use", "0", marks=pytest.mark.slow),

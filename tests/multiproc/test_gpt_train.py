@@ -66,7 +66,11 @@ def test_unlike_meshes_train_like_one_process(whole_run: tuple[Path, list[dict[s
     ("layout", "tolerance"),
     [
         pytest.param(("--stages", "2,3"), 0.0, marks=pytest.mark.slow),
-        (("--stages", "2x2,1", "--schedule", "Eager1F1B", "--microbatches", "3"), 1e-5),
+        pytest.param(
+            ("--stages", "2x2,1", "--schedule", "Eager1F1B", "--microbatches", "3"),
+            1e-5,
+            marks=pytest.mark.slow,
+        ),
         (("--stages", "3,2", "--accumulate", "2", "--microbatches", "1"), 1e-5),
     ],
     ids=["same layout", "another layout", "another layout, gradients of two passes"],

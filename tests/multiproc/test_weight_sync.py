@@ -47,6 +47,7 @@ def expected_losses(steps: int, every: int) -> dict[int, float]:
     return found
 
 
+@pytest.mark.slow
 def test_rollouts_have_the_weights_of_each_version(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     done = launch("--model", "nano", "--steps", "6", "--every", "2", "--metrics", metrics)
