@@ -87,11 +87,12 @@ class LocalInChannel::Receipt final : public Incoming {
   void finished() override {
     if (op_.reduce != ReduceOp::None) {
       run_->reduce(op_, staging_.data());
-      if (op_.carry >= 0)
+      if (op_.carry >= 0) {
         run_->carries.keep(op_.carry, std::move(staging_));
-      else
+      } else {
         put(0, op_.nbytes, staging_.data());
-      channel_.give_back(std::move(staging_));
+        channel_.give_back(std::move(staging_));
+      }
     }
     channel_.arrived(run_, op_);
   }

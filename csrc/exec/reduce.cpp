@@ -80,10 +80,11 @@ T combined(T a, T b) {
   } else if constexpr (std::is_same_v<T, bool>) {
     return kOp == ReduceOp::Sum || kOp == ReduceOp::Max ? a || b : a && b;
   } else if constexpr (kOp == ReduceOp::Sum || kOp == ReduceOp::Product) {
-    // Integers wrap around, which only unsigned ones may; wide ones, since narrow ones become int.
+    // Integers wrap around, which only unsigned ones may; wide ones, since narrow ones become int. Only the low
+    // bits are kept, so how the high ones are filled does not matter.
     if constexpr (std::is_integral_v<T>) {
-      const auto x = static_cast<uint64_t>(a);
-      const auto y = static_cast<uint64_t>(b);
+      const auto x = uint64_t{static_cast<std::make_unsigned_t<T>>(a)};
+      const auto y = uint64_t{static_cast<std::make_unsigned_t<T>>(b)};
       return static_cast<T>(kOp == ReduceOp::Sum ? x + y : x * y);
     } else {
       return kOp == ReduceOp::Sum ? a + b : a * b;
