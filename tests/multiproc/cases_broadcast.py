@@ -11,6 +11,7 @@ import meshcast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 GROUP_TIMEOUT = 60.0
@@ -178,7 +179,7 @@ def sequence_numbers_count_them(context) -> None:
 def beside_reshards_of_the_same_ranks(context) -> None:
     """Two threads may order reshards and broadcasts as they like: the two share nothing."""
     world = list(range(context.world))
-    src, dst = meshcast.Layout.parse("1:R"), meshcast.Layout(world, [meshcast_replicate()])
+    src, dst = meshcast.Layout.parse("1:R"), meshcast.Layout(world, [Replicate()])
     full = content(1000, torch.float32, 9)
 
     def move():
@@ -197,12 +198,6 @@ def beside_reshards_of_the_same_ranks(context) -> None:
     work.wait()
     assert torch.equal(handle.wait(), full)
     assert torch.equal(tensor, content(LARGE, torch.uint8, 1))
-
-
-def meshcast_replicate():
-    from torch.distributed.tensor import Replicate
-
-    return Replicate()
 
 
 def a_lost_rank(context) -> dict:
