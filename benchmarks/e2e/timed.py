@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 __all__ = ["Clock", "TimedStage", "TimedTask", "Times"]
@@ -31,14 +32,24 @@ class Times:
 
 
 class Clock:
-    """Sleeps; not at all while off, as in steps that only warm up and check values."""
+    """Sleeps; not at all while off, as in steps that only warm up and check values.
 
-    def __init__(self) -> None:
+    The ranks of `tensor_parallel` compute together, as those of a stage do that meet in the collectives of
+    each layer: none begins before all of them have their inputs. Without that they would drift apart and
+    take turns on the link.
+    """
+
+    def __init__(self, tensor_parallel: dist.ProcessGroup) -> None:
         self.on = True
+        self._group = tensor_parallel
 
     def sleep(self, seconds: float) -> None:
-        if self.on and seconds > 0:
-            time.sleep(seconds)
+        if not self.on or seconds <= 0:
+            return
+        # They share a host and its clock. What the meeting takes is part of the time of compute.
+        begin = torch.tensor(time.monotonic(), dtype=torch.float64)
+        dist.all_reduce(begin, dist.ReduceOp.MAX, self._group)
+        time.sleep(max(0.0, begin.item() + seconds - time.monotonic()))
 
 
 class _Slow(torch.autograd.Function):
@@ -94,10 +105,17 @@ class TimedTask:
     edges = None
 
     def __init__(
-        self, times: Times, stage: int, microbatches: int, parts: int, nbytes: int, shares: Sequence[float]
+        self,
+        times: Times,
+        stage: int,
+        microbatches: int,
+        parts: int,
+        nbytes: int,
+        shares: Sequence[float],
+        tensor_parallel: dist.ProcessGroup,
     ) -> None:
-        """nbytes: of a micro-batch over all ranks; shares: of each value."""
-        self.clock = Clock()
+        """nbytes: of a micro-batch over all ranks; shares: of each value; tensor_parallel: see Clock."""
+        self.clock = Clock(tensor_parallel)
         self._times, self._stage, self._parts = times, stage, parts
         self._samples = microbatches * parts
         self._sizes = [max(1, round(nbytes * share / 4 / parts)) for share in shares]

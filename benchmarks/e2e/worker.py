@@ -85,7 +85,9 @@ class Bench:
             rate = topology.hosts[0].nics[0].out_rate
             nbytes = round(job["ratios"][name] * self._times.compute * rate)
             shares = job["shares"][name]
-            self.task = TimedTask(self._times, self._stage, self._microbatches, parts, nbytes, shares)
+            self.task = TimedTask(
+                self._times, self._stage, self._microbatches, parts, nbytes, shares, self._mesh.get_group(1)
+            )
         else:
             self.task = RealTask(name, self._stage, self._microbatches)
         self._runs: list[_Run] = []
