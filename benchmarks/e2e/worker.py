@@ -169,21 +169,13 @@ class Bench:
         }  # fmt: skip
 
     def _simulated(self, run: _Run) -> Any:
-        """With the times of compute that were found with free transfers, where they are real, and those of
-        the planner for the transfers."""
-        times = self._times
-        assert times is not None
+        """With the times of compute that were found with free transfers, and those of the planner for the
+        transfers."""
         split = run.row.options.get("delay_weight_grad", False)
-        forward, backward, weight = times.forward, times.backward, times.weight
-        if self._job["compute"] == "timed":
-            weight = [backward[0], *weight[1:]]  # the first stage has no input gradient
-        else:
-            base = next(each for each in self._runs if each.row.name == (FREE_DELAYED if split else FREE))
-            typical = base.typical()
-            forward, weight = typical["F"], typical["W"]
-            backward = (
-                typical["B"] if not split else [i + w for i, w in zip(typical["I"], weight, strict=True)]
-            )
+        base = next(each for each in self._runs if each.row.name == (FREE_DELAYED if split else FREE))
+        typical = base.typical()
+        forward, weight = typical["F"], typical["W"]
+        backward = typical["B"] if not split else [i + w for i, w in zip(typical["I"], weight, strict=True)]
         return simulate(
             run.row.schedule, _STAGES, self._microbatches, forward=forward, backward=backward,
             weight=weight if split else None, transfer=run.transfer(), **run.row.simulated,
