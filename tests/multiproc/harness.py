@@ -9,6 +9,7 @@ killed, by its process id.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -90,34 +91,35 @@ def run_world(
     The rendezvous store lives in this process, so that no rank's death takes it along.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory(prefix="meshcast-world-") as folder:
-        outputs = [Path(folder) / f"rank{rank}.out" for rank in range(world)]
+    with tempfile.TemporaryDirectory(prefix="meshcast-world-") as name:
+        folder = Path(name)
         begin = time.monotonic()
-        processes = []
+        with (folder / "start.out").open("wb") as output:
+            start = subprocess.Popen(
+                [sys.executable, str(WORKER), str(cases), str(world), str(store.port), backend, name],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=_environment(env),
+            )
         try:
-            for rank in range(world):
-                arguments = [str(cases), str(rank), str(world), str(store.port), backend, folder]
-                with outputs[rank].open("wb") as output:
-                    processes.append(
-                        subprocess.Popen(
-                            [sys.executable, str(WORKER), *arguments],
-                            stdout=output,
-                            stderr=subprocess.STDOUT,
-                            stdin=subprocess.DEVNULL,
-                            env=_environment(env),
-                        )
-                    )
-            timed_out = not _wait(processes, begin + limit)
+            timed_out = not _wait(start, begin + limit)
         finally:
-            _end(processes)
+            _end(start, folder)
         seconds = time.monotonic() - begin
+        ended = _processes(folder)
+        if len(ended) < world:  # it ended before it had started them all
+            raise AssertionError(
+                "not all ranks were started:\n"
+                + (folder / "start.out").read_text(errors="replace")[-_OUTPUT_KEPT:]
+            )
         ranks = [
             RankResult(
-                process.returncode,
-                outputs[rank].read_text(errors="replace"),
-                _cases(Path(folder) / f"rank{rank}.json"),
+                ended[rank].status,
+                (folder / f"rank{rank}.out").read_text(errors="replace"),
+                _cases(folder / f"rank{rank}.json"),
             )
-            for rank, process in enumerate(processes)
+            for rank in range(world)
         ]
     return WorldResult(ranks, seconds, timed_out)
 
@@ -131,27 +133,46 @@ def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
     return env
 
 
-def _wait(processes: list[subprocess.Popen], deadline: float) -> bool:
-    while time.monotonic() < deadline:
-        if all(process.poll() is not None for process in processes):
-            return True
-        time.sleep(0.02)
-    return all(process.poll() is not None for process in processes)
+def _wait(start: subprocess.Popen, deadline: float) -> bool:
+    """The process that started the ranks ends when all of them have."""
+    try:
+        start.wait(timeout=max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
-def _end(processes: list[subprocess.Popen]) -> None:
-    """Ranks that still run print their stacks (worker.py registers the signal), then go."""
-    late = [process for process in processes if process.poll() is None]
-    for process in late:
-        # A frozen rank prints once it runs again.
-        process.send_signal(signal.SIGCONT)
-        process.send_signal(signal.SIGUSR1)
-    if late:
-        time.sleep(1.0)
-    for process in late:
-        process.kill()
-    for process in processes:
-        process.wait()
+@dataclass
+class _Process:
+    pid: int
+    status: int | None = None  # None: it runs
+
+
+def _processes(folder: Path) -> dict[int, _Process]:
+    """By rank, as worker.py wrote them down. A line being written is left out."""
+    found: dict[int, _Process] = {}
+    path = folder / "processes"
+    for line in path.read_text().split("\n")[:-1] if path.exists() else []:
+        rank, pid, *status = map(int, line.split())
+        found[rank] = _Process(pid, *status)
+    return found
+
+
+def _end(start: subprocess.Popen, folder: Path) -> None:
+    """Ranks that still run print their stacks (worker.py registers the signal), then go. Their numbers are
+    theirs until the process that started them, which waits for each, has written down that one ended."""
+    for number in (signal.SIGCONT, signal.SIGUSR1, signal.SIGKILL):  # a frozen rank prints once it runs again
+        late = [process for process in _processes(folder).values() if process.status is None]
+        for process in late:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+        if late and number == signal.SIGUSR1:
+            time.sleep(1.0)
+    try:
+        start.wait(timeout=10.0)
+    except subprocess.TimeoutExpired:  # it had not started them all
+        start.kill()
+        start.wait()
 
 
 def _cases(path: Path) -> dict[str, dict]:

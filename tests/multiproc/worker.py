@@ -1,10 +1,19 @@
-"""One rank of harness.run_world: runs the cases of a module and writes down how each ended."""
+"""The ranks of harness.run_world: each runs the cases of a module and writes down how each ended.
+
+    worker.py MODULE WORLD PORT BACKEND FOLDER
+
+imports torch once and forks a process for each rank, since the import is what a rank's start costs most of.
+Nothing of meshcast and no module of cases is imported before the fork: what they do when they are imported,
+they do in each rank. FOLDER/processes gets a line "rank pid" at the start of each rank, and a line "rank pid
+status" when it has ended (status as in subprocess: negative is the signal).
+"""
 
 from __future__ import annotations
 
 import faulthandler
 import importlib.util
 import json
+import os
 import signal
 import sys
 import time
@@ -14,8 +23,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+import torch.distributed.tensor  # noqa: F401  most modules of cases need it
 
-CASE_LIMIT = 120.0  # seconds; a rank that takes longer prints its stacks and exits
+# Seconds, unless the module of cases has its own; a rank that takes longer prints its stacks and exits.
+CASE_LIMIT = 120.0
 
 
 @dataclass
@@ -37,26 +48,52 @@ class Context:
 
 
 def main() -> int:
-    module_path, rank, world, port, backend, folder = sys.argv[1:]
+    """Forks the ranks and waits for them; a rank returns its own exit status."""
+    module_path, world, port, backend, folder = sys.argv[1:]
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"{len(threads)} threads run here, of which a fork copies only one"
+    ranks: dict[int, int] = {}
+    with (Path(folder) / "processes").open("w", buffering=1) as processes:
+        for rank in range(int(world)):
+            pid = os.fork()
+            if pid == 0:
+                processes.close()
+                return become_rank(module_path, rank, int(world), int(port), backend, Path(folder))
+            ranks[pid] = rank
+            processes.write(f"{rank} {pid}\n")
+        while ranks:
+            pid, status = os.wait()
+            processes.write(f"{ranks.pop(pid)} {pid} {os.waitstatus_to_exitcode(status)}\n")
+    return 0
+
+
+def become_rank(module_path: str, rank: int, world: int, port: int, backend: str, folder: Path) -> int:
+    """What the process of a rank does. Its arguments and its output are its own from here on."""
+    output = os.open(folder / f"rank{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    sys.argv[1:] = [module_path, str(rank), str(world), str(port), backend, str(folder)]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    store = dist.TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     module = _load(Path(module_path))
     limit = getattr(module, "GROUP_TIMEOUT", 30.0)
+    case_limit = getattr(module, "CASE_LIMIT", CASE_LIMIT)
     if backend == "meshcast":
         import meshcast  # noqa: F401  registers the backend
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("world", store),
-        rank=int(rank),
-        world_size=int(world),
+        rank=rank,
+        world_size=world,
         timeout=timedelta(seconds=limit),
     )
-    context = Context(int(rank), int(world), dist.PrefixStore("cases", store.clone()))
+    context = Context(rank, world, dist.PrefixStore("cases", store.clone()))
     failed = False
-    with (Path(folder) / f"rank{rank}.json").open("w", buffering=1) as results:
+    with (folder / f"rank{rank}.json").open("w", buffering=1) as results:
         for case in module.CASES:
-            faulthandler.dump_traceback_later(CASE_LIMIT, exit=True)
+            faulthandler.dump_traceback_later(case_limit, exit=True)
             context.case = case.__name__
             outcome = {"case": case.__name__, "passed": True, "error": "", "value": None}
             try:
@@ -66,7 +103,7 @@ def main() -> int:
                 outcome |= {"passed": False, "error": traceback.format_exc()}
             results.write(json.dumps(outcome) + "\n")
             faulthandler.cancel_dump_traceback_later()
-    faulthandler.dump_traceback_later(CASE_LIMIT, exit=True)
+    faulthandler.dump_traceback_later(case_limit, exit=True)
     if not getattr(module, "LEAVE_UP", False):
         dist.destroy_process_group()
     return 1 if failed else 0

@@ -1,0 +1,20 @@
+"""Threads, descriptors and memory over 2,000 random reshards; see cases_soak.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from multiproc.harness import run_world
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+MODULE = Path(__file__).with_name("cases_soak.py")
+
+
+@pytest.mark.parametrize("shared_memory", ["1", "0"], ids=["shm", "gloo"])
+def test_nothing_grows(shared_memory: str) -> None:
+    env = {"MESHCAST_SHM": shared_memory, "SIZES": "7", "HOSTS": "0"}
+    world = run_world(MODULE, 7, limit=850, env=env)
+    world.check("nothing_grows")
+    world.check_ends()
