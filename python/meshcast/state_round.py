@@ -15,7 +15,8 @@ from .layout import Layout
 from .transfer import agreed_transfer
 
 if TYPE_CHECKING:
-    from .groups import ParentGroup, PrivateGroup
+    from .groups import ParentGroup
+    from .private_group import PrivateGroup
 
 __all__ = ["Rounds"]
 

@@ -15,10 +15,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from .agreements import Agreed
 from .errors import DeadlineExceededError, LayoutError, MeshcastError
-from .groups import Job, ParentGroup, PrivateGroup, parent_group, seconds
+from .groups import ParentGroup, parent_group, seconds
 from .handle import Handle, Launch
 from .observe import Flight, log, profiled
 from .plan import Plan, plan_many
+from .private_group import Job, PrivateGroup
 
 if TYPE_CHECKING:
     import torch.distributed as dist

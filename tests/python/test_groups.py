@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 from meshcast.errors import AbortedError, DeadlineExceededError
-from meshcast.groups import PrivateGroup
+from meshcast.private_group import PrivateGroup
 
 
 class Interrupted:
