@@ -95,6 +95,7 @@ class ParentGroup:
             group.close()
         for twin in self._twins.values():
             twin.close()
+        self._twins.clear()
 
 
 _parents: weakref.WeakKeyDictionary[dist.ProcessGroup, ParentGroup] = weakref.WeakKeyDictionary()

@@ -119,11 +119,12 @@ class PrivateGroup:
                         self._core.abort(self._closing)
                 except Exception as error:
                     self._error = error
-            if self._core is None:
+            core = self._core
+            if core is None:
                 job(None, self._error)
                 self._error = _as_first_cause(self._error, self.rank)
             else:
-                job(self._core, None)
+                job(core, None)
 
     def _meet(self, deadline: float) -> _C.ReshardGroup:
         """Waits until every member is here, then connects. All members of one life of the parent group come
@@ -234,8 +235,9 @@ class PrivateGroup:
         """Fails this group's calls, here and on the other ranks, with AbortedError(reason). Never blocks;
         idempotent."""
         self._closing = self._closing or reason
-        if self._core is not None:
-            self._core.abort(reason)
+        core = self._core
+        if core is not None:
+            core.abort(reason)
 
     def close(self) -> None:
         """Ends the group in any state. Transfers in flight get a short time to finish: a rank that only sends
@@ -254,6 +256,12 @@ class PrivateGroup:
             self._core.shutdown()
         if thread is not None and thread is not threading.current_thread():
             thread.join(_DRAIN_LIMIT)
+        # Compiled transfers refer to their group. Left in this cycle, the communicators would keep their
+        # threads, which look for messages 100 times a second, until the garbage collector comes by.
+        with self._lock:
+            self._core = None
+        self._flying.clear()
+        self.transfers.clear()
 
 
 def _group_name(ranks: tuple[int, ...]) -> str:

@@ -3,7 +3,10 @@ implemented wrongly, so each must fill every element."""
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
+from pathlib import Path
 
 import meshcast
 import torch
@@ -140,9 +143,17 @@ def cases_are_cut_to_the_links(context) -> None:
     assert cases.find(["1-to-m"])[0].name == "1-to-1x1"
 
 
+def no_group_outlives_its_case(_) -> None:
+    """Its threads would take the cores from the cases that follow."""
+    gc.collect()
+    names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+    assert names.count("gloo_tcp_loop\n") == 1, f"the job's own group has one: {names}"
+
+
 LAYOUT_CASES = [layout_case(layout) for layout in LAYOUTS]
 CASES = [
     *LAYOUT_CASES,
+    no_group_outlives_its_case,
     a_wrong_element_is_counted,
     a_slow_method_counts_once,
     balances_reach_the_planner,

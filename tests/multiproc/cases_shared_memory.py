@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 import warnings
@@ -130,6 +131,32 @@ def bad_values(context) -> None:
             meshcast.reshard_local(mine, src, None, dst, shape=(4,), dtype=torch.float32, group=group)
 
 
+def destroying_ends_its_threads(context) -> None:
+    """At once: not when the garbage collector comes by."""
+
+    def gloo_threads() -> int:
+        names = [Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task")]
+        return sum("gloo" in name.read_text() for name in names)
+
+    ranks = [0, 1, 2, 3]
+    move(context.rank, ranks, ROWS)
+    gc.collect()
+    gc.disable()
+    try:
+        before = gloo_threads()
+        group = dist.new_group(ranks)
+        src, dst = Layout([0, 1], [Shard(0)]), Layout([2, 3], [Shard(0)])
+        mine, got = (torch.ones(2), None) if context.rank < 2 else (None, torch.empty(2))
+        meshcast.reshard_local(mine, src, got, dst, shape=(4,), dtype=torch.float32, group=group)
+        assert gloo_threads() > before, "this test must see the group's threads"
+        context.wait_for_all("moved")
+        dist.destroy_process_group(group)
+        del group
+        assert gloo_threads() == before
+    finally:
+        gc.enable()
+
+
 def destroying_unmaps(context) -> None:
     assert regions() > 0
     context.wait_for_all("done")
@@ -144,5 +171,6 @@ CASES = [
     one_rank_has_no_room,
     other_hosts,
     bad_values,
+    destroying_ends_its_threads,
     destroying_unmaps,
 ]

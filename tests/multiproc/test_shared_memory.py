@@ -16,6 +16,7 @@ CASES = [
     "one_rank_has_no_room",
     "other_hosts",
     "bad_values",
+    "destroying_ends_its_threads",
     "destroying_unmaps",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,3 +41,9 @@ class Groups:
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
         self._made.clear()
+        # DTensor remembers how it redistributed, and with it meshes and their groups, whose threads look for
+        # messages 100 times a second: after some cases they would take the cores from those that follow.
+        redistribution = sys.modules.get("torch.distributed.tensor._redistribute")
+        if redistribution is not None:
+            redistribution._gen_transform_infos.cache_clear()
+            redistribution.clear_redistribute_planner_cache()
