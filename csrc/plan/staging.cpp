@@ -49,20 +49,6 @@ class Shards {
   std::vector<std::unordered_map<int32_t, size_t>> position_;  // by problem: rank -> mesh position
 };
 
-// Hops whose outcome its receiver only passes on: all reductions but those that end where the result is needed.
-std::vector<char> carried_hops(const std::vector<Task>& tasks, const std::vector<ChunkPiece>& pieces,
-                               const std::vector<Chunk>& chunks, const std::vector<Hop>& hops) {
-  std::vector<char> out(hops.size(), 0);
-  for (size_t i = 0; i < hops.size(); ++i) {
-    if (hops[i].reduce == ReduceOp::None) continue;
-    const Chunk& chunk = chunks[static_cast<size_t>(hops[i].chunk)];
-    const Task& task = tasks[static_cast<size_t>(pieces[static_cast<size_t>(chunk.piece_begin)].task)];
-    out[i] =
-        !hops[i].last_reduce || !std::binary_search(task.receivers.begin(), task.receivers.end(), hops[i].dst);
-  }
-  return out;
-}
-
 // What a rank passes on has come before it has left: the most of that at a time, were all hops done one after
 // the other as planned, and the largest of it.
 struct Carried {
@@ -136,6 +122,19 @@ std::unordered_map<int32_t, int64_t> staging_by_rank(const std::vector<Problem>&
 }
 
 }  // namespace
+
+std::vector<char> carried_hops(const std::vector<Task>& tasks, const std::vector<ChunkPiece>& pieces,
+                               const std::vector<Chunk>& chunks, const std::vector<Hop>& hops) {
+  std::vector<char> out(hops.size(), 0);
+  for (size_t i = 0; i < hops.size(); ++i) {
+    if (hops[i].reduce == ReduceOp::None) continue;
+    const Chunk& chunk = chunks[static_cast<size_t>(hops[i].chunk)];
+    const Task& task = tasks[static_cast<size_t>(pieces[static_cast<size_t>(chunk.piece_begin)].task)];
+    out[i] =
+        !hops[i].last_reduce || !std::binary_search(task.receivers.begin(), task.receivers.end(), hops[i].dst);
+  }
+  return out;
+}
 
 std::vector<int64_t> peak_staging(const Plan& plan) {
   const auto by_rank = staging_by_rank(plan.problems, plan.tasks, plan.pieces, plan.chunks, plan.hops);

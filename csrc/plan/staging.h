@@ -22,4 +22,9 @@ inline constexpr int64_t kStagingGoal = int64_t{64} << 20;
 // all hops were done in plan order (exec/carries.h). What travels through shared memory needs less.
 std::vector<int64_t> peak_staging(const Plan& plan);
 
+// For each hop, whether its receiver only passes the outcome on: true of all reductions but those that end
+// where the result is needed.
+std::vector<char> carried_hops(const std::vector<Task>& tasks, const std::vector<ChunkPiece>& pieces,
+                               const std::vector<Chunk>& chunks, const std::vector<Hop>& hops);
+
 }  // namespace meshcast
