@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from .cores import cores_of, short_slices
 from .owner import is_stale, owner_name
 
 _MOST_NICS = 4
@@ -35,9 +37,9 @@ def missing() -> str:
     """Why no cluster can be built here, or ""."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    for tool in ("ip", "tc"):
+    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("taskset", "util-linux")):
         if shutil.which(tool) is None:
-            return f"`{tool}` is not installed: apt-get install iproute2"
+            return f"`{tool}` is not installed: apt-get install {package}"
     return ""
 
 
@@ -86,7 +88,8 @@ def remove_stale() -> list[str]:
 
 @dataclass
 class Cluster:
-    """`hosts` namespaces with `nics` links each, of `mbit` Mbit/s each way. Use as a context manager.
+    """`hosts` namespaces with `nics` links each, of `mbit` Mbit/s each way. Use as a context manager, which
+    also makes this process and all that it starts from then on take turns on the cores quickly (cores.py).
 
     mbit: one rate for all hosts, or one for each. NIC i of every host is on network i. The bridges live in a
     namespace of their own, so that nothing of the machine's own network is touched.
@@ -114,6 +117,8 @@ class Cluster:
         if why := missing():
             raise ClusterError(why)
         remove_stale()
+        if why := short_slices():
+            print(f"# {why}: ranks that share a core wait for it longer than they would", file=sys.stderr)
         self.folder = Path(tempfile.mkdtemp(prefix=self.owner))
         try:
             self._build()
@@ -143,7 +148,7 @@ class Cluster:
 
     def enter(self, host: int) -> list[str]:
         """What a command begins with to run on that host."""
-        return ["ip", "netns", "exec", self.namespace(host)]
+        return ["taskset", "-c", cores_of(host, self.hosts), "ip", "netns", "exec", self.namespace(host)]
 
     def environment(self, host: int) -> dict[str, str]:  # noqa: ARG002  as Loopback's
         return {}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster import Cluster
+from ..cluster.cores import cores_of
 
 _BUILD = Path(__file__).resolve().parents[2] / "build" / "peers"
 _LIMIT = 90.0  # seconds, of one method of one case
@@ -24,7 +25,9 @@ _AGENT = """#!/bin/bash
 while [ "${{1#-}}" != "$1" ]; do shift; done
 host=${{1##*.}}
 shift
-exec ip netns exec {prefix}$((host - 1)) unshare --uts /bin/sh -c "hostname emulated$host; $*"
+cores=({cores})
+exec taskset -c ${{cores[host - 1]}} ip netns exec {prefix}$((host - 1)) \\
+  unshare --uts /bin/sh -c "hostname emulated$host; $*"
 """
 
 
@@ -84,7 +87,8 @@ def run(
     with tempfile.TemporaryDirectory(prefix="mpi-", dir=cluster.folder) as folder:
         agent, path = Path(folder, "agent.sh"), Path(folder, "problem.txt")
         path.write_text(problem)
-        agent.write_text(_AGENT.format(prefix=cluster.namespace(0)[:-1]))
+        cores = " ".join(cores_of(host, cluster.hosts) for host in range(cluster.hosts))
+        agent.write_text(_AGENT.format(prefix=cluster.namespace(0)[:-1], cores=cores))
         agent.chmod(0o755)
         launch = mpich_options if "mpich" in mpi.launcher else open_mpi_options
         command = [

@@ -2,17 +2,20 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "examples"))
 
-from benchmarks.e2e import curves, paper, publish  # noqa: E402
+from benchmarks.e2e import curves, paper, publish, timed  # noqa: E402
 from benchmarks.e2e.rows import BASELINE, FREE, FREE_DELAYED, OURS, ROWS, rows_for  # noqa: E402
 from benchmarks.e2e.timed import Clock, TimedStage, TimedTask, Times  # noqa: E402
 
@@ -30,8 +33,16 @@ def test_transfer_over_compute_follows_from_the_sizes_of_the_papers_jobs() -> No
     assert unet.ratio == pytest.approx(0.190, rel=0.01)
 
 
-def test_a_timed_stage_hands_on_what_it_gets_and_knows_a_misplaced_element() -> None:
-    tasks = [TimedTask(TIMES, stage, 2, 2, 4096, [0.25, 0.75]) for stage in range(2)]
+@pytest.fixture
+def alone() -> Iterator[dist.ProcessGroup]:
+    """The tensor-parallel ranks of a stage: this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_timed_stage_hands_on_what_it_gets_and_knows_a_misplaced_element(alone: dist.ProcessGroup) -> None:
+    tasks = [TimedTask(TIMES, stage, 2, 2, 4096, [0.25, 0.75], alone) for stage in range(2)]
     assert tasks[0].nbytes == 4096
     (values, target), (local, _) = tasks[0].feed(False, None), tasks[0].feed(False, 1)
     assert [tuple(value.shape) for value in values] == [(4, 128), (4, 384)]
@@ -53,13 +64,15 @@ def test_a_timed_stage_hands_on_what_it_gets_and_knows_a_misplaced_element() -> 
             task.check("row", False, False, 0)
 
 
-def test_the_time_of_a_backward_is_spent_where_its_parts_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_backward_is_spent_where_its_parts_are(
+    monkeypatch: pytest.MonkeyPatch, alone: dist.ProcessGroup
+) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setattr(timed, "time", SimpleNamespace(sleep=slept.append, monotonic=lambda: 100.0))
     times = Times([0.01, 0.02], [0.03, 0.05], [0.01, 0.02])
     for stage, parts in ((0, [0.01, 0.03]), (1, [0.02, 0.02, 0.03])):
         slept.clear()
-        module = TimedStage(Clock(), times, stage, 2)
+        module = TimedStage(Clock(alone), times, stage, 2)
         values = [torch.ones(1, 3, requires_grad=stage == 1) for _ in range(2)]
         made = module(*values)
         torch.autograd.backward(made if stage else list(made), None if stage else [torch.ones(1, 3)] * 2)

@@ -1,0 +1,55 @@
+"""One rank. Rank 0 writes what was found."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .clocks import Figure
+from .large import ALL_GATHER, MIB, ROWS_TO_COLUMNS, cpu, in_host, memory
+from .small import calls
+
+_BYTES = 256 * MIB
+
+
+def network(nbytes: int, repeats: int) -> dict[str, Figure]:
+    return {
+        "memory, loopback": memory(nbytes),
+        "CPU, in one piece": cpu(_BYTES, 0, repeats),
+        "CPU, strided": cpu(_BYTES, 1, repeats),
+        **calls(repeats),
+    }
+
+
+def shared(nbytes: int, repeats: int) -> dict[str, Figure]:
+    return {
+        "memory, shared": memory(nbytes),
+        "in host, rows to columns": in_host(_BYTES, ROWS_TO_COLUMNS, repeats),
+        "in host, all-gather": in_host(_BYTES, ALL_GATHER, repeats),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("world", choices=("network", "shared"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--mib", type=int, required=True)
+    parser.add_argument("--repeats", type=int, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    measure = {"network": network, "shared": shared}[args.world]
+    found = measure(args.mib * MIB, args.repeats)
+    if dist.get_rank() == 0:
+        args.out.write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
