@@ -41,6 +41,8 @@ def main() -> None:
         "TORCH_ROOT": root,
         "TORCH_CXX11_ABI": int(torch._C._GLIBCXX_USE_CXX11_ABI),
         "TORCH_CUDA": torch.version.cuda or "",
+        # Releases differ in what numbers too large for this format become: its largest, or NaN.
+        "TORCH_E4M3_SATURATES": int(not torch.tensor(1e9).to(torch.float8_e4m3fn).isnan()),
         "TORCH_DISTRIBUTED": int(torch.distributed.is_available()),
         "PYTHON_INCLUDE": python_include,
         "PYTHON_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),

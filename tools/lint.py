@@ -25,6 +25,7 @@ TORCH_FREE = (
     "csrc/exec",
     "csrc/transport/loopback",
     "csrc/transport/shm",
+    "csrc/cuda",
 )
 
 

@@ -20,4 +20,8 @@ void bind_plan(pybind11::module_& m);
 // Private groups and the registered c10d backend.
 void bind_runtime(pybind11::module_& m);
 
+// The kernels, as the submodule `cuda` that only builds with CUDA have. Pointers and strides come as numbers,
+// so that it includes no torch header.
+void bind_cuda(pybind11::module_& m);
+
 }  // namespace meshcast

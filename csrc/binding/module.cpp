@@ -5,4 +5,7 @@ PYBIND11_MODULE(_C, m) {
   meshcast::bind_errors(m);
   meshcast::bind_plan(m);
   meshcast::bind_runtime(m);
+#if MESHCAST_WITH_CUDA
+  meshcast::bind_cuda(m);
+#endif
 }

@@ -60,17 +60,6 @@ void copy_run(const std::byte* from, int64_t from_stride, std::byte* to, int64_t
   }
 }
 
-StridedView packed_like(const StridedView& view, std::byte* data) {
-  StridedView out = view;
-  out.data = data;
-  int64_t stride = view.element_bytes;
-  for (int d = view.ndim - 1; d >= 0; --d) {
-    out.stride[d] = stride;
-    stride *= view.extent[d];
-  }
-  return out;
-}
-
 // Cuts the bytes [begin, end) of the packed form of `view` into views and gives each, in order, to `visit`.
 template <typename Visit>
 void visit_range(const StridedView& view, int64_t begin, int64_t end, const Visit& visit) {
@@ -152,6 +141,17 @@ void copy(const StridedView& from, const StridedView& to) {
     }
     if (d < 0) return;
   }
+}
+
+StridedView packed_like(const StridedView& view, std::byte* data) {
+  StridedView out = view;
+  out.data = data;
+  int64_t stride = view.element_bytes;
+  for (int d = view.ndim - 1; d >= 0; --d) {
+    out.stride[d] = stride;
+    stride *= view.extent[d];
+  }
+  return out;
 }
 
 void pack(const StridedView& view, std::byte* out) { copy(view, packed_like(view, out)); }

@@ -23,6 +23,9 @@ struct StridedView {
   bool contiguous() const;
 };
 
+// The extents of `view` over memory in row-major order without gaps.
+StridedView packed_like(const StridedView& view, std::byte* data);
+
 // Row-major gather of `view` into `out` and the inverse. `out`/`in` hold view.nbytes() bytes.
 void pack(const StridedView& view, std::byte* out);
 void unpack(const std::byte* in, const StridedView& view);

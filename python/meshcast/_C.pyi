@@ -2,6 +2,7 @@
 """Types of the C++ module. Boxes are ((lo, hi), ...) per dimension; times are nanoseconds, rates bytes/s."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, Store, Work
@@ -9,6 +10,8 @@ from torch._C._distributed_c10d import Backend, Store, Work
 _Box = tuple[tuple[int, int], ...]
 _Placement = tuple[str, int, int, str]  # kind, dim, split factor, reduce op
 _Host = tuple[list[int], list[tuple[int, int]], int]  # ranks, (out rate, in rate) of each NIC, local rate
+
+cuda: Any  # the kernels, for _kernels.py; only builds with CUDA code have it
 
 class Layout:
     def __init__(self, mesh_shape: list[int], ranks: bytes, placements: list[_Placement]) -> None: ...

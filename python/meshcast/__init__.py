@@ -17,7 +17,7 @@ import torch
 from ._build_check import check_torch
 from ._version import __version__
 
-check_torch(torch.__version__)  # before anything loads _C
+check_torch(torch.__version__, torch.version.cuda)  # before anything loads _C
 
 from . import backend, observe, ops  # noqa: E402
 

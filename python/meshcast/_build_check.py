@@ -24,11 +24,31 @@ def mismatch(built: str, found: str) -> str | None:
     )
 
 
-def check_torch(found: str) -> None:
+def flavour_mismatch(built: str, built_cuda: str, found: str, found_cuda: str | None) -> str | None:
+    """One sentence where a module with CUDA code cannot load beside this torch, else None.
+
+    Args:
+        built: version of the torch that it was built for.
+        built_cuda: CUDA of that torch ("13.0"); empty for a module without CUDA code, which fits any flavour.
+        found: version of the torch that runs.
+        found_cuda: CUDA of that torch, None for a CPU build. The major release must agree.
+    """
+    if not built_cuda or (found_cuda or "").split(".")[0] == built_cuda.split(".")[0]:
+        return None
+    has = f"is built with CUDA {found_cuda}" if found_cuda else "is a CPU build"
+    return (
+        f"meshcast was built with CUDA code for torch {built} (CUDA {built_cuda}), but the torch that is "
+        f"installed, {found}, {has}: install a torch with CUDA {built_cuda.split('.')[0]}, or build meshcast "
+        f"again with {BUILD_COMMAND}."
+    )
+
+
+def check_torch(found: str, found_cuda: str | None) -> None:
     """Raise ImportError when `_C` has not been built, or not for the torch that runs.
 
     Args:
         found: version of the torch that runs (`torch.__version__`).
+        found_cuda: its CUDA (`torch.version.cuda`), None for a CPU build.
     """
     try:
         info = importlib.import_module("meshcast._build_info")
@@ -38,5 +58,7 @@ def check_torch(found: str) -> None:
             "on meshcast itself."
         ) from None
     sentence = mismatch(info.torch_version, found)
+    if sentence is None and getattr(info, "with_cuda", False):
+        sentence = flavour_mismatch(info.torch_version, info.torch_cuda, found, found_cuda)
     if sentence is not None:
         raise ImportError(sentence)

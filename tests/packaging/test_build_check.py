@@ -10,7 +10,7 @@ from pathlib import Path
 import meshcast
 import pytest
 import torch
-from meshcast._build_check import mismatch
+from meshcast._build_check import flavour_mismatch, mismatch
 
 PACKAGE = Path(meshcast.__file__).parent
 
@@ -36,6 +36,21 @@ def test_another_minor_release_is_refused_in_one_sentence(found: str) -> None:
     assert "\n" not in sentence
 
 
+@pytest.mark.parametrize(("built", "found"), [("", None), ("", "13.0"), ("13.0", "13.0"), ("13.0", "13.2")])
+def test_flavours_that_fit(built: str, found: str | None) -> None:
+    assert flavour_mismatch("2.11.0", built, "2.11.0", found) is None
+
+
+@pytest.mark.parametrize(("found", "has"), [(None, "is a CPU build"), ("12.8", "is built with CUDA 12.8")])
+def test_cuda_code_is_refused_under_another_flavour(found: str | None, has: str) -> None:
+    sentence = flavour_mismatch("2.11.0+cu130", "13.0", "2.11.0", found)
+    assert sentence is not None
+    assert (
+        f"(CUDA 13.0), but the torch that is installed, 2.11.0, {has}: install a torch with CUDA 13"
+        in sentence
+    )
+
+
 def import_copy(tmp_path: Path, build_info: str | None) -> str:
     """The last line on stderr of importing a copy of the package with another (or no) _build_info.py."""
     ignore = shutil.ignore_patterns("__pycache__", "_build_info.py")
@@ -59,6 +74,14 @@ def test_import_reports_another_torch(tmp_path: Path) -> None:
     assert line.startswith(
         f"ImportError: meshcast was built for torch 2.9.1+cpu, but torch {torch.__version__} "
     )
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_import_reports_a_cpu_torch_under_cuda_code(tmp_path: Path) -> None:
+    info = f"torch_version = {torch.__version__!r}\nwith_cuda = True\ntorch_cuda = '13.0'\n"
+    line = import_copy(tmp_path, info)
+    assert line.startswith("ImportError: meshcast was built with CUDA code for torch ")
+    assert "is a CPU build" in line
 
 
 def test_import_reports_a_missing_build(tmp_path: Path) -> None:

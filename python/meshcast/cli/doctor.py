@@ -79,8 +79,10 @@ def _versions(problems: list[str]) -> dict[str, str]:
     built = _PACKAGE / "_build_info.py"
     if built.exists():
         info = runpy.run_path(str(built))
-        cuda = "with" if info["with_cuda"] else "without"
-        facts["built for"] = f"torch {info['torch_version']}, {cuda} CUDA code"
+        cuda = "without CUDA code"
+        if info["with_cuda"]:
+            cuda = f"with CUDA code for {info.get('cuda_architectures') or 'unknown architectures'}"
+        facts["built for"] = f"torch {info['torch_version']}, {cuda}"
         facts["built with"] = f"{info['compiler']}, {info['flags']}"
     else:
         facts["built for"] = "not built"

@@ -1,0 +1,9 @@
+#pragma once
+
+// Marks what both the CPU and kernels run. Where no CUDA compiler is at work it is nothing, so that the very
+// functions a kernel's thread runs can be run, and tested, on the host.
+#if defined(__CUDACC__)
+#define MESHCAST_HOST_DEVICE __host__ __device__
+#else
+#define MESHCAST_HOST_DEVICE
+#endif

@@ -1,0 +1,28 @@
+"""Tests that need a CUDA device: where none is they say so, or fail under MESHCAST_REQUIRE_CUDA=1."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from meshcast import _kernels
+
+
+def obstacle() -> str | None:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a CPU build"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if not _kernels.available():
+        return "this build of meshcast has no CUDA code"
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    reason = obstacle() if item.get_closest_marker("gpu") else None
+    if reason is None:
+        return
+    if os.environ.get("MESHCAST_REQUIRE_CUDA") == "1":
+        pytest.fail(f"MESHCAST_REQUIRE_CUDA=1, but {reason}", pytrace=False)
+    pytest.skip(f"needs a GPU: {reason}")

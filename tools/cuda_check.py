@@ -1,0 +1,129 @@
+"""What cuda_check.sh runs with the CUDA flavour: imports, a reshard between CPU ranks, the list of kernels.
+
+The package to check is on PYTHONPATH. Exit status 1 where something is not as it must be.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+WORLD = 3
+LIMIT_S = 120
+
+
+def rank_main(rank: int, port: int) -> None:
+    """One rank of the reshard: a tensor sharded over ranks 0 and 1 ends up sharded over 2, 1, 0."""
+    import meshcast
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    source, target = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 1, 0])
+    full = torch.arange(7.0 * 5).reshape(7, 5)
+    x = distribute_tensor(full, source, [Shard(0)], src_data_rank=None)
+    y = meshcast.reshard(x, target, [Shard(1)])
+    place = [2, 1, 0].index(rank)
+    expected = full.chunk(3, dim=1)[place]
+    if not torch.equal(y.to_local(), expected):
+        sys.exit(f"rank {rank} got {y.to_local().tolist()}, not {expected.tolist()}")
+    dist.destroy_process_group()
+
+
+def reshard_on_cpu() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        subprocess.Popen([sys.executable, "-W", "ignore", __file__, str(rank), str(port)])
+        for rank in range(WORLD)
+    ]
+    try:
+        codes = [rank.wait(timeout=LIMIT_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(codes):
+        sys.exit(f"cuda-check: the reshard between {WORLD} CPU ranks ended with statuses {codes}")
+
+
+def cuobjdump() -> str | None:
+    """Of the toolkit, or of Triton, which CUDA builds of torch bring."""
+    found = shutil.which("cuobjdump")
+    if found is None and (nvcc := shutil.which("nvcc")):
+        found = shutil.which("cuobjdump", path=str(Path(nvcc).resolve().parent))
+    if found is None:
+        bundled = Path(sys.prefix).glob("lib/python*/site-packages/triton/backends/nvidia/bin/cuobjdump")
+        found = next((str(path) for path in bundled), None)
+    return found
+
+
+def kernels(module: Path, program: str) -> dict[str, dict[str, tuple[int, int]]]:
+    """Registers and stack bytes of each kernel, by architecture."""
+    command = [program, "--dump-resource-usage", str(module)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    out: dict[str, dict[str, tuple[int, int]]] = {}
+    architecture = name = ""
+    for line in said.splitlines():
+        if match := re.match(r"arch = (\S+)", line):
+            architecture = match[1]
+        elif match := re.match(r"\s*Function (\S+):", line):
+            name = match[1]
+        elif name and (match := re.search(r"REG:(\d+) STACK:(\d+)", line)):
+            out.setdefault(architecture, {})[name] = (int(match[1]), int(match[2]))
+            name = ""
+    return out
+
+
+def main() -> None:
+    import meshcast
+    import torch
+    from meshcast import _C, _build_info
+
+    if not _build_info.with_cuda or not hasattr(_C, "cuda"):
+        sys.exit("cuda-check: the module was built without CUDA code")
+    print(f"cuda-check: import of meshcast {meshcast.__version__} under torch {torch.__version__}: ok")
+    reshard_on_cpu()
+    print(f"cuda-check: reshard between {WORLD} CPU ranks: ok")
+    program = cuobjdump()
+    checked = ["compiled", "linked", "imported", "a reshard between CPU ranks"]
+    if program is None:
+        print("cuda-check: kernels not listed: no cuobjdump in the toolkit or in Triton")
+    else:
+        found = kernels(Path(str(_C.__file__)), program)
+        if not found:
+            sys.exit(f"cuda-check: {program} finds no kernel in {_C.__file__}")
+        for architecture, usage in sorted(found.items()):
+            kinds = sorted(
+                {match[1] for name in usage if (match := re.search(r"\d+(Copy|Cast|Reduce|Divide)Op", name))}
+            )
+            registers = max(used for used, _ in usage.values())
+            on_stack = sorted(name for name, (_, stack) in usage.items() if stack > 0)
+            stacks = f"{len(on_stack)} with a stack{': ' + ', '.join(on_stack) if on_stack else ''}"
+            print(
+                f"cuda-check: {architecture}: {len(usage)} kernels ({', '.join(kinds)}), "
+                f"up to {registers} registers, {stacks}"
+            )
+            if kinds != ["Cast", "Copy", "Divide", "Reduce"]:
+                sys.exit(f"cuda-check: kernels are missing for {architecture}")
+        checked.append("kernels listed")
+    print(f"cuda-check: checked: {', '.join(checked)}")
+    if torch.cuda.is_available():
+        print("cuda-check: not checked here: kernels on this machine's GPU; run pytest tests/cuda with this")
+    else:
+        print("cuda-check: NOT checked: everything that runs on a GPU, since there is none (docs/cuda.md)")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        rank_main(int(sys.argv[1]), int(sys.argv[2]))
+    else:
+        main()
