@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
+from types import ModuleType
 
 REINSTALL = "install it first (`pip install torch`), then build with `pip install --no-build-isolation .`"
 
@@ -14,6 +15,11 @@ REINSTALL = "install it first (`pip install torch`), then build with `pip instal
 def fail(sentence: str) -> None:
     print(sentence, file=sys.stderr)
     sys.exit(1)
+
+
+def e4m3_saturates(torch: ModuleType) -> bool:
+    """Whether too large numbers become the largest of that format; in other releases they become NaN."""
+    return not torch.tensor(1e9).to(torch.float8_e4m3fn).isnan()
 
 
 def main() -> None:
@@ -41,8 +47,7 @@ def main() -> None:
         "TORCH_ROOT": root,
         "TORCH_CXX11_ABI": int(torch._C._GLIBCXX_USE_CXX11_ABI),
         "TORCH_CUDA": torch.version.cuda or "",
-        # Releases differ in what numbers too large for this format become: its largest, or NaN.
-        "TORCH_E4M3_SATURATES": int(not torch.tensor(1e9).to(torch.float8_e4m3fn).isnan()),
+        "TORCH_E4M3_SATURATES": int(e4m3_saturates(torch)) if torch.version.cuda else "",
         "TORCH_DISTRIBUTED": int(torch.distributed.is_available()),
         "PYTHON_INCLUDE": python_include,
         "PYTHON_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),

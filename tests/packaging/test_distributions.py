@@ -26,7 +26,8 @@ def test_sdist_needs_no_torch_and_holds_every_source(interpreter: Callable, sour
         str(path.relative_to(source_tree))
         for folder in ("csrc", "cmake", "python", "tests", "examples", "tools")
         for path in (source_tree / folder).rglob("*")
-        if path.suffix in {".h", ".cpp", ".py", ".pyi", ".cmake", ".in", ".typed", ".sh", ".json", ".csv"}
+        if path.suffix
+        in {".h", ".cpp", ".cu", ".cuh", ".py", ".pyi", ".cmake", ".in", ".typed", ".sh", ".json", ".csv"}
         or path.name == "py.typed"
     }
     assert len(wanted) > 50
