@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +17,21 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def machine(program: str) -> dict[str, Any]:
     """The command, the commit and the machine, for the head of a file of results."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     return {
         "command": " ".join([f"python -m {program}", *sys.argv[1:]]),
-        "commit": commit,
+        "commit": _commit(),
         "cores": os.cpu_count(),
         "kernel": platform.release(),
         "torch": torch.__version__,
     }
+
+
+def _commit() -> str:
+    """Of the tree that this file is in; "unknown" without git, or outside a repository."""
+    git = shutil.which("git")
+    if git is None:
+        return "unknown"
+    described = subprocess.run(
+        [git, "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
+    return described.stdout.strip() or "unknown"
