@@ -1,0 +1,379 @@
+#include "exec/rounds/round_engine.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include <fmt/format.h>
+
+namespace meshcast {
+namespace {
+
+// Between two looks at a communicator that is setting up connections: soon enough beside a launch.
+constexpr auto kNcclPause = std::chrono::microseconds(20);
+
+// The packed form of a part as it travels, as a view.
+StridedView packed_view(const Part& part, std::byte* data) {
+  StridedView view{data, part.ndim, part.element_bytes, part.extent, {}};
+  int64_t stride = part.element_bytes;
+  for (int d = view.ndim; d-- > 0;) {
+    view.stride[static_cast<size_t>(d)] = stride;
+    stride *= part.extent[static_cast<size_t>(d)];
+  }
+  return view;
+}
+
+// Memory that a GPU which does not answer may still write to: it is never given back.
+void keep_for_good(std::shared_ptr<void> memory) {
+  static std::mutex mutex;
+  static std::vector<std::shared_ptr<void>> kept;
+  const std::lock_guard lock(mutex);
+  kept.push_back(std::move(memory));
+}
+
+}  // namespace
+
+RoundRun::RoundRun(std::shared_ptr<const RankRounds> rounds, RoundMemory memory, RunLabel label,
+                   TimePoint deadline)
+    : rounds_(std::move(rounds)),
+      memory_(std::move(memory)),
+      label_(std::move(label)),
+      started_(Clock::now()),
+      deadline_(deadline) {}
+
+bool RoundRun::ended() const {
+  const std::lock_guard lock(mutex_);
+  return ended_;
+}
+
+std::exception_ptr RoundRun::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+void RoundRun::on_end(std::function<void()> callback) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!ended_) {
+      callbacks_.push_back(std::move(callback));
+      return;
+    }
+  }
+  callback();
+}
+
+void RoundRun::end(const std::exception_ptr& error) {
+  std::unique_lock lock(mutex_);
+  if (ended_) return;
+  ended_ = true;
+  error_ = error;
+  const auto callbacks = std::exchange(callbacks_, {});
+  lock.unlock();
+  for (const auto& callback : callbacks) callback();
+}
+
+RoundEngine::RoundEngine(std::shared_ptr<RoundDevice> device, int32_t rank, std::vector<int32_t> group)
+    : device_(std::move(device)), rank_(rank), group_(std::move(group)) {
+  const std::lock_guard lock(mutex_);
+  kernels_over_ = device_->make_event();
+  transfer_over_ = device_->make_event();
+}
+
+RoundEngine::~RoundEngine() {
+  poll(Clock::now());
+  if (!idle())
+    fail(std::make_exception_ptr(Error(ErrorKind::Aborted, fmt::format("rank {}: the group was closed while "
+                                                                       "transfers were under way",
+                                                                       rank_))));
+  for (const auto& run : runs_) {
+    keep_for_good(std::move(run->memory_.keepalive));
+    keep_for_good(std::move(run->staging_));
+    device_->free_event(run->over_);
+  }
+  for (const RoundDevice::Event event : step_events_) device_->free_event(event);
+  for (const RoundDevice::Event event : spare_events_) device_->free_event(event);
+  device_->free_event(kernels_over_);
+  device_->free_event(transfer_over_);
+}
+
+std::shared_ptr<RoundRun> RoundEngine::start(std::shared_ptr<const RankRounds> rounds, RoundMemory memory,
+                                             RoundDevice::Stream caller, RunLabel label, TimePoint deadline) {
+  const std::lock_guard one_at_a_time(starting_);
+  auto run = std::make_shared<RoundRun>(std::move(rounds), std::move(memory), std::move(label), deadline);
+  {
+    const std::lock_guard lock(mutex_);
+    refuse_if_failed(run->label_);
+    run->over_ = take_event();
+    runs_.push_back(run);
+  }
+  try {
+    enqueue(*run, caller);
+  } catch (...) {
+    fail(std::current_exception());  // the ranks would no longer agree on what has been sent
+    finish(*run, caller);
+    throw;
+  }
+  return run;
+}
+
+void RoundEngine::enqueue(RoundRun& run, RoundDevice::Stream caller) {
+  begin(run);
+  for (const RoundStep& step : run.rounds().steps) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (error_) std::rethrow_exception(error_);
+      switch (step.kind) {
+        case StepKind::Record:
+          device_->record(step_events_[static_cast<size_t>(step.event)], stream(step.stream, caller));
+          break;
+        case StepKind::Wait:
+          device_->wait(stream(step.stream, caller), step_events_[static_cast<size_t>(step.event)]);
+          break;
+        case StepKind::Kernels: launch(run, step); break;
+        case StepKind::Exchange: exchange(run, step); break;
+      }
+    }
+    if (step.kind == StepKind::Exchange) wait_for_nccl(run, step);
+  }
+  finish(run, caller);
+}
+
+// Events, staging, and the order behind the run before, which may still use the same staging.
+void RoundEngine::begin(RoundRun& run) {
+  const std::lock_guard lock(mutex_);
+  while (step_events_.size() < static_cast<size_t>(run.rounds().events)) step_events_.push_back(take_event());
+  const int64_t nbytes = run.rounds().staging_bytes;
+  if (nbytes == 0) return;
+  if (nbytes > staging_bytes_) {
+    staging_ = device_->allocate(nbytes);  // runs in flight keep what they have
+    staging_bytes_ = nbytes;
+  }
+  run.staging_ = staging_;
+  if (!ran_) return;
+  device_->wait(device_->kernel_stream(), transfer_over_);
+  device_->wait(device_->transfer_stream(), kernels_over_);
+}
+
+// Also where the run was cut short: whatever was enqueued of it, the caller's stream comes behind it.
+void RoundEngine::finish(RoundRun& run, RoundDevice::Stream caller) {
+  const std::lock_guard lock(mutex_);
+  if (run.enqueued_) return;
+  device_->record(kernels_over_, device_->kernel_stream());
+  device_->record(transfer_over_, device_->transfer_stream());
+  ran_ = true;
+  if (error_) {
+    device_->wait(caller, kernels_over_);
+    device_->wait(caller, transfer_over_);
+  }
+  device_->record(run.over_, caller);
+  run.enqueued_ = true;
+}
+
+void RoundEngine::launch(const RoundRun& run, const RoundStep& step) {
+  const RankRounds& rounds = run.rounds();
+  const auto type = [&](const Part& part) {
+    return (part.side == Side::Source ? rounds.forms.source : rounds.forms.destination)[part.tensor].type;
+  };
+  moves_.clear();
+  reductions_.clear();
+  for (int32_t i = step.begin; i < step.end; ++i) {
+    const KernelOp& op = rounds.kernels[static_cast<size_t>(i)];
+    if (op.kind == KernelKind::Copy) {
+      const CopyOp& copy = rounds.program->copies[static_cast<size_t>(op.copy)];
+      moves_.push_back({view(run, copy.from), view(run, copy.to), type(copy.from), type(copy.to)});
+      continue;
+    }
+    std::byte* at = run.staging_.get() + op.staging;
+    for (int32_t p = op.parts.begin; p < op.parts.end; ++p) {
+      const Part& part = rounds.program->parts[static_cast<size_t>(p)];
+      const StridedView packed = packed_view(part, at);
+      const ElementType wire = rounds.forms.wire[static_cast<size_t>(part.tensor)];
+      if (op.kind == KernelKind::Pack)
+        moves_.push_back({view(run, part), packed, type(part), wire});
+      else if (op.kind == KernelKind::Unpack)
+        moves_.push_back({packed, view(run, part), wire, type(part)});
+      else
+        reductions_.push_back({view(run, part), at, wire, op.reduce, op.divisor});
+      at += packed.nbytes();
+    }
+  }
+  if (!moves_.empty()) device_->move_boxes(device_->kernel_stream(), moves_);
+  if (!reductions_.empty()) device_->reduce_boxes(device_->kernel_stream(), reductions_);
+}
+
+void RoundEngine::exchange(const RoundRun& run, const RoundStep& step) {
+  NcclOutcome outcome = device_->group_start();
+  std::string doing = fmt::format("beginning round {}", step.round);
+  const auto failed = [&] { return outcome.state == NcclState::Failed; };
+  if (failed()) throw nccl_error(run, outcome, doing);
+  for (int32_t i = step.begin; i < step.end && !failed(); ++i) {
+    const RoundMessage& message = run.rounds().messages[static_cast<size_t>(i)];
+    std::byte* const data = message_data(run, message);
+    outcome = message.send ? device_->send(data, message.nbytes, message.peer, device_->transfer_stream())
+                           : device_->recv(data, message.nbytes, message.peer, device_->transfer_stream());
+    if (failed())
+      doing = fmt::format("{} {} bytes {} rank {} in round {}", message.send ? "sending" : "receiving",
+                          message.nbytes, message.send ? "to" : "from",
+                          group_[static_cast<size_t>(message.peer)], step.round);
+  }
+  // A group that was begun is ended whatever happened: NCCL counts them by thread.
+  const NcclOutcome end = device_->group_end();
+  if (failed()) throw nccl_error(run, outcome, doing);
+  if (end.state == NcclState::Failed) throw nccl_error(run, end, fmt::format("launching round {}", step.round));
+}
+
+// A communicator that does not block sets up connections behind its caller's back; until it has, nothing may be
+// enqueued on it, nor an event recorded behind the group.
+void RoundEngine::wait_for_nccl(const RoundRun& run, const RoundStep& step) {
+  const std::string doing = fmt::format("connecting for round {}", step.round);
+  for (;;) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (error_) std::rethrow_exception(error_);
+      const NcclOutcome outcome = device_->async_error();
+      if (outcome.state == NcclState::Success) return;
+      if (outcome.state == NcclState::Failed) throw nccl_error(run, outcome, doing);
+    }
+    if (Clock::now() >= run.deadline_) throw deadline_error(run, doing);
+    std::this_thread::sleep_for(kNcclPause);
+  }
+}
+
+void RoundEngine::poll(TimePoint now) {
+  std::vector<std::shared_ptr<RoundRun>> over;
+  std::exception_ptr failure;
+  {
+    const std::lock_guard lock(mutex_);
+    for (auto it = runs_.begin(); it != runs_.end();) {
+      RoundRun& run = **it;
+      if (!run.enqueued_ || !device_->reached(run.over_)) {
+        ++it;
+        continue;
+      }
+      spare_events_.push_back(run.over_);
+      over.push_back(*it);
+      it = runs_.erase(it);
+    }
+    if (!error_) {
+      if (!runs_.empty()) {
+        const NcclOutcome outcome = device_->async_error();
+        if (outcome.state == NcclState::Failed)
+          failure = std::make_exception_ptr(nccl_error(*runs_.front(), outcome, "moving data"));
+      }
+      for (const auto& run : runs_)
+        if (!failure && now >= run->deadline_)
+          failure = std::make_exception_ptr(deadline_error(*run, "moving data"));
+    }
+  }
+  for (const auto& run : over) {
+    run->end(nullptr);  // does nothing where it has failed before
+    run->memory_.keepalive.reset();
+    run->staging_.reset();
+  }
+  if (failure) fail(failure);
+}
+
+void RoundEngine::fail(std::exception_ptr error) {
+  std::vector<std::shared_ptr<RoundRun>> ending;
+  {
+    const std::lock_guard lock(mutex_);
+    if (error_) return;
+    error_ = error;
+    device_->abort();
+    ending.assign(runs_.begin(), runs_.end());
+  }
+  // Their memory stays theirs until the GPU has let go of it, see poll().
+  for (const auto& run : ending) run->end(error);
+}
+
+std::exception_ptr RoundEngine::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+std::vector<std::shared_ptr<RoundRun>> RoundEngine::in_flight() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<RoundRun>> out;
+  std::copy_if(runs_.begin(), runs_.end(), std::back_inserter(out),
+               [](const auto& run) { return !run->ended(); });
+  return out;
+}
+
+bool RoundEngine::idle() const {
+  const std::lock_guard lock(mutex_);
+  return runs_.empty();
+}
+
+RoundDevice::Event RoundEngine::take_event() {
+  if (spare_events_.empty()) return device_->make_event();
+  const RoundDevice::Event event = spare_events_.back();
+  spare_events_.pop_back();
+  return event;
+}
+
+RoundDevice::Stream RoundEngine::stream(StreamRole role, RoundDevice::Stream caller) const {
+  if (role == StreamRole::Caller) return caller;
+  return role == StreamRole::Kernels ? device_->kernel_stream() : device_->transfer_stream();
+}
+
+StridedView RoundEngine::view(const RoundRun& run, const Part& part) const {
+  const bool source = part.side == Side::Source;
+  const auto tensor = static_cast<size_t>(part.tensor);
+  const TensorForms& forms = run.rounds().forms;
+  return form_view(part, (source ? forms.source : forms.destination)[tensor],
+                   (source ? run.memory_.source : run.memory_.destination)[tensor]);
+}
+
+std::byte* RoundEngine::message_data(const RoundRun& run, const RoundMessage& message) const {
+  if (message.staging >= 0) return run.staging_.get() + message.staging;
+  return view(run, run.rounds().program->parts[static_cast<size_t>(message.part)]).data;
+}
+
+void RoundEngine::refuse_if_failed(const RunLabel& label) const {
+  if (!error_) return;
+  std::string cause = "an unknown error";
+  try {
+    std::rethrow_exception(error_);
+  } catch (const std::exception& error) {
+    cause = error.what();
+  }
+  ErrorContext where;
+  where.rank = rank_;
+  where.op = label.op;
+  where.sequence = label.ordinal;
+  throw Error(ErrorKind::Aborted,
+              fmt::format("rank {}: {} was not started, because its group has failed before: {}", rank_,
+                          label.op, cause),
+              where);
+}
+
+ErrorContext RoundEngine::context(const RoundRun& run) const {
+  ErrorContext out;
+  out.rank = rank_;
+  out.op = run.label_.op;
+  out.sequence = run.label_.ordinal;
+  out.phase = "transfer";
+  out.elapsed = std::chrono::duration<double>(Clock::now() - run.started_).count();
+  out.limit = std::chrono::duration<double>(run.deadline_ - run.started_).count();
+  return out;
+}
+
+Error RoundEngine::nccl_error(const RoundRun& run, const NcclOutcome& outcome, const std::string& doing) const {
+  return {outcome.remote ? ErrorKind::PeerLost : ErrorKind::Generic,
+          fmt::format("rank {}: {} number {} failed in NCCL while {}: {}", rank_, run.label_.op,
+                      run.label_.ordinal, doing, outcome.text),
+          context(run)};
+}
+
+Error RoundEngine::deadline_error(const RoundRun& run, const std::string& doing) const {
+  const ErrorContext where = context(run);
+  return {
+      ErrorKind::DeadlineExceeded,
+      fmt::format("rank {}: {} number {} was not through after {:.3g} s while {}: a rank has not called it, is "
+                  "slow or is gone; give it more time, or look at what the other ranks are doing",
+                  rank_, run.label_.op, run.label_.ordinal, where.limit, doing),
+      where};
+}
+
+}  // namespace meshcast

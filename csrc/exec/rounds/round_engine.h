@@ -1,0 +1,127 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "common/error.h"
+#include "exec/rounds/device.h"
+#include "exec/rounds/rank_rounds.h"
+#include "exec/run.h"
+
+namespace meshcast {
+
+// Where the tensors of a run begin, by problem; null where the rank holds nothing. `keepalive` owns them and is
+// dropped once the GPU is through with them.
+struct RoundMemory {
+  std::vector<std::byte*> source;
+  std::vector<std::byte*> destination;
+  std::shared_ptr<void> keepalive;
+};
+
+// One execution of a rank's rounds. What it enqueued is over once `ended`; thread-safe.
+class RoundRun {
+ public:
+  RoundRun(std::shared_ptr<const RankRounds> rounds, RoundMemory memory, RunLabel label, TimePoint deadline);
+
+  const RankRounds& rounds() const { return *rounds_; }
+  const RunLabel& label() const { return label_; }
+  TimePoint deadline() const { return deadline_; }
+  TimePoint started() const { return started_; }
+
+  bool ended() const;
+  std::exception_ptr error() const;
+  void on_end(std::function<void()> callback);  // at once if it has ended
+
+ private:
+  friend class RoundEngine;
+  void end(const std::exception_ptr& error);
+
+  const std::shared_ptr<const RankRounds> rounds_;
+  RoundMemory memory_;  // the engine's, see below
+  const RunLabel label_;
+  const TimePoint started_;
+  const TimePoint deadline_;
+
+  // The engine's, guarded by its mutex.
+  std::shared_ptr<std::byte> staging_;
+  RoundDevice::Event over_ = 0;  // on the caller's stream, behind everything
+  bool enqueued_ = false;        // over_ has been recorded
+
+  mutable std::mutex mutex_;
+  bool ended_ = false;
+  std::exception_ptr error_;
+  std::vector<std::function<void()>> callbacks_;
+};
+
+// Enqueues rounds on one communicator, which is that of one lane: all ranks start its runs in one order. Runs
+// of an engine share staging, so each begins on the engine's streams where the one before ended. It has no
+// threads: somebody calls poll() now and then while runs are in flight. The first failure aborts the
+// communicator, ends all runs with its error and refuses new ones. Thread-safe.
+class RoundEngine {
+ public:
+  // Errors name global ranks: `rank`, and `group` by group-local rank.
+  RoundEngine(std::shared_ptr<RoundDevice> device, int32_t rank, std::vector<int32_t> group);
+  ~RoundEngine();
+
+  // Enqueues everything behind what `caller` holds by now, and lets what it is given later wait for the result.
+  // Waits for no GPU; for NCCL only while it is setting up connections, until `deadline` at the longest. Throws
+  // Error, AbortedError with the first cause where the engine has failed.
+  std::shared_ptr<RoundRun> start(std::shared_ptr<const RankRounds> rounds, RoundMemory memory,
+                                  RoundDevice::Stream caller, RunLabel label, TimePoint deadline);
+
+  // Ends the runs that are through, looks for errors of NCCL, and fails the engine where a deadline has passed.
+  void poll(TimePoint now);
+
+  // Ends every run in flight with `error`. The first call counts.
+  void fail(std::exception_ptr error);
+
+  std::exception_ptr error() const;
+  std::vector<std::shared_ptr<RoundRun>> in_flight() const;
+  bool idle() const;  // the GPU touches no memory of any run
+
+ private:
+  void enqueue(RoundRun& run, RoundDevice::Stream caller);
+  void begin(RoundRun& run);
+  void launch(const RoundRun& run, const RoundStep& step);
+  void exchange(const RoundRun& run, const RoundStep& step);
+  void wait_for_nccl(const RoundRun& run, const RoundStep& step);
+  void finish(RoundRun& run, RoundDevice::Stream caller);
+
+  RoundDevice::Event take_event();
+  RoundDevice::Stream stream(StreamRole role, RoundDevice::Stream caller) const;
+  StridedView view(const RoundRun& run, const Part& part) const;
+  std::byte* message_data(const RoundRun& run, const RoundMessage& message) const;
+
+  void refuse_if_failed(const RunLabel& label) const;
+  Error nccl_error(const RoundRun& run, const NcclOutcome& outcome, const std::string& doing) const;
+  Error deadline_error(const RoundRun& run, const std::string& doing) const;
+  ErrorContext context(const RoundRun& run) const;
+
+  const std::shared_ptr<RoundDevice> device_;
+  const int32_t rank_;
+  const std::vector<int32_t> group_;
+
+  std::mutex starting_;  // one run is enqueued at a time, in the order of the calls
+
+  // Guards the device and what is below. Held for what returns at once, so that a failure waits for no start().
+  mutable std::mutex mutex_;
+  std::deque<std::shared_ptr<RoundRun>> runs_;  // those whose memory the GPU may touch
+  std::shared_ptr<std::byte> staging_;
+  int64_t staging_bytes_ = 0;
+  std::vector<RoundDevice::Event> step_events_;  // by event of the steps: enqueueing is all that they outlive
+  std::vector<RoundDevice::Event> spare_events_;
+  RoundDevice::Event kernels_over_ = 0;  // of the last run
+  RoundDevice::Event transfer_over_ = 0;
+  bool ran_ = false;            // both have been recorded
+  std::vector<BoxMove> moves_;  // of one launch; kept for their memory
+  std::vector<BoxReduce> reductions_;
+  std::exception_ptr error_;
+};
+
+}  // namespace meshcast

@@ -1,0 +1,398 @@
+// The executor of rounds on GPUs that are faked: bytes against the true values, errors, deadlines.
+#include <chrono>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "catch.h"
+#include "exec/rounds/round_engine.h"
+#include "plan_cases.h"
+#include "rounds/cases.h"
+#include "rounds/fake_device.h"
+
+using namespace meshcast;
+using namespace meshcast::testing;
+
+namespace {
+
+constexpr auto kLong = std::chrono::seconds(600);
+
+// A tensor on the GPU: what the caller's stream writes there before a run, and what it sees after it.
+struct GpuTensor {
+  std::vector<std::byte> memory, written, seen;
+
+  explicit GpuTensor(std::vector<std::byte> values)
+      : memory(values.size(), std::byte{0xEE}), written(std::move(values)) {}
+  explicit GpuTensor(const std::vector<int64_t>& values) : GpuTensor(bytes_of(values)) {}
+
+  static std::vector<std::byte> bytes_of(const std::vector<int64_t>& values) {
+    std::vector<std::byte> out(values.size() * 8);
+    std::memcpy(out.data(), values.data(), out.size());
+    return out;
+  }
+};
+
+struct RankCase {
+  std::shared_ptr<GpuTensor> source, destination;
+  std::vector<std::byte> expected;
+  std::shared_ptr<const RankRounds> rounds;
+  std::shared_ptr<RoundRun> run;
+};
+
+// One engine per rank of a fake cluster.
+class World {
+ public:
+  explicit World(int size) : cluster(size), group(static_cast<size_t>(size)) {
+    std::iota(group.begin(), group.end(), 0);
+    for (const int32_t rank : group)
+      engines.push_back(
+          std::make_unique<RoundEngine>(std::make_shared<FakeDevice>(cluster, rank), rank, group));
+  }
+
+  RoundEngine& engine(int32_t rank) { return *engines[static_cast<size_t>(rank)]; }
+
+  // Behind the caller's stream writing the tensors; what it does next is to look at them, then to reuse them.
+  void start(int32_t rank, RankCase& part, int number, std::chrono::milliseconds limit = kLong) {
+    const auto source = part.source;
+    const auto destination = part.destination;
+    cluster.enqueue_on_caller(rank, [source, destination] {
+      source->memory = source->written;
+      destination->memory = destination->written;
+    });
+    part.run = engine(rank).start(part.rounds, {{source->memory.data()}, {destination->memory.data()}, source},
+                                  FakeCluster::kCaller, label(number), Clock::now() + limit);
+    cluster.enqueue_on_caller(rank, [source, destination] {
+      destination->seen = destination->memory;
+      std::fill(source->memory.begin(), source->memory.end(), std::byte{0xDD});
+      std::fill(destination->memory.begin(), destination->memory.end(), std::byte{0xDD});
+    });
+  }
+
+  void poll() {
+    for (const auto& engine : engines) engine->poll(Clock::now());
+  }
+
+  FakeCluster cluster;
+  std::vector<int32_t> group;
+  std::vector<std::unique_ptr<RoundEngine>> engines;
+};
+
+// The rank's tensors of a plan as the harness of the CPU path fills them.
+RankCase int64_case(const Plan& plan, const RankRounds& rounds, int32_t rank) {
+  const Problem& problem = plan.problems.front();
+  RankCase part;
+  LocalTensor source = make_local(shard_of(problem.src, problem.shape, rank), problem.shape, true);
+  const Shard destination = shard_of(problem.dst, problem.shape, rank);
+  std::vector<int64_t> expected = make_local(destination, problem.shape, true).data;
+  for (const Placement& placement : problem.src.placements) {
+    if (placement.kind != PlacementKind::Partial) continue;
+    for (int64_t& x : source.data) x = value_of(x, contribution_of(problem.src, rank));
+    for (int64_t& x : expected) x = x < 0 ? x : reduced(x, contributions_of(problem.src), placement.op);
+    break;
+  }
+  part.source = std::make_shared<GpuTensor>(source.data);
+  part.destination = std::make_shared<GpuTensor>(make_local(destination, problem.shape, false).data);
+  part.expected = GpuTensor::bytes_of(expected);
+  part.rounds = std::make_shared<const RankRounds>(rounds);
+  return part;
+}
+
+void check_random_runs(uint32_t seed, int count) {
+  CAPTURE(seed);
+  std::mt19937 rng(seed);
+  for (int number = 0; number < count; ++number) {
+    const int size = 3 + 2 * static_cast<int>(rng() % 3);
+    CAPTURE(number, size);
+    World world(size);
+    for (auto& rank : world.cluster.ranks) rank.busy_polls = static_cast<int>(rng() % 3 == 0);
+    std::vector<RankCase> parts;
+    int64_t exchanges = 0;
+    // Several runs of unlike plans behind one another, which share staging.
+    const int runs = 1 + static_cast<int>(rng() % 3);
+    for (int run = 0; run < runs; ++run) {
+      const Plan plan = random_case(rng, size);
+      const auto ranks = rounds_of_all(plan, size, random_options(rng));
+      for (const int32_t rank : world.group) {
+        parts.push_back(int64_case(plan, ranks[static_cast<size_t>(rank)], rank));
+        exchanges += static_cast<int64_t>(exchanges_of(*parts.back().rounds).size());
+        world.start(rank, parts.back(), run);
+      }
+    }
+    for (const RankCase& part : parts) REQUIRE_FALSE(part.run->ended());
+    REQUIRE(world.cluster.run(rng));
+    world.poll();
+    REQUIRE(world.cluster.mistakes == std::vector<std::string>{});
+    int64_t groups = 0;
+    for (const auto& rank : world.cluster.ranks) groups += rank.groups;
+    REQUIRE(groups == exchanges);
+    for (const RankCase& part : parts) {
+      REQUIRE(part.run->ended());
+      REQUIRE_FALSE(part.run->error());
+      REQUIRE(part.destination->seen == part.expected);
+      REQUIRE(part.source.use_count() == 1);  // nothing keeps the tensors any longer
+    }
+    for (const auto& engine : world.engines) REQUIRE(engine->idle());
+    world.engines.clear();
+    for (const auto& rank : world.cluster.ranks) REQUIRE(rank.events_alive == 0);
+  }
+}
+
+// float32 on one side, bfloat16 on the other, which is what travels.
+void check_cast(std::mt19937& rng, bool widen) {
+  const int size = 5;
+  Plan plan = random_plan(rng, size);
+  Problem problem = plan.problems.front();
+  problem.element_bytes = 2;
+  plan = make_plan({problem}, plan.topology, plan.options);
+  const RoundTable table = make_rounds(plan, random_options(rng));
+  World world(size);
+  std::vector<RankCase> parts;
+  const auto side = [&](const Layout& layout, int32_t rank, bool narrow, bool fill, TensorForm* form) {
+    const LocalTensor tensor = make_local(shard_of(layout, problem.shape, rank), problem.shape, fill);
+    form->element_bytes = narrow ? 2 : 4;
+    form->type = narrow ? ElementType::BFloat16 : ElementType::Float32;
+    for (size_t d = 0; d < form->stride.size(); ++d)
+      form->stride[d] = tensor.memory.stride[d] / 8 * form->element_bytes;
+    std::vector<std::byte> out(tensor.data.size() * static_cast<size_t>(form->element_bytes));
+    for (size_t i = 0; i < tensor.data.size(); ++i) {
+      // The narrow type holds every index exactly as bits; the wide one has more digits where it is the source.
+      const auto index = static_cast<uint32_t>(tensor.data[i]);
+      const uint32_t bits = (index & 0x7FFF) << 16 | (fill && !narrow && !widen && index != ~0U ? 0x1234U : 0U);
+      if (narrow) {
+        const auto half = static_cast<uint16_t>(bits >> 16);
+        std::memcpy(&out[i * 2], &half, 2);
+      } else {
+        std::memcpy(&out[i * 4], &bits, 4);
+      }
+    }
+    return out;
+  };
+  for (const int32_t rank : world.group) {
+    TensorForms forms;
+    forms.wire = {ElementType::BFloat16};
+    RankCase part;
+    part.source =
+        std::make_shared<GpuTensor>(side(problem.src, rank, widen, true, &forms.source.emplace_back()));
+    TensorForm& form = forms.destination.emplace_back();
+    part.destination = std::make_shared<GpuTensor>(side(problem.dst, rank, !widen, false, &form));
+    part.expected = side(problem.dst, rank, !widen, true, &form);
+    part.rounds = std::make_shared<const RankRounds>(schedule_rank(
+        plan, table, rank, std::make_shared<const Program>(project(plan, rank, world.group)), forms));
+    REQUIRE(check_streams(*part.rounds).empty());
+    parts.push_back(std::move(part));
+    world.start(rank, parts.back(), 0);
+  }
+  REQUIRE(world.cluster.run(rng));
+  for (const RankCase& part : parts) REQUIRE(part.destination->seen == part.expected);
+  CHECK(world.cluster.mistakes.empty());
+  world.poll();
+}
+
+std::string text_of(const std::exception_ptr& error, ErrorKind kind) {
+  REQUIRE(error);
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& e) {
+    CHECK(e.kind() == kind);
+    return e.what();
+  }
+}
+
+// A chain of three ranks, enqueued by all of them.
+struct ChainWorld {
+  World world{3};
+  Plan plan = chain_plan(3, 64 * 8, 512);
+  std::vector<RankCase> parts;
+
+  explicit ChainWorld(const std::map<int32_t, std::chrono::milliseconds>& limits = {}) {
+    RoundOptions options;
+    options.round_ns = 1;
+    const auto ranks = rounds_of_all(plan, 3, options);
+    for (int32_t rank = 0; rank < 3; ++rank) {
+      parts.push_back(int64_case(plan, ranks[static_cast<size_t>(rank)], rank));
+      const auto limit = limits.find(rank);
+      world.start(rank, parts.back(), 4, limit == limits.end() ? kLong : limit->second);
+    }
+  }
+};
+
+}  // namespace
+
+TEST_CASE("random rounds move the right bytes in any order that streams allow", "[rounds]") {
+  check_random_runs(GENERATE(1U, 2U, 3U), 60);
+}
+
+TEST_CASE("very many random rounds move the right bytes", "[rounds][.][slow]") {
+  check_random_runs(GENERATE(11U, 12U, 13U), 500);
+}
+
+TEST_CASE("rounds cast on the way", "[rounds]") {
+  const auto seed = GENERATE(1U, 2U);
+  CAPTURE(seed);
+  std::mt19937 rng(seed);
+  for (int number = 0; number < 40; ++number) {
+    CAPTURE(number);
+    check_cast(rng, number % 2 == 0);
+  }
+}
+
+TEST_CASE("dropped waits show in the bytes", "[rounds]") {
+  std::mt19937 rng(5);
+  int dropped = 0;
+  int seen = 0;
+  while (dropped < 60) {
+    const Plan plan = random_case(rng, 5);
+    const auto ranks = rounds_of_all(plan, 5, random_options(rng));
+    const auto& victim = ranks[rng() % ranks.size()];
+    std::vector<size_t> waits;
+    for (size_t i = 0; i < victim.steps.size(); ++i)
+      if (victim.steps[i].kind == StepKind::Wait) waits.push_back(i);
+    if (waits.empty()) continue;
+    RankRounds broken = victim;
+    broken.steps.erase(broken.steps.begin() + static_cast<int64_t>(waits[rng() % waits.size()]));
+    ++dropped;
+    bool wrong = false;
+    for (int attempt = 0; attempt < 40 && !wrong; ++attempt) {
+      World world(5);
+      std::vector<RankCase> parts;
+      for (const int32_t rank : world.group) {
+        const bool mine = rank == victim.program->rank;
+        parts.push_back(int64_case(plan, mine ? broken : ranks[static_cast<size_t>(rank)], rank));
+        world.start(rank, parts.back(), 0);
+      }
+      REQUIRE(world.cluster.run(rng));
+      for (const RankCase& part : parts) wrong = wrong || part.destination->seen != part.expected;
+    }
+    seen += wrong;
+  }
+  // Not all: a wait may guard bytes that happen to be equal, or that only a rare order spoils.
+  CHECK(seen * 10 >= dropped * 8);
+}
+
+TEST_CASE("an error that NCCL finds later ends everything, with its text", "[rounds]") {
+  std::mt19937 rng(1);
+  ChainWorld chain;
+  World& world = chain.world;
+  world.cluster.rank(0).hangs = true;  // as a peer that is gone
+  CHECK_FALSE(world.cluster.run(rng));
+  world.poll();
+  CHECK_FALSE(chain.parts[1].run->ended());
+  std::string heard;
+  chain.parts[1].run->on_end([&] { heard = "ended"; });
+
+  world.cluster.rank(1).failure = {NcclState::Failed, true, "remote process exited"};
+  world.poll();
+  CHECK(heard == "ended");
+  CHECK(text_of(chain.parts[1].run->error(), ErrorKind::PeerLost) ==
+        "rank 1: test number 4 failed in NCCL while moving data: remote process exited");
+  CHECK(world.cluster.rank(1).aborted);
+  CHECK_FALSE(world.cluster.rank(2).aborted);
+  // The tensors stay until the GPU has let go of them; then the caller's stream goes on too.
+  CHECK_FALSE(world.engine(1).idle());
+  CHECK(chain.parts[1].source.use_count() > 1);
+  world.cluster.run(rng);
+  world.poll();
+  CHECK(world.engine(1).idle());
+  CHECK(chain.parts[1].source.use_count() == 1);
+  CHECK(world.cluster.rank(1).streams[FakeCluster::kCaller].empty());
+
+  RankCase again = int64_case(chain.plan, *chain.parts[1].rounds, 1);
+  try {
+    world.start(1, again, 5);
+    FAIL("started on a failed engine");
+  } catch (const Error& e) {
+    CHECK(e.kind() == ErrorKind::Aborted);
+    CHECK(std::string(e.what()).find("remote process exited") != std::string::npos);
+  }
+  CHECK(world.cluster.mistakes.empty());
+  for (const int32_t rank : {0, 2})
+    world.engine(rank).fail(std::make_exception_ptr(Error(ErrorKind::Aborted, "test over")));
+  world.cluster.run(rng);
+  world.poll();
+}
+
+TEST_CASE("a run that stands still is aborted at its deadline", "[rounds]") {
+  std::mt19937 rng(1);
+  ChainWorld chain;
+  World& world = chain.world;
+  world.cluster.rank(2).hangs = true;
+  CHECK_FALSE(world.cluster.run(rng));
+  RoundEngine& engine = world.engine(0);
+  engine.poll(chain.parts[0].run->deadline() - std::chrono::seconds(1));
+  CHECK_FALSE(chain.parts[0].run->ended());
+  REQUIRE(engine.in_flight().size() == 1);
+  engine.poll(chain.parts[0].run->deadline());
+  CHECK(engine.in_flight().empty());
+  CHECK(world.cluster.rank(0).aborted);
+  const std::string text = text_of(chain.parts[0].run->error(), ErrorKind::DeadlineExceeded);
+  CHECK(text.rfind("rank 0: test number 4 was not through after 600 s while moving data", 0) == 0);
+  for (const int32_t rank : {1, 2})
+    world.engine(rank).fail(std::make_exception_ptr(Error(ErrorKind::Aborted, "test over")));
+  CHECK(world.cluster.run(rng));
+  world.poll();
+  for (const auto& each : world.engines) CHECK(each->idle());
+  CHECK(world.cluster.mistakes.empty());
+}
+
+TEST_CASE("a communicator that never connects is aborted at the deadline", "[rounds]") {
+  const Plan plan = chain_plan(3, 64, 512);
+  const auto ranks = rounds_of_all(plan, 3, {});
+  World world(3);
+  world.cluster.rank(0).busy_polls = 1'000'000'000;
+  RankCase part = int64_case(plan, ranks[0], 0);
+  try {
+    world.start(0, part, 0, std::chrono::milliseconds(20));
+    FAIL("started without a connection");
+  } catch (const Error& e) {
+    CHECK(e.kind() == ErrorKind::DeadlineExceeded);
+    CHECK(std::string(e.what()).find("while connecting for round 0") != std::string::npos);
+  }
+  CHECK(world.cluster.rank(0).aborted);
+  // The caller's stream is behind whatever was enqueued, and goes on.
+  std::mt19937 rng(1);
+  CHECK(world.cluster.run(rng));
+  world.poll();
+  CHECK(world.engine(0).idle());
+  CHECK(world.cluster.mistakes.empty());
+}
+
+TEST_CASE("a failure reaches a thread that waits for a connection", "[rounds]") {
+  const Plan plan = chain_plan(3, 64, 512);
+  const auto ranks = rounds_of_all(plan, 3, {});
+  World world(3);
+  world.cluster.rank(0).busy_polls = 1'000'000'000;
+  RankCase part = int64_case(plan, ranks[0], 0);
+  std::exception_ptr thrown;
+  std::thread user([&] {
+    try {
+      world.start(0, part, 0);
+    } catch (...) {
+      thrown = std::current_exception();
+    }
+  });
+  while (world.engine(0).in_flight().empty()) std::this_thread::yield();
+  world.engine(0).fail(std::make_exception_ptr(Error(ErrorKind::PeerLost, "rank 1 is gone")));
+  user.join();
+  CHECK(text_of(thrown, ErrorKind::PeerLost) == "rank 1 is gone");
+  std::mt19937 rng(1);
+  CHECK(world.cluster.run(rng));
+  world.poll();
+  CHECK(world.engine(0).idle());
+  CHECK(world.cluster.mistakes.empty());
+}
+
+TEST_CASE("an engine that is closed while transfers are under way ends them", "[rounds]") {
+  std::mt19937 rng(1);
+  ChainWorld chain;
+  chain.world.cluster.rank(0).hangs = true;
+  CHECK_FALSE(chain.world.cluster.run(rng));
+  chain.world.engines.clear();
+  for (const RankCase& part : chain.parts) text_of(part.run->error(), ErrorKind::Aborted);
+  for (const auto& rank : chain.world.cluster.ranks) CHECK(rank.aborted);
+  // Nobody will tell when the GPU lets go of the tensors, so they are never given back.
+  for (const RankCase& part : chain.parts) CHECK(part.source.use_count() > 1);
+}

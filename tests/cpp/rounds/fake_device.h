@@ -1,0 +1,322 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "exec/rounds/device.h"
+
+namespace meshcast::testing {
+
+// GPUs and a communicator that only record what is enqueued; run() then does it in a random order among all
+// that streams, events and NCCL allow. Bytes move as late and memory is spoilt as early as they may: what a
+// group will receive is garbage from the moment its group begins. Mistakes in the use of the interfaces are
+// collected.
+class FakeCluster {
+ public:
+  static constexpr RoundDevice::Stream kCaller = 0;
+  static constexpr RoundDevice::Stream kKernels = 1;
+  static constexpr RoundDevice::Stream kTransfer = 2;
+
+  struct Message {
+    bool send = false;
+    int32_t peer = -1;
+    std::byte* data = nullptr;
+    int64_t nbytes = 0;
+    bool through = false;
+  };
+
+  struct Item {
+    enum class Kind : uint8_t { Record, Wait, Kernel, Group } kind = Kind::Kernel;
+    RoundDevice::Event event = 0;
+    int64_t count = 0;  // Record: how often the event had been recorded; Wait: what it waits for
+    std::function<void()> kernel;
+    std::vector<Message> messages;
+    bool begun = false;
+  };
+
+  struct Rank {
+    std::array<std::deque<Item>, 3> streams;
+    std::vector<int64_t> recorded{0};  // by event, enqueued; event 0 is never given out
+    std::vector<int64_t> reached{0};
+    std::vector<RoundDevice::Event> spare;
+    int64_t events_alive = 0;
+    int group_depth = 0;
+    std::vector<Message> group;
+    int busy_polls = 0;  // polls for which NCCL is still in progress after a group
+    int polls_left = 0;
+    NcclOutcome failure;  // what async_error says from now on, unless Success
+    bool hangs = false;   // its groups never begin
+    bool aborted = false;
+    int64_t groups = 0;
+  };
+
+  explicit FakeCluster(int world) : ranks(static_cast<size_t>(world)) {}
+
+  std::vector<Rank> ranks;
+  std::vector<std::string> mistakes;
+
+  Rank& rank(int32_t r) { return ranks[static_cast<size_t>(r)]; }
+
+  void enqueue_on_caller(int32_t r, std::function<void()> kernel) {
+    Item item;
+    item.kernel = std::move(kernel);
+    rank(r).streams[kCaller].push_back(std::move(item));
+  }
+
+  // Until nothing can go on. Returns whether all of it is through. Each time some streams, or the bytes on the
+  // wire, are far ahead of the others wherever they may: races show in different orders.
+  bool run(std::mt19937& rng) {
+    std::array<uint64_t, 4> weight{};  // of the streams, and of messages
+    for (uint64_t& w : weight) w = uint64_t{1} << (6 * (rng() % 4));
+    for (;;) {
+      std::vector<std::pair<int32_t, size_t>> able;
+      std::vector<uint64_t> weights;
+      for (size_t r = 0; r < ranks.size(); ++r) {
+        for (size_t s = 0; s < 3; ++s) {
+          if (!able_to_go(static_cast<int32_t>(r), s)) continue;
+          able.emplace_back(static_cast<int32_t>(r), s);
+          weights.push_back(weight[s]);
+        }
+      }
+      const auto pairs = matches();
+      if (able.empty() && pairs.empty()) break;
+      weights.resize(able.size() + pairs.size(), weight[3]);
+      const size_t pick = std::discrete_distribution<size_t>(weights.begin(), weights.end())(rng);
+      if (pick < able.size())
+        go(able[pick].first, able[pick].second);
+      else
+        move(pairs[pick - able.size()]);
+    }
+    for (const Rank& r : ranks)
+      for (const auto& stream : r.streams)
+        if (!stream.empty()) return false;
+    return true;
+  }
+
+ private:
+  struct Match {
+    int32_t from = -1;
+    int32_t to = -1;
+    Message* send = nullptr;
+    Message* recv = nullptr;
+  };
+
+  bool able_to_go(int32_t r, size_t stream) {
+    Rank& me = rank(r);
+    if (me.streams[stream].empty()) return false;
+    const Item& item = me.streams[stream].front();
+    if (item.kind == Item::Kind::Wait) return me.reached[item.event] >= item.count;
+    if (item.kind != Item::Kind::Group) return true;
+    if (me.aborted) return true;
+    if (!item.begun) return !me.hangs;
+    return std::all_of(item.messages.begin(), item.messages.end(), [](const Message& m) { return m.through; });
+  }
+
+  void go(int32_t r, size_t stream) {
+    Rank& me = rank(r);
+    Item& item = me.streams[stream].front();
+    if (item.kind == Item::Kind::Group && !item.begun && !me.aborted) {
+      item.begun = true;
+      for (const Message& m : item.messages)
+        if (!m.send) std::memset(m.data, 0xA5, static_cast<size_t>(m.nbytes));
+      return;
+    }
+    if (item.kind == Item::Kind::Record) me.reached[item.event] = std::max(me.reached[item.event], item.count);
+    if (item.kind == Item::Kind::Kernel) item.kernel();
+    me.streams[stream].pop_front();
+  }
+
+  // The first messages of every pair that both ends have under way and that are not through.
+  std::vector<Match> matches() {
+    std::map<std::pair<int32_t, int32_t>, std::array<Message*, 2>> first;
+    for (size_t r = 0; r < ranks.size(); ++r) {
+      auto& transfer = ranks[r].streams[kTransfer];
+      if (ranks[r].aborted || transfer.empty() || !transfer.front().begun) continue;
+      for (Message& m : transfer.front().messages) {
+        const auto me = static_cast<int32_t>(r);
+        const auto pair = m.send ? std::pair{me, m.peer} : std::pair{m.peer, me};
+        Message*& place = first[pair][m.send ? 0 : 1];
+        if (!m.through && place == nullptr) place = &m;
+      }
+    }
+    std::vector<Match> out;
+    for (auto& [pair, ends] : first)
+      if (ends[0] != nullptr && ends[1] != nullptr) out.push_back({pair.first, pair.second, ends[0], ends[1]});
+    return out;
+  }
+
+  void move(const Match& match) {
+    if (match.send->nbytes != match.recv->nbytes)
+      mistakes.push_back("a send of " + std::to_string(match.send->nbytes) + " bytes from rank " +
+                         std::to_string(match.from) + " met a receive of " +
+                         std::to_string(match.recv->nbytes) + " bytes on rank " + std::to_string(match.to));
+    std::memcpy(match.recv->data, match.send->data,
+                static_cast<size_t>(std::min(match.send->nbytes, match.recv->nbytes)));
+    match.send->through = match.recv->through = true;
+  }
+};
+
+// bfloat16 as the upper half of a float, rounded to nearest even; all that the tests cast.
+inline void cast_element(const std::byte* from, ElementType from_type, std::byte* to, ElementType to_type) {
+  uint32_t bits = 0;
+  if (from_type == ElementType::BFloat16) {
+    uint16_t half = 0;
+    std::memcpy(&half, from, 2);
+    bits = static_cast<uint32_t>(half) << 16;
+  } else {
+    std::memcpy(&bits, from, 4);
+  }
+  if (to_type == ElementType::BFloat16) {
+    const auto half = static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+    std::memcpy(to, &half, 2);
+  } else {
+    std::memcpy(to, &bits, 4);
+  }
+}
+
+inline void move_box(const BoxMove& box) {
+  if (box.from_type == box.to_type) return copy(box.from, box.to);
+  int64_t count = 1;
+  for (int d = 0; d < box.from.ndim; ++d) count *= box.from.extent[static_cast<size_t>(d)];
+  for (int64_t i = 0; i < count; ++i) {
+    std::byte* from = box.from.data;
+    std::byte* to = box.to.data;
+    int64_t rest = i;
+    for (int d = box.from.ndim; d-- > 0;) {
+      const auto at = static_cast<size_t>(d);
+      from += rest % box.from.extent[at] * box.from.stride[at];
+      to += rest % box.from.extent[at] * box.to.stride[at];
+      rest /= box.from.extent[at];
+    }
+    cast_element(from, box.from_type, to, box.to_type);
+  }
+}
+
+// One rank's GPU in a FakeCluster.
+class FakeDevice final : public RoundDevice {
+ public:
+  using Item = FakeCluster::Item;
+
+  FakeDevice(FakeCluster& cluster, int32_t rank) : cluster_(cluster), rank_(rank) {}
+
+  Stream kernel_stream() override { return FakeCluster::kKernels; }
+  Stream transfer_stream() override { return FakeCluster::kTransfer; }
+
+  Event make_event() override {
+    me().recorded.push_back(0);
+    me().reached.push_back(0);
+    ++me().events_alive;
+    return me().recorded.size() - 1;
+  }
+  void free_event(Event /*event*/) noexcept override { --me().events_alive; }
+
+  void record(Event event, Stream stream) override {
+    Item item;
+    item.kind = Item::Kind::Record;
+    item.event = event;
+    item.count = ++me().recorded[event];
+    me().streams[stream].push_back(std::move(item));
+  }
+  void wait(Stream stream, Event event) override {
+    Item item;
+    item.kind = Item::Kind::Wait;
+    item.event = event;
+    item.count = me().recorded[event];  // of what was recorded so far
+    me().streams[stream].push_back(std::move(item));
+  }
+  bool reached(Event event) override { return me().reached[event] == me().recorded[event]; }
+
+  std::shared_ptr<std::byte> allocate(int64_t nbytes) override {
+    std::shared_ptr<std::byte> out(new std::byte[static_cast<size_t>(nbytes)],
+                                   std::default_delete<std::byte[]>());
+    std::memset(out.get(), 0x5A, static_cast<size_t>(nbytes));
+    return out;
+  }
+
+  void move_boxes(Stream stream, std::span<const BoxMove> boxes) override {
+    kernel(stream, [boxes = std::vector<BoxMove>(boxes.begin(), boxes.end())] {
+      for (const BoxMove& box : boxes) move_box(box);
+    });
+  }
+  void reduce_boxes(Stream stream, std::span<const BoxReduce> boxes) override {
+    kernel(stream, [boxes = std::vector<BoxReduce>(boxes.begin(), boxes.end())] {
+      for (const BoxReduce& box : boxes) {
+        combine(box.own, box.carried, box.type, box.op);
+        if (box.divisor > 1) divide(box.carried, box.own.nbytes(), box.type, box.divisor);
+      }
+    });
+  }
+
+  NcclOutcome group_start() override {
+    used();
+    if (me().polls_left > 0) cluster_.mistakes.emplace_back("a group while the last is in progress");
+    if (++me().group_depth != 1) cluster_.mistakes.emplace_back("a group inside a group");
+    return {};
+  }
+  NcclOutcome send(const std::byte* data, int64_t nbytes, int32_t peer, Stream stream) override {
+    return add({true, peer, const_cast<std::byte*>(data), nbytes}, stream);  // only read
+  }
+  NcclOutcome recv(std::byte* data, int64_t nbytes, int32_t peer, Stream stream) override {
+    return add({false, peer, data, nbytes}, stream);
+  }
+  NcclOutcome group_end() override {
+    used();
+    if (--me().group_depth != 0) cluster_.mistakes.emplace_back("the end of a group that was not begun");
+    Item item;
+    item.kind = Item::Kind::Group;
+    item.messages = std::exchange(me().group, {});
+    me().streams[FakeCluster::kTransfer].push_back(std::move(item));
+    ++me().groups;
+    me().polls_left = me().busy_polls;
+    return {me().polls_left > 0 ? NcclState::InProgress : NcclState::Success, false, {}};
+  }
+  NcclOutcome async_error() override {
+    used();
+    if (me().failure.state == NcclState::Failed) return me().failure;
+    if (me().polls_left == 0) return {};
+    if (me().busy_polls > 0) --me().polls_left;
+    return {me().polls_left > 0 ? NcclState::InProgress : NcclState::Success, false, {}};
+  }
+  void abort() noexcept override {
+    used();
+    me().aborted = true;
+  }
+
+ private:
+  FakeCluster::Rank& me() { return cluster_.rank(rank_); }
+
+  void used() {
+    if (me().aborted) cluster_.mistakes.emplace_back("a communicator that has been aborted is used");
+  }
+
+  NcclOutcome add(FakeCluster::Message message, Stream stream) {
+    used();
+    if (me().group_depth != 1) cluster_.mistakes.emplace_back("a message outside of a group");
+    if (stream != FakeCluster::kTransfer) cluster_.mistakes.emplace_back("a message on another stream");
+    if (message.data == nullptr) cluster_.mistakes.emplace_back("a message without memory");
+    me().group.push_back(message);
+    return {};
+  }
+
+  void kernel(Stream stream, std::function<void()> work) {
+    if (stream != FakeCluster::kKernels) cluster_.mistakes.emplace_back("a kernel on another stream");
+    Item item;
+    item.kernel = std::move(work);
+    me().streams[stream].push_back(std::move(item));
+  }
+
+  FakeCluster& cluster_;
+  const int32_t rank_;
+};
+
+}  // namespace meshcast::testing
