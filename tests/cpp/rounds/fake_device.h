@@ -26,6 +26,8 @@ class FakeCluster {
   static constexpr RoundDevice::Stream kCaller = 0;
   static constexpr RoundDevice::Stream kKernels = 1;
   static constexpr RoundDevice::Stream kTransfer = 2;
+  static constexpr RoundDevice::Stream kOtherCaller = 3;
+  static constexpr size_t kStreams = 4;
 
   struct Message {
     bool send = false;
@@ -38,16 +40,18 @@ class FakeCluster {
   struct Item {
     enum class Kind : uint8_t { Record, Wait, Kernel, Group } kind = Kind::Kernel;
     RoundDevice::Event event = 0;
-    int64_t count = 0;  // Record: how often the event had been recorded; Wait: what it waits for
+    size_t count = 0;  // Record: how often the event had been recorded; Wait: what it waits for
     std::function<void()> kernel;
     std::vector<Message> messages;
     bool begun = false;
   };
 
   struct Rank {
-    std::array<std::deque<Item>, 3> streams;
-    std::vector<int64_t> recorded{0};  // by event, enqueued; event 0 is never given out
-    std::vector<int64_t> reached{0};
+    std::array<std::deque<Item>, kStreams> streams;
+    std::vector<size_t> recorded{0};  // by event: how often, as enqueued; event 0 is never given out
+    // By event and record. A wait is for the record that was the last when it was enqueued, whatever comes
+    // later.
+    std::vector<std::vector<char>> reached{{1}};
     std::vector<RoundDevice::Event> spare;
     int64_t events_alive = 0;
     int group_depth = 0;
@@ -67,22 +71,22 @@ class FakeCluster {
 
   Rank& rank(int32_t r) { return ranks[static_cast<size_t>(r)]; }
 
-  void enqueue_on_caller(int32_t r, std::function<void()> kernel) {
+  void enqueue(int32_t r, RoundDevice::Stream caller, std::function<void()> kernel) {
     Item item;
     item.kernel = std::move(kernel);
-    rank(r).streams[kCaller].push_back(std::move(item));
+    rank(r).streams[caller].push_back(std::move(item));
   }
 
   // Until nothing can go on. Returns whether all of it is through. Each time some streams, or the bytes on the
   // wire, are far ahead of the others wherever they may: races show in different orders.
   bool run(std::mt19937& rng) {
-    std::array<uint64_t, 4> weight{};  // of the streams, and of messages
+    std::array<uint64_t, kStreams + 1> weight{};  // of the streams, and of messages
     for (uint64_t& w : weight) w = uint64_t{1} << (6 * (rng() % 4));
     for (;;) {
       std::vector<std::pair<int32_t, size_t>> able;
       std::vector<uint64_t> weights;
       for (size_t r = 0; r < ranks.size(); ++r) {
-        for (size_t s = 0; s < 3; ++s) {
+        for (size_t s = 0; s < kStreams; ++s) {
           if (!able_to_go(static_cast<int32_t>(r), s)) continue;
           able.emplace_back(static_cast<int32_t>(r), s);
           weights.push_back(weight[s]);
@@ -90,7 +94,7 @@ class FakeCluster {
       }
       const auto pairs = matches();
       if (able.empty() && pairs.empty()) break;
-      weights.resize(able.size() + pairs.size(), weight[3]);
+      weights.resize(able.size() + pairs.size(), weight[kStreams]);
       const size_t pick = std::discrete_distribution<size_t>(weights.begin(), weights.end())(rng);
       if (pick < able.size())
         go(able[pick].first, able[pick].second);
@@ -115,7 +119,7 @@ class FakeCluster {
     Rank& me = rank(r);
     if (me.streams[stream].empty()) return false;
     const Item& item = me.streams[stream].front();
-    if (item.kind == Item::Kind::Wait) return me.reached[item.event] >= item.count;
+    if (item.kind == Item::Kind::Wait) return me.reached[item.event][item.count] != 0;
     if (item.kind != Item::Kind::Group) return true;
     if (me.aborted) return true;
     if (!item.begun) return !me.hangs;
@@ -125,13 +129,14 @@ class FakeCluster {
   void go(int32_t r, size_t stream) {
     Rank& me = rank(r);
     Item& item = me.streams[stream].front();
-    if (item.kind == Item::Kind::Group && !item.begun && !me.aborted) {
+    if (item.kind == Item::Kind::Group && (!item.begun || me.aborted)) {
       item.begun = true;
+      // Also what an aborted group leaves behind.
       for (const Message& m : item.messages)
         if (!m.send) std::memset(m.data, 0xA5, static_cast<size_t>(m.nbytes));
-      return;
+      if (!me.aborted) return;
     }
-    if (item.kind == Item::Kind::Record) me.reached[item.event] = std::max(me.reached[item.event], item.count);
+    if (item.kind == Item::Kind::Record) me.reached[item.event][item.count] = 1;
     if (item.kind == Item::Kind::Kernel) item.kernel();
     me.streams[stream].pop_front();
   }
@@ -214,7 +219,7 @@ class FakeDevice final : public RoundDevice {
 
   Event make_event() override {
     me().recorded.push_back(0);
-    me().reached.push_back(0);
+    me().reached.push_back({1});  // an event that was never recorded holds nobody up
     ++me().events_alive;
     return me().recorded.size() - 1;
   }
@@ -225,6 +230,7 @@ class FakeDevice final : public RoundDevice {
     item.kind = Item::Kind::Record;
     item.event = event;
     item.count = ++me().recorded[event];
+    me().reached[event].push_back(0);
     me().streams[stream].push_back(std::move(item));
   }
   void wait(Stream stream, Event event) override {
@@ -234,7 +240,7 @@ class FakeDevice final : public RoundDevice {
     item.count = me().recorded[event];  // of what was recorded so far
     me().streams[stream].push_back(std::move(item));
   }
-  bool reached(Event event) override { return me().reached[event] == me().recorded[event]; }
+  bool reached(Event event) override { return me().reached[event].back() != 0; }
 
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override {
     std::shared_ptr<std::byte> out(new std::byte[static_cast<size_t>(nbytes)],
