@@ -35,11 +35,12 @@ def lost_broadcast(context) -> None:
     if rank == VICTIM:
         work = dist.broadcast(second, 0, async_op=True)
         time.sleep(0.3)
-        assert not work.is_completed(), "the last rank has not begun"
+        assert not work.is_completed(), "the next rank has not begun"
         context.store.set("lost", "")
         os.kill(os.getpid(), signal.SIGKILL)
-    if VICTIM >= 0 and rank == survivors[-1]:
-        context.store.wait(["lost"])  # nothing can be complete before the rank is lost
+    if VICTIM >= 0 and rank == VICTIM + 1:
+        # The chain is 0, 1, 2: the victim cannot be through before the next one has begun.
+        context.store.wait(["lost"])
     if VICTIM < 0:
         dist.broadcast(second, 0)
         assert torch.equal(second, values(0, 2))
