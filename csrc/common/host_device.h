@@ -7,3 +7,10 @@
 #else
 #define MESHCAST_HOST_DEVICE
 #endif
+
+// Before a loop over registers: an array that is indexed by anything but constants would lie in memory.
+#if defined(__CUDA_ARCH__)
+#define MESHCAST_UNROLL _Pragma("unroll")
+#else
+#define MESHCAST_UNROLL
+#endif

@@ -103,6 +103,7 @@ struct CastOp {
       From in[kPiece];  // NOLINT(*-avoid-c-arrays): registers
       To out[kPiece];   // NOLINT(*-avoid-c-arrays): registers
       std::memcpy(in, &held, sizeof(in));
+      MESHCAST_UNROLL
       for (int i = 0; i < kPiece; ++i) round_to(to_float(in[i]), &out[i]);
       Piece piece{{0, 0}};
       std::memcpy(&piece, out, sizeof(out));
@@ -145,6 +146,7 @@ struct ReduceOpOf {
       T carried[kPiece];  // NOLINT(*-avoid-c-arrays): registers
       std::memcpy(own, &held.own, sizeof(own));
       std::memcpy(carried, &held.carried, sizeof(carried));
+      MESHCAST_UNROLL
       for (int i = 0; i < kPiece; ++i) carried[i] = combine(own[i], carried[i]);
       Piece piece;
       std::memcpy(&piece, carried, sizeof(carried));
@@ -190,6 +192,7 @@ struct DivideOp {
     if (place.count == kPiece) {
       T value[kPiece];  // NOLINT(*-avoid-c-arrays): registers
       std::memcpy(value, &held, sizeof(value));
+      MESHCAST_UNROLL
       for (int i = 0; i < kPiece; ++i) value[i] = divided(value[i], count);
       Piece piece;
       std::memcpy(&piece, value, sizeof(value));

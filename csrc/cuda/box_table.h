@@ -56,9 +56,7 @@ MESHCAST_HOST_DEVICE void run_thread(const Op& op, const Memory& memory, const T
     const uint32_t first = (tile - table.first_tile[index]) * (kThreads * per_thread) + thread;
     Place place[kPiecesAhead];             // NOLINT(*-avoid-c-arrays): registers
     typename Op::Held held[kPiecesAhead];  // NOLINT(*-avoid-c-arrays): registers
-#if defined(__CUDA_ARCH__)
-#pragma unroll
-#endif
+    MESHCAST_UNROLL
     for (int i = 0; i < kPiecesAhead; ++i) {
       const uint32_t piece = first + static_cast<uint32_t>(i) * kThreads;
       place[i].count = 0;
@@ -67,9 +65,7 @@ MESHCAST_HOST_DEVICE void run_thread(const Op& op, const Memory& memory, const T
         op.load(memory, box, place[i], &held[i]);
       }
     }
-#if defined(__CUDA_ARCH__)
-#pragma unroll
-#endif
+    MESHCAST_UNROLL
     for (int i = 0; i < kPiecesAhead; ++i) {
       if (place[i].count > 0) op.store(memory, box, place[i], held[i]);
     }
