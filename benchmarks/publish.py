@@ -109,7 +109,7 @@ def _section(title: str, results: Results) -> str:
 
 
 def _planner(simulated: Results) -> str:
-    head = ", ".join(f"{k} {v}" for k, v in simulated["header"].items())
+    head = ", ".join(f"{k} {v}" for k, v in simulated["header"].items() if k != "command")
     return (
         "## Planner, and plans for more ranks than any test has\n\n"
         f"`python -m benchmarks.planner`: {head}. 1 GiB of bfloat16, hosts of 8 ranks behind 100 Gbit/s. "

@@ -88,16 +88,18 @@ def remove_stale() -> list[str]:
 
 @dataclass
 class Cluster:
-    """`hosts` namespaces with `nics` links each, of `mbit` Mbit/s each way. Use as a context manager, which
-    also makes this process and all that it starts from then on take turns on the cores quickly (cores.py).
+    """`hosts` namespaces with `nics` links each, of `mbit` Mbit/s each way. Use as a context manager.
 
     mbit: one rate for all hosts, or one for each. NIC i of every host is on network i. The bridges live in a
     namespace of their own, so that nothing of the machine's own network is touched.
+    own_cores: what runs on a host keeps to a core or its part of them, and this process and all that it
+    starts from then on take turns on the cores quickly (cores.py); good for ranks that only transfer.
     """
 
     hosts: int
     mbit: float | Sequence[float]
     nics: int = 1
+    own_cores: bool = True
     owner: str = field(default_factory=owner_name)
     folder: Path = field(init=False)  # for whatever files a run needs; removed with the cluster
 
@@ -117,7 +119,7 @@ class Cluster:
         if why := missing():
             raise ClusterError(why)
         remove_stale()
-        if why := short_slices():
+        if self.own_cores and (why := short_slices()):
             print(f"# {why}: ranks that share a core wait for it longer than they would", file=sys.stderr)
         self.folder = Path(tempfile.mkdtemp(prefix=self.owner))
         try:
@@ -148,7 +150,8 @@ class Cluster:
 
     def enter(self, host: int) -> list[str]:
         """What a command begins with to run on that host."""
-        return ["taskset", "-c", cores_of(host, self.hosts), "ip", "netns", "exec", self.namespace(host)]
+        cores = ["taskset", "-c", cores_of(host, self.hosts)] if self.own_cores else []
+        return [*cores, "ip", "netns", "exec", self.namespace(host)]
 
     def environment(self, host: int) -> dict[str, str]:  # noqa: ARG002  as Loopback's
         return {}

@@ -79,7 +79,7 @@ def main() -> int:
         }  # fmt: skip
         Path(folder, "job.json").write_text(json.dumps(job))
         try:
-            with Cluster(args.stages, args.mbit) as cluster:
+            with Cluster(args.stages, args.mbit, own_cores=False) as cluster:
                 join_neighbours(cluster, args.mbit)
                 collector = Collector(Path(folder, "results.jsonl"), results)
                 command = [sys.executable, "-m", "benchmarks.pipeline.worker", str(Path(folder, "job.json"))]
