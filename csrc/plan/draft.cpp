@@ -16,7 +16,8 @@ bool same_ranks(const Task& a, const Task& b) {
          a.contribution == b.contribution;
 }
 
-// Adds `next` to `box` where the two are neighbours along one dimension and equal in all others.
+}  // namespace
+
 bool join_boxes(const Box& next, Box* box) {
   int differs = -1;
   for (int d = 0; d < box->ndim; ++d) {
@@ -28,8 +29,6 @@ bool join_boxes(const Box& next, Box* box) {
   box->hi[differs] = next.hi[differs];
   return true;
 }
-
-}  // namespace
 
 std::vector<Bundle> bundle_tasks(const std::vector<Task>& tasks, const std::vector<Problem>& problems) {
   std::vector<Bundle> out;

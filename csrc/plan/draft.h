@@ -85,6 +85,9 @@ class Drafter {
 // Cuts a box along its outermost dimensions into boxes of at most max_elements (at least one) each.
 std::vector<Box> cut_box(const Box& box, int64_t max_elements);
 
+// Adds `next` to `box` where it follows along one dimension and equals it in all others; false elsewhere.
+bool join_boxes(const Box& next, Box* box);
+
 // Cuts a bundle into chunks whose sizes are asked for one by one. It keeps to units of about `unit_bytes`,
 // which it joins where they are neighbours, so that most chunks are one box.
 class UnitCutter {

@@ -8,6 +8,7 @@
 #include "plan/bound.h"
 #include "plan/draft.h"
 #include "plan/hash.h"
+#include "plan/joined_chunks.h"
 #include "plan/network.h"
 #include "plan/staging.h"
 #include "plan/strategies.h"
@@ -351,6 +352,7 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
               options.balance, options.seed,   lanes.ways,
               &reductions};
     find_best(in, lanes, &plan);
+    if (options.chunk_bytes == 0) join_chunks(&plan, network);
   }
   plan.hash = hash_plan(plan);
   return plan;

@@ -5,49 +5,10 @@
 #include <unordered_map>
 
 #include "plan/draft.h"
+#include "plan/packing.h"
 
 namespace meshcast {
 namespace {
-
-bool contiguous(const Box& box, const std::vector<int64_t>& local_shape) {
-  int d = 0;
-  while (d < box.ndim && box.extent(d) == 1) ++d;
-  for (++d; d < box.ndim; ++d) {
-    if (box.extent(d) != local_shape[static_cast<size_t>(d)]) return false;
-  }
-  return true;
-}
-
-// The shards of all ranks under one side of every problem.
-class Shards {
- public:
-  Shards(const std::vector<Problem>& problems, const std::vector<ChunkPiece>& pieces, Layout Problem::*side)
-      : pieces_(pieces) {
-    for (const Problem& problem : problems) {
-      shards_.push_back(shards(problem.*side, problem.shape));
-      auto& position = position_.emplace_back();
-      for (size_t i = 0; i < shards_.back().size(); ++i) position[shards_.back()[i].rank] = i;
-    }
-  }
-
-  // Whether the rank has to pack the chunk, or to unpack it.
-  bool packs(const Chunk& chunk, int32_t rank) const {
-    if (chunk.piece_end - chunk.piece_begin != 1) return true;
-    const ChunkPiece& piece = pieces_[static_cast<size_t>(chunk.piece_begin)];
-    const auto tensor = static_cast<size_t>(piece.tensor);
-    const auto position = position_[tensor].find(rank);
-    if (position == position_[tensor].end()) return true;  // it has a result only to pass it on
-    const Shard& shard = shards_[tensor][position->second];
-    const auto place = std::find_if(shard.pieces.begin(), shard.pieces.end(),
-                                    [&](const ShardPiece& p) { return p.box.contains(piece.box); });
-    return place == shard.pieces.end() || !contiguous(piece.box, shard.local_shape);
-  }
-
- private:
-  const std::vector<ChunkPiece>& pieces_;
-  std::vector<std::vector<Shard>> shards_;                     // by problem, mesh position
-  std::vector<std::unordered_map<int32_t, size_t>> position_;  // by problem: rank -> mesh position
-};
 
 // What a rank passes on has come before it has left: the most of that at a time, were all hops done one after
 // the other as planned, and the largest of it.
@@ -93,8 +54,8 @@ std::unordered_map<int32_t, int64_t> staging_by_rank(const std::vector<Problem>&
                                                      const std::vector<ChunkPiece>& pieces,
                                                      const std::vector<Chunk>& chunks,
                                                      const std::vector<Hop>& hops) {
-  const Shards source(problems, pieces, &Problem::src);
-  const Shards destination(problems, pieces, &Problem::dst);
+  const Packing source(problems, &Problem::src);
+  const Packing destination(problems, &Problem::dst);
   std::unordered_map<uint64_t, Largest> out, in;  // by (rank, peer)
   const auto key = [](int32_t rank, int32_t peer) {
     return (static_cast<uint64_t>(rank) << 32) | static_cast<uint32_t>(peer);
@@ -104,9 +65,9 @@ std::unordered_map<int32_t, int64_t> staging_by_rank(const std::vector<Problem>&
     const Hop& hop = hops[i];
     const Chunk& chunk = chunks[static_cast<size_t>(hop.chunk)];
     const bool sends_carried = hop.after >= 0 && is_carried[static_cast<size_t>(hop.after)];
-    if (!sends_carried && (hop.after < 0 ? source : destination).packs(chunk, hop.src))
+    if (!sends_carried && (hop.after < 0 ? source : destination).packs(pieces, chunk, hop.src))
       insert(chunk.nbytes, &out.try_emplace(key(hop.src, hop.dst), Largest{}).first->second);
-    if (!is_carried[i] && (hop.reduce != ReduceOp::None || destination.packs(chunk, hop.dst)))
+    if (!is_carried[i] && (hop.reduce != ReduceOp::None || destination.packs(pieces, chunk, hop.dst)))
       insert(chunk.nbytes, &in.try_emplace(key(hop.dst, hop.src), Largest{}).first->second);
   }
   std::unordered_map<int32_t, int64_t> total;

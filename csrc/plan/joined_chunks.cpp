@@ -1,0 +1,201 @@
+#include "plan/joined_chunks.h"
+
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "plan/best_plan.h"
+#include "plan/draft.h"
+#include "plan/packing.h"
+#include "plan/schedule.h"
+#include "plan/staging.h"
+
+namespace meshcast {
+namespace {
+
+// Beyond this a message over gloo costs little more than its bytes (docs/resources.md); bounds the staging too.
+constexpr int64_t kLargestJoined = int64_t{8} << 20;
+
+// A rank packs while the message before is on its way, so that packing the first one is all that is waited
+// for: this part of what travels between the two.
+constexpr int64_t kFewestMessages = 8;
+
+// Messages that leave before others of their lanes may make the plan longer by this part of it.
+constexpr int64_t kTolerance = 1000;
+
+uint64_t pair_of(const Hop& hop) {
+  return (static_cast<uint64_t>(static_cast<uint32_t>(hop.src)) << 32) | static_cast<uint32_t>(hop.dst);
+}
+
+class Joiner {
+ public:
+  Joiner(const Plan& plan, const Network& network)
+      : plan_(plan),
+        network_(network),
+        source_(plan.problems, &Problem::src),
+        destination_(plan.problems, &Problem::dst),
+        uses_(plan.chunks.size(), 0) {
+    for (const Hop& hop : plan.hops) ++uses_[static_cast<size_t>(hop.chunk)];
+    for (const Hop& hop : plan.hops) {
+      if (stands_alone(hop)) pair_bytes_[pair_of(hop)] += chunk(hop).nbytes;
+    }
+  }
+
+  // The chunk that each chunk becomes part of: itself, or that of an earlier hop between the same ranks. With
+  // `neighbours`, nothing else may travel on either lane between the two; else, nothing that is passed on.
+  // Empty where none is joined.
+  std::vector<int32_t> find(int64_t largest, bool neighbours) {
+    joined_.clear();
+    heads_.clear();
+    for (size_t c = 0; c < plan_.chunks.size(); ++c) heads_.push_back(static_cast<int32_t>(c));
+    std::vector<int64_t> barriers(static_cast<size_t>(network_.lane_count()), 0);  // passed so far, by lane
+    std::vector<uint64_t> last(static_cast<size_t>(network_.lane_count()), 0);     // pair
+    struct Open {
+      const Hop* head;
+      int64_t out_barriers;
+      int64_t in_barriers;
+    };
+    std::unordered_map<uint64_t, Open> open;  // by pair: what the next hop may join
+    bool any = false;
+    for (const Hop& hop : plan_.hops) {
+      const Network::Link link = network_.link(network_.index(hop.src), network_.index(hop.dst));
+      const uint64_t pair = pair_of(hop);
+      int64_t& out = barriers[static_cast<size_t>(link.out)];
+      int64_t& in = barriers[static_cast<size_t>(link.in)];
+      const bool alone = stands_alone(hop);
+      out += !alone || (neighbours && last[static_cast<size_t>(link.out)] != pair);
+      in += !alone || (neighbours && last[static_cast<size_t>(link.in)] != pair);
+      last[static_cast<size_t>(link.out)] = last[static_cast<size_t>(link.in)] = pair;
+      if (!alone) continue;
+      const auto found = open.find(pair);
+      if (found != open.end() && found->second.out_barriers == out && found->second.in_barriers == in &&
+          join(*found->second.head, hop, largest)) {
+        any = true;
+      } else {
+        open[pair] = {&hop, out, in};
+      }
+    }
+    return any ? std::exchange(heads_, {}) : std::vector<int32_t>{};
+  }
+
+  // The box that the chunk has become.
+  const ChunkPiece& piece(int32_t head) const { return joined_.at(head).piece; }
+  bool grown(int32_t head) const { return joined_.count(head) > 0; }
+  int64_t nbytes(int32_t head) const { return joined_.at(head).nbytes; }
+
+ private:
+  struct Joined {
+    ChunkPiece piece;
+    int64_t nbytes = 0;
+  };
+
+  const Chunk& chunk(const Hop& hop) const { return plan_.chunks[static_cast<size_t>(hop.chunk)]; }
+
+  // One box, which goes from one rank to one other and no further.
+  bool stands_alone(const Hop& hop) const {
+    const Chunk& c = chunk(hop);
+    return hop.after < 0 && hop.reduce == ReduceOp::None && uses_[static_cast<size_t>(hop.chunk)] == 1 &&
+           c.piece_end - c.piece_begin == 1;
+  }
+
+  Joined as_is(const Hop& hop) const {
+    return {plan_.pieces[static_cast<size_t>(chunk(hop).piece_begin)], chunk(hop).nbytes};
+  }
+
+  bool join(const Hop& head, const Hop& next, int64_t largest) {
+    const auto found = joined_.find(head.chunk);
+    const Joined first = found == joined_.end() ? as_is(head) : found->second;
+    const Joined second = as_is(next);
+    Joined both{first.piece, first.nbytes + second.nbytes};
+    if (both.nbytes > std::min(largest, pair_bytes_.at(pair_of(head)) / kFewestMessages)) return false;
+    if (first.piece.task != second.piece.task || !join_boxes(second.piece.box, &both.piece.box)) return false;
+    if (starts_packing(source_, first.piece, both.piece, head.src)) return false;
+    if (starts_packing(destination_, first.piece, both.piece, head.dst)) return false;
+    joined_[head.chunk] = both;
+    heads_[static_cast<size_t>(next.chunk)] = head.chunk;
+    return true;
+  }
+
+  static bool starts_packing(const Packing& side, const ChunkPiece& before, const ChunkPiece& after,
+                             int32_t rank) {
+    return side.packs(after, rank) && !side.packs(before, rank);
+  }
+
+  const Plan& plan_;
+  const Network& network_;
+  const Packing source_;
+  const Packing destination_;
+  std::vector<int32_t> uses_;                         // hops of each chunk
+  std::unordered_map<uint64_t, int64_t> pair_bytes_;  // of chunks that stand alone
+  std::vector<int32_t> heads_;
+  std::unordered_map<int32_t, Joined> joined_;  // by the chunk that grew
+};
+
+// The plan with chunks joined as `heads` says.
+Plan joined_plan(const Plan& plan, const std::vector<int32_t>& heads, const Joiner& joiner,
+                 const Network& network) {
+  Plan out = plan;
+  out.pieces.clear();
+  out.chunks.clear();
+  std::vector<int32_t> number(plan.chunks.size(), -1);  // of those that remain
+  for (size_t c = 0; c < plan.chunks.size(); ++c) {
+    const auto head = static_cast<int32_t>(c);
+    if (heads[c] != head) continue;
+    number[c] = static_cast<int32_t>(out.chunks.size());
+    const Chunk& chunk = plan.chunks[c];
+    const auto begin = static_cast<int32_t>(out.pieces.size());
+    if (joiner.grown(head)) {
+      out.pieces.push_back(joiner.piece(head));
+    } else {
+      out.pieces.insert(out.pieces.end(), plan.pieces.begin() + chunk.piece_begin,
+                        plan.pieces.begin() + chunk.piece_end);
+    }
+    out.chunks.push_back({begin, static_cast<int32_t>(out.pieces.size()),
+                          joiner.grown(head) ? joiner.nbytes(head) : chunk.nbytes});
+  }
+  std::vector<Hop> hops;
+  std::vector<int32_t> place(plan.hops.size(), -1);
+  for (size_t i = 0; i < plan.hops.size(); ++i) {
+    Hop hop = plan.hops[i];
+    if (heads[static_cast<size_t>(hop.chunk)] != hop.chunk) continue;  // went with an earlier hop
+    place[i] = static_cast<int32_t>(hops.size());
+    hop.chunk = number[static_cast<size_t>(hop.chunk)];
+    if (hop.after >= 0) hop.after = place[static_cast<size_t>(hop.after)];
+    hops.push_back(hop);
+  }
+  Schedule made = simulate(hops, out.chunks, network);
+  out.hops = std::move(made.hops);
+  out.times = std::move(made.times);
+  out.makespan_ns = made.makespan_ns;
+  return out;
+}
+
+int64_t most_staging(const Plan& plan) {
+  const std::vector<int64_t> staging = peak_staging(plan);
+  return *std::max_element(staging.begin(), staging.end());
+}
+
+}  // namespace
+
+void join_chunks(Plan* plan, const Network& network) {
+  if (plan->hops.empty()) return;
+  Joiner joiner(*plan, network);
+  int64_t allowed_staging = -1;
+  for (const bool neighbours : {false, true}) {
+    if (!neighbours && static_cast<int64_t>(plan->hops.size()) > kRetryHops) continue;
+    const int64_t allowed_ns = plan->makespan_ns + (neighbours ? 0 : plan->makespan_ns / kTolerance);
+    for (int64_t largest = kLargestJoined;; largest /= 2) {
+      const std::vector<int32_t> heads = joiner.find(largest, neighbours);
+      if (heads.empty()) break;
+      Plan joined = joined_plan(*plan, heads, joiner, network);
+      if (joined.makespan_ns > allowed_ns) continue;
+      if (allowed_staging < 0) allowed_staging = std::max(kStagingGoal, most_staging(*plan));
+      if (most_staging(joined) > allowed_staging) continue;
+      *plan = std::move(joined);
+      return;
+    }
+  }
+}
+
+}  // namespace meshcast
