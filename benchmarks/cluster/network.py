@@ -20,6 +20,10 @@ from .owner import is_stale, owner_name
 
 _MOST_NICS = 4
 _GONE_LIMIT = 5.0  # seconds that killed processes have to disappear
+# Bytes that a socket may have in the queues below it. Linux allows 4 MiB, so that a few sockets overfill
+# the queue of a slow link, and what is dropped there is sent again 200 ms later; the driver of a real link
+# holds senders back before that.
+_SOCKET_QUEUE = 128 * 1024
 
 
 class ClusterError(RuntimeError):
@@ -176,6 +180,8 @@ class Cluster:
             name = self.namespace(host)
             _run("ip", "netns", "add", name)
             _run("ip", "-n", name, "link", "set", "lo", "up")
+            limit = f"echo {_SOCKET_QUEUE} >/proc/sys/net/ipv4/tcp_limit_output_bytes"
+            _run("ip", "netns", "exec", name, "sh", "-c", limit)
             for nic, device in enumerate(self.interfaces()):
                 port = f"port{host}x{nic}"
                 _run(
