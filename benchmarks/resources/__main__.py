@@ -42,6 +42,7 @@ _ROWS = {
     "CPU, in one piece": Row("CPU time of all ranks, 256 MiB, rows to the same rows",
                              "gloo isend and irecv of the bytes", "s", 1.0, 1.3),
     "CPU, strided": Row("the same, rows to columns", "the same, nothing packed", "s", 1.0, 1.3),
+    "CPU, packed": Row("the same", "the same, packed by torch first", "s", 1.0, 1.3),
     "in host, rows to columns": Row("256 MiB among the ranks of a host, rows to columns",
                                     "each copies what it gets", "ms", 1e3, 1.5),
     "in host, all-gather": Row("the same, rows to replicas", "the same", "ms", 1e3, 1.5),

@@ -72,17 +72,20 @@ def memory(nbytes: int) -> Figure:
     return {"ours": extra / MIB, "theirs": allowed / MIB, "value": extra / allowed}
 
 
-def cpu(nbytes: int, dim: int, repeats: int) -> Figure:
+def cpu(nbytes: int, dim: int, repeats: int, packs: bool = False) -> Figure:
     """CPU seconds of all ranks, beside isend and irecv of gloo for the same bytes between the same ranks, in
-    one piece each: what remains to be packed and put into place is not counted there."""
+    one piece each. packs: there too the senders pack what has gaps, by torch, into memory that is there."""
     matrix = Matrix(nbytes, [0, 1], [2, 3], Shard(dim))
     sends = matrix.rank < 2
     peers = [(matrix.rank + 2) % 4] if dim == 0 else ([2, 3] if sends else [0, 1])
-    local = matrix.source.to_local() if sends else torch.zeros_like(matrix.out.to_local())
+    local = (matrix.source if sends else matrix.out).to_local().clone()
     parts = local.reshape(-1).chunk(len(peers))
 
     def gloo() -> None:
         post = dist.isend if sends else dist.irecv
+        if packs and sends:
+            for part, columns in zip(parts, matrix.source.to_local().chunk(len(peers), dim), strict=True):
+                part.view(columns.shape).copy_(columns)
         for work in [post(part, peer) for part, peer in zip(parts, peers, strict=True)]:
             work.wait()
 

@@ -22,6 +22,7 @@ def network(nbytes: int, repeats: int) -> dict[str, Figure]:
         "memory, loopback": memory(nbytes),
         "CPU, in one piece": cpu(_BYTES, 0, repeats),
         "CPU, strided": cpu(_BYTES, 1, repeats),
+        "CPU, packed": cpu(_BYTES, 1, repeats, packs=True),
         **calls(repeats),
     }
 
