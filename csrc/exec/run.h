@@ -16,6 +16,7 @@
 #include "exec/recv_order.h"
 #include "exec/reduce.h"
 #include "exec/strided.h"
+#include "exec/watched_run.h"
 #include "transport/transport.h"
 
 namespace meshcast {
@@ -44,17 +45,6 @@ struct Buffers {
   std::shared_ptr<void> keepalive;
 };
 
-// Names a run towards the other ranks and in messages.
-struct RunLabel {
-  int32_t slot = 0;      // agreed number of the plan in the group
-  int32_t number = 0;    // how often this slot was started before
-  bool reverse = false;  // backward direction of the same call
-  int32_t lane = 0;
-  int64_t ordinal = 0;     // call number in the lane
-  std::string descriptor;  // what the ranks agreed on, in words
-  std::string op;
-};
-
 // Transfers that one group can tell apart at a time: slots are smaller than this.
 inline constexpr int32_t kSlots = 1 << 14;
 
@@ -79,14 +69,14 @@ inline uint64_t message_key(const RunLabel& label, int64_t position) {
 
 // One execution of a program. Threads of the engine report progress; anybody may wait. It ends when every
 // operation is through, or, once failed, when no transport request touches the tensors any more.
-class Run {
+class Run final : public WatchedRun {
  public:
   Run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label, TimePoint deadline);
 
   const Program& program() const { return *program_; }
-  const RunLabel& label() const { return label_; }
-  TimePoint started() const { return started_; }
-  TimePoint deadline() const { return deadline_; }
+  const RunLabel& label() const override { return label_; }
+  TimePoint started() const override { return started_; }
+  TimePoint deadline() const override { return deadline_; }
 
   StridedView view(const Part& part) const;
   const Part& part(int32_t index) const { return program_->parts[static_cast<size_t>(index)]; }
@@ -98,14 +88,15 @@ class Run {
   void unpin();  // ... and ends
   void complete_ops(int64_t count, int64_t received_bytes);
   void fail(std::exception_ptr error);  // the first failure counts
-  void force_end();                     // after fail: do not wait for pins any longer
+  void force_end() override;            // after fail: do not wait for pins any longer
 
-  bool ended() const;
+  bool ended() const override;
   bool failed() const;
   bool wait_until(TimePoint limit) const;  // false: still running at `limit`
   std::exception_ptr error() const;
-  int64_t received_bytes() const;
-  double seconds() const;                       // start to end, or to now
+  int64_t received_bytes() const override;
+  int64_t expected_bytes() const override { return program_->bytes_received; }
+  double seconds() const override;
   void on_end(std::function<void()> callback);  // at once if it has ended
 
   // Written by Engine::start before the run is known to any other thread: one ticket for each send of the

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -12,6 +13,11 @@ namespace {
 
 // Between two looks at a communicator that is setting up connections: soon enough beside a launch.
 constexpr auto kNcclPause = std::chrono::microseconds(20);
+
+// An observer asks other ranks before it decides. Who waits for that gives it so long, also beyond a deadline,
+// which the observer sees as well.
+constexpr auto kObserverGrace = std::chrono::seconds(4);
+constexpr auto kObserverPause = std::chrono::milliseconds(1);
 
 // The packed form of a part as it travels, as a view.
 StridedView packed_view(const Part& part, std::byte* data) {
@@ -52,6 +58,16 @@ std::exception_ptr RoundRun::error() const {
   return error_;
 }
 
+double RoundRun::seconds() const {
+  const std::lock_guard lock(mutex_);
+  return std::chrono::duration<double>((ended_ ? ended_at_ : Clock::now()) - started_).count();
+}
+
+int64_t RoundRun::received_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return ended_ && !error_ ? expected_bytes() : 0;
+}
+
 void RoundRun::on_end(std::function<void()> callback) {
   {
     const std::lock_guard lock(mutex_);
@@ -67,14 +83,16 @@ void RoundRun::end(const std::exception_ptr& error) {
   std::unique_lock lock(mutex_);
   if (ended_) return;
   ended_ = true;
+  ended_at_ = Clock::now();
   error_ = error;
   const auto callbacks = std::exchange(callbacks_, {});
   lock.unlock();
   for (const auto& callback : callbacks) callback();
 }
 
-RoundEngine::RoundEngine(std::shared_ptr<RoundDevice> device, int32_t rank, std::vector<int32_t> group)
-    : device_(std::move(device)), rank_(rank), group_(std::move(group)) {
+RoundEngine::RoundEngine(std::shared_ptr<RoundDevice> device, int32_t rank, std::vector<int32_t> group,
+                         RoundObserver observer)
+    : device_(std::move(device)), rank_(rank), group_(std::move(group)), observer_(std::move(observer)) {
   const std::lock_guard lock(mutex_);
   kernels_over_ = device_->make_event();
   transfer_over_ = device_->make_event();
@@ -98,7 +116,8 @@ RoundEngine::~RoundEngine() {
 }
 
 std::shared_ptr<RoundRun> RoundEngine::start(std::shared_ptr<const RankRounds> rounds, RoundMemory memory,
-                                             RoundDevice::Stream caller, RunLabel label, TimePoint deadline) {
+                                             RoundDevice::Stream caller, RunLabel label, TimePoint deadline,
+                                             RoundDevice::Event after) {
   const std::lock_guard one_at_a_time(starting_);
   auto run = std::make_shared<RoundRun>(std::move(rounds), std::move(memory), std::move(label), deadline);
   {
@@ -107,17 +126,41 @@ std::shared_ptr<RoundRun> RoundEngine::start(std::shared_ptr<const RankRounds> r
     run->over_ = take_event();
     runs_.push_back(run);
   }
+  if (observer_.begun) observer_.begun();
   try {
-    enqueue(*run, caller);
+    enqueue(*run, caller, after);
   } catch (...) {
+    try {
+      throw;
+    } catch (const Error& error) {
+      ask_observer(error, run);
+    } catch (...) {  // nothing that another rank could know more of
+    }
     fail(std::current_exception());  // the ranks would no longer agree on what has been sent
     finish(*run, caller);
-    throw;
+    std::rethrow_exception(this->error());
   }
   return run;
 }
 
-void RoundEngine::enqueue(RoundRun& run, RoundDevice::Stream caller) {
+void RoundEngine::ask_observer(const Error& error, const std::shared_ptr<RoundRun>& run) {
+  if (!observer_.failed || this->error()) return;
+  observer_.failed(error, run);
+  const TimePoint limit = Clock::now() + kObserverGrace;
+  while (!this->error() && Clock::now() < limit) std::this_thread::sleep_for(kObserverPause);
+}
+
+void RoundEngine::follow(const RoundRun& run, RoundDevice::Stream stream) {
+  const std::lock_guard lock(mutex_);
+  const bool over = std::none_of(runs_.begin(), runs_.end(), [&](const auto& r) { return r.get() == &run; });
+  if (!over && run.enqueued_) device_->wait(stream, run.over_);
+}
+
+void RoundEngine::enqueue(RoundRun& run, RoundDevice::Stream caller, RoundDevice::Event after) {
+  if (after != 0) {
+    const std::lock_guard lock(mutex_);
+    device_->wait(caller, after);
+  }
   begin(run);
   for (const RoundStep& step : run.rounds().steps) {
     {
@@ -235,14 +278,16 @@ void RoundEngine::wait_for_nccl(const RoundRun& run, const RoundStep& step) {
       if (outcome.state == NcclState::Success) return;
       if (outcome.state == NcclState::Failed) throw nccl_error(run, outcome, doing);
     }
-    if (Clock::now() >= run.deadline_) throw deadline_error(run, doing);
+    const TimePoint limit = observer_.failed ? run.deadline_ + kObserverGrace : run.deadline_;
+    if (Clock::now() >= limit) throw deadline_error(run, doing);
     std::this_thread::sleep_for(kNcclPause);
   }
 }
 
 void RoundEngine::poll(TimePoint now) {
   std::vector<std::shared_ptr<RoundRun>> over;
-  std::exception_ptr failure;
+  std::optional<Error> failure;
+  std::shared_ptr<RoundRun> failed;
   {
     const std::lock_guard lock(mutex_);
     for (auto it = runs_.begin(); it != runs_.end();) {
@@ -258,12 +303,15 @@ void RoundEngine::poll(TimePoint now) {
     if (!error_) {
       if (!runs_.empty()) {
         const NcclOutcome outcome = device_->async_error();
-        if (outcome.state == NcclState::Failed)
-          failure = std::make_exception_ptr(nccl_error(*runs_.front(), outcome, "moving data"));
+        if (outcome.state == NcclState::Failed) {
+          failed = runs_.front();
+          failure = nccl_error(*failed, outcome, "moving data");
+        }
       }
       for (const auto& run : runs_)
-        if (!failure && now >= run->deadline_)
-          failure = std::make_exception_ptr(deadline_error(*run, "moving data"));
+        if (!failure && !observer_.failed && now >= run->deadline_)
+          failure = deadline_error(*run, "moving data");
+      if (failure && observer_.failed && std::exchange(told_, true)) failure.reset();
     }
   }
   for (const auto& run : over) {
@@ -271,7 +319,11 @@ void RoundEngine::poll(TimePoint now) {
     run->memory_.keepalive.reset();
     run->staging_.reset();
   }
-  if (failure) fail(failure);
+  if (!failure) return;
+  if (observer_.failed)
+    observer_.failed(*failure, failed);
+  else
+    fail(std::make_exception_ptr(*failure));
 }
 
 void RoundEngine::fail(std::exception_ptr error) {

@@ -25,16 +25,21 @@ struct RoundMemory {
 };
 
 // One execution of a rank's rounds. What it enqueued is over once `ended`; thread-safe.
-class RoundRun {
+class RoundRun final : public WatchedRun {
  public:
   RoundRun(std::shared_ptr<const RankRounds> rounds, RoundMemory memory, RunLabel label, TimePoint deadline);
 
   const RankRounds& rounds() const { return *rounds_; }
-  const RunLabel& label() const { return label_; }
-  TimePoint deadline() const { return deadline_; }
-  TimePoint started() const { return started_; }
+  const RunLabel& label() const override { return label_; }
+  TimePoint deadline() const override { return deadline_; }
+  TimePoint started() const override { return started_; }
 
-  bool ended() const;
+  bool ended() const override;
+  double seconds() const override;
+  // A GPU tells nothing before it is through.
+  int64_t received_bytes() const override;
+  int64_t expected_bytes() const override { return rounds_->program->bytes_received; }
+  void force_end() override {}  // a failed run ends at once; its memory is kept as long as the GPU needs it
   std::exception_ptr error() const;
   void on_end(std::function<void()> callback);  // at once if it has ended
 
@@ -55,25 +60,41 @@ class RoundRun {
 
   mutable std::mutex mutex_;
   bool ended_ = false;
+  TimePoint ended_at_{};
   std::exception_ptr error_;
   std::vector<std::function<void()>> callbacks_;
+};
+
+// Somebody who knows more than one rank's engine and decides what a failure is called. Called from any thread
+// that is inside the engine, without its mutex.
+struct RoundObserver {
+  std::function<void()> begun;                                                 // a run is in flight
+  std::function<void(const Error&, const std::shared_ptr<RoundRun>&)> failed;  // the observer calls fail() soon
 };
 
 // Enqueues rounds on one communicator, which is that of one lane: all ranks start its runs in one order. Runs
 // of an engine share staging, so each begins on the engine's streams where the one before ended. It has no
 // threads: somebody calls poll() now and then while runs are in flight. The first failure aborts the
-// communicator, ends all runs with its error and refuses new ones. Thread-safe.
+// communicator, ends all runs with its error and refuses new ones. Where there is an observer, it is told of
+// what NCCL says and fails the engine under the name that it chooses; deadlines are its business too.
+// Thread-safe.
 class RoundEngine {
  public:
   // Errors name global ranks: `rank`, and `group` by group-local rank.
-  RoundEngine(std::shared_ptr<RoundDevice> device, int32_t rank, std::vector<int32_t> group);
+  RoundEngine(std::shared_ptr<RoundDevice> device, int32_t rank, std::vector<int32_t> group,
+              RoundObserver observer = {});
   ~RoundEngine();
 
   // Enqueues everything behind what `caller` holds by now, and lets what it is given later wait for the result.
   // Waits for no GPU; for NCCL only while it is setting up connections, until `deadline` at the longest. Throws
-  // Error, AbortedError with the first cause where the engine has failed.
+  // Error, AbortedError with the first cause where the engine has failed. `after`: an event that `caller` waits
+  // for first; its record is over or under way. 0: none.
   std::shared_ptr<RoundRun> start(std::shared_ptr<const RankRounds> rounds, RoundMemory memory,
-                                  RoundDevice::Stream caller, RunLabel label, TimePoint deadline);
+                                  RoundDevice::Stream caller, RunLabel label, TimePoint deadline,
+                                  RoundDevice::Event after = 0);
+
+  // What `stream` holds later comes behind the run, also where that has failed. Waits for nothing.
+  void follow(const RoundRun& run, RoundDevice::Stream stream);
 
   // Ends the runs that are through, looks for errors of NCCL, and fails the engine where a deadline has passed.
   void poll(TimePoint now);
@@ -86,8 +107,9 @@ class RoundEngine {
   bool idle() const;  // the GPU touches no memory of any run
 
  private:
-  void enqueue(RoundRun& run, RoundDevice::Stream caller);
+  void enqueue(RoundRun& run, RoundDevice::Stream caller, RoundDevice::Event after);
   void begin(RoundRun& run);
+  void ask_observer(const Error& error, const std::shared_ptr<RoundRun>& run);
   void launch(const RoundRun& run, const RoundStep& step);
   void exchange(const RoundRun& run, const RoundStep& step);
   void wait_for_nccl(const RoundRun& run, const RoundStep& step);
@@ -106,6 +128,7 @@ class RoundEngine {
   const std::shared_ptr<RoundDevice> device_;
   const int32_t rank_;
   const std::vector<int32_t> group_;
+  const RoundObserver observer_;
 
   std::mutex starting_;  // one run is enqueued at a time, in the order of the calls
 
@@ -121,6 +144,7 @@ class RoundEngine {
   bool ran_ = false;            // both have been recorded
   std::vector<BoxMove> moves_;  // of one launch; kept for their memory
   std::vector<BoxReduce> reductions_;
+  bool told_ = false;  // the observer, of a failure that poll() found
   std::exception_ptr error_;
 };
 

@@ -27,7 +27,8 @@ class FakeCluster {
   static constexpr RoundDevice::Stream kKernels = 1;
   static constexpr RoundDevice::Stream kTransfer = 2;
   static constexpr RoundDevice::Stream kOtherCaller = 3;
-  static constexpr size_t kStreams = 4;
+  static constexpr RoundDevice::Stream kGate = 4;
+  static constexpr size_t kStreams = 5;
 
   struct Message {
     bool send = false;
