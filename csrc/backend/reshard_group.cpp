@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "backend/start_args.h"
 #include "backend/tensor_memory.h"
 #include "transport/c10d_transport.h"
 
@@ -13,20 +14,6 @@ namespace meshcast {
 namespace {
 
 constexpr size_t kCompiledPlans = 128;  // programs kept per group
-
-TimePoint deadline_after(double seconds) {
-  // Capped at a year, so that "no limit" in any spelling cannot overflow the clock.
-  const double capped = std::min(seconds, 365.0 * 24 * 3600);
-  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(capped));
-}
-
-std::optional<std::vector<int64_t>> local_shape(const Layout& layout, const std::vector<int64_t>& shape,
-                                                int32_t rank) {
-  const auto& ranks = layout.mesh.ranks;
-  const auto it = std::find(ranks.begin(), ranks.end(), rank);
-  if (it == ranks.end()) return std::nullopt;
-  return shards(layout, shape)[static_cast<size_t>(it - ranks.begin())].local_shape;
-}
 
 void check_rails(const Rails& rails, const GroupIdentity& group) {
   const auto count = static_cast<int32_t>(rails.backends.size());
@@ -39,15 +26,23 @@ void check_rails(const Rails& rails, const GroupIdentity& group) {
   }
 }
 
-std::string text_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& e) {
-    return e.what();
-  }
-}
-
 }  // namespace
+
+class ReshardGroup::WatchedEngine final : public Watched {
+ public:
+  explicit WatchedEngine(const std::unique_ptr<Engine>& engine) : engine_(engine) {}
+
+  std::vector<std::shared_ptr<WatchedRun>> in_flight() override {
+    const auto runs = engine_->in_flight();
+    return {runs.begin(), runs.end()};
+  }
+  std::exception_ptr error() const override { return engine_->error(); }
+  void fail(std::exception_ptr error) override { engine_->fail(std::move(error)); }
+  void check_peers() override { engine_->check_local_peers(); }
+
+ private:
+  const std::unique_ptr<Engine>& engine_;
+};
 
 ReshardGroup::ReshardGroup(Rails rails, const c10::intrusive_ptr<c10d::Store>& store, GroupIdentity identity,
                            LocalRanks local)
@@ -55,6 +50,7 @@ ReshardGroup::ReshardGroup(Rails rails, const c10::intrusive_ptr<c10d::Store>& s
       local_ranks_(std::move(local.ranks)),
       agreement_bulletin_(store),
       bin_(std::make_shared<RecycleBin>()),
+      watched_(std::make_unique<WatchedEngine>(engine_)),
       slots_(kSlots) {
   check_rails(rails, identity_);
   const auto me = std::lower_bound(identity_.ranks.begin(), identity_.ranks.end(), identity_.rank);
@@ -62,10 +58,10 @@ ReshardGroup::ReshardGroup(Rails rails, const c10::intrusive_ptr<c10d::Store>& s
       make_c10d_transport(std::move(rails.backends), std::move(rails.rail_of),
                           static_cast<int>(me - identity_.ranks.begin())),
       [this](int peer, const TransportError& error, const std::shared_ptr<Run>& run) {
-        watcher_->transport_failed(peer, error, run);
+        watcher_->transport_failed(peer, error, *run);
       },
       std::move(local.transport));
-  watcher_ = std::make_unique<Watcher>(*engine_, identity_, store);
+  watcher_ = std::make_unique<Watcher>(*watched_, identity_, store);
 }
 
 ReshardGroup::~ReshardGroup() { shutdown(); }
@@ -119,14 +115,7 @@ std::shared_ptr<const ReshardGroup::Compiled> ReshardGroup::compile(const std::s
   entry->plan = plan;
   entry->program =
       std::make_shared<const Program>(project(*plan, identity_.rank, identity_.ranks, local_ranks_));
-  for (const Problem& problem : plan->problems) {
-    entry->source_shapes.push_back(local_shape(problem.src, problem.shape, identity_.rank));
-    entry->destination_shapes.push_back(local_shape(problem.dst, problem.shape, identity_.rank));
-  }
-  entry->reductions.assign(plan->problems.size(), ReduceOp::None);
-  for (const Task& task : plan->tasks) {
-    if (task.reduce != ReduceOp::None) entry->reductions[static_cast<size_t>(task.tensor)] = task.reduce;
-  }
+  entry->tensors = expected_tensors(*plan, identity_.rank);
   compiled_.push_front(entry);
   if (compiled_.size() > kCompiledPlans) compiled_.pop_back();
   return entry;
@@ -136,21 +125,18 @@ c10::intrusive_ptr<c10d::Work> ReshardGroup::start(const std::shared_ptr<const P
   bin_->empty();
   refuse_if_failed();
   const auto compiled = compile(plan);
-  const size_t n = plan->problems.size();
-  if (args.source.size() != n || args.destination.size() != n) {
-    throw LayoutError(fmt::format("the plan has {} tensors, given are {} sources and {} destinations", n,
-                                  args.source.size(), args.destination.size()));
-  }
+  check_counts(*plan, args);
   Buffers buffers;
   RecycleBin::Bag bag;
   std::vector<at::Tensor> outputs;
-  for (size_t i = 0; i < n; ++i) {
+  for (size_t i = 0; i < plan->problems.size(); ++i) {
     const int64_t element_bytes = plan->problems[i].element_bytes;
     const auto& src = args.source[i];
     const auto& dst = args.destination[i];
-    buffers.source.push_back(source_memory(src, compiled->source_shapes[i], element_bytes, i));
-    buffers.destination.push_back(destination_memory(dst, compiled->destination_shapes[i], element_bytes, i));
-    buffers.types.push_back(checked_type(src, compiled->reductions[i], i));
+    buffers.source.push_back(source_memory(src, compiled->tensors.source_shapes[i], element_bytes, i));
+    buffers.destination.push_back(
+        destination_memory(dst, compiled->tensors.destination_shapes[i], element_bytes, i));
+    buffers.types.push_back(checked_type(src, compiled->tensors.reductions[i], i));
     refuse_overlap(src, dst, i);
     if (src) bag.tensors.push_back(*src);
     if (dst) bag.tensors.push_back(*dst);

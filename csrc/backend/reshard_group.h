@@ -16,6 +16,7 @@
 
 #include "backend/agreement.h"
 #include "backend/reshard_work.h"
+#include "backend/start_args.h"
 #include "backend/watcher.h"
 #include "exec/engine.h"
 #include "exec/slot_pool.h"
@@ -23,14 +24,6 @@
 #include "transport/local_transport.h"
 
 namespace meshcast {
-
-// What one start() is given besides the plan.
-struct StartArgs {
-  RunLabel label;
-  std::vector<std::optional<at::Tensor>> source;       // by problem; none where this rank holds nothing
-  std::vector<std::optional<at::Tensor>> destination;  // likewise
-  double timeout_seconds = 0;
-};
 
 // The ranks that share this process's memory and how, if they do.
 struct LocalRanks {
@@ -78,9 +71,7 @@ class ReshardGroup {
   struct Compiled {
     std::shared_ptr<const Plan> plan;
     std::shared_ptr<const Program> program;
-    std::vector<std::optional<std::vector<int64_t>>> source_shapes;  // none: not in that mesh
-    std::vector<std::optional<std::vector<int64_t>>> destination_shapes;
-    std::vector<ReduceOp> reductions;  // None: the source of that problem is not reduced
+    ExpectedTensors tensors;
   };
 
   std::shared_ptr<const Compiled> compile(const std::shared_ptr<const Plan>& plan);
@@ -89,11 +80,14 @@ class ReshardGroup {
   void refuse_if_failed() const;
   Error raise_context(ErrorKind kind, const std::string& text) const;
 
+  class WatchedEngine;
+
   const GroupIdentity identity_;
   const std::vector<int32_t> local_ranks_;
   Bulletin agreement_bulletin_;
   const std::shared_ptr<RecycleBin> bin_;
   std::unique_ptr<Engine> engine_;
+  const std::unique_ptr<Watched> watched_;  // the engine as the watcher sees it
   std::unique_ptr<Watcher> watcher_;
 
   mutable std::mutex mutex_;

@@ -18,15 +18,16 @@ bool is_empty(const std::vector<int64_t>& shape) {
 
 TensorMemory checked_memory(const char* side, const std::optional<at::Tensor>& tensor,
                             const std::optional<std::vector<int64_t>>& shape, int64_t element_bytes,
-                            size_t index) {
+                            size_t index, at::Device device) {
   if (!shape || is_empty(*shape)) return {};  // nothing is read or written, whatever was given
   if (!tensor) {
     throw LayoutError(fmt::format("{} tensor {}: this rank holds a shard of shape [{}], but none was given",
                                   side, index, fmt::join(*shape, ", ")));
   }
-  if (!tensor->device().is_cpu() || tensor->layout() != at::kStrided) {
-    throw LayoutError(fmt::format("{} tensor {}: expected a dense tensor on cpu, found one on {}", side, index,
-                                  tensor->device().str()));
+  const bool elsewhere = device.is_cpu() ? !tensor->is_cpu() : tensor->device() != device;
+  if (elsewhere || tensor->layout() != at::kStrided) {
+    throw LayoutError(fmt::format("{} tensor {}: expected a dense tensor on {}, found one on {}", side, index,
+                                  device.str(), tensor->device().str()));
   }
   if (tensor->sizes().vec() != *shape) {
     throw LayoutError(
@@ -50,6 +51,8 @@ TensorMemory checked_memory(const char* side, const std::optional<at::Tensor>& t
   return memory;
 }
 
+}  // namespace
+
 ElementType element_type(at::ScalarType type) {
   switch (type) {
     case at::kDouble: return ElementType::Float64;
@@ -68,18 +71,16 @@ ElementType element_type(at::ScalarType type) {
   }
 }
 
-}  // namespace
-
 TensorMemory source_memory(const std::optional<at::Tensor>& tensor,
                            const std::optional<std::vector<int64_t>>& shape, int64_t element_bytes,
-                           size_t index) {
-  return checked_memory("source", tensor, shape, element_bytes, index);
+                           size_t index, at::Device device) {
+  return checked_memory("source", tensor, shape, element_bytes, index, device);
 }
 
 TensorMemory destination_memory(const std::optional<at::Tensor>& tensor,
                                 const std::optional<std::vector<int64_t>>& shape, int64_t element_bytes,
-                                size_t index) {
-  const TensorMemory memory = checked_memory("destination", tensor, shape, element_bytes, index);
+                                size_t index, at::Device device) {
+  const TensorMemory memory = checked_memory("destination", tensor, shape, element_bytes, index, device);
   if (memory.data && at::has_internal_overlap(*tensor) == at::MemOverlap::Yes) {
     throw LayoutError(fmt::format(
         "destination tensor {}: several of its elements share memory (an expanded tensor?)", index));

@@ -15,10 +15,13 @@ namespace meshcast {
 // messages. Throw LayoutError.
 TensorMemory source_memory(const std::optional<at::Tensor>& tensor,
                            const std::optional<std::vector<int64_t>>& shape, int64_t element_bytes,
-                           size_t index);
+                           size_t index, at::Device device = at::kCPU);
 TensorMemory destination_memory(const std::optional<at::Tensor>& tensor,
                                 const std::optional<std::vector<int64_t>>& shape, int64_t element_bytes,
-                                size_t index);
+                                size_t index, at::Device device = at::kCPU);
+
+// None for what cannot be reduced.
+ElementType element_type(at::ScalarType type);
 
 // What its elements are. Throws LayoutError where `op` is not None and cannot reduce them.
 ElementType checked_type(const std::optional<at::Tensor>& source, ReduceOp op, size_t index);

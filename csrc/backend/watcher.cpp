@@ -18,9 +18,9 @@ constexpr auto kStoreGrace = milliseconds(1000);  // the store may take this lon
 constexpr auto kPostingLife = std::chrono::seconds(60);
 constexpr auto kPinGrace = milliseconds(2000);  // an aborted request may take this long to let go
 
-double limit_of(const Run& run) { return Seconds(run.deadline() - run.started()).count(); }
+double limit_of(const WatchedRun& run) { return Seconds(run.deadline() - run.started()).count(); }
 
-TimePoint stall_time(const Run& run) {
+TimePoint stall_time(const WatchedRun& run) {
   const auto quarter = (run.deadline() - run.started()) / 4;
   return run.started() + std::min<Clock::duration>(kStall, quarter);
 }
@@ -34,11 +34,9 @@ std::string address_in(const std::string& text) {
   return text.substr(begin, end == std::string::npos ? end : end - begin);
 }
 
-int64_t expected_bytes(const Run& run) { return run.program().bytes_received; }
-
 }  // namespace
 
-Watcher::Watcher(Engine& engine, GroupIdentity group, const c10::intrusive_ptr<c10d::Store>& store)
+Watcher::Watcher(Watched& engine, GroupIdentity group, const c10::intrusive_ptr<c10d::Store>& store)
     : engine_(engine), group_(std::move(group)), bulletin_(store) {
   reporter_ = std::thread([this] { report_loop(); });
   timer_ = std::thread([this] { timer_loop(); });
@@ -63,7 +61,8 @@ void Watcher::wake() {
   if (idle_ > 0) changed_.notify_all();
 }
 
-Cause Watcher::describe_transport_error(int32_t peer, const TransportError& error, const Run& run) const {
+Cause Watcher::describe_transport_error(int32_t peer, const TransportError& error,
+                                        const WatchedRun& run) const {
   const int32_t peer_rank = group_.ranks[static_cast<size_t>(peer)];
   const RunLabel& label = run.label();
   const auto kind =
@@ -73,10 +72,10 @@ Cause Watcher::describe_transport_error(int32_t peer, const TransportError& erro
               "{} call {} of {}: rank {} lost rank {} in phase transfer after {:.2f} s of {:.1f} s, {} of {} "
               "bytes received there: {}. Look at that rank's own output first.",
               label.op, label.ordinal, group_.name, group_.rank, peer_rank, run.seconds(), limit_of(run),
-              run.received_bytes(), expected_bytes(run), error.what())};
+              run.received_bytes(), run.expected_bytes(), error.what())};
 }
 
-void Watcher::note_local(Cause cause, const Run* run) {
+void Watcher::note_local(Cause cause, const WatchedRun* run) {
   const std::lock_guard lock(mutex_);
   if (!local_) {
     local_.emplace();
@@ -86,7 +85,7 @@ void Watcher::note_local(Cause cause, const Run* run) {
       local_->elapsed = run->seconds();
       local_->limit = limit_of(*run);
       local_->bytes_done = run->received_bytes();
-      local_->bytes_expected = expected_bytes(*run);
+      local_->bytes_expected = run->expected_bytes();
       local_->op = run->label().op;
       local_->ordinal = run->label().ordinal;
     }
@@ -94,9 +93,17 @@ void Watcher::note_local(Cause cause, const Run* run) {
   changed_.notify_all();
 }
 
-void Watcher::transport_failed(int32_t peer, const TransportError& error, const std::shared_ptr<Run>& run) {
+void Watcher::transport_failed(int32_t peer, const TransportError& error, const WatchedRun& run) {
   if (failed()) return;  // an echo of our own abort
-  note_local(describe_transport_error(peer, error, *run), run.get());
+  note_local(describe_transport_error(peer, error, run), &run);
+}
+
+void Watcher::run_failed(const Error& error, const WatchedRun& run) {
+  if (failed()) return;
+  std::string text = error.what();
+  const std::string me = fmt::format("rank {}: ", group_.rank);  // which give_up() puts there
+  if (text.starts_with(me)) text.erase(0, me.size());
+  note_local({static_cast<int32_t>(error.kind()), group_.rank, error.context().peer, std::move(text)}, &run);
 }
 
 void Watcher::abort(const std::string& reason) {
@@ -217,7 +224,7 @@ void Watcher::erase_old_postings(TimePoint now) {
   }
 }
 
-void Watcher::look_for_stalls(const std::shared_ptr<Run>& run, TimePoint now) {
+void Watcher::look_for_stalls(const std::shared_ptr<WatchedRun>& run, TimePoint now) {
   if (now < stall_time(*run)) return;
   const RunLabel& label = run->label();
   const CallId call{label.lane, label.ordinal};
@@ -235,7 +242,7 @@ void Watcher::look_for_stalls(const std::shared_ptr<Run>& run, TimePoint now) {
       {static_cast<int32_t>(ErrorKind::DeadlineExceeded), group_.rank, silent.empty() ? -1 : silent.front(),
        fmt::format(
            "{} call {} of {} exceeded its limit of {:.1f} s in phase transfer, {} of {} bytes received; {}",
-           label.op, label.ordinal, group_.name, limit_of(*run), run->received_bytes(), expected_bytes(*run),
+           label.op, label.ordinal, group_.name, limit_of(*run), run->received_bytes(), run->expected_bytes(),
            who)},
       run.get());
 }
@@ -254,7 +261,7 @@ void Watcher::timer_loop() {
     }
     const TimePoint now = Clock::now();
     // The death of a peer on this host breaks no network connection that anybody waits on.
-    if (!failed()) engine_.check_local_peers();
+    if (!failed()) engine_.check_peers();
     if (failed()) {
       if (failed_at == TimePoint{}) failed_at = now;
       if (now - failed_at > kPinGrace) {
@@ -275,7 +282,7 @@ void Watcher::timer_loop() {
         note_local({static_cast<int32_t>(ErrorKind::DeadlineExceeded), group_.rank, -1,
                     fmt::format("{} call {} of {} exceeded its limit of {:.1f} s, {} of {} bytes received",
                                 run->label().op, run->label().ordinal, group_.name, limit_of(*run),
-                                run->received_bytes(), expected_bytes(*run))},
+                                run->received_bytes(), run->expected_bytes())},
                    run.get());
         lock.lock();
         break;

@@ -2,6 +2,7 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -9,13 +10,24 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "backend/agreement.h"
 #include "backend/bulletin.h"
 #include "common/error.h"
-#include "exec/engine.h"
+#include "exec/watched_run.h"
 
 namespace meshcast {
+
+// What a watcher looks after: the runs of a group, wherever their tensors are. Thread-safe.
+class Watched {
+ public:
+  virtual ~Watched() = default;
+  virtual std::vector<std::shared_ptr<WatchedRun>> in_flight() = 0;
+  virtual std::exception_ptr error() const = 0;
+  virtual void fail(std::exception_ptr error) = 0;  // the first call counts
+  virtual void check_peers() {}                     // now and then, while runs are in flight
+};
 
 // Decides when a group has failed and what the failure is called, so that no call blocks for ever and every
 // rank names the same culprit. Over gloo one failure closes connections between innocent ranks too; so a rank
@@ -26,11 +38,12 @@ namespace meshcast {
 // flight.
 class Watcher {
  public:
-  Watcher(Engine& engine, GroupIdentity group, const c10::intrusive_ptr<c10d::Store>& store);
+  Watcher(Watched& engine, GroupIdentity group, const c10::intrusive_ptr<c10d::Store>& store);
   ~Watcher();
 
   void wake();  // a run was started
-  void transport_failed(int32_t peer, const TransportError& error, const std::shared_ptr<Run>& run);
+  void transport_failed(int32_t peer, const TransportError& error, const WatchedRun& run);
+  void run_failed(const Error& error, const WatchedRun& run);  // with a text that names all there is to name
   void abort(const std::string& reason);
   void stop();  // joins the threads; not from one of them
 
@@ -49,15 +62,15 @@ class Watcher {
   void report_loop();
   void report_once();
   void erase_old_postings(TimePoint now);
-  void look_for_stalls(const std::shared_ptr<Run>& run, TimePoint now);
+  void look_for_stalls(const std::shared_ptr<WatchedRun>& run, TimePoint now);
   void timer_loop();
 
-  Cause describe_transport_error(int32_t peer, const TransportError& error, const Run& run) const;
-  void note_local(Cause cause, const Run* run);
+  Cause describe_transport_error(int32_t peer, const TransportError& error, const WatchedRun& run) const;
+  void note_local(Cause cause, const WatchedRun* run);
   void give_up(const Cause& cause);  // fails the engine, under the first cause
   bool failed() const { return engine_.error() != nullptr; }
 
-  Engine& engine_;
+  Watched& engine_;
   const GroupIdentity group_;
   Bulletin bulletin_;
 
@@ -72,7 +85,7 @@ class Watcher {
   // The reporter's own notes, touched by no other thread.
   struct Posted {
     TimePoint when;
-    std::weak_ptr<Run> run;
+    std::weak_ptr<WatchedRun> run;
   };
   std::map<std::pair<int32_t, int64_t>, Posted> posted_;  // calls (lane, ordinal) that are on the bulletin
   TimePoint last_look_{};
