@@ -24,4 +24,7 @@ void bind_runtime(pybind11::module_& m);
 // so that it includes no torch header.
 void bind_cuda(pybind11::module_& m);
 
+// Private groups on GPUs, over NCCL. Only builds with CUDA have them.
+void bind_cuda_group(pybind11::module_& m);
+
 }  // namespace meshcast

@@ -7,5 +7,6 @@ PYBIND11_MODULE(_C, m) {
   meshcast::bind_runtime(m);
 #if MESHCAST_WITH_CUDA
   meshcast::bind_cuda(m);
+  meshcast::bind_cuda_group(m);
 #endif
 }

@@ -1,0 +1,102 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "backend/agreement.h"
+#include "backend/bulletin.h"
+#include "backend/reshard_group.h"
+#include "backend/start_args.h"
+#include "backend/watcher.h"
+#include "exec/rounds/rank_rounds.h"
+#include "exec/rounds/round_engine.h"
+#include "exec/rounds/round_table.h"
+#include "transport/nccl/nccl_device.h"
+
+namespace meshcast {
+
+// The GPU side of a private group: a communicator of NCCL for each lane, all on one GPU of this rank. Agreement
+// on calls stays with the group itself, `control`; a failure here ends that too, and the other way round, since
+// they share the board with the first cause. Thread-safe; no method may be called with the GIL held.
+class CudaGroup {
+ public:
+  // `store`: that of the control group's board.
+  CudaGroup(std::shared_ptr<ReshardGroup> control, const c10::intrusive_ptr<c10d::Store>& store,
+            GroupIdentity identity, int device);
+  ~CudaGroup();
+
+  // Makes the communicator of a lane together with all ranks of the group, which call this in one order with
+  // one `unique_id`. Blocks. Throws DeadlineExceeded, Aborted with the first cause, or what NCCL says.
+  void connect(int32_t lane, const std::string& unique_id, double timeout_seconds);
+
+  // Enqueues the transfer behind `after`, an event of this GPU, and returns. Waits for other ranks only while
+  // NCCL connects them, at the first calls. Throws LayoutError where a tensor does not fit the plan, before
+  // anything is enqueued, and AbortedError with the first cause where the group has failed.
+  c10::intrusive_ptr<c10d::Work> start(const std::shared_ptr<const Plan>& plan, StartArgs args,
+                                       RoundDevice::Event after);
+
+  void abort(const std::string& reason);
+  std::optional<std::string> error() const;  // the first cause
+  void shutdown();                           // any state, idempotent
+
+ private:
+  struct Lane {
+    std::shared_ptr<NcclDevice> device;
+    std::shared_ptr<RoundEngine> engine;
+  };
+  class WatchedLanes;
+
+  // A plan projected on this rank, in rounds for each form that its tensors came in.
+  struct Compiled {
+    std::shared_ptr<const Plan> plan;
+    std::shared_ptr<const Program> program;
+    RoundTable table;
+    ExpectedTensors tensors;
+    std::list<std::shared_ptr<const RankRounds>> rounds;  // most recently used first
+  };
+
+  std::shared_ptr<Compiled> compile_locked(const std::shared_ptr<const Plan>& plan);
+  std::shared_ptr<const RankRounds> rounds_locked(Compiled& compiled, const TensorForms& forms) const;
+  std::vector<std::shared_ptr<RoundEngine>> engines() const;
+  void fail(const std::exception_ptr& error);
+  void refuse_if_failed() const;
+  Error connect_error(ErrorKind kind, const std::string& text, double limit) const;
+  void poll_loop();
+  bool poll_once();  // returns whether there is more to come
+
+  const std::shared_ptr<ReshardGroup> control_;
+  const GroupIdentity identity_;
+  const int device_;
+  Bulletin bulletin_;
+  const std::shared_ptr<RecycleBin> bin_;
+  const std::unique_ptr<Watched> watched_;  // the lanes as the watcher sees them
+  std::unique_ptr<Watcher> watcher_;
+
+  mutable std::mutex mutex_;
+  std::map<int32_t, Lane> lanes_;
+  std::list<std::shared_ptr<Compiled>> compiled_;  // most recently used first
+  std::exception_ptr error_;
+  bool shut_down_ = false;
+
+  std::mutex poll_mutex_;
+  std::condition_variable poll_changed_;
+  uint64_t begun_ = 0;  // runs so far
+  bool poll_stopping_ = false;
+  std::thread poller_;
+};
+
+// For the first rank of a group to make and all others to be given. Throws Error where NCCL is missing.
+std::string nccl_unique_id();
+
+}  // namespace meshcast
