@@ -35,7 +35,34 @@ def rank_main(rank: int, port: int) -> None:
     expected = full.chunk(3, dim=1)[place]
     if not torch.equal(y.to_local(), expected):
         sys.exit(f"rank {rank} got {y.to_local().tolist()}, not {expected.tolist()}")
+    if not torch.cuda.is_available():
+        refusals(rank)
     dist.destroy_process_group()
+
+
+def refusals(rank: int) -> None:
+    """What is asked of a GPU where there is none ends in typed errors, and the group goes down cleanly."""
+    import meshcast
+    import torch
+    from meshcast import _C
+    from meshcast.groups import parent_group
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
+
+    mesh = DeviceMesh("cuda", list(range(WORLD)), _init_backend=False)
+    spec = meshcast.TensorSpec((7, 5), torch.float32, mesh, [Shard(0)])
+    group = parent_group(None, "check").private(range(WORLD), "check")
+    assert group._core is not None
+    gpu = _C.CudaGroup(group._core, group.control, list(range(WORLD)), rank, group.name, 0)
+    for call in (lambda: meshcast.Resharder(spec, spec), lambda: gpu.connect(0, bytes(128), 5.0)):
+        try:
+            call()
+        except meshcast.MeshcastError as error:
+            if rank == 0:
+                print(f"cuda-check: refused with {type(error).__name__}: {str(error).splitlines()[0]}")
+        else:
+            sys.exit(f"rank {rank}: a call for a GPU was not refused")
+    gpu.shutdown()
 
 
 def reshard_on_cpu() -> None:
@@ -91,6 +118,7 @@ def main() -> None:
     if not _build_info.with_cuda or not hasattr(_C, "cuda"):
         sys.exit("cuda-check: the module was built without CUDA code")
     print(f"cuda-check: import of meshcast {meshcast.__version__} under torch {torch.__version__}: ok")
+    print(f"cuda-check: NCCL {_C.nccl_version()} loads: ok")
     reshard_on_cpu()
     print(f"cuda-check: reshard between {WORLD} CPU ranks: ok")
     program = cuobjdump()

@@ -131,6 +131,37 @@ class ReshardGroup:
     def error(self) -> str | None: ...
     def shutdown(self) -> None: ...
 
+def nccl_version() -> str: ...
+def nccl_unique_id() -> bytes: ...
+
+class CudaGroup:
+    """The GPU side of a private group, over NCCL; only builds with CUDA code have it."""
+
+    def __init__(
+        self, control: ReshardGroup, store: Store, ranks: list[int], rank: int, name: str, device: int
+    ) -> None: ...
+    def connect(self, lane: int, unique_id: bytes, timeout: float) -> None: ...
+    def start(
+        self,
+        plan: Plan,
+        *,
+        slot: int,
+        run: int,
+        reverse: bool,
+        lane: int,
+        ordinal: int,
+        descriptor: str,
+        src: Sequence[Tensor | None],
+        dst: Sequence[Tensor | None],
+        timeout: float,
+        op: str,
+        after: int,
+    ) -> Work: ...
+    def stats(self, work: Work) -> dict[str, float]: ...
+    def abort(self, reason: str) -> None: ...
+    def error(self) -> str | None: ...
+    def shutdown(self) -> None: ...
+
 class PendingWork(Work):
     """The Work of a collective that a reshard carries out, which may start later."""
 

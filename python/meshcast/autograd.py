@@ -89,7 +89,7 @@ class _Call:
         if gradient.destination_shape is None:
             return None
         if grad is None:
-            return torch.zeros(gradient.destination_shape, dtype=gradient.wire_dtype)
+            return torch.zeros(gradient.destination_shape, dtype=gradient.wire_dtype, device=member.device)
         if not isinstance(grad, DTensor) or grad.device_mesh != spec.mesh:
             raise LayoutError(
                 f"reshard backward: expected a DTensor gradient on {spec.mesh}, found {type(grad).__name__}"
@@ -115,7 +115,9 @@ class _Call:
             gradient = member.gradient
             assert gradient is not None
             shape = gradient.source_shape
-            incoming.append(None if shape is None else torch.empty(shape, dtype=gradient.wire_dtype))
+            incoming.append(
+                None if shape is None else torch.empty(shape, dtype=gradient.wire_dtype, device=member.device)
+            )
         if compiled.transfer is not None:
             assert self.number is not None
             try:

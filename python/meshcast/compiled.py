@@ -62,7 +62,7 @@ class Compiled:
                 local = result._local_tensor
                 target = local
                 if member.wire_dtype != member.dtype:
-                    target = torch.empty(member.local_shape, dtype=member.wire_dtype)
+                    target = torch.empty(member.local_shape, dtype=member.wire_dtype, device=member.device)
                     last_steps.append(_copying(local, target))
                 if out is not None:
                     last_steps.append(_noting_change(out))
@@ -92,6 +92,8 @@ def compile_members(
         problems.append(problem)
         if reverse is not None:
             backward.append(reverse)
+    if len({member.device for member in members}) > 1:
+        raise LayoutError(f"{op}: some tensors are on cpu and some on cuda; move them in separate calls")
     return members, problems, backward or None
 
 
@@ -108,7 +110,15 @@ def compile_call(
     members, problems, backward = compile_members(parent, sources, destinations, op)
     transfer = None
     if any(member.takes_part for member in members):
-        transfer = agreed_transfer(parent, problems, backward, op=op, strategy=strategy, topology=topology)
+        transfer = agreed_transfer(
+            parent,
+            problems,
+            backward,
+            op=op,
+            strategy=strategy,
+            topology=topology,
+            device_type=members[0].device or "cpu",
+        )
     else:
         parent.private(ranks_of(problems), op)  # the ranks must exist here as well
     return Compiled(members, transfer, problems)
@@ -128,6 +138,8 @@ def _copying(to: torch.Tensor, from_: torch.Tensor) -> Callable[[], None]:
     def step() -> None:
         with torch.no_grad():
             to.copy_(from_)
+        if from_.is_cuda:  # made under the stream of the call, read under that of the wait
+            from_.record_stream(torch.cuda.current_stream(from_.device))
 
     return step
 

@@ -143,7 +143,11 @@ def _close_all() -> None:
 def _group_timeout(group: dist.ProcessGroup) -> float:
     """The group's own timeout in seconds, looked for below the debug wrapper and inside the meshcast backend;
     torch's default where a backend has none."""
-    backend: Any = group._get_backend(torch.device("cpu"))
+    backend: Any
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # a group for GPUs alone
+        backend = group._get_backend(torch.device("cuda"))
     backend = getattr(backend, "wrapped_pg", backend)
     backend = getattr(backend, "inner", backend)
     timeout = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)

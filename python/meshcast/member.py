@@ -12,6 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from .errors import LayoutError
+from .gpu_offer import require_gpu, shared_device_type
 from .layout import Layout
 from .reduction import Reduction, check_reducible, reduced_layout, reduction_inside, tensor_spec
 from .transfer import Problem, settled
@@ -74,6 +75,7 @@ class Member:
     is_holder: bool
     reduction: Reduction | None
     gradient: Gradient | None
+    device: str | None = None  # where tensors are made; "cuda" is the current GPU, None torch's default
 
     @property
     def takes_part(self) -> bool:
@@ -82,14 +84,14 @@ class Member:
     def shell(self, dtype: torch.dtype) -> torch.Tensor:
         """Local tensor of a rank outside the mesh: no elements, but the global number of dimensions, which
         gradients need."""
-        return torch.zeros((0,) * len(self.shape), dtype=dtype)
+        return torch.zeros((0,) * len(self.shape), dtype=dtype, device=self.device)
 
     def allocate(self) -> DTensor:
         """The result, not yet filled."""
         if self.local_shape is None:
             local = self.shell(self.dtype)
         else:
-            local = torch.empty(self.local_shape, dtype=self.dtype)
+            local = torch.empty(self.local_shape, dtype=self.dtype, device=self.device)
         return DTensor(local, self.spec, requires_grad=False)
 
     def outgoing(self, local: torch.Tensor) -> torch.Tensor:
@@ -106,11 +108,7 @@ def compile_member(
     """The member, its problem, and that of its gradient. Raises LayoutError for what is wrong with them."""
     shape, mesh = source.shape, destination.mesh
     dtype = destination.dtype or source.dtype
-    for name, where in (("source", source.mesh), ("destination", mesh)):
-        if where is not None and where.device_type != "cpu":
-            raise LayoutError(
-                f"{op}: the {name} mesh is on {where.device_type}; this build moves CPU tensors only"
-            )
+    device = shared_device_type([m.device_type for m in (source.mesh, mesh) if m is not None], op)
     check_reducible(source.layout, source.dtype, op)
     src = source.layout if source.reduced_on_the_way else reduced_layout(source.layout)
     dst = Layout(mesh, positive_placements(destination.placements, len(shape)))
@@ -124,6 +122,8 @@ def compile_member(
     wire = wire_dtype(source, dtype)
     local_shape = dst.local_shapes(shape).get(rank)
     is_holder = src.local_shapes(shape).get(rank) is not None
+    if device == "cuda" and (is_holder or local_shape is not None):
+        require_gpu(op)
     gradient = backward = None
     if source.needs_grad:
         narrow = min(dtype, source.dtype, key=lambda t: t.itemsize)
@@ -132,7 +132,15 @@ def compile_member(
     if src is not source.layout and is_holder and source.mesh is not None:
         reduction = reduction_inside(source.mesh, source.layout, source.shape, source.dtype)
     member = Member(
-        tensor_spec(mesh, dst, shape, dtype), shape, dtype, local_shape, wire, is_holder, reduction, gradient
+        tensor_spec(mesh, dst, shape, dtype),
+        shape,
+        dtype,
+        local_shape,
+        wire,
+        is_holder,
+        reduction,
+        gradient,
+        device if device == "cuda" and torch.cuda.is_available() else None,
     )
     return member, (shape, wire, src, dst), backward
 

@@ -28,6 +28,7 @@ from .observe import log
 from .topology import Topology
 
 if TYPE_CHECKING:
+    from .cuda_lanes import CudaLanes
     from .handle import Launch
 
 __all__ = ["Job", "PrivateGroup"]
@@ -52,6 +53,8 @@ class PrivateGroup:
         self.agreements = Agreements()  # touched by jobs alone
         self.transfers: dict[Any, Any] = {}  # compiled ones, kept by transfer.py
         self.board: Any = None  # store of this life of the group, once its ranks have met
+        self.control: Any = None  # likewise, that of the core
+        self.gpu: CudaLanes | None = None  # once tensors on GPUs were moved; made and touched by jobs
         self._store = store
         self._core: _C.ReshardGroup | None = None
         self._error: Exception | None = None
@@ -139,6 +142,7 @@ class PrivateGroup:
             count = agreed_count({rank: text for rank, (_, _, text) in members.items()}, self.rank)
             self.topology = Topology.from_hosts(hosts, nics_per_host=count)
             self.board = dist.PrefixStore("board", store)
+            self.control = dist.PrefixStore("control", store)
             offers = {rank: offer for rank, (host, offer, _) in members.items() if host == hosts[self.rank]}
             memory.meet(self.ranks, offers, self.rank, max(deadline - time.monotonic(), 0.001))
             rails = connect(store, self.ranks, self.rank, names, deadline, self.timeout)
@@ -146,7 +150,7 @@ class PrivateGroup:
             return _C.ReshardGroup(
                 rails,
                 rails_of(self.ranks, self.topology, count),
-                dist.PrefixStore("control", store),
+                self.control,
                 list(self.ranks),
                 self.rank,
                 self.name,
@@ -235,9 +239,11 @@ class PrivateGroup:
         """Fails this group's calls, here and on the other ranks, with AbortedError(reason). Never blocks;
         idempotent."""
         self._closing = self._closing or reason
-        core = self._core
+        core, gpu = self._core, self.gpu
         if core is not None:
             core.abort(reason)
+        if gpu is not None:
+            gpu.core.abort(reason)
 
     def close(self) -> None:
         """Ends the group in any state. Transfers in flight get a short time to finish: a rank that only sends
@@ -252,6 +258,8 @@ class PrivateGroup:
             self._error = self._error or AbortedError(self._closing, rank=self.rank, phase="connect")
         for _, job in queue:
             job(None, self._error)
+        if self.gpu is not None:
+            self.gpu.core.shutdown()
         if self._core is not None:
             self._core.shutdown()
         if thread is not None and thread is not threading.current_thread():
@@ -259,7 +267,7 @@ class PrivateGroup:
         # Compiled transfers refer to their group. Left in this cycle, the communicators would keep their
         # threads, which look for messages 100 times a second, until the garbage collector comes by.
         with self._lock:
-            self._core = None
+            self._core = self.gpu = None
         self._flying.clear()
         self.transfers.clear()
 

@@ -79,7 +79,13 @@ class Resharder:
         transfer = None
         if members[0].takes_part:
             transfer = unagreed_transfer(
-                parent, problems, backward, op=_OP, strategy=strategy, topology=topology
+                parent,
+                problems,
+                backward,
+                op=_OP,
+                strategy=strategy,
+                topology=topology,
+                device_type=members[0].device or "cpu",
             )
         self._compiled = Compiled(members, transfer, problems)
         self._known_spec: Any = None  # the spec object that the last source came with

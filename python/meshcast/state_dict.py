@@ -254,6 +254,8 @@ def _compile(
             for entry in chosen
         ]
         members, problems, _ = compile_members(parent, sources, targets, _OP)
+        if members[0].device == "cuda":
+            raise LayoutError(f"{_OP}: state dicts on GPUs are not supported; reshard their tensors instead")
         transfer = None
         if any(member.takes_part for member in members):
             transfer = unagreed_transfer(

@@ -60,6 +60,7 @@ class Transfer:
     _error: Exception | None  # why the transfer cannot run
     _failure: Exception | None  # of the last attempt to agree
     _balance = "greedy"
+    _on_cpu = True  # where the tensors are; on GPUs: cuda_transfer.py
 
     def __init__(
         self,
@@ -319,12 +320,12 @@ class Transfer:
                         rank=self._group.rank,
                         op=self._op,
                     )
-            elif shard.shape != shape or shard.dtype != dtype or not shard.is_cpu:
+            elif shard.shape != shape or shard.dtype != dtype or shard.is_cpu is not self._on_cpu:
                 raise LayoutError(
                     f"{self._op}: the {side} shard of tensor {index} on rank {self._group.rank} does not "
                     "fit its layout: expected "
-                    f"{_tensor_text(shape, dtype)} on cpu, found {_tensor_text(shard.shape, shard.dtype)} "
-                    f"on {shard.device}",
+                    f"{_tensor_text(shape, dtype)} on {'cpu' if self._on_cpu else 'cuda'}, found "
+                    f"{_tensor_text(shard.shape, shard.dtype)} on {shard.device}",
                     rank=self._group.rank,
                     op=self._op,
                 )
@@ -338,14 +339,18 @@ def agreed_transfer(
     op: str,
     strategy: str,
     topology: Topology | None,
+    device_type: str = "cpu",
 ) -> Transfer:
     """The transfer of an ordinary call: one kept from before, or a new one. It agrees within a launch, unless
     the ranks have agreed on one of its kind, so that every call takes one ordinal in either case."""
     kept = parent.private(ranks_of(problems), op).transfers
-    kind = (op, tuple(problems), None if backward is None else tuple(backward), strategy, topology)
+    reverse = None if backward is None else tuple(backward)
+    kind = (op, tuple(problems), reverse, strategy, topology, device_type)
     transfer = kept.get(kind)
     if transfer is None:
-        transfer = unagreed_transfer(parent, problems, backward, op=op, strategy=strategy, topology=topology)
+        transfer = unagreed_transfer(
+            parent, problems, backward, op=op, strategy=strategy, topology=topology, device_type=device_type
+        )
         transfer._kind = kind
         if len(kept) >= _KEPT:
             kept.pop(next(iter(kept)), None)
@@ -361,9 +366,15 @@ def unagreed_transfer(
     op: str,
     strategy: str,
     topology: Topology | None,
+    device_type: str = "cpu",
 ) -> Transfer:
     """A new transfer with a slot of its own, which it agrees on within its first launch."""
-    transfer = Transfer.__new__(Transfer)
+    if device_type == "cpu":
+        transfer = Transfer.__new__(Transfer)
+    else:
+        from .cuda_transfer import CudaTransfer
+
+        transfer = CudaTransfer.__new__(CudaTransfer)
     transfer._setup(parent, problems, backward, 0, op, strategy, topology)
     return transfer
 

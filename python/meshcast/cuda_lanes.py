@@ -1,0 +1,133 @@
+"""The GPU side of a private group: its communicators, made when its ranks first move tensors on GPUs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch.distributed as dist
+
+from . import _C
+from .errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
+from .gpu_offer import GpuOffer, own_offer, refuse_unfit
+from .observe import log
+
+if TYPE_CHECKING:
+    from .private_group import PrivateGroup
+
+__all__ = ["CudaLanes", "connect_lanes"]
+
+_POLL_LIMIT = 0.02  # seconds between two looks at the store while offers are missing
+
+
+class Place(Protocol):
+    """Where a call is. problem: why this rank cannot take part; the others hear of it."""
+
+    device: int
+    problem: Exception | None
+
+
+class CudaLanes:
+    """The communicators of a group by lane, all on GPU `device` of this process. Touched by jobs alone."""
+
+    def __init__(self, core: Any, device: int) -> None:
+        self.core = core
+        self.device = device
+        self.lanes: set[int] = set()
+
+    def check_device(self, device: int, op: str) -> None:
+        """Raises LayoutError for tensors on another GPU than that of the communicators."""
+        if device != self.device:
+            raise LayoutError(
+                f"{op}: the tensors are on cuda:{device}, but this group's communicators are on "
+                f"cuda:{self.device}, where its first call was; keep the tensors of a group on one GPU of "
+                "each rank",
+                op=op,
+            )
+
+
+def connect_lanes(
+    group: PrivateGroup,
+    control: _C.ReshardGroup,
+    lanes: Sequence[int],
+    place: Place,
+    call: tuple[int, int],
+    deadline: float,
+) -> None:
+    """Makes the communicators of those `lanes` that have none, together with all ranks of the group, which do
+    so within the same `call` (lane, ordinal).
+
+    Raises MeshcastError or LayoutError, alike on all ranks, where they do not fit together;
+    DeadlineExceededError, PeerLostError or AbortedError where a rank is missing, which ends the group.
+    """
+    known = group.gpu.lanes if group.gpu is not None else set()
+    missing = [lane for lane in lanes if lane not in known]
+    if not missing:
+        return
+    store: Any = dist.PrefixStore(f"gpu/{call[0]}/{call[1]}", group.board)
+    offer = own_offer(place.device) if place.problem is None else GpuOffer(obstacle=str(place.problem))
+    ids: list[str] = []
+    if group.rank == group.ranks[0] and not offer.obstacle:
+        try:
+            ids = [_C.nccl_unique_id().hex() for _ in missing]
+        except MeshcastError as error:
+            offer = GpuOffer(obstacle=str(error))
+    try:
+        told = _gather(group, control, store, json.dumps([offer.as_text(), ids]), deadline)
+    except MeshcastError as error:
+        control.abort(str(error))  # the ranks no longer count calls alike
+        raise
+    offers = {rank: GpuOffer.from_text(text) for rank, (text, _) in told.items()}
+    refuse_unfit(offers, group.rank)
+    if group.gpu is None:
+        core = _C.CudaGroup(control, group.control, list(group.ranks), group.rank, group.name, place.device)
+        group.gpu = CudaLanes(core, place.device)
+    for lane, text in zip(missing, told[group.ranks[0]][1], strict=True):
+        try:
+            group.gpu.core.connect(lane, bytes.fromhex(text), max(deadline - time.monotonic(), 1e-3))
+        except MeshcastError as error:
+            control.abort(str(error))
+            raise
+        group.gpu.lanes.add(lane)
+    log.info("rank %d: GPUs of ranks %s connected for lanes %s", group.rank, group.name, missing)
+
+
+def _gather(
+    group: PrivateGroup, control: _C.ReshardGroup, store: Any, mine: str, deadline: float
+) -> dict[int, tuple[str, list[str]]]:
+    """Publishes what this rank says and returns what all of them said."""
+    begin = time.monotonic()
+    store.set(str(group.rank), mine)
+    missing = [rank for rank in group.ranks if rank != group.rank]
+    pause = 0.0005
+    while True:
+        missing = [rank for rank in missing if not store.check([str(rank)])]
+        if not missing:
+            return {rank: tuple(json.loads(store.get(str(rank)))) for rank in group.ranks}
+        cause = control.error()
+        if cause is None and group.control.check(["cause"]):
+            cause = group.control.get("cause").decode(errors="replace").partition("\n")[2]
+        if cause is not None:
+            raise AbortedError(
+                f"rank {group.rank}: group {group.name} was aborted while its GPUs were being connected: "
+                f"{cause}",
+                rank=group.rank,
+                op="connect",
+                phase="connect",
+            )
+        now = time.monotonic()
+        if now >= deadline:
+            raise DeadlineExceededError(
+                f"rank {group.rank}: ranks {missing} did not come to connect their GPUs within "
+                f"{now - begin:.1f} s (stuck elsewhere, or dead)",
+                rank=group.rank,
+                peer=missing[0],
+                op="connect",
+                phase="connect",
+                elapsed=now - begin,
+                limit=deadline - begin,
+            )
+        time.sleep(pause)
+        pause = min(pause * 1.5, _POLL_LIMIT)

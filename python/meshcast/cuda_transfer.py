@@ -1,0 +1,115 @@
+"""CudaTransfer: a transfer between GPUs. What it enqueues runs behind the caller's current stream; waiting
+for it orders the stream that is current then, and does not block the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .cuda_lanes import connect_lanes
+from .errors import LayoutError, MeshcastError
+from .transfer import REVERSE_LANE, CallNumber, Shards, Transfer
+
+if TYPE_CHECKING:
+    from . import _C
+    from .agreements import Agreed
+    from .handle import Launch
+    from .private_group import Job, PrivateGroup
+
+__all__ = ["CudaTransfer"]
+
+
+class CudaTransfer(Transfer):
+    """A Transfer whose tensors are on GPUs, one GPU per rank."""
+
+    _on_cpu = False
+
+    def _check(self, side: str, shards: Shards, expected: Sequence[tuple[int, ...] | None]) -> None:
+        super()._check(side, shards, expected)
+        gpu = self._group.gpu
+        if gpu is not None:
+            for shard in shards:
+                if shard is not None:
+                    gpu.check_device(shard.device.index, self._op)
+        if torch.cuda.is_current_stream_capturing():
+            raise LayoutError(
+                f"{self._op}: the current stream is being captured into a CUDA graph, which a reshard cannot "
+                "be part of: call it outside of the capture",
+                op=self._op,
+            )
+
+    def _describe(self) -> str:
+        return f"{super()._describe()}; on cuda"
+
+    def _start_job(self, launch: Launch, call: CallNumber, src: Shards, dst: Shards, *, reverse: bool) -> Job:
+        # In the caller's thread: what its stream holds now is what the transfer comes behind, however much
+        # later the job runs.
+        place = _Place((*src, *dst))
+        start = super()._start_job(launch, call, src, dst, reverse=reverse)
+
+        def job(core: _C.ReshardGroup | None, error: Exception | None) -> None:
+            start(None if core is None else _GpuCall(core, self._group, place, launch.op), error)  # type: ignore[arg-type]
+
+        return job
+
+    def _has_agreed(self) -> bool:
+        gpu = self._group.gpu
+        return gpu is not None and gpu.lanes.issuperset(self._lanes()) and super()._has_agreed()
+
+    def _agreed(self, core: Any, ordinal: int, launch: Launch) -> Agreed:
+        call: _GpuCall = core
+        agreed = super()._agreed(call.control, ordinal, launch)
+        number = (self._lane, ordinal)
+        connect_lanes(self._group, call.control, self._lanes(), call.place, number, launch.deadline)
+        return agreed
+
+    def _lanes(self) -> tuple[int, ...]:
+        """Of both directions: in a backward, ranks may come by too late to make one."""
+        return (self._lane,) if self._backward is None else (self._lane, REVERSE_LANE)
+
+
+class _Place:
+    """Which GPU a call is on, and an event behind what its caller's stream held. problem: why there is
+    none."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.device = -1
+        self.problem: Exception | None = None
+        try:
+            devices = sorted({shard.device.index for shard in shards if shard is not None})
+            if len(devices) > 1:
+                raise LayoutError(f"the tensors of one call are on several GPUs of this rank, {devices}")
+            self.device = devices[0] if devices else torch.cuda.current_device()
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(self.device))
+        except Exception as error:  # of CUDA; raised where the call is counted, and the others are told
+            self.problem = error
+
+
+class _GpuCall:
+    """One call as the job of a transfer sees its group: agreement is the group's own, the start that of its
+    GPU side. Keeps the event alive until then."""
+
+    def __init__(self, control: _C.ReshardGroup, group: PrivateGroup, place: _Place, op: str) -> None:
+        self.control = control
+        self.place = place
+        self._group = group
+        self._op = op
+
+    def start(self, plan: Any, **arguments: Any) -> Any:
+        gpu, place = self._group.gpu, self.place
+        if place.problem is not None:
+            raise MeshcastError(f"{self._op}: {place.problem}", op=self._op) from place.problem
+        if gpu is None:
+            raise MeshcastError(f"{self._op}: the call itself has failed", op=self._op)
+        gpu.check_device(place.device, self._op)
+        return gpu.core.start(plan, after=place.event.cuda_event, **arguments)
+
+    def stats(self, work: Any) -> dict[str, float]:
+        gpu = self._group.gpu
+        if gpu is None:
+            raise MeshcastError(f"{self._op}: its group was destroyed", op=self._op)
+        found: dict[str, float] = gpu.core.stats(work)
+        return found

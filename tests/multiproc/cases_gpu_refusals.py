@@ -1,0 +1,140 @@
+"""Calls for GPUs where none can be used, and ranks that say so to one another. Three processes, no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from unittest import mock
+
+import meshcast
+import torch
+from meshcast import cuda_lanes
+from meshcast.errors import DeadlineExceededError, LayoutError, MeshcastError
+from meshcast.gpu_offer import GpuOffer
+from meshcast.groups import parent_group
+from multiproc.meshes import sharded
+from multiproc.oracle import unique_fill
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+GROUP_TIMEOUT = 60.0
+_WORLD = [0, 1, 2]
+
+
+class Place:
+    """A call that has a GPU, or says why not."""
+
+    def __init__(self, problem: Exception | None = None) -> None:
+        self.device = 0
+        self.problem = problem
+
+
+@contextlib.contextmanager
+def gpus_that_say(uuid: str) -> Iterator[None]:
+    """What this rank says of its GPU, which it does not have."""
+    with (
+        mock.patch.object(cuda_lanes, "own_offer", lambda i: GpuOffer("h", i, uuid, "H200", "2.28.9")),
+        mock.patch.object(cuda_lanes._C, "nccl_unique_id", return_value=bytes(128), create=True),
+    ):
+        yield
+
+
+def reshard_still_works(rank: int, seed: int) -> None:
+    mesh = DeviceMesh("cpu", _WORLD)
+    full = unique_fill((5, 4), torch.float32, seed)
+    result = meshcast.reshard(sharded(full, mesh, [Shard(0)], rank), mesh, [Replicate()])
+    assert torch.equal(result.to_local(), full)
+
+
+def connect(ordinal: int, place: Place, limit: float, name: str = "") -> Exception | None:
+    """connect_lanes() as a job of the group runs it; its error. name: of a group of its own."""
+    parent = parent_group(None, "test")
+    group = (parent.twin(name) if name else parent).private(_WORLD, "test")
+    group.connect(GROUP_TIMEOUT)
+    found: list[Exception | None] = []
+    done = threading.Event()
+
+    def job(core, error) -> None:
+        try:
+            assert error is None
+            cuda_lanes.connect_lanes(group, core, (0, 1), place, (0, ordinal), time.monotonic() + limit)
+            found.append(None)
+        except Exception as raised:
+            found.append(raised)
+        done.set()
+
+    group.replay(time.monotonic() + limit, job, ready=lambda: False)
+    assert done.wait(GROUP_TIMEOUT)
+    return found[0]
+
+
+def a_cuda_mesh_without_gpu_is_refused(context) -> None:
+    """Nobody hangs, and the ranks go on with what they can do."""
+    mesh = DeviceMesh("cuda", _WORLD, _init_backend=False)
+    spec = meshcast.TensorSpec((6, 4), torch.float32, mesh, [Shard(0)])
+    try:
+        meshcast.Resharder(spec, spec)
+    except LayoutError as error:
+        assert "the meshes are on cuda, but" in str(error)
+    else:
+        raise AssertionError("a mesh on cuda was accepted")
+    reshard_still_works(context.rank, 1)
+
+
+def a_mixture_of_devices_is_refused(context) -> None:
+    there, here = DeviceMesh("cuda", [0], _init_backend=False), DeviceMesh("cpu", _WORLD)
+    full = unique_fill((6, 4), torch.float32, 2)
+    x = sharded(full, here, [Shard(0)], context.rank)
+    try:
+        meshcast.reshard(x, there, [Replicate()])
+    except (LayoutError, MeshcastError) as error:
+        assert "cpu and cuda" in str(error)
+    else:
+        raise AssertionError("a mixture of devices was accepted")
+
+
+def a_rank_without_gpu_tells_all(context) -> None:
+    """All raise alike, nobody waits for a limit, and the group lives on."""
+    problem = LayoutError("the tensors of one call are on several GPUs") if context.rank == 1 else None
+    with gpus_that_say(f"GPU-{context.rank}"):
+        begin = time.monotonic()
+        error = connect(7001, Place(problem), GROUP_TIMEOUT)
+        assert isinstance(error, MeshcastError)
+        assert "rank 1 cannot use its GPU: the tensors of one call are on several GPUs" in str(error)
+        assert time.monotonic() - begin < GROUP_TIMEOUT / 2
+    reshard_still_works(context.rank, 3)
+
+
+def a_gpu_for_two_ranks_is_refused_by_all(context) -> None:
+    with gpus_that_say("GPU-a" if context.rank < 2 else "GPU-b"):
+        if context.rank == 1:
+            time.sleep(0.3)  # the others wait for what it says
+        error = connect(7002, Place(), GROUP_TIMEOUT)
+        assert isinstance(error, LayoutError)
+        assert f"rank {context.rank}: ranks 0 and 1 both use GPU GPU-a" in str(error)
+    reshard_still_works(context.rank, 4)
+
+
+def a_rank_that_stays_away_is_named(context) -> None:
+    """It ends the group, which is one of its own here."""
+    with gpus_that_say(f"GPU-{context.rank}"):
+        if context.rank == 2:
+            parent_group(None, "test").twin("away").private(_WORLD, "test").connect(GROUP_TIMEOUT)
+        else:
+            error = connect(7003, Place(), 1.0, "away")
+            assert isinstance(error, MeshcastError), error
+            # Who is first tells the other, whose own limit may not be over yet.
+            assert "2] did not come to connect their GPUs" in str(error), error
+            assert isinstance(error, DeadlineExceededError) is ("was aborted" not in str(error))
+    reshard_still_works(context.rank, 5)
+
+
+CASES = [
+    a_cuda_mesh_without_gpu_is_refused,
+    a_mixture_of_devices_is_refused,
+    a_rank_without_gpu_tells_all,
+    a_gpu_for_two_ranks_is_refused_by_all,
+    a_rank_that_stays_away_is_named,
+]
