@@ -39,6 +39,7 @@ class ReshardGroup::WatchedEngine final : public Watched {
   std::exception_ptr error() const override { return engine_->error(); }
   void fail(std::exception_ptr error) override { engine_->fail(std::move(error)); }
   void check_peers() override { engine_->check_local_peers(); }
+  void wake_undriven(TimePoint limit) override { engine_->wake_undriven(limit); }
 
  private:
   const std::unique_ptr<Engine>& engine_;
@@ -145,15 +146,15 @@ c10::intrusive_ptr<c10d::Work> ReshardGroup::start(const std::shared_ptr<const P
   buffers.keepalive = bin_->bag(std::move(bag));
   const auto sequence = static_cast<uint64_t>(args.label.ordinal);
   const auto run = start_run(compiled->program, std::move(buffers), std::move(args.label),
-                             deadline_after(args.timeout_seconds));
-  watcher_->wake();
+                             deadline_after(args.timeout_seconds), args.driven);
+  if (!run->ended()) watcher_->wake();
   return c10::make_intrusive<ReshardWork>(identity_.rank, run, bin_, std::move(outputs), sequence);
 }
 
 std::shared_ptr<Run> ReshardGroup::start_run(const std::shared_ptr<const Program>& program, Buffers buffers,
-                                             RunLabel label, TimePoint deadline) {
+                                             RunLabel label, TimePoint deadline, bool driven) {
   try {
-    return engine_->start(program, std::move(buffers), std::move(label), deadline);
+    return engine_->start(program, std::move(buffers), std::move(label), deadline, driven);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {

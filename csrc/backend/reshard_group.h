@@ -76,7 +76,7 @@ class ReshardGroup {
 
   std::shared_ptr<const Compiled> compile(const std::shared_ptr<const Plan>& plan);
   std::shared_ptr<Run> start_run(const std::shared_ptr<const Program>& program, Buffers buffers, RunLabel label,
-                                 TimePoint deadline);
+                                 TimePoint deadline, bool driven);
   void refuse_if_failed() const;
   Error raise_context(ErrorKind kind, const std::string& text) const;
 

@@ -30,17 +30,7 @@ ReshardWork::ReshardWork(int rank, std::shared_ptr<Run> run, std::shared_ptr<Rec
       run_(std::move(run)),
       bin_(std::move(bin)),
       outputs_(std::move(outputs)),
-      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))),
-      sequence_(sequence) {
-  run_->on_end([bag = bin_->bag({outputs_, future_}), run = std::weak_ptr<Run>(run_)] {
-    const auto self = run.lock();
-    if (const auto error = self ? self->error() : nullptr) {
-      bag->future->setError(error);
-    } else {
-      bag->future->markCompleted(c10::IValue(bag->tensors));
-    }
-  });
-}
+      sequence_(sequence) {}
 
 bool ReshardWork::isCompleted() { return run_->ended(); }
 
@@ -58,6 +48,8 @@ bool ReshardWork::wait(std::chrono::milliseconds timeout) {
   // The watcher ends every run soon after its deadline; the minute only guards against its own failure.
   const TimePoint limit =
       timeout == kNoTimeout ? run_->deadline() + std::chrono::minutes(1) : Clock::now() + timeout;
+  // A driven wait ends with the run's limit, not with one of this call.
+  if (timeout == kNoTimeout) run_->drive();
   if (!run_->wait_until(limit)) {
     const RunLabel& label = run_->label();
     ErrorContext context;
@@ -78,7 +70,20 @@ bool ReshardWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> ReshardWork::getFuture() { return future_; }
+c10::intrusive_ptr<c10::ivalue::Future> ReshardWork::getFuture() {
+  const std::lock_guard lock(future_mutex_);
+  if (future_) return future_;
+  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  run_->on_end([bag = bin_->bag({outputs_, future_}), run = std::weak_ptr<Run>(run_)] {
+    const auto self = run.lock();
+    if (const auto error = self ? self->error() : nullptr) {
+      bag->future->setError(error);
+    } else {
+      bag->future->markCompleted(c10::IValue(bag->tensors));
+    }
+  });
+  return future_;
+}
 
 uint64_t ReshardWork::getSequencenumber() const { return sequence_; }
 

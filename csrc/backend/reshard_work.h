@@ -56,8 +56,9 @@ class ReshardWork final : public c10d::Work {
   const std::shared_ptr<Run> run_;
   const std::shared_ptr<RecycleBin> bin_;
   const std::vector<at::Tensor> outputs_;
-  const c10::intrusive_ptr<c10::ivalue::Future> future_;
   const uint64_t sequence_;
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // null until somebody asks: most never do
 };
 
 }  // namespace meshcast

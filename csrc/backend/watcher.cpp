@@ -262,6 +262,7 @@ void Watcher::timer_loop() {
     const TimePoint now = Clock::now();
     // The death of a peer on this host breaks no network connection that anybody waits on.
     if (!failed()) engine_.check_peers();
+    engine_.wake_undriven(now - kTick);
     if (failed()) {
       if (failed_at == TimePoint{}) failed_at = now;
       if (now - failed_at > kPinGrace) {

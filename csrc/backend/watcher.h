@@ -27,6 +27,7 @@ class Watched {
   virtual std::exception_ptr error() const = 0;
   virtual void fail(std::exception_ptr error) = 0;  // the first call counts
   virtual void check_peers() {}                     // now and then, while runs are in flight
+  virtual void wake_undriven(TimePoint) {}          // likewise; see Engine
 };
 
 // Decides when a group has failed and what the failure is called, so that no call blocks for ever and every

@@ -28,6 +28,11 @@ inline constexpr auto kWaitSlack = std::chrono::seconds(10);
 using ChannelFailure =
     std::function<void(int peer, const TransportError& error, const std::shared_ptr<Run>& run)>;
 
+// Waiting for the front message and putting it where it belongs is one thread's work at a time: that of the
+// channel's own, or of a user's that waits for the front message's run anyway (Run::drive). `driven` says that
+// such a user is about to come, so that the channel's thread need not be woken; should nobody come, wake()
+// does.
+
 // Everything that comes from one peer in one lane, in start order of the runs and plan order within a run.
 // A receive depends on nothing but its sender: what arrives is put into place at once and forwards are read
 // from there, so receiving never waits for sending and no cycle of full buffers can form.
@@ -38,7 +43,9 @@ class InChannel {
   InChannel(std::shared_ptr<Transport> transport, int peer, Arrived arrived, ChannelFailure failure);
   ~InChannel();
 
-  void enqueue(const std::shared_ptr<Run>& run, const std::vector<const RecvOp*>& ops);
+  void enqueue(const std::shared_ptr<Run>& run, const std::vector<const RecvOp*>& ops, bool driven);
+  void drive(const Run& run) noexcept;
+  void wake();
   void resume();  // posts what RecvOrder allows by now
   void close();   // aborts what is posted and drops the rest; any thread, idempotent, does not wait
   void join();    // after close(): waits for the channel's thread
@@ -53,6 +60,7 @@ class InChannel {
 
   void post_locked();
   void loop();
+  void take_front(std::unique_lock<std::mutex>& lock);
   void drop(std::deque<Entry> entries);
 
   const std::shared_ptr<Transport> transport_;
@@ -66,6 +74,8 @@ class InChannel {
   size_t posted_ = 0;
   int64_t first_ = 0;                         // position of entries_.front(), see message_tag
   std::vector<std::vector<std::byte>> pool_;  // staging buffers to reuse, at most kWindow
+  bool taking_ = false;                       // a thread is in take_front()
+  bool failed_ = false;                       // a request has failed: nothing is waited for any more
   bool closed_ = false;
   std::thread thread_;
 };
@@ -78,9 +88,11 @@ class OutChannel {
   ~OutChannel();
 
   // Returns the position of the first op, see message_tag; the others follow in order.
-  int64_t enqueue(const std::shared_ptr<Run>& run, const std::vector<const SendOp*>& ops);
+  int64_t enqueue(const std::shared_ptr<Run>& run, const std::vector<const SendOp*>& ops, bool driven);
   void mark_ready(int64_t position);
-  void pump();  // issues what may be issued
+  void pump(bool driven = false);  // issues what may be issued
+  void drive(const Run& run) noexcept;
+  void wake();
   void close();
   void join();
 
@@ -94,7 +106,10 @@ class OutChannel {
     std::vector<std::byte> staging;
   };
 
+  bool any_ready_locked() const;
+  bool front_issued_locked() const { return !entries_.empty() && entries_.front().state == State::Issued; }
   void loop();
+  void take_front(std::unique_lock<std::mutex>& lock);
   void drop(std::deque<Entry> entries);
 
   const std::shared_ptr<Transport> transport_;
@@ -106,6 +121,8 @@ class OutChannel {
   std::deque<Entry> entries_;
   int64_t first_ = 0;  // position of entries_.front()
   std::vector<std::vector<std::byte>> pool_;
+  bool taking_ = false;
+  bool failed_ = false;
   bool closed_ = false;
   std::thread thread_;
 };

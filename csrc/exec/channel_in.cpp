@@ -21,12 +21,12 @@ void InChannel::join() {
   if (thread_.joinable()) thread_.join();
 }
 
-void InChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const RecvOp*>& ops) {
+void InChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const RecvOp*>& ops, bool driven) {
   const std::lock_guard lock(mutex_);
   if (closed_) return;
   for (const RecvOp* op : ops) entries_.push_back({run, op, nullptr, {}});
   post_locked();
-  changed_.notify_all();
+  if (!driven) changed_.notify_all();
 }
 
 void InChannel::post_locked() {
@@ -59,54 +59,76 @@ void InChannel::resume() {
   changed_.notify_all();
 }
 
+void InChannel::wake() {
+  const std::lock_guard lock(mutex_);
+  changed_.notify_all();
+}
+
+void InChannel::drive(const Run& run) noexcept {
+  std::unique_lock lock(mutex_);
+  while (!taking_ && !failed_ && !closed_ && posted_ > 0 && entries_.front().run.get() == &run) {
+    take_front(lock);
+  }
+  // Nobody was woken for what has been posted meanwhile.
+  if (closed_ || posted_ > 0) changed_.notify_all();
+}
+
+// Waits for the front message, which is posted, and puts it into place. By one thread at a time, which alone
+// pops; a deque keeps references across push_back.
+void InChannel::take_front(std::unique_lock<std::mutex>& lock) {
+  taking_ = true;
+  Entry& front = entries_.front();
+  lock.unlock();
+  try {
+    front.request->wait(front.run->deadline() + kWaitSlack);
+  } catch (const TransportError& error) {
+    failure_(peer_, error, front.run);
+    lock.lock();
+    taking_ = false;
+    failed_ = true;
+    return;
+  }
+  const bool others_may_go = front.run->recv_order.arrived(front.op->number);
+  lock.lock();
+  Entry done = std::move(entries_.front());
+  entries_.pop_front();
+  ++first_;
+  --posted_;
+  post_locked();  // the next message travels while this one is unpacked
+  lock.unlock();
+  if (others_may_go) {
+    for (InChannel* channel : done.run->in_channels) {
+      if (channel != this) channel->resume();
+    }
+  }
+
+  done.request.reset();
+  if (done.op->reduce != ReduceOp::None) done.run->reduce(*done.op, done.staging.data());
+  if (done.op->carry >= 0) done.run->carries.keep(done.op->carry, std::exchange(done.staging, {}));
+  const std::byte* packed = done.staging.data();
+  if (!done.staging.empty()) {
+    for (int32_t i = done.op->parts.begin; i < done.op->parts.end; ++i) {
+      const StridedView view = done.run->view(done.run->part(i));
+      unpack(packed, view);
+      packed += view.nbytes();
+    }
+  }
+  arrived_(done.run, *done.op);
+  done.run->complete_ops(1, done.op->nbytes);
+  done.run->unpin();
+  done.run.reset();
+
+  lock.lock();
+  if (!done.staging.empty() && pool_.size() < kWindow) pool_.push_back(std::move(done.staging));
+  taking_ = false;
+}
+
 void InChannel::loop() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [this] { return closed_ || posted_ > 0; });
+    changed_.wait(lock, [this] { return !taking_ && (closed_ || (posted_ > 0 && !failed_)); });
     if (closed_) break;
-    // Only this thread pops, and a deque keeps references across push_back.
-    Entry& front = entries_.front();
-    lock.unlock();
-    try {
-      front.request->wait(front.run->deadline() + kWaitSlack);
-    } catch (const TransportError& error) {
-      failure_(peer_, error, front.run);
-      lock.lock();
-      changed_.wait(lock, [this] { return closed_; });
-      break;
-    }
-    const bool others_may_go = front.run->recv_order.arrived(front.op->number);
-    lock.lock();
-    Entry done = std::move(entries_.front());
-    entries_.pop_front();
-    ++first_;
-    --posted_;
-    post_locked();  // the next message travels while this one is unpacked
-    lock.unlock();
-    if (others_may_go) {
-      for (InChannel* channel : done.run->in_channels) {
-        if (channel != this) channel->resume();
-      }
-    }
-
-    done.request.reset();
-    if (done.op->reduce != ReduceOp::None) done.run->reduce(*done.op, done.staging.data());
-    if (done.op->carry >= 0) done.run->carries.keep(done.op->carry, std::exchange(done.staging, {}));
-    const std::byte* packed = done.staging.data();
-    if (!done.staging.empty()) {
-      for (int32_t i = done.op->parts.begin; i < done.op->parts.end; ++i) {
-        const StridedView view = done.run->view(done.run->part(i));
-        unpack(packed, view);
-        packed += view.nbytes();
-      }
-    }
-    arrived_(done.run, *done.op);
-    done.run->complete_ops(1, done.op->nbytes);
-    done.run->unpin();
-    done.run.reset();
-
-    lock.lock();
-    if (!done.staging.empty() && pool_.size() < kWindow) pool_.push_back(std::move(done.staging));
+    take_front(lock);
   }
   std::deque<Entry> rest = std::move(entries_);
   entries_.clear();

@@ -19,14 +19,15 @@ void OutChannel::join() {
   if (thread_.joinable()) thread_.join();
 }
 
-int64_t OutChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const SendOp*>& ops) {
+int64_t OutChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const SendOp*>& ops,
+                            bool driven) {
   const std::lock_guard lock(mutex_);
   const int64_t position = first_ + static_cast<int64_t>(entries_.size());
   if (closed_) return position;
   for (const SendOp* op : ops) {
     entries_.push_back({run, op, op->forward ? State::Waiting : State::Ready, nullptr, {}});
   }
-  changed_.notify_all();
+  if (!driven) changed_.notify_all();
   return position;
 }
 
@@ -39,7 +40,7 @@ void OutChannel::mark_ready(int64_t position) {
   pump();
 }
 
-void OutChannel::pump() {
+void OutChannel::pump(bool driven) {
   std::unique_lock lock(mutex_);
   while (!closed_) {
     size_t at = 0;
@@ -74,49 +75,82 @@ void OutChannel::pump() {
     next->request = std::move(request);
     next->state = State::Issued;
     if (closed_) next->request->abort();  // close() could not see it
-    changed_.notify_all();
+    if (!driven || closed_) changed_.notify_all();
   }
+}
+
+bool OutChannel::any_ready_locked() const {
+  const auto end = entries_.begin() + static_cast<int64_t>(std::min(kWindow, entries_.size()));
+  return std::any_of(entries_.begin(), end, [](const Entry& e) { return e.state == State::Ready; });
+}
+
+void OutChannel::wake() {
+  const std::lock_guard lock(mutex_);
+  changed_.notify_all();
+}
+
+void OutChannel::drive(const Run& run) noexcept {
+  std::unique_lock lock(mutex_);
+  while (!taking_ && !failed_ && !closed_) {
+    if (any_ready_locked()) {
+      lock.unlock();
+      pump(true);
+      lock.lock();
+    } else if (front_issued_locked() && entries_.front().run.get() == &run) {
+      take_front(lock);
+    } else {
+      break;
+    }
+  }
+  // Nobody was woken for what has been issued meanwhile.
+  if (closed_ || !entries_.empty()) changed_.notify_all();
+}
+
+// Waits until the front message, which is issued, has been sent. By one thread at a time, which alone pops.
+void OutChannel::take_front(std::unique_lock<std::mutex>& lock) {
+  taking_ = true;
+  Entry& front = entries_.front();
+  lock.unlock();
+  try {
+    front.request->wait(front.run->deadline() + kWaitSlack);
+  } catch (const TransportError& error) {
+    failure_(peer_, error, front.run);
+    lock.lock();
+    taking_ = false;
+    failed_ = true;
+    return;
+  }
+  lock.lock();
+  Entry done = std::move(entries_.front());
+  entries_.pop_front();
+  ++first_;
+  if (done.staging.capacity() > 0 && pool_.size() < kWindow) pool_.push_back(std::move(done.staging));
+  lock.unlock();
+  done.request.reset();
+  pump(true);  // this thread looks itself
+  if (done.op->carry >= 0) done.run->carried_sent(done.op->carry);
+  done.run->complete_ops(1, 0);
+  done.run->unpin();
+  done.run.reset();
+  lock.lock();
+  taking_ = false;
 }
 
 void OutChannel::loop() {
   std::unique_lock lock(mutex_);
-  const auto front_issued = [this] { return !entries_.empty() && entries_.front().state == State::Issued; };
-  const auto any_ready = [this] {
-    const auto end = entries_.begin() + static_cast<int64_t>(std::min(kWindow, entries_.size()));
-    return std::any_of(entries_.begin(), end, [](const Entry& e) { return e.state == State::Ready; });
-  };
   for (;;) {
-    changed_.wait(lock, [&] { return closed_ || front_issued() || any_ready(); });
+    changed_.wait(lock, [this] {
+      if (closed_) return !taking_;
+      return !failed_ && (any_ready_locked() || (!taking_ && front_issued_locked()));
+    });
     if (closed_) break;
-    if (any_ready()) {
+    if (any_ready_locked()) {
       lock.unlock();
       pump();
       lock.lock();
       continue;
     }
-    Entry& front = entries_.front();
-    lock.unlock();
-    try {
-      front.request->wait(front.run->deadline() + kWaitSlack);
-    } catch (const TransportError& error) {
-      failure_(peer_, error, front.run);
-      lock.lock();
-      changed_.wait(lock, [this] { return closed_; });
-      break;
-    }
-    lock.lock();
-    Entry done = std::move(entries_.front());
-    entries_.pop_front();
-    ++first_;
-    if (done.staging.capacity() > 0 && pool_.size() < kWindow) pool_.push_back(std::move(done.staging));
-    lock.unlock();
-    done.request.reset();
-    pump();
-    if (done.op->carry >= 0) done.run->carried_sent(done.op->carry);
-    done.run->complete_ops(1, 0);
-    done.run->unpin();
-    done.run.reset();
-    lock.lock();
+    take_front(lock);
   }
   changed_.wait(lock, [this] {
     return std::none_of(entries_.begin(), entries_.end(),

@@ -6,8 +6,26 @@
 namespace meshcast {
 namespace {
 
-// Messages up to this size are packed and issued by the caller of start(): waking a thread would cost more.
+// Messages up to this size are packed and issued by the caller of start(), and so many bytes of local copies
+// are made by it: waking a thread would cost more.
 constexpr int64_t kInlineBytes = 64 * 1024;
+
+bool copies_are_small(const Program& program) {
+  int64_t nbytes = 0;
+  for (const CopyOp& op : program.copies) {
+    int64_t here = op.to.element_bytes;
+    for (int d = 0; d < op.to.ndim; ++d) here *= op.to.extent[static_cast<size_t>(d)];
+    nbytes += here;
+    if (nbytes > kInlineBytes) return false;
+  }
+  return true;
+}
+
+void make_copies(Run& run) {
+  const auto& copies = run.program().copies;
+  for (const CopyOp& op : copies) copy(run.view(op.from), run.view(op.to));
+  run.complete_ops(static_cast<int64_t>(copies.size()), 0);
+}
 
 }  // namespace
 
@@ -19,31 +37,13 @@ Engine::~Engine() {
   shutdown(std::make_exception_ptr(TransportError(TransportError::Cause::Aborted, "shut down")));
 }
 
-// A call of start() under way.
-class Engine::Starting {
- public:
-  explicit Starting(Engine& engine) : engine_(engine) {
-    const std::lock_guard lock(engine_.mutex_);
-    ++engine_.starting_;
-  }
-  ~Starting() {
-    const std::lock_guard lock(engine_.mutex_);
-    --engine_.starting_;
-    engine_.started_.notify_all();
-  }
-  Starting(const Starting&) = delete;
-  Starting& operator=(const Starting&) = delete;
-
- private:
-  Engine& engine_;
-};
-
 std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label,
-                                   TimePoint deadline) {
+                                   TimePoint deadline, bool driven) {
   auto run = std::make_shared<Run>(std::move(program), std::move(buffers), std::move(label), deadline);
-  const Starting here(*this);
+  const Entered inside(*gate_);
+  if (!inside) std::rethrow_exception(error());
   try {
-    hand_out(run);
+    hand_out(run, driven);
   } catch (...) {
     fail(std::current_exception());
     throw;
@@ -51,7 +51,7 @@ std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffe
   return run;
 }
 
-void Engine::hand_out(const std::shared_ptr<Run>& run) {
+void Engine::hand_out(const std::shared_ptr<Run>& run, bool driven) {
   const Program* program = &run->program();
   const int32_t lane = run->label().lane;
 
@@ -78,10 +78,20 @@ void Engine::hand_out(const std::shared_ptr<Run>& run) {
                 runs_.end());
     runs_.push_back(run);
     run->send_tickets.resize(program->sends.size());
+    // One channel suffices for the small runs that this is for. Receiving comes first: sending mostly needs no
+    // waiting.
+    if (driven) {
+      run->gate = gate_;
+      if (!recvs.empty()) {
+        run->driven_in = &in_channel_locked({lane, recvs.begin()->first});
+      } else if (!sends.empty()) {
+        run->driven_out = &out_channel_locked({lane, sends.begin()->first});
+      }
+    }
     // Sends first: a receive that completes at once must find the tickets of its forwards.
     for (const auto& [peer, ops] : sends) {
       OutChannel& channel = out_channel_locked({lane, peer});
-      int64_t position = channel.enqueue(run, ops);
+      int64_t position = channel.enqueue(run, ops, &channel == run->driven_out);
       for (const size_t i : send_index[peer]) run->send_tickets[i] = {&channel, position++};
       if (!ops.front()->forward && ops.front()->nbytes <= kInlineBytes) to_pump.push_back(&channel);
     }
@@ -93,15 +103,21 @@ void Engine::hand_out(const std::shared_ptr<Run>& run) {
     for (const auto& [peer, ops] : recvs) run->in_channels.push_back(&in_channel_locked({lane, peer}));
     for (const auto& [peer, ops] : local_recvs)
       run->local_in_channels.push_back(&local_channel_locked({lane, peer}));
-    for (const auto& [peer, ops] : recvs) in_channel_locked({lane, peer}).enqueue(run, ops);
+    for (const auto& [peer, ops] : recvs) {
+      InChannel& channel = in_channel_locked({lane, peer});
+      channel.enqueue(run, ops, &channel == run->driven_in);
+    }
     for (const auto& [peer, ops] : local_recvs) local_channel_locked({lane, peer}).enqueue(run, ops);
   }
-  for (OutChannel* channel : to_pump) channel->pump();
+  for (OutChannel* channel : to_pump) channel->pump(channel == run->driven_out);
   for (const SendOp& op : program->sends) {
     if (op.local && !op.forward) send_local(*local, run, op, failure_);
   }
 
-  if (!program->copies.empty()) {
+  if (program->copies.empty()) return;
+  if (copies_are_small(*program)) {
+    make_copies(*run);
+  } else {
     const std::lock_guard lock(copy_mutex_);
     if (!copier_.joinable() && !copy_closed_) copier_ = std::thread([this] { copy_loop(); });
     run->pin();
@@ -155,11 +171,7 @@ void Engine::copy_loop() {
     const std::shared_ptr<Run> run = std::move(copy_queue_.front());
     copy_queue_.pop_front();
     lock.unlock();
-    const auto& copies = run->program().copies;
-    if (!run->failed()) {
-      for (const CopyOp& op : copies) copy(run->view(op.from), run->view(op.to));
-      run->complete_ops(static_cast<int64_t>(copies.size()), 0);
-    }
+    if (!run->failed()) make_copies(*run);
     run->unpin();
     lock.lock();
   }
@@ -200,6 +212,16 @@ std::vector<std::shared_ptr<Run>> Engine::in_flight() {
   return out;
 }
 
+void Engine::wake_undriven(TimePoint limit) {
+  const std::lock_guard lock(mutex_);
+  for (const auto& weak : runs_) {
+    const auto run = weak.lock();
+    if (!run || run->driving() || run->started() > limit || run->ended()) continue;
+    if (run->driven_in) run->driven_in->wake();
+    if (run->driven_out) run->driven_out->wake();
+  }
+}
+
 void Engine::check_local_peers() {
   std::shared_ptr<LocalTransport> local;
   {
@@ -216,11 +238,7 @@ void Engine::shutdown(std::exception_ptr error) {
     closed_ = true;
   }
   fail(std::move(error));
-  {
-    // What they still hand out would find nobody to end it.
-    std::unique_lock lock(mutex_);
-    started_.wait(lock, [this] { return starting_ == 0; });
-  }
+  gate_->close();  // what they still hand out would find nobody to end it
   {
     const std::lock_guard lock(copy_mutex_);
     copy_closed_ = true;

@@ -20,7 +20,8 @@ namespace meshcast {
 
 // Executes programs of one private group. start() only enqueues; the work is done by one thread per
 // (lane, peer) and direction, made when first needed, by those of the local transport, and by one for local
-// copies. Runs interleave freely: each has messages of its own, and a lane never waits for another.
+// copies; what is small is done by the caller of start(), or of Run::drive(), who would wait anyway. Runs
+// interleave freely: each has messages of its own, and a lane never waits for another.
 class Engine {
  public:
   // `failure` hears of every transport error, once per channel, from the channel's thread. It decides what
@@ -32,14 +33,18 @@ class Engine {
 
   // Throws what fail() was given if the engine has failed. Fails the engine where it cannot start all of the
   // run (no more threads, no memory): the ranks would no longer agree on what has been sent.
+  // `driven`: the caller will call Run::drive() at once and then wait; no thread is woken for what that does.
   std::shared_ptr<Run> start(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label,
-                             TimePoint deadline);
+                             TimePoint deadline, bool driven = false);
 
   // Ends every run in flight with `error` and refuses new ones. The first call counts. Any thread.
   void fail(std::exception_ptr error);
 
   std::exception_ptr error() const;
   std::vector<std::shared_ptr<Run>> in_flight();
+
+  // Sees to driven runs that were started before `limit` and that nobody drives.
+  void wake_undriven(TimePoint limit);
 
   // Looks for peers of this host that have gone. To be called now and then while runs are in flight.
   void check_local_peers();
@@ -50,9 +55,7 @@ class Engine {
  private:
   using ChannelKey = std::pair<int32_t, int>;  // lane, peer
 
-  class Starting;
-
-  void hand_out(const std::shared_ptr<Run>& run);
+  void hand_out(const std::shared_ptr<Run>& run, bool driven);
   InChannel& in_channel_locked(ChannelKey key);
   OutChannel& out_channel_locked(ChannelKey key);
   LocalInChannel& local_channel_locked(ChannelKey key);
@@ -71,8 +74,7 @@ class Engine {
   std::vector<std::weak_ptr<Run>> runs_;
   std::exception_ptr error_;
   bool closed_ = false;
-  int starting_ = 0;  // calls of start() under way; shutdown() lets them finish
-  std::condition_variable started_;
+  const std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();  // of users' threads that start or drive runs
 
   std::mutex copy_mutex_;
   std::condition_variable copy_changed_;

@@ -125,6 +125,15 @@ bool Run::wait_until(TimePoint limit) const {
   return changed_.wait_until(lock, limit, [&] { return ended_; });
 }
 
+void Run::drive() noexcept {
+  if (!gate) return;
+  driving_.store(true);
+  const Entered inside(*gate);
+  if (!inside) return;
+  if (driven_in) driven_in->drive(*this);
+  if (driven_out) driven_out->drive(*this);
+}
+
 std::exception_ptr Run::error() const {
   const std::lock_guard lock(mutex_);
   return error_;

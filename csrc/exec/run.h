@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "exec/carries.h"
+#include "exec/gate.h"
 #include "exec/program.h"
 #include "exec/recv_order.h"
 #include "exec/reduce.h"
@@ -93,6 +95,13 @@ class Run final : public WatchedRun {
   bool ended() const override;
   bool failed() const;
   bool wait_until(TimePoint limit) const;  // false: still running at `limit`
+
+  // For the thread that is about to wait: does what the thread of one channel would do for this run, as long as
+  // that thread does not do it, so that no thread has to be woken to wake this one. Returns when there is
+  // nothing (more) to do, which is not always the end of the run. Nothing unless the run was started as driven.
+  void drive() noexcept;
+  bool driving() const { return driving_.load(); }  // somebody has come to do so
+
   std::exception_ptr error() const;
   int64_t received_bytes() const override;
   int64_t expected_bytes() const override { return program_->bytes_received; }
@@ -106,6 +115,12 @@ class Run final : public WatchedRun {
   std::vector<InChannel*> in_channels;
   std::vector<LocalInChannel*> local_in_channels;
   std::vector<int64_t> local_positions;
+
+  // Likewise, for a driven run: the channel that its caller drives, one of the two, and whether it still
+  // exists.
+  InChannel* driven_in = nullptr;
+  OutChannel* driven_out = nullptr;
+  std::shared_ptr<Gate> gate;
 
   RecvOrder recv_order;
   Carries carries;
@@ -127,6 +142,7 @@ class Run final : public WatchedRun {
   const RunLabel label_;
   const TimePoint started_;
   const TimePoint deadline_;
+  std::atomic<bool> driving_{false};
 
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;

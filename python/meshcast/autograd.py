@@ -50,9 +50,10 @@ _retained: _Chain | None = (
 class _Call:
     """One differentiable reshard on this rank."""
 
-    def __init__(self, compiled: Compiled, timeout: float, chain: _Chain | None) -> None:
+    def __init__(self, compiled: Compiled, timeout: float, chain: _Chain | None, driven: bool) -> None:
         self.compiled = compiled
         self.timeout = timeout
+        self.driven = driven
         self.chain = chain  # None on a rank of neither mesh
         self.position = len(chain.calls) if chain is not None else 0
         self.launch: Launch | None = None
@@ -135,7 +136,9 @@ class _Call:
                     local.clone() if local is not None and _shares(local, grads[i]) else local
                     for local, i in zip(outgoing, compiled.differentiable, strict=True)
                 ]
-            launch = compiled.transfer.launch_reverse(self.number, outgoing, incoming, self.timeout)
+            launch = compiled.transfer.launch_reverse(
+                self.number, outgoing, incoming, self.timeout, driven=waits
+            )
             if waits:
                 launch.wait()
         return [_gradient(member, local) for member, local in zip(members, incoming, strict=True)]
@@ -167,7 +170,7 @@ class _Reshard(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Saved so that a second backward without retain_graph raises here as well, alike on every rank.
         ctx.save_for_backward(token)
-        ys, call.launch, call.number = call.compiled.begin(xs, call.timeout)
+        ys, call.launch, call.number = call.compiled.begin(xs, call.timeout, driven=call.driven)
         carried = set(call.compiled.differentiable)
         if len(carried) < len(ys):
             ctx.mark_non_differentiable(*(y for i, y in enumerate(ys) if i not in carried))
@@ -192,16 +195,18 @@ class _Reshard(torch.autograd.Function):
 
 
 def differentiable_call(
-    compiled: Compiled, xs: Sequence[DTensor | None], timeout: float
+    compiled: Compiled, xs: Sequence[DTensor | None], timeout: float, *, driven: bool
 ) -> tuple[list[DTensor], Launch | None]:
-    """Begins a call whose results carry the graph; an x is None on ranks that know only its spec."""
+    """Begins a call whose results carry the graph; an x is None on ranks that know only its spec. driven: the
+    caller waits at once."""
     global _current, _retained
     if compiled.transfer is None:
-        _, *ys = _Reshard.apply(torch.zeros((), requires_grad=True), _Call(compiled, timeout, None), *xs)
+        alone = _Call(compiled, timeout, None, driven)
+        _, *ys = _Reshard.apply(torch.zeros((), requires_grad=True), alone, *xs)
         return ys, None
     with _lock:
         chain = _current if _current is not None else _Chain()
-        call = _Call(compiled, timeout, chain)
+        call = _Call(compiled, timeout, chain, driven)
         token, *ys = _Reshard.apply(chain.token, call, *xs)
         chain.token = token
         chain.calls.append(call)

@@ -90,11 +90,13 @@ def start(
     xs: Sequence[DTensor | None],
     limit: float,
     outs: Sequence[DTensor | None] | None = None,
+    *,
+    driven: bool,
 ) -> tuple[list[DTensor], Launch | None]:
-    """Starts a compiled call, with autograd where it was compiled for it."""
+    """Starts a compiled call, with autograd where it was compiled for it. driven: who calls waits at once."""
     if compiled.differentiable and outs is None:
-        return differentiable_call(compiled, xs, limit)
-    results, launch, _ = compiled.begin(xs, limit, outs)
+        return differentiable_call(compiled, xs, limit, driven=driven)
+    results, launch, _ = compiled.begin(xs, limit, outs, driven=driven)
     return results, launch
 
 

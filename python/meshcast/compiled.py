@@ -44,10 +44,12 @@ class Compiled:
         timeout: float,
         outs: Sequence[DTensor | None] | None = None,
         observe: Callable[[int, torch.Tensor], None] | None = None,
+        *,
+        driven: bool = False,
     ) -> tuple[list[DTensor], Launch | None, CallNumber | None]:
         """Starts the transfer of xs, one per member (None on ranks outside the source). The results' local
         tensors are filled once the launch has been waited for: new ones, or those of `outs`.
-        observe(i, shard) sees what travels from here, before it does."""
+        observe(i, shard) sees what travels from here, before it does. driven: the caller waits at once."""
         results, sources, targets = [], [], []
         last_steps: list[Callable[[], None]] = []
         for index, (member, x) in enumerate(zip(self.members, xs, strict=True)):
@@ -73,7 +75,7 @@ class Compiled:
             targets.append(target)
         if self.transfer is None:
             return results, None, None
-        launch, number = self.transfer.launch(sources, targets, timeout)
+        launch, number = self.transfer.launch(sources, targets, timeout, driven=driven)
         if last_steps:
             launch.on_success(lambda: _run_all(last_steps))
         return results, launch, number

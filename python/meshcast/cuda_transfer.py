@@ -99,6 +99,7 @@ class _GpuCall:
         self._op = op
 
     def start(self, plan: Any, **arguments: Any) -> Any:
+        arguments.pop("driven")  # the host does not wait for what a GPU does
         gpu, place = self._group.gpu, self.place
         if place.problem is not None:
             raise MeshcastError(f"{self._op}: {place.problem}", op=self._op) from place.problem

@@ -47,8 +47,9 @@ class Launch:
     """A transfer from the moment it is called: at first queued, then a running work of the C++ engine, or an
     error."""
 
-    def __init__(self, op: str, timeout: float) -> None:
+    def __init__(self, op: str, timeout: float, driven: bool = False) -> None:
         self.op = op
+        self.driven = driven  # who called waits at once
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout
         self.work: Any = None

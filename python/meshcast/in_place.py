@@ -92,7 +92,7 @@ def reshard_(
     xs = [x if isinstance(x, DTensor) else None]
     outs = [out if isinstance(out, DTensor) else None]
     with torch.no_grad():
-        _, launch = start(compiled, xs, limit, outs)
+        _, launch = start(compiled, xs, limit, outs, driven=not async_op)
     if async_op:
         # Where x shares memory with out, it was copied, and out is written by this very call.
         if (

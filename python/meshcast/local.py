@@ -109,7 +109,7 @@ def reshard_local(
     given = src
     if src is not None and dst is not None and overlaps(src, dst):
         given = src.clone()  # neighbours would read what already came in from others
-    launch, _ = transfer.launch([given], [dst], limit)
+    launch, _ = transfer.launch([given], [dst], limit, driven=not async_op)
     if dst is not None:
         written = dst
         launch.on_success(lambda: note_written(written))

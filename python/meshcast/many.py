@@ -101,7 +101,7 @@ def reshard_many(
     if compiled is None:
         compiled = compiled_call(parent, requests, key, limit, op=_OP, strategy=strategy, topology=topology)
     tensors = [x if isinstance(x, DTensor) else None for x in listed]
-    results, launch = start(compiled, tensors, limit)
+    results, launch = start(compiled, tensors, limit, driven=not async_op)
     if async_op:
         return handle_of(launch, results, compiled, tensors)
     if launch is not None:

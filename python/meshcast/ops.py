@@ -80,7 +80,7 @@ def _run(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
     target = None
     if member.local_shape is not None:
         target = out if member.wire_dtype == member.dtype else torch.empty_like(out, dtype=member.wire_dtype)
-    launch, number = compiled.transfer.launch([source], [target], limit)
+    launch, number = compiled.transfer.launch([source], [target], limit, driven=True)
     launch.wait()
     if target is not None and target is not out:
         out.copy_(target)
@@ -100,7 +100,9 @@ def _run_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch.
     if compiled.transfer is not None:
         outgoing = None if gradient.destination_shape is None else grad.to(gradient.wire_dtype)
         target = None if gradient.source_shape is None else incoming
-        launch = compiled.transfer.launch_reverse(CallNumber(*number.tolist()), [outgoing], [target], limit)
+        launch = compiled.transfer.launch_reverse(
+            CallNumber(*number.tolist()), [outgoing], [target], limit, driven=True
+        )
         launch.wait()
     if gradient.scale != 1.0:
         incoming.mul_(gradient.scale)

@@ -114,7 +114,7 @@ def reshard(
     if compiled is None:
         compiled = compiled_call(parent, [request], key, limit, op=_OP, strategy=strategy, topology=topology)
     xs = [x if isinstance(x, DTensor) else None]
-    results, launch = start(compiled, xs, limit)
+    results, launch = start(compiled, xs, limit, driven=not async_op)
     if async_op:
         return handle_of(launch, results[0], compiled, xs)
     if launch is not None:

@@ -103,12 +103,12 @@ class Resharder:
     def start(self, x: DTensor | None = None, *, out: DTensor | None = None) -> Handle[DTensor]:
         """Starts one call and returns at once. x: the source on the ranks of its mesh; others may pass None.
         out: where the result goes, under dst_spec."""
-        result, launch = self._begin(x, out)
+        result, launch = self._begin(x, out, driven=False)
         return handle_of(launch, result, self._compiled, [x])
 
     def run(self, x: DTensor | None = None, *, out: DTensor | None = None) -> DTensor:
         """start() and wait in one; costs less than both."""
-        result, launch = self._begin(x, out)
+        result, launch = self._begin(x, out, driven=True)
         if launch is not None:
             launch.wait()
         return result
@@ -123,7 +123,9 @@ class Resharder:
             self._reverse = Resharder(origin, target, **self._options)
         return self._reverse
 
-    def _begin(self, x: DTensor | None, out: DTensor | None) -> tuple[DTensor, Launch | None]:
+    def _begin(
+        self, x: DTensor | None, out: DTensor | None, *, driven: bool
+    ) -> tuple[DTensor, Launch | None]:
         compiled = self._compiled
         differentiable = bool(compiled.differentiable) and torch.is_grad_enabled()
         try:
@@ -137,11 +139,11 @@ class Resharder:
                 publish_rejection(compiled.transfer._group, 0, error, self._limit)
             raise
         if differentiable:
-            (result,), launch = differentiable_call(compiled, [x], self._limit)
+            (result,), launch = differentiable_call(compiled, [x], self._limit, driven=driven)
             return result, launch
         if out is None:
             out = self._kept
-        (result,), launch, _ = compiled.begin([x], self._limit, None if out is None else [out])
+        (result,), launch, _ = compiled.begin([x], self._limit, None if out is None else [out], driven=driven)
         return result, launch
 
     def _check_gradient(self, x: DTensor | None, out: DTensor | None, differentiable: bool) -> None:

@@ -52,7 +52,7 @@ class Rounds:
         )
         mine = torch.tensor([list(row)], dtype=torch.int64)
         rows = torch.empty(shape, dtype=torch.int64)
-        launch, _ = transfer.launch([mine], [rows], limit)
+        launch, _ = transfer.launch([mine], [rows], limit, driven=True)
         launch.wait()
         return dict(zip(self.ranks, rows.tolist(), strict=True))
 

@@ -154,13 +154,15 @@ class Transfer:
         """Drops the plan; transfers in flight go on. Later starts raise."""
         self._error = self._error or MeshcastError(f"{self._op}: the transfer was closed", op=self._op)
 
-    def launch(self, src: Shards, dst: Shards, timeout: float) -> tuple[Launch, CallNumber]:
-        """start() below the handle."""
+    def launch(
+        self, src: Shards, dst: Shards, timeout: float, *, driven: bool = False
+    ) -> tuple[Launch, CallNumber]:
+        """start() below the handle. driven: the caller waits at once, and lends a hand in that."""
         with profiled("launch", self._op):
-            return self._launch(src, dst, timeout)
+            return self._launch(src, dst, timeout, driven)
 
-    def _launch(self, src: Shards, dst: Shards, timeout: float) -> tuple[Launch, CallNumber]:
-        launch = Launch(self._op, timeout)
+    def _launch(self, src: Shards, dst: Shards, timeout: float, driven: bool) -> tuple[Launch, CallNumber]:
+        launch = Launch(self._op, timeout, driven)
         launch.flight = Flight(launch, self._group.name, self._group.rank)
         try:
             self._check("source", src, self._source)
@@ -179,10 +181,12 @@ class Transfer:
         self._group.call(self._lane, launch.deadline, job_of, ready=self._has_agreed)
         return launch, number
 
-    def launch_reverse(self, call: CallNumber, src: Shards, dst: Shards, timeout: float) -> Launch:
+    def launch_reverse(
+        self, call: CallNumber, src: Shards, dst: Shards, timeout: float, *, driven: bool = False
+    ) -> Launch:
         """The backward transfer of `call`: src are gradients in the destination layout, dst receives those of
-        the source."""
-        launch = Launch(f"{self._op} backward", timeout)
+        the source. driven: as in launch()."""
+        launch = Launch(f"{self._op} backward", timeout, driven)
         launch.flight = Flight(launch, self._group.name, self._group.rank)
         job = self._start_job(launch, call, src, dst, reverse=True)
         self._group.replay(launch.deadline, job, ready=lambda: True)
@@ -224,6 +228,7 @@ class Transfer:
                     dst=_filled(dst),
                     timeout=max(launch.remaining(), 1e-3),
                     op=launch.op,
+                    driven=launch.driven,
                 )
             except Exception as cause:
                 self._failure = cause

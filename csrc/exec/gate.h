@@ -1,0 +1,54 @@
+#pragma once
+
+#include <condition_variable>
+#include <mutex>
+
+namespace meshcast {
+
+// Lets threads in until it is closed; closing waits until the last of them has left. Guards what users' threads
+// do inside an engine that any of them may shut down.
+class Gate {
+ public:
+  // False once it is closed. Who got in calls leave().
+  bool enter() {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return false;
+    ++inside_;
+    return true;
+  }
+
+  void leave() {
+    const std::lock_guard lock(mutex_);
+    if (--inside_ == 0 && closed_) left_.notify_all();
+  }
+
+  // Not from inside.
+  void close() {
+    std::unique_lock lock(mutex_);
+    closed_ = true;
+    left_.wait(lock, [this] { return inside_ == 0; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable left_;
+  int inside_ = 0;
+  bool closed_ = false;
+};
+
+// Inside a gate, if it let us in.
+class Entered {
+ public:
+  explicit Entered(Gate& gate) : gate_(gate.enter() ? &gate : nullptr) {}
+  ~Entered() {
+    if (gate_) gate_->leave();
+  }
+  Entered(const Entered&) = delete;
+  Entered& operator=(const Entered&) = delete;
+  explicit operator bool() const { return gate_ != nullptr; }
+
+ private:
+  Gate* const gate_;
+};
+
+}  // namespace meshcast
