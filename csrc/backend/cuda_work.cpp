@@ -17,10 +17,14 @@ using c10::ivalue::Future;
 void complete(const RecycleBin::Bag& bag, const std::exception_ptr& error, RoundDevice::Stream stream,
               int device) {
   if (error) return bag.future->setError(error);
-  const c10::cuda::CUDAStreamCaptureModeGuard mode(cudaStreamCaptureModeThreadLocal);
-  const c10::cuda::CUDAStreamGuard here(c10::cuda::getStreamFromExternal(
-      reinterpret_cast<cudaStream_t>(stream), static_cast<c10::DeviceIndex>(device)));
-  bag.future->markCompleted(c10::IValue(bag.tensors));
+  try {
+    const c10::cuda::CUDAStreamCaptureModeGuard mode(cudaStreamCaptureModeThreadLocal);
+    const c10::cuda::CUDAStreamGuard here(c10::cuda::getStreamFromExternal(
+        reinterpret_cast<cudaStream_t>(stream), static_cast<c10::DeviceIndex>(device)));
+    bag.future->markCompleted(c10::IValue(bag.tensors));
+  } catch (const std::exception&) {  // CUDA has failed for this process
+    bag.future->setErrorIfNeeded(std::current_exception());
+  }
 }
 
 }  // namespace

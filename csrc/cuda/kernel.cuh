@@ -38,12 +38,23 @@ void launch_tables(std::span<const BoxPair> pairs, const Op& op, const Target& t
   });
 }
 
+template <class Op, class Table>
+void load_kernel(const Target& target, const char* what) {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, box_kernel<Op, Table>), what, target);
+}
+
 // Small tables while they hold all pairs: a launch costs more the larger its parameters are. Copies, of which
 // there are most, have large ones too; for all types of a conversion that would double the binary.
 template <class Op, class Takes>
 void launch(std::span<const BoxPair> pairs, const Op& op, const Target& target, const char* what,
             const Takes& takes) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(target.device));
+  if (target.load_only) {
+    load_kernel<Op, SmallTable>(target, what);
+    if constexpr (std::is_same_v<Op, CopyOp>) load_kernel<Op, LargeTable>(target, what);
+    return;
+  }
   if constexpr (std::is_same_v<Op, CopyOp>) {
     if (pairs.size() > SmallTable::kCapacity)
       return launch_tables<Op, LargeTable>(pairs, op, target, what, takes);

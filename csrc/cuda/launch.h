@@ -17,7 +17,8 @@ namespace meshcast::cuda {
 struct Target {
   int device = 0;  // holds both sides, or can reach them
   cudaStream_t stream = nullptr;
-  int most_blocks = 0;  // of a kernel, to leave the GPU to others; 0: as many as there is work for
+  int most_blocks = 0;     // of a kernel, to leave the GPU to others; 0: as many as there is work for
+  bool load_only = false;  // see load_kernels()
 };
 
 // The formats that cast_boxes converts between.
@@ -37,5 +38,9 @@ void reduce_boxes(std::span<const BoxPair> pairs, ElementType type, ReduceOp op,
 
 // Divides every element of the views in place by `count`; integers round towards zero.
 void divide_boxes(std::span<const StridedView> views, ElementType type, int64_t count, const Target& target);
+
+// Has CUDA load all kernels, which it otherwise does at the first launch of each; that may wait for everything
+// that runs on the GPU, also for a kernel of NCCL that waits for a rank which waits for this one.
+void load_kernels(int device);
 
 }  // namespace meshcast::cuda

@@ -80,7 +80,10 @@ class _Place:
         try:
             devices = sorted({shard.device.index for shard in shards if shard is not None})
             if len(devices) > 1:
-                raise LayoutError(f"the tensors of one call are on several GPUs of this rank, {devices}")
+                raise LayoutError(
+                    f"the tensors of one call are on several GPUs of this rank, {devices}; results are made "
+                    "on the current one: call torch.cuda.set_device with that of the source first"
+                )
             self.device = devices[0] if devices else torch.cuda.current_device()
             self.event = torch.cuda.Event()
             self.event.record(torch.cuda.current_stream(self.device))

@@ -252,14 +252,14 @@ class PrivateGroup:
         while time.monotonic() < limit and not all(launch.is_completed() for launch in self._flying):
             time.sleep(0.002)
         self._closing = self._closing or "the process group was destroyed"
+        if self.gpu is not None:
+            self.gpu.core.shutdown()  # also a start that holds the lock while NCCL connects
         with self._lock:
             queue, self._queue = self._queue, deque()
             thread = self._thread
             self._error = self._error or AbortedError(self._closing, rank=self.rank, phase="connect")
         for _, job in queue:
             job(None, self._error)
-        if self.gpu is not None:
-            self.gpu.core.shutdown()
         if self._core is not None:
             self._core.shutdown()
         if thread is not None and thread is not threading.current_thread():

@@ -99,7 +99,11 @@ RoundEngine::RoundEngine(std::shared_ptr<RoundDevice> device, int32_t rank, std:
 }
 
 RoundEngine::~RoundEngine() {
-  poll(Clock::now());
+  try {
+    poll(Clock::now());
+  } catch (const std::exception&) {
+    // CUDA has failed for this process: what was under way will not be seen to end.
+  }
   if (!idle())
     fail(std::make_exception_ptr(Error(ErrorKind::Aborted, fmt::format("rank {}: the group was closed while "
                                                                        "transfers were under way",

@@ -78,6 +78,7 @@ std::shared_ptr<NcclDevice> NcclDevice::connect(const NcclMeeting& meeting, int 
                                                 const std::function<void()>& checkpoint) {
   std::shared_ptr<NcclDevice> out(new NcclDevice(NcclLibrary::get(), device));
   const OnDevice here(device);
+  cuda::load_kernels(device);  // before anything on the GPU waits for another rank
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
   try {

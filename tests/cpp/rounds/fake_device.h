@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/error.h"
 #include "exec/rounds/device.h"
 
 namespace meshcast::testing {
@@ -61,6 +62,7 @@ class FakeCluster {
     int polls_left = 0;
     NcclOutcome failure;  // what async_error says from now on, unless Success
     bool hangs = false;   // its groups never begin
+    bool lost = false;    // CUDA has failed for the process
     bool aborted = false;
     int64_t groups = 0;
   };
@@ -241,7 +243,10 @@ class FakeDevice final : public RoundDevice {
     item.count = me().recorded[event];  // of what was recorded so far
     me().streams[stream].push_back(std::move(item));
   }
-  bool reached(Event event) override { return me().reached[event].back() != 0; }
+  bool reached(Event event) override {
+    if (me().lost) throw Error(ErrorKind::Generic, "the GPU is lost");
+    return me().reached[event].back() != 0;
+  }
 
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override {
     std::shared_ptr<std::byte> out(new std::byte[static_cast<size_t>(nbytes)],

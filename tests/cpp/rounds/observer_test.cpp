@@ -124,3 +124,20 @@ TEST_CASE("an observer gives a failure of a start its name", "[rounds]") {
   world.cluster.rank(0).failure = {};
   end(world);
 }
+
+TEST_CASE("an engine whose GPU is lost says so, and goes with its tensors kept", "[rounds]") {
+  std::mt19937 rng(1);
+  const Plan plan = chain_plan(3, 64 * 8, 512);
+  World world(3);
+  auto parts = chain_parts(plan);
+  for (int32_t rank = 0; rank < 3; ++rank) world.start(rank, parts[static_cast<size_t>(rank)], 2);
+  CHECK(world.cluster.run(rng));
+  world.cluster.rank(1).lost = true;
+  CHECK_THROWS_WITH(world.engine(1).poll(Clock::now()), "the GPU is lost");
+  CHECK_FALSE(parts[1].run->ended());
+  world.engines.clear();
+  text_of(parts[1].run->error(), ErrorKind::Aborted);
+  CHECK(parts[1].source.use_count() > 1);
+  CHECK_FALSE(parts[0].run->error());
+  CHECK(parts[0].source.use_count() == 1);
+}
