@@ -10,14 +10,15 @@ from unittest import mock
 
 import meshcast
 import torch
-from meshcast import cuda_lanes
-from meshcast.errors import DeadlineExceededError, LayoutError, MeshcastError
+from meshcast import Layout, cuda_lanes
+from meshcast.errors import DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
 from meshcast.gpu_offer import GpuOffer
 from meshcast.groups import parent_group
+from meshcast.reduction import tensor_spec
 from multiproc.meshes import sharded
 from multiproc.oracle import unique_fill
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 GROUP_TIMEOUT = 60.0
 _WORLD = [0, 1, 2]
@@ -95,6 +96,27 @@ def a_mixture_of_devices_is_refused(context) -> None:
         raise AssertionError("a mixture of devices was accepted")
 
 
+def a_rank_alone_that_calls_for_gpus_is_named(context) -> None:
+    """The ranks that called for the CPU raise as well, at once, and the group lives on."""
+    device = "cuda" if context.rank == 1 else "cpu"
+    mesh = DeviceMesh(device, _WORLD, _init_backend=False, _rank=context.rank)
+    full = unique_fill((6, 4), torch.float32, 6)
+    spec = tensor_spec(mesh, Layout(mesh, [Shard(0)]), full.shape, full.dtype)
+    x = DTensor(full.chunk(3)[context.rank].clone(), spec, requires_grad=False)
+    begin = time.monotonic()
+    try:
+        meshcast.reshard(x, mesh, [Replicate()])
+    except LayoutError as error:
+        assert context.rank == 1 and "the meshes are on cuda, but" in str(error), error
+    except PlanMismatchError as error:
+        assert context.rank != 1 and error.peer == 1, error
+        assert "refused its arguments" in str(error) and "the meshes are on cuda, but" in str(error)
+    else:
+        raise AssertionError("ranks on cpu and cuda agreed on a call")
+    assert time.monotonic() - begin < GROUP_TIMEOUT / 2
+    reshard_still_works(context.rank, 7)
+
+
 def a_rank_without_gpu_tells_all(context) -> None:
     """All raise alike, nobody waits for a limit, and the group lives on."""
     problem = LayoutError("the tensors of one call are on several GPUs") if context.rank == 1 else None
@@ -134,6 +156,7 @@ def a_rank_that_stays_away_is_named(context) -> None:
 CASES = [
     a_cuda_mesh_without_gpu_is_refused,
     a_mixture_of_devices_is_refused,
+    a_rank_alone_that_calls_for_gpus_is_named,
     a_rank_without_gpu_tells_all,
     a_gpu_for_two_ranks_is_refused_by_all,
     a_rank_that_stays_away_is_named,
