@@ -100,6 +100,7 @@ class _GpuCall:
         self.place = place
         self._group = group
         self._op = op
+        self._core: Any = None
 
     def start(self, plan: Any, **arguments: Any) -> Any:
         arguments.pop("driven")  # the host does not wait for what a GPU does
@@ -109,11 +110,9 @@ class _GpuCall:
         if gpu is None:
             raise MeshcastError(f"{self._op}: the call itself has failed", op=self._op)
         gpu.check_device(place.device, self._op)
+        self._core = gpu.core  # also after the group was closed
         return gpu.core.start(plan, after=place.event.cuda_event, **arguments)
 
     def stats(self, work: Any) -> dict[str, float]:
-        gpu = self._group.gpu
-        if gpu is None:
-            raise MeshcastError(f"{self._op}: its group was destroyed", op=self._op)
-        found: dict[str, float] = gpu.core.stats(work)
+        found: dict[str, float] = self._core.stats(work)
         return found
