@@ -5,7 +5,6 @@
 #include <utility>
 #include <vector>
 
-#include "plan/best_plan.h"
 #include "plan/draft.h"
 #include "plan/packing.h"
 #include "plan/schedule.h"
@@ -20,6 +19,9 @@ constexpr int64_t kLargestJoined = int64_t{8} << 20;
 // A rank packs while the message before is on its way, so that packing the first one is all that is waited
 // for: this part of what travels between the two.
 constexpr int64_t kFewestMessages = 8;
+
+// And this part of what a lane carries that serves several others.
+constexpr int64_t kFewestOfLane = 32;
 
 // Messages that leave before others of their lanes may make the plan longer by this part of it.
 constexpr int64_t kTolerance = 1000;
@@ -37,43 +39,35 @@ class Joiner {
         destination_(plan.problems, &Problem::dst),
         uses_(plan.chunks.size(), 0) {
     for (const Hop& hop : plan.hops) ++uses_[static_cast<size_t>(hop.chunk)];
+    partner_.assign(static_cast<size_t>(network.lane_count()), kNoPartner);
+    lane_bytes_.assign(static_cast<size_t>(network.lane_count()), 0);
     for (const Hop& hop : plan.hops) {
-      if (stands_alone(hop)) pair_bytes_[pair_of(hop)] += chunk(hop).nbytes;
+      const Network::Link link = link_of(hop);
+      const bool alone = stands_alone(hop);
+      meet(link.out, alone ? link.in : kPassedOn);
+      meet(link.in, alone ? link.out : kPassedOn);
+      if (alone) pair_bytes_[pair_of(hop)] += chunk(hop).nbytes;
+      for (const int32_t lane : {link.out, link.in})
+        lane_bytes_[static_cast<size_t>(lane)] += chunk(hop).nbytes;
     }
   }
 
-  // The chunk that each chunk becomes part of: itself, or that of an earlier hop between the same ranks. With
-  // `neighbours`, nothing else may travel on either lane between the two; else, nothing that is passed on.
-  // Empty where none is joined.
-  std::vector<int32_t> find(int64_t largest, bool neighbours) {
+  // The chunk that each chunk becomes part of: itself, or that of an earlier hop between the same ranks. Empty
+  // where none is joined.
+  std::vector<int32_t> find(int64_t largest) {
     joined_.clear();
     heads_.clear();
     for (size_t c = 0; c < plan_.chunks.size(); ++c) heads_.push_back(static_cast<int32_t>(c));
-    std::vector<int64_t> barriers(static_cast<size_t>(network_.lane_count()), 0);  // passed so far, by lane
-    std::vector<uint64_t> last(static_cast<size_t>(network_.lane_count()), 0);     // pair
-    struct Open {
-      const Hop* head;
-      int64_t out_barriers;
-      int64_t in_barriers;
-    };
-    std::unordered_map<uint64_t, Open> open;  // by pair: what the next hop may join
+    std::unordered_map<uint64_t, const Hop*> open;  // by pair: what the next hop may join
     bool any = false;
     for (const Hop& hop : plan_.hops) {
-      const Network::Link link = network_.link(network_.index(hop.src), network_.index(hop.dst));
-      const uint64_t pair = pair_of(hop);
-      int64_t& out = barriers[static_cast<size_t>(link.out)];
-      int64_t& in = barriers[static_cast<size_t>(link.in)];
-      const bool alone = stands_alone(hop);
-      out += !alone || (neighbours && last[static_cast<size_t>(link.out)] != pair);
-      in += !alone || (neighbours && last[static_cast<size_t>(link.in)] != pair);
-      last[static_cast<size_t>(link.out)] = last[static_cast<size_t>(link.in)] = pair;
-      if (!alone) continue;
-      const auto found = open.find(pair);
-      if (found != open.end() && found->second.out_barriers == out && found->second.in_barriers == in &&
-          join(*found->second.head, hop, largest)) {
+      const int64_t most = std::min(largest, most_joined(hop));
+      if (most == 0) continue;
+      const Hop*& head = open[pair_of(hop)];
+      if (head != nullptr && join(*head, hop, most)) {
         any = true;
       } else {
-        open[pair] = {&hop, out, in};
+        head = &hop;
       }
     }
     return any ? std::exchange(heads_, {}) : std::vector<int32_t>{};
@@ -89,6 +83,38 @@ class Joiner {
     ChunkPiece piece;
     int64_t nbytes = 0;
   };
+
+  // What a lane exchanges data with: one other lane, or these.
+  static constexpr int32_t kNoPartner = -1;
+  static constexpr int32_t kPartners = -2;  // several, but nothing is passed on
+  static constexpr int32_t kPassedOn = -3;
+
+  void meet(int32_t lane, int32_t other) {
+    int32_t& partner = partner_[static_cast<size_t>(lane)];
+    if (other == kPassedOn || partner == kPassedOn) {
+      partner = kPassedOn;
+    } else if (partner != other) {
+      partner = partner == kNoPartner ? other : kPartners;
+    }
+  }
+
+  Network::Link link_of(const Hop& hop) const {
+    return network_.link(network_.index(hop.src), network_.index(hop.dst));
+  }
+
+  // Bytes of a message that this hop may be part of; 0 where it must not be joined. The network serves what
+  // is on its way at one time by shares, not by the plan's order: large messages must not blur that order where
+  // it matters.
+  int64_t most_joined(const Hop& hop) const {
+    const Network::Link link = link_of(hop);
+    const int32_t out = partner_[static_cast<size_t>(link.out)], in = partner_[static_cast<size_t>(link.in)];
+    if (out == kPassedOn || in == kPassedOn) return 0;
+    const int64_t most = pair_bytes_.at(pair_of(hop)) / kFewestMessages;
+    if (out == link.in && in == link.out) return most;
+    const int64_t busier =
+        std::max(lane_bytes_[static_cast<size_t>(link.out)], lane_bytes_[static_cast<size_t>(link.in)]);
+    return std::min(most, busier / kFewestOfLane);
+  }
 
   const Chunk& chunk(const Hop& hop) const { return plan_.chunks[static_cast<size_t>(hop.chunk)]; }
 
@@ -108,7 +134,7 @@ class Joiner {
     const Joined first = found == joined_.end() ? as_is(head) : found->second;
     const Joined second = as_is(next);
     Joined both{first.piece, first.nbytes + second.nbytes};
-    if (both.nbytes > std::min(largest, pair_bytes_.at(pair_of(head)) / kFewestMessages)) return false;
+    if (both.nbytes > largest) return false;
     if (first.piece.task != second.piece.task || !join_boxes(second.piece.box, &both.piece.box)) return false;
     if (starts_packing(source_, first.piece, both.piece, head.src)) return false;
     if (starts_packing(destination_, first.piece, both.piece, head.dst)) return false;
@@ -128,6 +154,8 @@ class Joiner {
   const Packing destination_;
   std::vector<int32_t> uses_;                         // hops of each chunk
   std::unordered_map<uint64_t, int64_t> pair_bytes_;  // of chunks that stand alone
+  std::vector<int32_t> partner_;                      // by lane
+  std::vector<int64_t> lane_bytes_;                   // of all hops
   std::vector<int32_t> heads_;
   std::unordered_map<int32_t, Joined> joined_;  // by the chunk that grew
 };
@@ -181,20 +209,17 @@ int64_t most_staging(const Plan& plan) {
 void join_chunks(Plan* plan, const Network& network) {
   if (plan->hops.empty()) return;
   Joiner joiner(*plan, network);
+  const int64_t allowed_ns = plan->makespan_ns + plan->makespan_ns / kTolerance;
   int64_t allowed_staging = -1;
-  for (const bool neighbours : {false, true}) {
-    if (!neighbours && static_cast<int64_t>(plan->hops.size()) > kRetryHops) continue;
-    const int64_t allowed_ns = plan->makespan_ns + (neighbours ? 0 : plan->makespan_ns / kTolerance);
-    for (int64_t largest = kLargestJoined;; largest /= 2) {
-      const std::vector<int32_t> heads = joiner.find(largest, neighbours);
-      if (heads.empty()) break;
-      Plan joined = joined_plan(*plan, heads, joiner, network);
-      if (joined.makespan_ns > allowed_ns) continue;
-      if (allowed_staging < 0) allowed_staging = std::max(kStagingGoal, most_staging(*plan));
-      if (most_staging(joined) > allowed_staging) continue;
-      *plan = std::move(joined);
-      return;
-    }
+  for (int64_t largest = kLargestJoined;; largest /= 2) {
+    const std::vector<int32_t> heads = joiner.find(largest);
+    if (heads.empty()) return;
+    Plan joined = joined_plan(*plan, heads, joiner, network);
+    if (joined.makespan_ns > allowed_ns) continue;
+    if (allowed_staging < 0) allowed_staging = std::max(kStagingGoal, most_staging(*plan));
+    if (most_staging(joined) > allowed_staging) continue;
+    *plan = std::move(joined);
+    return;
   }
 }
 
