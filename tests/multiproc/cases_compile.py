@@ -40,13 +40,13 @@ def counted():
     counts = [0, 0]
     forward, reverse = Transfer.launch, Transfer.launch_reverse
 
-    def launch(self, *arguments):
+    def launch(self, *arguments, **options):
         counts[0] += 1
-        return forward(self, *arguments)
+        return forward(self, *arguments, **options)
 
-    def launch_reverse(self, *arguments):
+    def launch_reverse(self, *arguments, **options):
         counts[1] += 1
-        return reverse(self, *arguments)
+        return reverse(self, *arguments, **options)
 
     Transfer.launch, Transfer.launch_reverse = launch, launch_reverse
     try:

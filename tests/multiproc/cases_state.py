@@ -229,10 +229,10 @@ def _between(context, change, call, victim: str, **options) -> None:
 
     original = transfer.Transfer.launch
 
-    def launch(self, sources, targets, timeout):
+    def launch(self, sources, *arguments, **options):
         if len(sources) > 1 and context.rank == 1:
             change()
-        return original(self, sources, targets, timeout)
+        return original(self, sources, *arguments, **options)
 
     transfer.Transfer.launch = launch
     try:
