@@ -7,7 +7,8 @@ namespace meshcast {
 namespace {
 
 // Messages up to this size are packed and issued by the caller of start(), and so many bytes of local copies
-// are made by it: waking a thread would cost more.
+// are made by it: waking a thread would cost more. So it would where no more than this is sent or received;
+// the callers of larger runs do not drive them.
 constexpr int64_t kInlineBytes = 64 * 1024;
 
 bool copies_are_small(const Program& program) {
@@ -80,7 +81,7 @@ void Engine::hand_out(const std::shared_ptr<Run>& run, bool driven) {
     run->send_tickets.resize(program->sends.size());
     // One channel suffices for the small runs that this is for. Receiving comes first: sending mostly needs no
     // waiting.
-    if (driven) {
+    if (driven && std::max(program->bytes_sent, program->bytes_received) <= kInlineBytes) {
       run->gate = gate_;
       if (!recvs.empty()) {
         run->driven_in = &in_channel_locked({lane, recvs.begin()->first});

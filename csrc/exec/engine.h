@@ -34,6 +34,7 @@ class Engine {
   // Throws what fail() was given if the engine has failed. Fails the engine where it cannot start all of the
   // run (no more threads, no memory): the ranks would no longer agree on what has been sent.
   // `driven`: the caller will call Run::drive() at once and then wait; no thread is woken for what that does.
+  // Only small runs are driven, others go on as if it were false.
   std::shared_ptr<Run> start(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label,
                              TimePoint deadline, bool driven = false);
 
