@@ -13,7 +13,7 @@
 namespace meshcast {
 namespace {
 
-// Beyond this a message over gloo costs little more than its bytes (docs/resources.md); bounds the staging too.
+// Beyond this a message over gloo costs little more than its bytes; bounds the staging too.
 constexpr int64_t kLargestJoined = int64_t{8} << 20;
 
 // A rank packs while the message before is on its way, so that packing the first one is all that is waited
@@ -87,7 +87,7 @@ class Joiner {
   // What a lane exchanges data with: one other lane, or these.
   static constexpr int32_t kNoPartner = -1;
   static constexpr int32_t kPartners = -2;  // several, but nothing is passed on
-  static constexpr int32_t kPassedOn = -3;
+  static constexpr int32_t kPassedOn = -3;  // or goes to several, or is reduced, or has several boxes
 
   void meet(int32_t lane, int32_t other) {
     int32_t& partner = partner_[static_cast<size_t>(lane)];
