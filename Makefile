@@ -7,6 +7,7 @@
 #   MESHCAST_CUDA    AUTO, ON or OFF                                     default AUTO
 #   FUZZ_SECONDS     how long each fuzz target runs                     default 60
 #   FUZZ_SEED        which inputs it tries                              default 0, others every time
+#   FUZZ_RUNS        inputs for the planner instead of a time            default 0, as many as the time allows
 #   PYTEST_ARGS      more arguments for pytest, e.g. PYTEST_ARGS="-k halo"
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -18,6 +19,7 @@ MESHCAST_CUDA ?= AUTO
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
+FUZZ_RUNS ?= 0
 
 VENV := .venv
 PY := $(abspath $(VENV)/bin/python)
@@ -91,7 +93,7 @@ asan tsan: $(TORCH_STAMP)
 	build/$@/meshcast_tests
 
 fuzz: build $(VENV)/.stamp-fuzz
-	@PY=$(PY) JOBS=$(JOBS) tools/fuzz.sh $(FUZZ_SECONDS) $(FUZZ_SEED)
+	@PY=$(PY) JOBS=$(JOBS) tools/fuzz.sh $(FUZZ_SECONDS) $(FUZZ_SEED) $(FUZZ_RUNS)
 
 demo: build $(VENV)/.stamp-dev
 	PYTHONPATH=$(CURDIR)/python PYTHON=$(PY) examples/demo.sh

@@ -1,10 +1,13 @@
 #!/bin/bash
 # Fuzzes what reads input that nobody vouches for, SECONDS each: text (atheris) and the planner (libFuzzer with
 # ASan and UBSan, where clang is installed).
-#   fuzz.sh SECONDS [SEED]        PY: interpreter with meshcast and atheris; seed 0: other inputs every time
+#   fuzz.sh SECONDS [SEED [RUNS]]
+# PY: interpreter with meshcast and atheris. Seed 0: other inputs every time. RUNS: so many inputs for the planner
+# instead of as many as the time allows, which with a seed are the same ones on every machine.
 set -eu
 seconds=$1
 seed=${2:-0}
+runs=${3:-0}
 py=${PY:-.venv/bin/python}
 mkdir -p build/fuzz
 
@@ -23,13 +26,15 @@ fi
 # Not part of the CMake build, whose compiler need not be clang.
 fmt=$("$py" -c 'import os, torch; print(os.path.join(os.path.dirname(torch.__file__), "include"))')
 make -s -j"${JOBS:-2}" -f tools/fuzz.mk CXX="$clang" FMT="$fmt"
-echo "fuzz: the planner, $seconds s"
+limit=(-max_total_time="$seconds")
+[ "$runs" = 0 ] || limit=(-runs="$runs")
+echo "fuzz: the planner, ${limit[0]#-}"
 # What runs found stays for the next one, but not where the inputs are to be the same each time.
 corpus=build/fuzz/corpus
 [ "$seed" = 0 ] || { corpus=build/fuzz/corpus-$seed; rm -rf "$corpus"; }
 mkdir -p "$corpus"
 # What once broke a promise is tried first.
 build/fuzz/plan_fuzz tests/fuzz/found/* >build/fuzz/plan.log 2>&1 || { tail -n 60 build/fuzz/plan.log; exit 1; }
-build/fuzz/plan_fuzz -max_total_time="$seconds" -seed="$seed" -timeout=300 -rss_limit_mb=4096 -max_len=512 \
+build/fuzz/plan_fuzz "${limit[@]}" -seed="$seed" -timeout=300 -rss_limit_mb=4096 -max_len=512 \
   -artifact_prefix=build/fuzz/ "$corpus" >build/fuzz/plan.log 2>&1 || { tail -n 60 build/fuzz/plan.log; exit 1; }
 grep -E "^Done" build/fuzz/plan.log

@@ -64,7 +64,9 @@ void check_placement(const Placement& p, size_t mesh_dim, size_t ndim) {
 // "[0..7]" where the ranks count up by one, else the first ones spelled out.
 std::string ranks_text(const std::vector<int32_t>& ranks) {
   bool consecutive = true;
-  for (size_t i = 1; i < ranks.size(); ++i) consecutive = consecutive && ranks[i] == ranks[i - 1] + 1;
+  for (size_t i = 1; i < ranks.size(); ++i) {
+    consecutive = consecutive && int64_t{ranks[i]} - ranks[i - 1] == 1;  // in 64 bits: a rank may be INT32_MAX
+  }
   if (consecutive && ranks.size() > 1) {
     return "[" + std::to_string(ranks.front()) + ".." + std::to_string(ranks.back()) + "]";
   }

@@ -120,6 +120,8 @@ TEST_CASE("layouts describe themselves", "[layout]") {
   Layout odd = layout({3}, 0, {partial(ReduceOp::Sum)});
   odd.mesh.ranks = {5, 1, 3};
   CHECK(describe(odd) == "mesh 3 [5,1,3], P(sum)");
+  odd.mesh.ranks = {INT32_MAX - 1, INT32_MAX, 0};  // no rank follows the last one there can be
+  CHECK(describe(odd) == "mesh 3 [2147483646,2147483647,0], P(sum)");
   CHECK(has_partial(odd));
   CHECK_FALSE(has_partial(layout({2}, 0, {strided(1, 2)})));
 }
