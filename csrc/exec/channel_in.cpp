@@ -109,7 +109,7 @@ void InChannel::take_front(std::unique_lock<std::mutex>& lock) {
   if (!done.staging.empty()) {
     for (int32_t i = done.op->parts.begin; i < done.op->parts.end; ++i) {
       const StridedView view = done.run->view(done.run->part(i));
-      unpack(packed, view);
+      unpack(packed, view, done.run->write_of(*done.op));
       packed += view.nbytes();
     }
   }

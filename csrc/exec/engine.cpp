@@ -24,7 +24,7 @@ bool copies_are_small(const Program& program) {
 
 void make_copies(Run& run) {
   const auto& copies = run.program().copies;
-  for (const CopyOp& op : copies) copy(run.view(op.from), run.view(op.to));
+  for (const CopyOp& op : copies) copy(run.view(op.from), run.view(op.to), run.write_of_copies());
   run.complete_ops(static_cast<int64_t>(copies.size()), 0);
 }
 

@@ -79,7 +79,7 @@ class LocalInChannel::Receipt final : public Incoming {
 
   void put(int64_t offset, int64_t nbytes, const std::byte* in) {
     visit_parts(*run_, op_.parts, offset, nbytes, [&](const StridedView& view, int64_t from, int64_t n) {
-      unpack_range(in, view, from, n);
+      unpack_range(in, view, from, n, run_->write_of(op_));
       in += n;
     });
   }

@@ -86,6 +86,11 @@ class Run final : public WatchedRun {
   // True, and `data` set, if the parts are one contiguous piece of memory: no packing needed.
   bool direct(PartRange range, std::byte** data) const;
 
+  // How a local copy, or what arrives for `op`, is written: past the caches where the run fills more memory
+  // than they hold, unless it is read again at once, to be forwarded.
+  Write write_of_copies() const { return write_; }
+  Write write_of(const RecvOp& op) const { return op.forwards.empty() ? write_ : Write::Cached; }
+
   void pin();    // a request or a copy that touches the tensors begins ...
   void unpin();  // ... and ends
   void complete_ops(int64_t count, int64_t received_bytes);
@@ -142,6 +147,7 @@ class Run final : public WatchedRun {
   const RunLabel label_;
   const TimePoint started_;
   const TimePoint deadline_;
+  const Write write_;
   std::atomic<bool> driving_{false};
 
   mutable std::mutex mutex_;

@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "exec/stream_copy.h"
+
 namespace meshcast {
 namespace {
 
@@ -42,9 +44,14 @@ void copy_elements(const std::byte* from, int64_t from_stride, std::byte* to, in
 }
 
 void copy_run(const std::byte* from, int64_t from_stride, std::byte* to, int64_t to_stride, int64_t n,
-              int64_t element_bytes) {
+              int64_t element_bytes, Write write) {
   if (from_stride == element_bytes && to_stride == element_bytes) {
-    std::memcpy(to, from, static_cast<size_t>(n * element_bytes));
+    const auto nbytes = static_cast<size_t>(n * element_bytes);
+    if (write == Write::Streamed) {
+      stream_copy(to, from, nbytes);
+    } else {
+      std::memcpy(to, from, nbytes);
+    }
     return;
   }
   switch (element_bytes) {
@@ -117,7 +124,7 @@ bool StridedView::contiguous() const {
   return true;
 }
 
-void copy(const StridedView& from, const StridedView& to) {
+void copy(const StridedView& from, const StridedView& to, Write write) {
   if (from.nbytes() == 0) return;
   const CopyNest nest = merge_dims(from, to);
   if (nest.ndim == 0) {
@@ -129,7 +136,8 @@ void copy(const StridedView& from, const StridedView& to) {
   const std::byte* src = from.data;
   std::byte* dst = to.data;
   for (;;) {
-    copy_run(src, nest.from_stride[inner], dst, nest.to_stride[inner], nest.extent[inner], from.element_bytes);
+    copy_run(src, nest.from_stride[inner], dst, nest.to_stride[inner], nest.extent[inner], from.element_bytes,
+             write);
     int d = inner - 1;
     for (; d >= 0; --d) {
       src += nest.from_stride[d];
@@ -139,8 +147,9 @@ void copy(const StridedView& from, const StridedView& to) {
       dst -= nest.extent[d] * nest.to_stride[d];
       index[d] = 0;
     }
-    if (d < 0) return;
+    if (d < 0) break;
   }
+  if (write == Write::Streamed) end_stream();
 }
 
 StridedView packed_like(const StridedView& view, std::byte* data) {
@@ -156,9 +165,9 @@ StridedView packed_like(const StridedView& view, std::byte* data) {
 
 void pack(const StridedView& view, std::byte* out) { copy(view, packed_like(view, out)); }
 
-void unpack(const std::byte* in, const StridedView& view) {
+void unpack(const std::byte* in, const StridedView& view, Write write) {
   // packed_like only computes strides; the data behind `in` is read, never written.
-  copy(packed_like(view, const_cast<std::byte*>(in)), view);
+  copy(packed_like(view, const_cast<std::byte*>(in)), view, write);
 }
 
 void pack_range(const StridedView& view, int64_t offset, int64_t nbytes, std::byte* out) {
@@ -168,9 +177,9 @@ void pack_range(const StridedView& view, int64_t offset, int64_t nbytes, std::by
   });
 }
 
-void unpack_range(const std::byte* in, const StridedView& view, int64_t offset, int64_t nbytes) {
+void unpack_range(const std::byte* in, const StridedView& view, int64_t offset, int64_t nbytes, Write write) {
   visit_range(view, offset, offset + nbytes, [&](const StridedView& part) {
-    unpack(in, part);
+    unpack(in, part, write);
     in += part.nbytes();
   });
 }

@@ -26,15 +26,19 @@ struct StridedView {
 // The extents of `view` over memory in row-major order without gaps.
 StridedView packed_like(const StridedView& view, std::byte* data);
 
+// Whether what is written will be read soon, or is large and passes the caches by (stream_copy).
+enum class Write : uint8_t { Cached, Streamed };
+
 // Row-major gather of `view` into `out` and the inverse. `out`/`in` hold view.nbytes() bytes.
 void pack(const StridedView& view, std::byte* out);
-void unpack(const std::byte* in, const StridedView& view);
+void unpack(const std::byte* in, const StridedView& view, Write write = Write::Cached);
 
 // The same for the bytes [offset, offset + nbytes) of the packed form, wherever they begin and end.
 void pack_range(const StridedView& view, int64_t offset, int64_t nbytes, std::byte* out);
-void unpack_range(const std::byte* in, const StridedView& view, int64_t offset, int64_t nbytes);
+void unpack_range(const std::byte* in, const StridedView& view, int64_t offset, int64_t nbytes,
+                  Write write = Write::Cached);
 
 // Element-wise copy between two views of equal extents that do not overlap in memory.
-void copy(const StridedView& from, const StridedView& to);
+void copy(const StridedView& from, const StridedView& to, Write write = Write::Cached);
 
 }  // namespace meshcast

@@ -19,7 +19,7 @@ namespace {
 
 constexpr uint64_t kMagic = 0x6d63617374736d31;  // changes with the layout of ShmHeader
 constexpr size_t kPage = 4096;
-constexpr int64_t kLargest = int64_t{4} << 20;     // slots of one region: large enough to keep readers busy
+constexpr int64_t kLargest = int64_t{2} << 20;     // slots of one region: those of a few ranks fit into an L3
 constexpr int64_t kSmallest = int64_t{512} << 10;  // below this, copying in pieces costs more than it saves
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 

@@ -10,7 +10,7 @@
 
 namespace meshcast {
 
-inline constexpr uint32_t kMaxSlots = 32;
+inline constexpr uint32_t kMaxSlots = 16;
 inline constexpr uint32_t kMaxLocalRanks = 64;
 
 // A piece of a message in a slot, as the sender tells each of its receivers.

@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kInlineBytes = 64 * 1024;
 
 // A sender that ran out of slots is woken when this share of them is free again, not for each single one.
-constexpr uint64_t kWakeShare = 4;
+constexpr uint64_t kWakeShare = 2;
 
 TransportError aborted_error() { return {TransportError::Cause::Aborted, "the group was aborted"}; }
 

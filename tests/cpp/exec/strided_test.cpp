@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "catch.h"
+#include "exec/stream_copy.h"
 
 using meshcast::StridedView;
 
@@ -112,6 +113,54 @@ TEST_CASE("pack, unpack and copy move exactly the elements of the box", "[exec][
       unpack_range(expected.data() + cuts[i - 1], to.view, cuts[i - 1], cuts[i] - cuts[i - 1]);
     }
     REQUIRE(to.memory == image);
+  }
+}
+
+TEST_CASE("what is streamed arrives whole, however the two ends lie", "[exec][strided]") {
+  std::mt19937 rng(20261);
+  std::vector<std::byte> from(5000);
+  for (auto& b : from) b = static_cast<std::byte>(rng());
+  for (int round = 0; round < 2000; ++round) {
+    const size_t nbytes = rng() % 4097;
+    const size_t at = rng() % 130;
+    const size_t source = rng() % 130;
+    std::vector<std::byte> to(5000, std::byte{0x5A});
+    std::vector<std::byte> expected = to;
+    std::memcpy(expected.data() + at, from.data() + source, nbytes);
+    meshcast::stream_copy(to.data() + at, from.data() + source, nbytes);
+    meshcast::end_stream();
+    INFO(nbytes << " bytes from " << source << " to " << at);
+    REQUIRE(to == expected);
+  }
+}
+
+TEST_CASE("boxes are streamed as they are copied", "[exec][strided]") {
+  std::mt19937 rng(20262);
+  for (int round = 0; round < 100; ++round) {
+    const std::vector<int64_t> extent{1 + static_cast<int64_t>(rng() % 4),
+                                      1 + static_cast<int64_t>(rng() % 300)};
+    RandomBox from = random_box(rng, extent, 8);
+    RandomBox to = random_box(rng, extent, 8);
+    for (auto& b : from.memory) b = static_cast<std::byte>(rng());
+    std::vector<std::byte> packed(static_cast<size_t>(from.view.nbytes()));
+    pack(from.view, packed.data());
+    const std::vector<std::byte> blank = to.memory;
+    copy(from.view, to.view);
+    const std::vector<std::byte> expected = to.memory;
+
+    std::copy(blank.begin(), blank.end(), to.memory.begin());
+    copy(from.view, to.view, meshcast::Write::Streamed);
+    REQUIRE(to.memory == expected);
+
+    std::copy(blank.begin(), blank.end(), to.memory.begin());
+    unpack(packed.data(), to.view, meshcast::Write::Streamed);
+    REQUIRE(to.memory == expected);
+
+    std::copy(blank.begin(), blank.end(), to.memory.begin());
+    const int64_t cut = static_cast<int64_t>(rng() % (packed.size() + 1));
+    unpack_range(packed.data(), to.view, 0, cut, meshcast::Write::Streamed);
+    unpack_range(packed.data() + cut, to.view, cut, from.view.nbytes() - cut, meshcast::Write::Streamed);
+    REQUIRE(to.memory == expected);
   }
 }
 
