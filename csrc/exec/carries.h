@@ -21,7 +21,7 @@ namespace meshcast {
 //   data, and at both ends it is next in its channel, as channels keep plan order. If its outcome needs a
 //   buffer, then of the earlier numbers only those are held of which a send comes later in the plan: fewer than
 //   M, since this hop would make them M at most. Ends of sends are noticed without waiting for anything, so it
-//   will be posted. RecvOrder lets it be posted by the same argument, and shared memory drains what is posted.
+//   will be posted. PlanOrder lets it be posted by the same argument, and shared memory drains what is posted.
 //
 // Lanes share neither channels nor buffers. A window beyond M lets the next receives be posted meanwhile.
 // Thread-safe; calls nobody, so it may be used under any lock.

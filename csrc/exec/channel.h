@@ -46,7 +46,7 @@ class InChannel {
   void enqueue(const std::shared_ptr<Run>& run, const std::vector<const RecvOp*>& ops, bool driven);
   void drive(const Run& run) noexcept;
   void wake();
-  void resume();  // posts what RecvOrder allows by now
+  void resume();  // posts what PlanOrder allows by now
   void close();   // aborts what is posted and drops the rest; any thread, idempotent, does not wait
   void join();    // after close(): waits for the channel's thread
 
@@ -81,7 +81,8 @@ class InChannel {
 };
 
 // Everything that goes to one peer in one lane. A message is issued as soon as its data is there and it is
-// within the window, by whichever thread learns of it first; the channel's own thread only waits.
+// within the window and its PlanOrder, by whichever thread learns of it first; the channel's own thread only
+// waits.
 class OutChannel {
  public:
   OutChannel(std::shared_ptr<Transport> transport, int peer, ChannelFailure failure);
@@ -106,6 +107,7 @@ class OutChannel {
     std::vector<std::byte> staging;
   };
 
+  static bool may_issue(const Entry& entry);
   bool any_ready_locked() const;
   bool front_issued_locked() const { return !entries_.empty() && entries_.front().state == State::Issued; }
   void loop();

@@ -32,7 +32,7 @@ void InChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const
 void InChannel::post_locked() {
   while (!closed_ && posted_ < kWindow && posted_ < entries_.size()) {
     Entry& entry = entries_[posted_];
-    if (!entry.run->recv_order.may_post(entry.op->number)) return;
+    if (!entry.run->recv_order.may_go(entry.op->number)) return;
     if (entry.op->carry >= 0 && !entry.run->carries.may_take(entry.op->carry)) return;
     entry.run->pin();
     std::byte* data = nullptr;
@@ -88,7 +88,7 @@ void InChannel::take_front(std::unique_lock<std::mutex>& lock) {
     failed_ = true;
     return;
   }
-  const bool others_may_go = front.run->recv_order.arrived(front.op->number);
+  const bool others_may_go = front.run->recv_order.done(front.op->number);
   lock.lock();
   Entry done = std::move(entries_.front());
   entries_.pop_front();

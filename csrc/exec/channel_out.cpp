@@ -44,7 +44,7 @@ void OutChannel::pump(bool driven) {
   std::unique_lock lock(mutex_);
   while (!closed_) {
     size_t at = 0;
-    while (at < std::min(kWindow, entries_.size()) && entries_[at].state != State::Ready) ++at;
+    while (at < std::min(kWindow, entries_.size()) && !may_issue(entries_[at])) ++at;
     if (at == std::min(kWindow, entries_.size())) return;
     Entry* next = &entries_[at];
     const int64_t position = first_ + static_cast<int64_t>(at);
@@ -79,9 +79,13 @@ void OutChannel::pump(bool driven) {
   }
 }
 
+bool OutChannel::may_issue(const Entry& entry) {
+  return entry.state == State::Ready && entry.run->send_order.may_go(entry.op->number);
+}
+
 bool OutChannel::any_ready_locked() const {
   const auto end = entries_.begin() + static_cast<int64_t>(std::min(kWindow, entries_.size()));
-  return std::any_of(entries_.begin(), end, [](const Entry& e) { return e.state == State::Ready; });
+  return std::any_of(entries_.begin(), end, may_issue);
 }
 
 void OutChannel::wake() {
@@ -120,6 +124,7 @@ void OutChannel::take_front(std::unique_lock<std::mutex>& lock) {
     failed_ = true;
     return;
   }
+  const bool others_may_go = front.run->send_order.done(front.op->number);
   lock.lock();
   Entry done = std::move(entries_.front());
   entries_.pop_front();
@@ -128,6 +133,11 @@ void OutChannel::take_front(std::unique_lock<std::mutex>& lock) {
   lock.unlock();
   done.request.reset();
   pump(true);  // this thread looks itself
+  if (others_may_go) {
+    for (OutChannel* channel : done.run->out_channels) {
+      if (channel != this) channel->pump();
+    }
+  }
   if (done.op->carry >= 0) done.run->carried_sent(done.op->carry);
   done.run->complete_ops(1, 0);
   done.run->unpin();

@@ -204,7 +204,11 @@ class Projection {
   void add_send(const Message& message) {
     const Chunk& chunk = plan_.chunks[message.chunk];
     const bool forward = message.after >= 0;
-    SendOp op{{}, chunk.nbytes, message.local, {}, forward};
+    SendOp op;
+    op.nbytes = chunk.nbytes;
+    op.local = message.local;
+    op.number = message.local ? -1 : program_.network_sends++;
+    op.forward = forward;
     if (forward) {
       const auto reduction = reduction_of_hop_.find(message.after);
       RecvOp& source = program_.recvs[reduction == reduction_of_hop_.end() ? recv_of_chunk_.at(message.chunk)

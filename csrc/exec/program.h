@@ -53,6 +53,7 @@ struct SendOp {
   int64_t nbytes = 0;
   bool local = false;
   PartRange parts;       // where it is read: the source shard, or the destination once it has arrived
+  int32_t number = -1;   // over the network: the number-th of the program, from 0
   bool forward = false;  // becomes ready through a RecvOp, not at the start
   int32_t carry = -1;    // it is what the receive of this number kept; `parts` is empty
 };
@@ -77,6 +78,7 @@ struct Program {
   std::vector<CopyOp> copies;
   std::vector<LocalSends> local_sends;  // by ascending peer
   int32_t network_recvs = 0;
+  int32_t network_sends = 0;
   std::vector<int32_t> carried_sends;  // by RecvOp::carry: sends that need it
   int32_t most_carried = 0;            // buffers for them, see carries.h
   int64_t bytes_sent = 0;

@@ -15,7 +15,8 @@ constexpr int64_t kCacheBytes = int64_t{2} << 20;
 }  // namespace
 
 Run::Run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label, TimePoint deadline)
-    : recv_order(program->network_recvs),
+    : recv_order(program->network_recvs, kRecvsAhead),
+      send_order(program->network_sends, kSendsAhead),
       carries(*program),
       program_(std::move(program)),
       buffers_(std::move(buffers)),

@@ -14,8 +14,8 @@
 
 #include "exec/carries.h"
 #include "exec/gate.h"
+#include "exec/plan_order.h"
 #include "exec/program.h"
-#include "exec/recv_order.h"
 #include "exec/reduce.h"
 #include "exec/strided.h"
 #include "exec/watched_run.h"
@@ -114,9 +114,10 @@ class Run final : public WatchedRun {
   void on_end(std::function<void()> callback);  // at once if it has ended
 
   // Written by Engine::start before the run is known to any other thread: one ticket for each send of the
-  // program, the channels that it receives from, and the position of the first message to each peer of this
-  // host, as in Program::local_sends.
+  // program, the channels that it sends to and receives from, and the position of the first message to each
+  // peer of this host, as in Program::local_sends.
   std::vector<SendTicket> send_tickets;
+  std::vector<OutChannel*> out_channels;
   std::vector<InChannel*> in_channels;
   std::vector<LocalInChannel*> local_in_channels;
   std::vector<int64_t> local_positions;
@@ -127,7 +128,8 @@ class Run final : public WatchedRun {
   OutChannel* driven_out = nullptr;
   std::shared_ptr<Gate> gate;
 
-  RecvOrder recv_order;
+  PlanOrder recv_order;
+  PlanOrder send_order;
   Carries carries;
 
   // Combines what has arrived with this rank's own values, in place.

@@ -1,0 +1,41 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace meshcast {
+
+// How many receives, and sends, of a run over the network may be under way beyond the first one in plan order
+// that is not through, over all its peers together. Few keep to the plan, many bridge peers of unlike speed:
+// measured on the paper's cases, where chains need the order, and on random layouts, where ranks that share a
+// NIC without knowing of each other upset it (docs/design.md).
+inline constexpr int32_t kRecvsAhead = 12;
+inline constexpr int32_t kSendsAhead = 8;
+
+// Keeps one direction of a run in plan order across its peers. Senders do not know of each other: were every
+// peer's window posted at once, peers that the plan lets send in turn would share the network evenly, and what
+// this rank forwards in plan order would wait for the slowest of them. Posting in order makes them take turns,
+// since a send waits for its receive; and a rank that sends in order serves first who is to be served first.
+// No deadlock: of all messages that are not through anywhere, the first in plan order is the first at both its
+// ends, has been posted, and its data is there. Thread-safe.
+class PlanOrder {
+ public:
+  // `count`: messages over the network, numbered from 0 in plan order.
+  PlanOrder(int32_t count, int32_t ahead);
+
+  bool may_go(int32_t number) const { return number < limit_.load(); }
+
+  // Returns whether others may now go that could not before.
+  bool done(int32_t number);
+
+ private:
+  const int32_t ahead_;
+  std::mutex mutex_;
+  std::vector<bool> done_;
+  int32_t first_ = 0;  // the first that is not
+  std::atomic<int32_t> limit_;
+};
+
+}  // namespace meshcast
