@@ -25,8 +25,10 @@ sleep 2
 measure paper_cases n-to-m,1-to-m "$@"
 if [ "$what" = all ]; then
   ours=auto,multicast,broadcast
-  measure random_layouts random --methods "$ours,Megatron plan,NeMo-RL plan,M2N plan,gloo unicasts,Open MPI pipeline"
-  measure other_cases odd,partial,nics,unequal,state-dict,small,backend
+  plans="Megatron plan,NeMo-RL plan,M2N plan"
+  measure random_layouts random --methods "$ours,$plans,gloo unicasts,Open MPI pipeline"
+  measure other_cases odd,partial,nics,unequal,state-dict,small,backend --methods \
+    "$ours,$plans,backend broadcast,gloo unicasts,gloo gather+broadcast,DTensor parent mesh,Open MPI pipeline,ScaLAPACK gemr2d"
   measure scaling hosts,ranks,sizes --methods "$ours,gloo unicasts,Open MPI pipeline"
 fi
 "$python" -m benchmarks.planner --out "$results/planner.json" || status=1
