@@ -6,7 +6,7 @@
 #   WERROR           ON: compiler warnings are errors                    default OFF
 #   MESHCAST_CUDA    AUTO, ON or OFF                                     default AUTO
 #   FUZZ_SECONDS     how long each fuzz target runs                     default 60
-#   FUZZ_SEED        which inputs it tries                              default 0, others every time
+#   FUZZ_SEED        which inputs it tries                              default 0, a random one
 #   FUZZ_RUNS        inputs for the planner instead of a time            default 0, as many as the time allows
 #   PYTEST_ARGS      more arguments for pytest, e.g. PYTEST_ARGS="-k halo"
 SHELL := /bin/bash

@@ -2,8 +2,8 @@
 # Fuzzes what reads input that nobody vouches for, SECONDS each: text (atheris) and the planner (libFuzzer with
 # ASan and UBSan, where clang is installed).
 #   fuzz.sh SECONDS [SEED [RUNS]]
-# PY: interpreter with meshcast and atheris. Seed 0: other inputs every time. RUNS: so many inputs for the planner
-# instead of as many as the time allows, which with a seed are the same ones on every machine.
+# PY: interpreter with meshcast and atheris. Seed 0: a random one. RUNS: so many inputs for the planner instead of
+# as many as the time allows. The same seed does not give libFuzzer the same inputs again.
 set -eu
 seconds=$1
 seed=${2:-0}
@@ -29,7 +29,7 @@ make -s -j"${JOBS:-2}" -f tools/fuzz.mk CXX="$clang" FMT="$fmt"
 limit=(-max_total_time="$seconds")
 [ "$runs" = 0 ] || limit=(-runs="$runs")
 echo "fuzz: the planner, ${limit[0]#-}"
-# What runs found stays for the next one, but not where the inputs are to be the same each time.
+# What runs found stays for the next one, but not where a seed was asked for.
 corpus=build/fuzz/corpus
 [ "$seed" = 0 ] || { corpus=build/fuzz/corpus-$seed; rm -rf "$corpus"; }
 mkdir -p "$corpus"

@@ -90,6 +90,7 @@ void Engine::hand_out(const std::shared_ptr<Run>& run, bool driven) {
       }
     }
     // Sends first: a receive that completes at once must find the tickets of its forwards.
+    // The channels before any message: the first that has gone lets those of others go.
     for (const auto& [peer, ops] : sends) run->out_channels.push_back(&out_channel_locked({lane, peer}));
     for (const auto& [peer, ops] : sends) {
       OutChannel& channel = out_channel_locked({lane, peer});
