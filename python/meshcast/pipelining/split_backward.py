@@ -98,6 +98,8 @@ class SplitBackward:
         finally:
             for handle in handles:
                 handle.remove()
+        # W starts at the nodes that were kept: what lies behind them need not live until then.
+        self.roots = self.seeds = ()
 
     def weight_gradients(self) -> None:
         """W."""

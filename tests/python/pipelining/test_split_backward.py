@@ -9,6 +9,7 @@ import pytest
 import torch
 from meshcast.pipelining.split_backward import SplitBackward, hooks_made
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -185,6 +186,24 @@ def test_what_cannot_run_twice_is_early_and_nothing_else(name: str, early: set[s
     assert all(parameter.grad is not None for parameter in module.parameters())
     if name == "checkpoint":
         assert module.runs == 2  # the forward and one recomputation
+
+
+def test_what_only_the_inputs_needed_is_let_go() -> None:
+    """What lies behind the last weight: the output among it."""
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh())
+    x = torch.randn(5, 6, requires_grad=True)
+    output = module(x)
+    seed = torch.ones_like(output)
+    held = [StorageWeakRef(value.untyped_storage()) for value in (output, seed)]
+    backward = SplitBackward([output], [seed], [x])
+    del output, seed
+    backward.input_gradients()
+    assert all(storage.expired() for storage in held)
+    backward.weight_gradients()
+    split = [parameter.grad.clone() for parameter in module.parameters()]
+    module.zero_grad()
+    module(x.detach()).sum().backward()
+    assert all(torch.equal(a, b.grad) for a, b in zip(split, module.parameters(), strict=True))
 
 
 def test_hooks_fire_once() -> None:
