@@ -1,11 +1,10 @@
-"""What a stage's module may do: dropout, checkpointing, autocast, compiled parts; bounded memory; and the
-cases of pipeline_value_cases.py. Four ranks."""
+"""What a stage's module may do: dropout, checkpointing, autocast, compiled parts; and the cases of
+pipeline_memory_cases.py and pipeline_value_cases.py. Four ranks."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from meshcast.pipelining import (
     get_schedule_class,
     microbatch_seed,
 )
+from multiproc.pipeline_memory_cases import CASES as MEMORY_CASES
 from multiproc.pipeline_models import (
     CPU,
     TIMEOUT,
@@ -31,8 +31,6 @@ from multiproc.pipeline_models import (
 from multiproc.pipeline_value_cases import CASES as VALUE_CASES
 from multiproc.pipeline_value_cases import Sum, chain, mse
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 if Path(sys.argv[0]).name == "worker.py":
@@ -171,77 +169,6 @@ def compiled_case(name: str, **options: Any):
     return case
 
 
-# ---- memory ----------------------------------------------------------------------------------------------
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations made and that are alive; remembers the most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        known = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, torch.Tensor)]
-        before = {value.untyped_storage()._cdata for value in known}
-        for value in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in before:
-                storage = value.untyped_storage()
-                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.most = max(self.most, self.now())
-        return result
-
-    def now(self) -> int:
-        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
-        return sum(size for _, size in self._made.values())
-
-
-def deep(width: int = 8, hidden: int = 2048) -> nn.Module:
-    """Holds far more for its backward than what travels between stages."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Tanh(), nn.Tanh(), nn.Linear(hidden, width))
-
-
-def measured(run: Callable[[], Any]) -> tuple[int, int]:
-    """Most bytes alive during the call, and those alive after it while its result is."""
-    with Live() as live:
-        kept = run()
-        after = live.now()
-        del kept
-    return live.most, after
-
-
-def memory_case(name: str, held: Callable[[int], int], **options: Any):
-    """Live bytes stay below what the formula allows: all held micro-batches but one as they are between
-    forward and backward, and one at the height of its own."""
-
-    def case(context) -> dict:
-        module = deep()
-        x = torch.randn(48 * 12, 8)
-        part = x[:48]
-        _, one = measured(lambda: module(part.requires_grad_()))
-
-        def both() -> None:
-            module(part.detach().requires_grad_()).sum().backward()
-
-        both()  # the parameters have gradients from now on
-        height, _ = measured(both)
-        schedule = chain(context.rank, 4, module, name, 12, **options)
-        schedule.step(x, target=x)
-        most, _ = measured(lambda: schedule.step(x, target=x, return_outputs=False))
-        count = held(context.rank)
-        allowed = (count - 1) * one + height
-        assert most <= 1.05 * allowed, f"{most} bytes, {allowed} allowed for {count} micro-batches"
-        # Else the figure would not be of activations.
-        assert most >= 0.95 * count * one, f"{most} bytes, {count} micro-batches have {count * one}"
-        return {"over": most / allowed}
-
-    case.__name__ = f"memory_{name}{'_'.join(['', *options])}"
-    return case
-
-
 # ---- looking back ----------------------------------------------------------------------------------------
 
 
@@ -281,10 +208,7 @@ CASES = [
     gradient_scaler,
     compiled_case("1F1B"),
     compiled_case("Eager1F1B", delay_weight_grad=True),
-    memory_case("GPipe", lambda _: 12),
-    memory_case("1F1B", lambda stage: 4 - stage),
-    memory_case("Eager1F1B", lambda stage: 2 * (4 - stage) - 1),
-    memory_case("Eager1F1B", lambda stage: 2 * (4 - stage) - 1, delay_weight_grad=True),
+    *MEMORY_CASES,
     exposed_communication,
     several_stages_count_together,
 ]
