@@ -16,6 +16,7 @@ from meshcast.pipelining.draw import Panel, bar_of, draw_panels, panel_of
 
 from ..machine import ROOT
 from ..page import replace
+from .disturbance import LATE
 from .methods import METHODS
 
 __all__ = ["RESULTS", "ROOT", "publish", "row", "table_head"]
@@ -89,6 +90,18 @@ def tables(results: dict[str, Any]) -> str:
         for point in points
         for each in point["methods"].values()
     )
+    late, others = (
+        max((found for point in points for each in point["methods"].values() for found in each.get(what, [])),
+            default=None)
+        for what in ("late", "others")
+    )  # fmt: skip
+    disturbed = (
+        ""  # a file of before this was measured
+        if late is None or others is None
+        else f"Timed compute ended {late * 1e3:.1f} ms late at most, while\n"
+        f"others had {others:.0%} of the cores at most; steps measured again, since it had ended more than "
+        f"{LATE * forward * 1e3:g} ms late:\n{sum(point['again'] for point in points)}. "
+    )
     overhead = results["overhead"]
     last = points[-1]
     peers = ", ".join(
@@ -109,8 +122,8 @@ def tables(results: dict[str, Any]) -> str:
 transfers are real, the gradients of every step are checked. Times over that of 1F1B with free transfers,
 (m + n - 1)(F + B); in brackets what
 `simulate` says. `torch` is torch.distributed.pipelining {head["torch"]} with the same stages and links.
-Medians of {head["repeats"]} (torch: one step), largest spread {spread:.1%}; {cores} cores, commit
-{head["commit"]}.
+Medians of {head["repeats"]} (torch: one step), largest spread {spread:.1%}. {disturbed}{cores} cores,
+commit {head["commit"]}.
 
 {table_head(points[0])}
 {chr(10).join(row(point) for point in points)}

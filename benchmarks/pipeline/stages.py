@@ -24,6 +24,7 @@ class Clock:
     inputs: float
     weight: float
     scale: float = 1.0
+    late: float = 0.0  # seconds: the most by which a part ended after its time
     _until: float = field(default=0.0, init=False)  # the end of what was timed last
     _pass: int = field(default=-1, init=False)  # the run of autograd that this belonged to
 
@@ -41,6 +42,7 @@ class Clock:
             time.sleep(left)
         while time.monotonic() < self._until:
             pass
+        self.late = max(self.late, time.monotonic() - self._until)
 
 
 def _current_pass() -> int:
