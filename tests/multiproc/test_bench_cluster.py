@@ -41,8 +41,9 @@ def test_hosts_reach_each_other_and_nothing_stays() -> None:
             )
         rates = network._run("tc", "-n", cluster.namespace(1), "qdisc", "show", "dev", "eth1")
         assert "rate 200Mbit" in rates
-        limit = ["cat", "/proc/sys/net/ipv4/tcp_limit_output_bytes"]
-        assert int(network._run(*cluster.enter(2), *limit)) == network._SOCKET_QUEUE
+        for key, value in network._TCP.items():
+            found = network._run(*cluster.enter(2), "cat", f"/proc/sys/net/ipv4/{key}")
+            assert found.strip() == str(value)
         folder = cluster.folder
         assert folder.is_dir()
     assert not names & namespaces()
