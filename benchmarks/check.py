@@ -2,7 +2,7 @@
 
 Ratios to the lower bound are compared, not times, so that the machines need not be equal. Fails where a
 median is more than 10 % above the committed one, or where a committed figure could not be measured. What is
-above is measured once more before it counts: something else may have disturbed it.
+above is measured up to twice more before it counts: something else may have disturbed it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from meshcast.bench.report import ratio
 
 _COMMITTED = Path(__file__).with_name("results") / "paper_cases.json"
 _ALLOWED = 1.10
+_TRIES = 3
 _METHODS = ["auto", "multicast", "broadcast"]
 
 Cases = dict[str, dict[str, Any]]
 
 
-def worse(before: Cases, now: Cases, methods: list[str]) -> list[str]:
-    """What is more than 10 % above the committed ratio, or was not measured."""
-    found = []
+def worse(before: Cases, now: Cases, methods: list[str]) -> dict[str, list[str]]:
+    """By case, what is more than 10 % above the committed ratio or was not measured."""
+    found: dict[str, list[str]] = {}
     for name, case in before.items():
         for method in methods:
             old = ratio(case, method)
             new = ratio(now[name], method) if name in now else None
             if old is not None and (new is None or new > old * _ALLOWED):
                 shown = "not measured" if new is None else f"{new:.3f}"
-                found.append(f"{name}, {method}: {shown}, committed {old:.3f}")
+                found.setdefault(name, []).append(f"{name}, {method}: {shown}, committed {old:.3f}")
     return found
 
 
@@ -60,14 +61,22 @@ def main() -> int:
     committed = json.loads(args.committed.read_text())
     before = {case["name"]: case for case in committed["cases"]}
     head = committed["header"]
-    now, status = measure(list(before), head["link_mbit"], head["bound_seconds"], args.repeats)
-    found = worse(before, now, _METHODS)
-    again = [name for name in before if any(line.startswith(f"{name}, ") for line in found)]
-    if again and now:
-        second, status = measure(again, head["link_mbit"], head["bound_seconds"], args.repeats)
-        found = worse({name: before[name] for name in again}, second, _METHODS)
-    print("\n".join(found) or f"no ratio is more than {_ALLOWED - 1:.0%} above the committed one")
-    return 1 if found or status else 0
+    found, failed = {name: ["not measured"] for name in before}, False
+    for turn in range(_TRIES):
+        left = {name: before[name] for name in found}
+        now, status = measure(list(left), head["link_mbit"], head["bound_seconds"], args.repeats)
+        failed = failed or status != 0
+        found = worse(left, now, _METHODS)
+        print(
+            "\n".join(f"# try {turn + 1}: {line}" for lines in found.values() for line in lines), flush=True
+        )
+        if failed or not found:
+            break
+    print(
+        "\n".join(line for lines in found.values() for line in lines)
+        or f"no ratio is more than {_ALLOWED - 1:.0%} above the committed one"
+    )
+    return 1 if found or failed else 0
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ if [ "$what" = all ]; then
   ours=auto,multicast,broadcast
   plans="Megatron plan,NeMo-RL plan,M2N plan"
   measure random_layouts random --methods "$ours,$plans,gloo unicasts,Open MPI pipeline"
-  measure other_cases odd,partial,nics,unequal,state-dict,small,backend --methods \
+  measure other_cases odd,partial,nics,unequal,state-dict,small,backend,in-host --methods \
     "$ours,$plans,backend broadcast,gloo unicasts,gloo gather+broadcast,DTensor parent mesh,Open MPI pipeline,ScaLAPACK gemr2d"
   measure scaling hosts,ranks,sizes --methods "$ours,gloo unicasts,Open MPI pipeline"
 fi

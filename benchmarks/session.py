@@ -73,8 +73,13 @@ def _run_setting(setting: Setting, cases: list[Case], options: Options) -> None:
     watch = _Watch(setting, list(cases), options)
     failures = 0
     while watch.left:
-        network = Loopback if options.loopback else Cluster
-        with network(hosts, setting.mbit(options.mbit, hosts), setting.nics) as cluster:
+        rates = setting.mbit(options.mbit, hosts)
+        network: Cluster | Loopback = (
+            Loopback(hosts, rates, setting.nics)
+            if options.loopback
+            else Cluster(hosts, rates, setting.nics, setting.own_cores)
+        )
+        with network as cluster:
             job = watch.job(cluster)
             command = [sys.executable, "-m", "benchmarks.worker", str(job)]
             try:

@@ -93,11 +93,16 @@ def a_slow_method_counts_once(_) -> None:
     METHODS["slow"] = Method("slow", slowly, "takes its time", prepares=False)
     METHODS["prepares"] = Method("prepares", slowly, "takes its time")
     started: list[str] = []
+    auto = METHODS["auto"]
     try:
         found = runner.run(["slow", "prepares"], 5, started.append)
+        METHODS["auto"] = METHODS["slow"]
+        compared = runner.run(["auto"], 2)
     finally:
         del METHODS["slow"], METHODS["prepares"]
+        METHODS["auto"] = auto
     runner.close()
+    assert len(compared["seconds"]["auto"]) == 2, "the others are compared with it"
     assert started == ["slow", "prepares", "prepares"]
     assert {method: len(seconds) for method, seconds in found["seconds"].items()} == {
         "slow": 1,

@@ -25,8 +25,9 @@ NAMES = ["n-to-m 1", "n-to-m 2", "n-to-m 3"]
 class Unshaped(Loopback, Cluster):
     """A Cluster in type, so that peers run, whose hosts are this machine."""
 
-    def __init__(self, *arguments: Any) -> None:
-        Loopback.__init__(self, *arguments)
+    def __init__(self, hosts: int, rates: list[float], nics: int, own_cores: bool) -> None:
+        assert own_cores, "of all cases but those inside one host"
+        Loopback.__init__(self, hosts, rates, nics)
 
 
 class Ranks:

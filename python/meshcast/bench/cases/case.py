@@ -30,11 +30,13 @@ class Tensor(NamedTuple):
 @dataclass(frozen=True)
 class Setting:
     """The hosts of a case; cases of one setting share a cluster. rates: of the links of each host, as parts
-    of the rate that the run was given; hosts beyond have 1."""
+    of the rate that the run was given; hosts beyond have 1. own_cores: each host keeps to its part of the
+    cores; not where one host alone has work to do."""
 
     ranks_per_host: int = RANKS_PER_HOST
     nics: int = 1
     rates: tuple[float, ...] = ()
+    own_cores: bool = True
 
     def mbit(self, rate: float, hosts: int) -> list[float]:
         """Mbit/s of each host's links."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshcast.layout import Layout
 
-from .case import Case
+from .case import Case, Setting
 
 _SHAPE = (4096, 4096)  # int32: 64 MiB
 
@@ -18,7 +18,8 @@ _TABLE = [
 
 def _case(name: str, source: str, target: str) -> Case:
     src, dst = Layout.parse(source), Layout.parse(target)
-    return Case(name, "in-host", _SHAPE, src, dst, f"{source} to {target}", fixed=True)
+    setting = Setting(own_cores=False)
+    return Case(name, "in-host", _SHAPE, src, dst, f"{source} to {target}", fixed=True, setting=setting)
 
 
 CASES = [_case(*row) for row in _TABLE]
