@@ -11,7 +11,7 @@ namespace meshcast {
 // that is not through, over all its peers together. Few keep to the plan, many bridge peers of unlike speed:
 // measured on the paper's cases, where chains need the order, and on random layouts, where ranks that share a
 // NIC without knowing of each other upset it (docs/design.md).
-inline constexpr int32_t kRecvsAhead = 12;
+inline constexpr int32_t kRecvsAhead = 8;
 inline constexpr int32_t kSendsAhead = 8;
 
 // Keeps one direction of a run in plan order across its peers. Senders do not know of each other: were every
