@@ -1,41 +1,23 @@
 """The GPT example and the quickstart under torchrun, 2 + 3 ranks: equal to one process, and resumable."""
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from multiproc import training_runs
+from multiproc.training_runs import ENVIRONMENT, LIMIT, ROOT, launch
 
-ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 150  # seconds for one launch; it takes about 10 on an idle machine
 STEPS = 6
 NANO = f"--model nano --batch 12 --microbatches 2 --steps {STEPS} --warmup 3 --eval-every 3".split()
 
 pytestmark = pytest.mark.timeout(LIMIT + 30)
 
 
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "5"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
-
-
-def torchrun(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [*LAUNCH, str(ROOT / "examples" / script), *map(str, arguments)]
-    return subprocess.run(
-        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
-
-
 def train(folder: Path, *arguments: str | Path) -> list[dict[str, Any]]:
     """The step records of one launch that must succeed."""
-    metrics = folder / "metrics.jsonl"
-    metrics.unlink(missing_ok=True)
-    done = torchrun("gpt/train.py", *NANO, "--metrics", metrics, *arguments)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [record for record in records if record["event"] == "step"]
+    return training_runs.train("gpt/train.py", folder, *NANO, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +111,7 @@ def test_text_is_drawn_from_a_checkpoint(whole_run: tuple[Path, list[dict[str, A
 
 @pytest.mark.slow
 def test_a_difference_above_the_tolerance_fails_the_run() -> None:
-    done = torchrun(
+    done = launch(
         "gpt/train.py", *NANO, "--stages", "2,3", "--steps", "2", "--verify", "--tolerance", "1e-12"
     )
     assert done.returncode != 0
@@ -137,7 +119,7 @@ def test_a_difference_above_the_tolerance_fails_the_run() -> None:
 
 
 def test_ranks_that_do_not_fit_are_refused_in_one_sentence() -> None:
-    done = torchrun("gpt/train.py", "--stages", "2,2")
+    done = launch("gpt/train.py", "--stages", "2,2")
     assert done.returncode != 0
     assert (
         "train.py: error: --stages 2,2 needs 4 ranks, but 5 started; use torchrun --nproc-per-node 4"
@@ -147,7 +129,7 @@ def test_ranks_that_do_not_fit_are_refused_in_one_sentence() -> None:
 
 
 def test_quickstart_prints_what_every_rank_holds() -> None:
-    done = torchrun("quickstart.py")
+    done = launch("quickstart.py")
     assert done.returncode == 0, done.stderr[-4000:]
     assert sorted(done.stdout.splitlines()) == [
         "rank 0: x [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]  y []",

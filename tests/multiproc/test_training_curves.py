@@ -5,8 +5,6 @@ With MESHCAST_CURVES=FOLDER the curves are left there, for `python -m benchmarks
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,10 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from multiproc.training_runs import LIMIT, launch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 400  # seconds for one launch; it takes 10 to 40 on an idle machine
 STEPS = 50
 # At a high learning rate Adam makes whole steps of the rounding of tiny gradients: both sides would drift.
 COMMON = f"--batch 12 --steps {STEPS} --warmup 10 --lr 1e-3 --checkpoint-every {STEPS}".split()
@@ -48,14 +45,9 @@ Result = tuple[list[float], dict[str, torch.Tensor]]
 
 def train(name: str, folder: Path, layout: str, ranks: int) -> Result:
     """Losses by step, and the weights at the end."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     outputs = ["--metrics", str(folder / "metrics.jsonl"), "--checkpoint", str(folder / "state")]
     options = [*MODELS[name], *COMMON, *outputs, "--stages", *layout.split()]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
-    done = subprocess.run(
-        [*torchrun, str(ROOT / f"examples/{name}/train.py"), *options],
-        env=env, capture_output=True, text=True, timeout=LIMIT, check=False,
-    )  # fmt: skip
+    done = launch(f"{name}/train.py", *options, ranks=ranks)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if record["event"] == "step"]

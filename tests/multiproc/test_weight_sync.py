@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from multiproc.training_runs import LIMIT, launch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -16,15 +17,7 @@ from gpt.data import TextSamples, read_text
 from gpt.model import build_stage, loss_fn
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 150  # seconds for one launch; it takes about 10 on an idle machine
 pytestmark = pytest.mark.timeout(LIMIT + 60)
-
-
-def launch(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "5"]
-    command = [*torchrun, str(ROOT / "examples/weight_sync/run.py"), *map(str, arguments)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
 def expected_losses(steps: int, every: int) -> dict[int, float]:
@@ -50,7 +43,9 @@ def expected_losses(steps: int, every: int) -> dict[int, float]:
 @pytest.mark.slow
 def test_rollouts_have_the_weights_of_each_version(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    done = launch("--model", "nano", "--steps", "6", "--every", "2", "--metrics", metrics)
+    done = launch(
+        "weight_sync/run.py", "--model", "nano", "--steps", "6", "--every", "2", "--metrics", metrics
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     expected = expected_losses(6, 2)

@@ -25,10 +25,16 @@ def command(script: str | Path, *arguments: str | Path, ranks: int = RANKS, rest
     return [*launch, str(ROOT / "examples" / script), *map(str, arguments)]
 
 
-def launch(script: str, *arguments: str | Path, ranks: int = RANKS) -> subprocess.CompletedProcess[str]:
-    process = start(command(script, *arguments, ranks=ranks))
-    output = wait(process)
-    return subprocess.CompletedProcess(process.args, process.returncode, output)
+def launch(
+    script: str, *arguments: str | Path, ranks: int = RANKS, environment: Mapping[str, str] = ENVIRONMENT
+) -> subprocess.CompletedProcess[str]:
+    """One launch to its end, stdout and stderr apart."""
+    with subprocess.Popen(
+        command(script, *arguments, ranks=ranks), env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        output, errors = _output(process)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def start(arguments: list[str], environment: Mapping[str, str] = ENVIRONMENT) -> subprocess.Popen[str]:
@@ -39,13 +45,18 @@ def start(arguments: list[str], environment: Mapping[str, str] = ENVIRONMENT) ->
 
 
 def wait(process: subprocess.Popen[str]) -> str:
-    """What it wrote until it ended. Too late it is asked to end: killed, torchrun would leave its ranks."""
+    """What it wrote until it ended."""
     with process:
-        try:
-            return process.communicate(timeout=LIMIT)[0]
-        except BaseException:
-            process.terminate()
-            raise
+        return _output(process)[0]
+
+
+def _output(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Of a process that is asked to end when it is too late: killed, torchrun would leave its ranks."""
+    try:
+        return process.communicate(timeout=LIMIT)
+    except BaseException:
+        process.terminate()
+        raise
 
 
 def read_records(metrics: Path) -> list[Record]:
@@ -62,5 +73,5 @@ def train(script: str, folder: Path, *arguments: str | Path, ranks: int = RANKS)
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     done = launch(script, *arguments, "--metrics", metrics, ranks=ranks)
-    assert done.returncode == 0, done.stdout[-6000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return step_records(metrics)
