@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,12 +47,19 @@ def measure(names: list[str], rate: float, seconds: float, repeats: int) -> tupl
             sys.executable, "-m", "benchmarks", "--cases", ";".join(names), "--methods", ",".join(_METHODS),
             "--mbit", str(rate), "--seconds", str(seconds), "--repeats", str(repeats), "--out", str(out),
         ]  # fmt: skip
-        status = subprocess.run(command, check=False).returncode
+        with subprocess.Popen(command) as run:
+            try:
+                status = run.wait()
+            except BaseException:
+                run.terminate()  # killed, it would leave its hosts behind
+                raise
         cases = json.loads(out.read_text())["cases"] if out.exists() else []
         return {case["name"]: case for case in cases}, status
 
 
 def main() -> int:
+    # Ended from outside, it cleans up behind itself as after an error.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(prog="python -m benchmarks.check", description=__doc__)
     parser.add_argument("--committed", type=Path, default=_COMMITTED)
     parser.add_argument("--repeats", type=int, default=5)
