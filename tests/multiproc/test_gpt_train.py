@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from multiproc import training_runs
-from multiproc.training_runs import ENVIRONMENT, LIMIT, ROOT, launch
+from multiproc.training_runs import ENVIRONMENT, ROOT, launch
 
+LIMIT = 150  # seconds for one launch; it takes about 10 on an idle machine
 STEPS = 6
 NANO = f"--model nano --batch 12 --microbatches 2 --steps {STEPS} --warmup 3 --eval-every 3".split()
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.timeout(LIMIT + 30)
 
 def train(folder: Path, *arguments: str | Path) -> list[dict[str, Any]]:
     """The step records of one launch that must succeed."""
-    return training_runs.train("gpt/train.py", folder, *NANO, *arguments)
+    return training_runs.train("gpt/train.py", folder, *NANO, *arguments, limit=LIMIT)
 
 
 @pytest.fixture(scope="module")
@@ -112,14 +113,23 @@ def test_text_is_drawn_from_a_checkpoint(whole_run: tuple[Path, list[dict[str, A
 @pytest.mark.slow
 def test_a_difference_above_the_tolerance_fails_the_run() -> None:
     done = launch(
-        "gpt/train.py", *NANO, "--stages", "2,3", "--steps", "2", "--verify", "--tolerance", "1e-12"
+        "gpt/train.py",
+        *NANO,
+        "--stages",
+        "2,3",
+        "--steps",
+        "2",
+        "--verify",
+        "--tolerance",
+        "1e-12",
+        limit=LIMIT,
     )
     assert done.returncode != 0
     assert "exceeds" in done.stdout
 
 
 def test_ranks_that_do_not_fit_are_refused_in_one_sentence() -> None:
-    done = launch("gpt/train.py", "--stages", "2,2")
+    done = launch("gpt/train.py", "--stages", "2,2", limit=LIMIT)
     assert done.returncode != 0
     assert (
         "train.py: error: --stages 2,2 needs 4 ranks, but 5 started; use torchrun --nproc-per-node 4"
@@ -129,7 +139,7 @@ def test_ranks_that_do_not_fit_are_refused_in_one_sentence() -> None:
 
 
 def test_quickstart_prints_what_every_rank_holds() -> None:
-    done = launch("quickstart.py")
+    done = launch("quickstart.py", limit=LIMIT)
     assert done.returncode == 0, done.stderr[-4000:]
     assert sorted(done.stdout.splitlines()) == [
         "rank 0: x [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]  y []",

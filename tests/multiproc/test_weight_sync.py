@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from multiproc.training_runs import LIMIT, launch
+from multiproc.training_runs import launch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -17,6 +17,7 @@ from gpt.data import TextSamples, read_text
 from gpt.model import build_stage, loss_fn
 
 ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 150  # seconds for one launch; it takes about 10 on an idle machine
 pytestmark = pytest.mark.timeout(LIMIT + 60)
 
 
@@ -44,7 +45,16 @@ def expected_losses(steps: int, every: int) -> dict[int, float]:
 def test_rollouts_have_the_weights_of_each_version(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     done = launch(
-        "weight_sync/run.py", "--model", "nano", "--steps", "6", "--every", "2", "--metrics", metrics
+        "weight_sync/run.py",
+        "--model",
+        "nano",
+        "--steps",
+        "6",
+        "--every",
+        "2",
+        "--metrics",
+        metrics,
+        limit=LIMIT,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     records = [json.loads(line) for line in metrics.read_text().splitlines()]

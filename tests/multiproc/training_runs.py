@@ -26,14 +26,18 @@ def command(script: str | Path, *arguments: str | Path, ranks: int = RANKS, rest
 
 
 def launch(
-    script: str, *arguments: str | Path, ranks: int = RANKS, environment: Mapping[str, str] = ENVIRONMENT
+    script: str,
+    *arguments: str | Path,
+    ranks: int = RANKS,
+    environment: Mapping[str, str] = ENVIRONMENT,
+    limit: float = LIMIT,
 ) -> subprocess.CompletedProcess[str]:
-    """One launch to its end, stdout and stderr apart."""
+    """One launch to its end, stdout and stderr apart. limit: seconds."""
     with subprocess.Popen(
         command(script, *arguments, ranks=ranks), env=environment, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
-        output, errors = _output(process)
+        output, errors = _output(process, limit)
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
@@ -47,13 +51,13 @@ def start(arguments: list[str], environment: Mapping[str, str] = ENVIRONMENT) ->
 def wait(process: subprocess.Popen[str]) -> str:
     """What it wrote until it ended."""
     with process:
-        return _output(process)[0]
+        return _output(process, LIMIT)[0]
 
 
-def _output(process: subprocess.Popen[str]) -> tuple[str, str]:
+def _output(process: subprocess.Popen[str], limit: float) -> tuple[str, str]:
     """Of a process that is asked to end when it is too late: killed, torchrun would leave its ranks."""
     try:
-        return process.communicate(timeout=LIMIT)
+        return process.communicate(timeout=limit)
     except BaseException:
         process.terminate()
         raise
@@ -68,10 +72,12 @@ def step_records(metrics: Path) -> list[Record]:
     return [record for record in read_records(metrics) if record["event"] == "step"]
 
 
-def train(script: str, folder: Path, *arguments: str | Path, ranks: int = RANKS) -> list[Record]:
+def train(
+    script: str, folder: Path, *arguments: str | Path, ranks: int = RANKS, limit: float = LIMIT
+) -> list[Record]:
     """The step records of one launch that must succeed."""
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
-    done = launch(script, *arguments, "--metrics", metrics, ranks=ranks)
+    done = launch(script, *arguments, "--metrics", metrics, ranks=ranks, limit=limit)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return step_records(metrics)

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from meshcast import Topology
@@ -25,8 +25,10 @@ NAMES = ["n-to-m 1", "n-to-m 2", "n-to-m 3"]
 class Unshaped(Loopback, Cluster):
     """A Cluster in type, so that peers run, whose hosts are this machine."""
 
+    own_cores: ClassVar[list[bool]] = []  # of all clusters since the list was emptied
+
     def __init__(self, hosts: int, rates: list[float], nics: int, own_cores: bool) -> None:
-        assert own_cores, "of all cases but those inside one host"
+        Unshaped.own_cores.append(own_cores)
         Loopback.__init__(self, hosts, rates, nics)
 
 
@@ -112,6 +114,12 @@ def run(monkeypatch: pytest.MonkeyPatch):
         return found
 
     return play
+
+
+def test_cases_inside_one_host_have_all_cores(run) -> None:
+    Unshaped.own_cores.clear()
+    run(Ranks(CALIBRATION), [], ["n-to-m 1", "rows to columns"])
+    assert Unshaped.own_cores == [True, False]
 
 
 def test_all_goes_well(run) -> None:
