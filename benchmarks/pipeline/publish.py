@@ -100,7 +100,8 @@ def tables(results: dict[str, Any]) -> str:
         if late is None or others is None
         else f"Timed compute ended {late * 1e3:.1f} ms late at most, while\n"
         f"others had {others:.0%} of the cores at most (steps in which it ended more than "
-        f"{LATE * forward * 1e3:g} ms\nlate are measured again: {sum(point['again'] for point in points)} in all). "
+        f"{LATE * forward * 1e3:g} ms\nlate are measured again: "
+        f"{sum(point['again'] for point in points)} in all). "
     )
     overhead = results["overhead"]
     last = points[-1]
