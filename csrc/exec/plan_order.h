@@ -9,8 +9,9 @@ namespace meshcast {
 
 // How many receives, and sends, of a run over the network may be under way beyond the first one in plan order
 // that is not through, over all its peers together. Few keep to the plan, many bridge peers of unlike speed:
-// measured on the paper's cases, where chains need the order, and on random layouts, where ranks that share a
-// NIC without knowing of each other upset it (docs/design.md).
+// measured on the paper's cases, where chains need the order (docs/design.md). Plans that relay nothing have no
+// such limit: ranks that share a NIC do not know of each other, and one that waits for its turn there keeps
+// others waiting.
 inline constexpr int32_t kRecvsAhead = 8;
 inline constexpr int32_t kSendsAhead = 8;
 

@@ -92,6 +92,21 @@ std::vector<Message> join_hops(const Plan& plan, int32_t rank, const std::vector
   return messages;
 }
 
+// Whether any chunk passes between hosts twice. What a chunk does inside its first and last host does not count:
+// nobody waits for the network there.
+bool relays(const Plan& plan) {
+  const auto host = host_index(plan.topology, plan.ranks);
+  std::vector<char> came_far(plan.hops.size(), 0);
+  for (size_t i = 0; i < plan.hops.size(); ++i) {
+    const Hop& hop = plan.hops[i];
+    const bool far = host.at(hop.src) != host.at(hop.dst);
+    const bool before = hop.after >= 0 && came_far[static_cast<size_t>(hop.after)];
+    if (far && before) return true;
+    came_far[i] = far || before;
+  }
+  return false;
+}
+
 class Projection {
  public:
   Projection(const Plan& plan, int32_t rank, const std::vector<int32_t>& group,
@@ -102,6 +117,7 @@ class Projection {
           {shard_of(problem.src, problem.shape, rank), shard_of(problem.dst, problem.shape, rank)});
     }
     program_.rank = local_rank(rank);
+    program_.relayed = relays(plan);
     for (const Message& message : messages_) {
       if (message.src == rank && message.after >= 0) ++forwards_[message.after];
     }

@@ -15,8 +15,8 @@ constexpr int64_t kCacheBytes = int64_t{2} << 20;
 }  // namespace
 
 Run::Run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label, TimePoint deadline)
-    : recv_order(program->network_recvs, kRecvsAhead),
-      send_order(program->network_sends, kSendsAhead),
+    : recv_order(program->network_recvs, program->relayed ? kRecvsAhead : program->network_recvs),
+      send_order(program->network_sends, program->relayed ? kSendsAhead : program->network_sends),
       carries(*program),
       program_(std::move(program)),
       buffers_(std::move(buffers)),

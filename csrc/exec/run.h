@@ -59,7 +59,7 @@ inline constexpr int32_t kSlots = 1 << 14;
 // moment the messages that are posted at either end are within 2 * kWindow of each other.
 inline int32_t message_tag(const RunLabel& label, int64_t position) {
   return (label.reverse ? 1 << 30 : 0) | (label.slot & (kSlots - 1)) << 16 | (label.number & 0xFF) << 8 |
-         static_cast<int32_t>(position & 0xFF);
+         static_cast<int32_t>(position & kTagNumber);
 }
 
 // The same in 64 bits, for transports that match in no order: direction 1, slot 14, run 16, position 33.
