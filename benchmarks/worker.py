@@ -38,7 +38,7 @@ def main() -> None:
         links = calibrate(per_host, job["mbit"])
         if not overload(links.facts()):  # the same on all ranks: the times are summed up
             break
-    topology = links.topology(per_host, job["nics"])
+    topology = links.topology(per_host, job["nics"]).striped()
     report("calibration", links.facts() | {"topology": topology.to_json()})
     for name in job["cases"]:
         (case,) = find([name])

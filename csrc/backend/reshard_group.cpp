@@ -17,12 +17,12 @@ constexpr size_t kCompiledPlans = 128;  // programs kept per group
 
 void check_rails(const Rails& rails, const GroupIdentity& group) {
   const auto count = static_cast<int32_t>(rails.backends.size());
-  const bool fits = rails.rail_of.size() == group.ranks.size() &&
-                    std::all_of(rails.rail_of.begin(), rails.rail_of.end(),
+  const bool fits = rails.first_rail.size() == group.ranks.size() &&
+                    std::all_of(rails.first_rail.begin(), rails.first_rail.end(),
                                 [&](int32_t rail) { return rail >= 0 && rail < count; });
   if (!fits) {
     throw LayoutError(fmt::format("each of the {} ranks of a group needs a rail from 0 to {}, found [{}]",
-                                  group.ranks.size(), count - 1, fmt::join(rails.rail_of, ", ")));
+                                  group.ranks.size(), count - 1, fmt::join(rails.first_rail, ", ")));
   }
 }
 
@@ -56,7 +56,7 @@ ReshardGroup::ReshardGroup(Rails rails, const c10::intrusive_ptr<c10d::Store>& s
   check_rails(rails, identity_);
   const auto me = std::lower_bound(identity_.ranks.begin(), identity_.ranks.end(), identity_.rank);
   engine_ = std::make_unique<Engine>(
-      make_c10d_transport(std::move(rails.backends), std::move(rails.rail_of),
+      make_c10d_transport(std::move(rails.backends), std::move(rails.first_rail),
                           static_cast<int>(me - identity_.ranks.begin())),
       [this](int peer, const TransportError& error, const std::shared_ptr<Run>& run) {
         watcher_->transport_failed(peer, error, *run);

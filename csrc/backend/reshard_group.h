@@ -32,10 +32,10 @@ struct LocalRanks {
 };
 
 // The group's connections: a backend for each network interface, and by which of them each rank (by its number
-// in the group) sends to other hosts.
+// in the group) sends its first message to another; see make_c10d_transport.
 struct Rails {
   std::vector<c10::intrusive_ptr<c10d::Backend>> backends;
-  std::vector<int32_t> rail_of;
+  std::vector<int32_t> first_rail;
 };
 
 // One private group: the ranks that take part in a transfer, with connections of their own that no user

@@ -114,13 +114,13 @@ void bind_runtime(py::module_& m) {
       .def_static("set_budget", &set_shm_budget, py::arg("nbytes"));
 
   py::class_<ReshardGroup, std::shared_ptr<ReshardGroup>>(m, "ReshardGroup")
-      .def(py::init([](std::vector<c10::intrusive_ptr<c10d::Backend>> rails, std::vector<int32_t> rail_of,
+      .def(py::init([](std::vector<c10::intrusive_ptr<c10d::Backend>> rails, std::vector<int32_t> first_rail,
                        const c10::intrusive_ptr<c10d::Store>& store, std::vector<int32_t> ranks, int32_t rank,
                        std::string name, SharedMemory* local) {
              const py::gil_scoped_release construct_without_gil;
              // The deleter joins threads, which must not wait for the GIL that the interpreter holds there.
              return std::shared_ptr<ReshardGroup>(
-                 new ReshardGroup({std::move(rails), std::move(rail_of)}, store,
+                 new ReshardGroup({std::move(rails), std::move(first_rail)}, store,
                                   {std::move(ranks), rank, std::move(name)},
                                   local ? local->take() : LocalRanks{}),
                  [](ReshardGroup* group) {
@@ -132,7 +132,7 @@ void bind_runtime(py::module_& m) {
                    }
                  });
            }),
-           py::arg("rails"), py::arg("rail_of"), py::arg("store"), py::arg("ranks"), py::arg("rank"),
+           py::arg("rails"), py::arg("first_rail"), py::arg("store"), py::arg("ranks"), py::arg("rank"),
            py::arg("name"), py::arg("shared_memory") = nullptr)
       .def(
           "agree",

@@ -66,23 +66,24 @@ class FailedRequest final : public Request {
 
 class C10dTransport final : public Transport {
  public:
-  C10dTransport(std::vector<c10::intrusive_ptr<c10d::Backend>> rails, std::vector<int32_t> rail_of, int rank)
-      : rails_(std::move(rails)), rail_of_(std::move(rail_of)), rank_(rank) {}
+  C10dTransport(std::vector<c10::intrusive_ptr<c10d::Backend>> rails, std::vector<int32_t> first_rail, int rank)
+      : rails_(std::move(rails)), first_rail_(std::move(first_rail)), rank_(rank) {}
 
   std::unique_ptr<Request> send(int peer, int32_t tag, const void* data, int64_t nbytes) override {
     // The backend reads only; from_blob knows no const.
     std::vector<at::Tensor> tensors{bytes(const_cast<void*>(data), nbytes)};
-    return guarded([&] { return rail_of(rank_)->send(tensors, peer, tag); });
+    return guarded([&] { return rail(rank_, tag)->send(tensors, peer, tag); });
   }
 
   std::unique_ptr<Request> recv(int peer, int32_t tag, void* data, int64_t nbytes) override {
     std::vector<at::Tensor> tensors{bytes(data, nbytes)};
-    return guarded([&] { return rail_of(peer)->recv(tensors, peer, tag); });
+    return guarded([&] { return rail(peer, tag)->recv(tensors, peer, tag); });
   }
 
  private:
-  const c10::intrusive_ptr<c10d::Backend>& rail_of(int sender) const {
-    return rails_[static_cast<size_t>(rail_of_[static_cast<size_t>(sender)])];
+  const c10::intrusive_ptr<c10d::Backend>& rail(int sender, int32_t tag) const {
+    const int32_t turn = first_rail_[static_cast<size_t>(sender)] + (tag & kTagNumber);
+    return rails_[static_cast<size_t>(turn) % rails_.size()];
   }
 
   static at::Tensor bytes(void* data, int64_t nbytes) {
@@ -100,15 +101,15 @@ class C10dTransport final : public Transport {
   }
 
   const std::vector<c10::intrusive_ptr<c10d::Backend>> rails_;
-  const std::vector<int32_t> rail_of_;
+  const std::vector<int32_t> first_rail_;
   const int rank_;
 };
 
 }  // namespace
 
 std::shared_ptr<Transport> make_c10d_transport(std::vector<c10::intrusive_ptr<c10d::Backend>> rails,
-                                               std::vector<int32_t> rail_of, int rank) {
-  return std::make_shared<C10dTransport>(std::move(rails), std::move(rail_of), rank);
+                                               std::vector<int32_t> first_rail, int rank) {
+  return std::make_shared<C10dTransport>(std::move(rails), std::move(first_rail), rank);
 }
 
 }  // namespace meshcast

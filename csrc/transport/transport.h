@@ -35,6 +35,9 @@ class Request {
   virtual void abort() noexcept = 0;
 };
 
+// The part of a tag that numbers the messages between two ranks through; the rest tells calls apart.
+inline constexpr int32_t kTagNumber = 0xFF;
+
 // Moves bytes between the ranks of one private group; knows nothing of tensors. Messages of a pair of
 // ranks match by tag. send() and recv() never block; the buffer must outlive the request.
 // A send may complete as late as when its receive is posted (rendezvous).

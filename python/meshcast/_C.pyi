@@ -99,7 +99,7 @@ class ReshardGroup:
     def __init__(
         self,
         rails: Sequence[Backend],
-        rail_of: Sequence[int],
+        first_rail: Sequence[int],
         store: Store,
         ranks: list[int],
         rank: int,

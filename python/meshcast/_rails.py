@@ -1,8 +1,9 @@
-"""The network interfaces that private groups use: one gloo context for each, so that ranks of one host can
-send through all of them at once.
+"""The network interfaces that private groups use: one gloo context for each, and messages that take them in
+turns, so that any rank can send through all of them at once.
 
-`MESHCAST_IFNAMES=eth0,eth1` names them, in the order of the NICs of a Topology; every host has equally
-many. Without it there is one, chosen by gloo (`GLOO_SOCKET_IFNAME`).
+`MESHCAST_IFNAMES=eth0,eth1` names them, on all hosts equally many of about the same speed: the first one of a
+host talks to the first ones of the others, and so on. Without it there is one, chosen by gloo
+(`GLOO_SOCKET_IFNAME`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .errors import LayoutError
 if TYPE_CHECKING:
     from .topology import Topology
 
-__all__ = ["agreed_count", "connect", "interfaces", "rails_of"]
+__all__ = ["agreed_count", "connect", "first_rails", "interfaces"]
 
 _MOST = 16
 
@@ -60,9 +61,9 @@ def agreed_count(told: Mapping[int, str], rank: int) -> int:
     return int(next(iter(told.values())))
 
 
-def rails_of(ranks: Sequence[int], topology: Topology, count: int) -> list[int]:
-    """The interface that each rank sends by: that of the NIC at its position among the ranks of its host,
-    as plans have it."""
+def first_rails(ranks: Sequence[int], topology: Topology, count: int) -> list[int]:
+    """The interface of each rank's first message to any other, by its position among the ranks of its host;
+    the next message takes the next one."""
     rails = {rank: at % count for host in topology.hosts for at, rank in enumerate(host.ranks)}
     return [rails[rank] for rank in ranks]
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from . import _C
 from ._host import host_identity
-from ._rails import agreed_count, connect, interfaces, rails_of
+from ._rails import agreed_count, connect, first_rails, interfaces
 from ._shared_memory import LocalMemory
 from .agreements import Agreements
 from .errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
@@ -50,6 +50,7 @@ class PrivateGroup:
         self.timeout = timeout
         self.name = _group_name(self.ranks)
         self.topology: Topology | None = None  # of these ranks, known once they have met
+        self.interfaces = 1  # of each host, likewise
         self.agreements = Agreements()  # touched by jobs alone
         self.transfers: dict[Any, Any] = {}  # compiled ones, kept by transfer.py
         self.board: Any = None  # store of this life of the group, once its ranks have met
@@ -141,6 +142,7 @@ class PrivateGroup:
             hosts = {rank: host for rank, (host, _, _) in members.items()}
             count = agreed_count({rank: text for rank, (_, _, text) in members.items()}, self.rank)
             self.topology = Topology.from_hosts(hosts, nics_per_host=count)
+            self.interfaces = count
             self.board = dist.PrefixStore("board", store)
             self.control = dist.PrefixStore("control", store)
             offers = {rank: offer for rank, (host, offer, _) in members.items() if host == hosts[self.rank]}
@@ -149,7 +151,7 @@ class PrivateGroup:
             log.info("rank %d: connected with ranks %s", self.rank, self.name)
             return _C.ReshardGroup(
                 rails,
-                rails_of(self.ranks, self.topology, count),
+                first_rails(self.ranks, self.topology, count),
                 self.control,
                 list(self.ranks),
                 self.rank,

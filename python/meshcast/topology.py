@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +136,25 @@ class Topology:
 
         return discover(group, **assumed)
 
+    def striped(self) -> Topology:
+        """The same with the NICs of each host as a single one, as many times as fast as the slowest of them.
+
+        That is how transfers over gloo see hosts with several interfaces (`MESHCAST_IFNAMES`): messages
+        take them in turns, whichever rank sends. Itself where every host has one NIC.
+        """
+        u = self._uniform
+        if u is not None:
+            if u.nics_per_host == 1:
+                return self
+            return _rebuild(
+                (), replace(u, nic_rate=u.nic_rate * u.nics_per_host, nics_per_host=1), self._latency_ns
+            )
+        if all(len(host.nics) == 1 for host in self._hosts):
+            return self
+        return _rebuild(
+            tuple(replace(host, nics=(_together(host.nics),)) for host in self._hosts), None, self._latency_ns
+        )
+
     @property
     def latency(self) -> float:
         """Seconds that a hop costs beside its bytes."""
@@ -257,6 +276,10 @@ def _rebuild(hosts: tuple[Host, ...], uniform: _Uniform | None, latency_ns: int)
     topology = Topology.__new__(Topology)
     topology._set(hosts, uniform, latency_ns)
     return topology
+
+
+def _together(nics: Sequence[Nic]) -> Nic:
+    return Nic(len(nics) * min(nic.out_rate for nic in nics), len(nics) * min(nic.in_rate for nic in nics))
 
 
 def _rate(name: str, gbps: Any) -> int:

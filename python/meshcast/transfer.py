@@ -280,6 +280,8 @@ class Transfer:
         if self._plan is not None:
             return
         topology = self._topology or self._group.topology
+        if topology is not None and self._on_cpu and self._group.interfaces > 1:
+            topology = topology.striped()
         plan = plan_many(self.problems, topology=topology, strategy=self._strategy, balance=self._balance)
         if self._backward is not None:
             self._reverse_plan = plan_many(self._backward, topology=topology, strategy=self._strategy)

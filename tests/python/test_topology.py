@@ -51,6 +51,18 @@ def test_host_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_identity() == "rack 7"
 
 
+def test_striped_hosts_have_one_nic_as_fast_as_all_together() -> None:
+    uniform = Topology.uniform(4, 10, nics_per_host=4, latency_us=7)
+    assert uniform.striped() == Topology.uniform(4, 40, latency_us=7)
+    unlike = Topology(
+        [Host((0, 1), (Nic(10, 30), Nic(20, 25), Nic(15, 40)), 99), Host((2,), (Nic(5, 6),), 98)]
+    )
+    assert unlike.striped().hosts == (Host((0, 1), (Nic(30, 75),), 99), Host((2,), (Nic(5, 6),), 98))
+    assert unlike.striped().latency == unlike.latency
+    for single in (Topology.uniform(4, 10), uniform.striped(), unlike.striped()):
+        assert single.striped() is single
+
+
 def test_a_faster_network_makes_a_faster_plan() -> None:
     slow = meshcast.plan((1 << 20,), "float32", *PAIR, Topology.uniform(4, 1))
     fast = meshcast.plan((1 << 20,), "float32", *PAIR, Topology.uniform(4, 10))
