@@ -92,8 +92,8 @@ std::vector<Message> join_hops(const Plan& plan, int32_t rank, const std::vector
   return messages;
 }
 
-// Whether any chunk passes between hosts twice. What a chunk does inside its first and last host does not count:
-// nobody waits for the network there.
+// Whether any chunk passes between hosts twice. What a chunk does inside its first and last host does not
+// count: nobody waits for the network there.
 bool relays(const Plan& plan) {
   const auto host = host_index(plan.topology, plan.ranks);
   std::vector<char> came_far(plan.hops.size(), 0);
