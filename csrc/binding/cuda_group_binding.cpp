@@ -67,14 +67,14 @@ void bind_cuda_group(py::module_& m) {
           py::arg("lane"), py::arg("unique_id"), py::arg("timeout"), NoGil())
       .def(
           "start",
-          [](CudaGroup& self, const std::shared_ptr<Plan>& plan, int32_t slot, int32_t run, bool reverse,
-             int32_t lane, int64_t ordinal, std::string descriptor, OptionalTensors src, OptionalTensors dst,
-             double timeout, std::string op, uintptr_t after) {
-            RunLabel label{slot, run, reverse, lane, ordinal, std::move(descriptor), std::move(op)};
+          [](CudaGroup& self, const std::shared_ptr<Plan>& plan, int32_t slot, bool reverse, int32_t lane,
+             int64_t ordinal, std::string descriptor, OptionalTensors src, OptionalTensors dst, double timeout,
+             std::string op, uintptr_t after) {
+            RunLabel label{slot, reverse, lane, ordinal, std::move(descriptor), std::move(op)};
             return self.start(
                 plan, {std::move(label), std::move(src), std::move(dst), checked_timeout(timeout)}, after);
           },
-          py::arg("plan"), py::kw_only(), py::arg("slot"), py::arg("run"), py::arg("reverse"), py::arg("lane"),
+          py::arg("plan"), py::kw_only(), py::arg("slot"), py::arg("reverse"), py::arg("lane"),
           py::arg("ordinal"), py::arg("descriptor"), py::arg("src"), py::arg("dst"), py::arg("timeout"),
           py::arg("op"), py::arg("after"), NoGil())
       .def("stats", [](CudaGroup&, const c10::intrusive_ptr<c10d::Work>& work) { return stats_of(work); })

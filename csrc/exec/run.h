@@ -52,20 +52,20 @@ inline constexpr int32_t kSlots = 1 << 14;
 
 // How two ranks match a message. `position`: the messages of a lane between two ranks are numbered through,
 // over all runs, alike at both ends; so no two of them are alike, however far one rank is ahead and however
-// often a run is repeated. Slot, direction and run number are there for ranks that disagree: their messages
-// never match.
+// often a run is repeated. Slot, direction and number of the call are there for ranks that disagree, or of
+// which one refused a call and went on to the next: their messages never match.
 //
-// 31 bits that gloo offers: direction 1, slot 14, run 8, position 8. The last two may wrap around: at any
+// 31 bits that gloo offers: direction 1, slot 14, call 8, position 8. The last two may wrap around: at any
 // moment the messages that are posted at either end are within 2 * kWindow of each other.
 inline int32_t message_tag(const RunLabel& label, int64_t position) {
-  return (label.reverse ? 1 << 30 : 0) | (label.slot & (kSlots - 1)) << 16 | (label.number & 0xFF) << 8 |
-         static_cast<int32_t>(position & kTagNumber);
+  return (label.reverse ? 1 << 30 : 0) | (label.slot & (kSlots - 1)) << 16 |
+         static_cast<int32_t>(label.ordinal & 0xFF) << 8 | static_cast<int32_t>(position & kTagNumber);
 }
 
-// The same in 64 bits, for transports that match in no order: direction 1, slot 14, run 16, position 33.
+// The same in 64 bits, for transports that match in no order: direction 1, slot 14, call 16, position 33.
 inline uint64_t message_key(const RunLabel& label, int64_t position) {
   return (label.reverse ? uint64_t{1} << 63 : 0) | static_cast<uint64_t>(label.slot & (kSlots - 1)) << 49 |
-         (static_cast<uint64_t>(label.number) & 0xFFFF) << 33 |
+         (static_cast<uint64_t>(label.ordinal) & 0xFFFF) << 33 |
          (static_cast<uint64_t>(position) & ((uint64_t{1} << 33) - 1));
 }
 

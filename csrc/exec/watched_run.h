@@ -10,10 +10,9 @@ namespace meshcast {
 // Names a run towards the other ranks and in messages.
 struct RunLabel {
   int32_t slot = 0;      // agreed number of the plan in the group
-  int32_t number = 0;    // how often this slot was started before
   bool reverse = false;  // backward direction of the same call
   int32_t lane = 0;
-  int64_t ordinal = 0;     // call number in the lane
+  int64_t ordinal = 0;     // number of the call in the lane, those that a rank refused included
   std::string descriptor;  // what the ranks agreed on, in words
   std::string op;
 };

@@ -219,7 +219,6 @@ class Transfer:
                 work = group.start(
                     plan._core,
                     slot=call.slot,
-                    run=call.run,
                     reverse=reverse,
                     lane=REVERSE_LANE if reverse else self._lane,
                     ordinal=call.ordinal,

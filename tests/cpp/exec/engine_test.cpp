@@ -135,14 +135,14 @@ TEST_CASE("tags of runs that may be in flight together differ", "[exec][tags]") 
   RunLabel c = a;
   c.slot = 1;
   RunLabel d = a;
-  d.number = 4;
+  d.ordinal = 4;
   CHECK(message_tag(a, 5) != message_tag(b, 5));
   CHECK(message_tag(a, 5) != message_tag(c, 5));
   CHECK(message_tag(a, 5) != message_tag(d, 5));
   CHECK(message_tag(a, 5) != message_tag(a, 6));
   RunLabel last = a;
   last.slot = kSlots - 1;
-  last.number = 0xFF;
+  last.ordinal = 0xFF;
   last.reverse = true;
   for (const RunLabel& l : {a, b, c, d, last}) {
     CHECK(message_tag(l, 4095) >= 0);

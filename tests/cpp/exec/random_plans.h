@@ -49,7 +49,6 @@ inline Plan random_plan(std::mt19937& rng, int world) {
 
 inline RunLabel label(int number, int32_t lane = 0) {
   RunLabel out;
-  out.number = number;
   out.lane = lane;
   out.ordinal = number;
   out.op = "test";
