@@ -38,13 +38,14 @@ _set_up = False
 
 
 class Flight:
-    """One call in the record. It outlives the call and must not keep tensors alive: hence the weak link."""
+    """One call in the record. It outlives the call and must not keep tensors alive: hence the weak link to
+    its launch; a call that waits where it is made has none."""
 
     __slots__ = ("begun", "clock", "error", "group", "launch", "number", "op", "plan", "rank", "seconds")
 
-    def __init__(self, launch: Launch, group: str, rank: int) -> None:
-        self.op, self.group, self.rank = launch.op, group, rank
-        self.launch = weakref.ref(launch)
+    def __init__(self, op: str, group: str, rank: int, launch: Launch | None = None) -> None:
+        self.op, self.group, self.rank = op, group, rank
+        self.launch = None if launch is None else weakref.ref(launch)
         self.begun = time.time()
         self.clock = time.perf_counter()
         self.number: tuple[int, int, int] | None = None  # lane, position in it, run of its plan
@@ -53,7 +54,7 @@ class Flight:
         self.error: str | None = None
         _flights.append(self)
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("rank %d: %s in group %s called", rank, self.op, group)
+            log.debug("rank %d: %s in group %s called", rank, op, group)
 
     def ended(self) -> None:
         if self.seconds is None:
@@ -72,10 +73,11 @@ class Flight:
         _dump_for(self.rank)
 
     def as_dict(self) -> dict[str, Any]:
-        launch = self.launch()
         state = "failed" if self.error else "ended" if self.seconds is not None else "unfinished"
-        if state == "unfinished" and (launch is None or launch.is_completed()):
-            state = "not waited for"
+        if state == "unfinished" and self.launch is not None:
+            launch = self.launch()
+            if launch is None or launch.is_completed():
+                state = "not waited for"
         lane, position, run = self.number or (None, None, None)
         record: dict[str, Any] = {
             "op": self.op,

@@ -64,7 +64,7 @@ class PrivateGroup:
         self._lock = threading.Lock()
         self._queue: deque[tuple[float, Job]] = deque()
         self._thread: threading.Thread | None = None
-        self._flying: list[Launch] = []
+        self._flying: list[Launch | dist.Work] = []
         self._flying_limit = 64
 
     def call(
@@ -230,7 +230,7 @@ class PrivateGroup:
             "that every rank of both meshes makes the same calls in the same order."
         )
 
-    def watch(self, launch: Launch) -> None:
+    def watch(self, launch: Launch | dist.Work) -> None:
         """Remembers a transfer in flight, so that close() can let it finish."""
         self._flying.append(launch)
         if len(self._flying) > self._flying_limit:

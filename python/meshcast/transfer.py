@@ -163,7 +163,7 @@ class Transfer:
 
     def _launch(self, src: Shards, dst: Shards, timeout: float, driven: bool) -> tuple[Launch, CallNumber]:
         launch = Launch(self._op, timeout, driven)
-        launch.flight = Flight(launch, self._group.name, self._group.rank)
+        launch.flight = Flight(launch.op, self._group.name, self._group.rank, launch)
         try:
             self._check("source", src, self._source)
             self._check("destination", dst, self._destination)
@@ -187,7 +187,7 @@ class Transfer:
         """The backward transfer of `call`: src are gradients in the destination layout, dst receives those of
         the source. driven: as in launch()."""
         launch = Launch(f"{self._op} backward", timeout, driven)
-        launch.flight = Flight(launch, self._group.name, self._group.rank)
+        launch.flight = Flight(launch.op, self._group.name, self._group.rank, launch)
         job = self._start_job(launch, call, src, dst, reverse=True)
         self._group.replay(launch.deadline, job, ready=lambda: True)
         return launch

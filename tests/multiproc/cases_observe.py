@@ -63,7 +63,7 @@ def keeps_nothing_alive(context) -> None:
     assert result() is None
     assert meshcast.flight_record()[-1]["state"] == "ended"
     for _ in range(2500):
-        Flight(Launch("filler", 1.0), "nobody", context.rank)
+        Flight("filler", "nobody", context.rank, Launch("filler", 1.0))
     assert len(meshcast.flight_record()) == 2000
 
 
