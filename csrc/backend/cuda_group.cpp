@@ -9,6 +9,7 @@
 
 #include "backend/cuda_work.h"
 #include "backend/tensor_memory.h"
+#include "common/thread_name.h"
 
 namespace meshcast {
 namespace {
@@ -61,7 +62,10 @@ CudaGroup::CudaGroup(std::shared_ptr<ReshardGroup> control, const c10::intrusive
       watched_(std::make_unique<WatchedLanes>(*this)) {
   // Both begin to look at once, at all that is here.
   watcher_ = std::make_unique<Watcher>(*watched_, identity_, store);
-  poller_ = std::thread([this] { poll_loop(); });
+  poller_ = std::thread([this] {
+    name_this_thread("mc-poll");
+    poll_loop();
+  });
 }
 
 CudaGroup::~CudaGroup() { shutdown(); }

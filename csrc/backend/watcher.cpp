@@ -5,6 +5,8 @@
 
 #include <fmt/format.h>
 
+#include "common/thread_name.h"
+
 namespace meshcast {
 namespace {
 
@@ -38,8 +40,14 @@ std::string address_in(const std::string& text) {
 
 Watcher::Watcher(Watched& engine, GroupIdentity group, const c10::intrusive_ptr<c10d::Store>& store)
     : engine_(engine), group_(std::move(group)), bulletin_(store) {
-  reporter_ = std::thread([this] { report_loop(); });
-  timer_ = std::thread([this] { timer_loop(); });
+  reporter_ = std::thread([this] {
+    name_this_thread("mc-report");
+    report_loop();
+  });
+  timer_ = std::thread([this] {
+    name_this_thread("mc-timer");
+    timer_loop();
+  });
 }
 
 Watcher::~Watcher() { stop(); }
@@ -234,10 +242,12 @@ void Watcher::look_for_stalls(const std::shared_ptr<WatchedRun>& run, TimePoint 
   }
   const std::vector<int32_t> silent = compare_postings(bulletin_, group_, call, label.descriptor);
   if (now < run->deadline()) return;
-  const std::string who =
-      silent.empty() ? "every rank is in this call, so the network is too slow or the limit too short"
-                     : fmt::format("ranks {} did not take part (never called, stuck elsewhere, frozen or dead)",
-                                   format_ranks(silent));
+  const std::string who = silent.empty()
+                              ? "every rank is in this call, so the network is too slow or the limit too short"
+                              : fmt::format(
+                                    "ranks {} do not wait in it (never called, stuck elsewhere, frozen, dead, "
+                                    "or through with their part)",
+                                    format_ranks(silent));
   note_local(
       {static_cast<int32_t>(ErrorKind::DeadlineExceeded), group_.rank, silent.empty() ? -1 : silent.front(),
        fmt::format(

@@ -1,5 +1,6 @@
 #include <utility>
 
+#include "common/thread_name.h"
 #include "exec/channel.h"
 
 namespace meshcast {
@@ -9,7 +10,10 @@ InChannel::InChannel(std::shared_ptr<Transport> transport, int peer, Arrived arr
       peer_(peer),
       arrived_(std::move(arrived)),
       failure_(std::move(failure)) {
-  thread_ = std::thread([this] { loop(); });
+  thread_ = std::thread([this] {
+    name_this_thread("mc-recv");
+    loop();
+  });
 }
 
 InChannel::~InChannel() {

@@ -1,13 +1,17 @@
 #include <algorithm>
 #include <utility>
 
+#include "common/thread_name.h"
 #include "exec/channel.h"
 
 namespace meshcast {
 
 OutChannel::OutChannel(std::shared_ptr<Transport> transport, int peer, ChannelFailure failure)
     : transport_(std::move(transport)), peer_(peer), failure_(std::move(failure)) {
-  thread_ = std::thread([this] { loop(); });
+  thread_ = std::thread([this] {
+    name_this_thread("mc-send");
+    loop();
+  });
 }
 
 OutChannel::~OutChannel() {

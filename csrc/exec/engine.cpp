@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "common/thread_name.h"
+
 namespace meshcast {
 namespace {
 
@@ -122,7 +124,11 @@ void Engine::hand_out(const std::shared_ptr<Run>& run, bool driven) {
     make_copies(*run);
   } else {
     const std::lock_guard lock(copy_mutex_);
-    if (!copier_.joinable() && !copy_closed_) copier_ = std::thread([this] { copy_loop(); });
+    if (!copier_.joinable() && !copy_closed_)
+      copier_ = std::thread([this] {
+        name_this_thread("mc-copy");
+        copy_loop();
+      });
     run->pin();
     copy_queue_.push_back(run);
     copy_changed_.notify_all();

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <string>
 
+#include "common/thread_name.h"
+
 namespace meshcast {
 
 ShmReceiver::ShmReceiver(ShmMembership& membership) : own_(*membership.own), rank_(membership.rank) {
@@ -12,7 +14,10 @@ ShmReceiver::ShmReceiver(ShmMembership& membership) : own_(*membership.own), ran
     peer->mailbox = &peer->link->region().mailbox(membership.mailbox[i]);
     peers_.push_back(std::move(peer));
   }
-  thread_ = std::thread([this] { loop(); });
+  thread_ = std::thread([this] {
+    name_this_thread("mc-shm-recv");
+    loop();
+  });
 }
 
 ShmReceiver::~ShmReceiver() { shutdown(); }

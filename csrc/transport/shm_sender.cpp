@@ -4,6 +4,8 @@
 #include <bit>
 #include <string>
 
+#include "common/thread_name.h"
+
 namespace meshcast {
 namespace {
 
@@ -29,7 +31,10 @@ ShmSender::ShmSender(ShmMembership& membership)
     : own_(*membership.own), rank_(membership.rank), gone_(membership.links.size(), false) {
   for (const auto& link : membership.links) links_.push_back(link.get());
   for (uint32_t slot = own_.slots(); slot-- > 0;) free_.push_back(slot);
-  thread_ = std::thread([this] { loop(); });
+  thread_ = std::thread([this] {
+    name_this_thread("mc-shm-send");
+    loop();
+  });
 }
 
 ShmSender::~ShmSender() { shutdown(); }
