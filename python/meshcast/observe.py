@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .handle import Launch
     from .plan import Plan
 
-__all__ = ["Flight", "dump_flight_record", "flight_record", "log", "profiled", "set_up"]
+__all__ = ["Flight", "PlanFacts", "dump_flight_record", "flight_record", "log", "profiled", "set_up"]
 
 log = logging.getLogger("meshcast")
 
@@ -35,6 +35,21 @@ _KEPT = 2000  # calls
 _LEVELS = ("debug", "info", "warning", "error")
 _flights: deque[Flight] = deque(maxlen=_KEPT)
 _set_up = False
+
+
+class PlanFacts(NamedTuple):
+    """What the record says of a plan on one rank. 2,000 plans themselves might fill the memory."""
+
+    hash: str
+    strategy: str
+    bytes_sent: int
+    bytes_received: int
+    bound: float  # seconds
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> PlanFacts:
+        sent, received = plan.bytes_sent(rank), plan.bytes_received(rank)
+        return cls(plan.hash, plan.strategy, sent, received, plan.lower_bound)
 
 
 class Flight:
@@ -49,7 +64,7 @@ class Flight:
         self.begun = time.time()
         self.clock = time.perf_counter()
         self.number: tuple[int, int, int] | None = None  # lane, position in it, run of its plan
-        self.plan: Plan | None = None
+        self.plan: PlanFacts | None = None
         self.seconds: float | None = None  # from the call to the end of the first wait()
         self.error: str | None = None
         _flights.append(self)
@@ -92,12 +107,12 @@ class Flight:
             "error": self.error,
         }
         if self.plan is not None:
-            bound = self.plan.lower_bound
+            bound = self.plan.bound
             record |= {
                 "plan": self.plan.hash,
                 "strategy": self.plan.strategy,
-                "bytes_sent": self.plan.bytes_sent(self.rank),
-                "bytes_received": self.plan.bytes_received(self.rank),
+                "bytes_sent": self.plan.bytes_sent,
+                "bytes_received": self.plan.bytes_received,
                 "bound": bound,
                 "ratio": self.seconds / bound if self.seconds is not None and bound > 0 else None,
             }

@@ -109,7 +109,7 @@ class Repeat:
         run = agreed.runs
         group._ordinals[lane], agreed.runs = ordinal + 1, run + 1
         flight = Flight(self._op, group.name, group.rank)
-        flight.plan, flight.number = plan, (lane, ordinal, run)
+        flight.plan, flight.number = transfer._facts, (lane, ordinal, run)
         try:
             work = core.start(
                 plan._core,

@@ -17,7 +17,7 @@ from .agreements import Agreed
 from .errors import DeadlineExceededError, LayoutError, MeshcastError
 from .groups import ParentGroup, parent_group, seconds
 from .handle import Handle, Launch
-from .observe import Flight, log, profiled
+from .observe import Flight, PlanFacts, log, profiled
 from .plan import Plan, plan_many
 from .private_group import Job, PrivateGroup
 
@@ -118,6 +118,8 @@ class Transfer:
         self._group = parent.private(ranks_of(problems), op)
         self._plan: Plan | None = None
         self._reverse_plan: Plan | None = None
+        self._facts: PlanFacts | None = None
+        self._reverse_facts: PlanFacts | None = None
         self._kind: Hashable = None  # calls of one kind share an agreement; None: this one has its own
         self._own: Agreed | None = None
         self._descriptor = ""
@@ -215,7 +217,8 @@ class Transfer:
                 assert plan is not None  # _agreed() compiled it
                 if launch.flight is not None:
                     lane = REVERSE_LANE if reverse else self._lane
-                    launch.flight.plan, launch.flight.number = plan, (lane, call.ordinal, call.run)
+                    launch.flight.plan = self._reverse_facts if reverse else self._facts
+                    launch.flight.number = (lane, call.ordinal, call.run)
                 work = group.start(
                     plan._core,
                     slot=call.slot,
@@ -282,8 +285,10 @@ class Transfer:
         if topology is not None and self._on_cpu and self._group.interfaces > 1:
             topology = topology.striped()
         plan = plan_many(self.problems, topology=topology, strategy=self._strategy, balance=self._balance)
+        self._facts = PlanFacts.of(plan, self._group.rank)
         if self._backward is not None:
             self._reverse_plan = plan_many(self._backward, topology=topology, strategy=self._strategy)
+            self._reverse_facts = PlanFacts.of(self._reverse_plan, self._group.rank)
         self._plan = plan
         self._descriptor = self._describe()
 
