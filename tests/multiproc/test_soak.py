@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from multiproc.harness import run_world
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 MODULE = Path(__file__).with_name("cases_soak.py")
 
@@ -15,6 +15,6 @@ MODULE = Path(__file__).with_name("cases_soak.py")
 @pytest.mark.parametrize("shared_memory", ["1", "0"], ids=["shm", "gloo"])
 def test_nothing_grows(shared_memory: str) -> None:
     env = {"MESHCAST_SHM": shared_memory, "SIZES": "7", "HOSTS": "0"}
-    world = run_world(MODULE, 7, limit=850, env=env)
+    world = run_world(MODULE, 7, limit=1150, env=env)
     world.check("nothing_grows")
     world.check_ends()
