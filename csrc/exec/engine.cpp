@@ -124,11 +124,12 @@ void Engine::hand_out(const std::shared_ptr<Run>& run, bool driven) {
     make_copies(*run);
   } else {
     const std::lock_guard lock(copy_mutex_);
-    if (!copier_.joinable() && !copy_closed_)
+    if (!copier_.joinable() && !copy_closed_) {
       copier_ = std::thread([this] {
         name_this_thread("mc-copy");
         copy_loop();
       });
+    }
     run->pin();
     copy_queue_.push_back(run);
     copy_changed_.notify_all();
