@@ -1,5 +1,3 @@
-#include "exec/plan_order.h"
-
 #include <algorithm>
 #include <chrono>
 #include <thread>
@@ -7,6 +5,7 @@
 
 #include "catch.h"
 #include "exec/harness.h"
+#include "exec/plan_order.h"
 #include "exec/random_plans.h"
 
 using namespace meshcast;
@@ -17,8 +16,8 @@ namespace {
 
 constexpr milliseconds kLimit(20000);  // of a run; a test that hangs fails here
 
-// Ranks 0 and 1 hold a half each, ranks 2 and 3 need both, each rank has a host. In the plan, rank 0 sends all of
-// its half first.
+// Ranks 0 and 1 hold a half each, ranks 2 and 3 need both, each rank has a host. In the plan, rank 0 sends all
+// of its half first.
 Plan halves_plan() {
   Problem problem;
   problem.shape = {8000};
