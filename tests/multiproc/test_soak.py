@@ -14,7 +14,7 @@ MODULE = Path(__file__).with_name("cases_soak.py")
 
 @pytest.mark.parametrize("shared_memory", ["1", "0"], ids=["shm", "gloo"])
 def test_nothing_grows(shared_memory: str) -> None:
-    env = {"MESHCAST_SHM": shared_memory, "SIZES": "7", "HOSTS": "0"}
+    env = {"MESHCAST_SHM": shared_memory, "PYTHONMALLOC": "malloc", "SIZES": "7", "HOSTS": "0"}
     world = run_world(MODULE, 7, limit=1150, env=env)
     world.check("nothing_grows")
     world.check_ends()
