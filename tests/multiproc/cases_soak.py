@@ -1,5 +1,5 @@
-"""2,000 random reshards back to back on seven ranks: nothing of a process grows. 1,000 before fill the caches,
-whose sizes are bounded."""
+"""2,000 random reshards back to back on seven ranks: nothing of a process grows. 1,000 before fill the
+caches, whose sizes are bounded."""
 
 from __future__ import annotations
 
@@ -47,16 +47,17 @@ def resources(world: int) -> dict[str, int]:
 
 
 class Mallinfo(ctypes.Structure):
-    _fields_ = [  # of mallinfo2(3)
+    """Of mallinfo2(3)."""
+
+    _fields_ = [
         (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
-                     "keepcost")
-    ]  # fmt: skip
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
 
 
 def in_use() -> int:
-    """Bytes that malloc has given out, to Python as well (PYTHONMALLOC=malloc). Resident memory also holds what
-    it keeps for later, in holes that come and go by ten times what is looked for."""
+    """Bytes that malloc has given out, to Python as well (PYTHONMALLOC=malloc). Resident memory also holds
+    what it keeps for later, in holes that come and go by several times what is looked for."""
     assert os.environ["PYTHONMALLOC"] == "malloc"
     gc.collect()
     mallinfo = ctypes.CDLL("libc.so.6").mallinfo2
