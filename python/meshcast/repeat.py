@@ -1,5 +1,5 @@
-"""The plainest calls of a Resharder, at the least cost: what a general call looks up and wraps takes about a
-third as long as 4 KiB take on their way."""
+"""The plainest calls of a Resharder, at the least cost: what a general call looks up and wraps shows where
+only some KiB travel."""
 
 from __future__ import annotations
 

@@ -27,22 +27,20 @@ def threads() -> Counter[str]:
     return names
 
 
-def resources(world: int) -> dict[str, int]:
-    """Of this process: threads, descriptors, bytes of mapped shared memory. Threads that a private group
-    makes when it first needs them, which for some is late, are held against how many there may be."""
-    counted = threads()
-    groups = counted["mc-timer"]
-    for name, most in (("mc-copy", 1), ("mc-recv", 2 * (world - 1)), ("mc-send", 2 * (world - 1))):
-        assert counted.pop(name, 0) <= most * groups, f"{name}: more than {most} for each of {groups} groups"
+def resources() -> dict[str, int]:
+    """Of this process: threads, descriptors, bytes of mapped shared memory, resident bytes."""
+    gc.collect()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     mapped = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "memfd:meshcast" in line:
             begin, end = line.split()[0].split("-")
             mapped += int(end, 16) - int(begin, 16)
     return {
-        "threads": counted.total(),
+        "threads": threads().total(),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "shared": mapped,
+        "resident": int(status["VmRSS"].split()[0]) * 1024,
     }
 
 
@@ -67,8 +65,8 @@ class Mallinfo(ctypes.Structure):
 
 
 def in_use() -> int:
-    """Bytes that malloc has given out, to Python as well (PYTHONMALLOC=malloc). Resident memory also holds
-    what it keeps for later, in holes that come and go by several times what is looked for."""
+    """Bytes that malloc has given out, to Python as well (PYTHONMALLOC=malloc): a leak shows here before it
+    shows in resident memory, which also holds what malloc keeps for later."""
     assert os.environ["PYTHONMALLOC"] == "malloc"
     gc.collect()
     mallinfo = ctypes.CDLL("libc.so.6").mallinfo2
@@ -94,15 +92,16 @@ def run(first: int, count: int, context) -> list[int]:
 
 def nothing_grows(context) -> list[int]:
     run(20_000, BEFORE, context)
-    before = resources(context.world)
+    before, named = resources(), threads()
     looks = run(20_000 + BEFORE, CALLS, context)
-    after = resources(context.world)
-    for kind, count in before.items():
-        assert after[kind] <= count, f"{kind}: {count} before, {after[kind]} after"
+    after = resources()
     # Of the last half over the first; the whole would grow by twice as much.
     half = len(looks) // 2
     growth = 2 * (statistics.mean(looks[half:]) - statistics.mean(looks[:half]))
     assert growth <= GROWTH, f"memory in use grows by {growth / 2**20:.1f} MiB: {looks}"
+    for kind in ("threads", "descriptors", "shared"):
+        assert after[kind] <= before[kind], f"{kind}: {before} before, {after} after, new: {threads() - named}"
+    assert after["resident"] - before["resident"] <= GROWTH, (before, after)
     return looks
 
 

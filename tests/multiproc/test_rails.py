@@ -30,14 +30,13 @@ def run(nics: int, ranks_per_host: int, *arguments: str) -> str:
 @pytest.mark.usefixtures("buildable")
 @pytest.mark.parametrize(
     ("nics", "ranks_per_host"),
-    [(2, 1), *(pytest.param(n, r, marks=pytest.mark.slow) for n, r in [(3, 1), (4, 4)])],
+    [(2, 1), (2, 2), *(pytest.param(n, r, marks=pytest.mark.slow) for n, r in [(3, 1), (4, 4)])],
 )
 def test_every_interface_carries_its_share(nics: int, ranks_per_host: int) -> None:
     sent = json.loads(run(nics, ranks_per_host).splitlines()[-1])
     assert len(sent) == nics
-    # Of the host that holds the tensor; shares of what two ranks exchange differ by one message at most.
-    for count in sent:
-        assert count >= 3 * NBYTES / nics * 0.9, sent
+    for count in sent:  # of the host that holds the tensor; headers and the other traffic come on top
+        assert count >= 3 * NBYTES / nics, sent
 
 
 @pytest.mark.usefixtures("buildable")
