@@ -100,7 +100,9 @@ def nothing_grows(context) -> list[int]:
     growth = 2 * (statistics.mean(looks[half:]) - statistics.mean(looks[:half]))
     assert growth <= GROWTH, f"memory in use grows by {growth / 2**20:.1f} MiB: {looks}"
     for kind in ("threads", "descriptors", "shared"):
-        assert after[kind] <= before[kind], f"{kind}: {before} before, {after} after, new: {threads() - named}"
+        assert after[kind] <= before[kind], (
+            f"{kind}: {before} before, {after} after, new: {threads() - named}"
+        )
     assert after["resident"] - before["resident"] <= GROWTH, (before, after)
     return looks
 
