@@ -9,11 +9,14 @@ namespace meshcast {
 
 // How many receives, and sends, of a run over the network may be under way beyond the first one in plan order
 // that is not through, over all its peers together. Few keep to the plan, many bridge peers of unlike speed:
-// measured on the paper's cases, where chains need the order (docs/design.md). Plans that relay nothing have no
-// such limit: ranks that share a NIC do not know of each other, and one that waits for its turn there keeps
-// others waiting.
+// measured on the paper's cases, where chains need the order (docs/design.md).
 inline constexpr int32_t kRecvsAhead = 8;
 inline constexpr int32_t kSendsAhead = 8;
+
+// Where a plan relays nothing, receives have no such limit: ranks that share a NIC do not know of each other,
+// and one that waits for its turn there keeps others waiting. Sends have a wide one: all peers of a rank at
+// once share its NIC by chance, and those of a host that gets less end late.
+inline constexpr int32_t kDirectSendsAhead = 16;
 
 // Keeps one direction of a run in plan order across its peers. Senders do not know of each other: were every
 // peer's window posted at once, peers that the plan lets send in turn would share the network evenly, and what

@@ -16,7 +16,7 @@ constexpr int64_t kCacheBytes = int64_t{2} << 20;
 
 Run::Run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label, TimePoint deadline)
     : recv_order(program->network_recvs, program->relayed ? kRecvsAhead : program->network_recvs),
-      send_order(program->network_sends, program->relayed ? kSendsAhead : program->network_sends),
+      send_order(program->network_sends, program->relayed ? kSendsAhead : kDirectSendsAhead),
       carries(*program),
       program_(std::move(program)),
       buffers_(std::move(buffers)),

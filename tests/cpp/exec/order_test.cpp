@@ -121,8 +121,10 @@ TEST_CASE("messages may run ahead of the first one missing, but not by more than
 }
 
 TEST_CASE("a peer that does not receive holds up sends to others, beyond the limit only", "[exec][order]") {
+  const bool relayed = GENERATE(true, false);
+  const int32_t ahead = relayed ? kSendsAhead : kDirectSendsAhead;
   Problem problem;
-  problem.shape = {6 * kSendsAhead * 64};
+  problem.shape = {6 * ahead * 64};
   problem.element_bytes = 8;
   problem.src = {{{1}, {0}}, {{}}};
   problem.dst = {{{2}, {1, 2}}, {{}}};
@@ -130,13 +132,14 @@ TEST_CASE("a peer that does not receive holds up sends to others, beyond the lim
   options.strategy = Strategy::SendRecv;
   options.chunk_bytes = 512;
   Plan plan = make_plan({problem}, uniform_topology(2, 1, 1000000000, 1, 8000000000, 1000), options);
-  relay_last(plan);
+  if (relayed) relay_last(plan);
   const Program program = project(plan, 0, {0, 1, 2});
+  REQUIRE(program.relayed == relayed);
   int32_t stuck = -1;  // the first to rank 1
   int64_t passing = 0;
   for (const SendOp& op : program.sends) {
     if (op.targets.front().peer == 1 && stuck < 0) stuck = op.number;
-    if (op.targets.front().peer == 2 && (stuck < 0 || op.number < stuck + kSendsAhead)) passing += op.nbytes;
+    if (op.targets.front().peer == 2 && (stuck < 0 || op.number < stuck + ahead)) passing += op.nbytes;
   }
   REQUIRE(stuck >= 0);
   REQUIRE(passing > 0);
