@@ -22,6 +22,9 @@ constexpr int64_t kLargestChunk = 4096 * 1024;
 constexpr int64_t kMostHops = 300'000;  // of a plan whose chunk size is ours to choose
 constexpr size_t kBeam = 3;             // kinds of trees that are tried again with finer chunks
 constexpr int64_t kLongChain = 16;      // hosts
+// One part in so many of the makespan is what the search among trees has to gain over the paper's strategies:
+// measured, docs/planner.md.
+constexpr int64_t kMulticastGain = 100;
 
 std::vector<int32_t> all_ranks(const std::vector<Problem>& problems) {
   std::vector<int32_t> out;
@@ -271,6 +274,27 @@ int64_t shrink_chunks(const Inputs& in, const std::vector<Chunk>& chunks, int64_
   return chunk < largest ? chunk : 0;
 }
 
+// Tries the search among trees. Where others have been tried before, it has to be well ahead of the best of
+// them: its chunks take many ways, which meet at lanes in orders that the network does not keep to.
+void add_multicast(Inputs in, const LaneDemand& lanes, bool fixed_chunk, bool large, BestPlan* best,
+                   Plan* plan) {
+  const BestPlan::State before = best->save();
+  try_multicast(in, lanes, fixed_chunk, best);
+  if (plan->strategy != Strategy::Multicast) return;
+  if (!fixed_chunk) {
+    const std::vector<int64_t> staging = peak_staging(*plan);
+    const int64_t smaller = shrink_chunks(in, plan->chunks, *std::max_element(staging.begin(), staging.end()));
+    if (smaller > 0) {
+      best->restore(before);
+      in.chunk_bytes = smaller;
+      try_multicast(in, lanes, fixed_chunk, best);
+    }
+  }
+  if (before.empty || large) return;
+  const int64_t gained = before.plan.makespan_ns - plan->makespan_ns;
+  if (gained < before.plan.makespan_ns / kMulticastGain) best->restore(before);
+}
+
 // Fills in the best plan of the strategies that are asked for. Each has the chunks that it would have alone.
 void find_best(Inputs in, const LaneDemand& lanes, Plan* plan) {
   const PlanOptions& options = plan->options;
@@ -303,16 +327,7 @@ void find_best(Inputs in, const LaneDemand& lanes, Plan* plan) {
       }
       in.balance = options.balance;
     } else if (!best.good()) {
-      const BestPlan::State before = best.save();
-      try_multicast(in, lanes, fixed_chunk, &best);
-      if (fixed_chunk || plan->strategy != Strategy::Multicast) continue;
-      const std::vector<int64_t> staging = peak_staging(*plan);
-      const int64_t smaller =
-          shrink_chunks(in, plan->chunks, *std::max_element(staging.begin(), staging.end()));
-      if (smaller == 0) continue;
-      best.restore(before);
-      in.chunk_bytes = smaller;
-      try_multicast(in, lanes, fixed_chunk, &best);
+      add_multicast(in, lanes, fixed_chunk, large, &best, plan);
     }
   }
   if (options.strategy == Strategy::Auto || options.strategy == Strategy::Multicast) {
