@@ -8,6 +8,8 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "backend/call_batch.h"
+#include "backend/lazy_backend.h"
 #include "backend/pending_work.h"
 
 namespace meshcast {
@@ -22,27 +24,33 @@ struct Multicast {
   int64_t at_least = 0;  // bytes; smaller broadcasts are the inner backend's
 };
 
-// The c10d backend "meshcast": every ordinary collective but a large broadcast is the inner backend's (gloo on
-// CPU), so that switching a script to it changes nothing else. Reshards do not pass through here: they use
-// private groups (reshard_group.h), which this backend's owner ends together with it.
+// The c10d backend "meshcast": every ordinary collective but a large broadcast is an inner backend's, so that
+// switching a script to it changes nothing else: gloo's for tensors on the CPU, NCCL's for those on GPUs, told
+// apart call by call, since torch makes one backend for both and does not say which device asks. The one for
+// GPUs is made when a tensor there first needs it. Reshards do not pass through here: they use private groups
+// (reshard_group.h), which this backend's owner ends together with it.
 // Only the method names that all supported torch releases know are overridden.
 class ProcessGroupMeshcast final : public c10d::Backend {
  public:
-  ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, Multicast multicast);
+  ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, Multicast multicast,
+                       CudaSide cuda);
 
   const c10::intrusive_ptr<c10d::Backend>& inner() const { return inner_; }
+  c10::intrusive_ptr<c10d::Backend> inner_cuda() const { return cuda_.made(); }  // null until it is needed
 
   const std::string getBackendName() const override { return "meshcast"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
-  bool supportsCoalescing() const override { return inner_->supportsCoalescing(); }
-  void startCoalescing() override { inner_->startCoalescing(); }
-  c10::intrusive_ptr<c10d::Work> endCoalescing() override { return inner_->endCoalescing(); }
-  void setTimeout(std::chrono::milliseconds timeout) override { inner_->setTimeout(timeout); }
+  // Where a GPU may be used, for both devices: torch asks without saying which. Elsewhere what gloo says.
+  bool supportsCoalescing() const override { return cuda_.possible() || inner_->supportsCoalescing(); }
+  void startCoalescing() override;
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override;
+  void setTimeout(std::chrono::milliseconds timeout) override;
   void setSequenceNumberForGroup() override { inner_->setSequenceNumberForGroup(); }
-  uint64_t getSequenceNumberForGroup() override { return inner_->getSequenceNumberForGroup() + multicasts_; }
+  // Of both devices together: alike on all ranks, as long as they make the same calls.
+  uint64_t getSequenceNumberForGroup() override;
   c10d::ErrorType getError() override;
-  void abort() override { inner_->abort(); }
-  void shutdown() override { inner_->shutdown(); }
+  void abort() override;
+  void shutdown() override;
 
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
                                            const c10d::BroadcastOptions& opts) override;
@@ -92,9 +100,17 @@ class ProcessGroupMeshcast final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
  private:
+  struct Devices;
+  template <class... Lists>
+  static Devices devices_of(const Lists&... lists);
   bool takes_multicast(const std::vector<at::Tensor>& tensors) const;
+  // Lets the inner backend of the right device make the call. Throws Layout for tensors on several kinds.
+  template <class Call>
+  c10::intrusive_ptr<c10d::Work> run(const char* op, Devices devices, const Call& call);
 
   const c10::intrusive_ptr<c10d::Backend> inner_;
+  LazyBackend cuda_;
+  CallBatch batch_;
   const Multicast multicast_;
   const std::shared_ptr<RecycleBin> bin_ = std::make_shared<RecycleBin>();
   std::atomic<uint64_t> multicasts_ = 0;  // collectives that the inner backend did not count

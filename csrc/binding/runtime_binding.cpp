@@ -41,18 +41,43 @@ py::dict stats_of(const c10::intrusive_ptr<c10d::Work>& work) {
   return out;
 }
 
-// The function as what a group may keep and call on any thread, also while the interpreter ends.
+// A Python object that a group may keep and let go of on any thread, also while the interpreter ends.
+std::shared_ptr<PyObject> kept(py::object object) {
+  return {object.release().ptr(), [](PyObject* kept_object) {
+            if (!Py_IsInitialized()) return;
+            const py::gil_scoped_acquire gil;
+            Py_DECREF(kept_object);
+          }};
+}
+
 auto call_python(py::function function) {
-  const std::shared_ptr<PyObject> kept(function.release().ptr(), [](PyObject* object) {
-    if (!Py_IsInitialized()) return;
+  return [function = kept(std::move(function))](const c10::intrusive_ptr<PendingWork>& work,
+                                                const at::Tensor& bytes, int root, double timeout_seconds) {
     const py::gil_scoped_acquire gil;
-    Py_DECREF(object);
-  });
-  return [kept](const c10::intrusive_ptr<PendingWork>& work, const at::Tensor& bytes, int root,
-                double timeout_seconds) {
-    const py::gil_scoped_acquire gil;
-    py::reinterpret_borrow<py::function>(kept.get())(work, bytes, root, timeout_seconds);
+    py::reinterpret_borrow<py::function>(function.get())(work, bytes, root, timeout_seconds);
   };
+}
+
+// `side`: has make(op), which returns a Backend, and possible().
+CudaSide cuda_side(py::object side) {
+  const auto object = kept(std::move(side));
+  CudaSide out;
+  out.make = [object](const char* op) {
+    const py::gil_scoped_acquire gil;
+    try {
+      return py::reinterpret_borrow<py::object>(object.get())
+          .attr("make")(op)
+          .cast<c10::intrusive_ptr<c10d::Backend>>();
+    } catch (py::error_already_set& error) {
+      // Passes through torch's bindings and threads, which know C++'s own errors best.
+      throw error_from(error.value());
+    }
+  };
+  out.possible = [object] {
+    const py::gil_scoped_acquire gil;
+    return py::reinterpret_borrow<py::object>(object.get()).attr("possible")().cast<bool>();
+  };
+  return out;
 }
 
 // A rank's way to the memory of the other ranks of its host: an address to publish, then the meeting.
@@ -179,14 +204,17 @@ void bind_runtime(py::module_& m) {
   py::class_<ProcessGroupMeshcast, c10d::Backend, c10::intrusive_ptr<ProcessGroupMeshcast>>(
       m, "ProcessGroupMeshcast")
       .def(py::init([](c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, py::function multicast,
-                       int64_t at_least) {
+                       int64_t at_least, py::object cuda) {
              return c10::make_intrusive<ProcessGroupMeshcast>(
-                 std::move(inner), rank, size, Multicast{call_python(std::move(multicast)), at_least});
+                 std::move(inner), rank, size, Multicast{call_python(std::move(multicast)), at_least},
+                 cuda_side(std::move(cuda)));
            }),
-           py::arg("inner"), py::arg("rank"), py::arg("size"), py::arg("multicast"), py::arg("at_least"))
+           py::arg("inner"), py::arg("rank"), py::arg("size"), py::arg("multicast"), py::arg("at_least"),
+           py::arg("cuda"))
       .def_property_readonly(
           "key", [](const ProcessGroupMeshcast& self) { return reinterpret_cast<uintptr_t>(&self); })
       .def_property_readonly("inner", &ProcessGroupMeshcast::inner)
+      .def_property_readonly("inner_cuda", &ProcessGroupMeshcast::inner_cuda)
       .def_property_readonly("timeout",
                              [](ProcessGroupMeshcast& self) { return self.getBackendOptions()->timeout; });
 }

@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, Store, Work
 
+from .inner_nccl import InnerNccl
+
 _Box = tuple[tuple[int, int], ...]
 _Placement = tuple[str, int, int, str]  # kind, dim, split factor, reduce op
 _Host = tuple[list[int], list[tuple[int, int]], int]  # ranks, (out rate, in rate) of each NIC, local rate
@@ -168,7 +170,8 @@ class PendingWork(Work):
     def fail(self, error: Exception) -> None: ...
 
 class ProcessGroupMeshcast(Backend):
-    """The c10d backend "meshcast" over an inner one. `multicast` starts broadcasts of `at_least` bytes."""
+    """The c10d backend "meshcast" over inner ones: `inner` on the CPU, what `cuda` makes on GPUs. `multicast`
+    starts broadcasts of `at_least` bytes on the CPU."""
 
     def __init__(
         self,
@@ -177,6 +180,7 @@ class ProcessGroupMeshcast(Backend):
         size: int,
         multicast: Callable[[PendingWork, Tensor, int, float], None],
         at_least: int,
+        cuda: InnerNccl,
     ) -> None: ...
     @property
     def key(self) -> int:
@@ -184,3 +188,6 @@ class ProcessGroupMeshcast(Backend):
 
     @property
     def inner(self) -> Backend: ...
+    @property
+    def inner_cuda(self) -> Backend | None:
+        """None until a tensor on a GPU needed it."""

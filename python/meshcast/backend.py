@@ -1,11 +1,12 @@
-"""The c10d backend "meshcast": large broadcasts are multicasts, all other collectives go to gloo."""
+"""The c10d backend "meshcast": large broadcasts on the CPU are multicasts; all other collectives go to gloo
+there, and to NCCL on GPUs."""
 
 from __future__ import annotations
 
 import functools
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -25,21 +26,43 @@ def register() -> None:
     """Makes `init_process_group("meshcast")` and `new_group(backend="meshcast")` known to torch. Idempotent;
     opens no socket and starts no thread. Does nothing where torch was built without torch.distributed."""
     if dist.is_available() and NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> _C.ProcessGroupMeshcast:
-    """Called by torch for each new group. Gloo is built here because torch ships no header for it."""
-    from . import _C
+def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
+    """Called by torch for each new group, once for both devices; for which of them, it does not say. Gloo is
+    built here because torch ships no header for it.
+
+    group: what torch tells of it. options: the user's pg_options. Raises LayoutError for those of another
+    backend.
+    """
+    from . import _C, backend_options
     from .broadcast import Broadcasts
+    from .inner_nccl import InnerNccl
 
-    inner = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
-    inner._set_sequence_number_for_group()  # as torch does for gloo itself
+    store, rank, size, timeout = group.store, group.group_rank, group.group_size, group.timeout
+    gloo_options, nccl_options = backend_options.split(options)
+    inner = _gloo(dist.PrefixStore("gloo", store), rank, size, timeout, gloo_options)
     _open_monitored_barrier()
     broadcasts = Broadcasts()
-    backend = _C.ProcessGroupMeshcast(inner, rank, size, broadcasts.start, _multicast_from())
+    cuda = InnerNccl(
+        store, rank, size, timeout, nccl_options, group.group_id, list(group.global_ranks_in_group)
+    )
+    backend = _C.ProcessGroupMeshcast(inner, rank, size, broadcasts.start, _multicast_from(), cuda)
     broadcasts.key = backend.key
     return backend
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, options: Any) -> Any:
+    if options is None:
+        inner = dist.ProcessGroupGloo(store, rank, size, timeout)
+    else:
+        options._timeout = timeout  # the group's own always holds, as in torch for NCCL
+        if not options._devices:
+            options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        inner = dist.ProcessGroupGloo(store, rank, size, options)
+    inner._set_sequence_number_for_group()  # as torch does for gloo itself
+    return inner
 
 
 def _multicast_from() -> int:
@@ -69,7 +92,7 @@ def _open_monitored_barrier() -> None:
         timeout: timedelta | None = None,
         wait_all_ranks: bool = False,
     ) -> None:
-        if c10d._rank_not_in_group(group) or dist.get_backend(group) != NAME:
+        if c10d._rank_not_in_group(group) or not _serves_cpu(group):
             return torchs(group, timeout, wait_all_ranks)
         if timeout is None:
             timeout = dist.default_pg_timeout  # as for gloo: not that of the group
@@ -81,3 +104,7 @@ def _open_monitored_barrier() -> None:
 
     monitored_barrier.__meshcast__ = True  # type: ignore[attr-defined]
     c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
+
+
+def _serves_cpu(group: dist.ProcessGroup | None) -> bool:
+    return f"cpu:{NAME}" in dist.get_backend_config(group).split(",")
