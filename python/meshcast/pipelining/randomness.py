@@ -28,14 +28,19 @@ def microbatch_seed(seed: int, step: int, stage: int, microbatch: int, part: int
 
 @contextmanager
 def random_state(seed: tuple[int, int], stage: PipelineStage, microbatch: int) -> Iterator[None]:
-    """That of one forward; afterwards the process has the one that it had before.
+    """That of one forward; afterwards the process has the one that it had before. Of a stage on a GPU also
+    that of the GPU.
 
     seed: of the schedule, and the step.
     """
-    generator = torch.default_generator
-    before = generator.get_state()
-    generator.manual_seed(microbatch_seed(*seed, stage.stage_index, microbatch, stage.batch_part))
+    generators = [torch.default_generator]
+    if stage.device.type == "cuda":
+        generators.append(torch.cuda.default_generators[stage.device.index])
+    before = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(microbatch_seed(*seed, stage.stage_index, microbatch, stage.batch_part))
     try:
         yield
     finally:
-        generator.set_state(before)
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)

@@ -3,6 +3,10 @@
 Receives are posted where the schedule says, sends leave right after what made their value, and neither is
 waited for: this thread waits only in a forward or backward, for the data that it needs now. Sends are waited
 for when the step ends; without overlap, each at once. Between two stages of one rank values are handed over.
+
+On GPUs the same calls enqueue the work of a step: a transfer comes behind what the compute stream held when
+it was started, runs on a stream of its own, and waiting for it makes the compute stream wait, not this
+thread. So nothing here may ask what a transfer did before it is known to be over.
 """
 
 from __future__ import annotations
@@ -16,12 +20,14 @@ import torch
 from meshcast.errors import LayoutError, MeshcastError
 from meshcast.handle import Handle
 from meshcast.pipelining.action import Action, ActionKind
+from meshcast.pipelining.gpu_clock import GpuClock, Mark
+from meshcast.pipelining.lane import Arrival, Lane
 from meshcast.pipelining.lower import Link
 from meshcast.pipelining.randomness import random_state
 from meshcast.pipelining.shapes import as_tuple
 from meshcast.pipelining.stage import PipelineStage, local_values
 from meshcast.pipelining.trace import Trace
-from meshcast.pipelining.wiring import Arrival, Lane, Value, Wiring
+from meshcast.pipelining.wiring import Value, Wiring
 
 __all__ = ["Feed", "Runtime"]
 
@@ -75,7 +81,7 @@ class Runtime:
         self._outputs: dict[_Key, list[torch.Tensor]] = {}
         self._losses: dict[int, torch.Tensor] = {}
         self._gradients: dict[_Key, list[torch.Tensor | None]] = {}
-        self._sends: list[tuple[Action, float, Handle[Any]]] = []
+        self._sends: list[tuple[Action, float, Lane, Handle[Any]]] = []
         self._run: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.F: self._forward,
             ActionKind.B: self._backward,
@@ -90,9 +96,19 @@ class Runtime:
         self._wirings: Sequence[Wiring]  # of each micro-batch of the step
         self._train = False
         self._seed: tuple[int, int] | None = None
-        self.trace = Trace()
+        self._trace = Trace()
+        device = next(iter(stages.values())).device
+        self._gpu = GpuClock(device) if device.type == "cuda" else None
+        self._resumed: Mark | None = None  # on a GPU, behind the last value that compute waited for
         self.bytes_sent = 0  # of all steps
         self._waited_until = 0.0  # when this thread last had to wait for a value
+
+    @property
+    def trace(self) -> Trace:
+        """What the last step did. On a GPU it blocks until the step is over there."""
+        if self._gpu is not None:
+            self._gpu.read_into(self._trace)
+        return self._trace
 
     def _farthest(self, links: Sequence[Link], end: int) -> int | None:
         return max((link[end] for link in links if link not in self._local), default=None)
@@ -117,24 +133,35 @@ class Runtime:
             seed: see `random_state`; None leaves the random state alone.
         """
         self._feeds, self._wirings, self._train, self._seed = feeds, wirings, train, seed
-        self.trace = Trace()
+        self._trace = Trace()
+        if self._gpu is not None:
+            self._gpu.begin_step()
         if actions is not self._row:
             self._row, self._names = actions, {action: str(action) for action in actions}
         sent_before = self.bytes_sent
         for action in actions:
+            computes = action.kind in _NAMES
             begin = time.perf_counter()
+            mark = self._gpu.mark() if computes and self._gpu is not None else None
             try:
                 self._run[action.kind](action)
             except Exception as cause:
                 raise self._named(action, cause) from cause
-            if action.kind in _NAMES:
-                # Without the wait for what it needed, which has an event of its own.
-                end = time.perf_counter()
-                self.trace.add(self._names[action], "compute", max(begin, self._waited_until), end)
+            if computes:
+                self._add_compute(action, begin, mark)
                 if train:
-                    self.trace.count(action.kind)
+                    self._trace.count(action.kind)
         self._settle_sends(wait=True)
-        self.trace.finish(self.bytes_sent - sent_before)
+        self._trace.finish(self.bytes_sent - sent_before)
+
+    def _add_compute(self, action: Action, begin: float, mark: Mark | None) -> None:
+        """To the trace, without the wait for what it needed, which has an event of its own."""
+        if self._gpu is None or mark is None:
+            end = time.perf_counter()
+            self._trace.add(self._names[action], "compute", max(begin, self._waited_until), end)
+        else:
+            self._gpu.add(self._names[action], "compute", self._resumed or mark, self._gpu.mark())
+            self._resumed = None
 
     def clear(self) -> None:
         """Drops what a failed step left."""
@@ -213,15 +240,20 @@ class Runtime:
             arrived.append(buffers)
             if handle is None:
                 continue
-            if not handle.is_completed():
+            if handle.is_completed():
+                handle.wait()  # raises its error, if it ended with one
+            elif self._gpu is not None:
+                before = self._gpu.mark()
+                handle.wait()
+                self._resumed = self._gpu.mark()
+                self._gpu.add(f"wait {receive}", "wait", before, self._resumed)
+            else:
                 begin = time.perf_counter()
                 handle.wait()
                 self._waited_until = time.perf_counter()
-                self.trace.add(f"wait {receive}", "wait", begin, self._waited_until)
-            else:
-                handle.wait()  # raises its error, if it ended with one
+                self._trace.add(f"wait {receive}", "wait", begin, self._waited_until)
             if lane.relays:  # what this rank passed on to other receivers
-                self.bytes_sent += handle.figures()["bytes_sent"]
+                self.bytes_sent += lane.bytes_sent(handle)
         return arrived
 
     def _receive(self, action: Action) -> None:
@@ -284,7 +316,7 @@ class Runtime:
     def _send(self, action: Action, lane: Lane, tensors: Sequence[torch.Tensor]) -> None:
         self._settle_sends(wait=False)
         begin = time.perf_counter()
-        self._sends.append((action, begin, lane.send(tensors, self._timeout)))
+        self._sends.append((action, begin, lane, lane.send(tensors, self._timeout)))
         if not self._overlap:
             self._settle_sends(wait=True)
 
@@ -292,13 +324,17 @@ class Runtime:
         """Lets go of values that have been sent, so that a step holds no more of them than are in flight."""
         flying = []
         for send in self._sends:
-            action, begin, handle = send
+            action, begin, lane, handle = send
             if not wait and not handle.is_completed():
                 flying.append(send)
                 continue
             handle.wait()
+            if self._gpu is not None:
+                self._gpu.add_transfer(self._names[action], begin, handle)
+                self.bytes_sent += lane.bytes_sent(handle)
+                continue
             figures = handle.figures()
-            self.trace.add(self._names[action], "transfer", begin, begin + figures["seconds"])
+            self._trace.add(self._names[action], "transfer", begin, begin + figures["seconds"])
             self.bytes_sent += figures["bytes_sent"]
         self._sends = flying
 

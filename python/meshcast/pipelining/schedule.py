@@ -17,6 +17,7 @@ from meshcast.errors import AbortedError, LayoutError, MeshcastError
 from meshcast.groups import parent_group, seconds
 from meshcast.pipelining.action import Action, Actions
 from meshcast.pipelining.auto_warmup import AutoWarmup, Budget
+from meshcast.pipelining.devices import current
 from meshcast.pipelining.draw import draw_panels, panel_of
 from meshcast.pipelining.edge import links_of
 from meshcast.pipelining.estimate import transfer_times
@@ -130,6 +131,7 @@ class PipelineSchedule:
             self._exchange.fail("stage", str(error))
             raise
         self._rank = first.rank
+        self._device = first.device
         self._loss_fn = loss_fn
         self._chunk_specs = (args_chunk_spec, kwargs_chunk_spec)
         self._merge_spec = output_merge_spec
@@ -299,17 +301,18 @@ class PipelineSchedule:
         if self._failed is not None:
             raise AbortedError(f"the pipeline failed before: {self._failed}", rank=self._rank, op="pipeline")
         try:
-            feeds = {
-                index: self._feed(stage, args, kwargs, target, loss_kwargs, return_outputs, pieces)
-                for index, stage in self._stages.items()
-            }
-            runtime, wirings = self._connected(feeds)
-            if train:
-                for stage in self._stages.values():
-                    stage.begin_step(self._microbatches)
-            with self._accumulating(train):
-                runtime.run(self._row(train), feeds, wirings, train=train, seed=self._step_seed())
-                self._finish(feeds, train, losses)
+            with current(self._device):
+                feeds = {
+                    index: self._feed(stage, args, kwargs, target, loss_kwargs, return_outputs, pieces)
+                    for index, stage in self._stages.items()
+                }
+                runtime, wirings = self._connected(feeds)
+                if train:
+                    for stage in self._stages.values():
+                        stage.begin_step(self._microbatches)
+                with self._accumulating(train):
+                    runtime.run(self._row(train), feeds, wirings, train=train, seed=self._step_seed())
+                    self._finish(feeds, train, losses)
         except BaseException as error:
             self._fail(error)
             raise
@@ -445,6 +448,7 @@ def _checked(stages: Sequence[PipelineStage], microbatches: int) -> dict[int, Pi
             ("edges", first.edges, stage.edges),
             ("group", first.group, stage.group),
             ("mesh", sorted(first.mesh.ranks), sorted(stage.mesh.ranks)),
+            ("device", first.device, stage.device),
         ):
             if mine != theirs:
                 raise LayoutError(

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from meshcast.layout import Layout
+from meshcast.pipelining.devices import make_transfer
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.table import StageTable
 from meshcast.transfer import Transfer
@@ -99,7 +100,7 @@ def _transfer(
         Layout(target, [Replicate()]),
     )
     op = f"pipeline shared parameter {key}"
-    return Transfer([problem], group=stage.group, lane=lane, op=op, timeout=timeout)
+    return make_transfer(stage, [problem], lane, op, timeout)
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from meshcast import _checks
 from meshcast.errors import LayoutError
+from meshcast.pipelining.devices import stage_device
 from meshcast.pipelining.edge import Edge, check_edges
 from meshcast.pipelining.gradients import sum_gradients
 from meshcast.pipelining.layouts import (
@@ -55,7 +56,8 @@ class PipelineStage:
             leave: a tensor or a tuple of tensors; the last stage may return anything ``loss_fn`` takes. It
             sees this rank's local shards, whose batch dimension may be of size 0.
         stage_index, num_stages: its place.
-        device: where it computes and receives.
+        device: where it computes and receives: the CPU, or a GPU, where all stages must be on GPUs. Batches
+            and targets are given there; ``mesh`` is on the same kind of device.
         input_args: examples of one micro-batch's local inputs; checked against what the producers send.
         output_args: examples (device "meta" will do) of one micro-batch's local outputs, for modules whose
             shapes cannot be inferred.
@@ -130,7 +132,7 @@ class PipelineStage:
             )
         self.stage_index = stage_index
         self.num_stages = num_stages
-        self.device = torch.device(device)
+        self.device = stage_device(f"stage {stage_index}", device, mesh)
         self.group = group
         self.rank = dist.get_rank()
         self.mesh = _stage_mesh(stage_index, num_stages, group, mesh, self.rank)

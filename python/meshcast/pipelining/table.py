@@ -47,6 +47,7 @@ def describe_stages(
     first = stages[0]
     return {
         "stages": first.num_stages,
+        "device": first.device.type,
         "mine": {
             str(stage.stage_index): {
                 "ranks": stage.mesh.ranks,
@@ -76,7 +77,7 @@ def agree_on_stages(exchange: Exchange) -> StageTable:
     first_rank = exchange.ranks[0]
     first = described[first_rank]
     for rank, found in described.items():
-        for field in ("stages", "edges", "schedule", "microbatches"):
+        for field in ("stages", "device", "edges", "schedule", "microbatches"):
             if found[field] != first[field]:
                 raise LayoutError(
                     f"the ranks of a pipeline disagree on {field}: rank {first_rank} has "

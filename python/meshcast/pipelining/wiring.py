@@ -11,11 +11,12 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 from meshcast.errors import LayoutError
-from meshcast.handle import Handle
 from meshcast.layout import Layout
 from meshcast.pipelining.deliveries import Bundle, Delivery, bundles, returns
+from meshcast.pipelining.devices import make_transfer
 from meshcast.pipelining.edge import Edge, check_edges, links_of
 from meshcast.pipelining.exchange import Exchange
+from meshcast.pipelining.lane import Lane, Shard
 from meshcast.pipelining.layouts import gradient_placements
 from meshcast.pipelining.lower import Link
 from meshcast.pipelining.shapes import LocalValue, global_shape
@@ -25,10 +26,7 @@ from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.wire import decode_value, encode_value
 from meshcast.transfer import Problem, Transfer
 
-__all__ = ["Arrival", "Lane", "Value", "Wiring", "connect", "gradient_layout"]
-
-# A transfer to wait for, unless the value was here already, and a tensor for each delivery.
-Arrival = tuple[Handle[Any] | None, list[torch.Tensor]]
+__all__ = ["Value", "Wiring", "connect", "gradient_layout"]
 
 _FIRST_LANE = 2  # below are the lanes of ordinary calls and their backward
 
@@ -41,51 +39,6 @@ class Value:
     dtype: torch.dtype
     requires_grad: bool
     layout: Layout
-
-
-class Lane:
-    """One transfer for each micro-batch: the values of a bundle, or the gradients of one link.
-
-    transfer: None where both stages are on the same ranks and every rank keeps what it has: values are handed
-    over as they are.
-    """
-
-    def __init__(
-        self,
-        transfer: Transfer | None,
-        consumers: Sequence[int],
-        deliveries: Sequence[Delivery],
-        buffers: Sequence[tuple[tuple[int, ...], torch.dtype]],
-        device: Any,
-    ) -> None:
-        self.transfer = transfer
-        self.consumers = consumers
-        self.deliveries = deliveries
-        self._buffers = buffers  # local shape and dtype of what this rank receives; empty on the sending side
-        self._device = device
-        # Whether a receiver may have to pass values on to another.
-        self.relays = any(len(each.layout.ranks) > 1 for each in deliveries)
-
-    def send(self, tensors: Sequence[torch.Tensor], timeout: float) -> Handle[Any]:
-        """To other ranks, a tensor for each delivery."""
-        assert self.transfer is not None
-        return self.transfer.start(tensors, [None] * len(tensors), timeout=timeout)
-
-    def receive(self, timeout: float) -> Arrival:
-        """From other ranks."""
-        assert self.transfer is not None
-        buffers = self._empty()
-        return self.transfer.start([None] * len(buffers), buffers, timeout=timeout), buffers
-
-    def hand_over(self, tensors: Sequence[torch.Tensor], timeout: float) -> Arrival:
-        """From one stage of these ranks to another."""
-        if self.transfer is None:
-            return None, list(tensors)
-        buffers = self._empty()
-        return self.transfer.start(tensors, buffers, timeout=timeout), buffers
-
-    def _empty(self) -> list[torch.Tensor]:
-        return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._buffers]
 
 
 @dataclass(slots=True)
@@ -173,6 +126,11 @@ def connect(
         returned = returns(found_bundles, *link, table.input_layout)
         if table.trains and (link[0] in stages or link[1] in stages):
             _compile_return(wiring, stages, link, returned, back + number, timeout)
+    # In one order on all ranks of a lane. All are on their way before one is waited for, so that ranks of
+    # unlike lanes do not wait for each other.
+    for handle in [lane.warm_up(timeout) for lane in sorted(wiring.lanes(), key=lambda lane: lane.number)]:
+        if handle is not None:
+            handle.wait()
     return wiring
 
 
@@ -342,12 +300,21 @@ def _lane(
     timeout: float,
 ) -> Lane:
     if all(_stays(shape, source, target) for shape, _, source, target in problems):
-        return Lane(None, consumers, deliveries, [], stage.device)
-    transfer = Transfer(
-        problems, group=stage.group, lane=number, op=op, strategy=stage.strategy, topology=stage.topology,
-        timeout=timeout,
-    )  # fmt: skip
-    return Lane(transfer, consumers, deliveries, _local(problems, stage.rank), stage.device)
+        return Lane(None, consumers, deliveries, [], [], stage, number)
+    transfer = make_transfer(
+        stage, problems, number, op, timeout, strategy=stage.strategy, topology=stage.topology
+    )
+    sources = [(shape, dtype, source) for shape, dtype, source, _ in problems]
+    targets = [(shape, dtype, target) for shape, dtype, _, target in problems]
+    return Lane(
+        transfer,
+        consumers,
+        deliveries,
+        _local(sources, stage.rank),
+        _local(targets, stage.rank),
+        stage,
+        number,
+    )
 
 
 def _stays(shape: Sequence[int], source: Layout, target: Layout) -> bool:
@@ -356,11 +323,9 @@ def _stays(shape: Sequence[int], source: Layout, target: Layout) -> bool:
     return not pending and source.shards(shape) == target.shards(shape)
 
 
-def _local(problems: Sequence[Problem], rank: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _local(values: Sequence[tuple[Sequence[int], torch.dtype, Layout]], rank: int) -> list[Shard]:
     return [
-        (target.local_shapes(shape)[rank], dtype)
-        for shape, dtype, _, target in problems
-        if rank in target.ranks
+        (layout.local_shapes(shape)[rank], dtype) for shape, dtype, layout in values if rank in layout.ranks
     ]
 
 

@@ -1,0 +1,78 @@
+"""What differs between stages on the CPU and on GPUs: the device itself and the transfers of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from meshcast import _C
+from meshcast.errors import LayoutError
+from meshcast.gpu_offer import gpu_obstacle
+from meshcast.groups import parent_group
+from meshcast.transfer import Problem, Transfer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from meshcast.pipelining.stage import PipelineStage
+    from meshcast.topology import Topology
+
+__all__ = ["current", "make_transfer", "stage_device"]
+
+
+def stage_device(what: str, device: Any, mesh: DeviceMesh | None) -> torch.device:
+    """The device of a stage; of "cuda" without a number the current one. what: names the stage in errors.
+    mesh: of the user, if any. Raises LayoutError where this process cannot use it, or the mesh is on
+    another."""
+    found = torch.device(device)
+    if found.type == "cuda":
+        reason = gpu_obstacle(hasattr(_C, "CudaGroup"), torch.version.cuda, torch.cuda.is_available())
+        if reason:
+            raise LayoutError(f"{what}: device is {device}, but {reason}")
+        count = torch.cuda.device_count()
+        if found.index is None:
+            found = torch.device("cuda", torch.cuda.current_device())
+        elif found.index >= count:
+            raise LayoutError(f"{what}: device is {device}, but this process sees {count} GPUs, cuda:0 first")
+    if mesh is not None and mesh.device_type != found.type and "cuda" in (mesh.device_type, found.type):
+        raise LayoutError(
+            f"{what}: device is {found}, but mesh= is on {mesh.device_type}: make both the same"
+        )
+    return found
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one: what a transfer finds where a rank has no shard that names it."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def make_transfer(
+    stage: PipelineStage,
+    problems: Sequence[Problem],
+    lane: int,
+    op: str,
+    timeout: float,
+    *,
+    strategy: str = "auto",
+    topology: Topology | None = None,
+) -> Transfer:
+    """A transfer of the pipeline's for tensors on the device of `stage`. The ranks agree on it in the
+    background, those on GPUs in its first call, which `Lane.warm_up` makes."""
+    if stage.device.type != "cuda":
+        return Transfer(
+            problems,
+            group=stage.group,
+            lane=lane,
+            op=op,
+            strategy=strategy,
+            topology=topology,
+            timeout=timeout,
+        )
+    from meshcast.cuda_transfer import CudaTransfer
+
+    transfer = CudaTransfer.__new__(CudaTransfer)
+    transfer._setup(parent_group(stage.group, op), problems, None, lane, op, strategy, topology)
+    return transfer

@@ -1,0 +1,253 @@
+"""What the runtime enqueues on a GPU, and in which order: real schedules, stages and modules over lanes that
+only write down what they are asked for. No GPU: nothing that was started is ever over, which the host must
+not mind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshcast import Layout
+from meshcast.pipelining import PipelineStage
+from meshcast.pipelining.action import Action, ActionKind
+from meshcast.pipelining.deliveries import Delivery
+from meshcast.pipelining.gpu_clock import GpuClock
+from meshcast.pipelining.recipe import Recipe
+from meshcast.pipelining.runtime import Runtime
+from meshcast.pipelining.trace import Trace
+from meshcast.pipelining.wiring import Value, Wiring
+from torch import nn
+from torch.distributed.tensor import Replicate
+
+pytestmark = pytest.mark.timeout(60)
+
+STAGES, MICROBATCHES = 3, 6
+GPU = torch.device("cuda", 0)
+ROWS = 2  # samples of a micro-batch
+
+
+@dataclass
+class Stream:
+    """The compute stream: what was enqueued, in order. Marks are positions in it."""
+
+    ops: list[str] = field(default_factory=list)
+
+    def position(self, op: str) -> int:
+        assert self.ops.count(op) == 1, (op, self.ops)
+        return self.ops.index(op)
+
+
+@dataclass
+class Mark:
+    at: int
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Mark) -> float:
+        return float(end.at - self.at)
+
+
+class Handle:
+    """A transfer that never ends while the step runs."""
+
+    def __init__(self, stream: Stream, name: str) -> None:
+        self.stream, self.name, self.over = stream, name, False
+
+    def is_completed(self) -> bool:
+        return self.over
+
+    def wait(self) -> None:
+        self.stream.ops.append(f"wait {self.name}")
+
+    def figures(self) -> dict[str, Any]:
+        assert self.over, f"{self.name} was asked what it did before it was over"
+        return {"bytes_sent": 8, "seconds": 0.5}
+
+
+class Lane:
+    """Writes down behind what each transfer comes. Buffers are on the CPU."""
+
+    relays = False
+
+    def __init__(self, stream: Stream, consumer: int, kind: str, started: dict[str, int]) -> None:
+        self.stream, self.kind, self.started = stream, kind, started
+        self.consumers = (consumer,)
+        self.deliveries = (Delivery(0, Layout([0], [Replicate()]), {consumer: [0]}),)
+        self.sent: list[Handle] = []
+        self.counts = {"SEND": 0, "RECV": 0}
+
+    def _start(self, verb: str) -> Handle:
+        name = f"{verb}_{self.kind} {self.counts[verb]}"
+        self.counts[verb] += 1
+        self.started[name] = len(self.stream.ops)
+        return Handle(self.stream, name)
+
+    def send(self, tensors: list[torch.Tensor], timeout: float) -> Handle:  # noqa: ARG002
+        self.sent.append(self._start("SEND"))
+        return self.sent[-1]
+
+    def receive(self, timeout: float) -> tuple[Handle, list[torch.Tensor]]:  # noqa: ARG002
+        return self._start("RECV"), [torch.ones(ROWS, 4)]
+
+    def bytes_sent(self, handle: Handle) -> int:  # noqa: ARG002
+        return 8
+
+
+class Logged(nn.Module):
+    """A layer whose forward, and both parts of whose backward, are written down."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self.stream = stream
+        self.layer = nn.Linear(4, 4)
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.stream.ops.append(f"F {self.forwards}")
+        self.forwards += 1
+        return self.layer(x)
+
+
+class Feed:
+    def arguments(self, microbatch: int) -> list[Any]:  # noqa: ARG002
+        return [torch.ones(ROWS, 4)]
+
+    def keywords(self, microbatch: int) -> dict[str, Any]:  # noqa: ARG002
+        return {}
+
+    def output(self, microbatch: int, output: Any) -> torch.Tensor:  # noqa: ARG002
+        return output.sum()
+
+    def seed(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        return torch.ones_like(loss)
+
+
+@dataclass
+class Run:
+    runtime: Runtime
+    stream: Stream
+    started: dict[str, int]  # transfer -> how much the compute stream held then
+    lanes: list[Lane]
+    row: list[Action]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _logged(stream: Stream, word: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def call(microbatch: int, *rest: Any) -> Any:
+        stream.ops.append(f"{word} {microbatch}")
+        return run(microbatch, *rest)
+
+    return call
+
+
+def step(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, index: int, delayed: bool, overlap: bool = True
+) -> Run:
+    """One step of stage `index` of a pipeline, every transfer of which stays in flight."""
+    stream, started = Stream(), {}
+    module = Logged(stream)
+    stage = PipelineStage(module, index, STAGES, torch.device("cpu"))
+    stage.device = GPU
+    for name, word in (("backward", "B"), ("backward_inputs", "I"), ("backward_weights", "W")):
+        monkeypatch.setattr(stage, name, _logged(stream, word, getattr(stage, name)))
+    monkeypatch.setattr(GpuClock, "mark", lambda _: Mark(len(stream.ops)))
+    value = Value((ROWS, 4), torch.float32, True, Layout([0], [Replicate()]))
+    links = [(each, each + 1) for each in range(STAGES - 1)]
+    mine = [link for link in links if index in link]
+    forward = {link: Lane(stream, link[1], "F", started) for link in mine}
+    backward = {link: Lane(stream, link[1], "B", started) for link in mine}
+    wiring = Wiring(
+        edges=(), links=links, values=[[value]] * (STAGES - 1), inputs={index: {0: value} if index else {}},
+        forward={link: [lane] for link, lane in forward.items()}, backward=backward, shared=None,
+    )  # type: ignore[arg-type]  # fmt: skip
+    recipe = Recipe(schedule, STAGES, MICROBATCHES, None, None, None, {}, delayed)
+    row = recipe.lowered(STAGES, train=True)[index]
+    runtime = Runtime({index: stage}, wiring, 10.0, overlap=overlap)
+    runtime.run(row, {index: Feed()}, [wiring] * MICROBATCHES, train=True)
+    return Run(runtime, stream, started, [*forward.values(), *backward.values()], row)
+
+
+CASES = [
+    (schedule, index, delayed)
+    for schedule, delayed in (
+        ("GPipe", False), ("1F1B", False), ("Eager1F1B", False), ("Eager1F1B", True), ("ZBH1", False),
+        ("ZBH2", False),
+    )
+    for index in range(STAGES)
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("schedule", "index", "delayed"), CASES)
+def test_compute_waits_for_what_it_needs_and_sends_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, index: int, delayed: bool
+) -> None:
+    run = step(monkeypatch, schedule, index, delayed)
+    ops, at = run.stream.ops, run.stream.position
+    first_backward = "I" if any(action.kind is ActionKind.I for action in run.row) else "B"
+    last_compute = max(at(op) for op in ops if op[0] in "FBIW" and not op.startswith("wait"))
+    for k in range(MICROBATCHES):
+        if index > 0:
+            # Right before the forward, and only there.
+            assert at(f"F {k}") == at(f"wait RECV_F {k}") + 1
+            assert run.started[f"RECV_F {k}"] <= at(f"wait RECV_F {k}")
+            # The gradient leaves behind what made it and, where weights are late, before they are enqueued.
+            sent = run.started[f"SEND_B {k}"]
+            assert sent > at(f"{first_backward} {k}")
+            if first_backward == "I":
+                assert sent <= at(f"W {k}"), "weight gradients could not hide it"
+        if index < STAGES - 1:
+            assert at(f"{first_backward} {k}") == at(f"wait RECV_B {k}") + 1
+            assert run.started[f"SEND_F {k}"] == at(f"F {k}") + 1
+    waits = [op for op in ops if op.startswith("wait SEND")]
+    assert len(waits) == MICROBATCHES * (2 if 0 < index < STAGES - 1 else 1)
+    assert all(at(op) > last_compute for op in waits), "compute waited for a send"
+    assert run.runtime.bytes_sent == 8 * len(waits)
+
+
+@pytest.mark.usefixtures("alone")
+def test_without_overlap_compute_waits_for_each_send_where_it_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = step(monkeypatch, "1F1B", 1, False, overlap=False)
+    for kind, maker in (("F", "F"), ("B", "B")):
+        for k in range(MICROBATCHES):
+            assert run.stream.position(f"wait SEND_{kind} {k}") == run.stream.position(f"{maker} {k}") + 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_trace_tells_when_the_gpu_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks are positions in the stream, a millisecond each; waits and compute follow each other in it."""
+    run = step(monkeypatch, "1F1B", 1, False)
+    for lane in run.lanes:
+        for handle in lane.sent:
+            handle.over = lane.kind == "F"
+    trace = run.runtime.trace
+    assert trace is run.runtime.trace and len(trace.events) == len(run.runtime.trace.events)
+    spans: dict[str, list[tuple[str, float, float]]] = {}
+    for name, category, begin, end in trace.events:
+        spans.setdefault(category, []).append((name, begin, end))
+    assert len(spans["compute"]) == len(spans["wait"]) == 2 * MICROBATCHES
+    for (_, _, waited), (name, begin, end) in zip(spans["wait"], spans["compute"], strict=True):
+        assert begin == pytest.approx(waited, abs=1e-9), "compute begins where the wait ends"
+        assert end - begin == pytest.approx(1e-3, abs=1e-9), name
+    over = {str(action) for action in run.row if action.kind is ActionKind.SEND_F}
+    assert {name for name, _, _ in spans["transfer"]} == over, "those whose end is known"
+
+
+def test_a_clock_that_saw_nothing_leaves_the_trace_alone() -> None:
+    trace = Trace()
+    GpuClock(GPU).read_into(trace)
+    assert trace.events == [] and trace.seconds == 0.0
