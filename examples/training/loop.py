@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from training import checkpoint
 from training.command_line import config_errors_exit
+from training.device import take_device
 from training.options import Options
 from training.report import Reporter
 from training.signals import StopRequest
@@ -21,6 +22,7 @@ from training.verify import Difference, Verifier
 def run(options: Options) -> int:
     """Train as asked. Returns the exit status: 1 where --verify found too large a difference."""
     with config_errors_exit():
+        device = take_device(options.device, options.precision)
         samples = options.job.samples(options.seed, options.data)
         folder, first_step = checkpoint.to_resume(options)
     if first_step >= options.steps:
@@ -29,7 +31,7 @@ def run(options: Options) -> int:
         return 0
     dist.init_process_group("meshcast")
     try:
-        return _train(options, Trainer(options, samples), folder, first_step)
+        return _train(options, Trainer(options, samples, device), folder, first_step)
     finally:
         dist.destroy_process_group()
 

@@ -11,11 +11,13 @@ from torch.utils.checkpoint import checkpoint
 from training.options import Options
 
 
-def build(options: Options, stage: int, n_stages: int, mesh: DeviceMesh | None = None) -> nn.Module:
+def build(
+    options: Options, stage: int, n_stages: int, device: torch.device, mesh: DeviceMesh | None = None
+) -> nn.Module:
     """Stage `stage` of `n_stages`, its layers shared over dimension "tensor" of `mesh` if that has several
-    ranks. Equal weights for every cut, mesh and rank."""
+    ranks. Equal weights for every cut, mesh, rank and device: they are drawn on the CPU."""
     job = options.job
-    module = job.build_stage(stage, n_stages, options.seed)
+    module = job.build_stage(stage, n_stages, options.seed).to(device)
     if mesh is not None and mesh["tensor"].size() > 1:
         job.parallelize(module, mesh["tensor"])
     if options.recompute:
@@ -24,7 +26,7 @@ def build(options: Options, stage: int, n_stages: int, mesh: DeviceMesh | None =
             # Sublinear Memory Cost".
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if options.precision == "bf16":
-        module.forward = torch.autocast("cpu", torch.bfloat16)(module.forward)
+        module.forward = torch.autocast(device.type, torch.bfloat16)(module.forward)
     return module
 
 

@@ -15,6 +15,7 @@ from training.layout import ConfigError, RunLayout
 
 # Of losses and gradients against one process: the order of sums differs, and in bf16 each rounds to 8 bits.
 TOLERANCE = {"float32": 1e-5, "bf16": 2e-2}
+DEVICES = ("cpu", "cuda")
 SCHEDULES = ("GPipe", "1F1B", "Eager1F1B", "ZBH1", "ZBH2")
 _LR = 3e-3
 
@@ -44,6 +45,7 @@ class Options:
     profile: Path | None
     precision: str
     recompute: bool
+    device: str
 
 
 def parse(job_type: JobType, argv: list[str], ranks: int | None) -> Options:
@@ -54,6 +56,7 @@ def parse(job_type: JobType, argv: list[str], ranks: int | None) -> Options:
     args = _parser(job_type).parse_args(argv)
     check_name("schedule", args.schedule, SCHEDULES)
     check_name("precision", args.precision, TOLERANCE)
+    check_name("device", args.device, DEVICES)
     if ranks is None:
         raise ConfigError(f"start it with torchrun, as in {job_type.example}")
     job = job_type.from_arguments(args)
@@ -130,6 +133,8 @@ def _parser(job_type: JobType) -> argparse.ArgumentParser:
     )
     precision = f"{', '.join(TOLERANCE)}; bf16 by autocast (%(default)s)"
     add("--precision", default="float32", metavar="NAME", help=precision)
+    device = "cpu, or cuda: every rank takes the GPU of its local rank (%(default)s)"
+    add("--device", default="cpu", metavar="NAME", help=device)
     add("--recompute", action="store_true", help="compute activations again in the backward, not keep them")
     add("--seed", type=int, default=0, metavar="N", help="of initial weights and data order (%(default)s)")
     add("--eval-every", type=int, default=0, metavar="N", help="held-out loss every N steps (at the end)")

@@ -26,11 +26,11 @@ from training.options import Options
 EVAL_BATCHES = 4
 
 
-def stage_mesh(run: RunLayout, stage: int) -> DeviceMesh:
+def stage_mesh(run: RunLayout, stage: int, device: str) -> DeviceMesh:
     """Dimension "data": ranks with samples of their own; "tensor": ranks that share every layer."""
     shape = run.stages[stage]
     ranks = torch.tensor(run.stage_ranks(stage)).view(shape.data, shape.tensor)
-    return DeviceMesh("cpu", ranks, mesh_dim_names=("data", "tensor"))
+    return DeviceMesh(device, ranks, mesh_dim_names=("data", "tensor"))
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ class BatchResult:
 class Trainer:
     """Collective: every rank makes one and calls the same methods in the same order."""
 
-    def __init__(self, options: Options, samples: Samples) -> None:
+    def __init__(self, options: Options, samples: Samples, device: torch.device) -> None:
         run = options.run
+        self.device = device
         self.options = options
         self.samples = samples
         self.stage_index = run.stage_of(dist.get_rank())
@@ -54,12 +55,12 @@ class Trainer:
         stage_ranks = run.stage_ranks(self.stage_index)
         self.leads_stage = dist.get_rank() == stage_ranks[0]
         # DeviceMesh makes process groups, so every rank makes every stage's mesh, in the same order.
-        meshes = [stage_mesh(run, i) for i in range(self.n_stages)]
+        meshes = [stage_mesh(run, i, device.type) for i in range(self.n_stages)]
         mesh = meshes[self.stage_index]
-        self.module = build(options, self.stage_index, self.n_stages, mesh)
+        self.module = build(options, self.stage_index, self.n_stages, device, mesh)
         self.shared_names = options.job.shared_parameters(self.stage_index, self.n_stages)
         stage = PipelineStage(
-            self.module, self.stage_index, self.n_stages, torch.device("cpu"), mesh=mesh,
+            self.module, self.stage_index, self.n_stages, device, mesh=mesh,
             edges=options.job.edges(self.n_stages),
             shared_parameters=self.shared_names,
         )  # fmt: skip
@@ -129,8 +130,8 @@ class Trainer:
     def _passes(
         self, inputs: tuple[Tensor, ...], targets: Tensor
     ) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-        """The batch in as many equal parts as there are passes."""
-        cut = [each.chunk(self.options.run.passes) for each in (*inputs, targets)]
+        """The batch in as many equal parts as there are passes, on this rank's device."""
+        cut = [each.to(self.device).chunk(self.options.run.passes) for each in (*inputs, targets)]
         for *part, part_targets in zip(*cut, strict=True):
             yield tuple(part), part_targets
 

@@ -44,20 +44,23 @@ class Difference:
 class SingleProcess:
     """The whole model on this rank alone."""
 
-    def __init__(self, options: Options, samples: Samples) -> None:
+    def __init__(self, options: Options, samples: Samples, device: torch.device) -> None:
         self.options = options
+        self.device = device
         self.samples = samples
-        self.module = build(options, 0, 1)
+        self.module = build(options, 0, 1, device)
         self.optimizer = make_optimizer(self.module, options.lr, options.weight_decay)
 
     def gradients(self, step: int) -> tuple[float, dict[str, Tensor]]:
-        """Loss of the whole batch and the gradient of every parameter by name."""
+        """Loss of the whole batch and the gradient of every parameter by name, on the CPU: other ranks have
+        other GPUs."""
         inputs, targets = self.samples.train(step, self.options.run.batch)
+        inputs, targets = tuple(each.to(self.device) for each in inputs), targets.to(self.device)
         self.optimizer.zero_grad()
         loss = self.options.job.loss(self.module(*inputs), targets)
         loss.backward()
         named = self.module.named_parameters(remove_duplicate=False)
-        return loss.item(), {name: p.grad for name, p in named if p.grad is not None}
+        return loss.item(), {name: p.grad.cpu() for name, p in named if p.grad is not None}
 
     def update(self, step: int) -> None:
         options = self.options
@@ -73,7 +76,9 @@ class Verifier:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.reporter = trainer.options.run.stage_ranks(trainer.n_stages - 1)[0]
-        self.reference = SingleProcess(trainer.options, trainer.samples) if trainer.reports else None
+        self.reference = (
+            SingleProcess(trainer.options, trainer.samples, trainer.device) if trainer.reports else None
+        )
 
     def compare(self, step: int, loss: float) -> Difference:
         """Call between `gradients` and `update`, on every rank; every rank gets the same answer."""
@@ -98,4 +103,4 @@ def largest_difference(actual: Tensor | None, expected: Tensor) -> float:
     """Largest absolute difference; infinite where a gradient is missing or NaN, so that MAX keeps it."""
     if actual is None:
         return float("inf")
-    return float((actual - expected).abs().max().nan_to_num(nan=float("inf")))
+    return float((actual.cpu() - expected).abs().max().nan_to_num(nan=float("inf")))

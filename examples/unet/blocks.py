@@ -77,6 +77,8 @@ def time_waves(time: Tensor, width: int) -> Tensor:
     """Sines and cosines of the time, (batch,) in 0..1 -> (batch, width), as the positions of Vaswani et al.
     2017, section 3.5."""
     half = width // 2
-    rates = torch.exp(torch.arange(half, dtype=torch.float32) * (-math.log(10_000.0) / half))
+    rates = torch.exp(
+        torch.arange(half, dtype=torch.float32, device=time.device) * (-math.log(10_000.0) / half)
+    )
     angles = 1000.0 * time[:, None] * rates
     return torch.cat([angles.sin(), angles.cos()], dim=1)

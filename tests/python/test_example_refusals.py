@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -158,3 +159,21 @@ def test_a_run_that_is_at_its_end_ends_without_a_process_group(
     monkeypatch.setenv("RANK", "1")
     assert loop.run(chosen) == 0
     assert capsys.readouterr().out == ""
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--device tpu: unknown; use cpu .of cpu, cuda."):
+        options.parse(GptJobType(), ["--device", "tpu"], 5)
+    assert options.parse(GptJobType(), [], 5).device == "cpu"
+    assert options.parse(UNetJobType(), ["--device", "cuda"], 5).device == "cuda"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/cuda trains on it")
+@pytest.mark.parametrize("program", ["gpt", "unet"])
+def test_a_gpu_that_is_not_there_is_one_line(program: str) -> None:
+    command = [sys.executable, str(EXAMPLES / program / "train.py"), "--stages", "1", "--device", "cuda"]
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(EXAMPLES.parent / "python")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("train.py: error: --device cuda: torch ") and line.endswith("; use --device cpu")

@@ -243,7 +243,8 @@ def test_the_single_process_learns() -> None:
     command = "--model nano --stages 1 --batch 12 --microbatches 1 --steps 30 --warmup 5 --lr 0.01"
     chosen = options.parse(GptJobType(), command.split(), 1)
     text = torch.arange(4000).remainder(7).to(torch.uint8)
-    process = verify.SingleProcess(chosen, data.TextSamples(text, chosen.job.config.seq_len, chosen.seed))
+    samples = data.TextSamples(text, chosen.job.config.seq_len, chosen.seed)
+    process = verify.SingleProcess(chosen, samples, torch.device("cpu"))
     losses = []
     for step in range(chosen.steps):
         losses.append(process.gradients(step)[0])
