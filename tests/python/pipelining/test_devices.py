@@ -9,15 +9,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from meshcast import cuda_transfer
+from meshcast import Layout, cuda_transfer
 from meshcast.errors import LayoutError
-from meshcast.pipelining import PipelineStage, ScheduleGPipe, devices
+from meshcast.pipelining import Edge, PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B, devices
+from meshcast.pipelining.deliveries import Delivery
 from meshcast.pipelining.devices import make_transfer, stage_device
 from meshcast.pipelining.exchange import Exchange
+from meshcast.pipelining.lane import Lane, Shard
 from meshcast.pipelining.table import agree_on_stages, describe_stages
 from meshcast.transfer import Transfer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 
 pytestmark = pytest.mark.timeout(60)
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -64,8 +67,6 @@ def test_the_gpu_is_the_current_one_and_must_exist() -> None:
 def test_stages_of_one_rank_share_a_device() -> None:
     first, second = stage(0, 2), stage(1, 2)
     second.device = GPU
-    from meshcast.pipelining import ScheduleInterleaved1F1B
-
     with pytest.raises(LayoutError, match="stages 0 and 1 of rank 0 have unlike device: cpu and cuda:0"):
         ScheduleInterleaved1F1B([first, second], 2)
 
@@ -117,3 +118,66 @@ def test_a_step_on_the_cpu_touches_no_gpu() -> None:
     ):
         schedule.step(torch.ones(4, 2), target=torch.ones(4, 2))
     assert schedule.summary().startswith("rank 0: step of")
+
+
+class Recording:
+    """A transfer that writes down what it was started with."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[list[Any], list[Any]]] = []
+        self.plan = mock.Mock()
+        self.plan.bytes_sent.return_value = 77
+
+    def start(self, src: list[Any], dst: list[Any], *, timeout: float) -> Any:
+        assert timeout == 5.0
+        self.started.append((src, dst))
+        handle = mock.Mock()
+        handle.figures.side_effect = AssertionError("it need not be over")
+        return handle
+
+
+def lane(transfer: Any, sources: list[Shard], buffers: list[Shard]) -> Lane:
+    """As on a GPU, but that its tensors are on the CPU."""
+    layout = Layout([0], [Replicate()])
+    values = [Delivery(0, layout, {1: [0]}), Delivery(1, layout, {1: [1]})]
+    made = Lane(transfer, (1,), values, sources, buffers, stage(), 4)
+    assert made.warm_up(5.0) is None, "on the CPU nothing has to be connected"
+    made.on_gpu = True
+    return made
+
+
+def test_a_lane_is_warmed_up_with_zeros_of_its_own_shapes() -> None:
+    shards: list[Shard] = [((3, 2), torch.float32), ((0, 2), torch.int64)]
+    for sources, buffers in ((shards, []), ([], shards), (shards, shards)):
+        transfer = Recording()
+        assert lane(transfer, sources, buffers).warm_up(5.0) is not None
+        ((src, dst),) = transfer.started
+        for given, tensors in ((sources, src), (buffers, dst)):
+            expected = [*given] or [None, None]
+            assert [None if t is None else (tuple(t.shape), t.dtype) for t in tensors] == expected
+        assert all(t is None or not t.any() for t in src)
+    assert lane(None, [], []).warm_up(5.0) is None, "values that are handed over need no connection"
+
+
+def test_bytes_sent_on_gpus_are_those_of_the_plan() -> None:
+    transfer = Recording()
+    sending = lane(transfer, [((3, 2), torch.float32)], [])
+    assert sending.bytes_sent(transfer.start([], [], timeout=5.0)) == 77
+    transfer.plan.bytes_sent.assert_called_once_with(0)
+
+
+def test_lanes_are_warmed_up_in_one_order() -> None:
+    """That of their numbers, which all ranks share; the order of links differs from rank to rank."""
+    edges = [Edge(0, 0, 1, 0), Edge(0, 0, 2, 1), Edge(1, 0, 2, 0), Edge(2, 0, 3, 0), Edge(0, 0, 3, 1)]
+
+    class Sum(nn.Module):
+        def forward(self, *values: torch.Tensor) -> torch.Tensor:
+            return sum(values[1:], values[0]) * 2.0
+
+    stages = [PipelineStage(Sum(), index, 4, CPU, edges=edges) for index in range(4)]
+    found: list[int] = []
+    with mock.patch.object(
+        Lane, "warm_up", autospec=True, side_effect=lambda lane, _: found.append(lane.number)
+    ):
+        ScheduleInterleaved1F1B(stages, 4).eval(torch.ones(4, 2))
+    assert len(found) == len(set(found)) >= 4 and found == sorted(found)
