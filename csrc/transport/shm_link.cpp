@@ -1,18 +1,15 @@
 #include "transport/shm_link.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <stdexcept>
-#include <system_error>
 #include <utility>
 
 #include <poll.h>
-#include <sys/random.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
-#include <sys/un.h>
 #include <unistd.h>
+
+#include "transport/unix_socket.h"
 
 namespace meshcast {
 namespace {
@@ -25,73 +22,8 @@ struct Hello {
   uint32_t magic = kHelloMagic;
   int32_t from = -1;
   int32_t to = -1;
-  char address[64] = {};  // of the rank that was connected to: a stray process does not know it
+  char address[kSocketNameBytes] = {};  // of the rank that was connected to: a stray process does not know it
 };
-
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Descriptor() {
-    if (fd_ >= 0) close(fd_);
-  }
-  int get() const { return fd_; }
-  int release() { return std::exchange(fd_, -1); }
-
- private:
-  int fd_;
-};
-
-[[noreturn]] void fail(const std::string& what) {
-  throw std::runtime_error(what + ": " + std::generic_category().message(errno));
-}
-
-std::string random_name() {
-  uint8_t bytes[16];
-  if (getrandom(bytes, sizeof bytes, 0) != sizeof bytes) fail("getrandom");
-  std::string out = "meshcast-";
-  for (const uint8_t byte : bytes) {
-    out += "0123456789abcdef"[byte >> 4];
-    out += "0123456789abcdef"[byte & 15];
-  }
-  return out;
-}
-
-socklen_t abstract_address(const std::string& name, sockaddr_un* out) {
-  *out = {};
-  out->sun_family = AF_UNIX;
-  if (name.empty() || name.size() >= sizeof(Hello::address)) throw std::runtime_error("bad address of a peer");
-  // The leading zero byte is what makes the name abstract.
-  std::memcpy(out->sun_path + 1, name.data(), name.size());
-  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-}
-
-void wait_readable(int fd, TimePoint deadline, const char* what) {
-  for (;;) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
-    if (left <= 0) throw std::runtime_error(std::string("timed out while ") + what);
-    pollfd entry{fd, POLLIN, 0};
-    const int ready = poll(&entry, 1, static_cast<int>(std::min<int64_t>(left, 60000)));
-    if (ready > 0) return;
-    if (ready < 0 && errno != EINTR) fail("poll");
-  }
-}
-
-ucred credentials(int socket) {
-  ucred peer{};
-  socklen_t size = sizeof peer;
-  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) fail("SO_PEERCRED");
-  return peer;
-}
-
-void check_user(int socket) {
-  if (credentials(socket).uid != geteuid())
-    throw std::runtime_error("a peer's process belongs to another user");
-}
 
 void send_hello(int socket, const Hello& hello, int memory) {
   iovec data{const_cast<Hello*>(&hello), sizeof hello};
@@ -107,7 +39,7 @@ void send_hello(int socket, const Hello& hello, int memory) {
   header->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(header), &memory, sizeof(int));
   if (sendmsg(socket, &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof hello))
-    fail("passing shared memory");
+    fail_with_errno("passing shared memory");
 }
 
 // Returns the memory that came along.
@@ -146,10 +78,7 @@ Hello make_hello(int from, int to, const std::string& listener) {
 }  // namespace
 
 ShmLink::ShmLink(int rank, int socket, std::unique_ptr<ShmRegion> region)
-    : rank_(rank),
-      socket_(socket),
-      process_(static_cast<int>(syscall(SYS_pidfd_open, credentials(socket).pid, 0))),
-      region_(std::move(region)) {}
+    : rank_(rank), socket_(socket), process_(process_behind(socket).release()), region_(std::move(region)) {}
 
 ShmLink::~ShmLink() {
   hang_up();
@@ -166,14 +95,8 @@ bool ShmLink::gone() const {
 void ShmLink::hang_up() const { ::shutdown(socket_, SHUT_RDWR); }
 
 ShmRendezvous::ShmRendezvous(uint32_t ranks)
-    : address_(random_name()), own_(ShmRegion::create(std::min(ranks, kMaxLocalRanks) - 1)) {
-  Descriptor listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  if (listener.get() < 0) fail("socket");
-  sockaddr_un address;
-  const socklen_t size = abstract_address(address_, &address);
-  if (bind(listener.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) fail("bind");
-  if (listen(listener.get(), kBacklog) != 0) fail("listen");
-  listener_ = listener.release();
+    : address_(random_socket_name()), own_(ShmRegion::create(std::min(ranks, kMaxLocalRanks) - 1)) {
+  listener_ = listen_at(address_, kBacklog).release();
 }
 
 ShmRendezvous::~ShmRendezvous() { close(listener_); }
@@ -196,23 +119,14 @@ ShmMembership ShmRendezvous::meet(const std::vector<ShmMember>& members, int ran
   std::vector<Descriptor> sockets;
   for (const ShmMember& member : members) {
     if (member.rank >= rank) break;
-    Descriptor link(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-    if (link.get() < 0) fail("socket");
-    sockaddr_un address;
-    const socklen_t size = abstract_address(member.address, &address);
-    if (connect(link.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
-      fail("connecting to rank " + std::to_string(member.rank) + " on this host");
-    }
-    check_user(link.get());
+    Descriptor link = connect_to(member.address, "rank " + std::to_string(member.rank) + " on this host");
     send_hello(link.get(), make_hello(rank, member.rank, member.address), out.own->fd());
     sockets.push_back(std::move(link));
   }
   std::vector<std::unique_ptr<ShmLink>> higher;
   while (higher.size() < count - 1 - my_index) {
     wait_readable(listener_, deadline, "waiting for the other ranks of this host");
-    Descriptor link(accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC));
-    if (link.get() < 0) fail("accept");
-    check_user(link.get());
+    Descriptor link = accept_from(listener_);
     Hello hello;
     const Descriptor memory = receive_hello(link.get(), &hello, deadline);
     if (hello.to != rank || address_ != hello.address) throw std::runtime_error("a stray process called");
