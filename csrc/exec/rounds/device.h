@@ -29,24 +29,33 @@ struct BoxReduce {
   int32_t divisor = 1;
 };
 
-enum class NcclState : uint8_t { Success, InProgress, Failed };
+enum class GroupState : uint8_t { Success, InProgress, Failed };
 
-// What NCCL says. `text` names the failure; `remote`: another rank failed, not this one.
-struct NcclOutcome {
-  NcclState state = NcclState::Success;
+// What a transport says. `text` names the failure; `remote`: another rank failed, not this one; `peer`: which,
+// group-local, where the transport knows.
+struct GroupOutcome {
+  GroupState state = GroupState::Success;
   bool remote = false;
   std::string text;
+  int32_t peer = -1;
 };
 
-// What rounds need of CUDA and NCCL, on one GPU and one communicator of one lane. Everything is enqueued and
-// returns at once; the communicator does not block either, so a call of NCCL may be in progress when it
-// returns. No two threads are inside at a time. Calls of CUDA that fail throw Error.
+// What rounds need of CUDA and of a transport between GPUs (NCCL, or CUDA IPC inside a host), on one GPU and
+// one communicator of one lane. Everything is enqueued and returns at once; the communicator does not block
+// either, so a call of it may be in progress when it returns. No two threads are inside at a time. Calls of
+// CUDA that fail throw Error.
 class RoundDevice {
  public:
   using Stream = std::uintptr_t;
   using Event = std::uintptr_t;
 
   virtual ~RoundDevice() = default;
+
+  virtual const char* transport() const { return "NCCL"; }  // in messages
+
+  // Whether every group is in progress until the hosts of its peers are in it as well. Runs are then enqueued
+  // by a thread of the engine, so that no caller waits for another rank's call.
+  virtual bool meets_hosts() const { return false; }
 
   virtual Stream kernel_stream() = 0;  // both of high priority, none of them the caller's
   virtual Stream transfer_stream() = 0;
@@ -62,13 +71,14 @@ class RoundDevice {
   virtual void move_boxes(Stream stream, std::span<const BoxMove> boxes) = 0;
   virtual void reduce_boxes(Stream stream, std::span<const BoxReduce> boxes) = 0;
 
-  virtual NcclOutcome group_start() = 0;
-  virtual NcclOutcome send(const std::byte* data, int64_t nbytes, int32_t peer, Stream stream) = 0;
-  virtual NcclOutcome recv(std::byte* data, int64_t nbytes, int32_t peer, Stream stream) = 0;
-  virtual NcclOutcome group_end() = 0;
-  virtual NcclOutcome async_error() = 0;
+  virtual GroupOutcome group_start() = 0;
+  virtual GroupOutcome send(const std::byte* data, int64_t nbytes, int32_t peer, Stream stream) = 0;
+  virtual GroupOutcome recv(std::byte* data, int64_t nbytes, int32_t peer, Stream stream) = 0;
+  virtual GroupOutcome group_end() = 0;
+  virtual GroupOutcome async_error() = 0;
 
-  // Ends all groups, also those on the GPU, and the communicator; nothing of NCCL is called afterwards.
+  // Ends all groups, also those on the GPU, and the communicator; nothing of the transport is called
+  // afterwards.
   virtual void abort() noexcept = 0;
 };
 

@@ -8,11 +8,15 @@
 
 #include <fmt/format.h>
 
+#include "common/keep_for_good.h"
+
 namespace meshcast {
 namespace {
 
-// Between two looks at a communicator that is setting up connections: soon enough beside a launch.
-constexpr auto kNcclPause = std::chrono::microseconds(20);
+// Between two looks at a communicator that is in progress: soon enough beside a launch. A peer that is at the
+// same group answers within microseconds, which a sleep would miss: so the first looks follow each other.
+constexpr auto kGroupPause = std::chrono::microseconds(20);
+constexpr int kQuickLooks = 200;
 
 // An observer asks other ranks before it decides. Who waits for that gives it so long, also beyond a deadline,
 // which the observer sees as well.
@@ -28,14 +32,6 @@ StridedView packed_view(const Part& part, std::byte* data) {
     stride *= part.extent[static_cast<size_t>(d)];
   }
   return view;
-}
-
-// Memory that a GPU which does not answer may still write to: it is never given back.
-void keep_for_good(std::shared_ptr<void> memory) {
-  static std::mutex mutex;
-  static std::vector<std::shared_ptr<void>> kept;
-  const std::lock_guard lock(mutex);
-  kept.push_back(std::move(memory));
 }
 
 }  // namespace
@@ -93,9 +89,12 @@ void RoundRun::end(const std::exception_ptr& error) {
 RoundEngine::RoundEngine(std::shared_ptr<RoundDevice> device, int32_t rank, std::vector<int32_t> group,
                          RoundObserver observer)
     : device_(std::move(device)), rank_(rank), group_(std::move(group)), observer_(std::move(observer)) {
-  const std::lock_guard lock(mutex_);
-  kernels_over_ = device_->make_event();
-  transfer_over_ = device_->make_event();
+  {
+    const std::lock_guard lock(mutex_);
+    kernels_over_ = device_->make_event();
+    transfer_over_ = device_->make_event();
+  }
+  if (device_->meets_hosts()) queue_ = std::make_unique<StartQueue>();
 }
 
 RoundEngine::~RoundEngine() {
@@ -108,6 +107,7 @@ RoundEngine::~RoundEngine() {
     fail(std::make_exception_ptr(Error(ErrorKind::Aborted, fmt::format("rank {}: the group was closed while "
                                                                        "transfers were under way",
                                                                        rank_))));
+  queue_.reset();  // what has failed ends at once
   for (const auto& run : runs_) {
     keep_for_good(std::move(run->memory_.keepalive));
     keep_for_good(std::move(run->staging_));
@@ -132,19 +132,55 @@ std::shared_ptr<RoundRun> RoundEngine::start(std::shared_ptr<const RankRounds> r
   }
   if (observer_.begun) observer_.begun();
   try {
-    enqueue(*run, caller, after);
-  } catch (...) {
-    try {
-      throw;
-    } catch (const Error& error) {
-      ask_observer(error, run);
-    } catch (...) {  // nothing that another rank could know more of
+    if (queue_) {
+      if (after != 0) {
+        const std::lock_guard lock(mutex_);
+        device_->wait(caller, after);
+      }
+      queue_->push([this, run, caller] { enqueue_late(run, caller); });
+    } else {
+      enqueue(*run, caller, after);
     }
-    fail(std::current_exception());  // the ranks would no longer agree on what has been sent
-    finish(*run, caller);
+  } catch (...) {
+    cut_short(run, caller);
     std::rethrow_exception(this->error());
   }
   return run;
+}
+
+// Called where an exception is being handled: the ranks would no longer agree on what has been sent.
+void RoundEngine::cut_short(const std::shared_ptr<RoundRun>& run, RoundDevice::Stream caller) {
+  const std::exception_ptr cause = std::current_exception();
+  try {
+    throw;
+  } catch (const Error& error) {
+    ask_observer(error, run);
+  } catch (const std::exception& error) {
+    // Nothing that another rank could know more of; but where no caller is left to raise it, they must hear it.
+    if (queue_)
+      ask_observer(
+          Error(ErrorKind::Generic, fmt::format("rank {}: {} number {} could not be enqueued: {}", rank_,
+                                                run->label_.op, run->label_.ordinal, error.what())),
+          run);
+  }
+  fail(cause);
+  finish(*run, caller);
+}
+
+// A job of the queue.
+void RoundEngine::enqueue_late(const std::shared_ptr<RoundRun>& run, RoundDevice::Stream caller) {
+  try {
+    try {
+      enqueue(*run, caller, 0);
+    } catch (...) {
+      cut_short(run, caller);
+    }
+  } catch (const std::exception&) {
+    // CUDA has failed for this process: what was under way will not be seen to end.
+  }
+  const std::lock_guard lock(mutex_);
+  run->settled_ = true;
+  settled_.notify_all();
 }
 
 void RoundEngine::ask_observer(const Error& error, const std::shared_ptr<RoundRun>& run) {
@@ -155,7 +191,8 @@ void RoundEngine::ask_observer(const Error& error, const std::shared_ptr<RoundRu
 }
 
 void RoundEngine::follow(const RoundRun& run, RoundDevice::Stream stream) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  if (queue_) settled_.wait(lock, [&] { return run.settled_; });
   const bool over = std::none_of(runs_.begin(), runs_.end(), [&](const auto& r) { return r.get() == &run; });
   if (!over && run.enqueued_) device_->wait(stream, run.over_);
 }
@@ -181,7 +218,7 @@ void RoundEngine::enqueue(RoundRun& run, RoundDevice::Stream caller, RoundDevice
         case StepKind::Exchange: exchange(run, step); break;
       }
     }
-    if (step.kind == StepKind::Exchange) wait_for_nccl(run, step);
+    if (step.kind == StepKind::Exchange) wait_for_group(run, step);
   }
   finish(run, caller);
 }
@@ -250,10 +287,10 @@ void RoundEngine::launch(const RoundRun& run, const RoundStep& step) {
 }
 
 void RoundEngine::exchange(const RoundRun& run, const RoundStep& step) {
-  NcclOutcome outcome = device_->group_start();
+  GroupOutcome outcome = device_->group_start();
   std::string doing = fmt::format("beginning round {}", step.round);
-  const auto failed = [&] { return outcome.state == NcclState::Failed; };
-  if (failed()) throw nccl_error(run, outcome, doing);
+  const auto failed = [&] { return outcome.state == GroupState::Failed; };
+  if (failed()) throw group_error(run, outcome, doing);
   for (int32_t i = step.begin; i < step.end && !failed(); ++i) {
     const RoundMessage& message = run.rounds().messages[static_cast<size_t>(i)];
     std::byte* const data = message_data(run, message);
@@ -265,26 +302,31 @@ void RoundEngine::exchange(const RoundRun& run, const RoundStep& step) {
                           group_[static_cast<size_t>(message.peer)], step.round);
   }
   // A group that was begun is ended whatever happened: NCCL counts them by thread.
-  const NcclOutcome end = device_->group_end();
-  if (failed()) throw nccl_error(run, outcome, doing);
-  if (end.state == NcclState::Failed) throw nccl_error(run, end, fmt::format("launching round {}", step.round));
+  const GroupOutcome end = device_->group_end();
+  if (failed()) throw group_error(run, outcome, doing);
+  if (end.state == GroupState::Failed)
+    throw group_error(run, end, fmt::format("launching round {}", step.round));
 }
 
-// A communicator that does not block sets up connections behind its caller's back; until it has, nothing may be
-// enqueued on it, nor an event recorded behind the group.
-void RoundEngine::wait_for_nccl(const RoundRun& run, const RoundStep& step) {
-  const std::string doing = fmt::format("connecting for round {}", step.round);
-  for (;;) {
+// A communicator that does not block sets up connections, or meets its peers, behind its caller's back; until
+// it has, nothing may be enqueued on it, nor an event recorded behind the group.
+void RoundEngine::wait_for_group(const RoundRun& run, const RoundStep& step) {
+  const std::string doing =
+      fmt::format("{} for round {}", queue_ ? "meeting the other ranks" : "connecting", step.round);
+  for (int look = 0;; ++look) {
     {
       const std::lock_guard lock(mutex_);
       if (error_) std::rethrow_exception(error_);
-      const NcclOutcome outcome = device_->async_error();
-      if (outcome.state == NcclState::Success) return;
-      if (outcome.state == NcclState::Failed) throw nccl_error(run, outcome, doing);
+      const GroupOutcome outcome = device_->async_error();
+      if (outcome.state == GroupState::Success) return;
+      if (outcome.state == GroupState::Failed) throw group_error(run, outcome, doing);
     }
     const TimePoint limit = observer_.failed ? run.deadline_ + kObserverGrace : run.deadline_;
     if (Clock::now() >= limit) throw deadline_error(run, doing);
-    std::this_thread::sleep_for(kNcclPause);
+    if (look < kQuickLooks)
+      std::this_thread::yield();
+    else
+      std::this_thread::sleep_for(kGroupPause);
   }
 }
 
@@ -294,28 +336,28 @@ void RoundEngine::poll(TimePoint now) {
   std::shared_ptr<RoundRun> failed;
   {
     const std::lock_guard lock(mutex_);
-    for (auto it = runs_.begin(); it != runs_.end();) {
-      RoundRun& run = **it;
-      if (!run.enqueued_ || !device_->reached(run.over_)) {
-        ++it;
-        continue;
-      }
-      spare_events_.push_back(run.over_);
-      over.push_back(*it);
-      it = runs_.erase(it);
-    }
+    std::copy_if(runs_.begin(), runs_.end(), std::back_inserter(over),
+                 [&](const auto& run) { return run->enqueued_ && device_->reached(run->over_); });
     if (!error_) {
-      if (!runs_.empty()) {
-        const NcclOutcome outcome = device_->async_error();
-        if (outcome.state == NcclState::Failed) {
+      // Asked after the GPU. Where a run's own host has read a peer's memory, and that peer gives up and reuses
+      // it, the run may be through with torn bytes: it must not pass as done before the peer's end has shown.
+      const bool late = queue_ && !over.empty();
+      if (late || runs_.size() > over.size()) {
+        const GroupOutcome outcome = device_->async_error();
+        if (outcome.state == GroupState::Failed) {
           failed = runs_.front();
-          failure = nccl_error(*failed, outcome, "moving data");
+          failure = group_error(*failed, outcome, "moving data");
+          if (late) over.clear();  // they end with the failure
         }
       }
       for (const auto& run : runs_)
         if (!failure && !observer_.failed && now >= run->deadline_)
           failure = deadline_error(*run, "moving data");
       if (failure && observer_.failed && std::exchange(told_, true)) failure.reset();
+    }
+    for (const auto& run : over) {
+      spare_events_.push_back(run->over_);
+      std::erase(runs_, run);
     }
   }
   for (const auto& run : over) {
@@ -415,11 +457,18 @@ ErrorContext RoundEngine::context(const RoundRun& run) const {
   return out;
 }
 
-Error RoundEngine::nccl_error(const RoundRun& run, const NcclOutcome& outcome, const std::string& doing) const {
+Error RoundEngine::group_error(const RoundRun& run, const GroupOutcome& outcome,
+                               const std::string& doing) const {
+  ErrorContext where = context(run);
+  std::string who;
+  if (outcome.peer >= 0) {
+    where.peer = group_[static_cast<size_t>(outcome.peer)];
+    who = fmt::format("rank {} ", where.peer);
+  }
   return {outcome.remote ? ErrorKind::PeerLost : ErrorKind::Generic,
-          fmt::format("rank {}: {} number {} failed in NCCL while {}: {}", rank_, run.label_.op,
-                      run.label_.ordinal, doing, outcome.text),
-          context(run)};
+          fmt::format("rank {}: {} number {} failed in {} while {}: {}{}", rank_, run.label_.op,
+                      run.label_.ordinal, device_->transport(), doing, who, outcome.text),
+          where};
 }
 
 Error RoundEngine::deadline_error(const RoundRun& run, const std::string& doing) const {

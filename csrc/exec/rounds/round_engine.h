@@ -1,5 +1,6 @@
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <exception>
@@ -12,6 +13,7 @@
 #include "common/error.h"
 #include "exec/rounds/device.h"
 #include "exec/rounds/rank_rounds.h"
+#include "exec/rounds/start_queue.h"
 #include "exec/run.h"
 
 namespace meshcast {
@@ -57,6 +59,7 @@ class RoundRun final : public WatchedRun {
   std::shared_ptr<std::byte> staging_;
   RoundDevice::Event over_ = 0;  // on the caller's stream, behind everything
   bool enqueued_ = false;        // over_ has been recorded
+  bool settled_ = false;         // enqueued, or given up
 
   mutable std::mutex mutex_;
   bool ended_ = false;
@@ -73,11 +76,11 @@ struct RoundObserver {
 };
 
 // Enqueues rounds on one communicator, which is that of one lane: all ranks start its runs in one order. Runs
-// of an engine share staging, so each begins on the engine's streams where the one before ended. It has no
-// threads: somebody calls poll() now and then while runs are in flight. The first failure aborts the
-// communicator, ends all runs with its error and refuses new ones. Where there is an observer, it is told of
-// what NCCL says and fails the engine under the name that it chooses; deadlines are its business too.
-// Thread-safe.
+// of an engine share staging, so each begins on the engine's streams where the one before ended. Somebody calls
+// poll() now and then while runs are in flight; a thread of its own it has only where groups wait for the hosts
+// of other ranks (RoundDevice::meets_hosts). The first failure aborts the communicator, ends all runs with its
+// error and refuses new ones. Where there is an observer, it is told of what the transport says and fails the
+// engine under the name that it chooses; deadlines are its business too. Thread-safe.
 class RoundEngine {
  public:
   // Errors name global ranks: `rank`, and `group` by group-local rank.
@@ -88,12 +91,14 @@ class RoundEngine {
   // Enqueues everything behind what `caller` holds by now, and lets what it is given later wait for the result.
   // Waits for no GPU; for NCCL only while it is setting up connections, until `deadline` at the longest. Throws
   // Error, AbortedError with the first cause where the engine has failed. `after`: an event that `caller` waits
-  // for first; its record is over or under way. 0: none.
+  // for first; its record is over or under way. 0: none. Where groups meet hosts, all this is done later by the
+  // engine's thread but for the wait for `after`: `caller` is then the run's alone until that is over.
   std::shared_ptr<RoundRun> start(std::shared_ptr<const RankRounds> rounds, RoundMemory memory,
                                   RoundDevice::Stream caller, RunLabel label, TimePoint deadline,
                                   RoundDevice::Event after = 0);
 
-  // What `stream` holds later comes behind the run, also where that has failed. Waits for nothing.
+  // What `stream` holds later comes behind the run, also where that has failed. Waits for nothing, or, where
+  // groups meet hosts, until the run has been enqueued, which takes the calls of its peers: until its deadline.
   void follow(const RoundRun& run, RoundDevice::Stream stream);
 
   // Ends the runs that are through, looks for errors of NCCL, and fails the engine where a deadline has passed.
@@ -108,11 +113,13 @@ class RoundEngine {
 
  private:
   void enqueue(RoundRun& run, RoundDevice::Stream caller, RoundDevice::Event after);
+  void enqueue_late(const std::shared_ptr<RoundRun>& run, RoundDevice::Stream caller);
+  void cut_short(const std::shared_ptr<RoundRun>& run, RoundDevice::Stream caller);
   void begin(RoundRun& run);
   void ask_observer(const Error& error, const std::shared_ptr<RoundRun>& run);
   void launch(const RoundRun& run, const RoundStep& step);
   void exchange(const RoundRun& run, const RoundStep& step);
-  void wait_for_nccl(const RoundRun& run, const RoundStep& step);
+  void wait_for_group(const RoundRun& run, const RoundStep& step);
   void finish(RoundRun& run, RoundDevice::Stream caller);
 
   RoundDevice::Event take_event();
@@ -121,7 +128,7 @@ class RoundEngine {
   std::byte* message_data(const RoundRun& run, const RoundMessage& message) const;
 
   void refuse_if_failed(const RunLabel& label) const;
-  Error nccl_error(const RoundRun& run, const NcclOutcome& outcome, const std::string& doing) const;
+  Error group_error(const RoundRun& run, const GroupOutcome& outcome, const std::string& doing) const;
   Error deadline_error(const RoundRun& run, const std::string& doing) const;
   ErrorContext context(const RoundRun& run) const;
 
@@ -130,7 +137,7 @@ class RoundEngine {
   const std::vector<int32_t> group_;
   const RoundObserver observer_;
 
-  std::mutex starting_;  // one run is enqueued at a time, in the order of the calls
+  std::mutex starting_;  // one run is enqueued, or queued, at a time, in the order of the calls
 
   // Guards the device and what is below. Held for what returns at once, so that a failure waits for no start().
   mutable std::mutex mutex_;
@@ -146,6 +153,9 @@ class RoundEngine {
   std::vector<BoxReduce> reductions_;
   bool told_ = false;  // the observer, of a failure that poll() found
   std::exception_ptr error_;
+  std::condition_variable settled_;  // a run is enqueued, or given up
+
+  std::unique_ptr<StartQueue> queue_;  // where groups meet hosts; goes first, since its jobs use all the rest
 };
 
 }  // namespace meshcast

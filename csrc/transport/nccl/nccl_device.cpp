@@ -100,8 +100,8 @@ void NcclDevice::meet(const NcclMeeting& meeting, ncclConfig_t* config, TimePoin
       if (result == ncclSuccess) result = state;
     }
     if (result == ncclSuccess) return;
-    const NcclOutcome outcome = nccl_.outcome(result, comm_);
-    if (outcome.state == NcclState::Failed)
+    const GroupOutcome outcome = nccl_.outcome(result, comm_);
+    if (outcome.state == GroupState::Failed)
       throw Error(outcome.remote ? ErrorKind::PeerLost : ErrorKind::Generic,
                   fmt::format("NCCL {} could not connect {} GPUs: {}", nccl_version_text(nccl_.version()),
                               meeting.ranks, outcome.text));
@@ -257,24 +257,24 @@ void NcclDevice::reduce_boxes(Stream stream, std::span<const BoxReduce> boxes) {
 }
 
 // NCCL counts groups by thread and looks up the GPU of a communicator itself.
-NcclOutcome NcclDevice::group_start() { return nccl_.outcome(nccl_.group_start(), nullptr); }
+GroupOutcome NcclDevice::group_start() { return nccl_.outcome(nccl_.group_start(), nullptr); }
 
-NcclOutcome NcclDevice::send(const std::byte* data, int64_t nbytes, int32_t peer, Stream stream) {
+GroupOutcome NcclDevice::send(const std::byte* data, int64_t nbytes, int32_t peer, Stream stream) {
   return nccl_.outcome(nccl_.send(data, static_cast<size_t>(nbytes), ncclUint8, peer, comm_, stream_of(stream)),
                        comm_);
 }
 
-NcclOutcome NcclDevice::recv(std::byte* data, int64_t nbytes, int32_t peer, Stream stream) {
+GroupOutcome NcclDevice::recv(std::byte* data, int64_t nbytes, int32_t peer, Stream stream) {
   return nccl_.outcome(nccl_.recv(data, static_cast<size_t>(nbytes), ncclUint8, peer, comm_, stream_of(stream)),
                        comm_);
 }
 
-NcclOutcome NcclDevice::group_end() {
+GroupOutcome NcclDevice::group_end() {
   const OnDevice here(device_);
   return nccl_.outcome(nccl_.group_end(), comm_);
 }
 
-NcclOutcome NcclDevice::async_error() {
+GroupOutcome NcclDevice::async_error() {
   ncclResult_t state = ncclSuccess;
   const ncclResult_t asked = nccl_.comm_get_async_error(comm_, &state);
   return nccl_.outcome(asked == ncclSuccess ? state : asked, comm_);

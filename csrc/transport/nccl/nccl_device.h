@@ -54,11 +54,11 @@ class NcclDevice final : public RoundDevice {
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override;
   void move_boxes(Stream stream, std::span<const BoxMove> boxes) override;
   void reduce_boxes(Stream stream, std::span<const BoxReduce> boxes) override;
-  NcclOutcome group_start() override;
-  NcclOutcome send(const std::byte* data, int64_t nbytes, int32_t peer, Stream stream) override;
-  NcclOutcome recv(std::byte* data, int64_t nbytes, int32_t peer, Stream stream) override;
-  NcclOutcome group_end() override;
-  NcclOutcome async_error() override;
+  GroupOutcome group_start() override;
+  GroupOutcome send(const std::byte* data, int64_t nbytes, int32_t peer, Stream stream) override;
+  GroupOutcome recv(std::byte* data, int64_t nbytes, int32_t peer, Stream stream) override;
+  GroupOutcome group_end() override;
+  GroupOutcome async_error() override;
   void abort() noexcept override;
 
  private:

@@ -59,9 +59,9 @@ const NcclLibrary& NcclLibrary::get() {
   return library;
 }
 
-NcclOutcome NcclLibrary::outcome(ncclResult_t result, ncclComm_t comm) const {
+GroupOutcome NcclLibrary::outcome(ncclResult_t result, ncclComm_t comm) const {
   if (result == ncclSuccess) return {};
-  if (result == ncclInProgress) return {NcclState::InProgress, false, {}};
+  if (result == ncclInProgress) return {GroupState::InProgress, false, {}};
   std::string text = get_error_string(result);
   const char* const more = comm != nullptr ? get_last_error(comm) : nullptr;
   if (more != nullptr && *more != '\0') text += fmt::format(" ({})", more);
@@ -69,7 +69,7 @@ NcclOutcome NcclLibrary::outcome(ncclResult_t result, ncclComm_t comm) const {
     text += "; another rank has gone or has given up: look at its output first";
   else
     text += "; NCCL_DEBUG=WARN shows more";
-  return {NcclState::Failed, result == ncclRemoteError, std::move(text)};
+  return {GroupState::Failed, result == ncclRemoteError, std::move(text)};
 }
 
 }  // namespace meshcast

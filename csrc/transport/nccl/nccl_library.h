@@ -34,7 +34,7 @@ class NcclLibrary {
   decltype(&ncclRecv) recv = nullptr;
 
   // A result as the executor understands it. `comm` (may be null) is asked for what it knows besides.
-  NcclOutcome outcome(ncclResult_t result, ncclComm_t comm) const;
+  GroupOutcome outcome(ncclResult_t result, ncclComm_t comm) const;
 
  private:
   NcclLibrary();

@@ -176,7 +176,7 @@ TEST_CASE("an error that NCCL finds later ends everything, with its text", "[rou
   std::string heard;
   chain.parts[1].run->on_end([&] { heard = "ended"; });
 
-  world.cluster.rank(1).failure = {NcclState::Failed, true, "remote process exited"};
+  world.cluster.rank(1).failure = {GroupState::Failed, true, "remote process exited"};
   world.poll();
   CHECK(heard == "ended");
   CHECK(text_of(chain.parts[1].run->error(), ErrorKind::PeerLost) ==

@@ -42,7 +42,8 @@ class FakeCluster {
   struct Item {
     enum class Kind : uint8_t { Record, Wait, Kernel, Group } kind = Kind::Kernel;
     RoundDevice::Event event = 0;
-    size_t count = 0;  // Record: how often the event had been recorded; Wait: what it waits for
+    int32_t owner = -1;  // of the event: another rank, where it was opened from there
+    size_t count = 0;    // Record: how often the event had been recorded; Wait: what it waits for
     std::function<void()> kernel;
     std::vector<Message> messages;
     bool begun = false;
@@ -60,9 +61,9 @@ class FakeCluster {
     std::vector<Message> group;
     int busy_polls = 0;  // polls for which NCCL is still in progress after a group
     int polls_left = 0;
-    NcclOutcome failure;  // what async_error says from now on, unless Success
-    bool hangs = false;   // its groups never begin
-    bool lost = false;    // CUDA has failed for the process
+    GroupOutcome failure;  // what async_error says from now on, unless Success
+    bool hangs = false;    // its groups never begin
+    bool lost = false;     // CUDA has failed for the process
     bool aborted = false;
     int64_t groups = 0;
   };
@@ -80,12 +81,13 @@ class FakeCluster {
     rank(r).streams[caller].push_back(std::move(item));
   }
 
-  // Until nothing can go on. Returns whether all of it is through. Each time some streams, or the bytes on the
-  // wire, are far ahead of the others wherever they may: races show in different orders.
-  bool run(std::mt19937& rng) {
+  // Until nothing can go on, or after so many steps. Returns whether all of it is through. Each time some
+  // streams, or the bytes on the wire, are far ahead of the others wherever they may: races show in different
+  // orders.
+  bool run(std::mt19937& rng, int64_t steps = INT64_MAX) {
     std::array<uint64_t, kStreams + 1> weight{};  // of the streams, and of messages
     for (uint64_t& w : weight) w = uint64_t{1} << (6 * (rng() % 4));
-    for (;;) {
+    for (; steps > 0; --steps) {
       std::vector<std::pair<int32_t, size_t>> able;
       std::vector<uint64_t> weights;
       for (size_t r = 0; r < ranks.size(); ++r) {
@@ -122,7 +124,10 @@ class FakeCluster {
     Rank& me = rank(r);
     if (me.streams[stream].empty()) return false;
     const Item& item = me.streams[stream].front();
-    if (item.kind == Item::Kind::Wait) return me.reached[item.event][item.count] != 0;
+    if (item.kind == Item::Kind::Wait) {
+      const auto& reached = rank(item.owner < 0 ? r : item.owner).reached;
+      return reached[item.event][item.count] != 0;
+    }
     if (item.kind != Item::Kind::Group) return true;
     if (me.aborted) return true;
     if (!item.begun) return !me.hangs;
@@ -269,19 +274,19 @@ class FakeDevice final : public RoundDevice {
     });
   }
 
-  NcclOutcome group_start() override {
+  GroupOutcome group_start() override {
     used();
     if (me().polls_left > 0) cluster_.mistakes.emplace_back("a group while the last is in progress");
     if (++me().group_depth != 1) cluster_.mistakes.emplace_back("a group inside a group");
     return {};
   }
-  NcclOutcome send(const std::byte* data, int64_t nbytes, int32_t peer, Stream stream) override {
+  GroupOutcome send(const std::byte* data, int64_t nbytes, int32_t peer, Stream stream) override {
     return add({true, peer, const_cast<std::byte*>(data), nbytes}, stream);  // only read
   }
-  NcclOutcome recv(std::byte* data, int64_t nbytes, int32_t peer, Stream stream) override {
+  GroupOutcome recv(std::byte* data, int64_t nbytes, int32_t peer, Stream stream) override {
     return add({false, peer, data, nbytes}, stream);
   }
-  NcclOutcome group_end() override {
+  GroupOutcome group_end() override {
     used();
     if (--me().group_depth != 0) cluster_.mistakes.emplace_back("the end of a group that was not begun");
     Item item;
@@ -290,14 +295,14 @@ class FakeDevice final : public RoundDevice {
     me().streams[FakeCluster::kTransfer].push_back(std::move(item));
     ++me().groups;
     me().polls_left = me().busy_polls;
-    return {me().polls_left > 0 ? NcclState::InProgress : NcclState::Success, false, {}};
+    return {me().polls_left > 0 ? GroupState::InProgress : GroupState::Success, false, {}};
   }
-  NcclOutcome async_error() override {
+  GroupOutcome async_error() override {
     used();
-    if (me().failure.state == NcclState::Failed) return me().failure;
+    if (me().failure.state == GroupState::Failed) return me().failure;
     if (me().polls_left == 0) return {};
     if (me().busy_polls > 0) --me().polls_left;
-    return {me().polls_left > 0 ? NcclState::InProgress : NcclState::Success, false, {}};
+    return {me().polls_left > 0 ? GroupState::InProgress : GroupState::Success, false, {}};
   }
   void abort() noexcept override {
     used();
@@ -311,7 +316,7 @@ class FakeDevice final : public RoundDevice {
     if (me().aborted) cluster_.mistakes.emplace_back("a communicator that has been aborted is used");
   }
 
-  NcclOutcome add(FakeCluster::Message message, Stream stream) {
+  GroupOutcome add(FakeCluster::Message message, Stream stream) {
     used();
     if (me().group_depth != 1) cluster_.mistakes.emplace_back("a message outside of a group");
     if (stream != FakeCluster::kTransfer) cluster_.mistakes.emplace_back("a message on another stream");

@@ -92,7 +92,7 @@ TEST_CASE("an observer gives failures that poll finds their name", "[rounds]") {
   CHECK(judge.heard.empty());
   CHECK(world.engine(1).in_flight().size() == 1);
 
-  world.cluster.rank(1).failure = {NcclState::Failed, true, "remote process exited"};
+  world.cluster.rank(1).failure = {GroupState::Failed, true, "remote process exited"};
   world.poll();
   world.poll();
   REQUIRE(judge.heard.size() == 1);  // once, however often it is found
@@ -109,7 +109,7 @@ TEST_CASE("an observer gives a failure of a start its name", "[rounds]") {
   World world(3, [&](int32_t rank) { return judge.observer(rank); });
   judge.world = &world;
   world.cluster.rank(0).busy_polls = 1'000'000'000;
-  world.cluster.rank(0).failure = {NcclState::Failed, true, "connection closed"};
+  world.cluster.rank(0).failure = {GroupState::Failed, true, "connection closed"};
   auto parts = chain_parts(plan);
   try {
     world.start(0, parts[0], 2);

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+namespace meshcast {
+
+// Jobs done one after the other, in the order in which they came, on a thread of their own. Jobs do not throw.
+class StartQueue {
+ public:
+  StartQueue();
+  ~StartQueue();  // when all jobs are done; not from one of them
+  StartQueue(const StartQueue&) = delete;
+  StartQueue& operator=(const StartQueue&) = delete;
+
+  void push(std::function<void()> job);
+
+ private:
+  void loop();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> jobs_;
+  bool stopping_ = false;
+  std::thread thread_;  // last: it uses all that is above
+};
+
+}  // namespace meshcast
