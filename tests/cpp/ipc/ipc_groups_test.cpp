@@ -1,0 +1,235 @@
+// The parts of CUDA IPC's protocol by themselves: how ranks meet, what they remember of memory, full sockets.
+#include <chrono>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "catch.h"
+#include "ipc/fake_ipc.h"
+
+using namespace meshcast;
+using namespace meshcast::testing;
+
+namespace {
+
+using std::chrono::milliseconds;
+
+IpcCard no_card(int32_t) { return {}; }
+
+template <class Call>
+std::string refused(ErrorKind kind, const Call& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    CHECK(error.kind() == kind);
+    return error.what();
+  }
+  FAIL("was not refused");
+  return {};
+}
+
+// Both ends of one group at a time, on GPUs that go on at once.
+struct Pair {
+  FakeHost host{2};
+  FakeIpcDevice from{host, 0}, to{host, 1};
+  std::mt19937 rng{1};
+
+  Pair() {
+    IpcMeeting meetings[2];
+    const std::vector<std::string> addresses{meetings[0].address(), meetings[1].address()};
+    const auto connect = [&](FakeIpcDevice& device, int32_t rank) {
+      device.groups = IpcGroups::connect(device.driver, FakeCluster::kTransfer, meetings[rank], addresses, rank,
+                                         Clock::now() + kLong, [] {});
+    };
+    std::thread other([&] { connect(to, 1); });
+    connect(from, 0);
+    other.join();
+  }
+
+  // Sends each of `sources` into `found`; returns how the receiver's group ended.
+  GroupOutcome exchange(const std::vector<std::byte*>& sources, const std::vector<std::byte*>& found,
+                        int64_t nbytes) {
+    from.group_start();
+    for (std::byte* data : sources) CHECK(from.send(data, nbytes, 1, 0).state == GroupState::Success);
+    to.group_start();
+    for (std::byte* data : found) CHECK(to.recv(data, nbytes, 0, 0).state == GroupState::Success);
+    GroupOutcome sent = from.group_end();
+    GroupOutcome received = to.group_end();
+    for (int look = 0; look < 100'000; ++look) {
+      if (sent.state != GroupState::InProgress && received.state != GroupState::InProgress) break;
+      sent = from.async_error();
+      received = to.async_error();
+    }
+    CHECK(host.cluster.run(rng));
+    return received;
+  }
+
+  int64_t mapped() const {
+    int64_t out = 0;
+    for (const auto& [where, count] : host.mapped) out += count;
+    return out;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("a group of very many messages is larger than what a socket holds", "[ipc]") {
+  Pair pair;
+  constexpr size_t kCount = 6000;
+  const auto source = pair.from.driver.allocate_exportable(8 * kCount);
+  const auto found = pair.to.driver.allocate_exportable(8 * kCount);
+  std::vector<std::byte*> sources, targets;
+  for (size_t i = 0; i < kCount; ++i) {
+    std::memcpy(source.get() + 8 * i, &i, 8);
+    sources.push_back(source.get() + 8 * i);
+    targets.push_back(found.get() + 8 * i);
+  }
+  // Nobody takes anything out of the socket before all is in.
+  CHECK(pair.exchange(sources, targets, 8).state == GroupState::Success);
+  CHECK(std::memcmp(source.get(), found.get(), 8 * kCount) == 0);
+  CHECK(pair.host.opened == 1);
+  CHECK(pair.host.cluster.mistakes.empty());
+}
+
+TEST_CASE("memory is mapped once, and anew where its address is another allocation", "[ipc]") {
+  Pair pair;
+  std::vector<std::byte> source(4096), found(4096);
+  for (int number = 0; number < 6; ++number) {
+    if (number % 2 == 0) pair.host.allocate(source.data(), 4096, true);  // a new id
+    source[77] = static_cast<std::byte>(number);
+    CHECK(pair.exchange({source.data() + 64}, {found.data()}, 128).state == GroupState::Success);
+    CHECK(found[13] == static_cast<std::byte>(number));
+    CHECK(pair.host.opened == 1 + number / 2);
+  }
+  CHECK(pair.host.bounced == 0);
+  pair.to.async_error();
+  CHECK(pair.mapped() == 1);  // what is gone has been closed
+  CHECK(pair.host.cluster.mistakes.empty());
+}
+
+TEST_CASE("a peer keeps no more than so many allocations mapped", "[ipc]") {
+  Pair pair;
+  std::vector<std::vector<std::byte>> sources(3 * IpcExports::kMost, std::vector<std::byte>(256));
+  std::vector<std::byte> found(256);
+  for (size_t i = 0; i < sources.size(); ++i) {
+    pair.host.allocate(sources[i].data(), 256, true);
+    sources[i][5] = static_cast<std::byte>(i);
+    CHECK(pair.exchange({sources[i].data()}, {found.data()}, 256).state == GroupState::Success);
+    CHECK(found[5] == static_cast<std::byte>(i));
+  }
+  pair.to.async_error();
+  CHECK(pair.mapped() <= static_cast<int64_t>(IpcExports::kMost));
+  CHECK(pair.host.cluster.mistakes.empty());
+  // Not even where one group needs more than that.
+  std::vector<std::byte*> all;
+  for (auto& source : sources) all.push_back(source.data());
+  std::vector<std::vector<std::byte>> targets(sources.size(), std::vector<std::byte>(256));
+  std::vector<std::byte*> into;
+  for (auto& target : targets) into.push_back(target.data());
+  CHECK(pair.exchange(all, into, 256).state == GroupState::Success);
+  CHECK(targets == sources);
+  CHECK(pair.host.cluster.mistakes.empty());
+}
+
+TEST_CASE("a peer that closes its group is told from one that is lost", "[ipc]") {
+  Pair pair;
+  std::vector<std::byte> source(64), found(64);
+  CHECK(pair.exchange({source.data()}, {found.data()}, 64).state == GroupState::Success);
+  SECTION("closed, and not needed") {
+    pair.from.groups->close();
+    CHECK(pair.to.async_error().state == GroupState::Success);
+  }
+  SECTION("closed, and needed") {
+    pair.from.groups->close();
+    pair.to.group_start();
+    CHECK(pair.to.recv(found.data(), 64, 0, 0).state == GroupState::Success);
+    const GroupOutcome outcome = pair.to.group_end();
+    CHECK(outcome.state == GroupState::Failed);
+    CHECK(outcome.remote);
+    CHECK(outcome.peer == 0);
+    CHECK(outcome.text == "has closed its group");
+  }
+  SECTION("lost") {
+    pair.from.groups->abort();
+    const GroupOutcome outcome = pair.to.async_error();
+    CHECK(outcome.state == GroupState::Failed);
+    CHECK(outcome.peer == 0);
+    // And stays so.
+    CHECK(pair.to.async_error().state == GroupState::Failed);
+  }
+}
+
+TEST_CASE("a peer's last words are heard, also where it has not read everything", "[ipc]") {
+  IpcMeeting meetings[2];
+  const std::vector<std::string> addresses{meetings[0].address(), meetings[1].address()};
+  std::vector<IpcPeer> other;
+  std::thread thread([&] { other = meetings[1].meet(addresses, 1, no_card, Clock::now() + kLong, [] {}); });
+  std::vector<IpcPeer> mine = meetings[0].meet(addresses, 0, no_card, Clock::now() + kLong, [] {});
+  thread.join();
+  IpcNote note;
+  note.kind = IpcNote::Kind::Forget;
+  CHECK(mine.front().link.send(note));  // is never read
+  CHECK(other.front().link.send({}));
+  other.clear();
+  note.memory = 7;
+  CHECK(mine.front().link.receive(&note) == IpcLink::Got::Note);
+  CHECK(note.kind == IpcNote::Kind::Bye);
+  CHECK(note.memory == 0);
+  CHECK(mine.front().link.receive(&note) == IpcLink::Got::End);
+}
+
+TEST_CASE("what a peer names is checked before it is used", "[ipc]") {
+  FakeHost host(1);
+  FakeIpcDriver driver(host, 0);
+  IpcImports imports(driver, FakeCluster::kTransfer);
+  const auto memory = driver.allocate_exportable(100);
+  imports.add(3, driver.export_memory(*driver.exportable(memory.get())), 100);
+  CHECK(imports.at(3, 60, 40) == memory.get() + 60);
+  for (const auto& [offset, nbytes] : std::vector<std::pair<int64_t, int64_t>>{
+           {61, 40}, {-1, 4}, {4, -1}, {INT64_MAX, 8}, {8, INT64_MAX}, {0, 101}}) {
+    CAPTURE(offset, nbytes);
+    refused(ErrorKind::Generic, [&, o = offset, n = nbytes] { imports.at(3, o, n); });
+  }
+  refused(ErrorKind::Generic, [&] { imports.at(4, 0, 1); });
+  imports.close_all();
+  CHECK(host.mapped.begin()->second == 0);
+}
+
+TEST_CASE("ranks that do not come are waited for until the deadline, or the group's end", "[ipc]") {
+  IpcMeeting mine;
+  IpcMeeting other;  // which never answers
+  const std::vector<std::string> addresses{other.address(), mine.address()};
+  const TimePoint begin = Clock::now();
+  const std::string text = refused(ErrorKind::DeadlineExceeded, [&] {
+    mine.meet(addresses, 1, no_card, Clock::now() + milliseconds(60), [] {});
+  });
+  CHECK(Clock::now() - begin >= milliseconds(60));
+  CHECK(text.find("did not connect over CUDA IPC in time") != std::string::npos);
+  IpcMeeting again;
+  CHECK(refused(ErrorKind::Aborted, [&] {
+          again.meet({other.address(), again.address()}, 1, no_card, Clock::now() + kLong,
+                     [] { throw Error(ErrorKind::Aborted, "the first cause"); });
+        }) == "the first cause");
+}
+
+TEST_CASE("a rank that has gone is noticed while the others meet", "[ipc]") {
+  IpcMeeting mine;
+  std::string address;
+  {
+    const IpcMeeting gone;
+    address = gone.address();
+  }
+  CHECK(refused(ErrorKind::Generic, [&] {
+          mine.meet({address, mine.address()}, 1, no_card, Clock::now() + kLong, [] {});
+        }).find("rank 0 of the group on this host") != std::string::npos);
+  // One that connects and goes before it has said who it is.
+  IpcMeeting first;
+  std::thread other([&] { connect_to(first.address(), "rank 0"); });
+  refused(ErrorKind::PeerLost, [&] {
+    first.meet({first.address(), "nobody"}, 0, no_card, Clock::now() + std::chrono::seconds(20), [] {});
+  });
+  other.join();
+}
