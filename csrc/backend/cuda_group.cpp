@@ -10,6 +10,7 @@
 #include "backend/cuda_work.h"
 #include "backend/tensor_memory.h"
 #include "common/thread_name.h"
+#include "transport/nccl/nccl_device.h"
 
 namespace meshcast {
 namespace {
@@ -23,6 +24,12 @@ ElementType type_of(const std::optional<at::Tensor>& source, const std::optional
   if (source) return element_type(source->scalar_type());
   return destination ? element_type(destination->scalar_type()) : ElementType::None;
 }
+
+// What a run keeps until the GPU is through with it.
+struct Kept {
+  std::shared_ptr<void> tensors;
+  std::shared_ptr<CudaDevice::Gate> gate;
+};
 
 TensorForm form_of(const TensorMemory& memory, int64_t element_bytes, ElementType type) {
   return {memory.stride, element_bytes, type};
@@ -71,15 +78,32 @@ CudaGroup::CudaGroup(std::shared_ptr<ReshardGroup> control, const c10::intrusive
 CudaGroup::~CudaGroup() { shutdown(); }
 
 void CudaGroup::connect(int32_t lane, const std::string& unique_id, double timeout_seconds) {
-  refuse_if_failed();
   NcclMeeting meeting;
   if (unique_id.size() != sizeof(meeting.id.internal))
     throw LayoutError(fmt::format("the id of a communicator has {} bytes, found {}",
                                   sizeof(meeting.id.internal), unique_id.size()));
   std::memcpy(meeting.id.internal, unique_id.data(), unique_id.size());
   meeting.ranks = static_cast<int>(identity_.ranks.size());
+  add_lane(lane, timeout_seconds, [&](int32_t rank, TimePoint deadline, const auto& checkpoint) {
+    meeting.rank = rank;
+    return NcclDevice::connect(meeting, device_, deadline, checkpoint);
+  });
+}
+
+void CudaGroup::connect_ipc(int32_t lane, IpcMeeting& meeting, const std::vector<std::string>& addresses,
+                            double timeout_seconds) {
+  if (addresses.size() != identity_.ranks.size())
+    throw LayoutError(
+        fmt::format("{} ranks need as many addresses, found {}", identity_.ranks.size(), addresses.size()));
+  add_lane(lane, timeout_seconds, [&](int32_t rank, TimePoint deadline, const auto& checkpoint) {
+    return IpcDevice::connect(meeting, addresses, rank, device_, deadline, checkpoint);
+  });
+}
+
+void CudaGroup::add_lane(int32_t lane, double timeout_seconds, const Connect& connect) {
+  refuse_if_failed();
   const auto me = std::lower_bound(identity_.ranks.begin(), identity_.ranks.end(), identity_.rank);
-  meeting.rank = static_cast<int>(me - identity_.ranks.begin());
+  const auto rank = static_cast<int32_t>(me - identity_.ranks.begin());
   TimePoint last_look = Clock::now();
   const auto checkpoint = [&] {
     refuse_if_failed();
@@ -89,9 +113,9 @@ void CudaGroup::connect(int32_t lane, const std::string& unique_id, double timeo
       throw Error(ErrorKind::Aborted, fmt::format("group {} was aborted by rank {}: {}", identity_.name,
                                                   cause->reporter, cause->text));
   };
-  std::shared_ptr<NcclDevice> device;
+  std::shared_ptr<CudaDevice> device;
   try {
-    device = NcclDevice::connect(meeting, device_, deadline_after(timeout_seconds), checkpoint);
+    device = connect(rank, deadline_after(timeout_seconds), checkpoint);
   } catch (const Error& error) {
     throw connect_error(error.kind(), error.what(), timeout_seconds);
   } catch (const std::exception& error) {  // of torch, where CUDA does not work
@@ -134,7 +158,7 @@ std::shared_ptr<CudaGroup::Compiled> CudaGroup::compile_locked(const std::shared
   }
   auto entry = std::make_shared<Compiled>();
   entry->plan = plan;
-  // Without local ranks: NCCL itself finds the links inside a host.
+  // Without local ranks: NCCL itself finds the links inside a host, and over CUDA IPC nobody is elsewhere.
   entry->program = std::make_shared<const Program>(project(*plan, identity_.rank, identity_.ranks));
   entry->table = make_rounds(*plan);
   entry->tensors = expected_tensors(*plan, identity_.rank);
@@ -168,7 +192,6 @@ c10::intrusive_ptr<c10d::Work> CudaGroup::start(const std::shared_ptr<const Plan
   std::vector<at::Tensor> outputs;
   std::shared_ptr<const RankRounds> rounds;
   Lane lane;
-  RoundDevice::Stream gate = 0;
   {
     const std::lock_guard lock(mutex_);
     const auto compiled = compile_locked(plan);
@@ -198,12 +221,12 @@ c10::intrusive_ptr<c10d::Work> CudaGroup::start(const std::shared_ptr<const Plan
       throw Error(ErrorKind::Generic, fmt::format("rank {}: lane {} of group {} has no communicator",
                                                   identity_.rank, args.label.lane, identity_.name));
     lane = found->second;
-    gate = lane.device->next_gate();
   }
-  memory.keepalive = bin_->bag(std::move(bag));
+  const auto gate = CudaDevice::take_gate(lane.device);
+  memory.keepalive = std::make_shared<Kept>(Kept{bin_->bag(std::move(bag)), gate});
   std::shared_ptr<RoundRun> run;
   try {
-    run = lane.engine->start(std::move(rounds), std::move(memory), gate, std::move(args.label),
+    run = lane.engine->start(std::move(rounds), std::move(memory), gate->stream(), std::move(args.label),
                              deadline_after(args.timeout_seconds), after);
   } catch (const std::exception& error) {
     // The others must not wait for the rest. What the watcher has seen is on the board already.

@@ -2,6 +2,7 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <map>
 #include <memory>
@@ -22,11 +23,13 @@
 #include "exec/rounds/rank_rounds.h"
 #include "exec/rounds/round_engine.h"
 #include "exec/rounds/round_table.h"
-#include "transport/nccl/nccl_device.h"
+#include "transport/cuda/cuda_device.h"
+#include "transport/cuda/ipc_device.h"
 
 namespace meshcast {
 
-// The GPU side of a private group: a communicator of NCCL for each lane, all on one GPU of this rank. Agreement
+// The GPU side of a private group: for each lane a communicator of NCCL, or connections over CUDA IPC, all on
+// one GPU of this rank. Agreement
 // on calls stays with the group itself, `control`; a failure here ends that too, and the other way round, since
 // they share the board with the first cause. Thread-safe; no method may be called with the GIL held.
 class CudaGroup {
@@ -40,8 +43,13 @@ class CudaGroup {
   // one `unique_id`. Blocks. Throws DeadlineExceeded, Aborted with the first cause, or what NCCL says.
   void connect(int32_t lane, const std::string& unique_id, double timeout_seconds);
 
+  // The same over CUDA IPC, for ranks that are all on this host. `addresses`: of all ranks' meetings.
+  void connect_ipc(int32_t lane, IpcMeeting& meeting, const std::vector<std::string>& addresses,
+                   double timeout_seconds);
+
   // Enqueues the transfer behind `after`, an event of this GPU, and returns. Waits for other ranks only while
-  // NCCL connects them, at the first calls. Throws LayoutError where a tensor does not fit the plan, before
+  // NCCL connects them, at the first calls; over CUDA IPC a thread enqueues it later, and not this waits for
+  // other ranks, but the wait() of its Work. Throws LayoutError where a tensor does not fit the plan, before
   // anything is enqueued, and AbortedError with the first cause where the group has failed.
   c10::intrusive_ptr<c10d::Work> start(const std::shared_ptr<const Plan>& plan, StartArgs args,
                                        RoundDevice::Event after);
@@ -52,7 +60,7 @@ class CudaGroup {
 
  private:
   struct Lane {
-    std::shared_ptr<NcclDevice> device;
+    std::shared_ptr<CudaDevice> device;
     std::shared_ptr<RoundEngine> engine;
   };
   class WatchedLanes;
@@ -68,6 +76,10 @@ class CudaGroup {
 
   std::shared_ptr<Compiled> compile_locked(const std::shared_ptr<const Plan>& plan);
   std::shared_ptr<const RankRounds> rounds_locked(Compiled& compiled, const TensorForms& forms) const;
+  using Connect = std::function<std::shared_ptr<CudaDevice>(int32_t rank, TimePoint deadline,
+                                                            const std::function<void()>& checkpoint)>;
+
+  void add_lane(int32_t lane, double timeout_seconds, const Connect& connect);
   std::vector<std::shared_ptr<RoundEngine>> engines() const;
   void fail(const std::exception_ptr& error);
   void refuse_if_failed() const;

@@ -30,7 +30,7 @@ void complete(const RecycleBin::Bag& bag, const std::exception_ptr& error, Round
 }  // namespace
 
 CudaWork::CudaWork(int rank, std::shared_ptr<RoundRun> run, std::shared_ptr<RoundEngine> engine,
-                   std::shared_ptr<NcclDevice> device, std::shared_ptr<RecycleBin> bin,
+                   std::shared_ptr<CudaDevice> device, std::shared_ptr<RecycleBin> bin,
                    std::vector<at::Tensor> outputs)
     : Work(rank, c10d::OpType::UNKNOWN, "meshcast:reshard"),
       run_(std::move(run)),

@@ -11,7 +11,7 @@
 
 #include "backend/reshard_work.h"
 #include "exec/rounds/round_engine.h"
-#include "transport/nccl/nccl_device.h"
+#include "transport/cuda/cuda_device.h"
 
 namespace meshcast {
 
@@ -21,7 +21,7 @@ namespace meshcast {
 class CudaWork final : public c10d::Work {
  public:
   CudaWork(int rank, std::shared_ptr<RoundRun> run, std::shared_ptr<RoundEngine> engine,
-           std::shared_ptr<NcclDevice> device, std::shared_ptr<RecycleBin> bin,
+           std::shared_ptr<CudaDevice> device, std::shared_ptr<RecycleBin> bin,
            std::vector<at::Tensor> outputs);
 
   bool isCompleted() override;
@@ -41,7 +41,7 @@ class CudaWork final : public c10d::Work {
  private:
   const std::shared_ptr<RoundRun> run_;
   const std::shared_ptr<RoundEngine> engine_;
-  const std::shared_ptr<NcclDevice> device_;
+  const std::shared_ptr<CudaDevice> device_;
   const std::shared_ptr<RecycleBin> bin_;
   const std::vector<at::Tensor> outputs_;
 

@@ -12,6 +12,7 @@
 #include "backend/cuda_group.h"
 #include "backend/cuda_work.h"
 #include "binding/bind.h"
+#include "transport/nccl/nccl_library.h"
 
 namespace py = pybind11;
 
@@ -45,6 +46,12 @@ void bind_cuda_group(py::module_& m) {
   m.def("nccl_version", [] { return nccl_version_text(NcclLibrary::get().version()); });
   m.def("nccl_unique_id", [] { return py::bytes(nccl_unique_id()); });
 
+  m.def("cuda_ipc_obstacle", &cuda_ipc_obstacle, py::arg("device"), NoGil());
+
+  py::class_<IpcMeeting, std::shared_ptr<IpcMeeting>>(m, "IpcMeeting")
+      .def(py::init<>())
+      .def_property_readonly("address", &IpcMeeting::address);
+
   py::class_<CudaGroup, std::shared_ptr<CudaGroup>>(m, "CudaGroup")
       .def(py::init([](std::shared_ptr<ReshardGroup> control, const c10::intrusive_ptr<c10d::Store>& store,
                        std::vector<int32_t> ranks, int32_t rank, std::string name, int device) {
@@ -65,6 +72,12 @@ void bind_cuda_group(py::module_& m) {
             self.connect(lane, unique_id, checked_timeout(timeout));
           },
           py::arg("lane"), py::arg("unique_id"), py::arg("timeout"), NoGil())
+      .def(
+          "connect_ipc",
+          [](CudaGroup& self, int32_t lane, const std::shared_ptr<IpcMeeting>& meeting,
+             const std::vector<std::string>& addresses,
+             double timeout) { self.connect_ipc(lane, *meeting, addresses, checked_timeout(timeout)); },
+          py::arg("lane"), py::arg("meeting"), py::arg("addresses"), py::arg("timeout"), NoGil())
       .def(
           "start",
           [](CudaGroup& self, const std::shared_ptr<Plan>& plan, int32_t slot, bool reverse, int32_t lane,

@@ -2,16 +2,13 @@
 
 #include <chrono>
 #include <memory>
-#include <optional>
 #include <thread>
 #include <utility>
 
-#include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <fmt/format.h>
 
 #include "common/error.h"
+#include "transport/cuda/cuda_call.h"
 
 namespace meshcast {
 namespace {
@@ -19,46 +16,6 @@ namespace {
 constexpr auto kPause = std::chrono::milliseconds(1);  // between two looks at a communicator that is being made
 constexpr auto kFlushLimit = std::chrono::seconds(2);  // for what NCCL still has to pass on when a group closes
 constexpr auto kAbortLimit = std::chrono::seconds(5);  // an abort that hangs is left behind, see abort()
-
-// For the calls of one scope: the GPU, and leave to make them while another thread captures a CUDA graph.
-class OnDevice {
- public:
-  explicit OnDevice(int device)
-      : guard_(static_cast<c10::DeviceIndex>(device)), mode_(cudaStreamCaptureModeThreadLocal) {}
-
- private:
-  const c10::cuda::CUDAGuard guard_;
-  const c10::cuda::CUDAStreamCaptureModeGuard mode_;
-};
-
-void check(cudaError_t status, const char* what, int device) {
-  if (status == cudaSuccess) return;
-  throw Error(ErrorKind::Generic, fmt::format("{} on CUDA device {} failed: {} ({})", what, device,
-                                              cudaGetErrorName(status), cudaGetErrorString(status)));
-}
-
-cudaStream_t stream_of(RoundDevice::Stream stream) { return reinterpret_cast<cudaStream_t>(stream); }
-cudaEvent_t event_of(RoundDevice::Event event) { return reinterpret_cast<cudaEvent_t>(event); }
-
-cuda::CastType cast_type(ElementType type) {
-  switch (type) {
-    case ElementType::Float32: return cuda::CastType::Float32;
-    case ElementType::BFloat16: return cuda::CastType::BFloat16;
-    case ElementType::Float16: return cuda::CastType::Float16;
-    default: throw Error(ErrorKind::Generic, "no kernel casts between these types: cast before the transfer");
-  }
-}
-
-// Calls `launch(begin, end)` for each longest range of equal keys.
-template <class Item, class Key, class Launch>
-void by_key(std::span<const Item> items, const Key& key, const Launch& launch) {
-  for (size_t begin = 0; begin < items.size();) {
-    size_t end = begin + 1;
-    while (end < items.size() && key(items[end]) == key(items[begin])) ++end;
-    launch(items.subspan(begin, end - begin));
-    begin = end;
-  }
-}
 
 // Aborts on a thread of its own: it has been seen to hang, and nobody must hang with it.
 std::future<void> abort_aside(const NcclLibrary& nccl, ncclComm_t comm, int device) {
@@ -115,23 +72,11 @@ void NcclDevice::meet(const NcclMeeting& meeting, ncclConfig_t* config, TimePoin
   }
 }
 
-NcclDevice::NcclDevice(const NcclLibrary& nccl, int device) : nccl_(nccl), device_(device) {
-  const OnDevice here(device_);
-  kernels_ = make_stream();
-  transfer_ = make_stream();
-  for (cudaStream_t& gate : gates_) gate = make_stream();
-}
+NcclDevice::NcclDevice(const NcclLibrary& nccl, int device) : CudaDevice(device), nccl_(nccl) {}
 
 NcclDevice::~NcclDevice() {
   close();
   if (aborted_.valid()) aborted_.wait_for(kAbortLimit);
-  try {
-    const OnDevice here(device_);
-    for (cudaStream_t stream : {kernels_, transfer_, gates_[0], gates_[1], gates_[2], gates_[3]})
-      if (stream != nullptr) cudaStreamDestroy(stream);
-  } catch (const std::exception&) {
-    // CUDA is gone, and its streams with it.
-  }
 }
 
 void NcclDevice::close() noexcept {
@@ -141,7 +86,7 @@ void NcclDevice::close() noexcept {
 // Passes on what the communicator has accepted, and destroys it. Returns whether that worked in time.
 bool NcclDevice::flush() noexcept {
   try {
-    const OnDevice here(device_);
+    const OnDevice here(device());
     const TimePoint limit = Clock::now() + kFlushLimit;
     ncclResult_t result = nccl_.comm_finalize(comm_);
     while (result == ncclInProgress && Clock::now() < limit) {
@@ -154,106 +99,6 @@ bool NcclDevice::flush() noexcept {
   } catch (const std::exception&) {
     return false;
   }
-}
-
-cudaStream_t NcclDevice::make_stream() const {
-  int least = 0;
-  int greatest = 0;
-  check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "asking for the priorities of streams", device_);
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest), "making a stream", device_);
-  return stream;
-}
-
-RoundDevice::Stream NcclDevice::next_gate() {
-  gate_ = (gate_ + 1) % gates_.size();
-  return handle(gates_[gate_]);
-}
-
-RoundDevice::Event NcclDevice::make_event() {
-  const OnDevice here(device_);
-  cudaEvent_t event = nullptr;
-  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event", device_);
-  return handle(event);
-}
-
-void NcclDevice::free_event(Event event) noexcept {
-  try {
-    const OnDevice here(device_);
-    cudaEventDestroy(event_of(event));
-  } catch (const std::exception&) {
-    // CUDA is gone, and its events with it.
-  }
-}
-
-void NcclDevice::record(Event event, Stream stream) {
-  const OnDevice here(device_);
-  check(cudaEventRecord(event_of(event), stream_of(stream)), "recording an event", device_);
-}
-
-void NcclDevice::wait(Stream stream, Event event) {
-  const OnDevice here(device_);
-  check(cudaStreamWaitEvent(stream_of(stream), event_of(event), 0), "ordering a stream", device_);
-}
-
-bool NcclDevice::reached(Event event) {
-  const OnDevice here(device_);
-  const cudaError_t status = cudaEventQuery(event_of(event));
-  if (status == cudaErrorNotReady) {
-    cudaGetLastError();  // else somebody else's next check would find it
-    return false;
-  }
-  check(status, "work that was enqueued before", device_);
-  return true;
-}
-
-std::shared_ptr<std::byte> NcclDevice::allocate(int64_t nbytes) {
-  const OnDevice here(device_);
-  void* memory = nullptr;
-  try {
-    memory = c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(static_cast<size_t>(nbytes), kernels_);
-  } catch (const std::exception& error) {
-    throw Error(ErrorKind::Generic,
-                fmt::format("no {} bytes of staging on CUDA device {}: {}", nbytes, device_, error.what()));
-  }
-  return {static_cast<std::byte*>(memory),
-          [](std::byte* data) { c10::cuda::CUDACachingAllocator::raw_delete(data); }};
-}
-
-cuda::Target NcclDevice::target(Stream stream) const { return {device_, stream_of(stream), 0}; }
-
-void NcclDevice::move_boxes(Stream stream, std::span<const BoxMove> boxes) {
-  const OnDevice here(device_);
-  // A copy takes any type: only those that differ matter.
-  const auto key = [](const BoxMove& box) {
-    const bool casts = box.from_type != box.to_type;
-    return casts ? std::pair{box.from_type, box.to_type} : std::pair{ElementType::None, ElementType::None};
-  };
-  by_key(boxes, key, [&](std::span<const BoxMove> alike) {
-    pairs_.clear();
-    for (const BoxMove& box : alike) pairs_.push_back({box.from, box.to});
-    const BoxMove& first = alike.front();
-    if (first.from_type == first.to_type)
-      cuda::copy_boxes(pairs_, target(stream));
-    else
-      cuda::cast_boxes(pairs_, cast_type(first.from_type), cast_type(first.to_type), target(stream));
-  });
-}
-
-void NcclDevice::reduce_boxes(Stream stream, std::span<const BoxReduce> boxes) {
-  const OnDevice here(device_);
-  const auto key = [](const BoxReduce& box) { return std::tuple{box.type, box.op, box.divisor}; };
-  by_key(boxes, key, [&](std::span<const BoxReduce> alike) {
-    pairs_.clear();
-    views_.clear();
-    for (const BoxReduce& box : alike) {
-      views_.push_back(packed_like(box.own, box.carried));
-      pairs_.push_back({box.own, views_.back()});
-    }
-    const BoxReduce& first = alike.front();
-    cuda::reduce_boxes(pairs_, first.type, first.op, target(stream));
-    if (first.divisor > 1) cuda::divide_boxes(views_, first.type, first.divisor, target(stream));
-  });
 }
 
 // NCCL counts groups by thread and looks up the GPU of a communicator itself.
@@ -270,7 +115,7 @@ GroupOutcome NcclDevice::recv(std::byte* data, int64_t nbytes, int32_t peer, Str
 }
 
 GroupOutcome NcclDevice::group_end() {
-  const OnDevice here(device_);
+  const OnDevice here(device());
   return nccl_.outcome(nccl_.group_end(), comm_);
 }
 
@@ -283,7 +128,7 @@ GroupOutcome NcclDevice::async_error() {
 void NcclDevice::abort() noexcept {
   if (comm_ == nullptr) return;
   try {
-    aborted_ = abort_aside(nccl_, comm_, device_);
+    aborted_ = abort_aside(nccl_, comm_, device());
   } catch (const std::exception&) {
     nccl_.comm_abort(comm_);  // no more threads: then here
   }
