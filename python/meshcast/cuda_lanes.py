@@ -1,17 +1,20 @@
-"""The GPU side of a private group: its communicators, made when its ranks first move tensors on GPUs."""
+"""The GPU side of a private group: its communicators (NCCL's, or connections over CUDA IPC), made when its
+ranks first move tensors on GPUs."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
 from . import _C
 from .errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
-from .gpu_offer import GpuOffer, own_offer, refuse_unfit
+from .gpu_offer import CUDA_IPC, NCCL, GpuOffer, own_offer
+from .gpu_transport import choose_transport
 from .observe import log
 
 if TYPE_CHECKING:
@@ -32,9 +35,10 @@ class Place(Protocol):
 class CudaLanes:
     """The communicators of a group by lane, all on GPU `device` of this process. Touched by jobs alone."""
 
-    def __init__(self, core: Any, device: int) -> None:
+    def __init__(self, core: Any, device: int, transport: str) -> None:
         self.core = core
         self.device = device
+        self.transport = transport  # "nccl" or "cuda_ipc": all lanes have one
         self.lanes: set[int] = set()
 
     def check_device(self, device: int, op: str) -> None:
@@ -69,35 +73,64 @@ def connect_lanes(
     store: Any = dist.PrefixStore(f"gpu/{call[0]}/{call[1]}", group.board)
     offer = own_offer(place.device) if place.problem is None else GpuOffer(obstacle=str(place.problem))
     ids: list[str] = []
-    if group.rank == group.ranks[0] and not offer.obstacle:
+    if group.rank == group.ranks[0] and not offer.obstacle and not offer.no_nccl:
         try:
             ids = [_C.nccl_unique_id().hex() for _ in missing]
         except MeshcastError as error:
-            offer = GpuOffer(obstacle=str(error))
+            offer = replace(offer, no_nccl=str(error))
     try:
         told = _gather(group, control, store, json.dumps([offer.as_text(), ids]), deadline)
     except MeshcastError as error:
         control.abort(str(error))  # the ranks no longer count calls alike
         raise
-    offers = {rank: GpuOffer.from_text(text) for rank, (text, _) in told.items()}
-    refuse_unfit(offers, group.rank)
+    transport = choose_transport(
+        {rank: GpuOffer.from_text(text) for rank, (text, _) in told.items()}, group.rank
+    )
     if group.gpu is None:
         core = _C.CudaGroup(control, group.control, list(group.ranks), group.rank, group.name, place.device)
-        group.gpu = CudaLanes(core, place.device)
-    for lane, text in zip(missing, told[group.ranks[0]][1], strict=True):
-        try:
-            group.gpu.core.connect(lane, bytes.fromhex(text), max(deadline - time.monotonic(), 1e-3))
-        except MeshcastError as error:
-            control.abort(str(error))
-            raise
-        group.gpu.lanes.add(lane)
-    log.info("rank %d: GPUs of ranks %s connected for lanes %s", group.rank, group.name, missing)
+        group.gpu = CudaLanes(core, place.device, transport)
+    gpu = group.gpu
+    try:
+        if gpu.transport == NCCL:
+            for lane, text in zip(missing, told[group.ranks[0]][1], strict=True):
+                gpu.core.connect(lane, bytes.fromhex(text), max(deadline - time.monotonic(), 1e-3))
+                gpu.lanes.add(lane)
+        else:
+            _connect_ipc(group, control, gpu, missing, dist.PrefixStore(CUDA_IPC, store), deadline)
+    except MeshcastError as error:
+        control.abort(str(error))
+        raise
+    log.info(
+        "rank %d: GPUs of ranks %s connected over %s for lanes %s",
+        group.rank,
+        group.name,
+        gpu.transport,
+        missing,
+    )
+
+
+def _connect_ipc(
+    group: PrivateGroup,
+    control: _C.ReshardGroup,
+    gpu: CudaLanes,
+    lanes: Sequence[int],
+    store: Any,
+    deadline: float,
+) -> None:
+    """Every rank listens, tells where, and connects with all others, lane by lane."""
+    meetings = [_C.IpcMeeting() for _ in lanes]
+    addresses = json.dumps([meeting.address for meeting in meetings])
+    told = _gather(group, control, store, addresses, deadline)
+    for number, (lane, meeting) in enumerate(zip(lanes, meetings, strict=True)):
+        of_lane = [told[rank][number] for rank in group.ranks]
+        gpu.core.connect_ipc(lane, meeting, of_lane, max(deadline - time.monotonic(), 1e-3))
+        gpu.lanes.add(lane)
 
 
 def _gather(
     group: PrivateGroup, control: _C.ReshardGroup, store: Any, mine: str, deadline: float
-) -> dict[int, tuple[str, list[str]]]:
-    """Publishes what this rank says and returns what all of them said."""
+) -> dict[int, list[Any]]:
+    """Publishes what this rank says, a list as JSON, and returns what all of them said."""
     begin = time.monotonic()
     store.set(str(group.rank), mine)
     missing = [rank for rank in group.ranks if rank != group.rank]
@@ -105,7 +138,7 @@ def _gather(
     while True:
         missing = [rank for rank in missing if not store.check([str(rank)])]
         if not missing:
-            return {rank: tuple(json.loads(store.get(str(rank)))) for rank in group.ranks}
+            return {rank: json.loads(store.get(str(rank))) for rank in group.ranks}
         cause = control.error()
         if cause is None and group.control.check(["cause"]):
             cause = group.control.get("cause").decode(errors="replace").partition("\n")[2]

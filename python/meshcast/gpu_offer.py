@@ -1,13 +1,10 @@
-"""What a rank says of its GPU before the ranks of a group connect theirs, and what speaks against it.
-
-Every rank reads what all have said and judges by the same rules, so all of them go on or all raise alike.
-"""
+"""What a rank says of its GPU before the ranks of a group connect theirs; gpu_transport.py judges it."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -16,18 +13,31 @@ from . import _C
 from ._host import host_identity
 from .errors import LayoutError, MeshcastError
 
-__all__ = ["GpuOffer", "gpu_obstacle", "own_offer", "refuse_unfit", "require_gpu", "shared_device_type"]
+__all__ = [
+    "AUTO",
+    "CUDA_IPC",
+    "NCCL",
+    "SHARING_SWITCH",
+    "TRANSPORT_SWITCH",
+    "GpuOffer",
+    "gpu_obstacle",
+    "own_offer",
+    "require_gpu",
+    "shared_device_type",
+]
 
-_OP = "connect"
-_SHARING = (2, 30, 3)  # the first NCCL that can serve several ranks on one GPU
-_SHARING_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
+AUTO, NCCL, CUDA_IPC = "auto", "nccl", "cuda_ipc"
+TRANSPORT_SWITCH = "MESHCAST_CUDA_TRANSPORT"
+
+SHARING_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 @dataclass(frozen=True)
 class GpuOffer:
     """One rank's GPU. device: its index in that process; uuid: of the GPU itself; nccl: version, "2.28.9";
-    may_share: NCCL is told to let ranks share a GPU. obstacle: why this rank cannot take part, the rest is
-    then empty."""
+    may_share: NCCL is told to let ranks share a GPU; wants: the transport asked for, "auto", "nccl" or
+    "cuda_ipc"; reaches: uuids of the other GPUs whose memory it can read. no_nccl, no_ipc: why it cannot use
+    that transport. obstacle: why this rank cannot take part at all, the rest is then empty."""
 
     host: str = ""
     device: int = -1
@@ -35,6 +45,10 @@ class GpuOffer:
     gpu: str = ""
     nccl: str = ""
     may_share: bool = False
+    wants: str = AUTO
+    reaches: tuple[str, ...] = ()
+    no_nccl: str = ""
+    no_ipc: str = ""
     obstacle: str = ""
 
     def as_text(self) -> str:
@@ -42,7 +56,8 @@ class GpuOffer:
 
     @classmethod
     def from_text(cls, text: str) -> GpuOffer:
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        return cls(**(fields | {"reaches": tuple(fields["reaches"])}))
 
 
 def shared_device_type(types: Iterable[str], op: str) -> str:
@@ -83,59 +98,43 @@ def own_offer(device: int) -> GpuOffer:
     """What this process says of its GPU `device`."""
     try:
         properties = torch.cuda.get_device_properties(device)
+        nccl, no_nccl = _own_nccl()
         return GpuOffer(
             host=host_identity(),
             device=device,
             uuid=str(properties.uuid),
             gpu=properties.name,
-            nccl=_C.nccl_version(),
-            may_share=os.environ.get(_SHARING_SWITCH) == "1",
+            nccl=nccl,
+            may_share=os.environ.get(SHARING_SWITCH) == "1",
+            wants=_own_wish(),
+            reaches=_reachable(device),
+            no_nccl=no_nccl,
+            no_ipc=_C.cuda_ipc_obstacle(device),
         )
-    except Exception as error:  # of CUDA or NCCL: the other ranks must hear of it
+    except Exception as error:  # of CUDA; the other ranks must hear of it
         return GpuOffer(obstacle=str(error))
 
 
-def refuse_unfit(offers: Mapping[int, GpuOffer], rank: int) -> None:
-    """Raises unless the GPUs of all ranks can be connected: MeshcastError where one cannot take part, or NCCL
-    differs; LayoutError where two ranks have one GPU that NCCL cannot share."""
-    for other, offer in sorted(offers.items()):
-        if offer.obstacle:
-            raise MeshcastError(
-                f"rank {rank}: rank {other} cannot use its GPU: {offer.obstacle}",
-                rank=rank,
-                peer=other,
-                op=_OP,
-                phase="connect",
-            )
-    first = min(offers)
-    for other, offer in sorted(offers.items()):
-        if _numbers(offer.nccl)[:2] != _numbers(offers[first].nccl)[:2]:
-            raise MeshcastError(
-                f"rank {rank}: rank {first} has NCCL {offers[first].nccl}, rank {other} has NCCL "
-                f"{offer.nccl}: install one version everywhere",
-                rank=rank,
-                peer=other,
-                op=_OP,
-                phase="connect",
-            )
-    owners: dict[tuple[str, str], int] = {}
-    for other, offer in sorted(offers.items()):
-        owner = owners.setdefault((offer.host, offer.uuid), other)
-        shares = offers[owner].may_share and offer.may_share and _numbers(offer.nccl) >= _SHARING
-        if owner == other or shares:
-            continue
-        needed = ".".join(map(str, _SHARING))
-        raise LayoutError(
-            f"rank {rank}: ranks {owner} and {other} both use GPU {offer.uuid} ({offer.gpu}; cuda:"
-            f"{offers[owner].device} and cuda:{offer.device}): give each rank its own, for example "
-            f"torch.cuda.set_device(local rank) before the first call; NCCL {needed} or newer with "
-            f"{_SHARING_SWITCH}=1 on all ranks lets them share, here it is {offer.nccl}",
-            rank=rank,
-            peer=other,
-            op=_OP,
-            phase="connect",
-        )
+def _own_wish() -> str:
+    value = os.environ.get(TRANSPORT_SWITCH, AUTO)
+    if value not in (AUTO, NCCL, CUDA_IPC):
+        raise MeshcastError(f"{TRANSPORT_SWITCH} is {value!r}; expected {AUTO}, {NCCL} or {CUDA_IPC}")
+    return value
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))
+def _own_nccl() -> tuple[str, str]:
+    """The version of NCCL, or why there is none."""
+    try:
+        return _C.nccl_version(), ""
+    except MeshcastError as error:
+        return "", str(error)
+
+
+def _reachable(device: int) -> tuple[str, ...]:
+    """The GPUs that this process sees and whose memory `device` can read."""
+    others = [other for other in range(torch.cuda.device_count()) if other != device]
+    return tuple(
+        str(torch.cuda.get_device_properties(other).uuid)
+        for other in others
+        if torch.cuda.can_device_access_peer(device, other)
+    )

@@ -1,4 +1,5 @@
-"""Calls for GPUs where none can be used, and ranks that say so to one another. Three processes, no GPU."""
+"""Calls for GPUs where none can be used, ranks that say so to one another, and how those that share a GPU
+meet. Three processes, no GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from unittest import mock
 
 import meshcast
 import torch
+import torch.distributed as dist
 from meshcast import Layout, cuda_lanes
 from meshcast.errors import DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
 from meshcast.gpu_offer import GpuOffer
@@ -149,6 +151,46 @@ def a_rank_that_stays_away_is_named(context) -> None:
     reshard_still_works(context.rank, 5)
 
 
+class Recorder:
+    """In the place of what a build with CUDA has: notes how it is connected, and listens at no socket."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.address = f"address {arguments}" if arguments else f"socket {id(self)} of {dist.get_rank()}"
+        self.calls: list[tuple] = []
+
+    def connect_ipc(self, lane: int, meeting: Recorder, addresses: list[str], limit: float) -> None:
+        assert limit > 0
+        self.calls.append((lane, meeting.address, addresses))
+
+    def shutdown(self) -> None:
+        self.calls.append(("shutdown",))
+
+
+def ranks_that_share_a_gpu_are_connected_over_cuda_ipc(context) -> None:
+    """Each lane with the addresses of all ranks, in their order; known lanes not again."""
+    with (
+        gpus_that_say("GPU-a"),
+        mock.patch.object(cuda_lanes._C, "CudaGroup", Recorder, create=True),
+        mock.patch.object(cuda_lanes._C, "IpcMeeting", Recorder, create=True),
+    ):
+        if context.rank == 2:
+            time.sleep(0.2)
+        for ordinal in (7004, 7005):
+            error = connect(ordinal, Place(), GROUP_TIMEOUT, "ipc")
+            assert error is None, error
+        gpu = parent_group(None, "test").twin("ipc").private(_WORLD, "test").gpu
+        assert gpu is not None
+        assert gpu.transport == "cuda_ipc" and gpu.lanes == {0, 1}
+        found: list = [None] * context.world
+        dist.all_gather_object(found, gpu.core.calls)
+        for lane in (0, 1):
+            own = [calls[lane][1] for calls in found]
+            assert len(set(own)) == context.world
+            for calls in found:
+                assert len(calls) == 2
+                assert (calls[lane][0], calls[lane][2]) == (lane, own)
+
+
 CASES = [
     a_cuda_mesh_without_gpu_is_refused,
     a_mixture_of_devices_is_refused,
@@ -156,4 +198,5 @@ CASES = [
     a_rank_without_gpu_tells_all,
     a_gpu_for_two_ranks_is_refused_by_all,
     a_rank_that_stays_away_is_named,
+    ranks_that_share_a_gpu_are_connected_over_cuda_ipc,
 ]
