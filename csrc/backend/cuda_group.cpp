@@ -98,6 +98,8 @@ void CudaGroup::connect_ipc(int32_t lane, IpcMeeting& meeting, const std::vector
   add_lane(lane, timeout_seconds, [&](int32_t rank, TimePoint deadline, const auto& checkpoint) {
     return IpcDevice::connect(meeting, addresses, rank, device_, deadline, checkpoint);
   });
+  const std::lock_guard lock(mutex_);
+  round_options_ = ipc_round_options();  // all lanes of a group have one transport
 }
 
 void CudaGroup::add_lane(int32_t lane, double timeout_seconds, const Connect& connect) {
@@ -160,7 +162,7 @@ std::shared_ptr<CudaGroup::Compiled> CudaGroup::compile_locked(const std::shared
   entry->plan = plan;
   // Without local ranks: NCCL itself finds the links inside a host, and over CUDA IPC nobody is elsewhere.
   entry->program = std::make_shared<const Program>(project(*plan, identity_.rank, identity_.ranks));
-  entry->table = make_rounds(*plan);
+  entry->table = make_rounds(*plan, round_options_);
   entry->tensors = expected_tensors(*plan, identity_.rank);
   compiled_.push_front(entry);
   if (compiled_.size() > kCompiledPlans) compiled_.pop_back();

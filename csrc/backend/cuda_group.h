@@ -97,6 +97,7 @@ class CudaGroup {
 
   mutable std::mutex mutex_;
   std::map<int32_t, Lane> lanes_;
+  RoundOptions round_options_;
   std::list<std::shared_ptr<Compiled>> compiled_;  // most recently used first
   std::exception_ptr error_;
   bool shut_down_ = false;

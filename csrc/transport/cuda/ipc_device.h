@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "exec/rounds/round_table.h"
 #include "transport/cuda/cuda_device.h"
 #include "transport/ipc/ipc_groups.h"
 
@@ -66,6 +67,10 @@ class IpcDevice final : public CudaDevice {
   CudaIpcDriver driver_;
   std::unique_ptr<IpcGroups> groups_;
 };
+
+// How plans are cut into rounds for it: fewer and larger ones than for NCCL, since the hosts of all ranks of a
+// round have to meet. Guessed, not measured.
+RoundOptions ipc_round_options();
 
 // Why this process cannot use CUDA IPC on GPU `device`, with what to do; empty where it can. Tries it.
 std::string cuda_ipc_obstacle(int device);

@@ -121,12 +121,14 @@ class FakeIpcDriver final : public IpcDriver {
     const std::lock_guard lock(host_.mutex);
     const auto kind = copied_.contains(event) ? FakeHost::Lost::Copied : FakeHost::Lost::Ready;
     if (event >> 32 != 0 && host_.lost == kind) return;
+    const auto owner = event >> 32 == 0 ? rank_ : static_cast<int32_t>(event >> 32) - 1;
+    const size_t at = event & 0xFFFFFFFF;
+    FakeCluster& cluster = host_.cluster;
+    const size_t count = cluster.rank(owner).recorded[at];
     FakeCluster::Item item;
     item.kind = FakeCluster::Item::Kind::Wait;
-    item.owner = event >> 32 == 0 ? rank_ : static_cast<int32_t>(event >> 32) - 1;
-    item.event = event & 0xFFFFFFFF;
-    item.count = host_.cluster.rank(item.owner).recorded[item.event];
-    host_.cluster.rank(rank_).streams[stream].push_back(std::move(item));
+    item.until = [&cluster, owner, at, count] { return cluster.rank(owner).reached[at][count] != 0; };
+    cluster.rank(rank_).streams[stream].push_back(std::move(item));
   }
   bool event_reached(Event event) override {
     const std::lock_guard lock(host_.mutex);
@@ -172,9 +174,11 @@ class FakeIpcDriver final : public IpcDriver {
 };
 
 // A RoundDevice whose streams are faked and whose groups are those of CUDA IPC.
-class FakeIpcDevice final : public RoundDevice {
+template <class Driver>
+class FakeIpcDeviceOf final : public RoundDevice {
  public:
-  FakeIpcDevice(FakeHost& host, int32_t rank) : driver(host, rank), host_(host) {}
+  template <class... More>
+  FakeIpcDeviceOf(FakeHost& host, int32_t rank, More&... more) : driver(host, rank, more...), host_(host) {}
 
   const char* transport() const override { return "cuda_ipc"; }
   bool meets_hosts() const override { return true; }
@@ -217,7 +221,7 @@ class FakeIpcDevice final : public RoundDevice {
   GroupOutcome async_error() override { return groups->progress(); }
   void abort() noexcept override { groups->abort(); }
 
-  FakeIpcDriver driver;
+  Driver driver;
   std::unique_ptr<IpcGroups> groups;
   int64_t started = 0;
 
@@ -231,6 +235,8 @@ class FakeIpcDevice final : public RoundDevice {
 
   FakeHost& host_;
 };
+
+using FakeIpcDevice = FakeIpcDeviceOf<FakeIpcDriver>;
 
 // Engines of all ranks of a host, connected.
 class IpcWorld {

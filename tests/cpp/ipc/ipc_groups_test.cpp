@@ -51,7 +51,7 @@ struct Pair {
 
   // Sends each of `sources` into `found`; returns how the receiver's group ended.
   GroupOutcome exchange(const std::vector<std::byte*>& sources, const std::vector<std::byte*>& found,
-                        int64_t nbytes) {
+                        int64_t nbytes, bool run = true) {
     from.group_start();
     for (std::byte* data : sources) CHECK(from.send(data, nbytes, 1, 0).state == GroupState::Success);
     to.group_start();
@@ -63,7 +63,7 @@ struct Pair {
       sent = from.async_error();
       received = to.async_error();
     }
-    CHECK(host.cluster.run(rng));
+    if (run) CHECK(host.cluster.run(rng));
     return received;
   }
 
@@ -108,6 +108,23 @@ TEST_CASE("memory is mapped once, and anew where its address is another allocati
   pair.to.async_error();
   CHECK(pair.mapped() == 1);  // what is gone has been closed
   CHECK(pair.host.cluster.mistakes.empty());
+}
+
+TEST_CASE("memory that is forgotten is closed when the GPU has passed it", "[ipc]") {
+  Pair pair;
+  std::vector<std::byte> source(256, std::byte{7}), found(256), again(256);
+  pair.host.allocate(source.data(), 256, true);
+  CHECK(pair.exchange({source.data()}, {found.data()}, 256, false).state == GroupState::Success);
+  pair.host.allocate(source.data(), 256, true);  // a new id, and the GPU has not begun
+  CHECK(pair.exchange({source.data()}, {again.data()}, 256, false).state == GroupState::Success);
+  CHECK(pair.to.async_error().state == GroupState::Success);
+  CHECK(pair.mapped() == 2);
+  CHECK(pair.host.cluster.run(pair.rng));
+  CHECK(pair.to.async_error().state == GroupState::Success);
+  CHECK(pair.mapped() == 1);
+  CHECK(found == source);
+  CHECK(again == source);
+  CHECK(pair.host.cluster.mistakes == std::vector<std::string>{});
 }
 
 TEST_CASE("a peer keeps no more than so many allocations mapped", "[ipc]") {

@@ -42,8 +42,8 @@ class FakeCluster {
   struct Item {
     enum class Kind : uint8_t { Record, Wait, Kernel, Group } kind = Kind::Kernel;
     RoundDevice::Event event = 0;
-    int32_t owner = -1;  // of the event: another rank, where it was opened from there
-    size_t count = 0;    // Record: how often the event had been recorded; Wait: what it waits for
+    std::function<bool()> until;  // Wait: in place of an event of this rank
+    size_t count = 0;             // Record: how often the event had been recorded; Wait: what it waits for
     std::function<void()> kernel;
     std::vector<Message> messages;
     bool begun = false;
@@ -124,10 +124,8 @@ class FakeCluster {
     Rank& me = rank(r);
     if (me.streams[stream].empty()) return false;
     const Item& item = me.streams[stream].front();
-    if (item.kind == Item::Kind::Wait) {
-      const auto& reached = rank(item.owner < 0 ? r : item.owner).reached;
-      return reached[item.event][item.count] != 0;
-    }
+    if (item.kind == Item::Kind::Wait)
+      return item.until ? item.until() : me.reached[item.event][item.count] != 0;
     if (item.kind != Item::Kind::Group) return true;
     if (me.aborted) return true;
     if (!item.begun) return !me.hangs;

@@ -1,0 +1,140 @@
+"""Rates of reshards over CUDA IPC between processes on one GPU, beside plain copies.
+
+CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node 2 -m benchmarks.cuda_ipc [--out FILE.json]      (or 4)
+
+The first half of the ranks holds a tensor in rows, the second half receives the same rows: contiguous boxes,
+of 64 KiB to 1 GiB in all, by a compiled Resharder with its output reused. Each size is compared with what was
+sent, then timed on the host from a barrier until the GPU is through, the slowest rank counted, median of
+repeats. Beside it, in the same run: a device-to-device copy of as many bytes inside one process, and a copy out
+of memory that another process has shared through torch (the raw IPC copy). Rates count bytes read and written.
+Needs a GPU and a build with CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import meshcast
+import torch
+import torch.distributed as dist
+from meshcast import _kernels
+from meshcast.groups import parent_group
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.multiprocessing.reductions import reduce_tensor
+
+from benchmarks.cuda_kernels import clocks
+
+REPEATS = 31
+WARM_UP = 5
+SIZES = [64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30]
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    """Of one call on the slowest rank, until its GPU is through; median of the repeats."""
+    taken = []
+    for number in range(WARM_UP + REPEATS):
+        torch.cuda.synchronize()
+        dist.barrier()
+        begin = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        slowest = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        if number >= WARM_UP:
+            taken.append(slowest.item())
+    return statistics.median(taken)
+
+
+def nothing() -> None:
+    """What a rank does that has no part in a copy."""
+
+
+def plain_seconds(nbytes: int, rank: int) -> float:
+    source = torch.empty(nbytes if rank == 0 else 0, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return seconds_of((lambda: target.copy_(source)) if rank == 0 else nothing)
+
+
+def raw_ipc_seconds(nbytes: int, rank: int) -> float:
+    """The last rank copies out of rank 0's memory, which torch has shared."""
+    receiver = dist.get_world_size() - 1
+    box: list[Any] = [None]
+    source = torch.empty(nbytes if rank == 0 else 0, dtype=torch.uint8, device="cuda")
+    if rank == 0:
+        box = [reduce_tensor(source)]
+    dist.broadcast_object_list(box, 0)
+    call: Callable[[], Any] = nothing
+    if rank == receiver:
+        rebuild, arguments = box[0]
+        shared = rebuild(*arguments)
+        target = torch.empty_like(shared)
+        call = lambda: target.copy_(shared)  # noqa: E731
+    return seconds_of(call)
+
+
+def reshard_seconds(nbytes: int, rank: int) -> float:
+    world = dist.get_world_size()
+    senders, receivers = list(range(world // 2)), list(range(world // 2, world))
+    src, dst = (DeviceMesh("cuda", ranks, _init_backend=False, _rank=rank) for ranks in (senders, receivers))
+    shape = (len(senders) * 64, nbytes // 4 // len(senders) // 64)
+    mine = rank in senders
+    local = torch.full((64 if mine else 0, shape[1]), float(rank + 1), device="cuda")
+    local += torch.arange(local.numel(), device="cuda", dtype=torch.float32).view_as(local) % 4096
+    x = DTensor.from_local(local, src, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1))
+    target = meshcast.TensorSpec(shape, torch.float32, dst, [Shard(0)])
+    resharder = meshcast.Resharder(x, target, reuse_output=True)
+    found = resharder.run(x).to_local()
+    if not mine:
+        count = torch.arange(found.numel(), device="cuda", dtype=torch.float32).view_as(found) % 4096
+        if not torch.equal(found, count + (rank - len(senders) + 1)):
+            sys.exit(f"benchmarks.cuda_ipc: {nbytes} bytes: rank {rank} got wrong bytes")
+    gpu = parent_group(None, "benchmark").private(list(range(world)), "benchmark").gpu
+    if gpu is None or gpu.transport != "cuda_ipc":
+        sys.exit("benchmarks.cuda_ipc: the ranks are not connected over CUDA IPC: give them one GPU")
+    return seconds_of(lambda: resharder.run(x))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.cuda_ipc: torch sees no CUDA device: nothing was measured")
+    if not _kernels.available():
+        sys.exit("benchmarks.cuda_ipc: this build of meshcast has no CUDA code: nothing was measured")
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world % 2:
+        sys.exit(
+            f"benchmarks.cuda_ipc: an even number of ranks is needed, found {world}: nothing was measured"
+        )
+    rows = []
+    for nbytes in SIZES:
+        seconds = {
+            "plain": plain_seconds(nbytes, rank),
+            "raw_ipc": raw_ipc_seconds(nbytes, rank),
+            "reshard": reshard_seconds(nbytes, rank),
+        }
+        rates = {name: 2 * nbytes / taken / 1e9 for name, taken in seconds.items()}
+        rows.append({"bytes": nbytes, "seconds": seconds, "gb_per_s": rates})
+        if rank == 0:
+            figures = "  ".join(f"{n} {1e6 * seconds[n]:9.1f} us {rates[n]:7.1f} GB/s" for n in seconds)
+            print(f"{nbytes:>11} B  {figures}", flush=True)
+    if rank == 0 and arguments.out:
+        facts = {"ranks": world, "device": clocks(), "torch": torch.__version__, "cuda": torch.version.cuda}
+        arguments.out.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
