@@ -25,6 +25,8 @@ TORCH_FREE = (
     "csrc/exec",
     "csrc/transport/loopback",
     "csrc/transport/shm",
+    "csrc/transport/ipc",
+    "csrc/transport/unix_socket",
     "csrc/cuda",
 )
 
