@@ -5,9 +5,9 @@ CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node 2 -m benchmarks.cuda_ipc [--out
 The first half of the ranks holds a tensor in rows, the second half receives the same rows: contiguous boxes,
 of 64 KiB to 1 GiB in all, by a compiled Resharder with its output reused. Each size is compared with what was
 sent, then timed on the host from a barrier until the GPU is through, the slowest rank counted, median of
-repeats. Beside it, in the same run: a device-to-device copy of as many bytes inside one process, and a copy out
-of memory that another process has shared through torch (the raw IPC copy). Rates count bytes read and written.
-Needs a GPU and a build with CUDA.
+repeats. Beside it, in the same run: a device-to-device copy of as many bytes inside one process, and a copy
+out of memory that another process has shared through torch (the raw IPC copy). Rates count bytes read and
+written. Needs a GPU and a build with CUDA.
 """
 
 from __future__ import annotations
