@@ -345,10 +345,12 @@ void CudaGroup::shutdown() {
   // Works keep their engine alive: what is still in flight ends here, and the communicators go, not when they
   // do.
   for (const auto& [lane, each] : lanes) {
-    if (each.engine->idle())
+    if (each.engine->idle()) {
       each.device->close();
-    else
+    } else {
       each.engine->fail(error_);
+      each.engine->drain();  // works may outlive this group, which is the observer
+    }
   }
   lanes.clear();
   bin_->empty();

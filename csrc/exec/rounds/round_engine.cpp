@@ -385,6 +385,14 @@ void RoundEngine::fail(std::exception_ptr error) {
   for (const auto& run : ending) run->end(error);
 }
 
+void RoundEngine::drain() {
+  std::unique_lock lock(mutex_);
+  if (queue_)
+    settled_.wait(lock, [this] {
+      return std::all_of(runs_.begin(), runs_.end(), [](const auto& run) { return run->settled_; });
+    });
+}
+
 std::exception_ptr RoundEngine::error() const {
   const std::lock_guard lock(mutex_);
   return error_;

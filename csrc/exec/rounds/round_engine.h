@@ -107,6 +107,9 @@ class RoundEngine {
   // Ends every run in flight with `error`. The first call counts.
   void fail(std::exception_ptr error);
 
+  // Waits until no thread of the engine enqueues anything any more, or speaks to the observer. After fail().
+  void drain();
+
   std::exception_ptr error() const;
   std::vector<std::shared_ptr<RoundRun>> in_flight() const;
   bool idle() const;  // the GPU touches no memory of any run

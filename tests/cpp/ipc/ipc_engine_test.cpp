@@ -269,6 +269,28 @@ TEST_CASE("bytes that a peer may have torn do not pass for a result", "[ipc]") {
   CHECK(text.find("rank 0 has ended, or has given its group up") != std::string::npos);
 }
 
+TEST_CASE("an engine that has failed speaks to nobody once it is drained", "[ipc]") {
+  std::mt19937 rng(1);
+  Chain chain;
+  std::atomic<bool> here = true;
+  std::atomic<int> late = 0;
+  const auto device = chain.world.devices[0];
+  chain.world.engines[0] = std::make_unique<RoundEngine>(
+      device, 0, chain.world.group,
+      RoundObserver{[] {}, [&](const Error&, const std::shared_ptr<RoundRun>&) { late += !here; }});
+  chain.start(0);
+  std::this_thread::sleep_for(milliseconds(5));
+  chain.world.devices[1]->abort();  // which rank 0's thread will want to tell
+  chain.world.engines[0]->fail(std::make_exception_ptr(Error(ErrorKind::Aborted, "shut down")));
+  chain.world.engines[0]->drain();
+  here = false;
+  std::this_thread::sleep_for(milliseconds(20));
+  CHECK(late == 0);
+  CHECK(text_of(chain.run(0).error(), ErrorKind::Aborted) == "shut down");
+  chain.world.join(0, chain.parts[0]);
+  CHECK(chain.world.run_until(rng, [&] { return chain.world.engines[0]->idle(); }));
+}
+
 TEST_CASE("unlike rounds on two ranks are found over CUDA IPC", "[ipc]") {
   std::mt19937 rng(1);
   Chain chain;
