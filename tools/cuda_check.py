@@ -54,7 +54,13 @@ def refusals(rank: int) -> None:
     group = parent_group(None, "check").private(range(WORLD), "check")
     assert group._core is not None
     gpu = _C.CudaGroup(group._core, group.control, list(range(WORLD)), rank, group.name, 0)
-    for call in (lambda: meshcast.Resharder(spec, spec), lambda: gpu.connect(0, bytes(128), 5.0)):
+    if rank == 0:
+        print(f"cuda-check: CUDA IPC is not offered: {_C.cuda_ipc_obstacle(0).splitlines()[0]}")
+    for call in (
+        lambda: meshcast.Resharder(spec, spec),
+        lambda: gpu.connect(0, bytes(128), 5.0),
+        lambda: gpu.connect_ipc(0, _C.IpcMeeting(), ["", "", ""], 5.0),
+    ):
         try:
             call()
         except meshcast.MeshcastError as error:

@@ -99,6 +99,7 @@ def own_offer(device: int) -> GpuOffer:
     try:
         properties = torch.cuda.get_device_properties(device)
         nccl, no_nccl = _own_nccl()
+        wish = _own_wish()
         return GpuOffer(
             host=host_identity(),
             device=device,
@@ -106,10 +107,10 @@ def own_offer(device: int) -> GpuOffer:
             gpu=properties.name,
             nccl=nccl,
             may_share=os.environ.get(SHARING_SWITCH) == "1",
-            wants=_own_wish(),
+            wants=wish,
             reaches=_reachable(device),
             no_nccl=no_nccl,
-            no_ipc=_C.cuda_ipc_obstacle(device),
+            no_ipc="" if wish == NCCL else _C.cuda_ipc_obstacle(device),  # the look takes memory of the GPU
         )
     except Exception as error:  # of CUDA; the other ranks must hear of it
         return GpuOffer(obstacle=str(error))

@@ -102,8 +102,13 @@ std::shared_ptr<std::byte> CudaIpcDriver::allocate_exportable(int64_t nbytes) {
 // Segments that torch expands, and memory of cudaMallocAsync, answer that they are not capable.
 std::optional<IpcRange> CudaIpcDriver::exportable(const std::byte* data) {
   const auto ask = pointer_attributes();
-  if (ask == nullptr) return std::nullopt;
+  if (ask == nullptr)
+    throw Error(ErrorKind::Generic,
+                "the CUDA driver cannot tell which memory other processes can map: install "
+                "one of CUDA 12 or newer");
   const OnDevice here(device_);
+  // The driver's own functions want what a thread's first call of the runtime makes.
+  check_cuda(cudaSetDevice(device_), "choosing the GPU", device_);
   int capable = 0;  // of which the driver may write one byte only
   CUdeviceptr base = 0;
   size_t nbytes = 0;
@@ -112,8 +117,12 @@ std::optional<IpcRange> CudaIpcDriver::exportable(const std::byte* data) {
                                  CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, CU_POINTER_ATTRIBUTE_RANGE_SIZE,
                                  CU_POINTER_ATTRIBUTE_BUFFER_ID};
   void* values[] = {&capable, &base, &nbytes, &id};
-  if (ask(4, names, values, reinterpret_cast<CUdeviceptr>(data)) != CUDA_SUCCESS || capable == 0 || base == 0)
-    return std::nullopt;
+  const CUresult result = ask(4, names, values, reinterpret_cast<CUdeviceptr>(data));
+  if (result != CUDA_SUCCESS)
+    throw Error(ErrorKind::Generic,
+                fmt::format("asking the driver about memory on CUDA device {} failed: error {}", device_,
+                            static_cast<int>(result)));
+  if (capable == 0 || base == 0) return std::nullopt;
   return IpcRange{reinterpret_cast<std::byte*>(base), static_cast<int64_t>(nbytes), id};
 }
 

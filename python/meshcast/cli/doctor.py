@@ -22,6 +22,7 @@ from typing import Any
 _PACKAGE = Path(__file__).resolve().parent.parent
 _VARIABLES = (
     "MESHCAST_HOST_ID",
+    "MESHCAST_CUDA_TRANSPORT",
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
     "TORCH_DISTRIBUTED_DEBUG",
