@@ -84,7 +84,7 @@ def reshard_seconds(nbytes: int, rank: int) -> float:
     world = dist.get_world_size()
     senders, receivers = list(range(world // 2)), list(range(world // 2, world))
     src, dst = (DeviceMesh("cuda", ranks, _init_backend=False, _rank=rank) for ranks in (senders, receivers))
-    shape = (len(senders) * 64, nbytes // 4 // len(senders) // 64)
+    shape = torch.Size((len(senders) * 64, nbytes // 4 // len(senders) // 64))
     mine = rank in senders
     local = torch.full((64 if mine else 0, shape[1]), float(rank + 1), device="cuda")
     local += torch.arange(local.numel(), device="cuda", dtype=torch.float32).view_as(local) % 4096
