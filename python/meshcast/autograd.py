@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .errors import LayoutError, MeshcastError
-from .transfer import settled
+from .shards import settled
 
 if TYPE_CHECKING:
     from .compiled import Compiled

@@ -18,8 +18,8 @@ from .groups import ParentGroup
 from .handle import Handle, Launch
 from .layout import Layout
 from .member import Destination, Source, positive_placements
+from .rejection import publish_rejection
 from .spec import TensorSpec
-from .transfer import publish_rejection
 
 if TYPE_CHECKING:
     from .topology import Topology

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from .errors import LayoutError
 from .member import Destination, Member, Source, compile_member
 from .memory import check_storage, note_written, overlaps
-from .transfer import CallNumber, Problem, Transfer, agreed_transfer, ranks_of, settled
+from .shards import settled
+from .transfer import CallNumber, Problem, Transfer, agreed_transfer, ranks_of
 
 if TYPE_CHECKING:
     from .groups import ParentGroup

@@ -10,7 +10,8 @@ import torch
 
 from .cuda_lanes import connect_lanes
 from .errors import LayoutError, MeshcastError
-from .transfer import REVERSE_LANE, CallNumber, Shards, Transfer
+from .shards import Shards
+from .transfer import REVERSE_LANE, CallNumber, Transfer
 
 if TYPE_CHECKING:
     from . import _C

@@ -14,7 +14,8 @@ from .handle import Handle
 from .layout import Layout
 from .memory import check_storage, note_written, overlaps
 from .reduction import check_reducible
-from .transfer import agreed_transfer, publish_rejection
+from .rejection import publish_rejection
+from .transfer import agreed_transfer
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -15,7 +15,8 @@ from .errors import LayoutError
 from .gpu_offer import require_gpu, shared_device_type
 from .layout import Layout
 from .reduction import Reduction, check_reducible, reduced_layout, reduction_inside, tensor_spec
-from .transfer import Problem, settled
+from .shards import settled
+from .transfer import Problem
 
 __all__ = ["Destination", "Member", "Source", "compile_member", "positive_placements", "wire_dtype"]
 

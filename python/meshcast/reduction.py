@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .errors import LayoutError
 from .layout import Layout
-from .transfer import settled
+from .shards import settled
 
 __all__ = ["Reduction", "check_reducible", "reduced_layout", "reduction_inside", "tensor_spec"]
 

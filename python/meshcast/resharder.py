@@ -15,9 +15,10 @@ from .errors import LayoutError
 from .groups import parent_group, seconds
 from .handle import Handle, Launch
 from .member import Destination, positive_placements
+from .rejection import publish_rejection
 from .repeat import Repeat
 from .spec import TensorSpec
-from .transfer import publish_rejection, ranks_of, unagreed_transfer
+from .transfer import ranks_of, unagreed_transfer
 
 if TYPE_CHECKING:
     import torch.distributed as dist

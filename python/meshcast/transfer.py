@@ -11,7 +11,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from .agreements import Agreed
 from .errors import DeadlineExceededError, LayoutError, MeshcastError
@@ -19,7 +18,9 @@ from .groups import ParentGroup, parent_group, seconds
 from .handle import Handle, Launch
 from .observe import Flight, PlanFacts, log, profiled
 from .plan import Plan, plan_many
-from .private_group import Job, PrivateGroup
+from .private_group import Job
+from .rejection import publish_rejection, rejection_job
+from .shards import Shards, check_shards, filled, tensor_text
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -28,10 +29,9 @@ if TYPE_CHECKING:
     from .layout import Layout
     from .topology import Topology
 
-__all__ = ["CallNumber", "Problem", "Transfer", "agreed_transfer", "publish_rejection"]
+__all__ = ["CallNumber", "Problem", "Transfer", "agreed_transfer", "ranks_of", "unagreed_transfer"]
 
 Problem = tuple[Sequence[int], torch.dtype, "Layout", "Layout"]  # global shape, dtype, source, destination
-Shards = Sequence[torch.Tensor | None]
 
 REVERSE_LANE = 1  # backward of lane 0
 _KEPT = 256  # compiled transfers of a group, which this rank keeps for later calls
@@ -107,6 +107,7 @@ class Transfer:
         if not problems:
             raise LayoutError(f"{op}: nothing to transfer; give at least one tensor")
         self.problems = [(tuple(shape), dtype, src, dst) for shape, dtype, src, dst in problems]
+        self._dtypes = [dtype for _, dtype, _, _ in self.problems]
         self._backward = backward
         self._lane, self._op, self._strategy, self._topology = lane, op, strategy, topology
         # local_shapes() also checks the layout against the shape.
@@ -196,7 +197,7 @@ class Transfer:
 
     def reject_reverse(self, call: CallNumber, error: Exception, timeout: float) -> None:
         """Lets the ranks that wait in the backward transfer of `call` raise: this rank does not take part."""
-        job = _rejection_job(self._group, REVERSE_LANE, call.ordinal, error)
+        job = rejection_job(self._group, REVERSE_LANE, call.ordinal, error)
         self._group.replay(time.monotonic() + timeout, job, ready=lambda: True)
 
     def _start_job(self, launch: Launch, call: CallNumber, src: Shards, dst: Shards, *, reverse: bool) -> Job:
@@ -226,8 +227,8 @@ class Transfer:
                     lane=REVERSE_LANE if reverse else self._lane,
                     ordinal=call.ordinal,
                     descriptor=self._descriptor,
-                    src=_filled(src),
-                    dst=_filled(dst),
+                    src=filled(src),
+                    dst=filled(dst),
                     timeout=max(launch.remaining(), 1e-3),
                     op=launch.op,
                     driven=launch.driven,
@@ -294,7 +295,7 @@ class Transfer:
 
     def _describe(self) -> str:
         tensors = "; ".join(
-            f"{_tensor_text(shape, dtype)}: {src} -> {dst}" for shape, dtype, src, dst in self.problems[:3]
+            f"{tensor_text(shape, dtype)}: {src} -> {dst}" for shape, dtype, src, dst in self.problems[:3]
         )
         more = f"; {len(self.problems) - 3} more tensors" if len(self.problems) > 3 else ""
         gradient = "no gradient"
@@ -305,41 +306,15 @@ class Transfer:
         return f"{self._op} {tensors}{more}; {gradient}; strategy {self._strategy}; plan {self._plan.hash}"
 
     def _check(self, side: str, shards: Shards, expected: Sequence[tuple[int, ...] | None]) -> None:
-        if len(shards) != len(expected):
-            raise LayoutError(
-                f"{self._op}: expected {len(expected)} {side} shards, one per tensor, found {len(shards)}"
-            )
-        for index, (shard, shape) in enumerate(zip(shards, expected, strict=True)):
-            if shard is None and shape is None:
-                continue
-            dtype = self.problems[index][1]
-            if shard is None:
-                if shape is not None and 0 not in shape:
-                    raise LayoutError(
-                        f"{self._op}: rank {self._group.rank} is in the {side} mesh and must give its shard "
-                        f"of tensor {index}: "
-                        f"expected {_tensor_text(shape, dtype)}, found None",
-                        rank=self._group.rank,
-                        op=self._op,
-                    )
-            elif shape is None:
-                if shard.numel():
-                    raise LayoutError(
-                        f"{self._op}: rank {self._group.rank} is not in the {side} mesh and holds nothing "
-                        f"of tensor {index}: "
-                        f"expected None, found {_tensor_text(shard.shape, shard.dtype)}",
-                        rank=self._group.rank,
-                        op=self._op,
-                    )
-            elif shard.shape != shape or shard.dtype != dtype or shard.is_cpu is not self._on_cpu:
-                raise LayoutError(
-                    f"{self._op}: the {side} shard of tensor {index} on rank {self._group.rank} does not "
-                    "fit its layout: expected "
-                    f"{_tensor_text(shape, dtype)} on {'cpu' if self._on_cpu else 'cuda'}, found "
-                    f"{_tensor_text(shard.shape, shard.dtype)} on {shard.device}",
-                    rank=self._group.rank,
-                    op=self._op,
-                )
+        check_shards(
+            shards,
+            expected,
+            self._dtypes,
+            op=self._op,
+            rank=self._group.rank,
+            side=side,
+            on_cpu=self._on_cpu,
+        )
 
 
 def agreed_transfer(
@@ -390,25 +365,6 @@ def unagreed_transfer(
     return transfer
 
 
-def publish_rejection(group: PrivateGroup, lane: int, error: Exception, timeout: float) -> None:
-    """Tells the other ranks, in the background, that this rank refused its arguments: they raise at once
-    instead of waiting."""
-    deadline = time.monotonic() + timeout
-    group.call(
-        lane, deadline, lambda ordinal: _rejection_job(group, lane, ordinal, error), ready=lambda: True
-    )
-
-
-def _rejection_job(group: PrivateGroup, lane: int, ordinal: int, error: Exception) -> Job:
-    message = f"rank {group.rank}: {error}"
-
-    def job(core: _C.ReshardGroup | None, _: Exception | None) -> None:
-        if core is not None:
-            core.reject(lane, ordinal, message)
-
-    return job
-
-
 def _release_slot(core: weakref.ref[_C.ReshardGroup], slot: int) -> None:
     group = core()
     if group is not None:
@@ -424,17 +380,3 @@ def _running(core: _C.ReshardGroup | None, error: Exception | None) -> _C.Reshar
     if core is None:
         raise error or MeshcastError("the private group is not up")
     return core
-
-
-def _filled(shards: Shards) -> list[torch.Tensor | None]:
-    return [None if shard is None or shard.numel() == 0 else settled(shard) for shard in shards]
-
-
-def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor behind the wrapper in which functional collectives return before they have finished; the
-    wrapper has no memory of its own."""
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-
-def _tensor_text(shape: Sequence[int], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
