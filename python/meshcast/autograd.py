@@ -117,7 +117,9 @@ class _Call:
             assert gradient is not None
             shape = gradient.source_shape
             incoming.append(
-                None if shape is None else torch.empty(shape, dtype=gradient.wire_dtype, device=member.device)
+                None
+                if shape is None
+                else torch.empty(shape, dtype=gradient.wire_dtype, device=member.source_device)
             )
         if compiled.transfer is not None:
             assert self.number is not None
@@ -154,7 +156,7 @@ def _gradient(member: Member, local: torch.Tensor | None) -> DTensor:
     gradient = member.gradient
     assert gradient is not None
     if local is None:
-        return DTensor(member.shell(gradient.dtype), gradient.spec, requires_grad=False)
+        return DTensor(member.shell(gradient.dtype, member.source_device), gradient.spec, requires_grad=False)
     if gradient.scale != 1.0:
         local.mul_(gradient.scale)
     return DTensor(local.to(gradient.dtype), gradient.spec, requires_grad=False)

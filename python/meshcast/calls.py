@@ -133,7 +133,7 @@ def source_of(x: Any, rank: int, needs_grad: bool, op: str, *, spec_inside: bool
     else:
         raise LayoutError(f"{op}: x must be a DTensor or a meshcast.TensorSpec, found {type(x).__name__}")
     layout = Layout(mesh, positive_placements(placements, len(shape)))
-    return Source(shape, dtype, layout, mesh, needs_grad and x.requires_grad)
+    return Source(shape, dtype, layout, mesh, needs_grad and x.requires_grad, device_type=mesh.device_type)
 
 
 def _destination(request: Request, op: str) -> Destination:

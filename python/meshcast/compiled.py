@@ -95,7 +95,7 @@ def compile_members(
         problems.append(problem)
         if reverse is not None:
             backward.append(reverse)
-    if len({member.device for member in members}) > 1:
+    if len({member.sides for member in members}) > 1:
         raise LayoutError(f"{op}: some tensors are on cpu and some on cuda; move them in separate calls")
     return members, problems, backward or None
 
@@ -120,7 +120,7 @@ def compile_call(
             op=op,
             strategy=strategy,
             topology=topology,
-            device_type=members[0].device or "cpu",
+            sides=members[0].sides,
         )
     else:
         parent.private(ranks_of(problems), op)  # the ranks must exist here as well

@@ -25,7 +25,7 @@ __all__ = ["CudaTransfer"]
 class CudaTransfer(Transfer):
     """A Transfer whose tensors are on GPUs, one GPU per rank."""
 
-    _on_cpu = False
+    _by_host = False
 
     def _check(self, side: str, shards: Shards, expected: Sequence[tuple[int, ...] | None]) -> None:
         super()._check(side, shards, expected)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -20,11 +19,15 @@ __all__ = [
     "SHARING_SWITCH",
     "TRANSPORT_SWITCH",
     "GpuOffer",
+    "Sides",
     "gpu_obstacle",
+    "own_obstacle",
     "own_offer",
     "require_gpu",
-    "shared_device_type",
+    "sides_of",
 ]
+
+Sides = tuple[str, str]  # where the source and the destination of a call are: "cpu" or "cuda" each
 
 AUTO, NCCL, CUDA_IPC = "auto", "nccl", "cuda_ipc"
 TRANSPORT_SWITCH = "MESHCAST_CUDA_TRANSPORT"
@@ -60,26 +63,28 @@ class GpuOffer:
         return cls(**(fields | {"reaches": tuple(fields["reaches"])}))
 
 
-def shared_device_type(types: Iterable[str], op: str) -> str:
-    """The device type that all meshes of a call have, "cpu" or "cuda". Raises LayoutError for a mixture and
-    for another one."""
-    found = sorted(set(types))
-    if len(found) > 1:
-        raise LayoutError(
-            f"{op}: the meshes are on {' and '.join(found)}; all of one call must be on one kind of device: "
-            "move the tensor within its own mesh first, for example x.cpu() or x.cuda()"
-        )
-    kind = found[0] if found else "cpu"
-    if kind not in ("cpu", "cuda"):
-        raise LayoutError(f"{op}: the meshes are on {kind}; tensors on cpu and cuda can be moved")
-    return kind
+def sides_of(source: str, destination: str, op: str) -> Sides:
+    """Where both ends of a call are, from the device types of their meshes. Raises LayoutError for one that
+    is neither "cpu" nor "cuda"."""
+    for kind in (source, destination):
+        if kind not in ("cpu", "cuda"):
+            raise LayoutError(f"{op}: the meshes are on {kind}; tensors on cpu and cuda can be moved", op=op)
+    return source, destination
 
 
-def require_gpu(op: str) -> None:
-    """Raises LayoutError where this process can move nothing on GPUs."""
-    reason = gpu_obstacle(hasattr(_C, "CudaGroup"), torch.version.cuda, torch.cuda.is_available())
+def require_gpu(op: str, *, copies_only: bool = False) -> None:
+    """Raises LayoutError where this process can move nothing on GPUs. copies_only: nothing but torch's copies
+    between a GPU and the host is needed."""
+    reason = own_obstacle(copies_only=copies_only)
     if reason:
-        raise LayoutError(f"{op}: the meshes are on cuda, but {reason}", op=op)
+        meshes = "one of the meshes is" if copies_only else "the meshes are"
+        raise LayoutError(f"{op}: {meshes} on cuda, but {reason}", op=op)
+
+
+def own_obstacle(*, copies_only: bool) -> str:
+    """Why this process can move nothing on GPUs; empty if it can. copies_only: see require_gpu."""
+    built = copies_only or hasattr(_C, "CudaGroup")
+    return gpu_obstacle(built, torch.version.cuda, torch.cuda.is_available())
 
 
 def gpu_obstacle(built: bool, torch_cuda: str | None, available: bool) -> str:

@@ -59,6 +59,7 @@ class Launch:
         self._settled: threading.Event | None = None
         self._success: Callable[[], None] | None = None
         self.flight: Flight | None = None  # its entry in the flight record
+        self.passage: Any = None  # of a transfer between CPUs and GPUs
         self._callbacks: list[Callable[[], None]] = []
 
     def on_success(self, step: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from .errors import LayoutError
-from .gpu_offer import require_gpu, shared_device_type
+from .gpu_offer import Sides, require_gpu, sides_of
 from .layout import Layout
 from .reduction import Reduction, check_reducible, reduced_layout, reduction_inside, tensor_spec
 from .shards import settled
@@ -24,8 +24,8 @@ __all__ = ["Destination", "Member", "Source", "compile_member", "positive_placem
 @dataclass(frozen=True)
 class Source:
     """A source as every rank knows it, from a DTensor or a spec. A rank outside may know its layout only:
-    mesh is then None, and no gradient is possible. reduce_first: partial values are reduced inside the mesh,
-    so that each rank sees what it sends."""
+    mesh is then None, and no gradient is possible. device_type: of the mesh. reduce_first: partial values are
+    reduced inside the mesh, so that each rank sees what it sends."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -33,6 +33,7 @@ class Source:
     mesh: DeviceMesh | None
     needs_grad: bool = False
     reduce_first: bool = False
+    device_type: str = "cpu"
 
     @property
     def reduced_on_the_way(self) -> bool:
@@ -66,7 +67,9 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Member:
-    """One tensor of a call on this rank. local_shape: of the result here, None outside its mesh."""
+    """One tensor of a call on this rank. local_shape: of the result here, None outside its mesh. sides: where
+    source and result are; devices: where this rank makes tensors there, "cuda" being the current GPU, None
+    torch's default."""
 
     spec: DTensorSpec
     shape: tuple[int, ...]
@@ -76,21 +79,32 @@ class Member:
     is_holder: bool
     reduction: Reduction | None
     gradient: Gradient | None
-    device: str | None = None  # where tensors are made; "cuda" is the current GPU, None torch's default
+    sides: Sides = ("cpu", "cpu")
+    devices: tuple[str | None, str | None] = (None, None)
 
     @property
     def takes_part(self) -> bool:
         return self.is_holder or self.local_shape is not None
 
-    def shell(self, dtype: torch.dtype) -> torch.Tensor:
+    @property
+    def device(self) -> str | None:
+        """Where results are made."""
+        return self.devices[1]
+
+    @property
+    def source_device(self) -> str | None:
+        """Where gradients of the source are made."""
+        return self.devices[0]
+
+    def shell(self, dtype: torch.dtype, device: str | None) -> torch.Tensor:
         """Local tensor of a rank outside the mesh: no elements, but the global number of dimensions, which
         gradients need."""
-        return torch.zeros((0,) * len(self.shape), dtype=dtype, device=self.device)
+        return torch.zeros((0,) * len(self.shape), dtype=dtype, device=device)
 
     def allocate(self) -> DTensor:
         """The result, not yet filled."""
         if self.local_shape is None:
-            local = self.shell(self.dtype)
+            local = self.shell(self.dtype, self.device)
         else:
             local = torch.empty(self.local_shape, dtype=self.dtype, device=self.device)
         return DTensor(local, self.spec, requires_grad=False)
@@ -109,7 +123,7 @@ def compile_member(
     """The member, its problem, and that of its gradient. Raises LayoutError for what is wrong with them."""
     shape, mesh = source.shape, destination.mesh
     dtype = destination.dtype or source.dtype
-    device = shared_device_type([m.device_type for m in (source.mesh, mesh) if m is not None], op)
+    sides = sides_of(source.device_type, mesh.device_type, op)
     check_reducible(source.layout, source.dtype, op)
     src = source.layout if source.reduced_on_the_way else reduced_layout(source.layout)
     dst = Layout(mesh, positive_placements(destination.placements, len(shape)))
@@ -123,8 +137,8 @@ def compile_member(
     wire = wire_dtype(source, dtype)
     local_shape = dst.local_shapes(shape).get(rank)
     is_holder = src.local_shapes(shape).get(rank) is not None
-    if device == "cuda" and (is_holder or local_shape is not None):
-        require_gpu(op)
+    if "cuda" in (sides[0] if is_holder else "", sides[1] if local_shape is not None else ""):
+        require_gpu(op, copies_only=sides != ("cuda", "cuda"))
     gradient = backward = None
     if source.needs_grad:
         narrow = min(dtype, source.dtype, key=lambda t: t.itemsize)
@@ -141,9 +155,18 @@ def compile_member(
         is_holder,
         reduction,
         gradient,
-        device if device == "cuda" and torch.cuda.is_available() else None,
+        sides,
+        _devices(sides),
     )
     return member, (shape, wire, src, dst), backward
+
+
+def _devices(sides: Sides) -> tuple[str | None, str | None]:
+    if sides == ("cpu", "cpu"):
+        return None, None
+    # A rank without GPU may be outside the mesh on GPUs, where it makes shells.
+    source, destination = (side if side == "cpu" or torch.cuda.is_available() else None for side in sides)
+    return source, destination
 
 
 def wire_dtype(source: Source, dtype: torch.dtype) -> torch.dtype:

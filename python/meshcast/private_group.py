@@ -30,6 +30,7 @@ from .topology import Topology
 if TYPE_CHECKING:
     from .cuda_lanes import CudaLanes
     from .handle import Launch
+    from .pinned import PinnedPool
 
 __all__ = ["Job", "PrivateGroup"]
 
@@ -56,6 +57,7 @@ class PrivateGroup:
         self.board: Any = None  # store of this life of the group, once its ranks have met
         self.control: Any = None  # likewise, that of the core
         self.gpu: CudaLanes | None = None  # once tensors on GPUs were moved; made and touched by jobs
+        self.pinned: PinnedPool | None = None  # once tensors were moved between CPUs and GPUs
         self._store = store
         self._core: _C.ReshardGroup | None = None
         self._error: Exception | None = None
@@ -237,6 +239,19 @@ class PrivateGroup:
             self._flying = [other for other in self._flying if not other.is_completed()]
             self._flying_limit = 2 * len(self._flying) + 64
 
+    def cause(self) -> str | None:
+        """Why the group was aborted, by this rank or another; asks the store. None while it is whole."""
+        core = self._core
+        found = None if core is None else core.error()
+        if found is not None or self.control is None:
+            return found
+        try:
+            if not self.control.check(["cause"]):
+                return None
+            return self.control.get("cause").decode(errors="replace").partition("\n")[2]
+        except Exception:  # the store has gone: it has nothing more to say, and the limit holds
+            return None
+
     def abort(self, reason: str) -> None:
         """Fails this group's calls, here and on the other ranks, with AbortedError(reason). Never blocks;
         idempotent."""
@@ -269,7 +284,7 @@ class PrivateGroup:
         # Compiled transfers refer to their group. Left in this cycle, the communicators would keep their
         # threads, which look for messages 100 times a second, until the garbage collector comes by.
         with self._lock:
-            self._core = self.gpu = None
+            self._core = self.gpu = self.pinned = None
         self._flying.clear()
         self.transfers.clear()
 

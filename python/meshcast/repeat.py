@@ -56,7 +56,11 @@ class Repeat:
         # A rank of both meshes would have to look whether the source shares memory with the result.
         if transfer is None or kept is None or member.is_holder == (member.local_shape is not None):
             return None
-        plain = transfer._on_cpu and member.reduction is None and member.wire_dtype == transfer.problems[0][1]
+        plain = (
+            transfer._sides == ("cpu", "cpu")
+            and member.reduction is None
+            and member.wire_dtype == transfer.problems[0][1]
+        )
         if not plain or (not member.is_holder and member.wire_dtype != member.dtype):
             return None
         shape = transfer._source[0] if member.is_holder else member.local_shape

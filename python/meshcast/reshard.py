@@ -73,7 +73,8 @@ def reshard(
     """Moves x to `mesh` with `placements` (one per mesh dimension, Shard or Replicate).
 
     Called by every rank of both meshes, in one order that is the same on all ranks and across all groups;
-    other ranks may skip it. The meshes may be disjoint, overlap or be equal.
+    other ranks may skip it. The meshes may be disjoint, overlap or be equal, and each of them on CPUs or on
+    GPUs (docs/cuda.md says what waits for what).
 
     Args:
         x: a DTensor, also on ranks outside its mesh that have one; there a TensorSpec will do. Its local

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .autograd import differentiable_call
-from .calls import handle_of, source_of
+from .calls import Request, handle_of, source_of, tell_others
 from .compiled import Compiled, check_outs, compile_members
 from .errors import LayoutError
 from .groups import parent_group, seconds
@@ -74,9 +74,14 @@ class Resharder:
             "reuse_output": reuse_output,
             "timeout": timeout,
         }
-        source = source_of(self._src, parent.rank, True, _OP, spec_inside=True)
-        destination = Destination(self._dst.mesh, tuple(self._dst.placements), self._dst.dtype)
-        members, problems, backward = compile_members(parent, [source], [destination], _OP)
+        try:
+            source = source_of(self._src, parent.rank, True, _OP, spec_inside=True)
+            destination = Destination(self._dst.mesh, tuple(self._dst.placements), self._dst.dtype)
+            members, problems, backward = compile_members(parent, [source], [destination], _OP)
+        except LayoutError as error:  # of this rank alone, where it has no GPU: the others raise as they call
+            request = Request(self._src, self._dst.mesh, self._dst.placements)
+            tell_others(parent, [request], error, self._limit, _OP)
+            raise
         parent.private(ranks_of(problems), _OP)  # the ranks must exist, also for a rank of neither mesh
         transfer = None
         if members[0].takes_part:
@@ -87,7 +92,7 @@ class Resharder:
                 op=_OP,
                 strategy=strategy,
                 topology=topology,
-                device_type=members[0].device or "cpu",
+                sides=members[0].sides,
             )
         self._compiled = Compiled(members, transfer, problems)
         self._known_spec: Any = None  # the spec object that the last source came with

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ import torch
 
 from .agreements import Agreed
 from .errors import DeadlineExceededError, LayoutError, MeshcastError
+from .gpu_offer import Sides
 from .groups import ParentGroup, parent_group, seconds
 from .handle import Handle, Launch
 from .observe import Flight, PlanFacts, log, profiled
@@ -60,7 +61,8 @@ class Transfer:
     _error: Exception | None  # why the transfer cannot run
     _failure: Exception | None  # of the last attempt to agree
     _balance = "greedy"
-    _on_cpu = True  # where the tensors are; on GPUs: cuda_transfer.py
+    _sides: Sides = ("cpu", "cpu")  # where source and destination are
+    _by_host = True  # the host moves the bytes; between GPUs it does not: cuda_transfer.py
 
     def __init__(
         self,
@@ -170,7 +172,8 @@ class Transfer:
         try:
             self._check("source", src, self._source)
             self._check("destination", dst, self._destination)
-        except LayoutError as error:
+            src, dst = self._staged(launch, src, dst, reverse=False)
+        except MeshcastError as error:
             launch.flight.failed(error)
             publish_rejection(self._group, self._lane, error, timeout)
             raise
@@ -181,7 +184,7 @@ class Transfer:
             number.ordinal = ordinal
             return self._start_job(launch, number, src, dst, reverse=False)
 
-        self._group.call(self._lane, launch.deadline, job_of, ready=self._has_agreed)
+        self._group.call(self._lane, launch.deadline, job_of, ready=self._ready(launch, reverse=False))
         return launch, number
 
     def launch_reverse(
@@ -191,14 +194,31 @@ class Transfer:
         the source. driven: as in launch()."""
         launch = Launch(f"{self._op} backward", timeout, driven)
         launch.flight = Flight(launch.op, self._group.name, self._group.rank, launch)
+        src, dst = self._staged(launch, src, dst, reverse=True)
         job = self._start_job(launch, call, src, dst, reverse=True)
-        self._group.replay(launch.deadline, job, ready=lambda: True)
+        self._group.replay(launch.deadline, job, ready=self._ready(launch, reverse=True))
         return launch
 
     def reject_reverse(self, call: CallNumber, error: Exception, timeout: float) -> None:
         """Lets the ranks that wait in the backward transfer of `call` raise: this rank does not take part."""
         job = rejection_job(self._group, REVERSE_LANE, call.ordinal, error)
         self._group.replay(time.monotonic() + timeout, job, ready=lambda: True)
+
+    def _staged(
+        self,
+        launch: Launch,  # noqa: ARG002
+        src: Shards,
+        dst: Shards,
+        *,
+        reverse: bool,  # noqa: ARG002
+    ) -> tuple[Shards, Shards]:
+        """The shards where this transfer can move them, in the caller's thread, before the call is counted:
+        an error is told to the others."""
+        return src, dst
+
+    def _ready(self, launch: Launch, *, reverse: bool) -> Callable[[], bool]:  # noqa: ARG002
+        """Tells, while the call is being counted, whether its start would not have to wait."""
+        return _always if reverse else self._has_agreed
 
     def _start_job(self, launch: Launch, call: CallNumber, src: Shards, dst: Shards, *, reverse: bool) -> Job:
         def job(core: _C.ReshardGroup | None, error: Exception | None) -> None:
@@ -283,7 +303,7 @@ class Transfer:
         if self._plan is not None:
             return
         topology = self._topology or self._group.topology
-        if topology is not None and self._on_cpu and self._group.interfaces > 1:
+        if topology is not None and self._by_host and self._group.interfaces > 1:
             topology = topology.striped()
         plan = plan_many(self.problems, topology=topology, strategy=self._strategy, balance=self._balance)
         self._facts = PlanFacts.of(plan, self._group.rank)
@@ -313,7 +333,7 @@ class Transfer:
             op=self._op,
             rank=self._group.rank,
             side=side,
-            on_cpu=self._on_cpu,
+            on_cpu=self._sides[side == "destination"] == "cpu",
         )
 
 
@@ -325,17 +345,17 @@ def agreed_transfer(
     op: str,
     strategy: str,
     topology: Topology | None,
-    device_type: str = "cpu",
+    sides: Sides = ("cpu", "cpu"),
 ) -> Transfer:
     """The transfer of an ordinary call: one kept from before, or a new one. It agrees within a launch, unless
     the ranks have agreed on one of its kind, so that every call takes one ordinal in either case."""
     kept = parent.private(ranks_of(problems), op).transfers
     reverse = None if backward is None else tuple(backward)
-    kind = (op, tuple(problems), reverse, strategy, topology, device_type)
+    kind = (op, tuple(problems), reverse, strategy, topology, sides)
     transfer = kept.get(kind)
     if transfer is None:
         transfer = unagreed_transfer(
-            parent, problems, backward, op=op, strategy=strategy, topology=topology, device_type=device_type
+            parent, problems, backward, op=op, strategy=strategy, topology=topology, sides=sides
         )
         transfer._kind = kind
         if len(kept) >= _KEPT:
@@ -352,17 +372,27 @@ def unagreed_transfer(
     op: str,
     strategy: str,
     topology: Topology | None,
-    device_type: str = "cpu",
+    sides: Sides = ("cpu", "cpu"),
 ) -> Transfer:
-    """A new transfer with a slot of its own, which it agrees on within its first launch."""
-    if device_type == "cpu":
+    """A new transfer with a slot of its own, which it agrees on within its first launch. sides: where the
+    tensors are, see gpu_offer.sides_of."""
+    if sides == ("cpu", "cpu"):
         transfer = Transfer.__new__(Transfer)
-    else:
+    elif sides == ("cuda", "cuda"):
         from .cuda_transfer import CudaTransfer
 
         transfer = CudaTransfer.__new__(CudaTransfer)
+    else:
+        from .staged_transfer import StagedTransfer
+
+        transfer = StagedTransfer.__new__(StagedTransfer)
+    transfer._sides = sides
     transfer._setup(parent, problems, backward, 0, op, strategy, topology)
     return transfer
+
+
+def _always() -> bool:
+    return True
 
 
 def _release_slot(core: weakref.ref[_C.ReshardGroup], slot: int) -> None:

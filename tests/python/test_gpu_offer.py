@@ -7,9 +7,10 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 from meshcast import gpu_offer
 from meshcast.errors import LayoutError, MeshcastError
-from meshcast.gpu_offer import CUDA_IPC, NCCL, GpuOffer, gpu_obstacle, own_offer, shared_device_type
+from meshcast.gpu_offer import CUDA_IPC, NCCL, GpuOffer, gpu_obstacle, own_offer, require_gpu, sides_of
 from meshcast.gpu_transport import choose_transport
 
 
@@ -201,15 +202,22 @@ def test_a_gpu_that_does_not_exist_becomes_an_obstacle() -> None:
     assert own_offer(4711).obstacle
 
 
-def test_device_types_of_a_call() -> None:
-    assert shared_device_type(["cpu", "cpu"], "reshard") == "cpu"
-    assert shared_device_type(["cuda"], "reshard") == "cuda"
-    assert shared_device_type([], "reshard") == "cpu"
-    for types in itertools.permutations(("cpu", "cuda")):
-        with pytest.raises(LayoutError, match=r"reshard: the meshes are on cpu and cuda; .* x\.cuda\(\)"):
-            shared_device_type(types, "reshard")
-    with pytest.raises(LayoutError, match="the meshes are on xpu"):
-        shared_device_type(["xpu", "xpu"], "reshard")
+def test_sides_of_a_call() -> None:
+    for source, destination in itertools.product(("cpu", "cuda"), repeat=2):
+        assert sides_of(source, destination, "reshard") == (source, destination)
+    for sides in (("xpu", "cpu"), ("cuda", "xpu")):
+        with pytest.raises(LayoutError, match="reshard: the meshes are on xpu"):
+            sides_of(*sides, "reshard")
+
+
+def test_copies_need_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build without CUDA code under a CUDA torch with a GPU."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delattr("meshcast._C.CudaGroup", raising=False)
+    require_gpu("reshard", copies_only=True)
+    with pytest.raises(LayoutError, match="on cuda, but this build of meshcast has no CUDA code"):
+        require_gpu("reshard")
 
 
 def test_what_a_process_lacks_is_said_with_what_to_do() -> None:

@@ -1,0 +1,69 @@
+"""PinnedPool: pinned host memory of a private group, used again by its later calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .handle import Launch
+
+__all__ = ["PinnedPool"]
+
+_LEAST = 4096  # bytes of a block
+
+
+class PinnedPool:
+    """Blocks of pinned memory, of sizes that are powers of two, so that tensors of unlike shapes share them.
+
+    Pinning costs far more than a copy: a block is allocated once, lent to one call at a time, and lent again
+    when that call is through with it on the host and on the GPU. Those of a call that failed are given up:
+    nobody knows what still writes to them. Thread-safe.
+    """
+
+    def __init__(self, pinned: Callable[[int], torch.Tensor]) -> None:
+        self._pinned = pinned  # allocates so many bytes
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._loans: list[tuple[Launch, list[torch.Tensor]]] = []
+        self._lock = threading.Lock()
+
+    def lend(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """A block of at least so many bytes for each size. They are the pool's again if they come with
+        watch(); else they are freed with their last reference."""
+        with self._lock:
+            self._collect()
+            return [self._block(size) for size in sizes]
+
+    def watch(self, launch: Launch, blocks: list[torch.Tensor]) -> None:
+        """The blocks are the call's until it has ended, on the GPU as well."""
+        with self._lock:
+            self._loans.append((launch, blocks))
+
+    def _collect(self) -> None:
+        in_use = []
+        for launch, blocks in self._loans:
+            if not launch.is_completed():
+                in_use.append((launch, blocks))
+            elif _succeeded(launch):
+                for block in blocks:
+                    self._free.setdefault(block.numel(), []).append(block)
+        self._loans = in_use
+
+    def _block(self, size: int) -> torch.Tensor:
+        rounded = max(_LEAST, 1 << (size - 1).bit_length())
+        free = self._free.get(rounded)
+        return free.pop() if free else self._pinned(rounded)
+
+
+def _succeeded(launch: Launch) -> bool:
+    """Of a call that has ended."""
+    if launch.error is not None:
+        return False
+    try:
+        launch.work.wait()  # does not block any more
+    except Exception:
+        return False
+    return True
