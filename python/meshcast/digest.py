@@ -45,15 +45,15 @@ def _box_digest(part: torch.Tensor, box: Box, shape: Sequence[int]) -> int:
     if part.numel() == 0:
         return 0
     if part.ndim == 0:
-        return int(_mixed(_words(part.reshape(1)), torch.zeros(1, dtype=torch.int64)))
+        return int(_mixed(_words(part.reshape(1)), torch.zeros(1, dtype=torch.int64, device=part.device)))
     total = 0
     rows = max(1, _ELEMENTS // max(part[0].numel(), 1))
     for begin in range(0, part.shape[0], rows):
         block = part[begin : begin + rows]
         first = (box[0][0] + begin, box[0][0] + begin + block.shape[0])
-        position = torch.zeros((), dtype=torch.int64)
+        position = torch.zeros((), dtype=torch.int64, device=part.device)
         for dim, (low, high) in enumerate((first, *box[1:])):
-            along = torch.arange(low, high) * math.prod(shape[dim + 1 :])
+            along = torch.arange(low, high, device=part.device) * math.prod(shape[dim + 1 :])
             position = position + along.reshape([-1 if d == dim else 1 for d in range(len(box))])
         total += int(_mixed(_words(block), position.expand(block.shape)))
     return total

@@ -14,6 +14,7 @@ from . import _checks
 from .calls import source_of
 from .compiled import check_outs
 from .errors import LayoutError
+from .gpu_offer import own_obstacle
 from .layout import Layout
 from .member import Destination, Source, positive_placements
 from .spec import TensorSpec
@@ -41,17 +42,23 @@ class StateCall:
 
     def key(self) -> Any:
         return (
-            tuple((name, s.shape, s.dtype, s.layout) for name, s in self.sources.items()),
-            tuple(self.layouts.items()),
+            tuple((name, s.shape, s.dtype, s.layout, s.device_type) for name, s in self.sources.items()),
+            tuple((name, *where) for name, where in self._wanted().items()),
             tuple((name, out.shape, out.dtype) for name, out in self.outs.items()),
             tuple(self.options.items()),
             self.topology,
         )
 
     def text(self) -> str:
-        held = {name: (s.shape, s.dtype, s.layout) for name, s in self.sources.items()}
+        held = {name: (s.shape, s.dtype, s.layout, s.device_type) for name, s in self.sources.items()}
         outs = {name: (tuple(out.shape), out.dtype) for name, out in self.outs.items()}
-        return encode(held, self.layouts, outs, self.options)
+        obstacles = [own_obstacle(copies_only=copies_only) for copies_only in (False, True)]
+        return encode(held, self._wanted(), outs, self.options, obstacles)
+
+    def _wanted(self) -> dict[str, tuple[Layout, str]]:
+        return {
+            name: (layout, self.destinations[name].mesh.device_type) for name, layout in self.layouts.items()
+        }
 
 
 def checked_call(

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from . import _checks
 from .compiled import Compiled, compile_members
 from .digest import shard_digest
-from .errors import LayoutError, MeshcastError, PlanMismatchError
+from .errors import DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
 from .groups import ParentGroup, parent_group, seconds
 from .layout import Layout
 from .member import Destination, Source, wire_dtype
@@ -37,12 +37,14 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.tensor.placement_types import Placement
 
+    from .handle import Launch
     from .topology import Topology
 
 __all__ = ["ReshardedState", "reshard_state_dict"]
 
 _OP = "reshard_state_dict"
 _KEPT = 8  # kinds of call whose plans a group keeps
+_PAUSE = 0.0002  # seconds between two looks at whether a GPU is through
 _NONE = -1  # in a row: no version, nothing known
 _REFUSED = -2
 
@@ -232,12 +234,14 @@ def _agreed_version(rows: Mapping[int, list[int]], rank: int) -> int:
 def _compile(
     parent: ParentGroup, entries: Sequence[Entry], call: StateCall
 ) -> list[tuple[list[int], Compiled]]:
-    """Batches of at most max_bytes_in_flight, in the order of the names."""
+    """Batches of at most max_bytes_in_flight, in the order of the names, the tensors of each at one pair of
+    places."""
     limit = call.options["max_bytes_in_flight"]
     groups: list[tuple[list[int], int]] = []
     for index, entry in enumerate(entries):
         size = _checks.total_bytes(entry.shape, wire_dtype(_source(entry, call), entry.result_dtype))
-        if groups and (limit is None or groups[-1][1] + size <= limit):
+        joins = bool(groups) and entries[groups[-1][0][-1]].sides == entry.sides
+        if joins and (limit is None or groups[-1][1] + size <= limit):
             groups[-1] = ([*groups[-1][0], index], groups[-1][1] + size)
         else:
             groups.append(([index], size))
@@ -254,12 +258,16 @@ def _compile(
             for entry in chosen
         ]
         members, problems, _ = compile_members(parent, sources, targets, _OP)
-        if members[0].device == "cuda":
-            raise LayoutError(f"{_OP}: state dicts on GPUs are not supported; reshard their tensors instead")
         transfer = None
         if any(member.takes_part for member in members):
             transfer = unagreed_transfer(
-                parent, problems, None, op=_OP, strategy=call.options["strategy"], topology=call.topology
+                parent,
+                problems,
+                None,
+                op=_OP,
+                strategy=call.options["strategy"],
+                topology=call.topology,
+                sides=chosen[0].sides,
             )
         else:
             parent.private(ranks_of(problems), _OP)
@@ -271,7 +279,14 @@ def _source(entry: Entry, call: StateCall) -> Source:
     held = call.held.get(entry.name)
     mesh = None if held is None else held.device_mesh
     # A digest of values that are reduced on the way could not be taken at their source.
-    return Source(entry.shape, entry.dtype, entry.src, mesh, reduce_first=call.options["digest"])
+    return Source(
+        entry.shape,
+        entry.dtype,
+        entry.src,
+        mesh,
+        reduce_first=call.options["digest"],
+        device_type=entry.sides[0],
+    )
 
 
 def _move(
@@ -287,6 +302,8 @@ def _move(
         moved, launch, _ = compiled.begin(xs, _left(deadline), outs, observe)
         if launch is not None:
             launch.wait()
+            if known.entries[indices[0]].sides != ("cpu", "cpu"):
+                _end_on_gpu(launch, deadline)
         for position, index in enumerate(indices):
             results[index] = moved[position]
             member = compiled.members[position]
@@ -295,6 +312,21 @@ def _move(
                 layout = compiled.problems[position][3]
                 digests["dst", index] = shard_digest(local, layout, member.shape, rank)
     return [results[index] for index in range(len(known.entries))]
+
+
+def _end_on_gpu(launch: Launch, deadline: float) -> None:
+    """Blocks until the GPU is through as well: what fails there must be known before any rank returns."""
+    begin = time.monotonic()
+    while not launch.is_completed():
+        if time.monotonic() >= deadline:
+            raise DeadlineExceededError(
+                f"{_OP}: the GPU was not through with what arrived by the limit of the call",
+                op=_OP,
+                phase="transfer",
+                elapsed=time.monotonic() - begin,
+            )
+        time.sleep(_PAUSE)
+    launch.wait()  # raises what failed meanwhile
 
 
 def _observer(

@@ -11,6 +11,7 @@ import torch
 
 from . import _checks
 from .errors import LayoutError, MeshcastError, PlanMismatchError
+from .gpu_offer import Sides, sides_of
 from .layout import Layout
 
 __all__ = ["Entry", "decode", "encode", "merge"]
@@ -20,7 +21,8 @@ _OP = "reshard_state_dict"
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor as the ranks agree on it. dtype: of the source; result_dtype: of the result."""
+    """One tensor as the ranks agree on it. dtype: of the source; result_dtype: of the result; sides: where
+    source and result are."""
 
     name: str
     shape: tuple[int, ...]
@@ -28,24 +30,29 @@ class Entry:
     result_dtype: torch.dtype
     src: Layout
     dst: Layout
+    sides: Sides
 
 
 def encode(
-    held: Mapping[str, tuple[Sequence[int], torch.dtype, Layout]],
-    wanted: Mapping[str, Layout],
+    held: Mapping[str, tuple[Sequence[int], torch.dtype, Layout, str]],
+    wanted: Mapping[str, tuple[Layout, str]],
     outs: Mapping[str, tuple[Sequence[int], torch.dtype]],
     options: Mapping[str, Any],
+    obstacles: Sequence[str],
 ) -> str:
-    """One rank's side as JSON: tensors held, destinations, outputs given, and the options of the call."""
+    """One rank's side as JSON: tensors held and destinations, each with the device type of its mesh, outputs
+    given, the options of the call, and why this rank can take no part in transfers between GPUs and in those
+    between CPUs and GPUs, "" where it can."""
     return json.dumps(
         {
             "held": {
-                name: [list(shape), _checks.dtype_name(dtype), _layout_text(layout)]
-                for name, (shape, dtype, layout) in held.items()
+                name: [list(shape), _checks.dtype_name(dtype), _layout_text(layout), device]
+                for name, (shape, dtype, layout, device) in held.items()
             },
-            "wanted": {name: _layout_text(layout) for name, layout in wanted.items()},
+            "wanted": {name: [_layout_text(layout), device] for name, (layout, device) in wanted.items()},
             "outs": {name: [list(shape), _checks.dtype_name(dtype)] for name, (shape, dtype) in outs.items()},
             "options": dict(options),
+            "obstacles": list(obstacles),
         }
     )
 
@@ -56,15 +63,16 @@ def decode(text: str) -> dict[str, Any]:
 
 def merge(sides: Mapping[int, Mapping[str, Any]], rank: int) -> list[Entry]:
     """The tensors in the order of the destinations. Every rank has the same sides, so that all raise alike:
-    PlanMismatchError where ranks contradict each other, LayoutError where a name is missing."""
+    PlanMismatchError where ranks contradict each other, LayoutError where a name is missing or a rank has no
+    GPU where it needs one."""
     ranks = sorted(sides)
     first = sides[ranks[0]]
     for other in ranks[1:]:
         _compare(ranks[0], first, other, sides[other], rank)
     dtype = first["options"]["dtype"]
     entries = []
-    for name, text in first["wanted"].items():
-        shape, source_dtype, layout = _held(name, sides, rank)
+    for name, (text, device) in first["wanted"].items():
+        shape, source_dtype, layout, source_device = _held(name, sides, rank)
         src = _layout(layout)
         for holder in src.ranks:
             if holder not in sides:
@@ -81,7 +89,10 @@ def merge(sides: Mapping[int, Mapping[str, Any]], rank: int) -> list[Entry]:
                     op=_OP,
                 )
         result = _result_dtype(name, source_dtype, dtype, shape, sides, rank)
-        entries.append(Entry(name, tuple(shape), source_dtype, result, src, _layout(text)))
+        where = sides_of(source_device, device, _OP)
+        entry = Entry(name, tuple(shape), source_dtype, result, src, _layout(text), where)
+        _check_gpus(entry, sides, rank)
+        entries.append(entry)
     if first["options"]["strict"]:
         for holder in ranks:
             extra = [name for name in sides[holder]["held"] if name not in first["wanted"]]
@@ -106,8 +117,8 @@ def _compare(a: int, first: Mapping[str, Any], b: int, second: Mapping[str, Any]
     for name, text in first["wanted"].items():
         if text != second["wanted"][name]:
             raise _mismatch(
-                f"the destination of {name!r} is {_layout(text)} on rank {a}, but "
-                f"{_layout(second['wanted'][name])} on rank {b}",
+                f"the destination of {name!r} is {_target(text)} on rank {a}, but "
+                f"{_target(second['wanted'][name])} on rank {b}",
                 rank,
             )
     if first["options"] != second["options"]:
@@ -116,8 +127,25 @@ def _compare(a: int, first: Mapping[str, Any], b: int, second: Mapping[str, Any]
         )
 
 
-def _held(name: str, sides: Mapping[int, Mapping[str, Any]], rank: int) -> tuple[list[int], torch.dtype, Any]:
-    """Shape, dtype and layout of a tensor, as all its holders say."""
+def _check_gpus(entry: Entry, sides: Mapping[int, Mapping[str, Any]], rank: int) -> None:
+    """Raises LayoutError where one of the tensor's ranks cannot use the GPU that it should be on."""
+    for layout, device in zip((entry.src, entry.dst), entry.sides, strict=True):
+        for other in layout.ranks if device == "cuda" else ():
+            # A destination outside the group has said nothing; it is refused where the call is compiled.
+            reason = sides[other]["obstacles"][entry.sides != ("cuda", "cuda")] if other in sides else ""
+            if reason:
+                raise LayoutError(
+                    f"{_OP}: {entry.name!r} is to be on cuda on rank {other}, but there {reason}",
+                    rank=rank,
+                    peer=other,
+                    op=_OP,
+                )
+
+
+def _held(
+    name: str, sides: Mapping[int, Mapping[str, Any]], rank: int
+) -> tuple[list[int], torch.dtype, Any, str]:
+    """Shape, dtype, layout and device type of a tensor, as all its holders say."""
     holders = [other for other in sorted(sides) if name in sides[other]["held"]]
     if not holders:
         raise LayoutError(
@@ -133,8 +161,8 @@ def _held(name: str, sides: Mapping[int, Mapping[str, Any]], rank: int) -> tuple
                 f"on rank {other}",
                 rank,
             )
-    shape, dtype, layout = said
-    return shape, _checks.dtype(dtype), layout
+    shape, dtype, layout, device = said
+    return shape, _checks.dtype(dtype), layout, device
 
 
 def _result_dtype(
@@ -181,8 +209,13 @@ def _layout(text: Any) -> Layout:
 
 
 def _text(said: Any) -> str:
-    shape, dtype, layout = said
-    return f"{dtype} {tuple(shape)} under {_layout(layout)}"
+    shape, dtype, layout, device = said
+    return f"{dtype} {tuple(shape)} under {_layout(layout)} on {device}"
+
+
+def _target(text: Any) -> str:
+    layout, device = text
+    return f"{_layout(layout)} on {device}"
 
 
 def _names(names: Sequence[str]) -> str:
