@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from . import _checks
 from .errors import LayoutError
+from .gpu_offer import Sides, require_gpu, sides_of
 from .groups import parent_group, seconds
 from .handle import Handle
 from .layout import Layout
@@ -36,6 +38,7 @@ def reshard_local(
     *,
     shape: Sequence[int],
     dtype: torch.dtype,
+    device: str | tuple[str, str] = "cpu",
     group: dist.ProcessGroup | None = None,
     strategy: str = "auto",
     topology: Topology | None = None,
@@ -51,6 +54,7 @@ def reshard_local(
     *,
     shape: Sequence[int],
     dtype: torch.dtype,
+    device: str | tuple[str, str] = "cpu",
     group: dist.ProcessGroup | None = None,
     strategy: str = "auto",
     topology: Topology | None = None,
@@ -66,6 +70,7 @@ def reshard_local(
     *,
     shape: Sequence[int],
     dtype: torch.dtype,
+    device: str | tuple[str, str] = "cpu",
     group: dist.ProcessGroup | None = None,
     strategy: str = "auto",
     topology: Topology | None = None,
@@ -77,8 +82,9 @@ def reshard_local(
     Called by every rank of both layouts in one order; other ranks may skip it. src: this rank's shard, of the
     shape and dtype that the layout gives it, any strides; None on a rank outside src_layout or whose shard is
     empty. dst: likewise, and it may share memory with src; None inside dst_layout allocates it. shape: global
-    shape. Gradients do not flow. Returns dst, or with async_op a Handle whose wait() returns it. After an
-    error the contents of dst are undefined.
+    shape. device: "cpu" or "cuda", where the shards of all ranks are, or (that of the source, that of the
+    destination); what is allocated on cuda is on the current GPU. Gradients do not flow. Returns dst, or with
+    async_op a Handle whose wait() returns it. After an error the contents of dst are undefined.
 
     Raises the errors of meshcast.reshard.
     """
@@ -97,8 +103,14 @@ def reshard_local(
                 f"{_OP}: dst_layout {dst_layout} holds Partial; ask for Replicate or Shard instead"
             )
         check_reducible(src_layout, dtype, _OP)
+        sides = _sides(device)
+        holds = (parent.rank in src_layout.ranks, parent.rank in dst_layout.ranks)
+        if ("cuda", True) in zip(sides, holds, strict=True):
+            require_gpu(_OP, copies_only=sides != ("cuda", "cuda"))
         problem = (tuple(shape), dtype, src_layout, dst_layout)
-        transfer = agreed_transfer(parent, [problem], None, op=_OP, strategy=strategy, topology=topology)
+        transfer = agreed_transfer(
+            parent, [problem], None, op=_OP, strategy=strategy, topology=topology, sides=sides
+        )
         if dst is not None:
             check_storage(dst, _OP)
     except LayoutError as error:
@@ -106,7 +118,8 @@ def reshard_local(
         raise
     if dst is None:
         local_shape = dst_layout.local_shapes(shape).get(parent.rank)
-        dst = None if local_shape is None else torch.empty(local_shape, dtype=dtype)
+        where = "cuda" if sides[1] == "cuda" else None
+        dst = None if local_shape is None else torch.empty(local_shape, dtype=dtype, device=where)
     given = src
     if src is not None and dst is not None and overlaps(src, dst):
         given = src.clone()  # neighbours would read what already came in from others
@@ -117,3 +130,14 @@ def reshard_local(
     watched = [] if src is None or given is not src else [src]
     handle = Handle(launch, dst, lambda: transfer.plan.lower_bound, watched)
     return handle if async_op else handle.wait()
+
+
+def _sides(device: Any) -> Sides:
+    given = (device, device) if isinstance(device, str) else device
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise LayoutError(
+            f'{_OP}: device must be "cpu", "cuda" or a pair of them, for the source and the destination, '
+            f"found {_checks.shown(device)}"
+        )
+    source, destination = given
+    return sides_of(source, destination, _OP)
