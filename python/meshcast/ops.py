@@ -3,10 +3,10 @@
     reshard(Tensor local, Tensor(a!) token, int call) -> Tensor
 
 local: this rank's shard of the source, or any tensor outside its mesh; the result: this rank's shard
-under the destination, or an empty one. call: a number from register_call(). token: two int64, mutated: as a
-pure operator, the compiler would merge two equal calls and drop one whose result is unused here but not on
-other ranks. The call leaves its own number in the token, by which its backward finds its peers: so two equal
-backwards are not merged either.
+under the destination, or an empty one, on the GPU or CPU of its mesh. call: a number from register_call().
+token: two int64 on the CPU, mutated: as a pure operator, the compiler would merge two equal calls and drop
+one whose result is unused here but not on other ranks. The call leaves its own number in the token, by which
+its backward finds its peers: so two equal backwards are not merged either.
 
 The operator takes no part in the chain of order tokens (autograd.py): the compiled graph has one order.
 """
@@ -38,11 +38,15 @@ def register() -> None:
     if _library is not None:
         return
     library = torch.library.Library("meshcast", "DEF")
-    library.define("reshard(Tensor local, Tensor(a!) token, int call) -> Tensor")
-    library.define("reshard_backward(Tensor grad, Tensor(a!) number, int call) -> Tensor")
-    library.impl("reshard", _run, "CPU")
+    outside_graphs = (torch.Tag.cudagraph_unsafe,)  # the compiler ends a CUDA graph before a reshard
+    library.define("reshard(Tensor local, Tensor(a!) token, int call) -> Tensor", tags=outside_graphs)
+    library.define(
+        "reshard_backward(Tensor grad, Tensor(a!) number, int call) -> Tensor", tags=outside_graphs
+    )
+    for device in ("CPU", "CUDA"):  # of any input: the token is always on the CPU
+        library.impl("reshard", _run, device)
+        library.impl("reshard_backward", _run_backward, device)
     library.impl("reshard", _autograd, "Autograd")
-    library.impl("reshard_backward", _run_backward, "CPU")
     torch.library.register_fake("meshcast::reshard", _fake, lib=library)
     torch.library.register_fake("meshcast::reshard_backward", _fake_backward, lib=library)
     _library = library
@@ -73,7 +77,7 @@ def _called(call: int) -> tuple[Compiled, float]:
 def _run(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
     compiled, limit = _called(call)
     member = compiled.members[0]
-    out = _empty(member.local_shape, member.dtype, len(member.shape))
+    out = _empty(member.local_shape, member.dtype, len(member.shape), member.device)
     if compiled.transfer is None:
         return out
     source = member.outgoing(local) if member.is_holder else None
@@ -96,7 +100,7 @@ def _run_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch.
     gradient = member.gradient
     if gradient is None:
         raise MeshcastError("torch.ops.meshcast.reshard: the call was compiled without gradient")
-    incoming = _empty(gradient.source_shape, gradient.wire_dtype, len(member.shape))
+    incoming = _empty(gradient.source_shape, gradient.wire_dtype, len(member.shape), member.source_device)
     if compiled.transfer is not None:
         outgoing = None if gradient.destination_shape is None else grad.to(gradient.wire_dtype)
         target = None if gradient.source_shape is None else incoming
@@ -109,14 +113,14 @@ def _run_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch.
     return incoming.to(gradient.dtype)
 
 
-def _empty(shape: tuple[int, ...] | None, dtype: torch.dtype, ndim: int) -> torch.Tensor:
-    return torch.empty((0,) * ndim if shape is None else shape, dtype=dtype)
+def _empty(shape: tuple[int, ...] | None, dtype: torch.dtype, ndim: int, device: str | None) -> torch.Tensor:
+    return torch.empty((0,) * ndim if shape is None else shape, dtype=dtype, device=device)
 
 
 def _fake(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:  # noqa: ARG001
     member = _called(call)[0].members[0]
     shape = (0,) * len(member.shape) if member.local_shape is None else member.local_shape
-    return local.new_empty(shape, dtype=member.dtype)
+    return local.new_empty(shape, dtype=member.dtype, device=member.device)
 
 
 def _fake_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch.Tensor:  # noqa: ARG001
@@ -124,7 +128,7 @@ def _fake_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch
     gradient = member.gradient
     assert gradient is not None
     shape = (0,) * len(member.shape) if gradient.source_shape is None else gradient.source_shape
-    return grad.new_empty(shape, dtype=gradient.dtype)
+    return grad.new_empty(shape, dtype=gradient.dtype, device=member.source_device)
 
 
 class _Reshard(torch.autograd.Function):

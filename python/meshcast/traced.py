@@ -80,11 +80,6 @@ def _constant_call(
             "reshard under torch.compile: with a gradient, both meshes must have the same ranks; leave the "
             "call outside the compiled function, or run it under torch.no_grad()"
         )
-    if source_mesh.device_type != "cpu" or mesh.device_type != "cpu":
-        raise LayoutError(
-            "reshard under torch.compile: only meshes on cpu are supported; leave the call outside the "
-            "compiled function"
-        )
     parent = parent_group(group, "reshard")
     limit = seconds(timeout, parent.timeout)
     known = parent.extras.setdefault("traced", {})
