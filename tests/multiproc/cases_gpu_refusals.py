@@ -86,16 +86,36 @@ def a_cuda_mesh_without_gpu_is_refused(context) -> None:
     reshard_still_works(context.rank, 1)
 
 
-def a_mixture_of_devices_is_refused(context) -> None:
+def a_rank_without_gpu_refuses_what_is_for_it(context) -> None:
+    """The others, whose tensors are on the CPU, hear of it: in a call, from a Resharder, of weights."""
     there, here = DeviceMesh("cuda", [0], _init_backend=False), DeviceMesh("cpu", _WORLD)
     full = unique_fill((6, 4), torch.float32, 2)
     x = sharded(full, here, [Shard(0)], context.rank)
-    try:
-        meshcast.reshard(x, there, [Replicate()])
-    except (LayoutError, MeshcastError) as error:
-        assert "cpu and cuda" in str(error)
-    else:
-        raise AssertionError("a mixture of devices was accepted")
+    local, layouts = x.to_local(), (Layout(here, [Shard(0)]), Layout(there, [Replicate()]))
+    spec = meshcast.TensorSpec((6, 4), torch.float32, there, [Replicate()])
+    calls = [
+        lambda: meshcast.reshard(x, there, [Replicate()]),
+        lambda: meshcast.reshard(x, there, [Replicate()], async_op=True).wait(),
+        lambda: meshcast.reshard_local(
+            local, layouts[0], None, layouts[1], shape=(6, 4), dtype=full.dtype, device=("cpu", "cuda")
+        ),
+        lambda: meshcast.Resharder(x, spec).run(x),
+        lambda: meshcast.reshard_state_dict({"x": x}, {"x": (there, [Replicate()])}),
+    ]
+    for number, call in enumerate(calls):
+        begin = time.monotonic()
+        try:
+            call()
+        except LayoutError as error:
+            assert context.rank == 0 or number == 4, error
+            assert "on cuda" in str(error) and "torch is a CPU build" in str(error), error
+        except PlanMismatchError as error:
+            assert context.rank != 0 and number != 4 and error.peer == 0, error
+            assert "on cuda, but torch is a CPU build" in str(error), error
+        else:
+            raise AssertionError(f"call {number} was accepted")
+        assert time.monotonic() - begin < GROUP_TIMEOUT / 2
+    reshard_still_works(context.rank, 8)
 
 
 def a_rank_alone_that_calls_for_gpus_is_named(context) -> None:
@@ -193,7 +213,7 @@ def ranks_that_share_a_gpu_are_connected_over_cuda_ipc(context) -> None:
 
 CASES = [
     a_cuda_mesh_without_gpu_is_refused,
-    a_mixture_of_devices_is_refused,
+    a_rank_without_gpu_refuses_what_is_for_it,
     a_rank_alone_that_calls_for_gpus_is_named,
     a_rank_without_gpu_tells_all,
     a_gpu_for_two_ranks_is_refused_by_all,
