@@ -51,6 +51,8 @@ def refusals(rank: int) -> None:
 
     mesh = DeviceMesh("cuda", list(range(WORLD)), _init_backend=False)
     spec = meshcast.TensorSpec((7, 5), torch.float32, mesh, [Shard(0)])
+    host = DeviceMesh("cpu", list(range(WORLD)), _init_backend=False)
+    there = meshcast.TensorSpec((7, 5), torch.float32, host, [Shard(0)])
     group = parent_group(None, "check").private(range(WORLD), "check")
     assert group._core is not None
     gpu = _C.CudaGroup(group._core, group.control, list(range(WORLD)), rank, group.name, 0)
@@ -58,6 +60,7 @@ def refusals(rank: int) -> None:
         print(f"cuda-check: CUDA IPC is not offered: {_C.cuda_ipc_obstacle(0).splitlines()[0]}")
     for call in (
         lambda: meshcast.Resharder(spec, spec),
+        lambda: meshcast.Resharder(there, spec),
         lambda: gpu.connect(0, bytes(128), 5.0),
         lambda: gpu.connect_ipc(0, _C.IpcMeeting(), ["", "", ""], 5.0),
     ):
