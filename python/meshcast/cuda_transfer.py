@@ -1,5 +1,6 @@
 """CudaTransfer: a transfer between GPUs. What it enqueues runs behind the caller's current stream; waiting
-for it orders the stream that is current then, and does not block the host."""
+for it orders the stream that is current then, and does not block the host; over CUDA IPC only until the other
+ranks have made the same call."""
 
 from __future__ import annotations
 

@@ -373,6 +373,7 @@ def unagreed_transfer(
     strategy: str,
     topology: Topology | None,
     sides: Sides = ("cpu", "cpu"),
+    lane: int = 0,
 ) -> Transfer:
     """A new transfer with a slot of its own, which it agrees on within its first launch. sides: where the
     tensors are, see gpu_offer.sides_of."""
@@ -387,7 +388,7 @@ def unagreed_transfer(
 
         transfer = StagedTransfer.__new__(StagedTransfer)
     transfer._sides = sides
-    transfer._setup(parent, problems, backward, 0, op, strategy, topology)
+    transfer._setup(parent, problems, backward, lane, op, strategy, topology)
     return transfer
 
 

@@ -12,7 +12,7 @@ from meshcast import _C
 from meshcast.errors import LayoutError
 from meshcast.gpu_offer import gpu_obstacle
 from meshcast.groups import parent_group
-from meshcast.transfer import Problem, Transfer
+from meshcast.transfer import Problem, Transfer, unagreed_transfer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -71,8 +71,13 @@ def make_transfer(
             topology=topology,
             timeout=timeout,
         )
-    from meshcast.cuda_transfer import CudaTransfer
-
-    transfer = CudaTransfer.__new__(CudaTransfer)
-    transfer._setup(parent_group(stage.group, op), problems, None, lane, op, strategy, topology)
-    return transfer
+    return unagreed_transfer(
+        parent_group(stage.group, op),
+        problems,
+        None,
+        op=op,
+        strategy=strategy,
+        topology=topology,
+        sides=("cuda", "cuda"),
+        lane=lane,
+    )

@@ -55,9 +55,9 @@ class Wiring:
     shared: SharedGradients
 
     def lanes(self) -> list[Lane]:
-        """Each once."""
+        """Each once, by number: those of several ranks come in one order on all of them."""
         found = [*(lane for lanes in self.forward.values() for lane in lanes), *self.backward.values()]
-        return list({id(lane): lane for lane in found}.values())
+        return sorted({id(lane): lane for lane in found}.values(), key=lambda lane: lane.number)
 
     def transfers(self) -> list[Transfer]:
         own = [lane.transfer for lane in self.lanes() if lane.transfer is not None]
@@ -128,7 +128,7 @@ def connect(
             _compile_return(wiring, stages, link, returned, back + number, timeout)
     # In one order on all ranks of a lane. All are on their way before one is waited for, so that ranks of
     # unlike lanes do not wait for each other.
-    for handle in [lane.warm_up(timeout) for lane in sorted(wiring.lanes(), key=lambda lane: lane.number)]:
+    for handle in [lane.warm_up(timeout) for lane in wiring.lanes()]:
         if handle is not None:
             handle.wait()
     return wiring
