@@ -1,5 +1,6 @@
-"""2,000 random reshards back to back on seven ranks: nothing of a process grows. 1,000 before fill the
-caches, whose sizes are bounded."""
+"""2,000 random reshards back to back on seven ranks: nothing of a process grows. Before them, large ones make
+every thread and channel there is and use every slot of shared memory, and 1,500 random ones fill the caches:
+all of these are bounded."""
 
 from __future__ import annotations
 
@@ -10,12 +11,16 @@ import statistics
 from collections import Counter
 from pathlib import Path
 
+import meshcast
+import torch
 from multiproc.cases_property import call, verify
+from multiproc.meshes import quiet_mesh, sharded
 from multiproc.random_layouts import draw
+from torch.distributed.tensor import Shard
 
 GROUP_TIMEOUT = 120.0
 CASE_LIMIT = 1100.0
-BEFORE, CALLS = 1000, 2000
+BEFORE, CALLS = 1500, 2000
 BETWEEN_LOOKS = 100  # calls
 GROWTH = 5 << 20  # bytes
 
@@ -90,7 +95,23 @@ def run(first: int, count: int, context) -> list[int]:
     return looks
 
 
+def fill(context) -> None:
+    """Every rank sends every other one several MiB, in each of the groups that draw() can ask for."""
+    side = 420 * context.world
+    full = torch.arange(side * side).reshape(side, side)
+    for ranks in (list(range(context.world)), list(range(1, context.world, 2))):
+        if context.rank not in ranks:
+            continue
+        mesh = quiet_mesh(ranks)
+        rows = sharded(full, mesh, [Shard(0)], context.rank)
+        for _ in range(3):
+            columns = meshcast.reshard(rows, mesh, [Shard(1)])
+            rows = meshcast.reshard(columns, mesh, [Shard(0)])
+    context.wait_for_all("filled", limit=120.0)
+
+
 def nothing_grows(context) -> list[int]:
+    fill(context)
     run(20_000, BEFORE, context)
     before, named = resources(), threads()
     looks = run(20_000 + BEFORE, CALLS, context)
