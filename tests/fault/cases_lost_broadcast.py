@@ -1,6 +1,6 @@
 """A rank dies in the middle of a large torch.distributed.broadcast on a group of backend meshcast. All
-survivors raise an error that names it; a second broadcast of the group says at once what happened; another
-group of the survivors goes on, and the process group can be destroyed."""
+survivors that are not through with their part raise an error that names it; a second broadcast of the group
+says at once what happened; another group of the survivors goes on, and the process group can be destroyed."""
 
 from __future__ import annotations
 
@@ -46,11 +46,16 @@ def lost_broadcast(context) -> None:
         assert torch.equal(second, values(0, 2))
         dist.destroy_process_group()
         return
-    with pytest.raises((PeerLostError, AbortedError)) as caught:
+    through = False
+    try:
         dist.broadcast(second, 0)
-    assert f"rank {VICTIM}" in str(caught.value)
+        through = True
+    except (PeerLostError, AbortedError) as error:
+        assert f"rank {VICTIM}" in str(error)
+    # Who only sends may have done so before the victim dies; everybody else needs what it did not pass on.
+    assert not through or rank < VICTIM
     begin = time.monotonic()
-    with pytest.raises(AbortedError, match=f"rank {VICTIM}"):
+    with pytest.raises((PeerLostError, AbortedError) if through else AbortedError, match=f"rank {VICTIM}"):
         dist.broadcast(second, 0)
     assert time.monotonic() - begin < 5.0, "a group that has failed must say so at once"
     third = torch.full((FLOATS,), rank + 1.0)
