@@ -57,8 +57,14 @@ ProcessGroupMeshcast::Devices ProcessGroupMeshcast::devices_of(const Lists&... l
 }
 
 ProcessGroupMeshcast::ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size,
-                                           Multicast multicast, CudaSide cuda)
-    : Backend(rank, size), inner_(std::move(inner)), cuda_(std::move(cuda)), multicast_(std::move(multicast)) {}
+                                           Multicast multicast, CudaSide cuda, LetGo let_go)
+    : Backend(rank, size),
+      inner_(std::move(inner)),
+      let_go_(std::move(let_go)),
+      cuda_(std::move(cuda)),
+      multicast_(std::move(multicast)) {}
+
+ProcessGroupMeshcast::~ProcessGroupMeshcast() { let_go_(std::move(inner_)); }
 
 template <class Call>
 c10::intrusive_ptr<Work> ProcessGroupMeshcast::run(const char* op, Devices devices, const Call& call) {

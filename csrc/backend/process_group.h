@@ -24,6 +24,10 @@ struct Multicast {
   int64_t at_least = 0;  // bytes; smaller broadcasts are the inner backend's
 };
 
+// Drops an inner backend. Their ends join threads, which may be waiting for the lock of an interpreter to free
+// a tensor of its: whoever holds that lock has to give it up meanwhile.
+using LetGo = std::function<void(c10::intrusive_ptr<c10d::Backend> inner)>;
+
 // The c10d backend "meshcast": every ordinary collective but a large broadcast is an inner backend's, so that
 // switching a script to it changes nothing else: gloo's for tensors on the CPU, NCCL's for those on GPUs, told
 // apart call by call, since torch makes one backend for both and does not say which device asks. The one for
@@ -33,7 +37,8 @@ struct Multicast {
 class ProcessGroupMeshcast final : public c10d::Backend {
  public:
   ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, Multicast multicast,
-                       CudaSide cuda);
+                       CudaSide cuda, LetGo let_go);
+  ~ProcessGroupMeshcast() override;
 
   const c10::intrusive_ptr<c10d::Backend>& inner() const { return inner_; }
   c10::intrusive_ptr<c10d::Backend> inner_cuda() const { return cuda_.made(); }  // null until it is needed
@@ -108,7 +113,8 @@ class ProcessGroupMeshcast final : public c10d::Backend {
   template <class Call>
   c10::intrusive_ptr<c10d::Work> run(const char* op, Devices devices, const Call& call);
 
-  const c10::intrusive_ptr<c10d::Backend> inner_;
+  c10::intrusive_ptr<c10d::Backend> inner_;  // never another one
+  const LetGo let_go_;
   LazyBackend cuda_;
   CallBatch batch_;
   const Multicast multicast_;

@@ -80,6 +80,13 @@ CudaSide cuda_side(py::object side) {
   return out;
 }
 
+// Drops it without the lock of the interpreter, whether this thread holds that or not.
+void drop_unlocked(c10::intrusive_ptr<c10d::Backend> backend) {
+  if (!Py_IsInitialized() || PyGILState_Check() == 0) return backend.reset();
+  const py::gil_scoped_release no_gil;
+  backend.reset();
+}
+
 // A rank's way to the memory of the other ranks of its host: an address to publish, then the meeting.
 class SharedMemory {
  public:
@@ -207,7 +214,7 @@ void bind_runtime(py::module_& m) {
                        int64_t at_least, py::object cuda) {
              return c10::make_intrusive<ProcessGroupMeshcast>(
                  std::move(inner), rank, size, Multicast{call_python(std::move(multicast)), at_least},
-                 cuda_side(std::move(cuda)));
+                 cuda_side(std::move(cuda)), drop_unlocked);
            }),
            py::arg("inner"), py::arg("rank"), py::arg("size"), py::arg("multicast"), py::arg("at_least"),
            py::arg("cuda"))

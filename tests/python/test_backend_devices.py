@@ -107,6 +107,15 @@ def test_a_call_on_the_cpu_stays_with_gloo(call: Callable[..., Any]) -> None:
     assert backend.inner_cuda is None and side.ops == []
 
 
+def test_a_group_may_go_while_gloo_lets_go_of_a_tensor() -> None:
+    """Gloo's threads free tensors, for which they need the interpreter, and end with their group."""
+    for _ in range(300):
+        backend = backend_with(Side())
+        works = [backend.allreduce([on("cpu", 4)]) for _ in range(4)]
+        works.pop().wait()
+        del works, backend
+
+
 def test_tensors_of_both_kinds_in_one_call_are_refused() -> None:
     backend = backend_with(Side())
     for call in (
