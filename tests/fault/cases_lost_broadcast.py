@@ -1,6 +1,6 @@
 """A rank dies in the middle of a large torch.distributed.broadcast on a group of backend meshcast. All
-survivors that are not through with their part raise an error that names it; a second broadcast of the group
-says at once what happened; another group of the survivors goes on, and the process group can be destroyed."""
+survivors raise an error that names it; a second broadcast of the group says at once what happened; another
+group of the survivors goes on, and the process group can be destroyed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def lost_broadcast(context) -> None:
     context.wait_for_all("ready", limit=60.0)
     if rank == VICTIM:
         work = dist.broadcast(second, 0, async_op=True)
-        time.sleep(0.3)
+        time.sleep(0.01)  # rank 0 needs nobody once it has sent all, which takes longer
         assert not work.is_completed(), "the next rank has not begun"
         context.store.set("lost", "")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -46,16 +46,11 @@ def lost_broadcast(context) -> None:
         assert torch.equal(second, values(0, 2))
         dist.destroy_process_group()
         return
-    through = False
-    try:
+    with pytest.raises((PeerLostError, AbortedError)) as caught:
         dist.broadcast(second, 0)
-        through = True
-    except (PeerLostError, AbortedError) as error:
-        assert f"rank {VICTIM}" in str(error)
-    # Who only sends may have done so before the victim dies; everybody else needs what it did not pass on.
-    assert not through or rank < VICTIM
+    assert f"rank {VICTIM}" in str(caught.value)
     begin = time.monotonic()
-    with pytest.raises((PeerLostError, AbortedError) if through else AbortedError, match=f"rank {VICTIM}"):
+    with pytest.raises(AbortedError, match=f"rank {VICTIM}"):
         dist.broadcast(second, 0)
     assert time.monotonic() - begin < 5.0, "a group that has failed must say so at once"
     third = torch.full((FLOATS,), rank + 1.0)
