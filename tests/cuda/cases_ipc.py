@@ -14,20 +14,17 @@ import meshcast
 import torch
 from meshcast.errors import AbortedError, PeerLostError
 from meshcast.groups import parent_group
+from multiproc.devices import GPU, check, given, use_a_gpu
 from multiproc.oracle import unique_fill
 from torch.distributed.tensor import Replicate, Shard
 
 sys.path.append(str(Path(__file__).parent))
 from cases_reshard import (
-    DEVICE,
     a_partial_source_is_reduced,
-    check,
     gradients_come_back,
     mesh_of,
-    on_mesh,
     random_layouts,
     several_in_flight_on_several_streams,
-    use_own_gpu,
 )
 
 GROUP_TIMEOUT = 120.0
@@ -35,23 +32,23 @@ VICTIM = int(os.environ.get("VICTIM", "-1"))  # the rank that is killed in the l
 
 
 def the_transport_is_cuda_ipc(context) -> None:
-    use_own_gpu(context.rank)
+    use_a_gpu(context.rank)
     everybody = list(range(context.world))
     mesh = mesh_of(everybody)
     full = unique_fill((9, 4), torch.float32, 1)
-    y = meshcast.reshard(on_mesh(full, mesh, [Shard(0)], context.rank), mesh, [Replicate()])
+    y = meshcast.reshard(given(full, mesh, [Shard(0)], context.rank), mesh, [Replicate()])
     check(y, full, mesh, [Replicate()], context.rank)
-    if DEVICE == "cuda":
+    if GPU == "cuda":
         gpu = parent_group(None, "test").private(everybody, "test").gpu
         assert gpu is not None and gpu.transport == "cuda_ipc"
 
 
 def a_cached_reshard_of_64_kib(context) -> None:
     """The same tensors again and again, with other values each time."""
-    use_own_gpu(context.rank)
+    use_a_gpu(context.rank)
     mesh = mesh_of(list(range(context.world)))
     full = unique_fill((64, 256), torch.float32, 3)
-    x = on_mesh(full, mesh, [Shard(0)], context.rank)
+    x = given(full, mesh, [Shard(0)], context.rank)
     resharder = meshcast.Resharder(x, meshcast.TensorSpec(full.shape, full.dtype, mesh, [Shard(1)]))
     for number in range(300):
         y = resharder.run(x)
@@ -62,30 +59,30 @@ def a_cached_reshard_of_64_kib(context) -> None:
 
 def memory_is_freed_and_comes_back(context) -> None:
     """Tensors of all sizes go at once, also back to the GPU, and others come at their addresses."""
-    use_own_gpu(context.rank)
+    use_a_gpu(context.rank)
     mesh = mesh_of(list(range(context.world)))
     rng = random.Random(11)
     pending = []
     for number in range(120):
         rows = rng.choice([3, 40, 700, 9000])
         full = unique_fill((rows, 257), torch.float32, number)
-        x = on_mesh(full, mesh, [Shard(0)], context.rank)
+        x = given(full, mesh, [Shard(0)], context.rank)
         pending.append((meshcast.reshard(x, mesh, [Shard(1)], async_op=True), full))
         del x
         if number % 3 == 2:
             for handle, expected in pending:
                 check(handle.wait(), expected, mesh, [Shard(1)], context.rank)
             pending.clear()
-        if DEVICE == "cuda" and number % 9 == 8:
+        if GPU == "cuda" and number % 9 == 8:
             torch.cuda.empty_cache()
 
 
 def a_call_comes_before_the_others_do(context) -> None:
     """Nobody's call blocks for another's: each rank starts its own long before the last one."""
-    use_own_gpu(context.rank)
+    use_a_gpu(context.rank)
     mesh = mesh_of(list(range(context.world)))
     full = unique_fill((512, 64), torch.float32, 5)
-    x = on_mesh(full, mesh, [Shard(0)], context.rank)
+    x = given(full, mesh, [Shard(0)], context.rank)
     meshcast.reshard(x, mesh, [Shard(1)])  # known from here on
     context.wait_for_all("known")
     if context.rank == context.world - 1:
@@ -100,17 +97,17 @@ def a_call_comes_before_the_others_do(context) -> None:
 def a_rank_that_is_killed_is_named(context) -> None:
     if VICTIM < 0:
         return
-    use_own_gpu(context.rank)
+    use_a_gpu(context.rank)
     mesh = mesh_of(list(range(context.world)))
     full = unique_fill((4096, 64), torch.float32, 7)
-    x = on_mesh(full, mesh, [Shard(0)], context.rank)
+    x = given(full, mesh, [Shard(0)], context.rank)
     begin = time.monotonic()
     try:
         for number in range(100_000):
             if context.rank == VICTIM and number == 40:
                 os.kill(os.getpid(), signal.SIGKILL)
             meshcast.reshard(x, mesh, [Shard(1)], timeout=20.0)
-            if DEVICE == "cuda" and number % 10 == 9:
+            if GPU == "cuda" and number % 10 == 9:
                 torch.cuda.synchronize()
     except (PeerLostError, AbortedError) as error:
         assert time.monotonic() - begin < 60

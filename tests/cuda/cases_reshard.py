@@ -3,48 +3,21 @@ cases where there is none, which checks the cases."""
 
 from __future__ import annotations
 
-import os
-
 import meshcast
 import torch
 import torch.distributed as dist
+from multiproc.devices import GPU, check, given, use_a_gpu
 from multiproc.oracle import coordinates, cut, unique_fill
 from multiproc.random_layouts import Draw, draw
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 GROUP_TIMEOUT = 120.0
-DEVICE = os.environ.get("DEVICE", "cuda")
 SEEDS = range(4000, 4040)
 
 
 def mesh_of(ranks: object) -> DeviceMesh:
-    return DeviceMesh(DEVICE, torch.tensor(ranks), _init_backend=False, _rank=dist.get_rank())
-
-
-def use_own_gpu(rank: int) -> None:
-    if DEVICE == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-
-
-def on_mesh(full: torch.Tensor, mesh: DeviceMesh, placements: list, rank: int) -> DTensor:
-    place = coordinates(mesh.mesh).get(rank)
-    local = (
-        torch.empty((0,) * full.ndim, dtype=full.dtype)
-        if place is None
-        else cut(full, mesh.mesh.shape, place, placements)
-    )
-    return DTensor.from_local(
-        local.clone().to(DEVICE), mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
-    )
-
-
-def check(result: DTensor, full: torch.Tensor, mesh: DeviceMesh, placements: list, rank: int) -> None:
-    place = coordinates(mesh.mesh).get(rank)
-    local = result.to_local()
-    assert local.device.type == DEVICE or place is None
-    if place is not None:
-        assert torch.equal(local.cpu(), cut(full, mesh.mesh.shape, place, placements))
+    return DeviceMesh(GPU, torch.tensor(ranks), _init_backend=False, _rank=dist.get_rank())
 
 
 def positive(placements: list, ndim: int) -> list:
@@ -59,11 +32,11 @@ def problem_of(seed: int, world: int) -> tuple[Draw, torch.Tensor, list, list]:
 
 
 def random_layouts(context) -> None:
-    use_own_gpu(context.rank)
+    use_a_gpu(context.rank)
     for seed in SEEDS:
         problem, full, src_placements, dst_placements = problem_of(seed, context.world)
         src, dst = mesh_of(problem.src_mesh), mesh_of(problem.dst_mesh)
-        x = on_mesh(full, src, src_placements, context.rank)
+        x = given(full, src, src_placements, context.rank)
         try:
             y = meshcast.reshard(x, dst, dst_placements, strategy=problem.strategy)
             check(y, full, dst, dst_placements, context.rank)
@@ -73,16 +46,16 @@ def random_layouts(context) -> None:
 
 def several_in_flight_on_several_streams(context) -> None:
     """Sources are made on one stream, spoilt behind the wait, and freed at once."""
-    use_own_gpu(context.rank)
+    use_a_gpu(context.rank)
     everybody = list(range(context.world))
     mesh = mesh_of(everybody)
-    streams = [torch.cuda.Stream() for _ in range(3)] if DEVICE == "cuda" else []
+    streams = [torch.cuda.Stream() for _ in range(3)] if GPU == "cuda" else []
     pending = []
     for number in range(24):
         full = unique_fill((29 + number, 17), torch.float32, number)
         if streams:
             torch.cuda.set_stream(streams[number % 3])
-        x = on_mesh(full, mesh, [Shard(0)], context.rank)
+        x = given(full, mesh, [Shard(0)], context.rank)
         pending.append((meshcast.reshard(x, mesh, [Replicate()], async_op=True), full))
         del x
         if number % 4 == 3:
@@ -94,10 +67,10 @@ def several_in_flight_on_several_streams(context) -> None:
 
 
 def gradients_come_back(context) -> None:
-    use_own_gpu(context.rank)
+    use_a_gpu(context.rank)
     mesh = mesh_of(list(range(context.world)))
     full = unique_fill((13, 6), torch.float32, 5)
-    x = on_mesh(full, mesh, [Shard(0)], context.rank).requires_grad_()
+    x = given(full, mesh, [Shard(0)], context.rank).requires_grad_()
     y = meshcast.reshard(x, mesh, [Shard(1)])
     (local,) = torch.autograd.grad(y.to_local().pow(2).sum(), x, retain_graph=False)
     place = coordinates(mesh.mesh)[context.rank]
@@ -106,10 +79,10 @@ def gradients_come_back(context) -> None:
 
 
 def a_partial_source_is_reduced(context) -> None:
-    use_own_gpu(context.rank)
+    use_a_gpu(context.rank)
     mesh = mesh_of(list(range(context.world)))
     full = unique_fill((11, 5), torch.int64, 7)
-    mine = (full * (context.rank + 1)).to(DEVICE)
+    mine = (full * (context.rank + 1)).to(GPU)
     x = DTensor.from_local(mine, mesh, [Partial("sum")], run_check=False)
     y = meshcast.reshard(x, mesh, [Replicate()])
     total = sum(range(1, context.world + 1))
@@ -117,12 +90,12 @@ def a_partial_source_is_reduced(context) -> None:
 
 
 def a_capture_is_refused(context) -> None:
-    if DEVICE == "cpu":
+    if GPU == "cpu":
         return
-    use_own_gpu(context.rank)
+    use_a_gpu(context.rank)
     mesh = mesh_of(list(range(context.world)))
     full = unique_fill((8, 4), torch.float32, 9)
-    x = on_mesh(full, mesh, [Shard(0)], context.rank)
+    x = given(full, mesh, [Shard(0)], context.rank)
     resharder = meshcast.Resharder(x, meshcast.TensorSpec((8, 4), torch.float32, mesh, [Replicate()]))
     resharder.run(x)
     torch.cuda.synchronize()
