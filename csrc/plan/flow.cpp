@@ -52,6 +52,15 @@ int64_t FlowNetwork::push(int32_t node, int32_t sink, int64_t limit) {
 
 int64_t FlowNetwork::maximum(int32_t source, int32_t sink) {
   left_ = capacity_;
+  return augment(source, sink);
+}
+
+void FlowNetwork::raise_capacity(int32_t edge, int64_t capacity) {
+  left_[static_cast<size_t>(edge)] += capacity - capacity_[static_cast<size_t>(edge)];
+  capacity_[static_cast<size_t>(edge)] = capacity;
+}
+
+int64_t FlowNetwork::augment(int32_t source, int32_t sink) {
   int64_t total = 0;
   while (layer(source, sink)) {
     cursor_ = first_;

@@ -17,7 +17,15 @@ class FlowNetwork {
   void set_capacity(int32_t edge, int64_t capacity) { capacity_[static_cast<size_t>(edge)] = capacity; }
 
   int64_t maximum(int32_t source, int32_t sink);
-  // After `maximum`: true if the node is on the source's side of a minimum cut.
+  // Adds to the flow there is what more can pass, and returns that. What goes over the edges into the sink
+  // stays.
+  int64_t augment(int32_t source, int32_t sink);
+  // As set_capacity, but keeps the flow: it must not be less than that.
+  void raise_capacity(int32_t edge, int64_t capacity);
+  int64_t flow(int32_t edge) const {
+    return capacity_[static_cast<size_t>(edge)] - left_[static_cast<size_t>(edge)];
+  }
+  // After `maximum` or `augment`: true if the node is on the source's side of a minimum cut.
   bool on_source_side(int32_t node) const { return depth_[static_cast<size_t>(node)] >= 0; }
 
  private:

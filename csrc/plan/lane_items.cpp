@@ -110,15 +110,15 @@ class Balancer {
   int64_t place(LaneItem* item, int64_t* total) {
     old_ = item->share;
     withdraw(item);
-    const int64_t all = item->nbytes * item->copies;
+    const int64_t all = item->total();
     const auto emitters = static_cast<size_t>(item->emitters);
     pour(item, 0, item->lanes.size(), all);
     int64_t emitted = 0;
     for (size_t i = 0; i < emitters; ++i) emitted += item->share[i];
-    if (emitted < item->nbytes && emitters < item->lanes.size()) {
+    if (emitted < item->first() && emitters < item->lanes.size()) {
       withdraw(item);
-      pour(item, 0, emitters, item->nbytes);
-      pour(item, emitters, item->lanes.size(), all - item->nbytes);
+      pour(item, 0, emitters, item->first());
+      pour(item, emitters, item->lanes.size(), all - item->first());
     }
     int64_t moved = 0;
     for (size_t i = 0; i < old_.size(); ++i) moved += std::max<int64_t>(0, item->share[i] - old_[i]);
@@ -210,18 +210,62 @@ void append_arrival_items(int32_t bundle, int64_t nbytes, const Parties& parties
     std::vector<int32_t> first, later;  // lanes that may bring the first copy, and those for others only
     for (const int32_t r : party.ranks) {
       if (!parties.one_host) first.push_back(network.nic_in(network.nic(r)));
-      if (!into)
+      if (!into) {
         later.push_back(network.local_out(r));
-      else
-        (parties.remote(p) ? later : first).push_back(network.local_in(r));
+      } else if (parties.remote(p)) {
+        later.push_back(network.local_in(r));
+      } else {  // whoever sends it: each receiver has one NIC and one local lane
+        LaneItem mine = item;
+        mine.copies = 1;
+        first.push_back(network.local_in(r));
+        join(std::move(first), {}, &mine);
+        out->push_back(std::move(mine));
+        first.clear();
+      }
     }
-    if (!into && !parties.remote(p)) {
+    if (into && !parties.remote(p)) continue;
+    if (!parties.remote(p)) {
       for (const int32_t r : parties.holders[static_cast<size_t>(parties.holder_party[p])].ranks)
         first.push_back(network.local_out(r));
     }
     if (item.copies == 1) later.clear();
     join(std::move(first), std::move(later), &item);
     out->push_back(item);
+  }
+}
+
+void append_copy_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
+                       const std::vector<char>& hot_hosts, bool into, std::vector<LaneItem>* out) {
+  std::vector<LaneItem> inside;
+  append_local_items(bundle, nbytes, parties, network, hot_hosts, &inside);
+  for (LaneItem& item : inside) {
+    const auto p = static_cast<size_t>(item.party);
+    const Party& party = parties.receivers[p];
+    const auto emitters = item.lanes.begin() + item.emitters;
+    std::vector<int32_t> first(item.lanes.begin(), emitters), later(emitters, item.lanes.end()), away;
+    for (const std::vector<Party>* some : {&parties.holders, &parties.receivers}) {
+      for (const Party& other : *some) {
+        if (other.host == party.host) continue;
+        for (const int32_t r : other.ranks) away.push_back(network.nic_out(network.nic(r)));
+      }
+    }
+    if (!into) {
+      first.insert(first.end(), away.begin(), away.end());
+      join(std::move(first), std::move(later), &item);
+      out->push_back(std::move(item));
+    } else if (parties.remote(p)) {  // whichever rank the box enters at
+      for (const int32_t r : party.ranks) away.push_back(network.local_in(r));
+      join(std::move(away), {}, &item);
+      out->push_back(std::move(item));
+    } else {
+      item.copies = 1;
+      for (const int32_t r : party.ranks) {
+        std::vector<int32_t> mine = away;
+        mine.push_back(network.local_in(r));
+        join(std::move(mine), {}, &item);
+        out->push_back(item);
+      }
+    }
   }
 }
 

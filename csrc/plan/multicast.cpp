@@ -16,17 +16,15 @@ std::vector<char> find_slow(const LaneDemand& demand, const Network& network) {
     for (size_t k = 0; k < item.lanes.size(); ++k) load[static_cast<size_t>(item.lanes[k])] += item.share[k];
   std::vector<int64_t> rates(demand.parties.size(), INT64_MAX);
   std::vector<int64_t> fastest(demand.parties.size() * 2, 0);
-  const auto side = [](const LaneItem& item) {
-    return static_cast<size_t>(item.bundle) * 2 + (item.kind == LaneItem::Kind::NicIn);
-  };
+  const auto side = [](const LaneItem& item) { return static_cast<size_t>(item.bundle) * 2 + item.into(); };
   for (const LaneItem& item : demand.items) {
-    if (item.kind == LaneItem::Kind::Local) continue;
+    if (item.inside()) continue;
     for (size_t k = 0; k < item.lanes.size(); ++k)
       if (item.share[k] > 0)
         fastest[side(item)] = std::max(fastest[side(item)], network.lane_rate(item.lanes[k]));
   }
   for (const LaneItem& item : demand.items) {
-    if (item.kind == LaneItem::Kind::Local) continue;
+    if (item.inside()) continue;
     for (size_t k = 0; k < item.lanes.size(); ++k) {
       const auto lane = item.lanes[k];
       const auto ns = transfer_ns(load[static_cast<size_t>(lane)], network.lane_rate(lane));
@@ -47,7 +45,7 @@ std::vector<char> find_slow(const LaneDemand& demand, const Network& network) {
 std::pair<int64_t, int64_t> slowest_and_fastest(const LaneDemand& demand, const Network& network) {
   std::pair<int64_t, int64_t> out{INT64_MAX, 0};
   for (const LaneItem& item : demand.items) {
-    if (item.kind == LaneItem::Kind::Local) continue;
+    if (item.inside()) continue;
     for (size_t k = 0; k < item.lanes.size(); ++k) {
       if (item.share[k] == 0) continue;
       out.first = std::min(out.first, network.lane_rate(item.lanes[k]));
@@ -70,7 +68,7 @@ Draft draft_timed(const Inputs& in, const LaneDemand& demand, TreeStyle style) {
   TreeBuilder trees(demand, in.network, style.fan);
   std::vector<int64_t> in_rate(in.bundles.size(), INT64_MAX);  // of the slowest host that takes in
   for (const LaneItem& item : demand.items) {
-    if (item.kind != LaneItem::Kind::NicIn) continue;
+    if (!item.into()) continue;
     int64_t rate = 0;
     for (size_t k = 0; k < item.lanes.size(); ++k)
       if (item.share[k] > 0) rate = std::max(rate, in.network.lane_rate(item.lanes[k]));

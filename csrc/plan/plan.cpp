@@ -6,6 +6,7 @@
 #include "common/error.h"
 #include "plan/best_plan.h"
 #include "plan/bound.h"
+#include "plan/detours.h"
 #include "plan/draft.h"
 #include "plan/hash.h"
 #include "plan/joined_chunks.h"
@@ -208,6 +209,14 @@ void try_multicast(Inputs in, const LaneDemand& balanced, bool fixed_chunk, Best
     attempts.push_back({&balanced, {1, true, true, false, 0, 1}});
     attempts.push_back({&balanced, {1, false, true, false, 0, 1}});
     attempts.push_back({&balanced, {1, true, true, false, 0, 4}});
+  }
+  // Before all others: those without are seldom better, but may be where few hops leave little to choose.
+  LaneDemand detoured;
+  if (!reduced && find_detours(balanced, in.network, &detoured)) {
+    const size_t before = attempts.size();
+    for (size_t i = 0; i < before; ++i)
+      if (attempts[i].lanes == &balanced) attempts.push_back({&detoured, attempts[i].style});
+    std::rotate(attempts.begin(), attempts.begin() + static_cast<std::ptrdiff_t>(before), attempts.end());
   }
   const int64_t coarse = in.chunk_bytes;
   int64_t spent = 0;  // hops scheduled so far

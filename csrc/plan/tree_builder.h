@@ -6,13 +6,12 @@
 
 #include "plan/bound.h"
 #include "plan/draft.h"
+#include "plan/lane_credits.h"
 
 namespace meshcast {
 
 // Builds the route of one chunk after another so that, over all chunks, every lane carries its balanced share
-// (LaneItem::share). Each lane keeps a credit: a chunk adds the part of it that the lane should carry, and
-// every hop takes a whole chunk off. The next hop goes to the lane with the most credit, which keeps all
-// lanes within about one chunk of their share at every moment, not only at the end.
+// (see LaneCredits). Receivers that the chunk reaches by a detour come last, when all hosts have it.
 class TreeBuilder {
  public:
   // `fan`: how often a host that forwards a chunk sends it, as long as there are receivers left. With 1 the
@@ -39,30 +38,46 @@ class TreeBuilder {
   struct BundleItems {
     int32_t out = -1;                // indices into demand.items
     std::vector<int32_t> in, local;  // by party, -1 where none
+    std::vector<int32_t> detour_in, detour_out;
+    std::vector<int64_t> owed;  // by party, bytes that should have come by detours and have not yet
+    bool detours = false;
+  };
+  // A receiver that the chunk reaches over a NIC at the end.
+  struct Late {
+    size_t party = 0;
+    int32_t rank = -1;
+    bool spreads = false;  // it copies the chunk to the others of its host
   };
 
-  void accrue(int32_t item, int64_t bundle_bytes, int64_t nbytes);
-  // Distributes `copies` hops of a chunk over the lanes of an item; the first goes to an emitter, or to
-  // `first_lane` where that is given. Returns hops per lane, parallel to the item's lanes.
-  const std::vector<int32_t>& pick(int32_t item, int64_t nbytes, int32_t first_lane);
+  const LaneItem& item(int32_t index) const { return demand_.items[static_cast<size_t>(index)]; }
+  const std::vector<int32_t>& pick(int32_t index, int64_t nbytes, int32_t first_lane) {
+    return credits_.pick(item(index), item(index).copies, nbytes, first_lane);
+  }
   int32_t enter(const Parties& parties, size_t party, const BundleItems& items, int32_t bundle, int64_t nbytes);
   void spread_inside(const Parties& parties, size_t party, const BundleItems& items, int32_t root,
                      int32_t root_parent, int32_t bundle, int64_t nbytes);
   void add_edge(int32_t src, int32_t dst, int32_t parent);
+  void accrue(int32_t bundle, int64_t bundle_bytes, int64_t nbytes);
+  void build_tree(int32_t bundle, int64_t nbytes);
+
+  // Detours (tree_detours.cpp).
+  void choose_late(const Parties& parties, size_t party, BundleItems* items, int32_t root, int64_t nbytes);
+  int32_t pick_late(const Parties& parties, size_t party, int32_t lane, int32_t root) const;
+  bool holder_waits(const Parties& parties, size_t party, const BundleItems& items);
+  void enter_late(const Parties& parties, const BundleItems& items, int32_t bundle, int64_t nbytes);
 
   const LaneDemand& demand_;
   const Network& network_;
-  const int64_t fan_;
+  LaneCredits credits_;
   std::vector<BundleItems> by_bundle_;
-  std::vector<int64_t> credit_;   // by lane, bytes
   std::vector<int64_t> emitted_;  // by lane, bytes that left the holders of emitting_bundle_
   int32_t emitting_bundle_ = -1;
   std::vector<int64_t> local_in_;  // by rank, bytes so far, hot hosts only
+  std::vector<int64_t> due_in_;    // by rank, bytes it takes in all in all but for what detours have brought
   std::vector<int32_t> arrived_;   // by rank: edge of the current route that brings the chunk, -1 none yet
-  std::vector<int32_t> count_;
-  std::vector<std::pair<int64_t, int32_t>> heap_;
-  std::vector<int32_t> nic_host_;     // by NIC
-  std::vector<int64_t> host_copies_;  // by host: copies of the current chunk that its NICs will send
+  std::vector<int32_t> nic_hops_;  // by NIC, of the current chunk between hosts, detours not counted
+  std::vector<Late> late_;         // of the current chunk
+  std::vector<char> is_late_;      // by rank
   Route route_;
 };
 
