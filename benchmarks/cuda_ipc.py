@@ -12,25 +12,21 @@ written. Needs a GPU and a build with CUDA.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import meshcast
 import torch
 import torch.distributed as dist
-from meshcast import _kernels
 from meshcast.groups import parent_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.reductions import reduce_tensor
 
-from benchmarks.cuda_kernels import clocks
+from benchmarks import on_gpu
 
 REPEATS = 31
 WARM_UP = 5
@@ -103,21 +99,11 @@ def reshard_seconds(nbytes: int, rank: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks.cuda_ipc: torch sees no CUDA device: nothing was measured")
-    if not _kernels.available():
-        sys.exit("benchmarks.cuda_ipc: this build of meshcast has no CUDA code: nothing was measured")
+    out = on_gpu.begin("cuda_ipc", __doc__)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     if world % 2:
-        sys.exit(
-            f"benchmarks.cuda_ipc: an even number of ranks is needed, found {world}: nothing was measured"
-        )
+        on_gpu.refuse("cuda_ipc", f"an even number of ranks is needed, found {world}")
     rows = []
     for nbytes in SIZES:
         seconds = {
@@ -130,9 +116,8 @@ def main() -> None:
         if rank == 0:
             figures = "  ".join(f"{n} {1e6 * seconds[n]:9.1f} us {rates[n]:7.1f} GB/s" for n in seconds)
             print(f"{nbytes:>11} B  {figures}", flush=True)
-    if rank == 0 and arguments.out:
-        facts = {"ranks": world, "device": clocks(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        arguments.out.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+    if rank == 0:
+        on_gpu.write_figures(out, rows, ranks=world)
     dist.destroy_process_group()
 
 

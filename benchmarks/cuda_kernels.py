@@ -10,10 +10,7 @@ and a build with CUDA.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,16 +19,14 @@ from typing import Any
 import torch
 from meshcast import _kernels
 
+from benchmarks import on_gpu
+
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from kernel_shapes import ALL
 
 REPEATS = 15
 CALLS = 20
 SMALLEST = 1 << 20
-
-
-def refuse(reason: str) -> None:
-    sys.exit(f"benchmarks.cuda_kernels: {reason}: nothing was measured")
 
 
 def rate(call: Callable[[], Any], nbytes: int) -> float:
@@ -80,24 +75,8 @@ def measure(name: str, pairs: list[_kernels.Pair], direction: str) -> dict[str, 
     return row
 
 
-def clocks() -> str:
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,clocks.mem", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"unknown ({error})"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        refuse("torch sees no CUDA device")
-    if not _kernels.available():
-        refuse("this build of meshcast has no CUDA code")
+    out = on_gpu.begin("cuda_kernels", __doc__)
     rows = []
     for box in ALL:
         tensor = torch.randint(0, 1 << 30, box.full, dtype=torch.int32, device="cuda")
@@ -110,9 +89,7 @@ def main() -> None:
     tensor = torch.randint(0, 1 << 30, (112, 64, 32), dtype=torch.int32, device="cuda")
     pairs = [(part[:, :16], torch.empty(64, 16, dtype=torch.int32, device="cuda")) for part in tensor]
     rows.append(measure("112 boxes of 4 KiB", pairs, "pack"))
-    facts = {"device": clocks(), "torch": torch.__version__, "cuda": torch.version.cuda, "rows": rows}
-    if arguments.out:
-        arguments.out.write_text(json.dumps(facts, indent=1) + "\n")
+    on_gpu.write_figures(out, rows)
 
 
 if __name__ == "__main__":
