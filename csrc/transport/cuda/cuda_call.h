@@ -32,6 +32,15 @@ inline void check_cuda(cudaError_t status, const char* what, int device) {
 inline cudaStream_t stream_of(RoundDevice::Stream stream) { return reinterpret_cast<cudaStream_t>(stream); }
 inline cudaEvent_t event_of(RoundDevice::Event event) { return reinterpret_cast<cudaEvent_t>(event); }
 
+inline void destroy_event(RoundDevice::Event event, int device) noexcept {
+  try {
+    const OnDevice here(device);
+    cudaEventDestroy(event_of(event));
+  } catch (const std::exception&) {
+    // CUDA is gone, and its events with it.
+  }
+}
+
 template <class Pointer>
 std::uintptr_t handle_of(Pointer pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer);

@@ -95,14 +95,7 @@ RoundDevice::Event CudaDevice::make_event() {
   return handle_of(event);
 }
 
-void CudaDevice::free_event(Event event) noexcept {
-  try {
-    const OnDevice here(device_);
-    cudaEventDestroy(event_of(event));
-  } catch (const std::exception&) {
-    // CUDA is gone, and its events with it.
-  }
-}
+void CudaDevice::free_event(Event event) noexcept { destroy_event(event, device_); }
 
 void CudaDevice::record(Event event, Stream stream) {
   const OnDevice here(device_);

@@ -172,38 +172,6 @@ RoundDevice::Event CudaIpcDriver::open_event(const IpcHandle& handle) {
   return handle_of(event);
 }
 
-void CudaIpcDriver::drop_event(Event event) noexcept {
-  if (event == 0) return;
-  try {
-    const OnDevice here(device_);
-    cudaEventDestroy(event_of(event));
-  } catch (const std::exception&) {
-    // CUDA is gone, and its events with it.
-  }
-}
-
-void CudaIpcDriver::record_event(Event event, Stream stream) {
-  const OnDevice here(device_);
-  check_cuda(cudaEventRecord(event_of(event), stream_of(stream)), "recording an event", device_);
-}
-
-void CudaIpcDriver::await_event(Stream stream, Event event) {
-  const OnDevice here(device_);
-  check_cuda(cudaStreamWaitEvent(stream_of(stream), event_of(event), 0), "waiting for another process",
-             device_);
-}
-
-bool CudaIpcDriver::event_reached(Event event) {
-  const OnDevice here(device_);
-  const cudaError_t status = cudaEventQuery(event_of(event));
-  if (status == cudaErrorNotReady) {
-    cudaGetLastError();  // else somebody else's next check would find it
-    return false;
-  }
-  check_cuda(status, "work that was enqueued before", device_);
-  return true;
-}
-
 void CudaIpcDriver::copy(Stream stream, std::byte* to, const std::byte* from, int64_t nbytes) {
   const OnDevice here(device_);
   check_cuda(cudaMemcpyAsync(to, from, static_cast<size_t>(nbytes), cudaMemcpyDefault, stream_of(stream)),
@@ -216,8 +184,7 @@ std::shared_ptr<IpcDevice> IpcDevice::connect(IpcMeeting& meeting, const std::ve
   std::shared_ptr<IpcDevice> out(new IpcDevice(device));
   const OnDevice here(device);
   cuda::load_kernels(device);  // as with NCCL: a first launch later may wait for all that runs on the GPU
-  out->groups_ =
-      IpcGroups::connect(out->driver_, out->transfer_stream(), meeting, addresses, rank, deadline, checkpoint);
+  out->groups_ = IpcGroups::connect(out->driver_, *out, meeting, addresses, rank, deadline, checkpoint);
   return out;
 }
 
@@ -272,7 +239,7 @@ std::string cuda_ipc_obstacle(int device) {
              "why)";
     IpcHandle handle;
     driver.export_memory(*driver.exportable(memory.get()));
-    driver.drop_event(driver.make_ipc_event(&handle));
+    destroy_event(driver.make_ipc_event(&handle), device);
     return "";
   } catch (const std::exception& error) {
     return error.what();

@@ -12,7 +12,7 @@
 
 namespace meshcast {
 
-// The calls of CUDA behind IpcGroups, for one GPU.
+// The calls of CUDA behind IpcGroups that are not those of any RoundDevice, for one GPU.
 class CudaIpcDriver final : public IpcDriver {
  public:
   explicit CudaIpcDriver(int device);
@@ -25,10 +25,6 @@ class CudaIpcDriver final : public IpcDriver {
 
   Event make_ipc_event(IpcHandle* handle) override;
   Event open_event(const IpcHandle& handle) override;
-  void drop_event(Event event) noexcept override;
-  void record_event(Event event, Stream stream) override;
-  void await_event(Stream stream, Event event) override;
-  bool event_reached(Event event) override;
 
   void copy(Stream stream, std::byte* to, const std::byte* from, int64_t nbytes) override;
 

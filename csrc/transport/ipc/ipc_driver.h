@@ -20,8 +20,10 @@ struct IpcRange {
   uint64_t id = 0;
 };
 
-// What groups over CUDA IPC need of CUDA, on one GPU. Everything on a stream is enqueued and returns at once.
-// Calls that fail throw Error. No two threads are inside at a time.
+// What groups over CUDA IPC need of CUDA beside a RoundDevice, on its GPU. Events are recorded, waited for,
+// asked and freed by that, whether made here or opened: a wait is for what had been recorded when it was
+// enqueued, also where another process recorded it. Calls that fail throw Error. No two threads are inside at a
+// time.
 class IpcDriver {
  public:
   using Stream = RoundDevice::Stream;
@@ -41,12 +43,8 @@ class IpcDriver {
 
   virtual Event make_ipc_event(IpcHandle* handle) = 0;
   virtual Event open_event(const IpcHandle& handle) = 0;
-  virtual void drop_event(Event event) noexcept = 0;  // made or opened
-  // A wait is for what had been recorded when it was enqueued, also where another process recorded it.
-  virtual void record_event(Event event, Stream stream) = 0;
-  virtual void await_event(Stream stream, Event event) = 0;
-  virtual bool event_reached(Event event) = 0;
 
+  // Enqueues and returns at once.
   virtual void copy(Stream stream, std::byte* to, const std::byte* from, int64_t nbytes) = 0;
 };
 

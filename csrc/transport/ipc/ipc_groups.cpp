@@ -21,18 +21,19 @@ constexpr int64_t aligned(int64_t nbytes) {
 
 }  // namespace
 
-IpcGroups::Peer::Peer(IpcPeer introduced, IpcDriver& driver, Stream stream)
-    : link(std::move(introduced.link)), imports(driver, stream) {
+IpcGroups::Peer::Peer(IpcPeer introduced, IpcDriver& driver, RoundDevice& device)
+    : link(std::move(introduced.link)), imports(driver, device) {
   ready = driver.open_event(introduced.card.ready);
   copied = driver.open_event(introduced.card.copied);
 }
 
-IpcGroups::IpcGroups(IpcDriver& driver, Stream stream) : driver_(driver), stream_(stream), exports_(driver) {}
+IpcGroups::IpcGroups(IpcDriver& driver, RoundDevice& device)
+    : driver_(driver), device_(device), stream_(device.transfer_stream()), exports_(driver) {}
 
-std::unique_ptr<IpcGroups> IpcGroups::connect(IpcDriver& driver, Stream stream, IpcMeeting& meeting,
+std::unique_ptr<IpcGroups> IpcGroups::connect(IpcDriver& driver, RoundDevice& device, IpcMeeting& meeting,
                                               const std::vector<std::string>& addresses, int32_t rank,
                                               TimePoint deadline, const std::function<void()>& checkpoint) {
-  std::unique_ptr<IpcGroups> out(new IpcGroups(driver, stream));
+  std::unique_ptr<IpcGroups> out(new IpcGroups(driver, device));
   IpcCard card;
   IpcHandle unused;
   out->ready_ = driver.make_ipc_event(&card.ready);
@@ -44,11 +45,11 @@ std::unique_ptr<IpcGroups> IpcGroups::connect(IpcDriver& driver, Stream stream, 
       return card;
     };
     for (IpcPeer& each : meeting.meet(addresses, rank, card_for, deadline, checkpoint)) {
-      Peer& peer = out->peers_.emplace_back(std::move(each), driver, stream);
+      Peer& peer = out->peers_.emplace_back(std::move(each), driver, device);
       peer.own_copied = copied.extract(peer.link.peer()).mapped();
     }
   } catch (...) {
-    for (const auto& [peer, event] : copied) driver.drop_event(event);
+    for (const auto& [peer, event] : copied) device.free_event(event);
     throw;
   }
   return out;
@@ -58,19 +59,24 @@ IpcGroups::~IpcGroups() {
   abort();  // does nothing to what is closed
   bool passed = false;
   try {
-    passed = !over_recorded_ || driver_.event_reached(over_);
+    passed = !over_recorded_ || device_.reached(over_);
   } catch (const std::exception&) {
     // CUDA has failed for this process.
   }
   // The GPU may still copy: then what it reads stays mapped, and what it is read from stays.
   for (Peer& peer : peers_) {
     if (passed) peer.imports.close_all();
-    for (const Event event : {peer.ready, peer.copied, peer.own_copied}) driver_.drop_event(event);
+    for (const Event event : {peer.ready, peer.copied, peer.own_copied}) free_event(event);
   }
   if (!passed)
     for (auto& bounce : bounces_) keep_for_good(std::move(bounce));
-  driver_.drop_event(ready_);
-  driver_.drop_event(over_);
+  free_event(ready_);
+  free_event(over_);
+}
+
+// One that was never made is 0.
+void IpcGroups::free_event(Event event) noexcept {
+  if (event != 0) device_.free_event(event);
 }
 
 IpcGroups::Peer& IpcGroups::peer(int32_t number) {
@@ -120,7 +126,7 @@ void IpcGroups::name_messages() {
     auto& mine = places.emplace_back();
     for (const Outgoing& message : to.sends) mine.push_back(place_of(message, &bounced));
   }
-  driver_.record_event(ready_, stream_);
+  device_.record(ready_, stream_);
   for (const uint64_t memory : exports_.take_forgotten()) {
     IpcNote note;
     note.kind = IpcNote::Kind::Forget;
@@ -198,7 +204,7 @@ void IpcGroups::hear(Peer& from, const IpcNote& note) {
     case IpcNote::Kind::Memory: from.imports.add(note.memory, note.handle, note.nbytes); break;
     case IpcNote::Kind::Message: from.inbox.push_back(note); break;
     case IpcNote::Kind::Copied:
-      driver_.await_event(stream_, from.copied);
+      device_.wait(stream_, from.copied);
       from.waits_for_copied = false;
       break;
     case IpcNote::Kind::Forget: from.imports.forget(note.memory); break;
@@ -227,13 +233,13 @@ void IpcGroups::copy_messages(Peer& from) {
       return;
     }
     const std::byte* const data = from.imports.at(note.memory, note.offset, note.nbytes);
-    if (!std::exchange(from.awaited, true)) driver_.await_event(stream_, from.ready);
+    if (!std::exchange(from.awaited, true)) device_.wait(stream_, from.ready);
     driver_.copy(stream_, into.data, data, into.nbytes);
   }
   if (!any || !from.receives.empty()) return;
   from.awaited = false;
   ++from.groups_received;
-  driver_.record_event(from.own_copied, stream_);
+  device_.record(from.own_copied, stream_);
   IpcNote note;
   note.kind = IpcNote::Kind::Copied;
   tell(from, note);
@@ -257,7 +263,7 @@ GroupOutcome IpcGroups::progress() {
   if (failure_.state == GroupState::Failed) return failure_;
   if (more) return {GroupState::InProgress, false, {}};
   if (std::exchange(in_progress_, false)) {
-    driver_.record_event(over_, stream_);
+    device_.record(over_, stream_);
     over_recorded_ = true;
   }
   return {};
@@ -285,7 +291,7 @@ void IpcGroups::abort() noexcept {
   for (const Peer& each : peers_) each.link.hang_up();
   if (failure_.state != GroupState::Failed) failure_ = {GroupState::Failed, false, "it was aborted", -1};
   try {
-    driver_.record_event(over_, stream_);
+    device_.record(over_, stream_);
     over_recorded_ = true;
   } catch (const std::exception&) {
     // CUDA has failed for this process: over_ is not reached either.

@@ -33,9 +33,9 @@ class IpcGroups {
   using Stream = RoundDevice::Stream;
   using Event = RoundDevice::Event;
 
-  // Connects this rank with all others, as IpcMeeting::meet. All copies will be on `stream`. `driver` outlives
-  // this.
-  static std::unique_ptr<IpcGroups> connect(IpcDriver& driver, Stream stream, IpcMeeting& meeting,
+  // Connects this rank with all others, as IpcMeeting::meet. All copies will be on the device's transfer
+  // stream. `driver` and `device` outlive this.
+  static std::unique_ptr<IpcGroups> connect(IpcDriver& driver, RoundDevice& device, IpcMeeting& meeting,
                                             const std::vector<std::string>& addresses, int32_t rank,
                                             TimePoint deadline, const std::function<void()>& checkpoint);
   ~IpcGroups();
@@ -63,7 +63,7 @@ class IpcGroups {
     int64_t nbytes = 0;
   };
   struct Peer {
-    Peer(IpcPeer introduced, IpcDriver& driver, Stream stream);
+    Peer(IpcPeer introduced, IpcDriver& driver, RoundDevice& device);
 
     IpcLink link;
     IpcImports imports;
@@ -85,8 +85,9 @@ class IpcGroups {
     bool waits_for_copied = false;
   };
 
-  IpcGroups(IpcDriver& driver, Stream stream);
+  IpcGroups(IpcDriver& driver, RoundDevice& device);
   Peer& peer(int32_t number);
+  void free_event(Event event) noexcept;
   void name_messages();
   void bounce(int64_t nbytes);
   IpcExports::Place place_of(const Outgoing& message, int64_t* bounced);
@@ -98,6 +99,7 @@ class IpcGroups {
   GroupOutcome failed(const Peer& who, bool remote, const std::string& text);
 
   IpcDriver& driver_;
+  RoundDevice& device_;
   const Stream stream_;
   IpcExports exports_;
   std::vector<Peer> peers_;  // ascending

@@ -63,16 +63,16 @@ void IpcImports::forget(uint64_t memory) {
     IpcHandle unused;
     const RoundDevice::Event passed = driver_.make_ipc_event(&unused);
     closing_.push_back({found->second.base, passed});
-    driver_.record_event(passed, stream_);
+    device_.record(passed, device_.transfer_stream());
   }
   entries_.erase(found);
 }
 
 void IpcImports::sweep() {
   std::erase_if(closing_, [this](const Closing& each) {
-    if (!driver_.event_reached(each.passed)) return false;
+    if (!device_.reached(each.passed)) return false;
     driver_.close_memory(each.base);
-    driver_.drop_event(each.passed);
+    device_.free_event(each.passed);
     return true;
   });
 }
@@ -80,7 +80,7 @@ void IpcImports::sweep() {
 void IpcImports::close_all() {
   for (const Closing& each : closing_) {
     driver_.close_memory(each.base);
-    driver_.drop_event(each.passed);
+    device_.free_event(each.passed);
   }
   closing_.clear();
   for (const auto& [memory, entry] : entries_)

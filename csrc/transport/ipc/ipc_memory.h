@@ -48,13 +48,13 @@ class IpcExports {
 // The allocations of one peer. They are mapped when first needed, and stay so.
 class IpcImports {
  public:
-  IpcImports(IpcDriver& driver, RoundDevice::Stream stream) : driver_(driver), stream_(stream) {}
+  IpcImports(IpcDriver& driver, RoundDevice& device) : driver_(driver), device_(device) {}
   IpcImports(IpcImports&&) = default;
 
   void add(uint64_t memory, const IpcHandle& handle, int64_t nbytes);
   // Throws Error where the peer has named no such memory.
   const std::byte* at(uint64_t memory, int64_t offset, int64_t nbytes);
-  void forget(uint64_t memory);  // closes it later, when the stream has passed what used it
+  void forget(uint64_t memory);  // closes it later, when the transfer stream has passed what used it
   void sweep();                  // does so
   void close_all();              // nothing on the GPU uses any of it
 
@@ -70,7 +70,7 @@ class IpcImports {
   };
 
   IpcDriver& driver_;
-  RoundDevice::Stream stream_;
+  RoundDevice& device_;
   std::map<uint64_t, Entry> entries_;
   std::vector<Closing> closing_;
 };

@@ -108,20 +108,20 @@ class FakeIpcDriver final : public IpcDriver {
     if (++opened_events_ % 2 == 0) copied_.insert(event);  // of each peer: `ready` first, then `copied`
     return event;
   }
-  void drop_event(Event event) noexcept override {
-    const std::lock_guard lock(host_.mutex);
-    if (event != 0 && event >> 32 == 0) device_.free_event(event);
+
+  // For the RoundDevice: also events of other ranks.
+  void free_event(Event event) noexcept {
+    if (event >> 32 == 0) device_.free_event(event);
   }
-  void record_event(Event event, Stream stream) override {
-    const std::lock_guard lock(host_.mutex);
+  void record(Event event, Stream stream) {
     if (event >> 32 != 0) host_.cluster.mistakes.emplace_back("another rank's event was recorded");
     device_.record(event, stream);
   }
-  void await_event(Stream stream, Event event) override {
-    const std::lock_guard lock(host_.mutex);
+  void wait(Stream stream, Event event) {
+    if (event >> 32 == 0) return device_.wait(stream, event);
     const auto kind = copied_.contains(event) ? FakeHost::Lost::Copied : FakeHost::Lost::Ready;
-    if (event >> 32 != 0 && host_.lost == kind) return;
-    const auto owner = event >> 32 == 0 ? rank_ : static_cast<int32_t>(event >> 32) - 1;
+    if (host_.lost == kind) return;
+    const auto owner = static_cast<int32_t>(event >> 32) - 1;
     const size_t at = event & 0xFFFFFFFF;
     FakeCluster& cluster = host_.cluster;
     const size_t count = cluster.rank(owner).recorded[at];
@@ -130,10 +130,8 @@ class FakeIpcDriver final : public IpcDriver {
     item.until = [&cluster, owner, at, count] { return cluster.rank(owner).reached[at][count] != 0; };
     cluster.rank(rank_).streams[stream].push_back(std::move(item));
   }
-  bool event_reached(Event event) override {
-    const std::lock_guard lock(host_.mutex);
-    return device_.reached(event);
-  }
+  bool reached(Event event) { return device_.reached(event); }
+
   void copy(Stream stream, std::byte* to, const std::byte* from, int64_t nbytes) override {
     const std::lock_guard lock(host_.mutex);
     const auto base = [this](const std::byte* data) -> std::byte* {
@@ -185,19 +183,19 @@ class FakeIpcDeviceOf final : public RoundDevice {
   Stream kernel_stream() override { return FakeCluster::kKernels; }
   Stream transfer_stream() override { return FakeCluster::kTransfer; }
   Event make_event() override {
-    return locked([&] { return fake().make_event(); });
+    return locked([&] { return driver.device().make_event(); });
   }
   void free_event(Event event) noexcept override {
-    locked([&] { fake().free_event(event); });
+    locked([&] { driver.free_event(event); });
   }
   void record(Event event, Stream stream) override {
-    locked([&] { fake().record(event, stream); });
+    locked([&] { driver.record(event, stream); });
   }
   void wait(Stream stream, Event event) override {
-    locked([&] { fake().wait(stream, event); });
+    locked([&] { driver.wait(stream, event); });
   }
   bool reached(Event event) override {
-    return locked([&] { return fake().reached(event); });
+    return locked([&] { return driver.reached(event); });
   }
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override { return driver.allocate_exportable(nbytes); }
   void move_boxes(Stream stream, std::span<const BoxMove> boxes) override {
@@ -251,9 +249,8 @@ class IpcWorld {
     for (const int32_t rank : group) {
       threads.emplace_back([&, rank] {
         FakeIpcDevice& device = *devices[static_cast<size_t>(rank)];
-        device.groups =
-            IpcGroups::connect(device.driver, FakeCluster::kTransfer, meetings[static_cast<size_t>(rank)],
-                               addresses, rank, Clock::now() + kLong, [] {});
+        device.groups = IpcGroups::connect(device.driver, device, meetings[static_cast<size_t>(rank)],
+                                           addresses, rank, Clock::now() + kLong, [] {});
       });
     }
     for (std::thread& thread : threads) thread.join();

@@ -41,7 +41,7 @@ struct Pair {
     IpcMeeting meetings[2];
     const std::vector<std::string> addresses{meetings[0].address(), meetings[1].address()};
     const auto connect = [&](FakeIpcDevice& device, int32_t rank) {
-      device.groups = IpcGroups::connect(device.driver, FakeCluster::kTransfer, meetings[rank], addresses, rank,
+      device.groups = IpcGroups::connect(device.driver, device, meetings[rank], addresses, rank,
                                          Clock::now() + kLong, [] {});
     };
     std::thread other([&] { connect(to, 1); });
@@ -200,8 +200,9 @@ TEST_CASE("a peer's last words are heard, also where it has not read everything"
 
 TEST_CASE("what a peer names is checked before it is used", "[ipc]") {
   FakeHost host(1);
-  FakeIpcDriver driver(host, 0);
-  IpcImports imports(driver, FakeCluster::kTransfer);
+  FakeIpcDevice device(host, 0);
+  FakeIpcDriver& driver = device.driver;
+  IpcImports imports(driver, device);
   const auto memory = driver.allocate_exportable(100);
   imports.add(3, driver.export_memory(*driver.exportable(memory.get())), 100);
   CHECK(imports.at(3, 60, 40) == memory.get() + 60);

@@ -48,8 +48,8 @@ class ProcessRank {
       while (!memory_.gpu().rank(other).listens) std::this_thread::sleep_for(milliseconds(1));
       addresses.emplace_back(memory_.gpu().rank(other).address);
     }
-    device_->groups = IpcGroups::connect(device_->driver, FakeCluster::kTransfer, meeting, addresses, rank,
-                                         Clock::now() + kLimit, [] {});
+    device_->groups =
+        IpcGroups::connect(device_->driver, *device_, meeting, addresses, rank, Clock::now() + kLimit, [] {});
     engine_ = std::make_unique<RoundEngine>(device_, rank, group);
   }
   ~ProcessRank() {

@@ -118,22 +118,30 @@ class SharedIpcDriver final : public IpcDriver {
     const auto [rank, at] = value(handle);
     return number(rank, static_cast<size_t>(at));
   }
-  void drop_event(Event) noexcept override {}
-  void record_event(Event event, Stream stream) override {
-    const std::lock_guard lock(host_.mutex);
+
+  // For the RoundDevice.
+  void free_event(Event event) noexcept {
+    if (event >> 32 == 0) device_.free_event(event);
+  }
+  void record(Event event, Stream stream) {
+    if (event >> 32 == 0) return device_.record(event, stream);
     SharedGpu::Event& shared = of(event);
     const uint64_t count = ++shared.recorded;
     host_.cluster.enqueue(rank_, stream, [&shared, count] { shared.reached = count; });
   }
-  void await_event(Stream stream, Event event) override {
-    const std::lock_guard lock(host_.mutex);
+  void wait(Stream stream, Event event) {
+    if (event >> 32 == 0) return device_.wait(stream, event);
     SharedGpu::Event& shared = of(event);
     FakeCluster::Item item;
     item.kind = FakeCluster::Item::Kind::Wait;
     item.until = [&shared, count = shared.recorded.load()] { return shared.reached >= count; };
     host_.cluster.rank(rank_).streams[stream].push_back(std::move(item));
   }
-  bool event_reached(Event event) override { return of(event).reached >= of(event).recorded; }
+  bool reached(Event event) {
+    if (event >> 32 == 0) return device_.reached(event);
+    return of(event).reached >= of(event).recorded;
+  }
+
   void copy(Stream stream, std::byte* to, const std::byte* from, int64_t nbytes) override {
     const std::lock_guard lock(host_.mutex);
     host_.cluster.enqueue(rank_, stream, [=] { std::memcpy(to, from, static_cast<size_t>(nbytes)); });
