@@ -7,8 +7,8 @@
 namespace meshcast {
 
 void keep_for_good(std::shared_ptr<void> memory) {
-  static std::mutex mutex;
-  static std::vector<std::shared_ptr<void>> kept;
+  static auto& mutex = *new std::mutex;
+  static auto& kept = *new std::vector<std::shared_ptr<void>>;  // also at the exit of the process
   const std::lock_guard lock(mutex);
   kept.push_back(std::move(memory));
 }
