@@ -35,8 +35,8 @@ std::unique_ptr<IpcGroups> IpcGroups::connect(IpcDriver& driver, RoundDevice& de
                                               TimePoint deadline, const std::function<void()>& checkpoint) {
   std::unique_ptr<IpcGroups> out(new IpcGroups(driver, device));
   IpcCard card;
-  IpcHandle unused;
   out->ready_ = driver.make_ipc_event(&card.ready);
+  IpcHandle unused;
   out->over_ = driver.make_ipc_event(&unused);
   std::map<int32_t, Event> copied;
   try {
@@ -49,7 +49,7 @@ std::unique_ptr<IpcGroups> IpcGroups::connect(IpcDriver& driver, RoundDevice& de
       peer.own_copied = copied.extract(peer.link.peer()).mapped();
     }
   } catch (...) {
-    for (const auto& [peer, event] : copied) device.free_event(event);
+    for (const auto& [peer, event] : copied) out->free_event(event);
     throw;
   }
   return out;
@@ -216,23 +216,24 @@ void IpcGroups::hear(Peer& from, const IpcNote& note) {
 
 void IpcGroups::copy_messages(Peer& from) {
   const bool any = !from.receives.empty();
-  bool last = false;
   while (!from.receives.empty() && !from.inbox.empty()) {
     const IpcNote note = from.inbox.front();
     const Incoming into = from.receives.front();
-    from.inbox.pop_front();
-    from.receives.pop_front();
-    last = note.last != 0;
-    if (note.group != from.groups_received || note.nbytes != into.nbytes || last != from.receives.empty()) {
+    const bool last = note.last != 0;
+    const bool last_expected = from.receives.size() == 1;
+    if (note.group != from.groups_received || note.nbytes != into.nbytes || last != last_expected) {
       failure_ =
           failed(from, false,
                  fmt::format("sends {} bytes in group {}{}, where {} bytes in group {}{} are expected: the "
                              "ranks do not run the same rounds",
                              note.nbytes, note.group, last ? ", its last" : "", into.nbytes,
-                             from.groups_received, from.receives.empty() ? ", its last" : ""));
+                             from.groups_received, last_expected ? ", its last" : ""));
       return;
     }
     const std::byte* const data = from.imports.at(note.memory, note.offset, note.nbytes);
+    if (data == nullptr) return;
+    from.inbox.pop_front();
+    from.receives.pop_front();
     if (!std::exchange(from.awaited, true)) device_.wait(stream_, from.ready);
     driver_.copy(stream_, into.data, data, into.nbytes);
   }

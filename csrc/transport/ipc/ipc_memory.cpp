@@ -18,8 +18,8 @@ std::optional<IpcExports::Place> IpcExports::find(const std::byte* data, uint64_
       entry.used = now;
       return Place{hit->second, data - range->base};
     }
-    forget(hit->second);
   }
+  forget_overlapped(*range);
   if (entries_.size() >= kMost) {
     const auto oldest = std::min_element(entries_.begin(), entries_.end(), [](const auto& a, const auto& b) {
       return a.second.used < b.second.used;
@@ -30,6 +30,18 @@ std::optional<IpcExports::Place> IpcExports::find(const std::byte* data, uint64_
   entries_.emplace(memory, Entry{*range, driver_.export_memory(*range), now});
   by_base_[range->base] = memory;
   return Place{memory, data - range->base};
+}
+
+// What has been freed, and is another allocation now or part of one. It need not have begun where that does.
+void IpcExports::forget_overlapped(const IpcRange& range) {
+  auto next = by_base_.lower_bound(range.base + range.nbytes);
+  while (next != by_base_.begin()) {
+    const IpcRange& before = entries_.at((--next)->second).range;
+    if (before.base + before.nbytes <= range.base) return;
+    const uint64_t memory = next->second;
+    ++next;
+    forget(memory);
+  }
 }
 
 void IpcExports::forget(uint64_t memory) {
@@ -52,7 +64,11 @@ const std::byte* IpcImports::at(uint64_t memory, int64_t offset, int64_t nbytes)
                 fmt::format("a peer named {} bytes at {} of memory {}, which it has not shown", nbytes, offset,
                             memory));
   Entry& entry = found->second;
-  if (entry.base == nullptr) entry.base = driver_.open_memory(entry.handle);
+  if (entry.base == nullptr) {
+    sweep();
+    if (!closing_.empty()) return nullptr;
+    entry.base = driver_.open_memory(entry.handle);
+  }
   return entry.base + offset;
 }
 
@@ -60,8 +76,7 @@ void IpcImports::forget(uint64_t memory) {
   const auto found = entries_.find(memory);
   if (found == entries_.end()) return;
   if (found->second.base != nullptr) {
-    IpcHandle unused;
-    const RoundDevice::Event passed = driver_.make_ipc_event(&unused);
+    const RoundDevice::Event passed = device_.make_event();
     closing_.push_back({found->second.base, passed});
     device_.record(passed, device_.transfer_stream());
   }

@@ -11,7 +11,7 @@
 namespace meshcast {
 
 // The allocations of this rank that its peers may have mapped. They are numbered, since an address may come
-// back as another allocation: such a one gets a new number, and the old one is to be forgotten.
+// back as another allocation: such a one gets a new number, and what lay there before is to be forgotten.
 class IpcExports {
  public:
   struct Place {
@@ -37,9 +37,10 @@ class IpcExports {
 
  private:
   void forget(uint64_t memory);
+  void forget_overlapped(const IpcRange& range);
 
   IpcDriver& driver_;
-  std::map<uint64_t, Entry> entries_;
+  std::map<uint64_t, Entry> entries_;  // whose ranges are apart
   std::map<const std::byte*, uint64_t> by_base_;
   std::vector<uint64_t> forgotten_;
   uint64_t next_ = 1;
@@ -52,7 +53,9 @@ class IpcImports {
   IpcImports(IpcImports&&) = default;
 
   void add(uint64_t memory, const IpcHandle& handle, int64_t nbytes);
-  // Throws Error where the peer has named no such memory.
+  // Null while it has to be mapped first and what was forgotten is not closed yet: it may have lain where this
+  // is now, and CUDA refuses to map an address of another process twice ("already mapped"). Throws Error where
+  // the peer has named no such memory.
   const std::byte* at(uint64_t memory, int64_t offset, int64_t nbytes);
   void forget(uint64_t memory);  // closes it later, when the transfer stream has passed what used it
   void sweep();                  // does so

@@ -34,12 +34,19 @@ struct FakeHost {
     uint64_t id = 0;
     bool exportable = true;
   };
+  struct Exported {
+    std::byte* base = nullptr;
+    int64_t nbytes = 0;
+    int32_t owner = -1;
+  };
 
   std::recursive_mutex mutex;
   FakeCluster cluster;
   std::map<std::byte*, Allocation> allocations;  // of all ranks: one process has one address space
   std::map<std::pair<int32_t, std::byte*>, int> mapped;
-  std::map<uint64_t, std::byte*> exported;  // by id
+  std::map<uint64_t, Exported> exported;           // by id
+  std::map<std::pair<int32_t, uint64_t>, int> as;  // which of those a rank has mapped
+  std::set<RoundDevice::Event> dropped;            // events that their rank has freed, by the numbers of others
   uint64_t ids = 0;
   int64_t opened = 0;
   int64_t bounced = 0;  // copies out of what cannot be exported
@@ -73,28 +80,45 @@ class FakeIpcDriver final : public IpcDriver {
   }
   IpcHandle export_memory(const IpcRange& range) override {
     const std::lock_guard lock(host_.mutex);
-    host_.exported[range.id] = range.base;
+    host_.exported[range.id] = {range.base, range.nbytes, rank_};
     return handle_of(range.id);
   }
   std::byte* open_memory(const IpcHandle& handle) override {
     const std::lock_guard lock(host_.mutex);
     ++host_.opened;
-    std::byte* const base = host_.exported.at(value_of_handle(handle));
+    const uint64_t id = value_of_handle(handle);
+    const auto [base, nbytes, owner] = host_.exported.at(id);
+    for (const auto& [which, count] : host_.as) {
+      const FakeHost::Exported& other = host_.exported.at(which.second);
+      const bool apart = other.base + other.nbytes <= base || base + nbytes <= other.base;
+      if (which.first == rank_ && count > 0 && which.second != id && other.owner == owner && !apart)
+        host_.cluster.mistakes.emplace_back("memory was mapped while what lay there before was");
+    }
     ++host_.mapped[{rank_, base}];
+    ++host_.as[{rank_, id}];
     return base;
   }
   void close_memory(std::byte* base) noexcept override {
     const std::lock_guard lock(host_.mutex);
     if (--host_.mapped[{rank_, base}] < 0) host_.cluster.mistakes.emplace_back("memory closed twice");
+    // Where another rank's memory came to lie at the same address, the older is meant.
+    const auto oldest = std::find_if(host_.as.begin(), host_.as.end(), [&](const auto& each) {
+      return each.first.first == rank_ && each.second > 0 && host_.exported.at(each.first.second).base == base;
+    });
+    if (oldest != host_.as.end()) --oldest->second;
   }
+  // What is let go of, the next who asks may have: it is spoilt at once.
   std::shared_ptr<std::byte> allocate_exportable(int64_t nbytes) override {
-    auto out = std::shared_ptr<std::byte>(new std::byte[static_cast<size_t>(nbytes)],
-                                          std::default_delete<std::byte[]>());
-    std::memset(out.get(), 0x5A, static_cast<size_t>(nbytes));
-    host_.allocate(out.get(), nbytes, true);
+    auto memory = std::shared_ptr<std::byte>(new std::byte[static_cast<size_t>(nbytes)],
+                                             std::default_delete<std::byte[]>());
+    std::memset(memory.get(), 0x5A, static_cast<size_t>(nbytes));
+    host_.allocate(memory.get(), nbytes, true);
     const std::lock_guard lock(host_.mutex);
-    owned_.push_back(out);
-    return out;
+    owned_.push_back(memory);
+    return {memory.get(), [&host = host_, memory, nbytes](std::byte* data) {
+              const std::lock_guard spoil(host.mutex);
+              std::memset(data, 0xEE, static_cast<size_t>(nbytes));
+            }};
   }
 
   Event make_ipc_event(IpcHandle* handle) override {
@@ -111,7 +135,9 @@ class FakeIpcDriver final : public IpcDriver {
 
   // For the RoundDevice: also events of other ranks.
   void free_event(Event event) noexcept {
-    if (event >> 32 == 0) device_.free_event(event);
+    if (event >> 32 != 0) return;
+    host_.dropped.insert(static_cast<uint64_t>(rank_ + 1) << 32 | event);
+    device_.free_event(event);
   }
   void record(Event event, Stream stream) {
     if (event >> 32 != 0) host_.cluster.mistakes.emplace_back("another rank's event was recorded");
@@ -121,6 +147,7 @@ class FakeIpcDriver final : public IpcDriver {
     if (event >> 32 == 0) return device_.wait(stream, event);
     const auto kind = copied_.contains(event) ? FakeHost::Lost::Copied : FakeHost::Lost::Ready;
     if (host_.lost == kind) return;
+    if (host_.dropped.contains(event)) host_.cluster.mistakes.emplace_back("a wait for an event that is gone");
     const auto owner = static_cast<int32_t>(event >> 32) - 1;
     const size_t at = event & 0xFFFFFFFF;
     FakeCluster& cluster = host_.cluster;

@@ -36,6 +36,7 @@ struct Pair {
   FakeHost host{2};
   FakeIpcDevice from{host, 0}, to{host, 1};
   std::mt19937 rng{1};
+  GroupOutcome sent, received;
 
   Pair() {
     IpcMeeting meetings[2];
@@ -49,22 +50,40 @@ struct Pair {
     other.join();
   }
 
-  // Sends each of `sources` into `found`; returns how the receiver's group ended.
-  GroupOutcome exchange(const std::vector<std::byte*>& sources, const std::vector<std::byte*>& found,
-                        int64_t nbytes, bool run = true) {
+  // Both ends begin a group that sends each of `sources` into `found`.
+  void begin(const std::vector<std::byte*>& sources, const std::vector<std::byte*>& found, int64_t nbytes) {
     from.group_start();
     for (std::byte* data : sources) CHECK(from.send(data, nbytes, 1, 0).state == GroupState::Success);
     to.group_start();
     for (std::byte* data : found) CHECK(to.recv(data, nbytes, 0, 0).state == GroupState::Success);
-    GroupOutcome sent = from.group_end();
-    GroupOutcome received = to.group_end();
-    for (int look = 0; look < 100'000; ++look) {
+    sent = from.group_end();
+    received = to.group_end();
+  }
+  // Looks until both ends are through; `run`: the GPUs go on meanwhile. Returns how the receiver's group ended.
+  GroupOutcome look(int most = 100'000, bool run = false) {
+    for (; most > 0; --most) {
       if (sent.state != GroupState::InProgress && received.state != GroupState::InProgress) break;
+      if (run) host.cluster.run(rng);
       sent = from.async_error();
       received = to.async_error();
     }
+    return received;
+  }
+  GroupOutcome exchange(const std::vector<std::byte*>& sources, const std::vector<std::byte*>& found,
+                        int64_t nbytes, bool run = true) {
+    begin(sources, found, nbytes);
+    look(100'000, run);
     if (run) CHECK(host.cluster.run(rng));
     return received;
+  }
+
+  // Both are through: nothing may be left of them.
+  void close() {
+    for (FakeIpcDevice* device : {&from, &to}) device->groups->close();
+    for (FakeIpcDevice* device : {&from, &to}) device->groups.reset();
+    CHECK(mapped() == 0);
+    for (const auto& rank : host.cluster.ranks) CHECK(rank.events_alive == 0);
+    CHECK(host.cluster.mistakes == std::vector<std::string>{});
   }
 
   int64_t mapped() const {
@@ -110,20 +129,52 @@ TEST_CASE("memory is mapped once, and anew where its address is another allocati
   CHECK(pair.host.cluster.mistakes.empty());
 }
 
-TEST_CASE("memory that is forgotten is closed when the GPU has passed it", "[ipc]") {
+TEST_CASE("memory that is forgotten is closed when the GPU has passed it, and before other is mapped",
+          "[ipc]") {
   Pair pair;
   std::vector<std::byte> source(256, std::byte{7}), found(256), again(256);
   pair.host.allocate(source.data(), 256, true);
   CHECK(pair.exchange({source.data()}, {found.data()}, 256, false).state == GroupState::Success);
   pair.host.allocate(source.data(), 256, true);  // a new id, and the GPU has not begun
-  CHECK(pair.exchange({source.data()}, {again.data()}, 256, false).state == GroupState::Success);
-  CHECK(pair.to.async_error().state == GroupState::Success);
-  CHECK(pair.mapped() == 2);
-  CHECK(pair.host.cluster.run(pair.rng));
-  CHECK(pair.to.async_error().state == GroupState::Success);
+  pair.begin({source.data()}, {again.data()}, 256);
+  CHECK(pair.look(100).state == GroupState::InProgress);
   CHECK(pair.mapped() == 1);
+  CHECK(pair.host.cluster.run(pair.rng));
   CHECK(found == source);
+  CHECK(pair.look().state == GroupState::Success);
+  CHECK(pair.host.cluster.run(pair.rng));
+  CHECK(pair.mapped() == 1);
+  CHECK(pair.host.opened == 2);
+  pair.close();
   CHECK(again == source);
+  CHECK(pair.host.cluster.mistakes == std::vector<std::string>{});
+}
+
+TEST_CASE("memory is forgotten where part of it is another allocation", "[ipc]") {
+  const auto begin = GENERATE(0, 100, 300, 400);  // of the new one: that of 300 bytes at 200 is gone
+  CAPTURE(begin);
+  Pair pair;
+  std::vector<std::byte> memory(1024), found(1024);
+  std::byte* const base = memory.data();
+  const std::vector<std::byte*> into{found.data(), found.data() + 8, found.data() + 16};
+  const auto send = [&](std::byte* second) {
+    CHECK(pair.exchange({base, second, base + 900}, into, 8).state == GroupState::Success);
+    pair.to.async_error();
+  };
+  // Neighbours on both sides, of which nothing is forgotten: they end where the others begin.
+  pair.host.allocate(base, 100, true);
+  pair.host.allocate(base + 200, 300, true);
+  pair.host.allocate(base + 600, 400, true);
+  send(base + 200);
+  CHECK(pair.mapped() == 3);
+  pair.host.free(base + 200);
+  if (begin == 0) pair.host.free(base);
+  pair.host.allocate(base + begin, 600 - begin, true);
+  std::memset(base + 450, 9, 8);
+  send(base + 450);
+  CHECK(found[8] == std::byte{9});
+  CHECK(pair.mapped() == (begin == 0 ? 2 : 3));
+  CHECK(pair.host.opened == 4);
   CHECK(pair.host.cluster.mistakes == std::vector<std::string>{});
 }
 
@@ -140,6 +191,14 @@ TEST_CASE("a peer keeps no more than so many allocations mapped", "[ipc]") {
   pair.to.async_error();
   CHECK(pair.mapped() <= static_cast<int64_t>(IpcExports::kMost));
   CHECK(pair.host.cluster.mistakes.empty());
+  // The one that was not used for longest goes.
+  const int64_t opened = pair.host.opened;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    CHECK(pair.exchange({sources.back().data()}, {found.data()}, 256).state == GroupState::Success);
+    CHECK(pair.exchange({sources[i].data()}, {found.data()}, 256).state == GroupState::Success);
+    CHECK(found[5] == static_cast<std::byte>(i));
+  }
+  CHECK(pair.host.opened == opened + static_cast<int64_t>(sources.size()) - 1);
   // Not even where one group needs more than that.
   std::vector<std::byte*> all;
   for (auto& source : sources) all.push_back(source.data());
