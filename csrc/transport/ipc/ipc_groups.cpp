@@ -203,15 +203,20 @@ void IpcGroups::hear(Peer& from, const IpcNote& note) {
   switch (note.kind) {
     case IpcNote::Kind::Memory: from.imports.add(note.memory, note.handle, note.nbytes); break;
     case IpcNote::Kind::Message: from.inbox.push_back(note); break;
-    case IpcNote::Kind::Copied:
-      device_.wait(stream_, from.copied);
-      from.waits_for_copied = false;
-      break;
+    case IpcNote::Kind::Copied: from.has_copied = true; break;
     case IpcNote::Kind::Forget: from.imports.forget(note.memory); break;
     case IpcNote::Kind::Bye: from.closed = true; break;
     default:
       throw Error(ErrorKind::Generic, "a peer does not speak this protocol: install one version everywhere");
   }
+}
+
+// Where the peer has closed its group since, its GPU is through and its event may be gone: all that it said
+// before is heard before this.
+void IpcGroups::await_copied(Peer& by) {
+  if (!std::exchange(by.has_copied, false)) return;
+  if (!by.closed) device_.wait(stream_, by.copied);
+  by.waits_for_copied = false;
 }
 
 void IpcGroups::copy_messages(Peer& from) {
@@ -252,6 +257,7 @@ GroupOutcome IpcGroups::progress() {
     if (failure_.state == GroupState::Failed) return failure_;
     flush(each);
     listen(each);
+    await_copied(each);
     if (in_progress_) copy_messages(each);
     each.imports.sweep();
     const bool needed = !each.outbox.empty() || !each.receives.empty() || each.waits_for_copied;

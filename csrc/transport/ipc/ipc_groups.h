@@ -83,6 +83,7 @@ class IpcGroups {
     std::deque<Incoming> receives;
     bool awaited = false;  // the stream waits for `ready`
     bool waits_for_copied = false;
+    bool has_copied = false;  // it said so, and the stream does not wait for `copied` yet
   };
 
   IpcGroups(IpcDriver& driver, RoundDevice& device);
@@ -95,6 +96,7 @@ class IpcGroups {
   void flush(Peer& to);
   void listen(Peer& from);
   void hear(Peer& from, const IpcNote& note);
+  void await_copied(Peer& by);
   void copy_messages(Peer& from);
   GroupOutcome failed(const Peer& who, bool remote, const std::string& text);
 

@@ -178,6 +178,23 @@ TEST_CASE("memory is forgotten where part of it is another allocation", "[ipc]")
   CHECK(pair.host.cluster.mistakes == std::vector<std::string>{});
 }
 
+TEST_CASE("a receiver that closes its group at once takes its event with it", "[ipc]") {
+  Pair pair;
+  std::vector<std::byte> source(64, std::byte{5}), found(64);
+  pair.host.allocate(source.data(), 64, true);
+  pair.begin({source.data()}, {found.data()}, 64);
+  // The sender's host is elsewhere until the receiver has all that it needs.
+  for (int looks = 0; looks < 100 && pair.received.state == GroupState::InProgress; ++looks)
+    pair.received = pair.to.async_error();
+  CHECK(pair.received.state == GroupState::Success);
+  CHECK(pair.host.cluster.run(pair.rng));
+  pair.to.groups->close();
+  pair.to.groups.reset();
+  CHECK(pair.from.async_error().state == GroupState::Success);
+  CHECK(found == source);
+  CHECK(pair.host.cluster.mistakes == std::vector<std::string>{});
+}
+
 TEST_CASE("a peer keeps no more than so many allocations mapped", "[ipc]") {
   Pair pair;
   std::vector<std::vector<std::byte>> sources(3 * IpcExports::kMost, std::vector<std::byte>(256));
