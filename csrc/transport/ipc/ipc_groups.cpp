@@ -36,8 +36,7 @@ std::unique_ptr<IpcGroups> IpcGroups::connect(IpcDriver& driver, RoundDevice& de
   std::unique_ptr<IpcGroups> out(new IpcGroups(driver, device));
   IpcCard card;
   out->ready_ = driver.make_ipc_event(&card.ready);
-  IpcHandle unused;
-  out->over_ = driver.make_ipc_event(&unused);
+  out->over_ = device.make_event();
   std::map<int32_t, Event> copied;
   try {
     const auto card_for = [&](int32_t peer) {
@@ -57,9 +56,9 @@ std::unique_ptr<IpcGroups> IpcGroups::connect(IpcDriver& driver, RoundDevice& de
 
 IpcGroups::~IpcGroups() {
   abort();  // does nothing to what is closed
-  bool passed = false;
+  bool passed = closed_;
   try {
-    passed = !over_recorded_ || device_.reached(over_);
+    passed = passed || (over_recorded_ && device_.reached(over_));
   } catch (const std::exception&) {
     // CUDA has failed for this process.
   }
@@ -269,10 +268,7 @@ GroupOutcome IpcGroups::progress() {
   }
   if (failure_.state == GroupState::Failed) return failure_;
   if (more) return {GroupState::InProgress, false, {}};
-  if (std::exchange(in_progress_, false)) {
-    device_.record(over_, stream_);
-    over_recorded_ = true;
-  }
+  in_progress_ = false;
   return {};
 }
 
@@ -281,7 +277,7 @@ GroupOutcome IpcGroups::failed(const Peer& who, bool remote, const std::string& 
 }
 
 void IpcGroups::close() noexcept {
-  if (std::exchange(ended_, true)) return;
+  if (aborted_ || std::exchange(closed_, true)) return;
   try {
     for (Peer& each : peers_) {
       each.imports.close_all();
@@ -294,14 +290,14 @@ void IpcGroups::close() noexcept {
 }
 
 void IpcGroups::abort() noexcept {
-  if (std::exchange(ended_, true)) return;
+  if (closed_ || std::exchange(aborted_, true)) return;
   for (const Peer& each : peers_) each.link.hang_up();
   if (failure_.state != GroupState::Failed) failure_ = {GroupState::Failed, false, "it was aborted", -1};
   try {
     device_.record(over_, stream_);
     over_recorded_ = true;
   } catch (const std::exception&) {
-    // CUDA has failed for this process: over_ is not reached either.
+    // CUDA has failed for this process: nothing of the groups will be seen to end.
   }
 }
 

@@ -106,12 +106,13 @@ class IpcGroups {
   IpcExports exports_;
   std::vector<Peer> peers_;  // ascending
   Event ready_ = 0;
-  Event over_ = 0;  // everything of the groups so far
+  Event over_ = 0;  // of an abort: everything of the groups before
   uint64_t now_ = 0;
   bool in_progress_ = false;  // a group is
   bool over_recorded_ = false;
   GroupOutcome failure_;
-  bool ended_ = false;  // closed or aborted
+  bool closed_ = false;
+  bool aborted_ = false;
 
   // For what cannot be exported. Smaller ones are kept, since the GPU may still read them.
   std::vector<std::shared_ptr<std::byte>> bounces_;
