@@ -178,6 +178,59 @@ TEST_CASE("memory is forgotten where part of it is another allocation", "[ipc]")
   CHECK(pair.host.cluster.mistakes == std::vector<std::string>{});
 }
 
+TEST_CASE("what cannot be exported is not overwritten while the GPU has yet to read its copy", "[ipc]") {
+  Pair pair;
+  std::vector<std::byte> source(4096), found(4096);
+  for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<std::byte>(i * 7);
+  // Each time more than before, and two messages: the copies lie beside each other.
+  for (int64_t nbytes = 100, at = 0; nbytes <= 800; nbytes *= 2) {
+    std::byte* const to = found.data() + at;
+    CHECK(pair.exchange({source.data() + at, source.data() + at + nbytes}, {to, to + nbytes}, nbytes, false)
+              .state == GroupState::Success);
+    at += 2 * nbytes;
+  }
+  CHECK(pair.host.bounced == 8);
+  const bool ends = GENERATE(false, true);
+  if (ends) pair.from.groups.reset();  // what the peer's GPU has yet to read stays also then
+  CHECK(pair.host.cluster.run(pair.rng));
+  CHECK(std::memcmp(source.data(), found.data(), 3000) == 0);
+  CHECK(pair.host.cluster.mistakes == std::vector<std::string>{});
+}
+
+TEST_CASE("groups that end leave mapped what the GPU has yet to read, and close the rest", "[ipc]") {
+  const bool early = GENERATE(false, true);
+  CAPTURE(early);
+  Pair pair;
+  const auto source = pair.from.driver.allocate_exportable(256);
+  std::vector<std::byte> found(256);
+  std::memset(source.get(), 3, 256);
+  CHECK(pair.exchange({source.get()}, {found.data()}, 256, !early).state == GroupState::Success);
+  pair.to.groups->abort();
+  CHECK(pair.to.async_error().state == GroupState::Failed);
+  if (!early) CHECK(pair.host.cluster.run(pair.rng));
+  pair.to.groups.reset();
+  CHECK(pair.mapped() == (early ? 1 : 0));
+  CHECK(pair.host.cluster.run(pair.rng));
+  CHECK(found == std::vector<std::byte>(256, std::byte{3}));
+  CHECK(pair.host.cluster.mistakes == std::vector<std::string>{});
+}
+
+TEST_CASE("groups that end close what is forgotten as well", "[ipc]") {
+  Pair pair;
+  std::vector<std::byte> source(256), found(256);
+  pair.host.allocate(source.data(), 256, true);
+  CHECK(pair.exchange({source.data()}, {found.data()}, 256, false).state == GroupState::Success);
+  pair.host.allocate(source.data(), 256, true);
+  pair.begin({source.data()}, {found.data()}, 256);
+  CHECK(pair.look(10).state == GroupState::InProgress);
+  pair.to.groups->abort();
+  CHECK(pair.mapped() == 1);
+  CHECK(pair.host.cluster.run(pair.rng));
+  pair.to.groups.reset();
+  CHECK(pair.mapped() == 0);
+  CHECK(pair.host.cluster.rank(1).events_alive == 0);
+}
+
 TEST_CASE("a receiver that closes its group at once takes its event with it", "[ipc]") {
   Pair pair;
   std::vector<std::byte> source(64, std::byte{5}), found(64);
@@ -193,6 +246,56 @@ TEST_CASE("a receiver that closes its group at once takes its event with it", "[
   CHECK(pair.from.async_error().state == GroupState::Success);
   CHECK(found == source);
   CHECK(pair.host.cluster.mistakes == std::vector<std::string>{});
+}
+
+TEST_CASE("groups of unlike size are found", "[ipc]") {
+  const bool more = GENERATE(false, true);  // are sent
+  CAPTURE(more);
+  Pair pair;
+  std::vector<std::byte> source(64), found(64);
+  std::vector<std::byte*> sources{source.data(), source.data() + 8}, targets{found.data(), found.data() + 8};
+  (more ? targets : sources).pop_back();
+  const GroupOutcome outcome = pair.exchange(sources, targets, 8, false);
+  CHECK(outcome.state == GroupState::Failed);
+  CHECK_FALSE(outcome.remote);
+  CHECK(outcome.text.find("the ranks do not run the same rounds") != std::string::npos);
+}
+
+TEST_CASE("notes keep their order while the socket is full and being read", "[ipc]") {
+  Pair pair;
+  constexpr size_t kCount = 4000;
+  std::vector<uint64_t> source(kCount), found(kCount);
+  pair.host.allocate(reinterpret_cast<std::byte*>(source.data()), 8 * kCount, true);
+  for (int round = 0; round < 10; ++round) {
+    for (size_t i = 0; i < kCount; ++i) source[i] = i + 1'000'000 * static_cast<size_t>(round);
+    std::thread reader([&] {
+      pair.to.group_start();
+      for (uint64_t& value : found) pair.to.recv(reinterpret_cast<std::byte*>(&value), 8, 0, 0);
+      pair.received = pair.to.group_end();
+      while (pair.received.state == GroupState::InProgress) pair.received = pair.to.async_error();
+    });
+    pair.from.group_start();
+    for (uint64_t& value : source) pair.from.send(reinterpret_cast<std::byte*>(&value), 8, 1, 0);
+    pair.sent = pair.from.group_end();
+    while (pair.sent.state == GroupState::InProgress) pair.sent = pair.from.async_error();
+    reader.join();
+    CHECK(pair.sent.state == GroupState::Success);
+    CHECK(pair.received.state == GroupState::Success);
+    CHECK(pair.host.cluster.run(pair.rng));
+    REQUIRE(found == source);
+  }
+}
+
+TEST_CASE("a meeting that fails leaves no event behind", "[ipc]") {
+  FakeHost host(2);
+  FakeIpcDevice device(host, 1);
+  IpcMeeting mine;
+  const IpcMeeting other;  // which never answers
+  refused(ErrorKind::DeadlineExceeded, [&] {
+    IpcGroups::connect(device.driver, device, mine, {other.address(), mine.address()}, 1,
+                       Clock::now() + milliseconds(20), [] {});
+  });
+  CHECK(host.cluster.rank(1).events_alive == 0);
 }
 
 TEST_CASE("a peer keeps no more than so many allocations mapped", "[ipc]") {

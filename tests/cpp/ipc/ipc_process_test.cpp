@@ -94,8 +94,18 @@ class ProcessRank {
   std::unique_ptr<RoundEngine> engine_;
 };
 
+// A data loader, say: a child that outlives the rank and knows nothing of its sockets.
+void fork_child(SharedGpu::Rank& me) {
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(static_cast<unsigned>(2 * kLimit.count()));
+    for (;;) pause();
+  }
+  me.child = child;
+}
+
 // Runs `count` plans, which all ranks draw alike, as one process; how that ended goes into the shared memory.
-[[noreturn]] void live(SharedMemory& memory, int32_t rank, int32_t size, uint32_t seed, int count) {
+[[noreturn]] void live(SharedMemory& memory, int32_t rank, int32_t size, uint32_t seed, int count, bool forks) {
   SharedGpu::Rank& me = memory.gpu().rank(rank);
   int status = 0;
   const auto failed = [&](const char* text) {
@@ -104,6 +114,7 @@ class ProcessRank {
   };
   try {
     ProcessRank self(memory, rank, size);
+    if (forks) fork_child(me);
     std::mt19937 rng(seed);
     for (int number = 0; number < count; ++number) {
       const Plan plan = random_case(rng, size);
@@ -123,11 +134,11 @@ struct Processes {
   SharedMemory memory;
   std::vector<pid_t> pids;
 
-  Processes(int32_t size, uint32_t seed, int count) {
+  Processes(int32_t size, uint32_t seed, int count, bool forks = false) {
     for (int32_t rank = 0; rank < size; ++rank) {
       const pid_t pid = fork();
       REQUIRE(pid >= 0);
-      if (pid == 0) live(memory, rank, size, seed, count);
+      if (pid == 0) live(memory, rank, size, seed, count, forks);
       pids.push_back(pid);
     }
   }
@@ -136,6 +147,10 @@ struct Processes {
       if (pid <= 0) continue;
       kill(pid, SIGKILL);
       waitpid(pid, nullptr, 0);
+    }
+    for (size_t rank = 0; rank < pids.size(); ++rank) {
+      const pid_t child = memory.gpu().rank(static_cast<int32_t>(rank)).child;
+      if (child > 0) kill(child, SIGKILL);
     }
   }
 
@@ -176,7 +191,7 @@ TEST_CASE("processes survive the death of one, and say who it was", "[ipc][proce
   constexpr int32_t kSize = 3;
   std::mt19937 rng(seed);
   const auto victim = static_cast<int32_t>(rng() % kSize);
-  Processes processes(kSize, seed, 1'000'000);
+  Processes processes(kSize, seed, 1'000'000, seed % 2 == 0);
   // In the middle of something, whatever that is.
   const TimePoint limit = Clock::now() + kLimit;
   while (processes.memory.gpu().rank(victim).plans < 3 && Clock::now() < limit)

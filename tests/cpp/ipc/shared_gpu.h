@@ -35,6 +35,7 @@ struct SharedGpu {
     std::array<Event, kSharedEvents> events;
     std::atomic<int64_t> plans{0};  // that went well
     std::atomic<int32_t> lost{-1};  // the peer that its error named
+    std::atomic<int32_t> child{0};  // a process that it forked, which has all of its sockets open
     char error[512] = {};
   };
   std::array<Rank, kMostProcesses> ranks;
