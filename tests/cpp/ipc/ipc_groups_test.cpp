@@ -1,8 +1,6 @@
-// The parts of CUDA IPC's protocol by themselves: how ranks meet, what they remember of memory, full sockets.
-#include <chrono>
+// The parts of CUDA IPC's protocol by themselves: what ranks remember of memory, full sockets, ends.
 #include <memory>
 #include <random>
-#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -14,22 +12,6 @@ using namespace meshcast;
 using namespace meshcast::testing;
 
 namespace {
-
-using std::chrono::milliseconds;
-
-IpcCard no_card(int32_t) { return {}; }
-
-template <class Call>
-std::string refused(ErrorKind kind, const Call& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    CHECK(error.kind() == kind);
-    return error.what();
-  }
-  FAIL("was not refused");
-  return {};
-}
 
 // Both ends of one group at a time, on GPUs that go on at once.
 struct Pair {
@@ -286,18 +268,6 @@ TEST_CASE("notes keep their order while the socket is full and being read", "[ip
   }
 }
 
-TEST_CASE("a meeting that fails leaves no event behind", "[ipc]") {
-  FakeHost host(2);
-  FakeIpcDevice device(host, 1);
-  IpcMeeting mine;
-  const IpcMeeting other;  // which never answers
-  refused(ErrorKind::DeadlineExceeded, [&] {
-    IpcGroups::connect(device.driver, device, mine, {other.address(), mine.address()}, 1,
-                       Clock::now() + milliseconds(20), [] {});
-  });
-  CHECK(host.cluster.rank(1).events_alive == 0);
-}
-
 TEST_CASE("a peer keeps no more than so many allocations mapped", "[ipc]") {
   Pair pair;
   std::vector<std::vector<std::byte>> sources(3 * IpcExports::kMost, std::vector<std::byte>(256));
@@ -358,25 +328,6 @@ TEST_CASE("a peer that closes its group is told from one that is lost", "[ipc]")
   }
 }
 
-TEST_CASE("a peer's last words are heard, also where it has not read everything", "[ipc]") {
-  IpcMeeting meetings[2];
-  const std::vector<std::string> addresses{meetings[0].address(), meetings[1].address()};
-  std::vector<IpcPeer> other;
-  std::thread thread([&] { other = meetings[1].meet(addresses, 1, no_card, Clock::now() + kLong, [] {}); });
-  std::vector<IpcPeer> mine = meetings[0].meet(addresses, 0, no_card, Clock::now() + kLong, [] {});
-  thread.join();
-  IpcNote note;
-  note.kind = IpcNote::Kind::Forget;
-  CHECK(mine.front().link.send(note));  // is never read
-  CHECK(other.front().link.send({}));
-  other.clear();
-  note.memory = 7;
-  CHECK(mine.front().link.receive(&note) == IpcLink::Got::Note);
-  CHECK(note.kind == IpcNote::Kind::Bye);
-  CHECK(note.memory == 0);
-  CHECK(mine.front().link.receive(&note) == IpcLink::Got::End);
-}
-
 TEST_CASE("what a peer names is checked before it is used", "[ipc]") {
   FakeHost host(1);
   FakeIpcDevice device(host, 0);
@@ -388,45 +339,9 @@ TEST_CASE("what a peer names is checked before it is used", "[ipc]") {
   for (const auto& [offset, nbytes] : std::vector<std::pair<int64_t, int64_t>>{
            {61, 40}, {-1, 4}, {4, -1}, {INT64_MAX, 8}, {8, INT64_MAX}, {0, 101}}) {
     CAPTURE(offset, nbytes);
-    refused(ErrorKind::Generic, [&, o = offset, n = nbytes] { imports.at(3, o, n); });
+    CHECK_THROWS_AS(imports.at(3, offset, nbytes), Error);
   }
-  refused(ErrorKind::Generic, [&] { imports.at(4, 0, 1); });
+  CHECK_THROWS_AS(imports.at(4, 0, 1), Error);
   imports.close_all();
   CHECK(host.mapped.begin()->second == 0);
-}
-
-TEST_CASE("ranks that do not come are waited for until the deadline, or the group's end", "[ipc]") {
-  IpcMeeting mine;
-  IpcMeeting other;  // which never answers
-  const std::vector<std::string> addresses{other.address(), mine.address()};
-  const TimePoint begin = Clock::now();
-  const std::string text = refused(ErrorKind::DeadlineExceeded, [&] {
-    mine.meet(addresses, 1, no_card, Clock::now() + milliseconds(60), [] {});
-  });
-  CHECK(Clock::now() - begin >= milliseconds(60));
-  CHECK(text.find("did not connect over CUDA IPC in time") != std::string::npos);
-  IpcMeeting again;
-  CHECK(refused(ErrorKind::Aborted, [&] {
-          again.meet({other.address(), again.address()}, 1, no_card, Clock::now() + kLong,
-                     [] { throw Error(ErrorKind::Aborted, "the first cause"); });
-        }) == "the first cause");
-}
-
-TEST_CASE("a rank that has gone is noticed while the others meet", "[ipc]") {
-  IpcMeeting mine;
-  std::string address;
-  {
-    const IpcMeeting gone;
-    address = gone.address();
-  }
-  CHECK(refused(ErrorKind::Generic, [&] {
-          mine.meet({address, mine.address()}, 1, no_card, Clock::now() + kLong, [] {});
-        }).find("rank 0 of the group on this host") != std::string::npos);
-  // One that connects and goes before it has said who it is.
-  IpcMeeting first;
-  std::thread other([&] { connect_to(first.address(), "rank 0"); });
-  refused(ErrorKind::PeerLost, [&] {
-    first.meet({first.address(), "nobody"}, 0, no_card, Clock::now() + std::chrono::seconds(20), [] {});
-  });
-  other.join();
 }
