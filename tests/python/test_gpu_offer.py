@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,6 +197,22 @@ def test_a_wish_that_does_not_exist_becomes_an_obstacle(monkeypatch: pytest.Monk
             gpu_offer._own_wish()
     monkeypatch.setenv("MESHCAST_CUDA_TRANSPORT", "cuda_ipc")
     assert gpu_offer._own_wish() == CUDA_IPC
+
+
+@pytest.mark.parametrize(("wish", "looks"), [("nccl", 0), ("auto", 1), ("cuda_ipc", 1)])
+def test_cuda_ipc_is_not_tried_where_nccl_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, wish: str, looks: int
+) -> None:
+    """The look takes memory of the GPU."""
+    asked: list[int] = []
+    monkeypatch.setenv("MESHCAST_CUDA_TRANSPORT", wish)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="U", name="N"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("meshcast._C.nccl_version", lambda: "2.28.9", raising=False)
+    monkeypatch.setattr("meshcast._C.cuda_ipc_obstacle", lambda i: asked.append(i) or "no", raising=False)
+    found = own_offer(0)
+    assert (found.obstacle, found.wants, found.no_ipc) == ("", wish, "no" if looks else "")
+    assert asked == [0] * looks
 
 
 def test_a_gpu_that_does_not_exist_becomes_an_obstacle() -> None:
