@@ -18,8 +18,7 @@ namespace meshcast {
 //   Copied   the group's messages have been copied once the receiver's event `copied` is reached
 //   Forget   `memory` will not be named again
 //   Bye      the sender has closed its group: its GPU is through with all of it, it has nothing of the
-//   receiver's
-//            mapped any more, and its events may be gone
+//            receiver's mapped any more, and its events may be gone
 struct IpcNote {
   enum class Kind : uint32_t { Memory, Message, Copied, Forget, Bye };
 
