@@ -67,6 +67,8 @@ ElementType element_type(at::ScalarType type) {
     case at::kBool: return ElementType::Bool;
     case at::kComplexFloat: return ElementType::Complex64;
     case at::kComplexDouble: return ElementType::Complex128;
+    case at::kFloat8_e4m3fn: return ElementType::Float8E4m3;
+    case at::kFloat8_e5m2: return ElementType::Float8E5m2;
     default: return ElementType::None;
   }
 }

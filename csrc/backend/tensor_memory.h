@@ -20,7 +20,7 @@ TensorMemory destination_memory(const std::optional<at::Tensor>& tensor,
                                 const std::optional<std::vector<int64_t>>& shape, int64_t element_bytes,
                                 size_t index, at::Device device = at::kCPU);
 
-// None for what cannot be reduced.
+// None for what can be neither reduced nor cast.
 ElementType element_type(at::ScalarType type);
 
 // What its elements are. Throws LayoutError where `op` is not None and cannot reduce them.

@@ -18,6 +18,8 @@ void with_element_type(ElementType type, const Visit& visit) {
     case ElementType::Bool: return visit(bool{});
     case ElementType::Complex64: return visit(Complex<float>{});
     case ElementType::Complex128: return visit(Complex<double>{});
+    case ElementType::Float8E4m3:
+    case ElementType::Float8E5m2:
     case ElementType::None: break;
   }
   throw Error(ErrorKind::Generic, "a reduction of elements of an unknown type was started");

@@ -64,15 +64,19 @@ void with_type(ElementType type, const Visit& visit) {
     case ElementType::Bool: return visit(bool{});
     case ElementType::Complex64: return visit(Complex<float>{});
     case ElementType::Complex128: return visit(Complex<double>{});
+    case ElementType::Float8E4m3:
+    case ElementType::Float8E5m2:
     case ElementType::None: break;
   }
-  throw Error(ErrorKind::Generic, "a reduction of elements of an unknown type was started");
+  throw Error(ErrorKind::Generic, "a reduction of elements of a type that has none was started");
 }
 
 }  // namespace
 
 bool can_reduce(ElementType type, ReduceOp op) {
   switch (type) {
+    case ElementType::Float8E4m3:
+    case ElementType::Float8E5m2:
     case ElementType::None: return false;
     case ElementType::Bool: return op != ReduceOp::Avg;
     case ElementType::Complex64:

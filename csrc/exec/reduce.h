@@ -3,29 +3,13 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "exec/element_type.h"
 #include "exec/strided.h"
 #include "layout/layout.h"
 
 namespace meshcast {
 
-// What the elements of a tensor are: only reductions ask.
-enum class ElementType : uint8_t {
-  None,  // unknown, or one that cannot be reduced
-  Float64,
-  Float32,
-  Float16,
-  BFloat16,
-  Int64,
-  Int32,
-  Int16,
-  Int8,
-  UInt8,
-  Bool,
-  Complex64,
-  Complex128,
-};
-
-// Complex numbers have no order, and truth values no mean.
+// Complex numbers have no order, truth values no mean, and the narrowest floats are not added up.
 bool can_reduce(ElementType type, ReduceOp op);
 
 // carried = op(own, carried), element by element; `carried` is packed like `own`. Avg adds, see divide(). Each

@@ -56,7 +56,8 @@ class RankScheduler {
       : program_(*program), forms_(forms) {
     out_.program = std::move(program);
     out_.forms = forms;
-    check_forms(plan);
+    check_forms(plan, forms);
+    check_sums();
     sort_into_exchanges(plan, table, rank);
   }
 
@@ -104,19 +105,7 @@ class RankScheduler {
     int32_t packed = -1;   // mark
   };
 
-  void check_forms(const Plan& plan) const {
-    const size_t problems = plan.problems.size();
-    if (forms_.source.size() != problems || forms_.destination.size() != problems ||
-        forms_.wire.size() != problems)
-      throw Error(ErrorKind::Generic,
-                  fmt::format("forms of {} tensors for a plan of {}", forms_.source.size(), problems));
-    for (const Part& part : program_.parts) {
-      const TensorForm& form = form_of(part);
-      if (!casts(part) && form.element_bytes != part.element_bytes)
-        throw Error(ErrorKind::Generic,
-                    fmt::format("tensor {} has elements of {} bytes, its plan counts with {}", part.tensor,
-                                form.element_bytes, part.element_bytes));
-    }
+  void check_sums() const {
     for (const RecvOp& op : program_.recvs) {
       for (int32_t i = op.own.begin; i < op.own.end; ++i) {
         if (casts(program_.parts[static_cast<size_t>(i)]))
@@ -369,13 +358,6 @@ class RankScheduler {
 };
 
 }  // namespace
-
-StridedView form_view(const Part& part, const TensorForm& form, std::byte* base) {
-  StridedView view{base, part.ndim, form.element_bytes, part.extent, form.stride};
-  if (base == nullptr) return view;
-  for (int d = 0; d < part.ndim; ++d) view.data += part.at[d] * form.stride[d];
-  return view;
-}
 
 RankRounds schedule_rank(const Plan& plan, const RoundTable& table, int32_t rank,
                          std::shared_ptr<const Program> program, const TensorForms& forms) {

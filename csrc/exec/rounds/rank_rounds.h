@@ -1,35 +1,14 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "exec/program.h"
-#include "exec/reduce.h"
 #include "exec/rounds/round_table.h"
-#include "exec/strided.h"
+#include "exec/rounds/tensor_forms.h"
 
 namespace meshcast {
-
-// How a local tensor lies in memory, without its address.
-struct TensorForm {
-  std::array<int64_t, kMaxDims> stride{};  // bytes
-  int64_t element_bytes = 0;
-  ElementType type = ElementType::None;  // None where nothing is reduced or cast
-
-  friend bool operator==(const TensorForm&, const TensorForm&) = default;
-};
-
-// The tensors of a run by problem. Elements travel as `wire` types, whose size the plan counts with: the
-// narrower of both sides, so that a cast happens once and what was received can be packed again without loss.
-struct TensorForms {
-  std::vector<TensorForm> source;
-  std::vector<TensorForm> destination;
-  std::vector<ElementType> wire;
-
-  friend bool operator==(const TensorForms&, const TensorForms&) = default;
-};
 
 // The streams of a run: the caller's, whose earlier work made the tensors and whose later work uses them; one
 // for kernels, one for groups of NCCL.
@@ -91,8 +70,5 @@ inline constexpr int64_t kStagingAlignment = 256;
 // plan.
 RankRounds schedule_rank(const Plan& plan, const RoundTable& table, int32_t rank,
                          std::shared_ptr<const Program> program, const TensorForms& forms);
-
-// A part of the tensor that begins at `base`.
-StridedView form_view(const Part& part, const TensorForm& form, std::byte* base);
 
 }  // namespace meshcast

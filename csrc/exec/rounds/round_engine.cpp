@@ -23,6 +23,12 @@ constexpr int kQuickLooks = 200;
 constexpr auto kObserverGrace = std::chrono::seconds(4);
 constexpr auto kObserverPause = std::chrono::milliseconds(1);
 
+// From and to what a box is cast; equal for all that are only copied.
+std::pair<ElementType, ElementType> cast_of(const BoxMove& box) {
+  if (box.from_type == box.to_type) return {ElementType::None, ElementType::None};
+  return {box.from_type, box.to_type};
+}
+
 // The packed form of a part as it travels, as a view.
 StridedView packed_view(const Part& part, std::byte* data) {
   StridedView view{data, part.ndim, part.element_bytes, part.extent, {}};
@@ -282,6 +288,9 @@ void RoundEngine::launch(const RoundRun& run, const RoundStep& step) {
       at += packed.nbytes();
     }
   }
+  // Boxes of one step have no order, and each change of types would cost a launch.
+  const auto before = [](const BoxMove& a, const BoxMove& b) { return cast_of(a) < cast_of(b); };
+  if (!std::is_sorted(moves_.begin(), moves_.end(), before)) std::sort(moves_.begin(), moves_.end(), before);
   if (!moves_.empty()) device_->move_boxes(device_->kernel_stream(), moves_);
   if (!reductions_.empty()) device_->reduce_boxes(device_->kernel_stream(), reductions_);
 }

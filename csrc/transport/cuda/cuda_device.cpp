@@ -15,6 +15,8 @@ cuda::CastType cast_type(ElementType type) {
     case ElementType::Float32: return cuda::CastType::Float32;
     case ElementType::BFloat16: return cuda::CastType::BFloat16;
     case ElementType::Float16: return cuda::CastType::Float16;
+    case ElementType::Float8E4m3: return cuda::CastType::Float8E4m3;
+    case ElementType::Float8E5m2: return cuda::CastType::Float8E5m2;
     default: throw Error(ErrorKind::Generic, "no kernel casts between these types: cast before the transfer");
   }
 }

@@ -303,9 +303,8 @@ class IpcWorld {
     }
     const RoundDevice::Event after = device.make_event();
     device.record(after, FakeCluster::kCaller);
-    part.run = engines[static_cast<size_t>(rank)]->start(
-        part.rounds, {{source->memory.data()}, {destination->memory.data()}, source}, gate(number),
-        label(number), Clock::now() + limit, after);
+    part.run = engines[static_cast<size_t>(rank)]->start(part.rounds, part.memory(), gate(number),
+                                                         label(number), Clock::now() + limit, after);
     device.free_event(after);
   }
 

@@ -61,57 +61,6 @@ void check_random_runs(uint32_t seed, int count, bool gated) {
   }
 }
 
-// float32 on one side, bfloat16 on the other, which is what travels.
-void check_cast(std::mt19937& rng, bool widen) {
-  const int size = 5;
-  Plan plan = random_plan(rng, size);
-  Problem problem = plan.problems.front();
-  problem.element_bytes = 2;
-  plan = make_plan({problem}, plan.topology, plan.options);
-  const RoundTable table = make_rounds(plan, random_options(rng));
-  World world(size);
-  std::vector<RankCase> parts;
-  const auto side = [&](const Layout& layout, int32_t rank, bool narrow, bool fill, TensorForm* form) {
-    const LocalTensor tensor = make_local(shard_of(layout, problem.shape, rank), problem.shape, fill);
-    form->element_bytes = narrow ? 2 : 4;
-    form->type = narrow ? ElementType::BFloat16 : ElementType::Float32;
-    for (size_t d = 0; d < form->stride.size(); ++d)
-      form->stride[d] = tensor.memory.stride[d] / 8 * form->element_bytes;
-    std::vector<std::byte> out(tensor.data.size() * static_cast<size_t>(form->element_bytes));
-    for (size_t i = 0; i < tensor.data.size(); ++i) {
-      // The narrow type holds every index exactly as bits; the wide one has more digits where it is the source.
-      const auto index = static_cast<uint32_t>(tensor.data[i]);
-      const uint32_t bits = (index & 0x7FFF) << 16 | (fill && !narrow && !widen && index != ~0U ? 0x1234U : 0U);
-      if (narrow) {
-        const auto half = static_cast<uint16_t>(bits >> 16);
-        std::memcpy(&out[i * 2], &half, 2);
-      } else {
-        std::memcpy(&out[i * 4], &bits, 4);
-      }
-    }
-    return out;
-  };
-  for (const int32_t rank : world.group) {
-    TensorForms forms;
-    forms.wire = {ElementType::BFloat16};
-    RankCase part;
-    part.source =
-        std::make_shared<GpuTensor>(side(problem.src, rank, widen, true, &forms.source.emplace_back()));
-    TensorForm& form = forms.destination.emplace_back();
-    part.destination = std::make_shared<GpuTensor>(side(problem.dst, rank, !widen, false, &form));
-    part.expected = side(problem.dst, rank, !widen, true, &form);
-    part.rounds = std::make_shared<const RankRounds>(schedule_rank(
-        plan, table, rank, std::make_shared<const Program>(project(plan, rank, world.group)), forms));
-    REQUIRE(check_streams(*part.rounds).empty());
-    parts.push_back(std::move(part));
-    world.start(rank, parts.back(), 0);
-  }
-  REQUIRE(world.cluster.run(rng));
-  for (const RankCase& part : parts) REQUIRE(part.destination->seen == part.expected);
-  CHECK(world.cluster.mistakes.empty());
-  world.poll();
-}
-
 }  // namespace
 
 TEST_CASE("random rounds move the right bytes in any order that streams allow", "[rounds]") {
@@ -120,16 +69,6 @@ TEST_CASE("random rounds move the right bytes in any order that streams allow", 
 
 TEST_CASE("very many random rounds move the right bytes", "[rounds][.][slow]") {
   check_random_runs(GENERATE(11U, 12U, 13U), 500, GENERATE(false, true));
-}
-
-TEST_CASE("rounds cast on the way", "[rounds]") {
-  const auto seed = GENERATE(1U, 2U);
-  CAPTURE(seed);
-  std::mt19937 rng(seed);
-  for (int number = 0; number < 40; ++number) {
-    CAPTURE(number);
-    check_cast(rng, number % 2 == 0);
-  }
 }
 
 TEST_CASE("dropped waits show in the bytes", "[rounds]") {

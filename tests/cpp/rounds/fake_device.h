@@ -9,11 +9,13 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "common/error.h"
+#include "common/numbers.h"
 #include "exec/rounds/device.h"
 
 namespace meshcast::testing {
@@ -177,22 +179,27 @@ class FakeCluster {
   }
 };
 
-// bfloat16 as the upper half of a float, rounded to nearest even; all that the tests cast.
+// One number into another format, as torch does it where too large ones for float8_e4m3fn become 448.
 inline void cast_element(const std::byte* from, ElementType from_type, std::byte* to, ElementType to_type) {
-  uint32_t bits = 0;
-  if (from_type == ElementType::BFloat16) {
-    uint16_t half = 0;
-    std::memcpy(&half, from, 2);
-    bits = static_cast<uint32_t>(half) << 16;
-  } else {
-    std::memcpy(&bits, from, 4);
-  }
-  if (to_type == ElementType::BFloat16) {
-    const auto half = static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-    std::memcpy(to, &half, 2);
-  } else {
-    std::memcpy(to, &bits, 4);
-  }
+  const auto with = [](ElementType type, const auto& visit) {
+    switch (type) {
+      case ElementType::Float32: return visit(float{});
+      case ElementType::BFloat16: return visit(BFloat16{});
+      case ElementType::Float16: return visit(Half{});
+      case ElementType::Float8E4m3: return visit(Float8E4m3<true>{});
+      case ElementType::Float8E5m2: return visit(Float8E5m2{});
+      default: throw Error(ErrorKind::Generic, "a cast that no kernel does was started");
+    }
+  };
+  float number = 0;
+  with(from_type, [&](auto value) {
+    std::memcpy(&value, from, sizeof value);
+    number = to_float(value);
+  });
+  with(to_type, [&](auto value) {
+    round_to(number, &value);
+    std::memcpy(to, &value, sizeof value);
+  });
 }
 
 inline void move_box(const BoxMove& box) {
@@ -259,6 +266,7 @@ class FakeDevice final : public RoundDevice {
   }
 
   void move_boxes(Stream stream, std::span<const BoxMove> boxes) override {
+    check_types(boxes);
     kernel(stream, [boxes = std::vector<BoxMove>(boxes.begin(), boxes.end())] {
       for (const BoxMove& box : boxes) move_box(box);
     });
@@ -328,6 +336,27 @@ class FakeDevice final : public RoundDevice {
     Item item;
     item.kernel = std::move(work);
     me().streams[stream].push_back(std::move(item));
+  }
+
+  // Kernels read elements as wide as their types, and are launched once for each pair of types that follow one
+  // another.
+  void check_types(std::span<const BoxMove> boxes) {
+    std::set<std::pair<ElementType, ElementType>> before;
+    std::pair<ElementType, ElementType> last;
+    for (size_t i = 0; i < boxes.size(); ++i) {
+      const BoxMove& box = boxes[i];
+      const bool casts = box.from_type != box.to_type;
+      const bool fits = casts ? box.from.element_bytes == size_of(box.from_type) &&
+                                    box.to.element_bytes == size_of(box.to_type)
+                              : box.from.element_bytes == box.to.element_bytes;
+      if (!fits) cluster_.mistakes.emplace_back("a box whose elements are not as wide as their types");
+      const auto types =
+          casts ? std::pair{box.from_type, box.to_type} : std::pair{ElementType::None, ElementType::None};
+      const bool fresh = before.insert(types).second;
+      if (i > 0 && types != last && !fresh)
+        cluster_.mistakes.emplace_back("boxes of like types are not together");
+      last = types;
+    }
   }
 
   FakeCluster& cluster_;

@@ -38,9 +38,19 @@ struct GpuTensor {
 
 struct RankCase {
   std::shared_ptr<GpuTensor> source, destination;
+  // Where the tensors of the problems begin in them.
+  std::vector<size_t> source_at{0}, destination_at{0};
   std::vector<std::byte> expected;
   std::shared_ptr<const RankRounds> rounds;
   std::shared_ptr<RoundRun> run;
+
+  RoundMemory memory() const {
+    RoundMemory out;
+    for (const size_t at : source_at) out.source.push_back(source->memory.data() + at);
+    for (const size_t at : destination_at) out.destination.push_back(destination->memory.data() + at);
+    out.keepalive = source;
+    return out;
+  }
 };
 
 // One engine per rank of a fake cluster.
@@ -78,9 +88,8 @@ class World {
     FakeDevice& device = *devices[static_cast<size_t>(rank)];
     const RoundDevice::Event after = gated ? device.make_event() : 0;
     if (gated) device.record(after, caller);
-    part.run =
-        engine(rank).start(part.rounds, {{source->memory.data()}, {destination->memory.data()}, source},
-                           gated ? FakeCluster::kGate : caller, label(number), Clock::now() + limit, after);
+    part.run = engine(rank).start(part.rounds, part.memory(), gated ? FakeCluster::kGate : caller,
+                                  label(number), Clock::now() + limit, after);
     if (gated) device.free_event(after);
     if (meanwhile) cluster.enqueue(rank, caller, meanwhile);
     if (gated) engine(rank).follow(*part.run, caller);
