@@ -20,9 +20,19 @@ constexpr size_t kKeptForms = 8;        // per plan: a caller's tensors rarely c
 constexpr auto kTick = std::chrono::milliseconds(1);
 constexpr auto kLook = std::chrono::milliseconds(200);  // between looks at the board while ranks connect
 
-ElementType type_of(const std::optional<at::Tensor>& source, const std::optional<at::Tensor>& destination) {
-  if (source) return element_type(source->scalar_type());
-  return destination ? element_type(destination->scalar_type()) : ElementType::None;
+// The types of a tensor that is not cast: whatever is here.
+TensorTypes types_of(const std::optional<at::Tensor>& source, const std::optional<at::Tensor>& destination) {
+  const at::ScalarType type = source        ? source->scalar_type()
+                              : destination ? destination->scalar_type()
+                                            : at::ScalarType::Undefined;
+  return {type, type, type};
+}
+
+void check_type(const char* side, const std::optional<at::Tensor>& tensor, at::ScalarType expected,
+                size_t index) {
+  if (tensor && tensor->scalar_type() != expected)
+    throw LayoutError(fmt::format("{} tensor {}: expected elements of type {}, found {}", side, index,
+                                  c10::toString(expected), c10::toString(tensor->scalar_type())));
 }
 
 // What a run keeps until the GPU is through with it.
@@ -31,8 +41,9 @@ struct Kept {
   std::shared_ptr<CudaDevice::Gate> gate;
 };
 
-TensorForm form_of(const TensorMemory& memory, int64_t element_bytes, ElementType type) {
-  return {memory.stride, element_bytes, type};
+// Bytes of an element at one end of a tensor that travels in `wire_bytes`.
+int64_t bytes_of(ElementType type, ElementType wire, int64_t wire_bytes) {
+  return type == wire ? wire_bytes : size_of(type);
 }
 
 }  // namespace
@@ -183,10 +194,14 @@ std::shared_ptr<const RankRounds> CudaGroup::rounds_locked(Compiled& compiled, c
 }
 
 c10::intrusive_ptr<c10d::Work> CudaGroup::start(const std::shared_ptr<const Plan>& plan, StartArgs args,
+                                                const std::vector<TensorTypes>& types,
                                                 RoundDevice::Event after) {
   bin_->empty();
   refuse_if_failed();
   check_counts(*plan, args);
+  if (!types.empty() && types.size() != plan->problems.size())
+    throw LayoutError(
+        fmt::format("the plan has {} tensors, types are given of {}", plan->problems.size(), types.size()));
   const at::Device device(at::kCUDA, static_cast<at::DeviceIndex>(device_));
   RoundMemory memory;
   TensorForms forms;
@@ -198,21 +213,29 @@ c10::intrusive_ptr<c10d::Work> CudaGroup::start(const std::shared_ptr<const Plan
     const std::lock_guard lock(mutex_);
     const auto compiled = compile_locked(plan);
     for (size_t i = 0; i < plan->problems.size(); ++i) {
-      const int64_t element_bytes = plan->problems[i].element_bytes;
       const auto& src = args.source[i];
       const auto& dst = args.destination[i];
+      const TensorTypes of = types.empty() ? types_of(src, dst) : types[i];
+      check_type("source", src, of.source, i);
+      check_type("destination", dst, of.destination, i);
+      const ElementType wire = element_type(of.wire);
+      TensorForm source{{}, 0, element_type(of.source)};
+      TensorForm destination{{}, 0, element_type(of.destination)};
+      source.element_bytes = bytes_of(source.type, wire, plan->problems[i].element_bytes);
+      destination.element_bytes = bytes_of(destination.type, wire, plan->problems[i].element_bytes);
       const TensorMemory from =
-          source_memory(src, compiled->tensors.source_shapes[i], element_bytes, i, device);
-      const TensorMemory to =
-          destination_memory(dst, compiled->tensors.destination_shapes[i], element_bytes, i, device);
+          source_memory(src, compiled->tensors.source_shapes[i], source.element_bytes, i, device);
+      const TensorMemory to = destination_memory(dst, compiled->tensors.destination_shapes[i],
+                                                 destination.element_bytes, i, device);
       checked_type(src, compiled->tensors.reductions[i], i);
       refuse_overlap(src, dst, i);
-      const ElementType type = type_of(src, dst);
+      source.stride = from.stride;
+      destination.stride = to.stride;
       memory.source.push_back(from.data);
       memory.destination.push_back(to.data);
-      forms.source.push_back(form_of(from, element_bytes, type));
-      forms.destination.push_back(form_of(to, element_bytes, type));
-      forms.wire.push_back(type);
+      forms.source.push_back(source);
+      forms.destination.push_back(destination);
+      forms.wire.push_back(wire);
       if (src) bag.tensors.push_back(*src);
       if (dst) bag.tensors.push_back(*dst);
       if (dst) outputs.push_back(*dst);

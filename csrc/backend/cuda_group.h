@@ -28,6 +28,14 @@
 
 namespace meshcast {
 
+// What one tensor of a call is made of: at its source, on the way, and at its destination. Its plan counts with
+// `wire`, which is one of the others.
+struct TensorTypes {
+  at::ScalarType source;
+  at::ScalarType wire;
+  at::ScalarType destination;
+};
+
 // The GPU side of a private group: for each lane a communicator of NCCL, or connections over CUDA IPC, all on
 // one GPU of this rank. Agreement
 // on calls stays with the group itself, `control`; a failure here ends that too, and the other way round, since
@@ -49,10 +57,11 @@ class CudaGroup {
 
   // Enqueues the transfer behind `after`, an event of this GPU, and returns. Waits for other ranks only while
   // NCCL connects them, at the first calls; over CUDA IPC a thread enqueues it later, and not this waits for
-  // other ranks, but the wait() of its Work. Throws LayoutError where a tensor does not fit the plan, before
-  // anything is enqueued, and AbortedError with the first cause where the group has failed.
+  // other ranks, but the wait() of its Work. `types`: by problem, alike on all ranks; empty where nothing is
+  // cast. Throws LayoutError where a tensor does not fit the plan, before anything is enqueued, and
+  // AbortedError with the first cause where the group has failed.
   c10::intrusive_ptr<c10d::Work> start(const std::shared_ptr<const Plan>& plan, StartArgs args,
-                                       RoundDevice::Event after);
+                                       const std::vector<TensorTypes>& types, RoundDevice::Event after);
 
   void abort(const std::string& reason);
   std::optional<std::string> error() const;  // the first cause

@@ -3,6 +3,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -20,6 +21,7 @@ namespace meshcast {
 namespace {
 
 using OptionalTensors = std::vector<std::optional<at::Tensor>>;
+using Types = std::tuple<at::ScalarType, at::ScalarType, at::ScalarType>;
 
 double checked_timeout(double seconds) {
   if (std::isnan(seconds)) throw LayoutError("timeout must be a number of seconds, found NaN");
@@ -82,14 +84,18 @@ void bind_cuda_group(py::module_& m) {
           "start",
           [](CudaGroup& self, const std::shared_ptr<Plan>& plan, int32_t slot, bool reverse, int32_t lane,
              int64_t ordinal, std::string descriptor, OptionalTensors src, OptionalTensors dst, double timeout,
-             std::string op, uintptr_t after) {
+             std::string op, const std::vector<Types>& types, uintptr_t after) {
             RunLabel label{slot, reverse, lane, ordinal, std::move(descriptor), std::move(op)};
-            return self.start(
-                plan, {std::move(label), std::move(src), std::move(dst), checked_timeout(timeout)}, after);
+            std::vector<TensorTypes> by_tensor;
+            for (const auto& [source, wire, destination] : types)
+              by_tensor.push_back({source, wire, destination});
+            return self.start(plan,
+                              {std::move(label), std::move(src), std::move(dst), checked_timeout(timeout)},
+                              by_tensor, after);
           },
           py::arg("plan"), py::kw_only(), py::arg("slot"), py::arg("reverse"), py::arg("lane"),
           py::arg("ordinal"), py::arg("descriptor"), py::arg("src"), py::arg("dst"), py::arg("timeout"),
-          py::arg("op"), py::arg("after"), NoGil())
+          py::arg("op"), py::arg("types"), py::arg("after"), NoGil())
       .def("stats", [](CudaGroup&, const c10::intrusive_ptr<c10d::Work>& work) { return stats_of(work); })
       .def("abort", &CudaGroup::abort, py::arg("reason"), NoGil())
       .def("error", &CudaGroup::error, NoGil())

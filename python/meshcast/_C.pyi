@@ -4,7 +4,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, dtype
 from torch._C._distributed_c10d import Backend, Store, Work
 
 from .inner_nccl import InnerNccl
@@ -165,6 +165,7 @@ class CudaGroup:
         dst: Sequence[Tensor | None],
         timeout: float,
         op: str,
+        types: Sequence[tuple[dtype, dtype, dtype]],  # source, on the way, destination
         after: int,
     ) -> Work: ...
     def stats(self, work: Work) -> dict[str, float]: ...

@@ -90,7 +90,7 @@ class _Call:
         if gradient.destination_shape is None:
             return None
         if grad is None:
-            return torch.zeros(gradient.destination_shape, dtype=gradient.wire_dtype, device=member.device)
+            return torch.zeros(gradient.destination_shape, dtype=gradient.ends.source, device=member.device)
         if not isinstance(grad, DTensor) or grad.device_mesh != spec.mesh:
             raise LayoutError(
                 f"reshard backward: expected a DTensor gradient on {spec.mesh}, found {type(grad).__name__}"
@@ -104,7 +104,7 @@ class _Call:
                 f"{gradient.destination_shape}, found "
                 f"{tuple(local.shape)}"
             )
-        return local.to(gradient.wire_dtype)
+        return local.to(gradient.ends.source)
 
     def reverse(self, grads: Sequence[Any]) -> list[DTensor]:
         """Runs the reverse transfer of all differentiable members; waits only where this rank needs a
@@ -119,7 +119,7 @@ class _Call:
             incoming.append(
                 None
                 if shape is None
-                else torch.empty(shape, dtype=gradient.wire_dtype, device=member.source_device)
+                else torch.empty(shape, dtype=gradient.ends.destination, device=member.source_device)
             )
         if compiled.transfer is not None:
             assert self.number is not None

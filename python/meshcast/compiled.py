@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
+from .casts import Casts
 from .errors import LayoutError
 from .member import Destination, Member, Source, compile_member
 from .memory import check_storage, note_written, overlaps
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from .handle import Launch
     from .topology import Topology
 
-__all__ = ["Compiled", "check_outs", "compile_call", "compile_members"]
+__all__ = ["Compiled", "casts_of", "check_outs", "compile_call", "compile_members"]
 
 
 class Compiled:
@@ -50,7 +51,8 @@ class Compiled:
     ) -> tuple[list[DTensor], Launch | None, CallNumber | None]:
         """Starts the transfer of xs, one per member (None on ranks outside the source). The results' local
         tensors are filled once the launch has been waited for: new ones, or those of `outs`.
-        observe(i, shard) sees what travels from here, before it does. driven: the caller waits at once."""
+        observe(i, shard) sees what travels from here, in the type it travels in, before it does. driven: the
+        caller waits at once."""
         results, sources, targets = [], [], []
         last_steps: list[Callable[[], None]] = []
         for index, (member, x) in enumerate(zip(self.members, xs, strict=True)):
@@ -59,13 +61,14 @@ class Compiled:
             results.append(result)
             source = member.outgoing(x._local_tensor) if member.is_holder and x is not None else None
             if observe is not None and source is not None:
-                observe(index, source)
+                observe(index, source.to(member.wire_dtype))
             target = None
             if member.local_shape is not None:
                 local = result._local_tensor
                 target = local
-                if member.wire_dtype != member.dtype:
-                    target = torch.empty(member.local_shape, dtype=member.wire_dtype, device=member.device)
+                if member.ends.destination != member.dtype:
+                    kind = member.ends.destination
+                    target = torch.empty(member.local_shape, dtype=kind, device=member.device)
                     last_steps.append(_copying(local, target))
                 if out is not None:
                     last_steps.append(_noting_change(out))
@@ -121,10 +124,19 @@ def compile_call(
             strategy=strategy,
             topology=topology,
             sides=members[0].sides,
+            casts=casts_of(members),
         )
     else:
         parent.private(ranks_of(problems), op)  # the ranks must exist here as well
     return Compiled(members, transfer, problems)
+
+
+def casts_of(members: Sequence[Member]) -> Casts | None:
+    """What the transfer of these members casts itself, and its backward; None where that is nothing."""
+    forth = tuple(member.ends for member in members)
+    back = tuple(member.gradient.ends for member in members if member.gradient is not None)
+    casts = any(ends.source != ends.destination for ends in (*forth, *back))
+    return Casts(forth, back) if casts else None
 
 
 def check_outs(outs: Sequence[DTensor | None], op: str) -> None:

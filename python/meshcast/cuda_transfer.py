@@ -5,10 +5,12 @@ ranks have made the same call."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .casts import Types, types_of, types_text
 from .cuda_lanes import connect_lanes
 from .errors import LayoutError, MeshcastError
 from .shards import Shards
@@ -43,7 +45,9 @@ class CudaTransfer(Transfer):
             )
 
     def _describe(self) -> str:
-        return f"{super()._describe()}; on cuda"
+        forth, back = (types_text(types) for types in self._types)
+        casts = (f"; {forth}" if forth else "") + (f"; gradient {back}" if back else "")
+        return f"{super()._describe()}; on cuda{casts}"
 
     def _start_job(self, launch: Launch, call: CallNumber, src: Shards, dst: Shards, *, reverse: bool) -> Job:
         # In the caller's thread: what its stream holds now is what the transfer comes behind, however much
@@ -52,7 +56,9 @@ class CudaTransfer(Transfer):
         start = super()._start_job(launch, call, src, dst, reverse=reverse)
 
         def job(core: _C.ReshardGroup | None, error: Exception | None) -> None:
-            start(None if core is None else _GpuCall(core, self._group, place, launch.op), error)  # type: ignore[arg-type]
+            types = self._types[reverse]
+            call = None if core is None else _GpuCall(core, self._group, place, launch.op, types)
+            start(call, error)  # type: ignore[arg-type]
 
         return job
 
@@ -66,6 +72,16 @@ class CudaTransfer(Transfer):
         number = (self._lane, ordinal)
         connect_lanes(self._group, call.control, self._lanes(), call.place, number, launch.deadline)
         return agreed
+
+    @cached_property
+    def _types(self) -> tuple[tuple[Types, ...], tuple[Types, ...]]:
+        """Of the tensors on the way there and, in the backward, back; see types_of."""
+        casts = self._casts
+        if casts is None:
+            return (), ()
+        forth = [dtype for _, dtype, _, _ in self.problems]
+        back = [dtype for _, dtype, _, _ in self._backward or ()]
+        return types_of(forth, casts.forth), types_of(back, casts.back)
 
     def _lanes(self) -> tuple[int, ...]:
         """Of both directions: in a backward, ranks may come by too late to make one."""
@@ -97,9 +113,17 @@ class _GpuCall:
     """One call as the job of a transfer sees its group: agreement is the group's own, the start that of its
     GPU side. Keeps the event alive until then."""
 
-    def __init__(self, control: _C.ReshardGroup, group: PrivateGroup, place: _Place, op: str) -> None:
+    def __init__(
+        self,
+        control: _C.ReshardGroup,
+        group: PrivateGroup,
+        place: _Place,
+        op: str,
+        types: tuple[Types, ...],
+    ) -> None:
         self.control = control
         self.place = place
+        self._types = types
         self._group = group
         self._op = op
         self._core: Any = None
@@ -113,7 +137,7 @@ class _GpuCall:
             raise MeshcastError(f"{self._op}: the call itself has failed", op=self._op)
         gpu.check_device(place.device, self._op)
         self._core = gpu.core  # also after the group was closed
-        return gpu.core.start(plan, after=place.event.cuda_event, **arguments)
+        return gpu.core.start(plan, types=self._types, after=place.event.cuda_event, **arguments)
 
     def stats(self, work: Any) -> dict[str, float]:
         found: dict[str, float] = self._core.stats(work)

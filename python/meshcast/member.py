@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from .casts import Ends, ends_of
 from .errors import LayoutError
 from .gpu_offer import Sides, require_gpu, sides_of
 from .layout import Layout
@@ -62,12 +63,14 @@ class Gradient:
     spec: DTensorSpec  # of the source's gradient
     dtype: torch.dtype  # likewise
     wire_dtype: torch.dtype  # the narrower one of both gradients
+    ends: Ends  # of the backward transfer
     scale: float
 
 
 @dataclass(frozen=True)
 class Member:
-    """One tensor of a call on this rank. local_shape: of the result here, None outside its mesh. sides: where
+    """One tensor of a call on this rank. local_shape: of the result here, None outside its mesh. wire_dtype:
+    what travels; ends: what the transfer is given and fills, itself casting where they differ. sides: where
     source and result are; devices: where this rank makes tensors there, "cuda" being the current GPU, None
     torch's default."""
 
@@ -76,6 +79,7 @@ class Member:
     dtype: torch.dtype
     local_shape: tuple[int, ...] | None
     wire_dtype: torch.dtype
+    ends: Ends
     is_holder: bool
     reduction: Reduction | None
     gradient: Gradient | None
@@ -110,11 +114,11 @@ class Member:
         return DTensor(local, self.spec, requires_grad=False)
 
     def outgoing(self, local: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of the source as it travels."""
+        """This rank's shard of the source as the transfer is given it."""
         local = settled(local.detach())
         if self.reduction is not None:
             local = self.reduction.run(local)
-        return local if local.dtype == self.wire_dtype else local.to(self.wire_dtype)
+        return local if local.dtype == self.ends.source else local.to(self.ends.source)
 
 
 def compile_member(
@@ -142,7 +146,8 @@ def compile_member(
     gradient = backward = None
     if source.needs_grad:
         narrow = min(dtype, source.dtype, key=lambda t: t.itemsize)
-        gradient, backward = _gradient(rank, source, mesh, dst, destination.grad_placements, narrow, op)
+        grad_placements = destination.grad_placements
+        gradient, backward = _gradient(rank, source, mesh, dst, grad_placements, dtype, narrow, op)
     reduction = None
     if src is not source.layout and is_holder and source.mesh is not None:
         reduction = reduction_inside(source.mesh, source.layout, source.shape, source.dtype)
@@ -152,6 +157,7 @@ def compile_member(
         dtype,
         local_shape,
         wire,
+        ends_of(source.dtype, wire, dtype, sides),
         is_holder,
         reduction,
         gradient,
@@ -183,12 +189,13 @@ def _gradient(
     mesh: DeviceMesh,
     dst: Layout,
     grad_placements: Sequence[Placement] | None,
+    dtype: torch.dtype,
     wire: torch.dtype,
     op: str,
 ) -> tuple[Gradient, Problem]:
-    """The reverse problem: destination mesh to source mesh. A Partial source is a sum over its mesh
-    dimension, so the gradient of each summand is the whole gradient, Replicate; of an average of n, one nth
-    of it."""
+    """The reverse problem: destination mesh to source mesh, from a gradient of `dtype`. A Partial source is a
+    sum over its mesh dimension, so the gradient of each summand is the whole gradient, Replicate; of an
+    average of n, one nth of it."""
     assert source.mesh is not None
     src = source.layout
     ndim, scale = len(source.shape), 1.0
@@ -213,6 +220,7 @@ def _gradient(
         spec=tensor_spec(source.mesh, incoming, source.shape, source.dtype),
         dtype=source.dtype,
         wire_dtype=wire,
+        ends=ends_of(dtype, wire, source.dtype, (mesh.device_type, source.device_type), scale),
         scale=scale,
     )
     return gradient, (source.shape, wire, outgoing, incoming)

@@ -83,7 +83,8 @@ def _run(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
     source = member.outgoing(local) if member.is_holder else None
     target = None
     if member.local_shape is not None:
-        target = out if member.wire_dtype == member.dtype else torch.empty_like(out, dtype=member.wire_dtype)
+        kind = member.ends.destination
+        target = out if kind == member.dtype else torch.empty_like(out, dtype=kind)
     launch, number = compiled.transfer.launch([source], [target], limit, driven=True)
     launch.wait()
     if target is not None and target is not out:
@@ -100,9 +101,11 @@ def _run_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch.
     gradient = member.gradient
     if gradient is None:
         raise MeshcastError("torch.ops.meshcast.reshard: the call was compiled without gradient")
-    incoming = _empty(gradient.source_shape, gradient.wire_dtype, len(member.shape), member.source_device)
+    incoming = _empty(
+        gradient.source_shape, gradient.ends.destination, len(member.shape), member.source_device
+    )
     if compiled.transfer is not None:
-        outgoing = None if gradient.destination_shape is None else grad.to(gradient.wire_dtype)
+        outgoing = None if gradient.destination_shape is None else grad.to(gradient.ends.source)
         target = None if gradient.source_shape is None else incoming
         launch = compiled.transfer.launch_reverse(
             CallNumber(*number.tolist()), [outgoing], [target], limit, driven=True

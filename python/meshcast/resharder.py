@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .autograd import differentiable_call
 from .calls import Request, handle_of, source_of, tell_others
-from .compiled import Compiled, check_outs, compile_members
+from .compiled import Compiled, casts_of, check_outs, compile_members
 from .errors import LayoutError
 from .groups import parent_group, seconds
 from .handle import Handle, Launch
@@ -93,6 +93,7 @@ class Resharder:
                 strategy=strategy,
                 topology=topology,
                 sides=members[0].sides,
+                casts=casts_of(members),
             )
         self._compiled = Compiled(members, transfer, problems)
         self._known_spec: Any = None  # the spec object that the last source came with

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _checks
-from .compiled import Compiled, compile_members
+from .compiled import Compiled, casts_of, compile_members
 from .digest import shard_digest
 from .errors import DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
 from .groups import ParentGroup, parent_group, seconds
@@ -268,6 +268,7 @@ def _compile(
                 strategy=call.options["strategy"],
                 topology=call.topology,
                 sides=chosen[0].sides,
+                casts=casts_of(members),
             )
         else:
             parent.private(ranks_of(problems), _OP)

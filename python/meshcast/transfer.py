@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from . import _C
+    from .casts import Casts
     from .layout import Layout
     from .topology import Topology
 
@@ -105,11 +106,16 @@ class Transfer:
         op: str,
         strategy: str,
         topology: Topology | None,
+        casts: Casts | None = None,
     ) -> None:
         if not problems:
             raise LayoutError(f"{op}: nothing to transfer; give at least one tensor")
         self.problems = [(tuple(shape), dtype, src, dst) for shape, dtype, src, dst in problems]
-        self._dtypes = [dtype for _, dtype, _, _ in self.problems]
+        wires = [dtype for _, dtype, _, _ in self.problems]
+        # Of the shards on either side; they differ where the transfer itself casts (casts.py).
+        self._source_dtypes = wires if casts is None else [ends.source for ends in casts.forth]
+        self._destination_dtypes = wires if casts is None else [ends.destination for ends in casts.forth]
+        self._casts = casts
         self._backward = backward
         self._lane, self._op, self._strategy, self._topology = lane, op, strategy, topology
         # local_shapes() also checks the layout against the shape.
@@ -329,7 +335,7 @@ class Transfer:
         check_shards(
             shards,
             expected,
-            self._dtypes,
+            self._source_dtypes if side == "source" else self._destination_dtypes,
             op=self._op,
             rank=self._group.rank,
             side=side,
@@ -346,16 +352,17 @@ def agreed_transfer(
     strategy: str,
     topology: Topology | None,
     sides: Sides = ("cpu", "cpu"),
+    casts: Casts | None = None,
 ) -> Transfer:
     """The transfer of an ordinary call: one kept from before, or a new one. It agrees within a launch, unless
     the ranks have agreed on one of its kind, so that every call takes one ordinal in either case."""
     kept = parent.private(ranks_of(problems), op).transfers
     reverse = None if backward is None else tuple(backward)
-    kind = (op, tuple(problems), reverse, strategy, topology, sides)
+    kind = (op, tuple(problems), reverse, strategy, topology, sides, casts)
     transfer = kept.get(kind)
     if transfer is None:
         transfer = unagreed_transfer(
-            parent, problems, backward, op=op, strategy=strategy, topology=topology, sides=sides
+            parent, problems, backward, op=op, strategy=strategy, topology=topology, sides=sides, casts=casts
         )
         transfer._kind = kind
         if len(kept) >= _KEPT:
@@ -373,10 +380,11 @@ def unagreed_transfer(
     strategy: str,
     topology: Topology | None,
     sides: Sides = ("cpu", "cpu"),
+    casts: Casts | None = None,
     lane: int = 0,
 ) -> Transfer:
     """A new transfer with a slot of its own, which it agrees on within its first launch. sides: where the
-    tensors are, see gpu_offer.sides_of."""
+    tensors are, see gpu_offer.sides_of; casts: what it casts, between GPUs alone."""
     if sides == ("cpu", "cpu"):
         transfer = Transfer.__new__(Transfer)
     elif sides == ("cuda", "cuda"):
@@ -388,7 +396,7 @@ def unagreed_transfer(
 
         transfer = StagedTransfer.__new__(StagedTransfer)
     transfer._sides = sides
-    transfer._setup(parent, problems, backward, lane, op, strategy, topology)
+    transfer._setup(parent, problems, backward, lane, op, strategy, topology, casts)
     return transfer
 
 

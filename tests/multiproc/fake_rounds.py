@@ -1,0 +1,154 @@
+"""A made-up GPU side of private groups: what a build with CUDA does by CudaGroup.start, done over the CPU's
+transfer, so that calls between meshes on GPUs run without one. It casts as CudaGroup is asked to, checks what
+it is given as that does, and writes it down."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from meshcast import cuda_transfer, gpu_offer, transfer
+from meshcast.cuda_lanes import CudaLanes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+
+@dataclass
+class Start:
+    """One start. types: as given; sources, destinations: the tensors as given."""
+
+    types: list[tuple[torch.dtype, torch.dtype, torch.dtype]]
+    sources: list[torch.Tensor | None]
+    destinations: list[torch.Tensor | None]
+    reverse: bool
+    descriptor: str
+
+
+@dataclass
+class MadeUpRounds:
+    """All starts of this process, over all groups."""
+
+    starts: list[Start] = field(default_factory=list)
+
+    def last(self, *, reverse: bool = False) -> Start:
+        return [start for start in self.starts if start.reverse is reverse][-1]
+
+
+class _Work:
+    def __init__(self, inner: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.inner = inner
+        self._pairs = list(pairs)
+
+    def wait(self) -> None:
+        self.inner.wait()
+        with _disable_current_modes(), torch.inference_mode():
+            while self._pairs:
+                to, from_ = self._pairs.pop()
+                to.copy_(from_)
+
+    def is_completed(self) -> bool:
+        return self.inner.is_completed()
+
+    def get_future(self) -> Any:
+        return self.inner.get_future()
+
+
+class _Core:
+    def __init__(self, control: Any, made_up: MadeUpRounds) -> None:
+        self._control = control
+        self._made_up = made_up
+
+    def start(
+        self,
+        plan: Any,
+        *,
+        types: Sequence[tuple[torch.dtype, torch.dtype, torch.dtype]],
+        after: int,
+        src: Sequence[torch.Tensor | None],
+        dst: Sequence[torch.Tensor | None],
+        **others: Any,
+    ) -> _Work:
+        assert after == _Place.EVENT
+        given = Start(list(types), list(src), list(dst), others["reverse"], others["descriptor"])
+        self._made_up.starts.append(given)
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        sources, destinations = list(src), list(dst)
+        assert not types or len(types) == len(src) == len(dst)
+        with _disable_current_modes():
+            for index, (source, wire, destination) in enumerate(types):
+                assert wire in (source, destination)
+                x, y = src[index], dst[index]
+                if x is not None:
+                    assert x.dtype == source, (x.dtype, source)
+                    sources[index] = x.to(wire)
+                if y is not None:
+                    assert y.dtype == destination, (y.dtype, destination)
+                    if destination != wire:
+                        arrived = destinations[index] = torch.empty(y.shape, dtype=wire)
+                        pairs.append((y, arrived))
+            work = self._control.start(plan, src=sources, dst=destinations, driven=False, **others)
+        return _Work(work, pairs)
+
+    def stats(self, work: _Work) -> dict[str, float]:
+        return self._control.stats(work.inner)
+
+    def abort(self, reason: str) -> None:
+        self._control.abort(reason)
+
+    def shutdown(self) -> None:
+        pass
+
+
+class _Place:
+    """As cuda_transfer's: every tensor of this process is on its one GPU."""
+
+    EVENT = 77
+
+    class _Event:
+        cuda_event = 77
+
+    def __init__(self, _: Any) -> None:
+        self.device = None
+        self.problem = None
+        self.event = self._Event()
+
+
+@contextlib.contextmanager
+def made_up_rounds() -> Iterator[MadeUpRounds]:
+    """This process has a GPU for calls between GPUs, on which tensors are ordinary ones."""
+    made_up = MadeUpRounds()
+    check = transfer.check_shards
+
+    def check_on_cpu(*arguments, **options) -> None:
+        check(*arguments, **{**options, "on_cpu": True})
+
+    def connect(group, control, lanes, place, call, deadline) -> None:  # noqa: ARG001
+        if group.gpu is None:
+            group.gpu = CudaLanes(_Core(control, made_up), None, "made up")  # type: ignore[arg-type]
+        group.gpu.lanes.update(lanes)
+        group.gpu.core._made_up = made_up
+
+    with (
+        mock.patch.object(gpu_offer, "gpu_obstacle", return_value=""),
+        mock.patch.object(transfer, "check_shards", check_on_cpu),
+        mock.patch.object(cuda_transfer, "connect_lanes", connect),
+        mock.patch.object(cuda_transfer, "_Place", _Place),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+    ):
+        yield made_up
+
+
+class Dispatched(TorchDispatchMode):
+    """Which operators of torch make or convert a tensor meanwhile, but for those of the made-up GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() not in ("aten::detach", "aten::view", "aten::alias"):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
