@@ -9,7 +9,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from .errors import LayoutError
 
-__all__ = ["Shards", "check_shards", "filled", "settled", "tensor_text"]
+__all__ = ["Shards", "check_shards", "filled", "resolved", "settled", "tensor_text"]
 
 Shards = Sequence[torch.Tensor | None]
 
@@ -56,10 +56,30 @@ def check_shards(
                 rank=rank,
                 op=op,
             )
+        elif side == "destination" and _is_lazy(shard):
+            raise LayoutError(
+                f"{op}: the destination shard of tensor {index} on rank {rank} is a view that conjugates or "
+                f"negates its memory when it is read ({tensor_text(shard.shape, shard.dtype)}): expected "
+                "memory that holds the values themselves; give the tensor behind the view, or a clone()",
+                rank=rank,
+                op=op,
+            )
 
 
 def filled(shards: Shards) -> list[torch.Tensor | None]:
     return [None if shard is None or shard.numel() == 0 else settled(shard) for shard in shards]
+
+
+def resolved(shards: Shards) -> Shards:
+    """The shards with conjugations and negations done that torch has only noted (`x.conj()`, and gradients of
+    such): transfers read the memory as it is."""
+    if not any(shard is not None and _is_lazy(shard) for shard in shards):
+        return shards
+    return [None if shard is None else shard.resolve_conj().resolve_neg() for shard in shards]
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import torch
 
@@ -21,7 +22,7 @@ from .observe import Flight, PlanFacts, log, profiled
 from .plan import Plan, plan_many
 from .private_group import Job
 from .rejection import publish_rejection, rejection_job
-from .shards import Shards, check_shards, filled, tensor_text
+from .shards import Shards, check_shards, filled, resolved, tensor_text
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -178,7 +179,7 @@ class Transfer:
         try:
             self._check("source", src, self._source)
             self._check("destination", dst, self._destination)
-            src, dst = self._staged(launch, src, dst, reverse=False)
+            src, dst = self._staged(launch, resolved(src), dst, reverse=False)
         except MeshcastError as error:
             launch.flight.failed(error)
             publish_rejection(self._group, self._lane, error, timeout)
@@ -200,7 +201,7 @@ class Transfer:
         the source. driven: as in launch()."""
         launch = Launch(f"{self._op} backward", timeout, driven)
         launch.flight = Flight(launch.op, self._group.name, self._group.rank, launch)
-        src, dst = self._staged(launch, src, dst, reverse=True)
+        src, dst = self._staged(launch, resolved(src), dst, reverse=True)
         job = self._start_job(launch, call, src, dst, reverse=True)
         self._group.replay(launch.deadline, job, ready=self._ready(launch, reverse=True))
         return launch
@@ -323,7 +324,7 @@ class Transfer:
         tensors = "; ".join(
             f"{tensor_text(shape, dtype)}: {src} -> {dst}" for shape, dtype, src, dst in self.problems[:3]
         )
-        more = f"; {len(self.problems) - 3} more tensors" if len(self.problems) > 3 else ""
+        more = f"; {_more_text(self.problems[3:])}" if len(self.problems) > 3 else ""
         gradient = "no gradient"
         if self._backward is not None and self._reverse_plan is not None:
             _, _, src, dst = self._backward[0]
@@ -341,6 +342,13 @@ class Transfer:
             side=side,
             on_cpu=self._sides[side == "destination"] == "cpu",
         )
+
+
+def _more_text(problems: Sequence[Problem]) -> str:
+    """For a descriptor: which dtypes, in which order. The plan's hash knows only how wide they are."""
+    names = [str(dtype).removeprefix("torch.") for _, dtype, _, _ in problems]
+    kinds = ", ".join(dict.fromkeys(names))
+    return f"{len(names)} more tensors of {kinds} ({crc32(','.join(names).encode()):08x})"
 
 
 def agreed_transfer(

@@ -68,6 +68,17 @@ TEST_CASE("a host that gets the box from another one sends detours back", "[plan
   CHECK(check_plan(plan) == "");
 }
 
+TEST_CASE("a slow NIC at the other host sends what it can", "[plan]") {
+  // Rank 1 takes in from 0 at 10 bytes/ns and from 2 at 1, though its own NIC could take 10.
+  Topology topology = uniform_topology(2, 2, 10 * kPerNs, 1, 10 * kPerNs, 0);
+  topology.hosts[1].nics[0].out_rate = kPerNs;
+  const Plan plan = make_plan({{{66'000}, 1000, {{{2}, {0, 2}}, {kReplicate}}, {{{1}, {1}}, {kReplicate}}}},
+                              topology, {Strategy::Multicast});
+  CHECK(plan.lower_bound_ns == 6'000'000);
+  CHECK(ratio(plan) < 1.03);
+  CHECK(check_plan(plan) == "");
+}
+
 TEST_CASE("there are no detours where lanes inside have time to spare", "[plan]") {
   const Plan plan = detour_plan({0, 3}, {1, 2, 4}, 3, 100);
   CHECK(bytes_between_hosts(plan) == 0);
