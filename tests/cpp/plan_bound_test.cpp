@@ -64,6 +64,19 @@ TEST_CASE("a box that another host gets as well may come back from there", "[pla
   CHECK(both.makespan_ns < 6000);  // half of it reaches rank 1 by way of rank 2
 }
 
+TEST_CASE("what comes over NICs has to leave those of others", "[plan]") {
+  // Ranks 1 and 2 hold the box beside 3 and 4, who need it; so does rank 0, on a host of its own, whose NIC
+  // sends at 1 byte/ns while theirs takes in 10. Inside, lanes carry 1.
+  Topology topology = uniform_topology(4, 4, 10'000'000'000, 1, 1'000'000'000, 0);
+  topology.hosts[0].ranks = {0};
+  topology.hosts[0].nics[0].out_rate = 1'000'000'000;
+  topology.hosts[1].ranks = {1, 2, 3, 4};
+  const Plan plan = make_plan({{{6000}, 1, layout({3}, 0, {kReplicate}), layout({2}, 3, {kReplicate})}},
+                              topology, {Strategy::Multicast, Balance::None, 60, 0});
+  CHECK(plan.lower_bound_ns == 4000);  // two lanes in and rank 0's NIC for 12,000
+  CHECK(plan.makespan_ns < 4400);
+}
+
 TEST_CASE("reductions are bound by reduce-then-multicast", "[plan]") {
   const Layout pending = layout({4}, 0, {partial(ReduceOp::Sum)});
   // All-reduce of four hosts: 3 hops to the root and 3 back, shared by four NICs.
