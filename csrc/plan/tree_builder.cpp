@@ -94,7 +94,8 @@ void TreeBuilder::spread_inside(const Parties& parties, size_t party, const Bund
       parties.remote(party) ? nullptr
                             : &parties.holders[static_cast<size_t>(parties.holder_party[party])].ranks;
   if (items.local[party] < 0) {  // a host with time to spare, or nothing to copy: always the same chain
-    int32_t at = root < 0 ? (*holders)[static_cast<size_t>(bundle) % holders->size()] : root;
+    int32_t at = root;
+    if (root < 0 && holders != nullptr) at = (*holders)[static_cast<size_t>(bundle) % holders->size()];
     int32_t parent = root_parent;
     const auto begin = static_cast<size_t>(std::upper_bound(ranks.begin(), ranks.end(), at) - ranks.begin());
     for (size_t i = 0; i < ranks.size(); ++i) {
