@@ -78,3 +78,14 @@ def test_callers_are_marked_and_follow_on_their_current_stream(log: Log) -> None
     event = copies.mark(2)
     copies.follow(2, event)
     assert log == [("record", "current of 2", event), ("wait", "current of 2", event)]
+
+
+def test_memory_is_pinned_and_a_capture_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies from and to pageable memory would block the host; in a capture they must not be made at all."""
+    copies, asked = CudaCopies(), []
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: asked.append((shape, options)))
+    copies.pinned(4097)
+    assert asked == [((4097,), {"dtype": torch.uint8, "pin_memory": True})]
+    for captured in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
+        assert copies.capturing() is captured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -122,6 +123,30 @@ def test_a_step_on_the_cpu_touches_no_gpu() -> None:
     assert schedule.summary().startswith("rank 0: step of")
 
 
+def test_a_step_is_made_on_the_gpu_of_its_stage() -> None:
+    """A transfer of a rank without any shard, and whatever a module makes, come to the current one."""
+    entered: list[torch.device | None] = []
+
+    @contextlib.contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        entered.append(chosen)
+        yield
+        entered.append(None)
+
+    class Looking(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found.append(entered[-1])
+            return super().forward(x)
+
+    found: list[torch.device | None] = []
+    schedule = ScheduleGPipe(PipelineStage(Looking(2, 2), 0, 1, CPU), 3, loss_fn=nn.functional.mse_loss)
+    schedule._device = GPU
+    with mock.patch.object(torch.cuda, "device", device):
+        schedule.step(torch.ones(6, 2), target=torch.ones(6, 2))
+    assert found == [GPU] * 3
+    assert entered == [GPU, None]
+
+
 class Recording:
     """A transfer that writes down what it was started with."""
 
@@ -159,6 +184,26 @@ def test_a_lane_is_warmed_up_with_zeros_of_its_own_shapes() -> None:
             assert [None if t is None else (tuple(t.shape), t.dtype) for t in tensors] == expected
         assert all(t is None or not t.any() for t in src)
     assert lane(None, [], []).warm_up(5.0) is None, "values that are handed over need no connection"
+
+
+def test_lanes_receive_into_buffers_of_their_own_within_the_limit() -> None:
+    """On the device of the stage; what is sent is what was given."""
+    shards: list[Shard] = [((3, 2), torch.float32), ((0, 2), torch.int64)]
+    values = [torch.ones(3, 2), torch.ones(0, 2, dtype=torch.int64)]
+    there = stage()
+    there.device = torch.device("meta")  # as good as any that is not the CPU
+    transfer: Any = Recording()
+    Lane(transfer, (1,), [], shards, [], there, 0).send(values, 5.0)
+    _, received = Lane(transfer, (1,), [], [], shards, there, 0).receive(5.0)
+    _, handed = Lane(transfer, (1,), [], shards, shards, there, 0).hand_over(values, 5.0)
+    for (src, dst), expected in zip(
+        transfer.started, [(values, [None] * 2), ([None] * 2, received), (values, handed)], strict=True
+    ):
+        assert [*map(id, src), *map(id, dst)] == [*map(id, expected[0]), *map(id, expected[1])]
+    for buffers in (received, handed):
+        assert [(tuple(t.shape), t.dtype) for t in buffers] == shards
+        assert all(t.device == there.device for t in buffers)
+    assert Lane(None, (1,), [], shards, shards, there, 0).hand_over(values, 5.0) == (None, values)
 
 
 def test_bytes_sent_on_gpus_are_those_of_the_plan() -> None:

@@ -4,6 +4,7 @@ not mind."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -245,6 +246,48 @@ def test_the_trace_tells_when_the_gpu_computed(monkeypatch: pytest.MonkeyPatch) 
         assert end - begin == pytest.approx(1e-3, abs=1e-9), name
     over = {str(action) for action in run.row if action.kind is ActionKind.SEND_F}
     assert {name for name, _, _ in spans["transfer"]} == over, "those whose end is known"
+
+
+def test_marks_are_read_when_the_gpu_is_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are timed, and in the compute stream of the stage's own GPU; each is a millisecond behind the one
+    before."""
+    recorded: list[Any] = []
+    passed = [0.0]  # when the GPU was through, by the clock of the host
+
+    class Event:
+        def __init__(self, *, enable_timing: bool = False) -> None:
+            self.timed, self.at = enable_timing, -1
+
+        def record(self, stream: object) -> None:
+            self.at = len(recorded)
+            recorded.append(stream)
+
+        def synchronize(self) -> None:
+            time.sleep(0.01)
+            passed[0] = time.perf_counter()
+
+        def elapsed_time(self, end: Event) -> float:
+            assert passed[0], "asked for a time before the GPU had come so far"
+            assert self.timed and end.timed
+            return float(end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"current of {device}")
+    clock, trace = GpuClock(torch.device("cuda", 2)), Trace()
+    marks = [clock.mark() for _ in range(3)]
+    clock.add("F 0", "compute", marks[0], marks[1])
+    clock.add("W 0", "compute", marks[1], marks[2])
+    clock.read_into(trace)
+    assert recorded == ["current of cuda:2"] * 4
+    (_, _, began, ended), (_, _, also_ended, last) = trace.events
+    assert ended == also_ended and ended - began == pytest.approx(1e-3)
+    assert last >= passed[0] - 1e-3, "the last mark is a millisecond old when the GPU is through"
+    # The host was through with the step long before; a step lasts until the GPU is.
+    assert trace.seconds == last - trace.began[0]
+    longer = Trace(seconds=60.0)
+    clock.add("F 0", "compute", marks[0], marks[1])
+    clock.read_into(longer)
+    assert longer.seconds == 60.0
 
 
 def test_a_clock_that_saw_nothing_leaves_the_trace_alone() -> None:
