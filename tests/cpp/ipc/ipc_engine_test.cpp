@@ -291,6 +291,67 @@ TEST_CASE("an engine that has failed speaks to nobody once it is drained", "[ipc
   CHECK(chain.world.run_until(rng, [&] { return chain.world.engines[0]->idle(); }));
 }
 
+TEST_CASE("an engine that is drained, or closed, has let its observer return", "[ipc]") {
+  const bool closed = GENERATE(false, true);
+  std::mt19937 rng(1);
+  Chain chain;
+  std::atomic<bool> inside = false;
+  const auto slow = [&](const Error&, const std::shared_ptr<RoundRun>&) {
+    if (inside.exchange(true)) return;  // told by poll() as well
+    std::this_thread::sleep_for(milliseconds(100));
+    inside = false;
+  };
+  auto& engine = chain.world.engines[0];
+  engine =
+      std::make_unique<RoundEngine>(chain.world.devices[0], 0, chain.world.group, RoundObserver{[] {}, slow});
+  chain.start(0);
+  chain.world.devices[1]->abort();  // which rank 0's thread tells
+  const TimePoint limit = Clock::now() + std::chrono::seconds(30);
+  while (!inside && Clock::now() < limit) std::this_thread::yield();
+  REQUIRE(inside);
+  if (closed) {
+    engine.reset();
+  } else {
+    engine->fail(std::make_exception_ptr(Error(ErrorKind::Aborted, "shut down")));
+    engine->drain();
+  }
+  CHECK_FALSE(inside);
+  text_of(chain.run(0).error(), ErrorKind::Aborted);
+  if (!closed) CHECK(chain.world.run_until(rng, [&] { return engine->idle(); }));
+  CHECK(chain.world.host.cluster.run(rng));
+  CHECK(chain.world.host.cluster.mistakes == std::vector<std::string>{});
+}
+
+TEST_CASE("what the engine's own thread could not enqueue is told to the observer", "[ipc]") {
+  std::mt19937 rng(1);
+  Chain chain;
+  std::vector<std::string> heard;
+  RoundEngine* engine = nullptr;
+  chain.world.engines[0] = std::make_unique<RoundEngine>(
+      chain.world.devices[0], 0, chain.world.group,
+      RoundObserver{[] {},
+                    [&](const Error& error, const std::shared_ptr<RoundRun>& run) {
+                      REQUIRE(run == chain.parts[0].run);
+                      heard.emplace_back(error.what());
+                      engine->fail(std::make_exception_ptr(Error(ErrorKind::Aborted, "named")));
+                    }});
+  engine = chain.world.engines[0].get();
+  RankRounds broken = *chain.parts[0].rounds;
+  REQUIRE_FALSE(broken.messages.empty());
+  for (RoundMessage& message : broken.messages) message.peer = 7;  // no Error of its own, but a logic_error
+  chain.parts[0].rounds = std::make_shared<const RankRounds>(broken);
+  {
+    const std::lock_guard lock(chain.world.host.mutex);  // the thread comes no further before the run is known
+    chain.start(0);
+  }
+  chain.world.join(0, chain.parts[0]);  // which nobody else could raise it to
+  CHECK(heard == std::vector<std::string>{"rank 0: test number 4 could not be enqueued: rank 7 of the group "
+                                          "is no peer of this one"});
+  CHECK(text_of(chain.run(0).error(), ErrorKind::Aborted) == "named");
+  CHECK(chain.world.run_until(rng, [&] { return chain.world.engines[0]->idle(); }));
+  CHECK(chain.world.host.cluster.run(rng));
+}
+
 TEST_CASE("unlike rounds on two ranks are found over CUDA IPC", "[ipc]") {
   std::mt19937 rng(1);
   Chain chain;

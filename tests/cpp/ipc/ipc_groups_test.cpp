@@ -213,6 +213,34 @@ TEST_CASE("groups that end close what is forgotten as well", "[ipc]") {
   CHECK(pair.host.cluster.rank(1).events_alive == 0);
 }
 
+TEST_CASE("copies that a peer's GPU has yet to read outlive the groups that made them", "[ipc]") {
+  Pair pair;
+  bool reads = false;
+  FakeCluster::Item held;
+  held.kind = FakeCluster::Item::Kind::Wait;
+  held.until = [&reads] { return reads; };
+  pair.host.cluster.rank(1).streams[FakeCluster::kTransfer].push_back(std::move(held));
+  std::vector<std::byte> source(512, std::byte{5}), found(512);
+  CHECK(pair.exchange({source.data()}, {found.data()}, 512, false).state == GroupState::Success);
+  CHECK_FALSE(pair.host.cluster.run(pair.rng));  // the copy is made, and stands still there
+  pair.from.groups.reset();
+  reads = true;
+  CHECK(pair.host.cluster.run(pair.rng));
+  CHECK(found == source);
+}
+
+TEST_CASE("groups that close give back what they had copied their messages to", "[ipc]") {
+  Pair pair;
+  std::vector<std::byte> source(512, std::byte{5}), found(512);
+  CHECK(pair.exchange({source.data()}, {found.data()}, 512).state == GroupState::Success);
+  CHECK(found == source);
+  REQUIRE(pair.host.allocations.size() == 1);  // the copy's, since the source cannot be exported
+  const std::byte* const copy = pair.host.allocations.begin()->first;
+  CHECK(*copy == std::byte{5});
+  pair.close();
+  CHECK(*copy == std::byte{0xEE});  // others may have it
+}
+
 TEST_CASE("a receiver that closes its group at once takes its event with it", "[ipc]") {
   Pair pair;
   std::vector<std::byte> source(64, std::byte{5}), found(64);

@@ -57,7 +57,10 @@ void check_random_runs(uint32_t seed, int count, bool gated) {
     }
     for (const auto& engine : world.engines) REQUIRE(engine->idle());
     world.engines.clear();
-    for (const auto& rank : world.cluster.ranks) REQUIRE(rank.events_alive == 0);
+    for (const auto& rank : world.cluster.ranks) {
+      REQUIRE(rank.events_alive == 0);
+      REQUIRE(rank.staging_alive == 0);
+    }
   }
 }
 
@@ -255,4 +258,51 @@ TEST_CASE("an engine that is closed while transfers are under way ends them", "[
   for (const auto& rank : chain.world.cluster.ranks) CHECK(rank.aborted);
   // Nobody will tell when the GPU lets go of the tensors, so they are never given back.
   for (const RankCase& part : chain.parts) CHECK(part.source.use_count() > 1);
+}
+
+TEST_CASE("threads that start runs of one engine do so one after the other", "[rounds]") {
+  const Plan plan = chain_plan(3, 64 * 8, 512);
+  const auto ranks = rounds_of_all(plan, 3, {});
+  World world(3);
+  world.cluster.rank(0).busy_polls = 500;  // the first is waiting for its connection when the second comes
+  std::vector<RankCase> parts{int64_case(plan, ranks[0], 0), int64_case(plan, ranks[0], 0)};
+  std::thread first([&] { world.start(0, parts[0], 0); });
+  while (world.engine(0).in_flight().empty()) std::this_thread::yield();
+  world.start(0, parts[1], 1);  // on another stream
+  first.join();
+  CHECK(world.cluster.mistakes == std::vector<std::string>{});
+  world.cluster.rank(0).busy_polls = 0;
+  world.engine(0).fail(std::make_exception_ptr(Error(ErrorKind::Aborted, "test over")));
+  std::mt19937 rng(1);
+  CHECK(world.cluster.run(rng));
+  world.poll();
+}
+
+TEST_CASE("a message that is not taken ends its group, and is named", "[rounds]") {
+  const Plan plan = chain_plan(3, 64, 512);
+  const auto ranks = rounds_of_all(plan, 3, {});
+  for (const int32_t rank : {0, 2}) {
+    World world(3);
+    world.cluster.rank(rank).refuses = true;
+    RankCase part = int64_case(plan, ranks[static_cast<size_t>(rank)], rank);
+    try {
+      world.start(rank, part, 4);
+      FAIL("started without its messages");
+    } catch (const Error& error) {
+      const std::string text = error.what();
+      CHECK(error.kind() == ErrorKind::Generic);
+      CHECK(error.context().peer == 1);
+      const std::string expected = rank == 0
+                                       ? "sending 512 bytes to rank 1 in round 0: rank 1 invalid argument"
+                                       : "receiving 512 bytes from rank 1 in round 1: rank 1 invalid argument";
+      CHECK(text == "rank " + std::to_string(rank) + ": test number 4 failed in NCCL while " + expected);
+    }
+    CHECK(world.cluster.rank(rank).group_depth == 0);
+    CHECK(world.cluster.rank(rank).aborted);
+    std::mt19937 rng(1);
+    CHECK(world.cluster.run(rng));
+    world.poll();
+    CHECK(world.engine(rank).idle());
+    CHECK(world.cluster.mistakes == std::vector<std::string>{});
+  }
 }

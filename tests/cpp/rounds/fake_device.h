@@ -57,8 +57,9 @@ class FakeCluster {
     // By event and record. A wait is for the record that was the last when it was enqueued, whatever comes
     // later.
     std::vector<std::vector<char>> reached{{1}};
-    std::vector<RoundDevice::Event> spare;
+    std::set<RoundDevice::Event> freed;
     int64_t events_alive = 0;
+    int64_t staging_alive = 0;  // allocations that somebody still holds
     int group_depth = 0;
     std::vector<Message> group;
     int busy_polls = 0;  // polls for which NCCL is still in progress after a group
@@ -66,6 +67,7 @@ class FakeCluster {
     GroupOutcome failure;  // what async_error says from now on, unless Success
     bool hangs = false;    // its groups never begin
     bool lost = false;     // CUDA has failed for the process
+    bool refuses = false;  // takes no message
     bool aborted = false;
     int64_t groups = 0;
   };
@@ -236,9 +238,13 @@ class FakeDevice final : public RoundDevice {
     ++me().events_alive;
     return me().recorded.size() - 1;
   }
-  void free_event(Event /*event*/) noexcept override { --me().events_alive; }
+  void free_event(Event event) noexcept override {
+    --me().events_alive;
+    me().freed.insert(event);
+  }
 
   void record(Event event, Stream stream) override {
+    alive(event);
     Item item;
     item.kind = Item::Kind::Record;
     item.event = event;
@@ -247,6 +253,7 @@ class FakeDevice final : public RoundDevice {
     me().streams[stream].push_back(std::move(item));
   }
   void wait(Stream stream, Event event) override {
+    alive(event);
     Item item;
     item.kind = Item::Kind::Wait;
     item.event = event;
@@ -259,8 +266,12 @@ class FakeDevice final : public RoundDevice {
   }
 
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override {
+    ++me().staging_alive;
     std::shared_ptr<std::byte> out(new std::byte[static_cast<size_t>(nbytes)],
-                                   std::default_delete<std::byte[]>());
+                                   [&alive = me().staging_alive](const std::byte* data) {
+                                     --alive;
+                                     delete[] data;
+                                   });
     std::memset(out.get(), 0x5A, static_cast<size_t>(nbytes));
     return out;
   }
@@ -318,6 +329,10 @@ class FakeDevice final : public RoundDevice {
  private:
   FakeCluster::Rank& me() { return cluster_.rank(rank_); }
 
+  void alive(Event event) {
+    if (me().freed.contains(event)) cluster_.mistakes.emplace_back("an event that has been freed is used");
+  }
+
   void used() {
     if (me().aborted) cluster_.mistakes.emplace_back("a communicator that has been aborted is used");
   }
@@ -327,6 +342,7 @@ class FakeDevice final : public RoundDevice {
     if (me().group_depth != 1) cluster_.mistakes.emplace_back("a message outside of a group");
     if (stream != FakeCluster::kTransfer) cluster_.mistakes.emplace_back("a message on another stream");
     if (message.data == nullptr) cluster_.mistakes.emplace_back("a message without memory");
+    if (me().refuses) return {GroupState::Failed, false, "invalid argument", message.peer};
     me().group.push_back(message);
     return {};
   }

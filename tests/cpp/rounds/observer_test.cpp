@@ -1,7 +1,9 @@
 // Runs behind an event, callers that join them later, and an observer that names failures.
 #include <atomic>
+#include <chrono>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "catch.h"
@@ -122,6 +124,30 @@ TEST_CASE("an observer gives a failure of a start its name", "[rounds]") {
   CHECK(judge.heard.front().find("connection closed") != std::string::npos);
   CHECK(world.cluster.rank(0).aborted);
   world.cluster.rank(0).failure = {};
+  end(world);
+}
+
+TEST_CASE("a start that is late waits for the observer, whose business deadlines are", "[rounds]") {
+  const Plan plan = chain_plan(3, 64, 512);
+  Judge judge;
+  World world(3, [&](int32_t rank) { return judge.observer(rank); });
+  judge.world = &world;
+  world.cluster.rank(0).busy_polls = 1'000'000'000;
+  auto parts = chain_parts(plan);
+  std::exception_ptr thrown;
+  std::thread user([&] {
+    try {
+      world.start(0, parts[0], 2, std::chrono::milliseconds(0));
+    } catch (...) {
+      thrown = std::current_exception();
+    }
+  });
+  while (world.engine(0).in_flight().empty()) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  world.engine(0).fail(std::make_exception_ptr(Error(ErrorKind::DeadlineExceeded, "rank 2 has not called")));
+  user.join();
+  CHECK(text_of(thrown, ErrorKind::DeadlineExceeded) == "rank 2 has not called");
+  CHECK(judge.heard.empty());
   end(world);
 }
 
