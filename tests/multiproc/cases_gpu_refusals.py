@@ -16,6 +16,7 @@ from meshcast import Layout, cuda_lanes
 from meshcast.errors import DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
 from meshcast.gpu_offer import GpuOffer
 from meshcast.groups import parent_group
+from meshcast.private_group import PrivateGroup
 from meshcast.reduction import tensor_spec
 from multiproc.meshes import sharded
 from multiproc.oracle import unique_fill
@@ -51,10 +52,23 @@ def reshard_still_works(rank: int, seed: int) -> None:
     assert torch.equal(result.to_local(), full)
 
 
+def group_of(name: str) -> PrivateGroup:
+    parent = parent_group(None, "test")
+    return (parent.twin(name) if name else parent).private(_WORLD, "test")
+
+
+def cause_of(name: str) -> str:
+    """Why that group ended, as this rank hears it."""
+    limit = time.monotonic() + GROUP_TIMEOUT / 2
+    while (cause := group_of(name).cause()) is None:
+        assert time.monotonic() < limit, "the group lives on"
+        time.sleep(0.005)
+    return cause
+
+
 def connect(ordinal: int, place: Place, limit: float, name: str = "") -> Exception | None:
     """connect_lanes() as a job of the group runs it; its error. name: of a group of its own."""
-    parent = parent_group(None, "test")
-    group = (parent.twin(name) if name else parent).private(_WORLD, "test")
+    group = group_of(name)
     group.connect(GROUP_TIMEOUT)
     found: list[Exception | None] = []
     done = threading.Event()
@@ -157,17 +171,29 @@ def a_gpu_for_two_ranks_is_refused_by_all(context) -> None:
     reshard_still_works(context.rank, 4)
 
 
+def an_id_that_nccl_does_not_give_is_missed_by_all(context) -> None:
+    """Only the first rank asks for one; the others must not wait for it."""
+    no_id = mock.Mock(side_effect=MeshcastError("NCCL finds no network interface"))
+    with gpus_that_say(f"GPU-{context.rank}"), mock.patch.object(cuda_lanes._C, "nccl_unique_id", no_id):
+        error = connect(7007, Place(), GROUP_TIMEOUT)
+        assert isinstance(error, MeshcastError), error
+        assert "rank 0" in str(error) and "NCCL finds no network interface" in str(error), error
+        assert no_id.called is (context.rank == 0)
+    reshard_still_works(context.rank, 10)
+
+
 def a_rank_that_stays_away_is_named(context) -> None:
-    """It ends the group, which is one of its own here."""
+    """It ends the group on all ranks, which is one of its own here."""
     with gpus_that_say(f"GPU-{context.rank}"):
         if context.rank == 2:
-            parent_group(None, "test").twin("away").private(_WORLD, "test").connect(GROUP_TIMEOUT)
+            group_of("away").connect(GROUP_TIMEOUT)
         else:
             error = connect(7003, Place(), 1.0, "away")
             assert isinstance(error, MeshcastError), error
             # Who is first tells the other, whose own limit may not be over yet.
             assert "2] did not come to connect their GPUs" in str(error), error
             assert isinstance(error, DeadlineExceededError) is ("was aborted" not in str(error))
+        assert "did not come to connect their GPUs" in cause_of("away")
     reshard_still_works(context.rank, 5)
 
 
@@ -179,7 +205,7 @@ class Recorder:
         self.calls: list[tuple] = []
 
     def connect_ipc(self, lane: int, meeting: Recorder, addresses: list[str], limit: float) -> None:
-        assert limit > 0
+        assert 0 < limit <= GROUP_TIMEOUT, "what is left of the call's own limit, in seconds"
         self.calls.append((lane, meeting.address, addresses))
 
     def shutdown(self) -> None:
@@ -198,7 +224,7 @@ def ranks_that_share_a_gpu_are_connected_over_cuda_ipc(context) -> None:
         for ordinal in (7004, 7005):
             error = connect(ordinal, Place(), GROUP_TIMEOUT, "ipc")
             assert error is None, error
-        gpu = parent_group(None, "test").twin("ipc").private(_WORLD, "test").gpu
+        gpu = group_of("ipc").gpu
         assert gpu is not None
         assert gpu.transport == "cuda_ipc" and gpu.lanes == {0, 1}
         found: list = [None] * context.world
@@ -211,12 +237,35 @@ def ranks_that_share_a_gpu_are_connected_over_cuda_ipc(context) -> None:
                 assert (calls[lane][0], calls[lane][2]) == (lane, own)
 
 
+def a_rank_that_cannot_connect_ends_the_group(context) -> None:
+    """For the others, which may have connected: they would wait for it in their first transfer."""
+
+    class Lost(Recorder):
+        def connect_ipc(self, lane: int, meeting: Recorder, addresses: list[str], limit: float) -> None:
+            super().connect_ipc(lane, meeting, addresses, limit)
+            if context.rank == 1 and lane == 1:
+                raise MeshcastError("rank 1: its socket is gone")
+
+    with (
+        gpus_that_say("GPU-a"),
+        mock.patch.object(cuda_lanes._C, "CudaGroup", Lost, create=True),
+        mock.patch.object(cuda_lanes._C, "IpcMeeting", Lost, create=True),
+    ):
+        error = connect(7006, Place(), GROUP_TIMEOUT, "lost")
+        if context.rank == 1:
+            assert "its socket is gone" in str(error)
+        assert "rank 1: its socket is gone" in cause_of("lost")
+    reshard_still_works(context.rank, 9)
+
+
 CASES = [
     a_cuda_mesh_without_gpu_is_refused,
     a_rank_without_gpu_refuses_what_is_for_it,
     a_rank_alone_that_calls_for_gpus_is_named,
     a_rank_without_gpu_tells_all,
     a_gpu_for_two_ranks_is_refused_by_all,
+    an_id_that_nccl_does_not_give_is_missed_by_all,
     a_rank_that_stays_away_is_named,
     ranks_that_share_a_gpu_are_connected_over_cuda_ipc,
+    a_rank_that_cannot_connect_ends_the_group,
 ]

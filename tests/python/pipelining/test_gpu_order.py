@@ -246,6 +246,7 @@ def test_the_trace_tells_when_the_gpu_computed(monkeypatch: pytest.MonkeyPatch) 
         assert end - begin == pytest.approx(1e-3, abs=1e-9), name
     over = {str(action) for action in run.row if action.kind is ActionKind.SEND_F}
     assert {name for name, _, _ in spans["transfer"]} == over, "those whose end is known"
+    assert all(end - begin == pytest.approx(0.5) for _, begin, end in spans["transfer"]), "what they took"
 
 
 def test_marks_are_read_when_the_gpu_is_through(monkeypatch: pytest.MonkeyPatch) -> None:
