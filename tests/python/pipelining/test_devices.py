@@ -99,7 +99,7 @@ def test_transfers_are_those_of_the_device() -> None:
         made = make_transfer(there, [], 5, "pipeline", 3.0, strategy="broadcast")
     assert isinstance(made, Fake)
     assert made._sides == ("cuda", "cuda")
-    assert found[0][1:] == ([], None, 5, "pipeline", "broadcast", None)
+    assert found[0][1:] == ([], None, 5, "pipeline", "broadcast", None, None)  # no topology, no casts
     with mock.patch.object(Transfer, "__init__", return_value=None) as init:
         assert type(make_transfer(stage(), [], 7, "pipeline", 3.0)) is Transfer
     expected = {
