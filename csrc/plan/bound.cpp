@@ -9,10 +9,6 @@
 namespace meshcast {
 namespace {
 
-int64_t ceil_time(__int128 nbytes, __int128 rate) {
-  return static_cast<int64_t>((nbytes * 1000000000 + rate - 1) / rate);
-}
-
 // Highest level of any lane of the items under their balanced shares: a time that is enough for them.
 int64_t enough_time(const std::vector<const LaneItem*>& items, const Network& network) {
   std::map<int32_t, int64_t> load;
@@ -20,7 +16,7 @@ int64_t enough_time(const std::vector<const LaneItem*>& items, const Network& ne
     for (size_t k = 0; k < item->lanes.size(); ++k) load[item->lanes[k]] += item->share[k];
   }
   int64_t out = 0;
-  for (const auto& [lane, bytes] : load) out = std::max(out, ceil_time(bytes, network.lane_rate(lane)));
+  for (const auto& [lane, bytes] : load) out = std::max(out, transfer_ns(bytes, network.lane_rate(lane)));
   return out;
 }
 
@@ -119,7 +115,7 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
   }
   for (const auto& [host, items] : entering) {
     const HostInput& in = input[static_cast<size_t>(host)];
-    bound = std::max(bound, ceil_time(in.mandatory, in.rate));
+    bound = std::max(bound, transfer_ns(in.mandatory, in.rate));
   }
   for (const auto& [host, items] : entering) {
     if (enough_time(items, network) > bound) bound = least_time(items, network, bound);
@@ -128,9 +124,9 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
 
   for (int32_t r = 0; r < network.rank_count(); ++r) {
     const int64_t local = network.lane_rate(network.local_in(r));
-    bound = std::max(bound, ceil_time(local_only[static_cast<size_t>(r)], local));
-    bound = std::max(bound, ceil_time(received[static_cast<size_t>(r)],
-                                      local + network.lane_rate(network.nic_in(network.nic(r)))));
+    bound = std::max(bound, transfer_ns(local_only[static_cast<size_t>(r)], local));
+    bound = std::max(bound, transfer_ns(received[static_cast<size_t>(r)],
+                                        local + network.lane_rate(network.nic_in(network.nic(r)))));
   }
   std::vector<int64_t> local_rate(hosts, 0);
   for (int32_t r = 0; r < network.rank_count(); ++r) {
@@ -138,7 +134,7 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
   }
   for (size_t h = 0; h < hosts; ++h) {
     // Where half the time is enough for one rank to pass on everything, the order inside the host is free.
-    out.hot_hosts[h] = inside[h] > 0 && ceil_time(inside[h], local_rate[h]) > bound / 2;
+    out.hot_hosts[h] = inside[h] > 0 && transfer_ns(inside[h], local_rate[h]) > bound / 2;
   }
   std::vector<LaneItem> local;
   for (size_t b = 0; b < bundles.size(); ++b) {  // bundles to be reduced have no parties and add none

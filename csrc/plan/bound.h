@@ -25,7 +25,9 @@ struct LaneDemand {
 //   - for the NICs that send: each box leaves a host that holds it once, and is sent once per remote host;
 //   - for the NICs that receive, host by host: each box that the host needs and does not hold enters it once;
 //   - for the ranks of a host: each receives what it needs, over its NIC or from another rank of the host,
-//     and only from there where no other host has a part in the box.
+//     and only from there where no other host has a part in the box;
+//   - for all ranks together: the copies beside the one that a remote host must get come from ranks of the
+//     host, or leave NICs of others.
 // A box to be reduced counts as reduced first and sent on then: with Q hosts at least to visit for all partial
 // values and R hosts that need the result, Q - 1 + R hops between hosts (one less where a host is both), to be
 // shared by all NICs involved, and one into every host that needs it and cannot make it alone; where all of

@@ -206,15 +206,7 @@ class DetourSearch {
     item->detour -= in.detour;
     LaneItem away = in;
     away.kind = LaneItem::Kind::DetourOut;
-    away.lanes.clear();
-    for (const std::vector<Party>* some : {&parties.holders, &parties.receivers}) {
-      for (const Party& other : *some) {
-        if (other.host == party(*item).host) continue;
-        for (const int32_t r : other.ranks) away.lanes.push_back(network_.nic_out(network_.nic(r)));
-      }
-    }
-    std::sort(away.lanes.begin(), away.lanes.end());
-    away.lanes.erase(std::unique(away.lanes.begin(), away.lanes.end()), away.lanes.end());
+    away.lanes = lanes_from_elsewhere(parties, party(*item).host, network_);
     for (LaneItem* made : {&in, &away}) {
       made->emitters = static_cast<int32_t>(made->lanes.size());
       out->push_back(std::move(*made));

@@ -234,6 +234,18 @@ void append_arrival_items(int32_t bundle, int64_t nbytes, const Parties& parties
   }
 }
 
+std::vector<int32_t> lanes_from_elsewhere(const Parties& parties, int32_t host, const Network& network) {
+  std::vector<int32_t> out;
+  for (const std::vector<Party>* some : {&parties.holders, &parties.receivers}) {
+    for (const Party& other : *some) {
+      if (other.host == host) continue;
+      for (const int32_t r : other.ranks) out.push_back(network.nic_out(network.nic(r)));
+    }
+  }
+  sort_unique(&out);
+  return out;
+}
+
 void append_copy_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
                        const std::vector<char>& hot_hosts, bool into, std::vector<LaneItem>* out) {
   std::vector<LaneItem> inside;
@@ -242,13 +254,8 @@ void append_copy_items(int32_t bundle, int64_t nbytes, const Parties& parties, c
     const auto p = static_cast<size_t>(item.party);
     const Party& party = parties.receivers[p];
     const auto emitters = item.lanes.begin() + item.emitters;
-    std::vector<int32_t> first(item.lanes.begin(), emitters), later(emitters, item.lanes.end()), away;
-    for (const std::vector<Party>* some : {&parties.holders, &parties.receivers}) {
-      for (const Party& other : *some) {
-        if (other.host == party.host) continue;
-        for (const int32_t r : other.ranks) away.push_back(network.nic_out(network.nic(r)));
-      }
-    }
+    std::vector<int32_t> first(item.lanes.begin(), emitters), later(emitters, item.lanes.end());
+    std::vector<int32_t> away = lanes_from_elsewhere(parties, party.host, network);
     if (!into) {
       first.insert(first.end(), away.begin(), away.end());
       join(std::move(first), std::move(later), &item);

@@ -47,6 +47,9 @@ void append_local_items(int32_t bundle, int64_t nbytes, const Parties& parties, 
 void append_arrival_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
                           const std::vector<char>& hot_hosts, bool into, std::vector<LaneItem>* out);
 
+// The NIC out lanes over which hosts other than `host` can send a box that they hold or get; ascending.
+std::vector<int32_t> lanes_from_elsewhere(const Parties& parties, int32_t host, const Network& network);
+
 // For the bound: what the receiving hosts that are marked hot copy inside, counted by their local lanes as
 // above. It may come from other hosts that have a part in the box instead, which is counted by their NICs out.
 // Beside the NicOut items of append_network_items, which carry the copy that each remote host must get.
