@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 from meshcast.errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
 from meshcast.pipelining import Edge, PipelineStage, Schedule1F1B, ScheduleEager1F1B, ScheduleError
-from multiproc.pipeline_models import CPU, TIMEOUT, batch, in_a_row, mlp, place, schedule_of
+from multiproc.pipeline_models import (
+    CPU,
+    TIMEOUT,
+    batch,
+    in_a_row,
+    largest_difference,
+    mlp,
+    place,
+    schedule_of,
+    train_alone,
+)
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import Partial, Shard
@@ -96,30 +106,46 @@ def two_stages():
     return place(in_a_row([2, 3]))
 
 
-def a_batch_that_does_not_divide(_) -> None:
+def a_refusal_ends_nothing(context) -> None:
+    """What a step refuses before data moves is known to all ranks, whichever refuses. The same schedule goes on,
+    and so do others and plain reshards between the meshes."""
     here = two_stages()
-    schedule = schedule_of("1F1B", here, mlp(2)[here.stage], 2, 4)
-    x, y = batch(10)
+    reference, module = mlp(2), mlp(2)[here.stage]
+    schedule = schedule_of("1F1B", here, module, 2, 2)
+    x, y = batch(8)
+
+    def without_gradients() -> None:
+        with torch.set_grad_enabled(context.rank != 3):
+            schedule.step(x, target=y)
+
+    def refused(*words: str, call: Callable[[], object], ranks: Sequence[int] = range(5)) -> None:
+        kind = LayoutError if context.rank in ranks else AbortedError
+        raises((kind, MeshcastError) if words == ("needs gradients",) else kind, *words, call=call)
+
+    refused(
+        "has no samples", call=lambda: schedule.step(x[: 0 if context.rank == 1 else 8], target=y), ranks=[1]
+    )
+    refused(
+        "compiled for one shape",
+        call=lambda: (schedule.step(x, target=y), schedule.step(x[:, :3], target=y)),
+        ranks=[0, 1],
+    )
+    module.zero_grad()
+    refused("needs targets", call=lambda: schedule.step(x), ranks=[2, 3, 4])
+    refused(
+        "needs targets", call=lambda: schedule.step(x, target=None if context.rank == 4 else y), ranks=[4]
+    )
+    refused("needs gradients", call=without_gradients)
     raises(
         (LayoutError, AbortedError),
-        "4 micro-batches do not divide dimension 0",
-        "(10, 6)",
-        call=lambda: schedule.step(x, target=y),
+        "unlike calls: rank 0 calls step, rank 2 calls eval",
+        call=lambda: (schedule.eval if context.rank == 2 else schedule.step)(x, target=y),
     )
-
-
-def a_batch_of_another_size(_) -> None:
-    here = two_stages()
-    schedule = schedule_of("1F1B", here, mlp(2)[here.stage], 2, 2)
-    schedule.step(*batch(8)[:1], target=batch(8)[1])
-    x, y = batch(4)
-    raises((LayoutError, AbortedError), "compiled for one shape", call=lambda: schedule.step(x, target=y))
-
-
-def a_missing_target(_) -> None:
-    here = two_stages()
-    schedule = schedule_of("1F1B", here, mlp(2)[here.stage], 2, 2)
-    raises((LayoutError, AbortedError), "needs targets", call=lambda: schedule.step(batch(8)[0]))
+    train_alone(nn.Sequential(*reference), x, y, 2)
+    schedule.step(x, target=y)
+    assert largest_difference(module, reference[here.stage]) <= 1e-12
+    another = schedule_of("GPipe", here, mlp(2)[here.stage], 2, 4)
+    another.step(x, target=y)
 
 
 def a_budget_below_the_minimum(_) -> None:
@@ -249,9 +275,7 @@ CASES = [
     module_raises_case(1, 2, False),
     module_raises_case(2, 4, False),
     module_raises_case(1, 3, True),
-    a_batch_that_does_not_divide,
-    a_batch_of_another_size,
-    a_missing_target,
+    a_refusal_ends_nothing,
     a_budget_below_the_minimum,
     a_budget_below_the_minimum_on_one_rank,
     an_output_that_does_not_match_its_layout,

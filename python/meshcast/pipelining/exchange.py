@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +20,18 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshcast.errors import AbortedError, DeadlineExceededError, MeshcastError
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "Refused", "refusals_told"]
 
 _made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+class Refused(Exception):  # noqa: N818  no error of its own: it never leaves the package
+    """Carries the error of a call that was refused before data moved. Every rank of the pipeline gets one, and
+    all may go on."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Exchange:
@@ -54,6 +64,61 @@ class Exchange:
         """Says under `topic` that this rank has only an error. What it published there before stays."""
         if topic not in self._published:
             self.publish(topic, {"error": message})
+
+    def agree(
+        self, topic: str, value: dict[str, Any], decide: Callable[[dict[int, Any]], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Every rank gives a value; the first one makes an answer of all, by rank, which all return.
+
+        Three messages a rank, whatever the number of ranks. An answer {"error": text}, by ``decide`` or by
+        `fail_agreement`, is raised as AbortedError.
+        """
+        begin = time.monotonic()
+        self.publish(topic, value)
+        if self.rank == self.ranks[0]:
+            found = self._of_all(topic, begin)
+            failed = [said["error"] for said in found.values() if "error" in said]
+            answer = {"error": failed[0]} if failed else decide(found)
+            self._store.set(f"{topic}/answer", json.dumps(answer))
+        else:
+            try:
+                self._store.wait([f"{topic}/answer"], timedelta(seconds=self.timeout))
+            except dist.DistStoreError as cause:
+                raise self._late(topic, self.ranks, begin) from cause
+            answer = json.loads(self._store.get(f"{topic}/answer"))
+        if "error" in answer:
+            raise AbortedError(answer["error"], rank=self.rank, op="pipeline", phase="agree")
+        return dict(answer)
+
+    def fail_agreement(self, topic: str, message: str) -> None:
+        """Makes an agreement that this rank has not entered fail on all ranks."""
+        if topic not in self._published:
+            self.publish(topic, {"error": message})
+            self._store.set(f"{topic}/answer", json.dumps({"error": message}))
+
+    def forget_agreement(self, topic: str) -> None:
+        """Once all ranks have the answer of a later one."""
+        self.forget(topic)
+        if self.rank == self.ranks[0]:
+            self._store.delete_key(f"{topic}/answer")
+
+    def _of_all(self, topic: str, begin: float) -> dict[int, dict[str, Any]]:
+        keys = [f"{topic}/{rank}" for rank in self.ranks]
+        while True:
+            left = self.timeout - (time.monotonic() - begin)
+            try:
+                # Not the whole time at once: a rank that failed says so, but others may never come.
+                self._store.wait(keys, timedelta(seconds=max(0.001, min(left, 1.0))))
+                break
+            except dist.DistStoreError as cause:
+                for key in keys:
+                    if self._store.check([key]) and "error" in json.loads(self._store.get(key)):
+                        return {0: json.loads(self._store.get(key))}
+                if left <= 0:
+                    raise self._late(topic, self.ranks, begin) from cause
+        store: Any = self._store
+        many = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
+        return {rank: json.loads(said) for rank, said in zip(self.ranks, many, strict=True)}
 
     def forget(self, topic: str) -> None:
         self._published.discard(topic)
@@ -94,3 +159,15 @@ class Exchange:
             elapsed=elapsed,
             limit=self.timeout,
         )
+
+
+@contextmanager
+def refusals_told(group: Any) -> Iterator[None]:
+    """While a stage is made: what it refuses on this rank is what the others read in the conversation that
+    their schedules open, instead of waiting for this one's."""
+    try:
+        yield
+    except Exception as error:
+        if dist.is_initialized():
+            Exchange(group if isinstance(group, dist.ProcessGroup) else None, 0.0).fail("stage", str(error))
+        raise

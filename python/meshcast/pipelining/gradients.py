@@ -8,26 +8,42 @@ cross between them by the ratio of their degrees.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-__all__ = ["sum_gradients"]
+from meshcast.pipelining.layouts import StageMesh
+
+__all__ = ["average_gradients", "sum_gradients"]
 
 _BUCKET_BYTES = 32 << 20  # gradients travel together up to this size: fewer messages, bounded extra memory
 
 
-def sum_gradients(parameters: Sequence[torch.nn.Parameter], mesh: DeviceMesh, dims: Sequence[int]) -> None:
-    """All-reduces each ``grad`` over the given dimensions of ``mesh``, called by all ranks of the mesh.
+def sum_gradients(parameters: Sequence[torch.nn.Parameter], mesh: StageMesh, dims: Sequence[int]) -> None:
+    """All-reduces each ``grad`` over the given dimensions of the stage's mesh, called by all its ranks.
 
     A parameter that has a gradient on some ranks only gets it on all; one that has none anywhere keeps None.
-    A DTensor parameter is reduced over those of the dimensions that its own mesh does not have, and a pending
+    A DTensor parameter is reduced over those of the dimensions that its own mesh does not span, and a pending
     reduction inside its mesh is carried out.
     """
+    groups = {dim: mesh.device_mesh.get_group(dim) for dim in dims if mesh.shape[dim] > 1}
+    _reduce(parameters, groups, lambda parameter: _not_spanned(parameter, mesh, tuple(groups)))
+
+
+def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Each ``grad`` becomes the mean over a group whose ranks hold the same parameters."""
+    _reduce(parameters, {0: group}, lambda _: (0,))
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.div_(group.size())
+
+
+def _reduce(
+    parameters: Sequence[torch.nn.Parameter], groups: dict[int, dist.ProcessGroup], dims_of: Any
+) -> None:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = {dim: mesh.get_group(dim) for dim in dims if mesh.size(dim) > 1}
     if not trained or not groups:
         return
     _complete(trained, list(groups.values()))
@@ -35,7 +51,7 @@ def sum_gradients(parameters: Sequence[torch.nn.Parameter], mesh: DeviceMesh, di
     for parameter in trained:
         if parameter.grad is None:
             continue
-        local, over = _local_gradient(parameter, mesh, tuple(groups))
+        local, over = _local_gradient(parameter), dims_of(parameter)
         if over and local.numel():
             by_kind.setdefault((over, local.dtype, local.device), []).append(local)
     for (over, _, _), gradients in by_kind.items():
@@ -58,24 +74,24 @@ def _complete(parameters: Sequence[torch.nn.Parameter], groups: Sequence[dist.Pr
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _local_gradient(
-    parameter: torch.nn.Parameter, mesh: DeviceMesh, dims: tuple[int, ...]
-) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The local tensor of the gradient, and the dimensions over which it is still to be summed."""
+def _local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     gradient = parameter.grad
     assert gradient is not None
     if not isinstance(gradient, DTensor):
-        return gradient, dims
+        return gradient
     assert isinstance(parameter.data, DTensor)
     if gradient.placements != parameter.data.placements:
         gradient = parameter.grad = gradient.redistribute(placements=parameter.data.placements)
-    own = set(gradient.device_mesh.mesh_dim_names or ())
-    names = mesh.mesh_dim_names
-    if (
-        names is None
-    ):  # without names a parameter's mesh cannot be a part of the stage's mesh: it is the whole
-        return gradient.to_local(), ()
-    return gradient.to_local(), tuple(dim for dim in dims if names[dim] not in own)
+    return gradient.to_local()
+
+
+def _not_spanned(parameter: torch.nn.Parameter, mesh: StageMesh, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the dimensions those that the parameter's own mesh does not span. Meshes are told apart by their
+    ranks: names are the user's, and need not be there."""
+    if not isinstance(parameter.data, DTensor):
+        return dims
+    own = set(parameter.data.device_mesh.mesh.flatten().tolist())
+    return tuple(dim for dim in dims if not own.issuperset(mesh.along([dim])))
 
 
 def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -6,12 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from meshcast.errors import LayoutError
 from meshcast.layout import Layout
 
-__all__ = ["StageMesh", "ValuePlacements", "gradient_placements", "local_shard"]
+__all__ = [
+    "StageMesh",
+    "ValuePlacements",
+    "data_dims",
+    "gradient_placements",
+    "local_shard",
+    "numbered_dims",
+    "stage_mesh",
+]
 
 Placements = tuple[Placement, ...]
 
@@ -42,6 +52,21 @@ class StageMesh:
 
     def layout(self, placements: Placements) -> Layout:
         return Layout(self._nested, placements)
+
+
+def stage_mesh(
+    stage_index: int, num_stages: int, group: dist.ProcessGroup | None, mesh: DeviceMesh | None, rank: int
+) -> StageMesh:
+    """The user's mesh, or without one the rank of the group that has the stage."""
+    if mesh is not None:
+        return StageMesh(mesh.mesh, rank, mesh)
+    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    if len(ranks) > num_stages:
+        raise LayoutError(
+            f"stage {stage_index}: without mesh= the group has at most one rank per stage: expected up to "
+            f"{num_stages} ranks, found {len(ranks)}"
+        )
+    return StageMesh(torch.tensor([ranks[stage_index] if len(ranks) == num_stages else rank]), rank)
 
 
 class ValuePlacements:
@@ -81,27 +106,51 @@ class ValuePlacements:
         return self._each[index]
 
 
-def batch_dims(placements: ValuePlacements) -> list[int]:
-    """The mesh dimensions over which the samples are split: data parallelism."""
+def data_dims(placements: ValuePlacements) -> list[int]:
+    """The mesh dimensions over which the samples of an input are split: data parallelism."""
     found = {
         dim for each in placements.listed() for dim, placement in enumerate(each) if placement == Shard(0)
     }
     return sorted(found)
 
 
-def gradient_placements(placements: Placements) -> Placements:
+def numbered_dims(what: str, given: Sequence[int | str], mesh: StageMesh) -> list[int]:
+    """Mesh dimensions given by number or name. Raises LayoutError for one that the mesh does not have."""
+    names = getattr(mesh.device_mesh, "mesh_dim_names", None) or ()
+    found = set()
+    for each in [given] if isinstance(given, (int, str)) else given:
+        number = names.index(each) if isinstance(each, str) and each in names else each
+        if not isinstance(number, int) or not 0 <= number < len(mesh.shape):
+            raise LayoutError(
+                f"{what}: expected mesh dimensions 0..{len(mesh.shape) - 1}"
+                f"{f' or their names {list(names)}' if names else ''}, found {each!r}"
+            )
+        found.add(number)
+    return sorted(found)
+
+
+def gradient_placements(placements: Placements, summed: Sequence[int] = ()) -> Placements:
     """How the gradient of a value with these placements is laid out: as the value, but whole where the value
-    is a pending sum.
+    is a pending sum, and a pending sum where it is whole on ranks that each compute a part of the loss.
+
+    summed: these mesh dimensions; see ``data_dims`` of `PipelineStage`.
 
     Raises LayoutError for pending reductions whose gradient is not the value's (max, min, product, avg).
     """
-    for placement in placements:
-        if isinstance(placement, Partial) and placement.reduce_op != "sum":
-            raise LayoutError(
-                f"a value with placement {placement} cannot leave a stage that trains; only "
-                "Partial('sum') can"
-            )
-    return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in placements)
+    found: list[Placement] = []
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, Partial):
+            if placement.reduce_op != "sum":
+                raise LayoutError(
+                    f"a value with placement {placement} cannot leave a stage that trains; only "
+                    "Partial('sum') can"
+                )
+            found.append(Replicate())
+        elif isinstance(placement, Replicate) and dim in summed:
+            found.append(Partial())
+        else:
+            found.append(placement)
+    return tuple(found)
 
 
 def local_shard(tensor: torch.Tensor, mesh: StageMesh, placements: Placements) -> torch.Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from meshcast.errors import LayoutError, MeshcastError
 from meshcast.handle import Handle
 from meshcast.pipelining.action import Action, ActionKind
 from meshcast.pipelining.gpu_clock import GpuClock, Mark
+from meshcast.pipelining.inference import Way
 from meshcast.pipelining.lane import Arrival, Lane
 from meshcast.pipelining.lower import Link
 from meshcast.pipelining.randomness import random_state
@@ -183,13 +185,11 @@ class Runtime:
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = self._stages[action.stage], action.microbatch
-        feed = self._feeds[action.stage]
+        feed, wiring = self._feeds[action.stage], self._wirings[microbatch]
+        way = wiring.ways[action.stage]
         inputs = feed.arguments(microbatch) if stage.is_first else self._arrived_inputs(stage, action)
-        if self._seed is None:
-            output = stage.forward(microbatch, inputs, feed.keywords(microbatch), self._train)
-        else:
-            with random_state(self._seed, stage, microbatch):
-                output = stage.forward(microbatch, inputs, feed.keywords(microbatch), self._train)
+        with nullcontext() if self._seed is None else random_state(self._seed, stage, microbatch):
+            output = stage.forward(microbatch, inputs, feed.keywords(microbatch), self._train, way)
         if stage.is_last:
             loss = feed.output(microbatch, output)
             if self._train and loss is not None:
@@ -200,10 +200,7 @@ class Runtime:
             local_values(value.detach())
             for value in as_tuple(output, f"rank {self._rank}, stage {action.stage}")
         ]
-        wiring = self._wirings[microbatch]
-        expected = len(wiring.values[action.stage])
-        if len(values) != expected:
-            raise LayoutError(f"the module returned {len(values)} values, {expected} were agreed on")
+        _check_outputs(values, way)
         for link in self._consumers[action.stage]:
             if link in self._local:
                 arrival = Action(link[1], ActionKind.RECV_F, microbatch, link[0])
@@ -349,6 +346,17 @@ class Runtime:
             (action.peer, action.stage) if action.kind is ActionKind.SEND_B else (action.stage, action.peer)
         )
         return [wiring.backward[link]] if link in wiring.backward else []
+
+
+def _check_outputs(values: Sequence[torch.Tensor], way: Way) -> None:
+    assert way.outputs is not None
+    found = [(tuple(value.shape), value.dtype) for value in values]
+    if found != way.outputs:
+        raise LayoutError(
+            f"the module returned {len(found)} values, {found}, but the ranks agreed on {len(way.outputs)}, "
+            f"{way.outputs}: what leaves a stage has one shape for all micro-batches of a size; if output_args= "
+            "was given, correct it"
+        )
 
 
 def _given(lane: Lane, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 import torch
-from torch.distributed.pipelining.stage import _PipelineStage as _TracedStage
 
-from meshcast.errors import AbortedError, LayoutError, MeshcastError
+from meshcast.errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
 from meshcast.groups import parent_group, seconds
 from meshcast.pipelining.action import Action, Actions
 from meshcast.pipelining.auto_warmup import AutoWarmup, Budget
@@ -21,16 +20,17 @@ from meshcast.pipelining.devices import current
 from meshcast.pipelining.draw import draw_panels, panel_of
 from meshcast.pipelining.edge import links_of
 from meshcast.pipelining.estimate import transfer_times
-from meshcast.pipelining.exchange import Exchange
+from meshcast.pipelining.exchange import Exchange, Refused
 from meshcast.pipelining.lower import Link
 from meshcast.pipelining.measured import Event, exposed_seconds
+from meshcast.pipelining.microbatches import Pieces
+from meshcast.pipelining.own_stages import checked, reduce_once
 from meshcast.pipelining.recipe import Recipe
-from meshcast.pipelining.refused import TRACED
 from meshcast.pipelining.runtime import Runtime
 from meshcast.pipelining.stage import PipelineStage
-from meshcast.pipelining.step import Pieces, StepFeed
+from meshcast.pipelining.step import StepFeed
 from meshcast.pipelining.table import StageTable, agree_on_stages, describe_stages
-from meshcast.pipelining.varying import Wirings
+from meshcast.pipelining.varying import Wirings, agree_on_step
 from meshcast.pipelining.wiring import Wiring
 from meshcast.topology import Topology
 
@@ -110,7 +110,7 @@ class PipelineSchedule:
         self._microbatches = n_microbatches
         self._overlap = overlap
         try:
-            self._stages = _checked(stages, n_microbatches)
+            self._stages = checked(stages, n_microbatches)
             if not sync_gradients and any(stage.shared for stage in stages):
                 raise LayoutError(
                     "shared_parameters need sync_gradients=True: their gradients are summed by step"
@@ -127,7 +127,8 @@ class PipelineSchedule:
                 delay_weight_grad,
             )
             self._recipe.check_options()
-        except MeshcastError as error:
+            reduce_once(self._stages.values())
+        except Exception as error:
             self._exchange.fail("stage", str(error))
             raise
         self._rank = first.rank
@@ -142,7 +143,9 @@ class PipelineSchedule:
         self._runtime: Runtime | None = None
         self._rows: dict[bool, list[Action]] = {}  # this rank's lowered actions; key: training
         self._seed = seed
-        self._steps = 0
+        self._steps = 0  # that were run
+        self._calls = 0  # of step and eval, those that were refused too
+        self._weighted: bool | None = None  # whether the loss function returns (sum, weight), once known
         self._summaries = 0
         self._failed: str | None = None
         options = f"{self.name}, warm-up {warmup}, budget {memory_budget}, delayed {delay_weight_grad}"
@@ -206,13 +209,8 @@ class PipelineSchedule:
             MeshcastError: a module raised; names rank, stage and micro-batch. The other ranks raise
                 AbortedError with this first cause; one that had finished its part does so in its next step.
         """
-        trains = self._agreed().trains
-        if trains and not torch.is_grad_enabled():
-            raise MeshcastError(
-                "step trains and needs gradients enabled; use eval under torch.no_grad", op="pipeline"
-            )
         pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
-        return self._step(args, kwargs, target, losses, return_outputs, loss_kwargs, trains, pieces)
+        return self._step(args, kwargs, target, losses, return_outputs, loss_kwargs, True, pieces)
 
     def eval(
         self,
@@ -301,18 +299,38 @@ class PipelineSchedule:
         if self._failed is not None:
             raise AbortedError(f"the pipeline failed before: {self._failed}", rank=self._rank, op="pipeline")
         try:
+            train = self._agreed().trains and train
+        except DeadlineExceededError as error:
+            self._fail(error)
+            raise
+        try:
             with current(self._device):
-                feeds = {
-                    index: self._feed(stage, args, kwargs, target, loss_kwargs, return_outputs, pieces)
-                    for index, stage in self._stages.items()
-                }
-                runtime, wirings = self._connected(feeds)
+                runtime, feeds, wirings = self._prepared(
+                    train,
+                    lambda stage: StepFeed(
+                        stage,
+                        self._microbatches,
+                        args if stage.is_first else (),
+                        kwargs,
+                        target if stage.is_last else None,
+                        self._chunk_specs,
+                        self._loss_fn,
+                        loss_kwargs or {},
+                        self._scale_grads,
+                        return_outputs,
+                        pieces,
+                        train,
+                    ),
+                    pieces,
+                )
                 if train:
                     for stage in self._stages.values():
                         stage.begin_step(self._microbatches)
                 with self._accumulating(train):
                     runtime.run(self._row(train), feeds, wirings, train=train, seed=self._step_seed())
                     self._finish(feeds, train, losses)
+        except Refused as refused:
+            raise refused.error from refused.error.__cause__
         except BaseException as error:
             self._fail(error)
             raise
@@ -321,49 +339,62 @@ class PipelineSchedule:
         return last[0].merged(self._merge_spec) if return_outputs and last else None
 
     def _agreed(self) -> StageTable:
+        """Raises the same LayoutError on every rank where the ranks contradict each other."""
         if self._table is None:
-            self._table = agree_on_stages(self._exchange)
+            table = agree_on_stages(self._exchange)
+            self._recipe.check_placement(table.rows, self._rank)
+            self._table = table
         return self._table
 
-    def _feed(
-        self,
-        stage: PipelineStage,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        target: Any,
-        loss_kwargs: dict[str, Any] | None,
-        keep_outputs: bool,
-        pieces: Pieces,
-    ) -> StepFeed:
-        return StepFeed(
-            stage,
-            self._microbatches,
-            args if stage.is_first else (),
-            kwargs,
-            target if stage.is_last else None,
-            self._chunk_specs,
-            self._loss_fn,
-            loss_kwargs or {},
-            self._scale_grads,
-            keep_outputs,
-            pieces,
-        )
+    def _prepared(
+        self, train: bool, feed_of: Callable[[PipelineStage], StepFeed], pieces: Pieces
+    ) -> tuple[Runtime, dict[int, StepFeed], list[Wiring]]:
+        """All that can be refused, before data moves. Raises Refused on every rank if one has a reason."""
+        feeds: dict[int, StepFeed] = {}
+        mine: Exception | None = None
+        try:
+            if train and not torch.is_grad_enabled():
+                raise MeshcastError(
+                    "step trains and needs gradients enabled; use eval under torch.no_grad", op="pipeline"
+                )
+            feeds = {index: feed_of(stage) for index, stage in self._stages.items()}
+            self._wirings.check_shapes(feeds, cut=not pieces.given)
+        except Exception as error:
+            mine = error
+        if mine is None:
+            said: dict[str, Any] = {
+                "mode": "step" if train or not self._agreed().trains else "eval",
+                "shapes": [
+                    " ".join(names) for names in zip(*(feeds[i].digests() for i in feeds), strict=True)
+                ],
+                "alike": pieces.given,
+                "weighted": self._weighted,
+            }
+        else:
+            said = {"refused": str(mine) or type(mine).__name__}
+        answer = self._exchange.agree(self._topic(self._calls), said, agree_on_step)
+        if self._calls:
+            self._exchange.forget_agreement(self._topic(self._calls - 1))
+        self._calls += 1
+        if "refused" in answer:
+            rank, text = answer["refused"][0]
+            raise Refused(
+                mine or AbortedError(text, rank=self._rank, peer=rank, op="pipeline", phase="agree")
+            ) from mine
+        self._weighted = answer["weighted"]
+        wirings = self._wirings.of_step(answer["keys"], feeds, self._agreed())
+        if self._runtime is None:
+            self._runtime = Runtime(self._stages, wirings[0], self._timeout, overlap=self._overlap)
+        for index, feed in feeds.items():
+            feed.learn_shares([wiring.inputs[index] for wiring in wirings], answer["alike"])
+        return self._runtime, feeds, wirings
 
     def _step_seed(self) -> tuple[int, int] | None:
         return None if self._seed is None else (self._seed, self._steps)
 
-    def _connected(self, feeds: Mapping[int, StepFeed]) -> tuple[Runtime, list[Wiring]]:
-        """The runtime, made by the first step, and the wiring of each micro-batch."""
-        table = self._agreed()
-        if self._runtime is None:
-            self._recipe.check_placement(table.rows, self._rank)
-        wirings = self._wirings.of_step(feeds, table, self._microbatches)
-        if self._runtime is None:
-            self._runtime = Runtime(self._stages, wirings[0], self._timeout, overlap=self._overlap)
-        for index, feed in feeds.items():
-            for number, wiring in enumerate(wirings):
-                feed.learn_share(number, wiring.inputs[index])
-        return self._runtime, wirings
+    @staticmethod
+    def _topic(call: int) -> str:
+        return f"call/{call}"
 
     def _row(self, train: bool) -> list[Action]:
         if train not in self._rows:
@@ -378,7 +409,8 @@ class PipelineSchedule:
         apart = [
             stage
             for stage in self._stages.values()
-            if train and self._sync_gradients and (stage.batch_parts > 1 or stage.shared)
+            if train
+            and ((self._sync_gradients and (stage.reduces or stage.shared)) or self._weighted is not False)
         ]
         earlier = list(
             {
@@ -406,56 +438,50 @@ class PipelineSchedule:
             self._exchange.collect(f"step/{self._steps}", members)
             if self._steps:
                 self._exchange.forget(f"step/{self._steps - 1}")
+        weight: float | None = None
         for index, stage in self._stages.items():
-            if train and self._sync_gradients:
-                stage.sync_gradients()
             if stage.is_last:
-                means = feeds[index].mean_losses()
+                means, weight = feeds[index].loss.finish()
                 if losses is not None:
                     losses[:] = means
+        if train and weight is not None and self._weighted is False:
+            raise LayoutError("loss_fn returned a pair (sum, weight), but a mean in the steps before")
+        if train and self._weighted is not False:
+            weight = self._learn_weight(weight)
+        for stage in self._stages.values():
+            if train and self._sync_gradients:
+                stage.sync_gradients()
         if train and self._wirings.shared is not None:
             self._wirings.shared.sum()
+        if weight and train and self._scale_grads:
+            parameters = {
+                id(each): each for stage in self._stages.values() for each in stage.submod.parameters()
+            }
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.div_(weight)
+
+    def _learn_weight(self, own: float | None) -> float | None:
+        """The weight of the step, which the last stage knows; None where its losses are means."""
+        last = self._agreed().ranks[-1]
+        topic = f"weight/{self._steps}"
+        if self._rank == last[0]:
+            self._exchange.publish(topic, {"weight": own})
+            if self._steps:  # all have read that one, or they would not have begun this step
+                self._exchange.forget(f"weight/{self._steps - 1}")
+        found = self._exchange.collect(topic, last[:1])[last[0]]["weight"]
+        self._weighted = found is not None
+        return found
 
     def _fail(self, error: BaseException) -> None:
         """Takes the other ranks along, in bounded time, with the first cause."""
         cause = f"rank {self._rank}: {type(error).__name__}" if not str(error) else str(error)
         self._failed = cause
-        self._wirings.fail(cause)
+        self._exchange.fail_agreement(self._topic(self._calls), cause)
+        self._exchange.fail(f"weight/{self._steps}", cause)
         self._wirings.abort(cause)
         if self._runtime is None:
             return
         self._runtime.clear()
         if next(iter(self._stages.values())).mesh.size > 1:
             self._exchange.fail(f"step/{self._steps}", cause)
-
-
-def _checked(stages: Sequence[PipelineStage], microbatches: int) -> dict[int, PipelineStage]:
-    """The stages by number, ascending. Raises LayoutError unless they can be one rank's."""
-    for stage in stages:
-        if not isinstance(stage, PipelineStage):
-            hint = f": {TRACED}" if isinstance(stage, _TracedStage) else ""
-            raise LayoutError(
-                f"stage must be a meshcast.pipelining.PipelineStage, found {type(stage).__name__}{hint}"
-            )
-    if not stages:
-        raise LayoutError("a schedule needs at least one stage on this rank, found none")
-    if microbatches < 1:
-        raise LayoutError(f"n_microbatches must be at least 1, found {microbatches}")
-    first = stages[0]
-    for stage in stages[1:]:
-        for what, mine, theirs in (
-            ("num_stages", first.num_stages, stage.num_stages),
-            ("edges", first.edges, stage.edges),
-            ("group", first.group, stage.group),
-            ("mesh", sorted(first.mesh.ranks), sorted(stage.mesh.ranks)),
-            ("device", first.device, stage.device),
-        ):
-            if mine != theirs:
-                raise LayoutError(
-                    f"stages {first.stage_index} and {stage.stage_index} of rank {first.rank} have unlike "
-                    f"{what}: {mine} and {theirs}"
-                )
-    by_index = {stage.stage_index: stage for stage in stages}
-    if len(by_index) != len(stages):
-        raise LayoutError(f"rank {first.rank} makes a stage twice: {[s.stage_index for s in stages]}")
-    return dict(sorted(by_index.items()))

@@ -1,4 +1,4 @@
-"""Shapes of the values that leave a stage, found without computing them."""
+"""Shapes of the values that leave a stage, on each rank and as a whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard, _StridedS
 from meshcast.errors import LayoutError
 from meshcast.layout import Layout
 
-__all__ = ["LocalValue", "describe_values", "global_shape", "infer_outputs"]
+__all__ = ["LocalValue", "as_tuple", "describe_values", "global_shape", "with_empty"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,38 +53,6 @@ def describe_values(values: Sequence[torch.Tensor], with_grad: bool) -> list[Loc
     return described
 
 
-def infer_outputs(
-    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, with_grad: bool, what: str
-) -> list[LocalValue]:
-    """Runs `module` on fake tensors of the shapes of `args`: no data, no arithmetic, no change of buffers or
-    random state.
-
-    Raises LayoutError, with the cause, for a module that only runs on data; give its `output_args` instead.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.func import functional_call
-    from torch.utils._pytree import tree_map_only
-
-    plain = getattr(module, "_orig_mod", module)  # below torch.compile
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(with_grad):
-            fake = mode.from_tensor
-            state: dict[str, torch.Tensor] = {
-                name: fake(value) for name, value in (*plain.named_parameters(), *plain.named_buffers())
-            }
-            fake_args, fake_kwargs = tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs)))
-            outputs = functional_call(plain, state, fake_args, fake_kwargs)
-            return describe_values(as_tuple(outputs, what), with_grad)
-    except LayoutError:
-        raise
-    except Exception as cause:
-        raise LayoutError(
-            f"{what}: its output shapes could not be inferred ({type(cause).__name__}: {cause}). If "
-            "the module cannot run on fake tensors, "
-            "give output_args= with tensors (meta device will do) of the local shapes of one micro-batch"
-        ) from cause
-
-
 def global_shape(layout: Layout, local: Mapping[int, Sequence[int]], what: str) -> tuple[int, ...]:
     """The global shape of a value from the local shape on each rank of its mesh.
 
@@ -121,3 +89,27 @@ def global_shape(layout: Layout, local: Mapping[int, Sequence[int]], what: str) 
                 rank=rank,
             )
     return tuple(shape)
+
+
+def with_empty(
+    known: Mapping[int, Sequence[int]], layout: Layout, data_dims: Sequence[int]
+) -> dict[int, Sequence[int]]:
+    """Local shapes of a value on all ranks, given those of the ranks that have samples.
+
+    A rank that has none has the shape of one that differs from it in the data-parallel dimensions only, with
+    no rows where the value is split by samples.
+    """
+    if len(known) == len(layout.ranks):
+        return dict(known)
+    ranks = torch.tensor(layout.ranks).reshape(layout.mesh_shape)
+    by_samples = any(layout.placements[dim] == Shard(0) for dim in data_dims)
+    found: dict[int, Sequence[int]] = {}
+    for rank in layout.ranks:
+        if rank in known:
+            found[rank] = known[rank]
+            continue
+        place = (ranks == rank).nonzero()[0].tolist()
+        alike = ranks[tuple(slice(None) if dim in data_dims else at for dim, at in enumerate(place))]
+        like = next((int(each) for each in alike.flatten() if int(each) in known), next(iter(known)))
+        found[rank] = [0, *known[like][1:]] if by_samples else known[like]
+    return found

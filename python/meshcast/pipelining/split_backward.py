@@ -10,6 +10,7 @@ order: gradients are equal to the last bit.
 
 What cannot be done twice is done whole in the first part, parameter by parameter:
 - parameters that several boundary nodes lead to (shared weights): the engine adds up their terms;
+- parameters behind a root that depends on no input, a position bias for one: the root is no boundary;
 - boundary nodes written in Python (custom functions), which compute all their gradients at once, and nodes
   under saved-tensor hooks (activation checkpointing), which would recompute.
 And everything, if the forward put hooks on values (they would fire twice), uses reentrant checkpointing or
@@ -139,6 +140,12 @@ class SplitBackward:
                 leads.add(node)
         owner: dict[Node, _Boundary] = {}
         found = []
+        apart = [root.grad_fn for root in self.roots if root.grad_fn not in leads]
+        if apart:
+            alone = _Boundary(None, late=False)
+            _claim(alone, apart, owner)
+            if alone.parameters:
+                found.append(alone)
         for node in order:
             if node not in leads or node in targets:
                 continue

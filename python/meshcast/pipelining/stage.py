@@ -11,23 +11,38 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_flatten
 
 from meshcast import _checks
 from meshcast.errors import LayoutError
 from meshcast.pipelining.devices import stage_device
 from meshcast.pipelining.edge import Edge, check_edges
-from meshcast.pipelining.gradients import sum_gradients
+from meshcast.pipelining.exchange import refusals_told
+from meshcast.pipelining.gradients import average_gradients, sum_gradients
+from meshcast.pipelining.inference import (
+    PLAIN,
+    Inferred,
+    Way,
+    infer_outputs,
+    is_empty,
+    probe,
+    stand_ins,
+    without_stand_in,
+    writes_on_input,
+)
 from meshcast.pipelining.layouts import (
     Placements,
-    StageMesh,
     ValuePlacements,
-    batch_dims,
     gradient_placements,
+    numbered_dims,
+    stage_mesh,
 )
-from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values, infer_outputs
+from meshcast.pipelining.layouts import data_dims as split_dims
+from meshcast.pipelining.sample_split import may_split_loss
+from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values
 from meshcast.pipelining.split_backward import SplitBackward, hooks_made
-from meshcast.pipelining.wrappers import LastBackward, look_through
+from meshcast.pipelining.wrappers import LastBackward, fsdp_parts, look_through
 from meshcast.plan import STRATEGIES
 from meshcast.topology import Topology
 
@@ -70,9 +85,15 @@ class PipelineStage:
             ``group``, or the calling rank where the group has fewer ranks than there are stages. Stages that
             share a rank share all their ranks.
         input_placements, output_placements: one list of placements for all values, or one list for each.
-            Default: Shard(0) over the first mesh dimension, Replicate() over the others. The mesh dimensions
-            on which an input is Shard(0) are the data-parallel ones: samples are split over them, gradients
-            of parameters are summed over them.
+            Default: Shard(0) over the first mesh dimension, Replicate() over the others.
+        data_dims: numbers or names of the mesh dimensions over whose ranks samples or tokens are split, so
+            that each computes a part of the loss. Gradients of parameters are summed over them, as are those
+            of inputs that are whole there; those of outputs that are whole there are shared out. Default: the
+            dimensions on which an input is Shard(0). Name them for context parallelism, and where samples are
+            split inside the module.
+        loss_dims: of the last stage, the mesh dimensions over which ranks have losses of different samples or
+            tokens. Default: data_dims. Give more for tensor-parallel modules whose loss is that of a shard of
+            the sequence.
         edges: all edges of the pipeline, the same on every rank. Default: output j of each stage is input j
             of the next.
         use_dtensor: the module gets DTensors on ``mesh`` instead of local shards. Outputs may be either in
@@ -104,6 +125,8 @@ class PipelineStage:
         mesh: DeviceMesh | None = None,
         input_placements: Sequence[Any] | None = None,
         output_placements: Sequence[Any] | None = None,
+        data_dims: Sequence[int | str] | None = None,
+        loss_dims: Sequence[int | str] | None = None,
         edges: Sequence[Edge] | None = None,
         use_dtensor: bool = False,
         shared_parameters: Mapping[str, str] | None = None,
@@ -113,54 +136,73 @@ class PipelineStage:
         if isinstance(output_grads, dist.ProcessGroup):
             # torch 2.11 has group and dw_builder in these places, and nothing of DTensors.
             group, dw_builder, output_grads, input_grads = output_grads, input_grads, None, None
-        if not 0 <= stage_index < num_stages:
-            raise LayoutError(f"stage_index must be in 0..{num_stages - 1}, found {stage_index}")
-        for name, value in (
-            ("output_grads", output_grads),
-            ("input_grads", input_grads),
-            ("get_mesh", get_mesh),
-        ):
-            if value is not None:
+        with refusals_told(group):
+            if not 0 <= stage_index < num_stages:
+                raise LayoutError(f"stage_index must be in 0..{num_stages - 1}, found {stage_index}")
+            for name, value in (
+                ("output_grads", output_grads),
+                ("input_grads", input_grads),
+                ("get_mesh", get_mesh),
+            ):
+                if value is not None:
+                    raise LayoutError(
+                        f"stage {stage_index}: {name} is not used here: give mesh=, input_placements= "
+                        "and output_placements="
+                    )
+            if dw_builder is not None:
                 raise LayoutError(
-                    f"stage {stage_index}: {name} is not used here: give mesh=, input_placements= "
-                    "and output_placements="
+                    f"stage {stage_index}: dw_builder is not used here: delay_weight_grad=True of the "
+                    "schedule splits the backward of any module"
                 )
-        if dw_builder is not None:
-            raise LayoutError(
-                f"stage {stage_index}: dw_builder is not used here: delay_weight_grad=True of the schedule "
-                "splits the backward of any module"
+            self.stage_index = stage_index
+            self.num_stages = num_stages
+            self.device = stage_device(f"stage {stage_index}", device, mesh)
+            self.group = group
+            self.rank = dist.get_rank()
+            self.mesh = stage_mesh(stage_index, num_stages, group, mesh, self.rank)
+            self.input_placements = ValuePlacements(
+                f"stage {stage_index}, input_placements", input_placements, self.mesh
             )
-        self.stage_index = stage_index
-        self.num_stages = num_stages
-        self.device = stage_device(f"stage {stage_index}", device, mesh)
-        self.group = group
-        self.rank = dist.get_rank()
-        self.mesh = _stage_mesh(stage_index, num_stages, group, mesh, self.rank)
-        self.input_placements = ValuePlacements(
-            f"stage {stage_index}, input_placements", input_placements, self.mesh
-        )
-        self.output_placements = ValuePlacements(
-            f"stage {stage_index}, output_placements", output_placements, self.mesh
-        )
-        self.edges = None if edges is None else check_edges(edges, num_stages)
-        self.input_examples = (
-            None if input_args is None else as_tuple(input_args, f"stage {stage_index}, input_args")
-        )
-        self.output_examples = (
-            None if output_args is None else as_tuple(output_args, f"stage {stage_index}, output_args")
-        )
-        if use_dtensor and mesh is None:
-            raise LayoutError(f"stage {stage_index}: use_dtensor needs mesh=")
-        self.use_dtensor = use_dtensor
-        self.strategy = _checks.choice(f"stage {stage_index}: strategy", strategy, STRATEGIES)
-        self.topology = topology
-        self.batch_dims = batch_dims(self.input_placements)
-        self.submod = look_through(submodule, self.mesh, self.batch_dims, f"stage {stage_index}")
-        self._last_backward = LastBackward(self.submod)
-        self.shared = _shared_parameters(stage_index, shared_parameters or {}, self.submod)
-        self._kept: dict[int, _Kept] = {}
-        self._late: dict[int, SplitBackward] = {}  # micro-batches whose weight gradients are to come
-        self._told = False  # that this module's backward cannot be split
+            self.output_placements = ValuePlacements(
+                f"stage {stage_index}, output_placements", output_placements, self.mesh
+            )
+            self.edges = None if edges is None else check_edges(edges, num_stages)
+            self.input_examples = (
+                None if input_args is None else as_tuple(input_args, f"stage {stage_index}, input_args")
+            )
+            self.output_examples = (
+                None if output_args is None else as_tuple(output_args, f"stage {stage_index}, output_args")
+            )
+            if use_dtensor and mesh is None:
+                raise LayoutError(f"stage {stage_index}: use_dtensor needs mesh=")
+            self.use_dtensor = use_dtensor
+            self.strategy = _checks.choice(f"stage {stage_index}: strategy", strategy, STRATEGIES)
+            self.topology = topology
+            self.data_dims_given, self.loss_dims_given = data_dims is not None, loss_dims is not None
+            self.data_dims = (
+                split_dims(self.input_placements)
+                if data_dims is None
+                else numbered_dims(f"stage {stage_index}, data_dims", data_dims, self.mesh)
+            )
+            self.loss_dims = (
+                self.data_dims
+                if loss_dims is None
+                else numbered_dims(f"stage {stage_index}, loss_dims", loss_dims, self.mesh)
+            )
+            # A DTensor says by its own placements what is still to be summed.
+            self.summed_dims = [] if use_dtensor else self.data_dims
+            pipeline = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+            wrapped = look_through(submodule, self.mesh, self.data_dims, pipeline, f"stage {stage_index}")
+            self.submod, self._columns = wrapped.module, wrapped.columns
+            self.reduced_elsewhere: set[int] = set()  # ids of parameters that an earlier stage here has too
+            self._example_rows: int | None = None
+            # A module that writes on its inputs in place gets copies; FSDP2 could not try again.
+            self._writes_on_inputs = any(True for _ in fsdp_parts(self.submod))
+            self._last_backward = LastBackward(self.submod)
+            self.shared = _shared_parameters(stage_index, shared_parameters or {}, self.submod)
+            self._kept: dict[int, _Kept] = {}
+            self._late: dict[int, SplitBackward] = {}  # micro-batches whose weight gradients are to come
+            self._told = False  # that this module's backward cannot be split
 
     @property
     def is_first(self) -> bool:
@@ -174,7 +216,7 @@ class PipelineStage:
     def batch_parts(self) -> int:
         """How many ways the samples of a micro-batch are split: the data-parallel degree."""
         parts = 1
-        for dim in self.batch_dims:
+        for dim in self.data_dims:
             parts *= self.mesh.shape[dim]
         return parts
 
@@ -182,18 +224,27 @@ class PipelineStage:
     def batch_part(self) -> int:
         """Which of these parts this rank has."""
         part = 0
-        for dim in self.batch_dims:
+        for dim in self.data_dims:
             part = part * self.mesh.shape[dim] + self.mesh.coordinate[dim]
         return part
 
+    @property
+    def reduces(self) -> bool:
+        """Whether `sync_gradients` has something to do."""
+        return self.batch_parts > 1 or self._columns is not None
+
     def sync_gradients(self) -> None:
-        """Sums the gradients of the parameters over the data-parallel ranks of the stage. Called by all of
-        them, once per step.
+        """Sums the gradients of the parameters over the data-parallel ranks of the stage; inside
+        DistributedDataParallel over other pipelines (``group=``) it takes their mean over these. Called by all
+        of these ranks, once per step. A parameter that several stages of a rank hold is left to the first.
 
         ``step`` does it unless the schedule was made with ``sync_gradients=False``.
         """
+        own = [each for each in self.submod.parameters() if id(each) not in self.reduced_elsewhere]
         if self.batch_parts > 1:
-            sum_gradients(list(self.submod.parameters()), self.mesh.device_mesh, self.batch_dims)
+            sum_gradients(own, self.mesh, self.data_dims)
+        if self._columns is not None:
+            average_gradients(own, self._columns)
 
     def output_layout(self, index: int, local: LocalValue) -> Placements:
         """Placements of output `index`: those given, else those of the DTensor, else the default."""
@@ -201,16 +252,51 @@ class PipelineStage:
             return self.output_placements[index]
         return local.placements
 
-    def infer(self, args: Sequence[Any], kwargs: Mapping[str, Any], with_grad: bool) -> list[LocalValue]:
-        """Local shapes of the outputs of one micro-batch."""
-        what = f"rank {self.rank}, stage {self.stage_index}"
-        if self.output_examples is not None:
-            examples = [
-                value.detach().requires_grad_(with_grad and value.is_floating_point())
-                for value in self.output_examples
-            ]
-            return describe_values(examples, with_grad)
-        return infer_outputs(self.submod, args, kwargs, with_grad=with_grad, what=what)
+    def infer(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], with_grad: bool, everywhere_empty: bool = False
+    ) -> Inferred:
+        """Local shapes of the outputs of one micro-batch, and how to run the module for it."""
+        examples = self._examples(args)
+        if not self.is_last and examples is None:
+            found = infer_outputs(
+                self.submod,
+                args,
+                kwargs,
+                with_grad=with_grad,
+                what=f"rank {self.rank}, stage {self.stage_index}",
+                everywhere_empty=everywhere_empty,
+            )
+            self._writes_on_inputs = self._writes_on_inputs or found.copies
+            return found
+        outputs, stand_in = None, False
+        if is_empty((args, kwargs)) or (self.is_last and may_split_loss(self)):
+            outputs, stand_in = probe(self.submod, args, kwargs, with_grad=with_grad)
+        if self.is_last:  # its outputs matter to the loss function alone
+            tensors = [each for each in tree_flatten(outputs)[0] if isinstance(each, torch.Tensor)]
+            return Inferred(describe_values(tensors, with_grad), stand_in)
+        given = [
+            value.detach().requires_grad_(with_grad and value.is_floating_point()) for value in examples or ()
+        ]
+        return Inferred(describe_values(given, with_grad), stand_in)
+
+    def _examples(self, args: Sequence[Any]) -> list[torch.Tensor] | None:
+        """output_args, for as many samples as this micro-batch has here; None where they do not tell."""
+        if self.output_examples is None:
+            return None
+        rows = _rows(args)
+        if self._example_rows is None:
+            self._example_rows = _rows(self.input_examples) if self.input_examples else rows
+        if rows == self._example_rows:
+            return list(self.output_examples)
+        if not self._example_rows or rows is None:
+            return None
+        scaled = []
+        for value in self.output_examples:
+            if value.dim() == 0 or value.shape[0] % self._example_rows or isinstance(value, DTensor):
+                return None
+            size = value.shape[0] // self._example_rows * rows
+            scaled.append(torch.empty((size, *value.shape[1:]), dtype=value.dtype, device="meta"))
+        return scaled
 
     def wrap(self, local: torch.Tensor, placements: Placements, shape: Sequence[int]) -> torch.Tensor:
         """The DTensor on the stage's mesh that a local shard belongs to."""
@@ -223,10 +309,28 @@ class PipelineStage:
         """Before the first action of a step that trains."""
         self._last_backward.begin_step(microbatches)
 
-    def forward(self, microbatch: int, inputs: list[Any], kwargs: Mapping[str, Any], keep: bool) -> Any:
-        """Runs the module. keep: its backward will follow."""
+    def forward(
+        self,
+        microbatch: int,
+        inputs: list[Any],
+        kwargs: Mapping[str, Any],
+        keep: bool,
+        way: Way = PLAIN,
+    ) -> Any:
+        """Runs the module. keep: its backward will follow. way: of the wiring for such micro-batches."""
         hooks_before = hooks_made()
-        output = self.submod(*inputs, **kwargs)
+        given = inputs
+        if way.stand_in:
+            given, kwargs = stand_ins((inputs, dict(kwargs)), 1)
+        try:
+            output = self.submod(*(_copied(given) if self._writes_on_inputs else given), **kwargs)
+        except RuntimeError as error:
+            if self._writes_on_inputs or not writes_on_input(error):
+                raise
+            self._writes_on_inputs = True  # from now on, on all ranks of the stage: they run the same module
+            output = self.submod(*_copied(given), **kwargs)
+        if way.stand_in:
+            output = without_stand_in(output, way)
         if keep:
             roots = (
                 [] if self.is_last else list(as_tuple(output, f"rank {self.rank}, stage {self.stage_index}"))
@@ -298,13 +402,25 @@ class PipelineStage:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Where the backward starts, and the gradients there."""
         roots, seeds = [], []
-        for root, gradient in zip(kept.roots, gradients, strict=True):
+        for index, (root, gradient) in enumerate(zip(kept.roots, gradients, strict=True)):
             if gradient is not None and root.requires_grad:
                 if isinstance(root, DTensor):
                     gradient = self.wrap(gradient, gradient_placements(tuple(root.placements)), root.shape)
+                elif not self.is_last and (copies := self._copies(index)) > 1:
+                    # All data-parallel ranks made this value, and what is behind it is summed over them.
+                    gradient = gradient / copies
                 roots.append(root)
                 seeds.append(gradient)
         return roots, seeds
+
+    def _copies(self, output: int) -> int:
+        """How many data-parallel ranks have all of this output."""
+        count = 1
+        placements = self.output_placements[output]
+        for dim in self.data_dims:
+            if isinstance(placements[dim], Replicate):
+                count *= self.mesh.shape[dim]
+        return count
 
     def _trained(self, kept: _Kept) -> list[Any]:
         """The inputs that other stages made."""
@@ -330,25 +446,24 @@ class PipelineStage:
         self._late.clear()
 
 
+def _copied(values: Sequence[Any]) -> list[Any]:
+    """For a module that writes on its inputs in place."""
+    return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def _rows(values: Sequence[Any]) -> int | None:
+    """Samples that the first tensor has here."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.dim():
+            return int(local_values(value).shape[0])
+    return None
+
+
 def local_values(value: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor or plain tensor, its values in memory: a functional collective (there are
     some inside tensor-parallel modules) returns a stand-in that has none until it is waited for."""
     local = value.to_local() if isinstance(value, DTensor) else value
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
-
-
-def _stage_mesh(
-    stage_index: int, num_stages: int, group: dist.ProcessGroup | None, mesh: DeviceMesh | None, rank: int
-) -> StageMesh:
-    if mesh is not None:
-        return StageMesh(mesh.mesh, rank, mesh)
-    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-    if len(ranks) > num_stages:
-        raise LayoutError(
-            f"stage {stage_index}: without mesh= the group has at most one rank per stage: expected up to "
-            f"{num_stages} ranks, found {len(ranks)}"
-        )
-    return StageMesh(torch.tensor([ranks[stage_index] if len(ranks) == num_stages else rank]), rank)
 
 
 def _shared_parameters(

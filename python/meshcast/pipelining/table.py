@@ -23,6 +23,8 @@ class StageTable:
     ranks: list[list[int]]  # of each stage, in mesh order
     rows: list[list[int]]  # the stages of each row of the schedule; rows in the order of their first stage
     inputs: list[list[Layout]]  # layout templates of the inputs of each stage: one for all, or one each
+    data_dims: list[list[int]]  # of each stage's mesh, those over which its samples are split
+    summed: list[list[int]]  # of these, those over which the gradients of its inputs are pending sums
     edges: tuple[Edge, ...] | None
     trains: bool
     shared: dict[str, list[int]]  # stages of each shared parameter, ascending
@@ -55,6 +57,8 @@ def describe_stages(
                     encode_layout(stage.mesh.layout(placements))
                     for placements in stage.input_placements.listed()
                 ],
+                "data_dims": stage.data_dims,
+                "summed": stage.summed_dims,
                 "shared": {
                     key: [str(parameter.dtype), *parameter.shape] for key, parameter in stage.shared.items()
                 },
@@ -85,6 +89,8 @@ def agree_on_stages(exchange: Exchange) -> StageTable:
                 )
     ranks: list[list[int]] = []
     inputs: list[list[Layout]] = []
+    data_dims: list[list[int]] = []
+    summed: list[list[int]] = []
     shared: dict[str, dict[int, Any]] = {}
     members: list[int] = []
     for stage in range(first["stages"]):
@@ -97,6 +103,8 @@ def agree_on_stages(exchange: Exchange) -> StageTable:
         chosen = _same_on(described, members, stage)
         ranks.append(chosen["ranks"])
         inputs.append([decode_layout(each) for each in chosen["inputs"]])
+        data_dims.append(chosen["data_dims"])
+        summed.append(chosen["summed"])
         for key, kind in chosen["shared"].items():
             shared.setdefault(key, {})[stage] = kind
     # Of the last stage, which has the loss.
@@ -104,7 +112,7 @@ def agree_on_stages(exchange: Exchange) -> StageTable:
     edges = None if first["edges"] is None else tuple(Edge(*each) for each in first["edges"])
     _check_shared(shared)
     stages_of = {key: sorted(kinds) for key, kinds in shared.items()}
-    return StageTable(ranks, _rows(ranks), inputs, edges, trains, stages_of)
+    return StageTable(ranks, _rows(ranks), inputs, data_dims, summed, edges, trains, stages_of)
 
 
 def _check_shared(shared: dict[str, dict[int, Any]]) -> None:
@@ -128,7 +136,7 @@ def _same_on(described: dict[int, dict[str, Any]], members: list[int], stage: in
         )
     for rank in members:
         said = described[rank]["mine"][str(stage)]
-        for field in ("ranks", "inputs", "shared"):
+        for field in ("ranks", "inputs", "data_dims", "summed", "shared"):
             if said[field] != chosen[field]:
                 raise LayoutError(
                     f"the ranks of stage {stage} disagree on {field}: rank {members[0]} has "

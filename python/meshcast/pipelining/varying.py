@@ -1,12 +1,12 @@
-"""The wirings of a pipeline: one for all micro-batches, or one for each shape of theirs that turned up.
+"""The wirings of a pipeline: one for all micro-batches of a shape.
 
-With varying shapes the ranks tell each other before every step which shapes its micro-batches have (one
-message of each rank and one look at that of every other, through the store), and meet once more for each
-combination that is new, to find the shapes of all values and compile their transfers.
+Before every step the ranks agree on what it is (`agree_on_step`), and meet once more for each shape of
+micro-batches that is new, to find the shapes of all values and compile their transfers.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -20,10 +20,38 @@ from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.wiring import Wiring, connect
 from meshcast.transfer import Transfer
 
-__all__ = ["Wirings"]
+__all__ = ["Wirings", "agree_on_step"]
 
 _KEPT = 64  # combinations of shapes whose transfers stay compiled; of more, those not used for longest go
-_Key = tuple[str, ...]
+
+
+def agree_on_step(said: dict[int, Any]) -> dict[str, Any]:
+    """What the first rank makes of all ranks' words on a step.
+
+    Each says {"refused": text}, or "mode" (train or eval), "shapes" (a name for those of each micro-batch),
+    "alike" and "weighted". The answer has the combined names, or who refused what.
+    """
+    refused = {rank: each["refused"] for rank, each in said.items() if "refused" in each}
+    if not refused:
+        modes = {rank: each["mode"] for rank, each in said.items()}
+        first = min(modes)
+        other = next((rank for rank, mode in modes.items() if mode != modes[first]), None)
+        if other is not None:
+            refused = {
+                first: f"the ranks of a pipeline make unlike calls: rank {first} calls {modes[first]}, rank "
+                f"{other} calls {modes[other]}"
+            }
+    if refused:
+        return {"refused": [[rank, text] for rank, text in sorted(refused.items())]}
+    known = [each["weighted"] for each in said.values() if each["weighted"] is not None]
+    keys = []
+    for names in zip(*(said[rank]["shapes"] for rank in sorted(said)), strict=True):
+        keys.append(hashlib.blake2b(" ".join(names).encode(), digest_size=8).hexdigest())
+    return {
+        "keys": keys,
+        "alike": any(each["alike"] for each in said.values()),
+        "weighted": known[0] if known else None,
+    }
 
 
 class Wirings:
@@ -31,7 +59,8 @@ class Wirings:
 
     Args:
         stages: of this rank, by number.
-        varying: micro-batches may differ in shape, in a step and from step to step.
+        varying: micro-batches may differ in shape, in a step and from step to step; else in the number of
+            their samples only.
     """
 
     def __init__(
@@ -42,10 +71,9 @@ class Wirings:
         self._timeout = timeout
         self._varying = varying
         self._rank = next(iter(stages.values())).rank
-        self._known: OrderedDict[_Key, Wiring] = OrderedDict()
+        self._known: OrderedDict[str, Wiring] = OrderedDict()
         self._first: dict[int, list[Any]] = {}  # by stage, the shapes of the first step's micro-batches
-        self._steps = 0
-        self._connections = 0
+        self._meetings = 0
 
     @property
     def shared(self) -> SharedGradients | None:
@@ -60,14 +88,29 @@ class Wirings:
     def transfers(self) -> list[Transfer]:
         return [transfer for wiring in self._known.values() for transfer in wiring.transfers()]
 
-    def of_step(self, feeds: Mapping[int, StepFeed], table: StageTable, microbatches: int) -> list[Wiring]:
-        """One for each micro-batch. Called by all ranks. Raises LayoutError for shapes that differ from those
-        of the first step, unless they may vary."""
+    def check_shapes(self, feeds: Mapping[int, StepFeed], *, cut: bool) -> None:
+        """Raises LayoutError for shapes that differ from those of the first step, unless they may vary.
+
+        cut: the micro-batches were cut from a batch, and may differ in the number of samples.
+        """
         if self._varying:
-            keys = self._exchanged(feeds, microbatches)
-        else:
-            self._check_shapes(feeds)
-            keys = [()] * microbatches
+            return
+        for index, feed in feeds.items():
+            expected = self._first.setdefault(index, feed.shapes(0))
+            for number in range(feed.count):
+                found = feed.shapes(number)
+                if found != expected and not (cut and _but_for_samples(found) == _but_for_samples(expected)):
+                    raise LayoutError(
+                        f"rank {self._rank}, stage {index}: micro-batch {number} has shapes "
+                        f"{found}, the first one had {expected}; the transfers are compiled "
+                        "for one shape. Pad it, or make the schedule with varying_shapes=True",
+                        rank=self._rank,
+                        op="pipeline",
+                    )
+
+    def of_step(self, keys: list[str], feeds: Mapping[int, StepFeed], table: StageTable) -> list[Wiring]:
+        """One for each micro-batch. Called by all ranks, with the names that they agreed on. Raises Refused
+        where a rank cannot take a shape."""
         for number, key in enumerate(keys):
             if key not in self._known:
                 self._known[key] = self._connect(feeds, table, number)
@@ -79,15 +122,7 @@ class Wirings:
             for lane in oldest.lanes():
                 if lane.transfer is not None:
                     lane.transfer.close()
-        self._steps += 1
         return wirings
-
-    def fail(self, cause: str) -> None:
-        """Tells ranks that wait for this one in `of_step`."""
-        self._exchange.fail(self._topic(self._steps), cause)
-        topic = f"{self._connections}/"
-        for name in (*(f"shapes/{index}" for index in self._stages), "checked"):
-            self._exchange.fail(f"{topic}{name}", cause)
 
     def close(self) -> None:
         for transfer in self.transfers():
@@ -99,47 +134,26 @@ class Wirings:
             transfer.abort(reason)
 
     def _connect(self, feeds: Mapping[int, StepFeed], table: StageTable, microbatch: int) -> Wiring:
-        wiring = connect(
-            self._stages,
-            table,
-            self._exchange,
-            feeds[0].arguments(microbatch) if 0 in feeds else [],
-            {index: feed.keywords(microbatch) for index, feed in feeds.items()},
-            self._timeout,
-            f"{self._connections}/",
-            self.shared,
-        )
-        self._connections += 1
-        return wiring
+        topic = f"{self._meetings}/"
+        self._meetings += 1
+        try:
+            return connect(
+                self._stages,
+                table,
+                self._exchange,
+                feeds[0].arguments(microbatch) if 0 in feeds else [],
+                {index: feed.keywords(microbatch) for index, feed in feeds.items()},
+                self._timeout,
+                topic,
+                self.shared,
+                0 in feeds and feeds[0].is_empty(microbatch),
+            )
+        except BaseException as error:
+            for name in (*(f"shapes/{index}" for index in self._stages), "checked"):
+                self._exchange.fail(f"{topic}{name}", str(error) or type(error).__name__)
+            raise
 
-    def _exchanged(self, feeds: Mapping[int, StepFeed], microbatches: int) -> list[_Key]:
-        """What all ranks have of each micro-batch."""
-        mine = [
-            [[index, feed.shapes(number, keywords=True)] for index, feed in sorted(feeds.items())]
-            for number in range(microbatches)
-        ]
-        self._exchange.publish(self._topic(self._steps), {"shapes": mine})
-        found = self._exchange.collect(self._topic(self._steps))
-        if self._steps:  # all have read that one, or they would not be here
-            self._exchange.forget(self._topic(self._steps - 1))
-        return [
-            tuple(str(found[rank]["shapes"][number]) for rank in sorted(found))
-            for number in range(microbatches)
-        ]
 
-    def _check_shapes(self, feeds: Mapping[int, StepFeed]) -> None:
-        for index, feed in feeds.items():
-            expected = self._first.setdefault(index, feed.shapes(0))
-            for number in range(feed.count):
-                if feed.shapes(number) != expected:
-                    raise LayoutError(
-                        f"rank {self._rank}, stage {index}: micro-batch {number} has shapes "
-                        f"{feed.shapes(number)}, the first one had {expected}; the transfers are compiled "
-                        "for one shape. Pad it, or make the schedule with varying_shapes=True",
-                        rank=self._rank,
-                        op="pipeline",
-                    )
-
-    @staticmethod
-    def _topic(step: int) -> str:
-        return f"micro-batches/{step}"
+def _but_for_samples(shapes: list[Any]) -> list[Any]:
+    """Shapes without their first dimension."""
+    return [[*shape[1:]] if len(shape) > 1 else shape for shape in shapes]

@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement
 
-from meshcast.errors import LayoutError
+from meshcast.errors import DeadlineExceededError, LayoutError, MeshcastError
 from meshcast.layout import Layout
 from meshcast.pipelining.deliveries import Bundle, Delivery, bundles, returns
 from meshcast.pipelining.devices import make_transfer
 from meshcast.pipelining.edge import Edge, check_edges, links_of
-from meshcast.pipelining.exchange import Exchange
+from meshcast.pipelining.exchange import Exchange, Refused
+from meshcast.pipelining.inference import Inferred, Way
 from meshcast.pipelining.lane import Lane, Shard
 from meshcast.pipelining.layouts import gradient_placements
 from meshcast.pipelining.lower import Link
-from meshcast.pipelining.shapes import LocalValue, global_shape
+from meshcast.pipelining.sample_split import check_split
+from meshcast.pipelining.shapes import LocalValue, global_shape, with_empty
 from meshcast.pipelining.shared import SharedGradients
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.table import StageTable
@@ -50,6 +52,7 @@ class Wiring:
     links: list[Link]
     values: list[list[Value]]  # outputs of every stage but the last
     inputs: dict[int, dict[int, Value]]  # of each of this rank's stages, in the layout they arrive in
+    ways: dict[int, Way]  # in which each of this rank's stages runs
     forward: dict[Link, list[Lane]]
     backward: dict[Link, Lane]  # only links with a value that needs a gradient
     shared: SharedGradients
@@ -68,6 +71,16 @@ class Wiring:
         return link[0] in self.inputs and link[1] in self.inputs
 
 
+_Agreed = tuple[
+    list[list[Value]],
+    tuple[Edge, ...],
+    dict[int, dict[int, Value]],
+    dict[int, Inferred],
+    list[Bundle],
+    dict[Link, list[tuple[Delivery, Problem]]],
+]
+
+
 def connect(
     stages: Mapping[int, PipelineStage],
     table: StageTable,
@@ -77,6 +90,7 @@ def connect(
     timeout: float,
     topic: str = "",
     shared: SharedGradients | None = None,
+    everywhere_empty: bool = False,
 ) -> Wiring:
     """Finds the shapes of all values, stage after stage, and compiles the lanes of this rank.
 
@@ -87,15 +101,70 @@ def connect(
         topic: begins the names of what the ranks tell each other here; another for each call.
         shared: of an earlier call for micro-batches of another shape. Lanes have the same numbers in all of
             them: between two steps nothing is on its way.
+        everywhere_empty: no rank of the first stage has samples of the micro-batch.
+
+    Raises:
+        Refused: on all ranks, before a transfer was made: a shape, layout or module that does not fit.
     """
+    try:
+        agreed = _agree(stages, table, exchange, args, kwargs, topic, shared is None, everywhere_empty)
+    except MeshcastError as error:
+        if isinstance(error, DeadlineExceededError):  # who is missing knows of nothing
+            raise
+        raise Refused(error) from error
+    values, edges, inputs_of, inferred, found_bundles, returned = agreed
+    links = links_of(edges)
+    # A lane of its own for each bundle and for the way back of each link: a receive posted ahead never delays
+    # another one.
+    back = _FIRST_LANE + len(found_bundles)
+    if shared is None:
+        shared = SharedGradients(stages, table, back + len(links), timeout)
+    ways = {
+        index: Way(
+            None
+            if stage.is_last
+            else _local([(v.shape, v.dtype, v.layout) for v in values[index]], stage.rank),
+            inferred[index].stand_in,
+        )
+        for index, stage in stages.items()
+    }
+    wiring = Wiring(edges, links, values, inputs_of, ways, {}, {}, shared)
+    for number, bundle in enumerate(found_bundles):
+        _compile_bundle(wiring, stages, bundle, _FIRST_LANE + number, timeout)
+    for number, link in enumerate(links):
+        if returned.get(link) and (link[0] in stages or link[1] in stages):
+            _compile_return(wiring, stages, link, returned[link], back + number, timeout)
+    # In one order on all ranks of a lane. All are on their way before one is waited for, so that ranks of
+    # unlike lanes do not wait for each other.
+    for handle in [lane.warm_up(timeout) for lane in wiring.lanes()]:
+        if handle is not None:
+            handle.wait()
+    return wiring
+
+
+def _agree(
+    stages: Mapping[int, PipelineStage],
+    table: StageTable,
+    exchange: Exchange,
+    args: Sequence[Any],
+    kwargs: Mapping[int, Mapping[str, Any]],
+    topic: str,
+    first: bool,
+    everywhere_empty: bool,
+) -> _Agreed:
+    """What all ranks know before a transfer is made: afterwards none of them has anything to refuse."""
     values: list[list[Value]] = []
+    inferred: dict[int, Inferred] = {}
     num_stages = len(table.ranks)
     for index in range(num_stages):
         if index in stages:
             stage = stages[index]
             inputs = _inputs(stage, table, table.edges, values)
             given = _examples(stage, inputs) if index else list(args)
-            _publish_shapes(stage, exchange, f"{topic}shapes", given, kwargs[index], table)
+            if index:
+                everywhere_empty = any(value.shape[:1] == (0,) for value in inputs.values())
+            inferred[index] = stage.infer(given, kwargs[index], table.trains, everywhere_empty)
+            _publish_shapes(stage, exchange, f"{topic}shapes", inferred[index])
         # The last stage only tells whether it came this far: nobody must wait for it in vain.
         found = exchange.collect(f"{topic}shapes/{index}", table.ranks[index])
         values.append(_values(index, found, table))
@@ -106,56 +175,44 @@ def connect(
         _value_of(edge, values)
     inputs_of = {index: _inputs(stage, table, edges, values) for index, stage in stages.items()}
     for index, stage in stages.items():
-        _check_examples(stage, inputs_of[index])
-    # A rank whose own checks failed stays away from the transfers, which the others would wait for.
-    exchange.publish(f"{topic}checked", {})
-    exchange.collect(f"{topic}checked")
-    links = links_of(edges)
+        _check_examples(stage, inputs_of[index], sizes=first)
+        if table.trains:
+            outputs = values[index] if index < len(values) else []
+            check_split(stage, inputs_of[index], outputs, inferred[index].outputs if stage.is_last else None)
     found_bundles = bundles(
         edges, table.input_layout, {stage: table.row_of(stage) for stage in range(num_stages)}
     )
-    # A lane of its own for each bundle and for the way back of each link: a receive posted ahead never delays
-    # another one.
-    back = _FIRST_LANE + len(found_bundles)
-    if shared is None:
-        shared = SharedGradients(stages, table, back + len(links), timeout)
-    wiring = Wiring(edges, links, values, inputs_of, {}, {}, shared)
-    for number, bundle in enumerate(found_bundles):
-        _compile_bundle(wiring, stages, bundle, _FIRST_LANE + number, timeout)
-    for number, link in enumerate(links):
-        returned = returns(found_bundles, *link, table.input_layout)
-        if table.trains and (link[0] in stages or link[1] in stages):
-            _compile_return(wiring, stages, link, returned, back + number, timeout)
-    # In one order on all ranks of a lane. All are on their way before one is waited for, so that ranks of
-    # unlike lanes do not wait for each other.
-    for handle in [lane.warm_up(timeout) for lane in wiring.lanes()]:
-        if handle is not None:
-            handle.wait()
-    return wiring
+    returned = {
+        link: _returned(link, values, returns(found_bundles, *link, table.input_layout), table)
+        for link in (links_of(edges) if table.trains else [])
+    }
+    # A rank whose own checks failed stays away from the transfers, which the others would wait for.
+    exchange.publish(f"{topic}checked", {})
+    exchange.collect(f"{topic}checked")
+    return values, edges, inputs_of, inferred, found_bundles, returned
 
 
-def _publish_shapes(
-    stage: PipelineStage,
-    exchange: Exchange,
-    topic: str,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    table: StageTable,
-) -> None:
-    outputs = [] if stage.is_last else stage.infer(args, kwargs, table.trains)
-    encoded = [
-        encode_value(local, stage.mesh.layout(stage.output_layout(index, local)))
-        for index, local in enumerate(outputs)
-    ]
+def _publish_shapes(stage: PipelineStage, exchange: Exchange, topic: str, inferred: Inferred) -> None:
+    outputs = [] if stage.is_last else inferred.outputs
+    encoded = None
+    if outputs is not None:
+        encoded = [
+            encode_value(local, stage.mesh.layout(stage.output_layout(index, local)))
+            for index, local in enumerate(outputs)
+        ]
     exchange.publish(f"{topic}/{stage.stage_index}", {"outputs": encoded})
 
 
 def _values(index: int, found: Mapping[int, Mapping[str, Any]], table: StageTable) -> list[Value]:
     """Outputs of a stage from what its ranks published."""
     locals_of: dict[int, list[tuple[LocalValue, Layout]]] = {
-        rank: [decode_value(each) for each in published["outputs"]] for rank, published in found.items()
+        rank: [decode_value(each) for each in published["outputs"]]
+        for rank, published in found.items()
+        if published["outputs"] is not None  # it has no samples, so others tell
     }
-    first_rank = table.ranks[index][0]
+    if not locals_of:
+        raise LayoutError(f"stage {index}: no rank of {table.ranks[index]} has samples to find shapes from")
+    first_rank = next(rank for rank in table.ranks[index] if rank in locals_of)
     first = locals_of[first_rank]
     values = []
     for rank, outputs in locals_of.items():
@@ -171,9 +228,8 @@ def _values(index: int, found: Mapping[int, Mapping[str, Any]], table: StageTabl
                     f"{what}: rank {first_rank} has {local.dtype} in {layout}, rank {rank} has "
                     f"{outputs[output][0].dtype} in {outputs[output][1]}"
                 )
-        shape = global_shape(
-            layout, {rank: outputs[output][0].shape for rank, outputs in locals_of.items()}, what
-        )
+        shapes = {rank: outputs[output][0].shape for rank, outputs in locals_of.items()}
+        shape = global_shape(layout, with_empty(shapes, layout, table.data_dims[index]), what)
         values.append(
             Value(
                 shape,
@@ -231,7 +287,8 @@ def _examples(stage: PipelineStage, inputs: Mapping[int, Value]) -> list[torch.T
     return examples
 
 
-def _check_examples(stage: PipelineStage, inputs: Mapping[int, Value]) -> None:
+def _check_examples(stage: PipelineStage, inputs: Mapping[int, Value], *, sizes: bool) -> None:
+    """sizes: of the first dimension as well, which later micro-batches may have another of."""
     if stage.input_examples is None or not inputs:
         return
     if len(stage.input_examples) != len(inputs):
@@ -242,7 +299,8 @@ def _check_examples(stage: PipelineStage, inputs: Mapping[int, Value]) -> None:
     for (index, value), example in zip(inputs.items(), stage.input_examples, strict=True):
         local = example.to_local() if hasattr(example, "to_local") else example
         expected = value.layout.local_shapes(value.shape)[stage.rank]
-        if tuple(local.shape) != tuple(expected) or example.dtype != value.dtype:
+        begin = 0 if sizes else 1
+        if tuple(local.shape)[begin:] != tuple(expected)[begin:] or example.dtype != value.dtype:
             raise LayoutError(
                 f"rank {stage.rank}, stage {stage.stage_index}, input {index}: input_args says "
                 f"{example.dtype} {tuple(local.shape)}, "
@@ -267,27 +325,34 @@ def _compile_bundle(
             wiring.forward.setdefault((bundle.source, consumer), []).append(lane)
 
 
+def _returned(
+    link: Link, values: Sequence[Sequence[Value]], given: Sequence[Delivery], table: StageTable
+) -> list[tuple[Delivery, Problem]]:
+    """What travels back over a link that needs gradients, and how. Raises LayoutError for a value whose
+    gradient has no layout."""
+    source, consumer = link
+    returned: list[tuple[Delivery, Problem]] = []
+    for each in given:
+        value = values[source][each.output]
+        if value.requires_grad:
+            layouts = gradient_layout(each.layout, table.summed[consumer]), gradient_layout(value.layout)
+            returned.append((each, (value.shape, value.dtype, *layouts)))
+    return returned
+
+
 def _compile_return(
     wiring: Wiring,
     stages: Mapping[int, PipelineStage],
     link: Link,
-    given: Sequence[Delivery],
+    returned: Sequence[tuple[Delivery, Problem]],
     number: int,
     timeout: float,
 ) -> None:
     source, consumer = link
-    trained = [each for each in given if wiring.values[source][each.output].requires_grad]
-    if not trained:
-        return
-    problems: list[Problem] = []
-    for each in trained:
-        value = wiring.values[source][each.output]
-        problems.append(
-            (value.shape, value.dtype, gradient_layout(each.layout), gradient_layout(value.layout))
-        )
     stage = stages[source] if source in stages else stages[consumer]
     name = f"pipeline {source}->{consumer} backward"
-    wiring.backward[link] = _lane(stage, problems, (consumer,), trained, number, name, timeout)
+    deliveries, problems = [each for each, _ in returned], [problem for _, problem in returned]
+    wiring.backward[link] = _lane(stage, problems, (consumer,), deliveries, number, name, timeout)
 
 
 def _lane(
@@ -329,7 +394,8 @@ def _local(values: Sequence[tuple[Sequence[int], torch.dtype, Layout]], rank: in
     ]
 
 
-def gradient_layout(layout: Layout) -> Layout:
-    """In which the gradient of a value in this layout travels."""
-    placements: tuple[Placement, ...] = gradient_placements(layout.placements)
+def gradient_layout(layout: Layout, summed: Sequence[int] = ()) -> Layout:
+    """In which the gradient of a value in this layout travels. summed: see `gradient_placements`."""
+    over = [dim for dim in summed if layout.mesh_shape[dim] > 1]
+    placements: tuple[Placement, ...] = gradient_placements(layout.placements, over)
     return Layout(torch.tensor(layout.ranks).reshape(layout.mesh_shape), placements)

@@ -1,13 +1,19 @@
 """Data-parallel wrappers around a stage's module: DistributedDataParallel and FSDP2.
 
-The pipeline scales each rank's loss by its share of the samples and *sums* gradients over the data-parallel
-ranks of a stage, once per step. Both wrappers would average, and after every backward: DDP is looked through
-(the pipeline does its work), FSDP2 is told to sum and to reduce in the last backward of a step only.
+Two uses are told apart by the ranks that a wrapper reduces gradients over.
+
+- The ranks that the stage splits its samples over (``mesh=``). The pipeline scales each rank's loss by its
+  share of the samples and *sums* gradients, once per step. Both wrappers would average, and after every
+  backward: DDP is looked through (the pipeline does its work), FSDP2 is told to sum, and to reduce in the
+  last backward of a step only.
+- Ranks of other pipelines, one for each data-parallel *column*, as in torch (``group=``): gradients are the
+  mean over the columns. FSDP2 takes it in the last backward, the pipeline for DDP when the step ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,61 +24,98 @@ from torch.nn.parallel import DistributedDataParallel
 from meshcast.errors import LayoutError
 from meshcast.pipelining.layouts import StageMesh
 
-__all__ = ["LastBackward", "look_through"]
+__all__ = ["LastBackward", "Wrapped", "fsdp_parts", "look_through"]
 
 
-def look_through(module: torch.nn.Module, mesh: StageMesh, batch_dims: Sequence[int], what: str) -> Any:
-    """The module that computes. Raises LayoutError if a DDP or FSDP2 module reduces over other ranks than
-    those that the stage splits its samples over."""
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """module: the one that computes. columns: the group that gradients are averaged over, where DDP joins
+    pipelines."""
+
+    module: Any
+    columns: dist.ProcessGroup | None = None
+
+
+def look_through(
+    module: torch.nn.Module,
+    mesh: StageMesh,
+    data_dims: Sequence[int],
+    pipeline: Sequence[int],
+    what: str,
+) -> Wrapped:
+    """Finds the wrappers, and tells FSDP2 to sum where it reduces inside the stage.
+
+    pipeline: all ranks of the pipeline.
+
+    Raises LayoutError if a DDP or FSDP2 module reduces over other ranks than those that the stage splits its
+    samples over, unless these are of other pipelines.
+    """
     if isinstance(module, DistributedDataParallel):
         ranks = dist.get_process_group_ranks(module.process_group)
-        _check_ranks(ranks, mesh, batch_dims, f"{what}: DistributedDataParallel")
-        return module.module
-    if isinstance(module, FSDPModule):
-        for part in module.modules():
-            if not isinstance(part, FSDPModule):
-                continue
-            for parameter in part.parameters(recurse=False):
-                placed = getattr(parameter, "device_mesh", None)
-                if placed is not None and placed.ndim == 1:
-                    _check_ranks(placed.mesh.tolist(), mesh, batch_dims, f"{what}: FSDP2")
-    return module
+        inside = _is_inside(ranks, mesh, data_dims, pipeline, f"{what}: DistributedDataParallel")
+        return Wrapped(module.module, None if inside else module.process_group)
+    for part in fsdp_parts(module):
+        for group in _groups(part):
+            ranks = group.mesh_info.mesh.mesh.flatten().tolist()
+            if _is_inside(ranks, mesh, data_dims, pipeline, f"{what}: FSDP2"):
+                group.gradient_divide_factor = 1.0
+                # Else the factor would be multiplied inside the reduction, which gloo cannot.
+                group.force_sum_reduction_for_comms = True
+    return Wrapped(module)
 
 
-def _check_ranks(ranks: Sequence[int], mesh: StageMesh, batch_dims: Sequence[int], what: str) -> None:
-    expected = mesh.along(batch_dims)
-    if sorted(ranks) != sorted(expected):
-        raise LayoutError(
-            f"{what} reduces gradients over ranks {sorted(ranks)}, but the stage splits its samples over "
-            f"ranks {sorted(expected)}: give the stage the same mesh= and input_placements="
-        )
+def fsdp_parts(module: torch.nn.Module) -> Iterator[FSDPModule]:
+    """The modules that fully_shard was applied to."""
+    return (part for part in module.modules() if isinstance(part, FSDPModule))
+
+
+def _groups(part: FSDPModule) -> list[Any]:
+    """FSDP2's groups of parameters; releases of torch differ in how many a module has."""
+    state: Any = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def _is_inside(
+    ranks: Sequence[int], mesh: StageMesh, data_dims: Sequence[int], pipeline: Sequence[int], what: str
+) -> bool:
+    """Whether these are the ranks that the stage splits its samples over; False: they are of other
+    pipelines."""
+    expected = mesh.along(data_dims)
+    if sorted(ranks) == sorted(expected):
+        return True
+    if len(set(ranks) & set(pipeline)) == 1 and len(ranks) > 1:
+        return False
+    raise LayoutError(
+        f"{what} reduces gradients over ranks {sorted(ranks)}, but the stage splits its samples over "
+        f"ranks {sorted(expected)}: give the stage the same mesh= and input_placements= (or data_dims=), or, "
+        "for one pipeline in each data-parallel column, a group= without the other ranks; this one has ranks "
+        f"{list(pipeline)}"
+    )
 
 
 class LastBackward:
     """Tells FSDP2 which backward of a step is the last. Does nothing for other modules."""
 
     def __init__(self, module: Any) -> None:
-        self._module: FSDPModule | None = module if isinstance(module, FSDPModule) else None
+        self._parts = list(fsdp_parts(module))
         self._left = 0
-        if self._module is not None:
-            for part in module.modules():
-                if isinstance(part, FSDPModule):
-                    part.set_gradient_divide_factor(1.0)
 
     @property
     def active(self) -> bool:
-        return self._module is not None
+        return bool(self._parts)
 
     def begin_step(self, microbatches: int) -> None:
         self._left = microbatches
 
     def before_backward(self) -> None:
         """Once per micro-batch."""
-        if self._module is None:
-            return
         self._left -= 1
         last = self._left == 0
-        self._module.set_is_last_backward(last)
-        self._module.set_requires_gradient_sync(last)
-        # Gathered parameters stay between the micro-batches of a step.
-        self._module.set_reshard_after_backward(last)
+        for part in self._parts:
+            part.set_is_last_backward(last)
+            part.set_requires_gradient_sync(last, recurse=False)
+            # Gathered parameters stay between the micro-batches of a step.
+            part.set_reshard_after_backward(last, recurse=False)

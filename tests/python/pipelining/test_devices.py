@@ -218,7 +218,7 @@ def test_lanes_come_in_one_order() -> None:
     sends to 1, to 1 and 3 together, to 2 and to 3."""
     made = [Lane(None, (1,), [], [], [], stage(), number) for number in range(6)]
     wiring = Wiring(
-        edges=(), links=[(0, 1), (0, 2), (0, 3)], values=[], inputs={},
+        edges=(), links=[(0, 1), (0, 2), (0, 3)], values=[], inputs={}, ways={},
         forward={(0, 1): made[:2], (0, 3): [made[1], made[3]], (0, 2): [made[2]]},
         backward={(0, 2): made[5], (0, 1): made[4]}, shared=mock.Mock(),
     )  # fmt: skip

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshcast import Layout
+from meshcast.pipelining.inference import Way
 from meshcast.pipelining import PipelineStage
 from meshcast.pipelining.action import Action, ActionKind
 from meshcast.pipelining.deliveries import Delivery
@@ -171,6 +172,7 @@ def step(
     backward = {link: Lane(stream, link[1], "B", started) for link in mine}
     wiring = Wiring(
         edges=(), links=links, values=[[value]] * (STAGES - 1), inputs={index: {0: value} if index else {}},
+        ways={index: Way(None if index == STAGES - 1 else [(value.shape, value.dtype)])},
         forward={link: [lane] for link, lane in forward.items()}, backward=backward, shared=None,
     )  # type: ignore[arg-type]  # fmt: skip
     recipe = Recipe(schedule, STAGES, MICROBATCHES, None, None, None, {}, delayed)

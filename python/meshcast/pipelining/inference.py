@@ -1,0 +1,279 @@
+"""What a stage's module returns, found before a step: on fake tensors, else on made-up values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from meshcast.errors import LayoutError
+from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values
+
+__all__ = [
+    "PLAIN",
+    "Inferred",
+    "Way",
+    "infer_outputs",
+    "is_empty",
+    "probe",
+    "stand_ins",
+    "without_stand_in",
+    "writes_on_input",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Inferred:
+    """How this rank runs its module on micro-batches of some shape, and what comes out.
+
+    outputs: None where the rank has no samples and only those that have some can tell.
+    stand_in: the rank has no samples, and the module cannot run without: it runs on one that is made up.
+    copies: the module writes on its inputs in place, so it gets copies.
+    """
+
+    outputs: list[LocalValue] | None
+    stand_in: bool = False
+    copies: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a stage runs its module for micro-batches of one shape.
+
+    outputs: local shapes and types of what leaves the stage; None for the last. stand_in: see `Inferred`.
+    """
+
+    outputs: list[tuple[tuple[int, ...], torch.dtype]] | None = None
+    stand_in: bool = False
+
+
+PLAIN = Way()
+
+
+def is_empty(values: Any) -> bool:
+    """Whether a tensor among the values has no samples. DTensors have those of all ranks."""
+    return any(map(_has_none, tree_flatten(values)[0]))
+
+
+def stand_ins(values: Any, rows: int) -> Any:
+    """The same values, but tensors without samples have `rows` of ones instead."""
+
+    def fill(value: torch.Tensor) -> torch.Tensor:
+        if not _has_none(value):
+            return value
+        return value.new_ones((rows, *value.shape[1:])).requires_grad_(value.requires_grad)
+
+    return tree_map_only(torch.Tensor, fill, values)
+
+
+def infer_outputs(
+    module: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    with_grad: bool,
+    what: str,
+    everywhere_empty: bool = False,
+) -> Inferred:
+    """Runs `module` on fake tensors of the shapes of `args`: no data, no arithmetic, no change of buffers or
+    random state. Where that fails, and under FSDP2, which fake tensors would break, it runs on zeros and on
+    ones, as torch.distributed.pipelining does on zeros; buffers and random state are put back.
+
+    Args:
+        everywhere_empty: no rank has samples of this micro-batch. Shapes then follow from those of one and of
+            two samples. All ranks of a stage run the module equally often, so that it may communicate.
+
+    Raises:
+        LayoutError: with the cause, for a module that runs on neither, or whose shapes depend on its data.
+    """
+    plain = getattr(module, "_orig_mod", module)  # below torch.compile
+    sharded = any(isinstance(part, FSDPModule) for part in plain.modules())
+    trained = with_grad and _trains(plain, args)
+
+    def run(given: Sequence[Any], named: Mapping[str, Any]) -> Inferred:
+        cause: Exception | None = None
+        for copies in () if sharded else (False, True):
+            try:
+                return Inferred(_on_fakes(plain, given, named, with_grad, copies, what), copies=copies)
+            except LayoutError:
+                raise
+            except Exception as error:
+                cause = error
+                if not writes_on_input(error):
+                    break
+        try:
+            # Copies: without gradients it does not show whether the module writes on its inputs.
+            return Inferred(_on_data(plain, given, named, trained, what), copies=True)
+        except LayoutError:
+            raise
+        except Exception as error:
+            raise _refusal(what, cause or error, error) from (cause or error)
+
+    if not is_empty((args, kwargs)):
+        return run(args, kwargs)
+    if not sharded:
+        try:
+            return Inferred(_on_fakes(plain, args, kwargs, with_grad, False, what))
+        except Exception:  # it cannot run without samples
+            pass
+    found = [run(*stand_ins((args, dict(kwargs)), rows)) for rows in ((1, 2) if everywhere_empty else (1,))]
+    copies = found[0].copies
+    if not everywhere_empty:
+        return Inferred(None, stand_in=True, copies=copies)
+    one, two = (each.outputs for each in found)
+    assert one is not None and two is not None
+    outputs = [
+        LocalValue(
+            tuple(2 * a - b for a, b in zip(first.shape, second.shape, strict=True)),
+            first.dtype,
+            first.requires_grad,
+            first.placements,
+        )
+        for first, second in zip(one, two, strict=True)
+    ]
+    return Inferred(outputs, stand_in=True, copies=copies)
+
+
+def without_stand_in(output: Any, way: Way) -> Any:
+    """The outputs of a module that ran on `stand_ins`, as of no samples, still joined to what made them."""
+    if way.outputs is None:  # of the last stage nobody knows the shapes: the made-up sample is the first row
+        return tree_map_only(
+            torch.Tensor, lambda value: value[:0] if value.dim() and value.shape[0] == 1 else value, output
+        )
+    values = [
+        value if tuple(value.shape) == shape else value[tuple(slice(size) for size in shape)]
+        for value, (shape, _) in zip(as_tuple(output, "outputs"), way.outputs, strict=False)
+    ]
+    return values[0] if isinstance(output, torch.Tensor) else tuple(values)
+
+
+def writes_on_input(error: Exception) -> bool:
+    """Whether a module failed since autograd lets nobody write on a leaf in place: it needs copies."""
+    return isinstance(error, RuntimeError) and "leaf Variable that requires grad" in str(error)
+
+
+def probe(
+    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, with_grad: bool
+) -> tuple[Any, bool]:
+    """For a stage whose outputs are known, or matter to nobody else: what it returns of fake tensors, None
+    where it does not run on them, and whether it needs `stand_ins`."""
+    plain = getattr(module, "_orig_mod", module)
+    empty = is_empty((args, kwargs))
+    if not any(isinstance(part, FSDPModule) for part in plain.modules()):
+        for stand_in in (False, True) if empty else (False,):
+            given, named = stand_ins((tuple(args), dict(kwargs)), 1) if stand_in else (args, kwargs)
+            for copies in (False, True):
+                try:
+                    return _fake_outputs(plain, given, named, with_grad, copies), stand_in
+                except Exception as error:
+                    if not writes_on_input(error):
+                        break
+    return None, empty
+
+
+def _has_none(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+        and value.dim() > 0
+        and value.shape[0] == 0
+    )
+
+
+def _trains(module: torch.nn.Module, args: Sequence[Any]) -> bool:
+    tensors = [*module.parameters(), *(each for each in args if isinstance(each, torch.Tensor))]
+    return any(tensor.requires_grad for tensor in tensors)
+
+
+def _on_fakes(
+    module: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    with_grad: bool,
+    copies: bool,
+    what: str,
+) -> list[LocalValue]:
+    return describe_values(as_tuple(_fake_outputs(module, args, kwargs, with_grad, copies), what), with_grad)
+
+
+def _fake_outputs(
+    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], with_grad: bool, copies: bool
+) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.func import functional_call
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(with_grad):
+        fake = mode.from_tensor
+        state: dict[str, torch.Tensor] = {
+            name: fake(value) for name, value in (*module.named_parameters(), *module.named_buffers())
+        }
+        fake_args, fake_kwargs = tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs)))
+        if copies:
+            fake_args = tree_map_only(torch.Tensor, torch.clone, fake_args)
+        return functional_call(module, state, fake_args, fake_kwargs)
+
+
+def _on_data(
+    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], trained: bool, what: str
+) -> list[LocalValue]:
+    found = []
+    for fill in (torch.zeros_like, torch.ones_like):
+        given, named = _filled(tuple(args), fill), _filled(dict(kwargs), fill)
+        with _unchanged(module):
+            outputs = module(*given, **named)
+        described = describe_values(as_tuple(outputs, what), False)
+        found.append(
+            [
+                LocalValue(each.shape, each.dtype, trained and each.dtype.is_floating_point, each.placements)
+                for each in described
+            ]
+        )
+    zeros, ones = found
+    if zeros != ones:
+        raise LayoutError(
+            f"{what}: the shapes of its outputs depend on its data: {[each.shape for each in zeros]} of zeros, "
+            f"{[each.shape for each in ones]} of ones. What leaves a stage has one shape for all micro-batches "
+            "of a size: pad it; if the shapes of real data are always the same, give output_args="
+        )
+    return zeros
+
+
+def _filled(values: Any, fill: Callable[..., torch.Tensor]) -> Any:
+    def made(value: torch.Tensor) -> torch.Tensor:
+        # A mask of zeros would hide everything.
+        return torch.ones_like(value) if value.dtype == torch.bool else fill(value.detach())
+
+    return tree_map_only(torch.Tensor, made, values)
+
+
+@contextmanager
+def _unchanged(module: torch.nn.Module) -> Iterator[None]:
+    """Afterwards buffers, random state and FSDP2's sharding are as before."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    gpus = [device.index for device in devices if device.type == "cuda"]
+    try:
+        with torch.random.fork_rng(devices=gpus), torch.no_grad():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+
+def _refusal(what: str, fake: Exception, real: Exception) -> LayoutError:
+    also = "" if fake is real else f"; on zeros {type(real).__name__}: {real}"
+    return LayoutError(
+        f"{what}: its output shapes could not be inferred ({type(fake).__name__}: {fake}{also}). Mend the "
+        "module, or, if only made-up values are at fault, give output_args= with tensors (meta device will "
+        "do) of the local shapes of one micro-batch"
+    )

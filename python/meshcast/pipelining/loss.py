@@ -1,0 +1,170 @@
+"""The loss of a step: each rank's share of it, where its backward starts, and what all ranks learn of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.utils._pytree import tree_flatten
+
+from meshcast.errors import LayoutError
+from meshcast.pipelining.stage import PipelineStage
+
+__all__ = ["Sharding", "StepLoss"]
+
+# Of an input of the last stage: its placements, its global shape and this rank's.
+Sharding = tuple[Sequence[Placement], Sequence[int], Sequence[int]]
+
+
+class StepLoss:
+    """Losses of one step on one rank of the last stage.
+
+    A loss function returns one of two things:
+
+    - the mean over its samples (or tokens). The step's loss is the mean over all: that of a rank counts by
+      its part of the micro-batch, that of a micro-batch by its samples, or all alike (`learn_weights`).
+    - ``(sum, weight)``. The step's loss is the sum of all sums over the sum of all weights, so that gradients
+      are those of the sums, divided once when the step ends.
+
+    Args:
+        targets: of each micro-batch, this rank's; None without any.
+        scale: gradients are those of the mean over micro-batches; else of the sum.
+    """
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        microbatches: int,
+        loss_fn: Callable[..., Any] | None,
+        targets: Sequence[Any] | None,
+        loss_kwargs: Mapping[str, Any],
+        scale: bool,
+    ) -> None:
+        self._stage = stage
+        self._loss_fn = loss_fn
+        self._targets = targets
+        self._loss_kwargs = loss_kwargs
+        self._scale = scale
+        self._parts = [1.0] * microbatches  # of a micro-batch's samples and tokens, this rank's
+        self._samples: list[int | None] = [None] * microbatches  # of all ranks
+        self._weights = [1.0 / microbatches] * microbatches  # of the micro-batch in the step
+        self._taken: list[tuple[int, torch.Tensor, Any]] = []  # micro-batch, mean or sum, weight of a sum
+        self._pairs = self._means = 0
+        self._is_global = False  # DTensor arithmetic has gone over all ranks already
+
+    @property
+    def weighted(self) -> bool | None:
+        """Whether the loss function returns pairs; None where this rank had no samples to tell from."""
+        return self._pairs > 0 if self._pairs or self._means else None
+
+    def learn_part(self, microbatch: int, inputs: Sequence[Sharding]) -> None:
+        """This rank's part of a micro-batch, by how inputs are cut over the ranks with other losses."""
+        stage = self._stage
+        open_dims = {dim for dim in stage.loss_dims if stage.mesh.shape[dim] > 1}
+        mine, all_ranks = 1, 1
+        for placements, shape, local in inputs:
+            found = {dim for dim in open_dims if isinstance(placements[dim], Shard)}
+            for along in {placements[dim].dim % len(shape) for dim in found}:  # type: ignore[attr-defined]
+                mine *= local[along]
+                all_ranks *= shape[along]
+            open_dims -= found
+        for dim in open_dims:  # cut inside the module: in equal parts, as far as can be known
+            all_ranks *= stage.mesh.shape[dim]
+        self._parts[microbatch] = mine / max(1, all_ranks)
+        by_samples = [shape[0] for placements, shape, _ in inputs if shape and Shard(0) in placements]
+        self._samples[microbatch] = by_samples[0] if by_samples else None
+        if self._samples[microbatch] == 0:
+            self._parts[microbatch] = 0.0
+
+    def learn_part_as(self, microbatch: int, other: int) -> None:
+        """That of another micro-batch of the same shapes."""
+        self._parts[microbatch], self._samples[microbatch] = self._parts[other], self._samples[other]
+
+    def learn_weights(self, alike: bool) -> None:
+        """Once all parts are known. alike: every micro-batch counts the same, however many samples it has."""
+        samples = [1 if each is None else each for each in self._samples]
+        if alike or None in self._samples:
+            samples = [min(each, 1) for each in samples]  # those without samples do not count
+        self._weights = [each / max(1, sum(samples)) for each in samples]
+
+    def take(self, microbatch: int, output: Any) -> torch.Tensor | None:
+        """Computes the loss of the last stage's output, where there is a loss function and a target. Returns
+        what its backward starts from."""
+        if self._loss_fn is None or self._targets is None:
+            return None
+        if self._parts[microbatch] == 0:
+            loss = _of_no_samples(output)
+            self._taken.append((microbatch, loss.detach(), 0.0))
+            return loss
+        found = self._loss_fn(output, self._targets[microbatch], **self._loss_kwargs)
+        loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        self._pairs += weight is not None
+        self._means += weight is None
+        if self._pairs and self._means:
+            raise LayoutError(
+                "loss_fn returned a pair (sum, weight) for some micro-batches and not for others"
+            )
+        if isinstance(loss, DTensor):
+            loss, self._parts[microbatch], self._is_global = loss.full_tensor(), 1.0, True
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor()
+        for value in [loss, weight] if isinstance(weight, torch.Tensor) else [loss]:
+            if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                raise LayoutError(
+                    "loss_fn must return a tensor with one element, or a pair (sum, weight) of them, found "
+                    f"{getattr(value, 'shape', type(value).__name__)}"
+                )
+        self._taken.append((microbatch, loss.detach(), weight))
+        return loss
+
+    def seed(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
+        """d(step's loss) / d(this rank's loss); of sums it lacks the division by the weight of the step."""
+        if self._pairs:
+            return torch.ones_like(loss)
+        count = 1 if self._scale else sum(weight > 0 for weight in self._weights)
+        return torch.full_like(loss, self._parts[microbatch] * (self._weights[microbatch] * count))
+
+    def finish(self) -> tuple[list[torch.Tensor], float | None]:
+        """The mean loss of each micro-batch over all its samples, and the weight of the step, None for means.
+        Called by all ranks of the last stage, once all losses are there."""
+        if not self._taken:
+            return [], None
+        kind = self._taken[0][1]
+        sums, weights = [], []
+        for microbatch, loss, weight in self._taken:
+            part = 1.0 if self._pairs else self._parts[microbatch]
+            sums.append(loss.reshape(()).double() * part)
+            weights.append(torch.as_tensor(0.0 if weight is None else weight, device=kind.device).double())
+        flags = torch.tensor([self._pairs, self._means], dtype=torch.float64, device=kind.device)
+        known = torch.stack([*flags, *sums, *(each.reshape(()) for each in weights)])
+        if not self._is_global:
+            for dim in self._stage.loss_dims:
+                if self._stage.mesh.shape[dim] > 1:
+                    dist.all_reduce(known, group=self._stage.mesh.device_mesh.get_group(dim))
+        count = len(sums)
+        totals, weighted = known[2 : 2 + count], self.weighted
+        if weighted is None:
+            weighted = bool(known[0] > 0)
+        if not weighted:
+            return list(totals.to(kind.dtype).unbind()), None
+        if known[1] > 0:
+            raise LayoutError("loss_fn returned a pair (sum, weight) on some ranks and not on others")
+        each = known[2 + count :]
+        means = torch.where(each == 0, totals, totals / each)
+        return list(means.to(kind.dtype).unbind()), float(each.sum())
+
+
+def _of_no_samples(output: Any) -> torch.Tensor:
+    """Zero, but connected to the output, so that this rank's backward runs as on the others."""
+    parts = [
+        value.sum() * 0
+        for value in tree_flatten(output)[0]
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    ]
+    if not parts:
+        raise LayoutError("the last stage returned no floating-point tensor to take a loss of")
+    return torch.stack(parts).sum()
