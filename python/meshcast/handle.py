@@ -151,7 +151,8 @@ class Handle(Generic[T]):
         self._launch = launch or _nothing_to_do()
         self._result = result
         self._bound = bound
-        self._sources = [(tensor, tensor._version) for tensor in sources]
+        # Tensors made in inference mode do not count what is written on them.
+        self._sources = [(tensor, tensor._version) for tensor in sources if not tensor.is_inference()]
 
     def wait(self) -> T:
         """Blocks until the data is here and returns the result. Raises the call's typed error, or

@@ -100,7 +100,7 @@ def infer_outputs(
         cause: Exception | None = None
         for copies in () if sharded else (False, True):
             try:
-                return Inferred(_on_fakes(plain, given, named, with_grad, copies, what), copies=copies)
+                return _on_fakes(plain, given, named, with_grad, copies, what)
             except LayoutError:
                 raise
             except Exception as error:
@@ -119,7 +119,7 @@ def infer_outputs(
         return run(args, kwargs)
     if not sharded:
         try:
-            return Inferred(_on_fakes(plain, args, kwargs, with_grad, False, what))
+            return _on_fakes(plain, args, kwargs, with_grad, False, what)
         except Exception:  # it cannot run without samples
             pass
     found = [run(*stand_ins((args, dict(kwargs)), rows)) for rows in ((1, 2) if everywhere_empty else (1,))]
@@ -170,7 +170,7 @@ def probe(
             given, named = stand_ins((tuple(args), dict(kwargs)), 1) if stand_in else (args, kwargs)
             for copies in (False, True):
                 try:
-                    return _fake_outputs(plain, given, named, with_grad, copies), stand_in
+                    return _fake_outputs(plain, given, named, with_grad, copies)[0], stand_in
                 except Exception as error:
                     if not writes_on_input(error):
                         break
@@ -198,13 +198,15 @@ def _on_fakes(
     with_grad: bool,
     copies: bool,
     what: str,
-) -> list[LocalValue]:
-    return describe_values(as_tuple(_fake_outputs(module, args, kwargs, with_grad, copies), what), with_grad)
+) -> Inferred:
+    outputs, written = _fake_outputs(module, args, kwargs, with_grad, copies)
+    return Inferred(describe_values(as_tuple(outputs, what), with_grad), copies=copies or written)
 
 
 def _fake_outputs(
     module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], with_grad: bool, copies: bool
-) -> Any:
+) -> tuple[Any, bool]:
+    """What the module returns, and whether it wrote on its inputs."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.func import functional_call
 
@@ -216,7 +218,10 @@ def _fake_outputs(
         fake_args, fake_kwargs = tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs)))
         if copies:
             fake_args = tree_map_only(torch.Tensor, torch.clone, fake_args)
-        return functional_call(module, state, fake_args, fake_kwargs)
+        given = [value for value in tree_flatten(fake_args)[0] if isinstance(value, torch.Tensor)]
+        before = [value._version for value in given]
+        outputs = functional_call(module, state, fake_args, fake_kwargs)
+        return outputs, before != [value._version for value in given]
 
 
 def _on_data(

@@ -329,6 +329,9 @@ class PipelineSchedule:
                 with self._accumulating(train):
                     runtime.run(self._row(train), feeds, wirings, train=train, seed=self._step_seed())
                     self._finish(feeds, train, losses)
+                if not train:
+                    for stage in self._stages.values():
+                        stage.end_evaluation()
         except Refused as refused:
             raise refused.error from refused.error.__cause__
         except BaseException as error:

@@ -309,6 +309,10 @@ class PipelineStage:
         """Before the first action of a step that trains."""
         self._last_backward.begin_step(microbatches)
 
+    def end_evaluation(self) -> None:
+        """After the last action of a step without backward."""
+        self._last_backward.reshard()
+
     def forward(
         self,
         microbatch: int,

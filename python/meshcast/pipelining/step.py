@@ -176,9 +176,10 @@ class StepFeed:
 
     def merged(self, spec: Any) -> Any:
         """The outputs, micro-batches joined as torch.distributed.pipelining does; a list of them where they
-        differ in more than their number of samples."""
+        differ in more than their number of samples, or have none."""
         kinds = {str(tree_map(_kind, output)) for output in self._outputs}
-        return merge_chunks(self._outputs, spec) if len(kinds) == 1 else list(self._outputs)
+        joined = len(kinds) == 1 and "('tensor',)" not in next(iter(kinds))
+        return merge_chunks(self._outputs, spec) if joined or spec is not None else list(self._outputs)
 
     def _argument(self, index: int, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -219,4 +220,6 @@ def _split_by_samples(stage: PipelineStage) -> tuple[Placements, Placements]:
 
 def _kind(value: Any) -> Any:
     """What outputs of micro-batches that can be joined have in common."""
-    return ("tensor", *value.shape[1:]) if isinstance(value, torch.Tensor) else type(value).__name__
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return ("tensor", "rows", *value.shape[1:]) if value.dim() else ("tensor",)

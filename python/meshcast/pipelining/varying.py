@@ -11,6 +11,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_map_only
+
 from meshcast.errors import LayoutError
 from meshcast.pipelining.exchange import Exchange
 from meshcast.pipelining.shared import SharedGradients
@@ -136,22 +139,32 @@ class Wirings:
     def _connect(self, feeds: Mapping[int, StepFeed], table: StageTable, microbatch: int) -> Wiring:
         topic = f"{self._meetings}/"
         self._meetings += 1
+        args = feeds[0].arguments(microbatch) if 0 in feeds else []
+        kwargs = {index: feed.keywords(microbatch) for index, feed in feeds.items()}
         try:
-            return connect(
-                self._stages,
-                table,
-                self._exchange,
-                feeds[0].arguments(microbatch) if 0 in feeds else [],
-                {index: feed.keywords(microbatch) for index, feed in feeds.items()},
-                self._timeout,
-                topic,
-                self.shared,
-                0 in feeds and feeds[0].is_empty(microbatch),
-            )
+            # An evaluation may be the first to come, and steps that train use its wiring.
+            with torch.inference_mode(False):
+                given, named = tree_map_only(torch.Tensor, _trainable, (args, kwargs))
+                return connect(
+                    self._stages,
+                    table,
+                    self._exchange,
+                    given,
+                    named,
+                    self._timeout,
+                    topic,
+                    self.shared,
+                    0 in feeds and feeds[0].is_empty(microbatch),
+                )
         except BaseException as error:
             for name in (*(f"shapes/{index}" for index in self._stages), "checked"):
                 self._exchange.fail(f"{topic}{name}", str(error) or type(error).__name__)
             raise
+
+
+def _trainable(value: torch.Tensor) -> torch.Tensor:
+    """Of the same shape, if autograd could not take the value itself: only shapes matter here."""
+    return torch.empty_like(value) if value.is_inference() else value
 
 
 def _but_for_samples(shapes: list[Any]) -> list[Any]:

@@ -109,6 +109,13 @@ class LastBackward:
 
     def begin_step(self, microbatches: int) -> None:
         self._left = microbatches
+        self.reshard()  # a forward outside may have left parameters gathered
+
+    def reshard(self) -> None:
+        """Makes the module hold its own shards again. A forward without a backward leaves some gathered, and
+        gradients are those of the shards."""
+        for part in self._parts:
+            part.reshard()
 
     def before_backward(self) -> None:
         """Once per micro-batch."""
