@@ -81,10 +81,11 @@ def reshard_local(
 
     Called by every rank of both layouts in one order; other ranks may skip it. src: this rank's shard, of the
     shape and dtype that the layout gives it, any strides; None on a rank outside src_layout or whose shard is
-    empty. dst: likewise, and it may share memory with src; None inside dst_layout allocates it. shape: global
-    shape. device: "cpu" or "cuda", where the shards of all ranks are, or (that of the source, that of the
-    destination); what is allocated on cuda is on the current GPU. Gradients do not flow. Returns dst, or with
-    async_op a Handle whose wait() returns it. After an error the contents of dst are undefined.
+    empty. dst: likewise, but each element has an address of its own. It may share memory with src; None
+    inside dst_layout allocates it. shape: global shape. device: "cpu" or "cuda", where the shards of all
+    ranks are, or (that of the source, that of the destination); what is allocated on cuda is on the current
+    GPU. Gradients do not flow. Returns dst, or with async_op a Handle whose wait() returns it. After an error
+    the contents of dst are undefined.
 
     Raises the errors of meshcast.reshard.
     """

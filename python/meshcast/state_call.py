@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from . import _checks
 from .calls import source_of
-from .compiled import check_outs
 from .errors import LayoutError
 from .gpu_offer import own_obstacle
 from .layout import Layout
 from .member import Destination, Source, positive_placements
+from .memory import check_outs
 from .spec import TensorSpec
 from .state_specs import encode
 
@@ -90,7 +90,7 @@ def checked_call(
             held[name] = value
     for name, out in outs.items():
         _check_out(name, out, targets)
-    check_outs(list(outs.values()), _OP)
+    check_outs({name: out._local_tensor for name, out in outs.items()}, _OP)
     return StateCall(held, sources, targets, layouts, dict(outs), options, topology)
 
 

@@ -100,7 +100,8 @@ def reshard_state_dict(
             TensorSpec, or nothing.
         destinations: the same on every rank.
         out: {name: DTensor} to receive into, for any of the names, on ranks inside its destination mesh; its
-            dtype is then that of the result.
+            dtype is then that of the result. Outputs may be interleaved in memory, as columns of one matrix
+            are; two elements never have one address.
         dtype: of the results of floating-point tensors; others keep theirs.
         max_bytes_in_flight: at most so many bytes (of global tensors, as they travel) are moved at a time;
             a single larger tensor goes alone. None: everything at once.
@@ -116,7 +117,8 @@ def reshard_state_dict(
         {name: DTensor} with attribute `version`; shells on ranks outside a destination mesh.
 
     Raises:
-        LayoutError: a value that is not a DTensor, a missing or superfluous name, outputs that do not fit.
+        LayoutError: a value that is not a DTensor, a missing or superfluous name, outputs that do not fit, or
+            that share addresses (see reshard_).
         PlanMismatchError: ranks or versions disagree.
         MeshcastError: a source was changed while it travelled, or a digest differs: the results are torn and
             no rank returns them. Outputs are then undefined.
