@@ -13,7 +13,7 @@ from .compiled import Compiled
 from .errors import LayoutError
 from .groups import parent_group, seconds
 from .handle import Handle
-from .memory import check_storage, overlaps
+from .memory import check_storage
 from .spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def reshard_(
         out: DTensor of the global shape of x, any strides under which each element of a local tensor has an
             address of its own. On ranks outside its mesh a shell or a TensorSpec.
         x: as for meshcast.reshard. It may share memory with `out`: this rank's shard is then copied first.
+            In one storage with `out`, it is not watched for changes before wait().
 
     No gradient is recorded: outside torch.no_grad(), neither may require one. The version counter of `out`
     goes up, so that a graph that saved its old values raises. After an error the contents of `out` are
@@ -96,14 +97,7 @@ def reshard_(
     with torch.no_grad():
         _, launch = start(compiled, xs, limit, outs, driven=not async_op)
     if async_op:
-        # Where x shares memory with out, it was copied, and out is written by this very call.
-        if (
-            isinstance(out, DTensor)
-            and isinstance(x, DTensor)
-            and overlaps(x._local_tensor, out._local_tensor)
-        ):
-            xs = [None]
-        return handle_of(launch, out, compiled, xs)
+        return handle_of(launch, out, compiled, xs, outs[0])
     if launch is not None:
         launch.wait()
     return out

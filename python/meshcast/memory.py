@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -13,8 +14,10 @@ from .strides import Region, meet, repeats
 __all__ = [
     "check_outs",
     "check_storage",
+    "near",
     "note_written",
     "overlaps",
+    "storage_of",
 ]
 
 
@@ -34,6 +37,26 @@ def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
     a_first, a_end = _extent(settled(a))
     b_first, b_end = _extent(settled(b))
     return a_first < b_end and b_first < a_end
+
+
+def near(sources: Mapping[str, torch.Tensor], outs: Iterable[torch.Tensor]) -> set[str]:
+    """Names of the sources that overlap one of the outs, as `overlaps` says, without trying each pair."""
+    firsts: list[int] = []
+    ends: list[int] = []
+    for first, end in sorted(_extent(settled(out)) for out in outs if out.numel()):
+        if ends and first < ends[-1]:
+            ends[-1] = max(ends[-1], end)
+        else:
+            firsts.append(first)
+            ends.append(end)
+    found = set()
+    for name, source in sources.items():
+        if source.numel():
+            first, end = _extent(settled(source))
+            before = bisect_left(firsts, end)  # ranges that begin before the source ends
+            if before and ends[before - 1] > first:
+                found.add(name)
+    return found
 
 
 def check_storage(tensor: torch.Tensor, op: str) -> None:
@@ -86,6 +109,12 @@ def check_outs(outs: Mapping[str, torch.Tensor], op: str) -> None:
                     op=op,
                 )
         still.append((region, name))
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of the storage. Tensors of unlike storages have version counters of their own; views of one
+    have one, which counts what is written to any of them."""
+    return settled(tensor).untyped_storage().data_ptr()
 
 
 def note_written(*tensors: torch.Tensor) -> None:

@@ -114,7 +114,7 @@ class Resharder:
         """Starts one call and returns at once. x: the source on the ranks of its mesh; others may pass None.
         out: where the result goes, under dst_spec; what reshard_ says of its own holds for it."""
         result, launch = self._begin(x, out, driven=False)
-        return handle_of(launch, result, self._compiled, [x])
+        return handle_of(launch, result, self._compiled, [x], result)
 
     def run(self, x: DTensor | None = None, *, out: DTensor | None = None) -> DTensor:
         """start() and wait in one; costs less than both."""

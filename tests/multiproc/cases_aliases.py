@@ -1,4 +1,5 @@
-"""Destinations whose elements overlap, or that share memory with each other; in three processes."""
+"""Destinations whose elements overlap, that share memory with each other, or with sources; in three
+processes."""
 
 from __future__ import annotations
 
@@ -125,6 +126,69 @@ def outputs_share_memory(context) -> None:
                 assert torch.equal(out, full)
 
 
+def weights_change_places(context) -> None:
+    """The output of one name is the source of the other, in whole or in part, in one batch and in two. The
+    source is copied first, and its change is not that of a careless caller."""
+    group = fresh(context)
+    ranks, turned = [0, 1, 2], [2, 0, 1]  # row r goes to the rank before r
+    rows = torch.arange(6.0 * WIDE).reshape(2, 3, WIDE)
+    for shift in (0, 1, WIDE // 2):
+        for options in ({}, {"max_bytes_in_flight": 1}, {"digest": True}):
+            memory = torch.zeros(2, WIDE + shift)
+            sources = [memory[i : i + 1, :WIDE] for i in range(2)]
+            outs = [memory[1 - i : 2 - i, shift:] for i in range(2)]
+            if shift == 1:  # behind the back of version counters
+                outs = [out.data for out in outs]
+            for source, full in zip(sources, rows, strict=True):
+                source.copy_(full[context.rank])
+            meshcast.reshard_state_dict(
+                {name: wrapped(source, ranks, Shard(0)) for name, source in zip("vw", sources, strict=True)},
+                dict.fromkeys("vw", (quiet_mesh(turned), [Shard(0)])),
+                {name: wrapped(out, turned, Shard(0)) for name, out in zip("vw", outs, strict=True)},
+                group=group,
+                **options,
+            )
+            for out, full in zip(outs, rows, strict=True):
+                assert torch.equal(out[0], full[(context.rank + 1) % 3]), f"shift {shift}, {options}"
+
+
+def halves_of_one_buffer(context) -> None:
+    """Views of one buffer share a version counter: that the call writes to one is no change of the other."""
+    group = fresh(context)
+    turned = [2, 0, 1]
+    layouts = meshcast.Layout([0, 1, 2], [Shard(0)]), meshcast.Layout(turned, [Shard(0)])
+    spec = meshcast.TensorSpec((6, 3), torch.float32, quiet_mesh([0, 1, 2]), [Shard(0)])
+    there = meshcast.Resharder(
+        spec, meshcast.TensorSpec((6, 3), torch.float32, quiet_mesh(turned), [Shard(0)])
+    )
+    here = meshcast.Resharder(spec, spec, reuse_output=True)
+    for source, out in (
+        (slice(2), slice(2, 4)),
+        (slice(0, 4, 2), slice(1, 4, 2)),
+        (slice(3, 5), slice(4, 6)),
+    ):
+        views = []
+        for _ in range(6):
+            memory = torch.zeros(6, 3)
+            memory[source] = FULL[2 * context.rank :][:2]
+            views.append((memory[source], memory[out]))
+        meshcast.reshard_local(views[0][0], layouts[0], views[0][1], layouts[1], **SPEC, group=group)
+        meshcast.reshard_local(
+            views[1][0], layouts[0], views[1][1], layouts[1], **SPEC, group=group, async_op=True
+        ).wait()
+        pairs = [(wrapped(x, [0, 1, 2], Shard(0)), wrapped(y, turned, Shard(0))) for x, y in views]
+        meshcast.reshard_(pairs[2][1], pairs[2][0], group=group)
+        meshcast.reshard_(pairs[3][1], pairs[3][0], group=group, async_op=True).wait()
+        there.start(pairs[4][0], out=pairs[4][1]).wait()
+        where = {"w": (quiet_mesh(turned), [Shard(0)])}
+        meshcast.reshard_state_dict({"w": pairs[5][0]}, where, {"w": pairs[5][1]}, group=group)
+        for _, y in views:
+            assert torch.equal(y, FULL[2 * ((context.rank + 1) % 3) :][:2])
+        kept = here.start(pairs[0][0]).wait()
+        assert here.start(kept).wait() is here.run(kept) is kept
+    dist.barrier()
+
+
 def results_of_functional_collectives(context) -> None:
     """The wrapper that such a collective returns has no address; what is behind it does."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -146,5 +210,7 @@ def results_of_functional_collectives(context) -> None:
 CASES = [
     elements_overlap,
     outputs_share_memory,
+    weights_change_places,
+    halves_of_one_buffer,
     results_of_functional_collectives,
 ]

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from meshcast import LayoutError, strides
-from meshcast.memory import check_outs, check_storage, overlaps
+from meshcast.memory import check_outs, check_storage, near, overlaps
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -106,3 +106,11 @@ def test_outputs_that_share_memory_are_refused_and_interleaved_ones_are_not() ->
         for order in (outs, outs[::-1]):
             with pytest.raises(LayoutError, match=r"'[a-d]' and '[a-d]' share memory"):
                 check_outs(dict(zip(names, order, strict=False)), kind)
+
+
+def test_sources_near_outputs() -> None:
+    base = torch.zeros(20)
+    sources = {str(i): base[i : i + 2] for i in range(19)} | {"none": base[3:3], "far": torch.zeros(2)}
+    for outs in ([], [base[4:6]], [base[12:], base[4:6], base[5:9]], [base[::9], base[11:13]], [base[2:2]]):
+        expected = {name for name, source in sources.items() if any(overlaps(source, out) for out in outs)}
+        assert near(sources, outs) == expected
