@@ -18,6 +18,7 @@ from .groups import ParentGroup
 from .handle import Handle, Launch
 from .layout import Layout
 from .member import Destination, Source, positive_placements
+from .memory import storage_of
 from .rejection import publish_rejection
 from .spec import TensorSpec
 
@@ -101,10 +102,19 @@ def start(
 
 
 def handle_of(
-    launch: Launch | None, result: Any, compiled: Compiled, xs: Sequence[DTensor | None]
+    launch: Launch | None,
+    result: Any,
+    compiled: Compiled,
+    xs: Sequence[DTensor | None],
+    out: DTensor | None = None,
 ) -> Handle[Any]:
-    """The handle of a started call; it watches the sources for changes."""
-    sources = [tensor for x in xs if x is not None for tensor in (x, x._local_tensor)]
+    """The handle of a started call; it watches the sources for changes. out: where the result goes. A source
+    in its storage is not watched, since this very call writes there."""
+    given = [x for x in xs if x is not None]
+    if out is not None:
+        written = storage_of(out._local_tensor)
+        given = [x for x in given if storage_of(x._local_tensor) != written]
+    sources = [tensor for x in given for tensor in (x, x._local_tensor)]
     return Handle(launch, result, compiled.bound, sources)
 
 

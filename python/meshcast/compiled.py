@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from .casts import Casts
 from .errors import LayoutError
 from .member import Destination, Member, Source, compile_member
-from .memory import check_storage, note_written, overlaps
-from .shards import settled
+from .memory import note_written, overlaps
 from .transfer import CallNumber, Problem, Transfer, agreed_transfer, ranks_of
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from .handle import Launch
     from .topology import Topology
 
-__all__ = ["Compiled", "casts_of", "check_outs", "compile_call", "compile_members"]
+__all__ = ["Compiled", "casts_of", "compile_call", "compile_members"]
 
 
 class Compiled:
@@ -137,16 +136,6 @@ def casts_of(members: Sequence[Member]) -> Casts | None:
     back = tuple(member.gradient.ends for member in members if member.gradient is not None)
     casts = any(ends.source != ends.destination for ends in (*forth, *back))
     return Casts(forth, back) if casts else None
-
-
-def check_outs(outs: Sequence[DTensor | None], op: str) -> None:
-    """Raises LayoutError where results would be written over each other."""
-    locals_ = [settled(out._local_tensor) for out in outs if out is not None]
-    for index, local in enumerate(locals_):
-        check_storage(local, op)
-        for other in locals_[:index]:
-            if overlaps(local, other):
-                raise LayoutError(f"{op}: two of the outputs share memory; give each its own", op=op)
 
 
 def _copying(to: torch.Tensor, from_: torch.Tensor) -> Callable[[], None]:

@@ -9,11 +9,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .calls import Request, call_key, compiled_call, handle_of, start, tell_others
-from .compiled import Compiled, check_outs
+from .compiled import Compiled
 from .errors import LayoutError
 from .groups import parent_group, seconds
 from .handle import Handle
-from .memory import overlaps
+from .memory import check_storage
 from .spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -62,15 +62,18 @@ def reshard_(
     """Fills `out` with the values of x; mesh, placements and dtype are those of `out`.
 
     Args:
-        out: DTensor of the global shape of x, any strides. On ranks outside its mesh a shell or a TensorSpec.
+        out: DTensor of the global shape of x, any strides under which each element of a local tensor has an
+            address of its own. On ranks outside its mesh a shell or a TensorSpec.
         x: as for meshcast.reshard. It may share memory with `out`: this rank's shard is then copied first.
+            In one storage with `out`, it is not watched for changes before wait().
 
     No gradient is recorded: outside torch.no_grad(), neither may require one. The version counter of `out`
     goes up, so that a graph that saved its old values raises. After an error the contents of `out` are
     undefined. Returns `out`, or with async_op a Handle whose wait() returns it.
 
     Raises:
-        LayoutError: also where shapes differ, or several elements of `out` share an address.
+        LayoutError: also where shapes differ, or several elements of `out` share an address; and where that
+            takes too long to find out, as it can for strides that are no view's.
         Others as meshcast.reshard.
     """
     parent = parent_group(group, _OP)
@@ -94,14 +97,7 @@ def reshard_(
     with torch.no_grad():
         _, launch = start(compiled, xs, limit, outs, driven=not async_op)
     if async_op:
-        # Where x shares memory with out, it was copied, and out is written by this very call.
-        if (
-            isinstance(out, DTensor)
-            and isinstance(x, DTensor)
-            and overlaps(x._local_tensor, out._local_tensor)
-        ):
-            xs = [None]
-        return handle_of(launch, out, compiled, xs)
+        return handle_of(launch, out, compiled, xs, outs[0])
     if launch is not None:
         launch.wait()
     return out
@@ -125,4 +121,4 @@ def _check(out: Out, x: Any) -> None:
                 "reshard"
             )
     if isinstance(out, DTensor):
-        check_outs([out], _OP)
+        check_storage(out._local_tensor, _OP)

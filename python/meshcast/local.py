@@ -14,7 +14,7 @@ from .gpu_offer import Sides, require_gpu, sides_of
 from .groups import parent_group, seconds
 from .handle import Handle
 from .layout import Layout
-from .memory import check_storage, note_written, overlaps
+from .memory import check_storage, note_written, overlaps, storage_of
 from .reduction import check_reducible
 from .rejection import publish_rejection
 from .transfer import agreed_transfer
@@ -81,10 +81,12 @@ def reshard_local(
 
     Called by every rank of both layouts in one order; other ranks may skip it. src: this rank's shard, of the
     shape and dtype that the layout gives it, any strides; None on a rank outside src_layout or whose shard is
-    empty. dst: likewise, and it may share memory with src; None inside dst_layout allocates it. shape: global
-    shape. device: "cpu" or "cuda", where the shards of all ranks are, or (that of the source, that of the
-    destination); what is allocated on cuda is on the current GPU. Gradients do not flow. Returns dst, or with
-    async_op a Handle whose wait() returns it. After an error the contents of dst are undefined.
+    empty. dst: likewise, but each element has an address of its own. It may share memory with src, which is
+    then copied first; in one storage with dst, src is not watched for changes before wait(). None inside
+    dst_layout allocates it. shape: global shape. device: "cpu" or "cuda", where the shards of all ranks are,
+    or (that of the source, that of the destination); what is allocated on cuda is on the current GPU.
+    Gradients do not flow. Returns dst, or with async_op a Handle whose wait() returns it. After an error the
+    contents of dst are undefined.
 
     Raises the errors of meshcast.reshard.
     """
@@ -121,13 +123,16 @@ def reshard_local(
         where = "cuda" if sides[1] == "cuda" else None
         dst = None if local_shape is None else torch.empty(local_shape, dtype=dtype, device=where)
     given = src
-    if src is not None and dst is not None and overlaps(src, dst):
-        given = src.clone()  # neighbours would read what already came in from others
+    watched = [] if src is None else [src]
+    if src is not None and dst is not None:
+        if overlaps(src, dst):
+            given = src.clone()  # neighbours would read what already came in from others
+        if storage_of(src) == storage_of(dst):
+            watched = []  # this very call writes there
     launch, _ = transfer.launch([given], [dst], limit, driven=not async_op)
     if dst is not None:
         written = dst
         launch.on_success(lambda: note_written(written))
-    watched = [] if src is None or given is not src else [src]
     handle = Handle(launch, dst, lambda: transfer.plan.lower_bound, watched)
     return handle if async_op else handle.wait()
 

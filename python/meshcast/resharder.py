@@ -10,11 +10,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .autograd import differentiable_call
 from .calls import Request, handle_of, source_of, tell_others
-from .compiled import Compiled, casts_of, check_outs, compile_members
+from .compiled import Compiled, casts_of, compile_members
 from .errors import LayoutError
 from .groups import parent_group, seconds
 from .handle import Handle, Launch
 from .member import Destination, positive_placements
+from .memory import check_storage
 from .rejection import publish_rejection
 from .repeat import Repeat
 from .spec import TensorSpec
@@ -111,9 +112,9 @@ class Resharder:
 
     def start(self, x: DTensor | None = None, *, out: DTensor | None = None) -> Handle[DTensor]:
         """Starts one call and returns at once. x: the source on the ranks of its mesh; others may pass None.
-        out: where the result goes, under dst_spec."""
+        out: where the result goes, under dst_spec; what reshard_ says of its own holds for it."""
         result, launch = self._begin(x, out, driven=False)
-        return handle_of(launch, result, self._compiled, [x])
+        return handle_of(launch, result, self._compiled, [x], result)
 
     def run(self, x: DTensor | None = None, *, out: DTensor | None = None) -> DTensor:
         """start() and wait in one; costs less than both."""
@@ -190,7 +191,7 @@ class Resharder:
         if not isinstance(out, DTensor):
             raise LayoutError(f"{_OP}: out must be a DTensor, found {type(out).__name__}")
         _expect("out", out, self._dst)
-        check_outs([out], _OP)
+        check_storage(out._local_tensor, _OP)
 
 
 def _spec_of(name: str, given: Any) -> TensorSpec:

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from . import _checks
 from .calls import source_of
-from .compiled import check_outs
 from .errors import LayoutError
 from .gpu_offer import own_obstacle
 from .layout import Layout
 from .member import Destination, Source, positive_placements
+from .memory import check_outs, near, storage_of
 from .spec import TensorSpec
 from .state_specs import encode
 
@@ -39,6 +39,27 @@ class StateCall:
     outs: dict[str, DTensor]
     options: dict[str, Any]
     topology: Topology | None
+
+    def sent(self) -> dict[str, DTensor]:
+        """What is held, with copies of all that shares memory with an output: else neighbours, or a later
+        batch, would read what has already come in."""
+        if not self.outs:
+            return self.held
+        shards = {name: x._local_tensor for name, x in self.held.items()}
+        copied = near(shards, [out._local_tensor for out in self.outs.values()])
+        return {
+            name: DTensor(shards[name].detach().clone(), x._spec, requires_grad=False)
+            if name in copied
+            else x
+            for name, x in self.held.items()
+        }
+
+    def watched(self) -> dict[str, DTensor]:
+        """What is held in other storages than those that this very call writes to."""
+        if not self.outs:
+            return self.held
+        written = {storage_of(out._local_tensor) for out in self.outs.values()}
+        return {name: x for name, x in self.held.items() if storage_of(x._local_tensor) not in written}
 
     def key(self) -> Any:
         return (
@@ -90,7 +111,7 @@ def checked_call(
             held[name] = value
     for name, out in outs.items():
         _check_out(name, out, targets)
-    check_outs(list(outs.values()), _OP)
+    check_outs({name: out._local_tensor for name, out in outs.items()}, _OP)
     return StateCall(held, sources, targets, layouts, dict(outs), options, topology)
 
 

@@ -100,7 +100,10 @@ def reshard_state_dict(
             TensorSpec, or nothing.
         destinations: the same on every rank.
         out: {name: DTensor} to receive into, for any of the names, on ranks inside its destination mesh; its
-            dtype is then that of the result.
+            dtype is then that of the result. Outputs may be interleaved in memory, as columns of one matrix
+            are; two elements never have one address. Sources may share memory with outputs, their own and
+            others: they are copied before anything moves, whatever max_bytes_in_flight says. Changes of a
+            source that is in one storage with an output are found by digests alone.
         dtype: of the results of floating-point tensors; others keep theirs.
         max_bytes_in_flight: at most so many bytes (of global tensors, as they travel) are moved at a time;
             a single larger tensor goes alone. None: everything at once.
@@ -116,7 +119,8 @@ def reshard_state_dict(
         {name: DTensor} with attribute `version`; shells on ranks outside a destination mesh.
 
     Raises:
-        LayoutError: a value that is not a DTensor, a missing or superfluous name, outputs that do not fit.
+        LayoutError: a value that is not a DTensor, a missing or superfluous name, outputs that do not fit, or
+            that share addresses (see reshard_).
         PlanMismatchError: ranks or versions disagree.
         MeshcastError: a source was changed while it travelled, or a digest differs: the results are torn and
             no rank returns them. Outputs are then undefined.
@@ -187,7 +191,8 @@ def reshard_state_dict(
             state.known.popitem(last=False)
     digests: dict[tuple[str, int], int] = {}
     versions = {
-        name: [(tensor, tensor._version) for tensor in (x, x._local_tensor)] for name, x in call.held.items()
+        name: [(tensor, tensor._version) for tensor in (x, x._local_tensor)]
+        for name, x in call.watched().items()
     }
     with torch.no_grad():
         results = _move(known, call, parent.rank, deadline, digests if digest else None)
@@ -295,9 +300,10 @@ def _move(
 ) -> list[DTensor]:
     """Runs the batches, one after the other."""
     results: dict[int, DTensor] = {}
+    sent = call.sent()
     for indices, compiled in known.batches:
         names = [known.entries[i].name for i in indices]
-        xs = [call.held.get(name) for name in names]
+        xs = [sent.get(name) for name in names]
         outs = [call.outs.get(name) for name in names]
         observe = None if digests is None else _observer(indices, compiled, rank, digests)
         moved, launch, _ = compiled.begin(xs, _left(deadline), outs, observe)
