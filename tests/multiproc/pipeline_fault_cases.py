@@ -107,8 +107,8 @@ def two_stages():
 
 
 def a_refusal_ends_nothing(context) -> None:
-    """What a step refuses before data moves is known to all ranks, whichever refuses. The same schedule goes on,
-    and so do others and plain reshards between the meshes."""
+    """What a step refuses before data moves is known to all ranks, whichever refuses. The same schedule goes
+    on, and so do others and plain reshards between the meshes."""
     here = two_stages()
     reference, module = mlp(2), mlp(2)[here.stage]
     schedule = schedule_of("1F1B", here, module, 2, 2)

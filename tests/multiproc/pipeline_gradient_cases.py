@@ -1,9 +1,7 @@
-"""Gradients of pipelines where ranks share values, parameters and losses in all the ways that they can, against
-one process. Six ranks."""
+"""Gradients of pipelines whose ranks share values, parameters and losses, against one process. Six ranks."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +9,7 @@ import meshcast
 import torch
 import torch.distributed as dist
 from meshcast.errors import AbortedError, LayoutError
-from meshcast.pipelining import Edge, PipelineStage, Schedule1F1B, ScheduleZBV, get_schedule_class
+from meshcast.pipelining import Edge, PipelineStage, ScheduleZBV, get_schedule_class
 from multiproc.pipeline_fault_cases import raises
 from multiproc.pipeline_models import (
     CPU,
@@ -53,7 +51,7 @@ class Bias(nn.Module):
         super().__init__()
         self.body, self.bias = body, nn.Parameter(torch.linspace(0.1, 1.0, 6, dtype=torch.float64))
 
-    def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.body(x), self.bias.sin()
 
 
@@ -232,7 +230,7 @@ def difference(module: nn.Module, reference: nn.Module) -> float:
 
 
 def fsdp_case(dtype: torch.dtype, nested: bool, hybrid: bool = False):
-    """FSDP2 over a stage's own ranks: gradients are those of the global batch; no shapes are given. Training and
+    """FSDP2 over a stage's own ranks, no shapes given: gradients are those of the global batch. Training and
     evaluation in turn, by two schedules."""
 
     def case(_) -> None:
@@ -246,7 +244,8 @@ def fsdp_case(dtype: torch.dtype, nested: bool, hybrid: bool = False):
         train_alone(nn.Sequential(*coarse), x, y, 2)
         options: dict[str, Any] = {}
         if here.mesh.ndim == 2:
-            options = dict.fromkeys(("input_placements", "output_placements"), [Shard(0), Shard(0)])
+            split = [Shard(0), Shard(0)]
+            options = {"input_placements": split, "output_placements": split}
         module = sharded(Blocks(dtype, here.stage), here.mesh, nested)
         stage = PipelineStage(module, here.stage, 2, CPU, group=here.group, mesh=here.mesh, **options)
         schedules = [schedule_of(name, stage, 2) for name in ("1F1B", "GPipe")]
@@ -312,7 +311,7 @@ def labels(rows: int, tokens: int, seed: int = 3) -> torch.Tensor:
 
 
 def weighted_case(name: str, wrapper: str = "", **options: Any):
-    """Tokens that are not counted, unlike many on each rank and in each micro-batch; ranks without samples."""
+    """Tokens that are not counted, unlike many on each rank and micro-batch; ranks without samples."""
 
     def case(_) -> None:
         here = place(in_a_row([2, 3]))
@@ -453,9 +452,9 @@ class Experts(nn.Module):
 
 
 def sizes_case(name: str, kind: type[nn.Module], **options: Any):
-    """Batches of 12, 7, 2 and 1 samples in 4 micro-batches over ranks that often have none; evaluation of 5."""
+    """Batches of 12, 7, 2 and 1 samples in 4 micro-batches on ranks that often have none; evaluation of 5."""
 
-    def case(context) -> None:
+    def case(_) -> None:
         here = place(in_a_row([2, 3, 1]))
         reference, mine = ([kind(body) for body in mlp(3)] for _ in range(2))
         module = mine[here.stage]
@@ -593,8 +592,6 @@ def an_ambiguous_stage_is_refused(_) -> None:
     raises(LayoutError if here.stage else AbortedError, "data_dims=[0]", "data_dims=[]", call=step)
     step(**({"data_dims": []} if here.stage else {}))
 
-
-HOST = os.environ.get("MESHCAST_HOST_ID")
 
 CASES = [
     *[whole_values_case("1F1B", sizes) for sizes in ((1, 2), (2, 1), (2, 3), (3, 3))],

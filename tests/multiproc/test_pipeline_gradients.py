@@ -1,4 +1,4 @@
-"""Gradients where ranks share values, parameters and losses: pipeline_gradient_cases.py, run by six processes."""
+"""Gradients where ranks share values, parameters and losses: pipeline_gradient_cases.py, in six processes."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ _made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class Refused(Exception):  # noqa: N818  no error of its own: it never leaves the package
-    """Carries the error of a call that was refused before data moved. Every rank of the pipeline gets one, and
-    all may go on."""
+    """Carries the error of a call that was refused before data moved. Every rank of the pipeline gets one,
+    and all may go on."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))

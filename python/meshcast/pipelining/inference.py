@@ -242,9 +242,9 @@ def _on_data(
     zeros, ones = found
     if zeros != ones:
         raise LayoutError(
-            f"{what}: the shapes of its outputs depend on its data: {[each.shape for each in zeros]} of zeros, "
-            f"{[each.shape for each in ones]} of ones. What leaves a stage has one shape for all micro-batches "
-            "of a size: pad it; if the shapes of real data are always the same, give output_args="
+            f"{what}: the shapes of its outputs depend on its data: {[each.shape for each in zeros]} of "
+            f"zeros, {[each.shape for each in ones]} of ones. What leaves a stage has one shape for all "
+            "micro-batches of a size: pad it; or give output_args= if real data always have one shape"
         )
     return zeros
 

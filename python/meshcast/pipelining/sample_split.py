@@ -81,7 +81,7 @@ def _check_data_dim(
     ]
     if cut and whole and not _has_tensor_parallel_parameters_only(stage, dim):
         raise LayoutError(
-            f"{where}: over dimension {dim} of its mesh input {cut[0]} is cut and input {whole[0]} is whole. The "
+            f"{where}: over dimension {dim} of its mesh input {cut[0]} is cut, input {whole[0]} whole. The "
             f"gradient of input {whole[0]} is a sum over these ranks if they compute different parts of the "
             "loss, and whole on each if they are tensor parallel: name the dimensions over which samples or "
             f"tokens are split, data_dims={[*stage.data_dims, dim]}, or data_dims={stage.data_dims}"
@@ -90,8 +90,9 @@ def _check_data_dim(
     if split and inputs and len(whole) == sum(value.requires_grad for value in inputs.values()) and not cut:
         raise LayoutError(
             f"{where}: over dimension {dim} of its mesh all inputs are whole, output {split[0]} is split by "
-            f"samples: name the dimensions over which samples are split, data_dims={[*stage.data_dims, dim]}, or "
-            f"data_dims={stage.data_dims} if every rank computes the gradients of all samples"
+            "samples: name the dimensions over which samples are split, "
+            f"data_dims={[*stage.data_dims, dim]}, or data_dims={stage.data_dims} if every rank "
+            "computes the gradients of all samples"
         )
 
 
@@ -110,10 +111,10 @@ def _check_loss_dim(
         ):
             raise LayoutError(
                 f"rank {stage.rank}, stage {stage.stage_index}: input {index} is {placement} over dimension "
-                f"{dim} of the mesh, and so are the outputs that the loss is taken of. If every rank's loss is "
-                f"that of its own part, give loss_dims={[*stage.loss_dims, dim]}, and the same data_dims= where "
-                "parameters are whole on these ranks, as in context parallelism; if all have the same loss, "
-                f"loss_dims={stage.loss_dims}"
+                f"{dim} of the mesh, and so are the outputs that the loss is taken of. If every rank's loss "
+                f"is that of its own part, give loss_dims={[*stage.loss_dims, dim]}, and the same data_dims= "
+                "where parameters are whole on these ranks, as in context parallelism; if all have the same "
+                f"loss, loss_dims={stage.loss_dims}"
             )
 
 

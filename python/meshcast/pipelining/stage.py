@@ -235,8 +235,8 @@ class PipelineStage:
 
     def sync_gradients(self) -> None:
         """Sums the gradients of the parameters over the data-parallel ranks of the stage; inside
-        DistributedDataParallel over other pipelines (``group=``) it takes their mean over these. Called by all
-        of these ranks, once per step. A parameter that several stages of a rank hold is left to the first.
+        DistributedDataParallel over other pipelines (``group=``) it takes their mean over these. Called by
+        all of these ranks, once per step. What several stages of a rank hold is left to the first of them.
 
         ``step`` does it unless the schedule was made with ``sync_gradients=False``.
         """

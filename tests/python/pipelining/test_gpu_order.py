@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshcast import Layout
-from meshcast.pipelining.inference import Way
 from meshcast.pipelining import PipelineStage
 from meshcast.pipelining.action import Action, ActionKind
 from meshcast.pipelining.deliveries import Delivery
 from meshcast.pipelining.gpu_clock import GpuClock
+from meshcast.pipelining.inference import Way
 from meshcast.pipelining.recipe import Recipe
 from meshcast.pipelining.runtime import Runtime
 from meshcast.pipelining.trace import Trace
