@@ -256,47 +256,54 @@ class PipelineStage:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], with_grad: bool, everywhere_empty: bool = False
     ) -> Inferred:
         """Local shapes of the outputs of one micro-batch, and how to run the module for it."""
-        examples = self._examples(args)
-        if not self.is_last and examples is None:
-            found = infer_outputs(
-                self.submod,
-                args,
-                kwargs,
-                with_grad=with_grad,
-                what=f"rank {self.rank}, stage {self.stage_index}",
-                everywhere_empty=everywhere_empty,
-            )
-            self._writes_on_inputs = self._writes_on_inputs or found.copies
-            return found
+        rows = _rows(args)
+        if self._example_rows is None:
+            self._example_rows = _rows(self.input_examples) if self.input_examples else rows
+        known = self.output_examples is not None and rows == self._example_rows
+        if not self.is_last and not known:
+            try:
+                found = infer_outputs(
+                    self.submod,
+                    args,
+                    kwargs,
+                    with_grad=with_grad,
+                    what=f"rank {self.rank}, stage {self.stage_index}",
+                    everywhere_empty=everywhere_empty,
+                )
+            except LayoutError:
+                if self.output_examples is None:
+                    raise
+            else:
+                self._writes_on_inputs = self._writes_on_inputs or found.copies
+                return found
         outputs, stand_in = None, False
         if is_empty((args, kwargs)) or (self.is_last and may_split_loss(self)):
             outputs, stand_in = probe(self.submod, args, kwargs, with_grad=with_grad)
         if self.is_last:  # its outputs matter to the loss function alone
             tensors = [each for each in tree_flatten(outputs)[0] if isinstance(each, torch.Tensor)]
             return Inferred(describe_values(tensors, with_grad), stand_in)
-        given = [
-            value.detach().requires_grad_(with_grad and value.is_floating_point()) for value in examples or ()
+        examples = [
+            value.detach().requires_grad_(with_grad and value.is_floating_point())
+            for value in self._examples(rows)
         ]
-        return Inferred(describe_values(given, with_grad), stand_in)
+        return Inferred(describe_values(examples, with_grad), stand_in)
 
-    def _examples(self, args: Sequence[Any]) -> list[torch.Tensor] | None:
-        """output_args, for as many samples as this micro-batch has here; None where they do not tell."""
-        if self.output_examples is None:
-            return None
-        rows = _rows(args)
-        if self._example_rows is None:
-            self._example_rows = _rows(self.input_examples) if self.input_examples else rows
-        if rows == self._example_rows:
-            return list(self.output_examples)
-        if not self._example_rows or rows is None:
-            return None
-        scaled = []
-        for value in self.output_examples:
-            if value.dim() == 0 or value.shape[0] % self._example_rows or isinstance(value, DTensor):
-                return None
-            size = value.shape[0] // self._example_rows * rows
-            scaled.append(torch.empty((size, *value.shape[1:]), dtype=value.dtype, device="meta"))
-        return scaled
+    def _examples(self, rows: int | None) -> list[torch.Tensor]:
+        """output_args as of a micro-batch with so many samples on this rank. Raises LayoutError where they do
+        not tell."""
+        examples, known = self.output_examples or (), self._example_rows
+        if rows == known:
+            return list(examples)
+        found = []
+        for value in examples:
+            if not known or rows is None or value.dim() == 0 or value.shape[0] % known:
+                raise LayoutError(
+                    f"rank {self.rank}, stage {self.stage_index}: output_args is of {known} samples, which "
+                    f"does not tell the shapes of {rows}: dimension 0 of {tuple(value.shape)} is no multiple"
+                )
+            size = value.shape[0] // known * rows
+            found.append(torch.empty((size, *value.shape[1:]), dtype=value.dtype, device="meta"))
+        return found
 
     def wrap(self, local: torch.Tensor, placements: Placements, shape: Sequence[int]) -> torch.Tensor:
         """The DTensor on the stage's mesh that a local shard belongs to."""
