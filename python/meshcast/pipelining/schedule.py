@@ -56,9 +56,10 @@ class PipelineSchedule:
 
     Args:
         stages: this rank's stages.
-        n_microbatches: into how many parts ``step`` cuts the batch; must divide it.
-        loss_fn: ``loss_fn(output, target)``, a mean over the samples it is given. Used on the last stage,
-            which decides whether the pipeline trains; without it only forward runs.
+        n_microbatches: into how many parts ``step`` cuts the batch, as torch.tensor_split does.
+        loss_fn: ``loss_fn(output, target)``, a mean over the samples it is given, or a pair (sum, weight):
+            gradients are then those of all sums over all weights. Used on the last stage, which decides
+            whether the pipeline trains; without it only forward runs.
         args_chunk_spec, kwargs_chunk_spec, output_merge_spec: as in torch.distributed.pipelining.
         scale_grads: gradients are those of the mean over micro-batches; else of the sum.
         sync_gradients: ``step`` sums the gradients of parameters over the data-parallel ranks of each stage.
@@ -71,8 +72,8 @@ class PipelineSchedule:
             every rank.
         delay_weight_grad: gradients of inputs first, so that they leave early, those of weights after them.
         overlap: False: wait for each send where it is made, for comparison.
-        varying_shapes: micro-batches may differ in shape, in a step (``arg_mbs``) and from step to step. All
-            ranks then exchange shapes before each step, and each new shape costs what the first step costs.
+        varying_shapes: micro-batches may differ in more than the number of their samples, in a step
+            (``arg_mbs``) and from step to step. Each new shape costs what the first step costs.
         seed: each forward begins from a random state of its own, made of this number, the number of the step,
             the stage and the micro-batch (see `microbatch_seed`), and leaves the random state of the process
             as it was: dropout is then the same under every schedule. An integer, the same on every rank.
@@ -190,8 +191,8 @@ class PipelineSchedule:
             args: the batch, first stage only (ignored elsewhere): whole, the same on each of its ranks. The
                 runtime takes each rank's shard of each micro-batch.
             target: the whole batch's targets, last stage only, cut like the arguments.
-            losses: filled on every rank of the last stage with the mean loss of each micro-batch over all its
-                samples.
+            losses: filled on every rank of the last stage with the loss of each micro-batch: the mean over
+                its samples, or sum over weight; 0 where it has no samples.
             return_outputs: return the outputs on the last stage.
             loss_kwargs: more arguments for ``loss_fn``.
             arg_mbs, kwarg_mbs, target_mbs: arguments (a tuple each), keyword arguments and targets that are
@@ -204,10 +205,12 @@ class PipelineSchedule:
             they differ in another dimension); None elsewhere and without ``return_outputs``.
 
         Raises:
-            LayoutError: the batch cannot be cut, its shape differs from the first step's, outputs do not
-                match their layout.
+            LayoutError: the batch has no samples, another shape than the first one, or one that no stage
+                takes; targets are missing; outputs do not match their layout. The other ranks raise
+                AbortedError with the same text. Nothing was sent: the next step runs.
             MeshcastError: a module raised; names rank, stage and micro-batch. The other ranks raise
                 AbortedError with this first cause; one that had finished its part does so in its next step.
+                The transfers of the pipeline have ended.
         """
         pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
         return self._step(args, kwargs, target, losses, return_outputs, loss_kwargs, True, pieces)
@@ -222,7 +225,8 @@ class PipelineSchedule:
         target_mbs: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """`step` without gradients: forward only, losses where there are targets."""
+        """`step` without gradients: forward only, losses where there are targets. The batch may have another
+        size than those of training."""
         pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
         with torch.no_grad():
             return self._step(args, kwargs, target, losses, True, None, False, pieces)

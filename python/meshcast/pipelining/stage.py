@@ -75,7 +75,7 @@ class PipelineStage:
             and targets are given there; ``mesh`` is on the same kind of device.
         input_args: examples of one micro-batch's local inputs; checked against what the producers send.
         output_args: examples (device "meta" will do) of one micro-batch's local outputs, for modules whose
-            shapes cannot be inferred.
+            shapes cannot be inferred. Of micro-batches with other numbers of samples dimension 0 follows.
         output_grads, input_grads, get_mesh: torch passes the metadata of DTensor gradients through these;
             here layouts follow from ``mesh`` and the placements, so they must be None. torch 2.11 has none
             of them: there ``group`` and ``dw_builder`` come in their places, which is understood.
