@@ -50,7 +50,6 @@ class StepLoss:
         self._loss_kwargs = loss_kwargs
         self._scale = scale
         self._parts = [1.0] * microbatches  # of a micro-batch's samples and tokens, this rank's
-        self._samples: list[int | None] = [None] * microbatches  # of all ranks
         self._weights = [1.0 / microbatches] * microbatches  # of the micro-batch in the step
         self._taken: list[tuple[int, torch.Tensor, Any]] = []  # micro-batch, mean or sum, weight of a sum
         self._pairs = self._means = 0
@@ -75,21 +74,17 @@ class StepLoss:
         for dim in open_dims:  # cut inside the module: in equal parts, as far as can be known
             all_ranks *= stage.mesh.shape[dim]
         self._parts[microbatch] = mine / max(1, all_ranks)
-        by_samples = [shape[0] for placements, shape, _ in inputs if shape and Shard(0) in placements]
-        self._samples[microbatch] = by_samples[0] if by_samples else None
-        if self._samples[microbatch] == 0:
-            self._parts[microbatch] = 0.0
 
     def learn_part_as(self, microbatch: int, other: int) -> None:
         """That of another micro-batch of the same shapes."""
-        self._parts[microbatch], self._samples[microbatch] = self._parts[other], self._samples[other]
+        self._parts[microbatch] = self._parts[other]
 
-    def learn_weights(self, alike: bool) -> None:
-        """Once all parts are known. alike: every micro-batch counts the same, however many samples it has."""
-        samples = [1 if each is None else each for each in self._samples]
-        if alike or None in self._samples:
-            samples = [min(each, 1) for each in samples]  # those without samples do not count
-        self._weights = [each / max(1, sum(samples)) for each in samples]
+    def learn_weights(self, samples: Sequence[int], alike: bool) -> None:
+        """Once all parts are known. samples: of each micro-batch, on all ranks. alike: every micro-batch that
+        has samples counts the same, however many they are."""
+        counts = [min(each, 1) for each in samples] if alike else samples
+        self._weights = [each / max(1, sum(counts)) for each in counts]
+        self._parts = [part if each else 0.0 for part, each in zip(self._parts, counts, strict=True)]
 
     def take(self, microbatch: int, output: Any) -> torch.Tensor | None:
         """Computes the loss of the last stage's output, where there is a loss function and a target. Returns

@@ -50,14 +50,14 @@ def whole(values: Any) -> Any:
 
 def cut(
     args: tuple[Any, ...], kwargs: dict[str, Any], count: int, args_spec: Any, kwargs_spec: Any, what: str
-) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Micro-batches of whole values, as torch.distributed.pipelining makes them. Of fewer samples than
-    micro-batches the last ones have none.
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]], list[int]]:
+    """Micro-batches of whole values, as torch.distributed.pipelining makes them, and how many samples each
+    has: those of the first tensor. Of fewer samples than micro-batches the last ones have none.
 
     Raises LayoutError naming a tensor without samples, or without the dimension that is to be cut.
     """
     if not args and not kwargs:
-        return [], []
+        return [], [], [1] * count
     args, kwargs = whole((args, kwargs))
     sizes = [
         *_sizes(args, args_spec, what),
@@ -66,11 +66,14 @@ def cut(
     parts = min([count, *sizes])
     pieces, named = split_args_kwargs_into_chunks(args, kwargs, parts, args_spec, kwargs_spec)
     if len(pieces) != parts:  # values without tensors are not cut: they are the same for all
-        return [args] * count, [kwargs] * count
+        return [args] * count, [kwargs] * count, [1] * count
     while len(pieces) < count:
         pieces.append(_nothing_of(pieces[0], args_spec))
         named.append(_nothing_of(named[0], kwargs_spec))
-    return pieces, named
+    samples = (
+        [sizes[0] // parts + (part < sizes[0] % parts) for part in range(parts)] if sizes else [1] * parts
+    )
+    return pieces, named, [*samples, *[0] * (count - parts)]
 
 
 def _sizes(values: tuple[Any, ...], specs: Any, what: str) -> list[int]:

@@ -26,8 +26,8 @@ from meshcast.pipelining.inference import Way
 from meshcast.pipelining.lane import Arrival, Lane
 from meshcast.pipelining.lower import Link
 from meshcast.pipelining.randomness import random_state
-from meshcast.pipelining.shapes import as_tuple
-from meshcast.pipelining.stage import PipelineStage, local_values
+from meshcast.pipelining.shapes import as_tuple, local_values
+from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.trace import Trace
 from meshcast.pipelining.wiring import Value, Wiring
 

@@ -375,6 +375,7 @@ class PipelineSchedule:
                     " ".join(names) for names in zip(*(feeds[i].digests() for i in feeds), strict=True)
                 ],
                 "alike": pieces.given,
+                "samples": feeds[0].samples() if 0 in feeds else None,
                 "weighted": self._weighted,
             }
         else:
@@ -389,11 +390,12 @@ class PipelineSchedule:
                 mine or AbortedError(text, rank=self._rank, peer=rank, op="pipeline", phase="agree")
             ) from mine
         self._weighted = answer["weighted"]
-        wirings = self._wirings.of_step(answer["keys"], feeds, self._agreed())
+        wirings = self._wirings.of_step(answer["keys"], answer["samples"], feeds, self._agreed())
         if self._runtime is None:
             self._runtime = Runtime(self._stages, wirings[0], self._timeout, overlap=self._overlap)
         for index, feed in feeds.items():
-            feed.learn_shares([wiring.inputs[index] for wiring in wirings], answer["alike"])
+            inputs = [wiring.inputs[index] for wiring in wirings]
+            feed.learn_shares(inputs, answer["samples"], answer["alike"])
         return self._runtime, feeds, wirings
 
     def _step_seed(self) -> tuple[int, int] | None:
@@ -446,6 +448,8 @@ class PipelineSchedule:
             if self._steps:
                 self._exchange.forget(f"step/{self._steps - 1}")
         weight: float | None = None
+        for stage in self._stages.values() if train else ():
+            stage.drop_made_up()
         for index, stage in self._stages.items():
             if stage.is_last:
                 means, weight = feeds[index].loss.finish()

@@ -7,13 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 from meshcast.errors import LayoutError
 from meshcast.layout import Layout
 
-__all__ = ["LocalValue", "as_tuple", "describe_values", "global_shape", "with_empty"]
+__all__ = [
+    "LocalValue",
+    "as_tuple",
+    "describe_values",
+    "global_shape",
+    "local_values",
+    "rows_of",
+    "with_empty",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,21 @@ def as_tuple(values: Any, what: str) -> tuple[torch.Tensor, ...]:
         kinds = [type(value).__name__ for value in found] or type(values).__name__
         raise LayoutError(f"{what}: values that leave a stage must be tensors, found {kinds}")
     return found
+
+
+def local_values(value: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor or plain tensor, its values in memory: a functional collective (there are
+    some inside tensor-parallel modules) returns a stand-in that has none until it is waited for."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def rows_of(values: Sequence[Any]) -> int | None:
+    """Samples that the first tensor has here."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.dim():
+            return int(local_values(value).shape[0])
+    return None
 
 
 def describe_values(values: Sequence[torch.Tensor], with_grad: bool) -> list[LocalValue]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten
@@ -40,7 +39,7 @@ from meshcast.pipelining.layouts import (
 )
 from meshcast.pipelining.layouts import data_dims as split_dims
 from meshcast.pipelining.sample_split import may_split_loss
-from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values
+from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values, local_values, rows_of
 from meshcast.pipelining.split_backward import SplitBackward, hooks_made
 from meshcast.pipelining.wrappers import LastBackward, fsdp_parts, look_through
 from meshcast.plan import STRATEGIES
@@ -200,6 +199,7 @@ class PipelineStage:
             self._writes_on_inputs = any(True for _ in fsdp_parts(self.submod))
             self._last_backward = LastBackward(self.submod)
             self.shared = _shared_parameters(stage_index, shared_parameters or {}, self.submod)
+            self._made_up = False  # whether a micro-batch of this step ran on stand_ins
             self._kept: dict[int, _Kept] = {}
             self._late: dict[int, SplitBackward] = {}  # micro-batches whose weight gradients are to come
             self._told = False  # that this module's backward cannot be split
@@ -256,9 +256,9 @@ class PipelineStage:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], with_grad: bool, everywhere_empty: bool = False
     ) -> Inferred:
         """Local shapes of the outputs of one micro-batch, and how to run the module for it."""
-        rows = _rows(args)
+        rows = rows_of(args)
         if self._example_rows is None:
-            self._example_rows = _rows(self.input_examples) if self.input_examples else rows
+            self._example_rows = rows_of(self.input_examples) if self.input_examples else rows
         known = self.output_examples is not None and rows == self._example_rows
         if not self.is_last and not known:
             try:
@@ -316,6 +316,15 @@ class PipelineStage:
         """Before the first action of a step that trains."""
         self._last_backward.begin_step(microbatches)
 
+    def drop_made_up(self) -> None:
+        """After the last action of a step that trains: what only a made-up sample met has a gradient of zeros,
+        which an optimizer would take for that of a parameter that was used."""
+        if self._made_up and not self._last_backward.active:
+            for parameter in self.submod.parameters():
+                if parameter.grad is not None and not local_values(parameter.grad).any():
+                    parameter.grad = None
+        self._made_up = False
+
     def end_evaluation(self) -> None:
         """After the last action of a step without backward."""
         self._last_backward.reshard()
@@ -332,6 +341,7 @@ class PipelineStage:
         hooks_before = hooks_made()
         given = inputs
         if way.stand_in:
+            self._made_up = self._made_up or keep
             given, kwargs = stand_ins((inputs, dict(kwargs)), 1)
         try:
             output = self.submod(*(_copied(given) if self._writes_on_inputs else given), **kwargs)
@@ -460,21 +470,6 @@ class PipelineStage:
 def _copied(values: Sequence[Any]) -> list[Any]:
     """For a module that writes on its inputs in place."""
     return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
-
-
-def _rows(values: Sequence[Any]) -> int | None:
-    """Samples that the first tensor has here."""
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.dim():
-            return int(local_values(value).shape[0])
-    return None
-
-
-def local_values(value: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor or plain tensor, its values in memory: a functional collective (there are
-    some inside tensor-parallel modules) returns a stand-in that has none until it is waited for."""
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def _shared_parameters(

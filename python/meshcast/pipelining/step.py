@@ -16,7 +16,8 @@ from meshcast.errors import LayoutError
 from meshcast.pipelining.layouts import Placements, local_shard
 from meshcast.pipelining.loss import Sharding, StepLoss
 from meshcast.pipelining.microbatches import Pieces, cut, whole
-from meshcast.pipelining.stage import PipelineStage, local_values
+from meshcast.pipelining.shapes import local_values
+from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.wiring import Value
 
 __all__ = ["StepFeed"]
@@ -59,7 +60,7 @@ class StepFeed:
         if stage.is_last and train and loss_fn is not None and target is None and pieces.targets is None:
             raise LayoutError(f"{where}: the last stage has a loss_fn and needs targets: step(..., target=y)")
         self._batch, self._target_placements = _split_by_samples(stage)
-        arguments, keywords = cut(args, dict(kwargs), microbatches, *chunk_specs, where)
+        arguments, keywords, self._samples = cut(args, dict(kwargs), microbatches, *chunk_specs, where)
         if pieces.args is not None:
             mine = pieces.args if stage.is_first else ()
             arguments = [each if isinstance(each, tuple) else (each,) for each in map(whole, mine)]
@@ -117,17 +118,18 @@ class StepFeed:
             before = shapes
         return names
 
-    def is_empty(self, microbatch: int) -> bool:
-        """Whether a micro-batch has no samples on any rank, as the first stage knows."""
-        given = self._whole_arguments[microbatch] if self._whole_arguments else ()
-        return any(isinstance(each, torch.Tensor) and each.shape[:1] == (0,) for each in given)
+    def samples(self) -> list[int]:
+        """Of each micro-batch, as the first stage knows: the size of the first tensor that was cut."""
+        return self._samples
 
-    def learn_shares(self, inputs: Sequence[Mapping[int, Value]], alike: bool) -> None:
+    def learn_shares(
+        self, inputs: Sequence[Mapping[int, Value]], samples: Sequence[int], alike: bool
+    ) -> None:
         """What this rank's losses weigh.
 
         Args:
             inputs: of each micro-batch, what other stages send for it; the same object for the same shapes.
-            alike: every micro-batch counts the same.
+            samples, alike: see `StepLoss.learn_weights`.
         """
         known: dict[int, int] = {}
         for number, values in enumerate(inputs):
@@ -136,7 +138,7 @@ class StepFeed:
                 continue
             known[id(values)] = number
             self.loss.learn_part(number, self._shardings(number, values))
-        self.loss.learn_weights(alike or self._stage.mesh.device_mesh is None)
+        self.loss.learn_weights(samples, alike or self._stage.mesh.device_mesh is None)
 
     def _shardings(self, microbatch: int, values: Mapping[int, Value]) -> list[Sharding]:
         stage = self._stage

@@ -32,7 +32,8 @@ def agree_on_step(said: dict[int, Any]) -> dict[str, Any]:
     """What the first rank makes of all ranks' words on a step.
 
     Each says {"refused": text}, or "mode" (train or eval), "shapes" (a name for those of each micro-batch),
-    "alike" and "weighted". The answer has the combined names, or who refused what.
+    "alike", "weighted" and, on the first stage, "samples" (how many each micro-batch has). The answer has the
+    combined names, or who refused what.
     """
     refused = {rank: each["refused"] for rank, each in said.items() if "refused" in each}
     if not refused:
@@ -50,8 +51,10 @@ def agree_on_step(said: dict[int, Any]) -> dict[str, Any]:
     keys = []
     for names in zip(*(said[rank]["shapes"] for rank in sorted(said)), strict=True):
         keys.append(hashlib.blake2b(" ".join(names).encode(), digest_size=8).hexdigest())
+    samples = [each["samples"] for each in said.values() if each["samples"] is not None]
     return {
         "keys": keys,
+        "samples": samples[0],
         "alike": any(each["alike"] for each in said.values()),
         "weighted": known[0] if known else None,
     }
@@ -111,12 +114,14 @@ class Wirings:
                         op="pipeline",
                     )
 
-    def of_step(self, keys: list[str], feeds: Mapping[int, StepFeed], table: StageTable) -> list[Wiring]:
+    def of_step(
+        self, keys: list[str], samples: list[int], feeds: Mapping[int, StepFeed], table: StageTable
+    ) -> list[Wiring]:
         """One for each micro-batch. Called by all ranks, with the names that they agreed on. Raises Refused
         where a rank cannot take a shape."""
         for number, key in enumerate(keys):
             if key not in self._known:
-                self._known[key] = self._connect(feeds, table, number)
+                self._known[key] = self._connect(feeds, table, number, samples[number] == 0)
             self._known.move_to_end(key)
         wirings = [self._known[key] for key in keys]
         needed = len(set(keys))
@@ -136,7 +141,9 @@ class Wirings:
         for transfer in self.transfers():
             transfer.abort(reason)
 
-    def _connect(self, feeds: Mapping[int, StepFeed], table: StageTable, microbatch: int) -> Wiring:
+    def _connect(
+        self, feeds: Mapping[int, StepFeed], table: StageTable, microbatch: int, everywhere_empty: bool
+    ) -> Wiring:
         topic = f"{self._meetings}/"
         self._meetings += 1
         args = feeds[0].arguments(microbatch) if 0 in feeds else []
@@ -154,7 +161,7 @@ class Wirings:
                     self._timeout,
                     topic,
                     self.shared,
-                    0 in feeds and feeds[0].is_empty(microbatch),
+                    everywhere_empty,
                 )
         except BaseException as error:
             for name in (*(f"shapes/{index}" for index in self._stages), "checked"):

@@ -101,7 +101,7 @@ def connect(
         topic: begins the names of what the ranks tell each other here; another for each call.
         shared: of an earlier call for micro-batches of another shape. Lanes have the same numbers in all of
             them: between two steps nothing is on its way.
-        everywhere_empty: no rank of the first stage has samples of the micro-batch.
+        everywhere_empty: the micro-batch has no samples on any rank.
 
     Raises:
         Refused: on all ranks, before a transfer was made: a shape, layout or module that does not fit.
@@ -161,8 +161,6 @@ def _agree(
             stage = stages[index]
             inputs = _inputs(stage, table, table.edges, values)
             given = _examples(stage, inputs) if index else list(args)
-            if index:
-                everywhere_empty = any(value.shape[:1] == (0,) for value in inputs.values())
             inferred[index] = stage.infer(given, kwargs[index], table.trains, everywhere_empty)
             _publish_shapes(stage, exchange, f"{topic}shapes", inferred[index])
         # The last stage only tells whether it came this far: nobody must wait for it in vain.
