@@ -1,0 +1,153 @@
+"""What the ranks of a pipeline agree on before a step, and how batches and gradients are shared out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from meshcast.errors import LayoutError
+from meshcast.layout import Layout
+from meshcast.pipelining.inference import Inferred, infer_outputs, stand_ins
+from meshcast.pipelining.layouts import StageMesh, gradient_placements, numbered_dims
+from meshcast.pipelining.microbatches import cut
+from meshcast.pipelining.shapes import LocalValue, with_empty
+from meshcast.pipelining.varying import agree_on_step
+from torch import nn
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
+from torch.distributed.pipelining.microbatch import _Replicate as Whole
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+
+def said(**fields: object) -> dict:
+    return {"mode": "step", "shapes": ["a", "b"], "alike": False, "samples": None, "weighted": None, **fields}
+
+
+def test_the_first_stage_tells_the_samples_and_anyone_the_rest() -> None:
+    answer = agree_on_step({0: said(samples=[2, 1]), 3: said(alike=True), 4: said(weighted=True)})
+    assert (answer["samples"], answer["alike"], answer["weighted"]) == ([2, 1], True, True)
+    same = agree_on_step({0: said(samples=[2, 1]), 3: said(), 4: said()})
+    other = agree_on_step({0: said(samples=[2, 1]), 3: said(shapes=["a", "c"]), 4: said()})
+    assert answer["keys"] == same["keys"]
+    assert same["keys"][0] == other["keys"][0] != same["keys"][1] != other["keys"][1]
+    assert (same["alike"], same["weighted"]) == (False, None)
+
+
+def test_all_who_refuse_are_named_the_first_one_first() -> None:
+    answer = agree_on_step({0: said(samples=[1]), 5: {"refused": "no"}, 2: {"refused": "never"}})
+    assert answer == {"refused": [[2, "never"], [5, "no"]]}
+    (rank, text), *others = agree_on_step({0: said(), 1: said(mode="eval")})["refused"]
+    assert (rank, others) == (0, [])
+    assert "rank 0 calls step, rank 1 calls eval" in text
+
+
+def test_gradients_of_whole_values_are_pending_sums_over_data_dimensions() -> None:
+    assert gradient_placements((Replicate(), Shard(0)), [0]) == (Partial(), Shard(0))
+    assert gradient_placements((Replicate(), Replicate()), [1]) == (Replicate(), Partial())
+    # A part of a sum has the gradient of the sum, wherever the parts are.
+    assert gradient_placements((Partial(), Shard(1)), [0, 1]) == (Replicate(), Shard(1))
+
+
+def test_mesh_dimensions_by_number_or_name() -> None:
+    mesh = StageMesh(torch.arange(4).reshape(2, 2), 0, type("Mesh", (), {"mesh_dim_names": ("dp", "cp")}))
+    assert numbered_dims("x", ["cp", 0], mesh) == [0, 1]
+    assert numbered_dims("x", "cp", mesh) == [1]
+    assert numbered_dims("x", [], mesh) == []
+    for wrong in (2, -1, "tp"):
+        with pytest.raises(LayoutError, match=r"x: expected mesh dimensions 0\.\.1 or .*'dp', 'cp'.*found"):
+            numbered_dims("x", [wrong], mesh)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [(8, [2] * 4), (7, [2, 2, 2, 1]), (3, [1, 1, 1, 0]), (1, [1, 0, 0, 0])]
+)
+def test_a_batch_is_cut_as_tensor_split_does(rows: int, sizes: list[int]) -> None:
+    x, tall = torch.arange(rows * 2).reshape(rows, 2), torch.arange(3 * rows).reshape(3, rows)
+    pieces, named, samples = cut((x, tall, 5), {"whole": x}, 4, (TensorChunkSpec(0), TensorChunkSpec(1), Whole()),
+                                 {"whole": Whole()}, "here")  # fmt: skip
+    assert samples == sizes
+    for number, (first, second, third) in enumerate(pieces):
+        assert torch.equal(first, x.tensor_split(4)[number])
+        assert torch.equal(second, tall.tensor_split(4, 1)[number])
+        assert third == 5
+        assert torch.equal(named[number]["whole"], x)
+
+
+def test_values_that_no_tensor_is_cut_from() -> None:
+    assert cut((1,), {}, 3, None, None, "here") == ([(1,)] * 3, [{}] * 3, [1] * 3)
+    with pytest.raises(LayoutError, match=r"here: a tensor of shape \(0, 2\) has no samples in dimension 0"):
+        cut((torch.ones(0, 2),), {}, 3, None, None, "here")
+
+
+def test_ranks_without_samples_have_the_shapes_that_others_tell() -> None:
+    layout = Layout([[0, 1], [2, 3]], [Shard(0), Shard(1)])
+    assert with_empty({0: (4, 3), 1: (4, 2)}, layout, [0]) == {0: (4, 3), 1: (4, 2), 2: [0, 3], 3: [0, 2]}
+    whole = Layout([0, 1], [Replicate()])
+    assert with_empty({0: (4, 3)}, whole, [0]) == {0: (4, 3), 1: (4, 3)}
+
+
+class Heads(nn.Module):
+    """Cannot run without samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.view(x.shape[0], -1, 3).flatten(0, 1) * self.weight, self.weight.exp()
+
+
+def test_a_rank_without_samples_stands_in() -> None:
+    module, x = Heads(), torch.ones(0, 6)
+    assert infer_outputs(module, [x], {}, with_grad=True, what="s") == Inferred(None, stand_in=True)
+    # Nobody has samples: of one and of two samples follows what none would have.
+    found = infer_outputs(module, [x], {}, with_grad=True, what="s", everywhere_empty=True)
+    values = [LocalValue((0, 3), torch.float32, True), LocalValue((3,), torch.float32, True)]
+    assert found == Inferred(values, stand_in=True)
+    filled, same = stand_ins((x, torch.ones(2)), 1)
+    assert (filled.shape, same.shape) == ((1, 6), (2,))
+
+
+class Chooses(nn.Module):
+    """Its experts see as many rows as the data says; its buffer counts them, it draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len((x[:, 0] > 0).nonzero())
+        return x.index_add(0, (x[:, 0] > 0).nonzero()[:, 0], torch.rand_like(x[x[:, 0] > 0]))
+
+
+def test_a_module_that_fakes_cannot_run_runs_on_zeros_and_ones_and_is_left_alone() -> None:
+    module, state = Chooses(), torch.get_rng_state()
+    found = infer_outputs(module, [torch.ones(4, 2)], {}, with_grad=True, what="s")
+    assert found.outputs == [LocalValue((4, 2), torch.float32, False)]
+    assert float(module.seen) == 0.0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_module_that_writes_on_its_input_gets_copies() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert infer_outputs(nn.ReLU(inplace=True), [leaf], {}, with_grad=True, what="s").copies
+    assert infer_outputs(nn.ReLU(inplace=True), [torch.ones(2)], {}, with_grad=True, what="s").copies
+    assert not infer_outputs(nn.ReLU(), [leaf], {}, with_grad=True, what="s").copies
+
+
+def test_shapes_that_depend_on_data_are_refused_with_both_causes() -> None:
+    class Greedy(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[: int(x.sum().item())]
+
+    with pytest.raises(
+        LayoutError, match=r"depend on its data: \[\(0,\)\] of zeros, \[\(3,\)\] of ones.*output_args="
+    ):
+        infer_outputs(Greedy(), [torch.ones(3)], {}, with_grad=False, what="s")
+
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError(f"not with {x.shape}")
+
+    with pytest.raises(
+        LayoutError, match=r"could not be inferred \(ValueError: not with .*; on zeros ValueError"
+    ):
+        infer_outputs(Broken(), [torch.ones(3)], {}, with_grad=False, what="s")
