@@ -317,8 +317,8 @@ class PipelineStage:
         self._last_backward.begin_step(microbatches)
 
     def drop_made_up(self) -> None:
-        """After the last action of a step that trains: parameters that only a made-up sample met have gradients
-        of zeros, and an optimizer would take them for used."""
+        """After the last action of a step that trains: what only a made-up sample met has gradients
+        of zeros, and an optimizer would take it for used."""
         if self._made_up and not self._last_backward.active:
             for parameter in self.submod.parameters():
                 if parameter.grad is not None and not local_values(parameter.grad).any():
