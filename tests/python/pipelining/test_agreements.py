@@ -61,11 +61,16 @@ def test_mesh_dimensions_by_number_or_name() -> None:
 )
 def test_a_batch_is_cut_as_tensor_split_does(rows: int, sizes: list[int]) -> None:
     x, tall = torch.arange(rows * 2).reshape(rows, 2), torch.arange(3 * rows).reshape(3, rows)
+
+
 CUTS = [(8, [2, 2, 2, 2]), (7, [2, 2, 2, 1]), (3, [1, 1, 1, 0]), (1, [1, 0, 0, 0])]
 
 
 @pytest.mark.parametrize(("rows", "sizes"), CUTS)
-                                 {"whole": Whole()}, "here")  # fmt: skip
+def test_a_batch_is_cut_as_tensor_split_does(rows: int, sizes: list[int]) -> None:
+    x, tall = torch.arange(rows * 2).reshape(rows, 2), torch.arange(3 * rows).reshape(3, rows)
+    specs = (TensorChunkSpec(0), TensorChunkSpec(1), Whole())
+    pieces, named, samples = cut((x, tall, 5), {"whole": x}, 4, specs, {"whole": Whole()}, "here")
     assert samples == sizes
     for number, (first, second, third) in enumerate(pieces):
         assert torch.equal(first, x.tensor_split(4)[number])
