@@ -56,13 +56,6 @@ def test_mesh_dimensions_by_number_or_name() -> None:
             numbered_dims("x", [wrong], mesh)
 
 
-@pytest.mark.parametrize(
-    ("rows", "sizes"), [(8, [2] * 4), (7, [2, 2, 2, 1]), (3, [1, 1, 1, 0]), (1, [1, 0, 0, 0])]
-)
-def test_a_batch_is_cut_as_tensor_split_does(rows: int, sizes: list[int]) -> None:
-    x, tall = torch.arange(rows * 2).reshape(rows, 2), torch.arange(3 * rows).reshape(3, rows)
-
-
 CUTS = [(8, [2, 2, 2, 2]), (7, [2, 2, 2, 1]), (3, [1, 1, 1, 0]), (1, [1, 0, 0, 0])]
 
 
