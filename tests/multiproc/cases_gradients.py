@@ -281,11 +281,12 @@ class Rank:
 # ---- draws -----------------------------------------------------------------------------------------------
 
 
-def run(draw: Draw, here: Here, agree: Any) -> list[dict[str, Any]]:
-    """What the rank found in each step. agree(name): all ranks of the draw came this far."""
+def run(draw: Draw, here: Here, agree: Any, outcome: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the rank found in each step. agree(name): a block that all ranks of the draw come through."""
     with agree("made"):
         rank = Rank(draw, here)
     found = []
+    outcome["connected"] = True
     try:
         with agree("connected"):
             rank.connect()
@@ -327,7 +328,7 @@ class Agreement:
 
 
 def outcome_of(draw: Draw, number: int, meshes: Meshes, context: Any, limit: float) -> dict[str, Any]:
-    outcome: dict[str, Any] = {"state": "passed", "error": "", "trace": ""}
+    outcome: dict[str, Any] = {"state": "passed", "error": "", "trace": "", "connected": False}
     try:
         here = find(draw, meshes)
         if here is None:
@@ -336,7 +337,7 @@ def outcome_of(draw: Draw, number: int, meshes: Meshes, context: Any, limit: flo
         def agree(name: str) -> Agreement:
             return Agreement(context.store, f"{number}/{name}", context.rank, draw.ranks, limit)
 
-        outcome["steps"] = run(draw, here, agree)
+        outcome["steps"] = run(draw, here, agree, outcome)
     except StoppedError:
         outcome["state"] = "stopped"
     except Exception as error:

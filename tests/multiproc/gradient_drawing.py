@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from multiproc.gradient_draws import DOUBLE, MOST_RANKS, Draw, Input, Output, Stage, split_sizes
 from multiproc.gradient_shrink import without_output
@@ -37,16 +38,16 @@ def _drawn(rng: random.Random, seed: int) -> Draw:
     count = 2 * rows if schedule in DOUBLE else rows
     dtype = "bfloat16" if _often(rng, 0.1) else "float32"
     meshes = tuple(_mesh(rng) for _ in range(rows))
-    skeleton = Draw(seed, (), meshes, (Stage((), ()),) * count, ((1,),), schedule)
-    roles = [_roles(rng, skeleton.shape(stage)) for stage in range(count)]
     loss = rng.choice(["mean", "mean", "mean", "tokens", "tokens", "sum"])
+    skeleton = Draw(seed, (), meshes, (Stage((), ()),) * count, ((1,),), schedule, loss=loss)
+    roles = [_roles(rng, skeleton.shape(stage)) for stage in range(count)]
     batch = rng.choice([("act",), ("act",), ("ids",), ("act", "ids"), ("ids", "mask"), ("act", "mask")])
     microbatches = rng.choice([1, 2, 2, 3, 4, 5, 6])
     equal = loss == "sum" or microbatches == 1 or _often(rng, 0.45)
     tied = _tied(rng, skeleton, roles)
     stages: list[Stage] = []
     for number in range(count):
-        so_far = Draw(seed, batch, meshes, (*stages, *skeleton.stages[number:]), ((1,),), schedule)
+        so_far = replace(skeleton, batch=batch, stages=(*stages, *skeleton.stages[number:]))
         made = _stage(rng, so_far, number, roles[number], equal, dtype, tied is not None and number in tied)
         stages.append(made)
     pruned = _pruned(rng, Draw(seed, batch, meshes, tuple(stages), ((1,),), schedule))
@@ -111,10 +112,10 @@ def _roles(rng: random.Random, shape: Sequence[int]) -> tuple[str, ...]:
 
 def _tied(rng: random.Random, drawn: Draw, roles: Sequence[tuple[str, ...]]) -> tuple[int, int, str] | None:
     count = len(roles)
-    if count < 2 or not _often(rng, 0.2):
+    if count < 2 or not _often(rng, 0.4 if drawn.schedule in DOUBLE else 0.2):
         return None
     row = rng.choice(drawn.rows)
-    if drawn.schedule in DOUBLE and roles[row[0]] == roles[row[1]] and _often(rng, 0.5):
+    if drawn.schedule in DOUBLE and roles[row[0]] == roles[row[1]]:
         return row[0], row[1], "object"
     first = rng.randrange(count - 1)
     return first, rng.randrange(first + 1, count), "key"
@@ -140,10 +141,15 @@ def _stage(
     blocks += ["moe"] if equal and dtype == "float32" else []
     chosen = tuple(rng.choice(blocks) for _ in range(rng.choice([1, 1, 2, 2, 3])))
     outputs = () if last else _outputs(rng, roles, inputs, equal and degree > 1)
-    if any(made.placed[0] == "R" and made.kind == "hidden" for made in outputs):
-        chosen = tuple("mlp" if block == "view" else block for block in chosen)  # gathers: all must take part
+    if any(
+        (placed, role) == ("R", "data") and made.kind in ("hidden", "stat")
+        for made in outputs
+        for placed, role in zip(made.placed, roles, strict=True)
+    ):  # the module itself joins the samples of its ranks: one without samples must take part as it is
+        chosen = tuple("mlp" if block == "view" else block for block in chosen)
     in_place = (
         number > 0
+        and not sharded  # FSDP2 itself allows no change of its inputs
         and _often(rng, 0.12)
         and not any(made.kind == "pass" and made.of == 0 for made in outputs)
         and len({(each.source, each.output) for each in inputs}) == len(inputs)
@@ -161,8 +167,27 @@ def _stage(
         compiled=plain and degree <= 2 and "moe" not in chosen and not in_place and _often(rng, 0.04),
         in_place=in_place,
         examples="moe" in chosen or (equal and sharded),
-        explicit=_often(rng, 0.15),
-        split_loss=last and "tensor" in roles and _often(rng, 0.3),
+        explicit=_often(rng, 0.95 if _is_cut(roles, inputs) else 0.15),
+        split_loss=last and can_split_loss(roles, inputs) and _often(rng, 0.3),
+    )
+
+
+def can_split_loss(roles: Sequence[str], inputs: Sequence[Input]) -> bool:
+    """Over a tensor dimension, the loss of each rank that of its own tokens."""
+    return "tensor" in roles and not any(
+        (placed, role) == ("S2", "tensor")
+        for each in inputs
+        for placed, role in zip(each.placed, roles, strict=True)
+    )
+
+
+def _is_cut(roles: Sequence[str], inputs: Sequence[Input]) -> bool:
+    """Whether an input is cut over a tensor dimension: as it is under context parallelism, so that the stage
+    must be told."""
+    return any(
+        role == "tensor" and placed != "R"
+        for each in inputs
+        for placed, role in zip(each.placed, roles, strict=True)
     )
 
 
@@ -188,7 +213,16 @@ def _inputs(rng: random.Random, drawn: Draw, number: int, roles: tuple[str, ...]
         new = [each for each in known if each[0] == number - 1 and each[1] > 0]
         for _ in range(rng.choice([0, 0, 1, 1, 2])):
             chosen.append(rng.choice(new if new and _often(rng, 0.6) else known))
-    return tuple(_input(rng, drawn, roles, *each) for each in chosen)
+    found = [_input(rng, drawn, roles, *each) for each in chosen]
+    found[0] = replace(found[0], whole=False)  # what the stage begins with are its own samples
+    if number == len(drawn.stages) - 1 and drawn.loss != "tokens":
+        # A mean counts by the samples that it is of, which show in how the input is split.
+        placed = zip(found[0].placed, roles, drawn.shape(number), strict=True)
+        found[0] = replace(
+            found[0],
+            placed=tuple("S0" if role == "data" and size > 1 else each for each, role, size in placed),
+        )
+    return tuple(found)
 
 
 def _input(rng: random.Random, drawn: Draw, roles: tuple[str, ...], source: int, output: int) -> Input:

@@ -65,7 +65,8 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        # Without a bias: that of the keys would have no gradient but noise.
+        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.project(x).chunk(3, -1)
@@ -204,9 +205,11 @@ class Loss:
         self._draw, self._place = draw, place
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> Any:
+        # Targets come whole where the stage itself takes its part of whole inputs.
         for dim, role in enumerate(self._place.roles):
-            if target.shape[1] > output.shape[1] and (role == "seq" or role == "tensor"):
-                target = target.narrow(1, *self._place.part(TOKENS, dim))
+            along = 0 if role == "data" else 1
+            if target.shape[along] > output.shape[along]:
+                target = target.narrow(along, *self._place.part(target.shape[along], dim))
         if self._draw.loss == "tokens":
             summed = nn.functional.cross_entropy(
                 output.reshape(-1, WORDS), target.reshape(-1), ignore_index=IGNORED, reduction="sum"
