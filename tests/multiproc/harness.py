@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,10 +90,58 @@ def run_world(
 
     The rendezvous store lives in this process, so that no rank's death takes it along.
     """
+    begin = time.monotonic()
+    with started(cases, world, backend=backend, env=env) as running:
+        timed_out = not _wait(running.start, begin + limit)
+        running.end()
+        seconds = time.monotonic() - begin
+        return WorldResult(running.results(), seconds, timed_out)
+
+
+@dataclass
+class Running:
+    """A set of ranks that has been started. store: the one that their rendezvous is in."""
+
+    world: int
+    folder: Path
+    store: dist.TCPStore
+    start: subprocess.Popen
+
+    def runs(self) -> bool:
+        """Whether none of the ranks has ended."""
+        ended = any(process.status is not None for process in _processes(self.folder).values())
+        return not ended and self.start.poll() is None
+
+    def end(self) -> None:
+        """Ranks that still run print their stacks and are killed."""
+        _end(self.start, self.folder)
+
+    def results(self) -> list[RankResult]:
+        """Of all ranks, once they have ended."""
+        ended = _processes(self.folder)
+        if len(ended) < self.world:  # it ended before it had started them all
+            raise AssertionError(
+                "not all ranks were started:\n"
+                + (self.folder / "start.out").read_text(errors="replace")[-_OUTPUT_KEPT:]
+            )
+        return [
+            RankResult(
+                ended[rank].status,
+                (self.folder / f"rank{rank}.out").read_text(errors="replace"),
+                _cases(self.folder / f"rank{rank}.json"),
+            )
+            for rank in range(self.world)
+        ]
+
+
+@contextlib.contextmanager
+def started(
+    cases: Path | str, world: int, *, backend: str = "gloo", env: Mapping[str, str] | None = None
+) -> Iterator[Running]:
+    """Starts the ranks; they are gone when the block is left. Arguments as those of `run_world`."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="meshcast-world-") as name:
         folder = Path(name)
-        begin = time.monotonic()
         with (folder / "start.out").open("wb") as output:
             start = subprocess.Popen(
                 [sys.executable, str(WORKER), str(cases), str(world), str(store.port), backend, name],
@@ -103,25 +151,9 @@ def run_world(
                 env=_environment(env),
             )
         try:
-            timed_out = not _wait(start, begin + limit)
+            yield Running(world, folder, store, start)
         finally:
             _end(start, folder)
-        seconds = time.monotonic() - begin
-        ended = _processes(folder)
-        if len(ended) < world:  # it ended before it had started them all
-            raise AssertionError(
-                "not all ranks were started:\n"
-                + (folder / "start.out").read_text(errors="replace")[-_OUTPUT_KEPT:]
-            )
-        ranks = [
-            RankResult(
-                ended[rank].status,
-                (folder / f"rank{rank}.out").read_text(errors="replace"),
-                _cases(folder / f"rank{rank}.json"),
-            )
-            for rank in range(world)
-        ]
-    return WorldResult(ranks, seconds, timed_out)
 
 
 def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:

@@ -3,6 +3,7 @@
     worker.py MODULE WORLD PORT BACKEND FOLDER
 
 imports torch once and forks a process for each rank, since the import is what a rank's start costs most of.
+PRELOAD in the environment names more modules of torch, separated by commas, that the cases will need.
 Nothing of meshcast and no module of cases is imported before the fork: what they do when they are imported,
 they do in each rank. FOLDER/processes gets a line "rank pid" at the start of each rank, and a line "rank pid
 status" when it has ended (status as in subprocess: negative is the signal).
@@ -11,6 +12,7 @@ status" when it has ended (status as in subprocess: negative is the signal).
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import importlib.util
 import json
 import os
@@ -50,6 +52,8 @@ class Context:
 def main() -> int:
     """Forks the ranks and waits for them; a rank returns its own exit status."""
     module_path, world, port, backend, folder = sys.argv[1:]
+    for name in filter(None, os.environ.get("PRELOAD", "").split(",")):
+        importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads run here, of which a fork copies only one"
     ranks: dict[int, int] = {}
