@@ -46,11 +46,13 @@ class Inferred:
 class Way:
     """How a stage runs its module for micro-batches of one shape.
 
-    outputs: local shapes and types of what leaves the stage; None for the last. stand_in: see `Inferred`.
+    outputs: local shapes and types of what leaves the stage; None for the last. sums: those of them that are
+    pending sums over ranks with other samples. stand_in: see `Inferred`.
     """
 
     outputs: list[tuple[tuple[int, ...], torch.dtype]] | None = None
     stand_in: bool = False
+    sums: frozenset[int] = frozenset()
 
 
 PLAIN = Way()
@@ -146,10 +148,10 @@ def without_stand_in(output: Any, way: Way) -> Any:
         return tree_map_only(
             torch.Tensor, lambda value: value[:0] if value.dim() and value.shape[0] == 1 else value, output
         )
-    values = [
-        value if tuple(value.shape) == shape else value[tuple(slice(size) for size in shape)]
-        for value, (shape, _) in zip(as_tuple(output, "outputs"), way.outputs, strict=False)
-    ]
+    values = []
+    for index, (value, (shape, _)) in enumerate(zip(as_tuple(output, "outputs"), way.outputs, strict=False)):
+        cut = value if tuple(value.shape) == shape else value[tuple(slice(size) for size in shape)]
+        values.append(cut * 0 if index in way.sums else cut)  # no samples add nothing
     return values[0] if isinstance(output, torch.Tensor) else tuple(values)
 
 

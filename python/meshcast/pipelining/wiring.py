@@ -119,15 +119,17 @@ def connect(
     back = _FIRST_LANE + len(found_bundles)
     if shared is None:
         shared = SharedGradients(stages, table, back + len(links), timeout)
-    ways = {
-        index: Way(
-            None
-            if stage.is_last
-            else _local([(v.shape, v.dtype, v.layout) for v in values[index]], stage.rank),
-            inferred[index].stand_in,
-        )
-        for index, stage in stages.items()
-    }
+    ways = {}
+    for index, stage in stages.items():
+        own = [] if stage.is_last else values[index]
+        sums = [
+            number
+            for number, value in enumerate(own)
+            if any(isinstance(value.layout.placements[dim], Partial) for dim in stage.data_dims)
+        ]
+        given = [(value.shape, value.dtype, value.layout) for value in own]
+        outputs = None if stage.is_last else _local(given, stage.rank)
+        ways[index] = Way(outputs, inferred[index].stand_in, frozenset(sums))
     wiring = Wiring(edges, links, values, inputs_of, ways, {}, {}, shared)
     for number, bundle in enumerate(found_bundles):
         _compile_bundle(wiring, stages, bundle, _FIRST_LANE + number, timeout)
