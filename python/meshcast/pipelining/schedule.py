@@ -323,6 +323,8 @@ class PipelineSchedule:
     def _agreed(self) -> StageTable:
         if self._table is None:
             self._table = agree_on_stages(self._exchange)
+            for stage in self._stages.values():
+                stage.sharing = self._table.shared
         return self._table
 
     def _feed(

@@ -158,6 +158,8 @@ class PipelineStage:
         self.submod = look_through(submodule, self.mesh, self.batch_dims, f"stage {stage_index}")
         self._last_backward = LastBackward(self.submod)
         self.shared = _shared_parameters(stage_index, shared_parameters or {}, self.submod)
+        # The stages of each shared parameter, ascending; the schedule tells once the ranks agreed.
+        self.sharing: Mapping[str, Sequence[int]] | None = None
         self._kept: dict[int, _Kept] = {}
         self._late: dict[int, SplitBackward] = {}  # micro-batches whose weight gradients are to come
         self._told = False  # that this module's backward cannot be split
