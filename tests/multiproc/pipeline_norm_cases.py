@@ -1,4 +1,5 @@
-"""The norm of the gradients of all stages and clipping by it: as torch has them in one process. Four ranks."""
+"""The norm of the gradients of all stages and clipping by it: as torch has them in one process. Four ranks;
+pipeline_scaler_cases.py has the cases of GradScaler."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ from multiproc.pipeline_models import (
     place,
     train_alone,
 )
+from multiproc.pipeline_scaler_cases import CASES as SCALER_CASES
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -420,4 +422,5 @@ CASES = [
     not_finite,
     small_types_are_measured_in_wider_ones,
     what_is_no_stage_is_refused,
+    *SCALER_CASES,
 ]

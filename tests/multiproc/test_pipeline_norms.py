@@ -1,4 +1,4 @@
-"""Norms of gradients over all stages: pipeline_norm_cases.py, run in four processes."""
+"""Norms and scaling of gradients over all stages: pipeline_norm_cases.py, run in four processes."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from meshcast.pipelining.classes import (
 )
 from meshcast.pipelining.edge import Edge
 from meshcast.pipelining.errors import ScheduleError
+from meshcast.pipelining.grad_scaler import GradScaler
 from meshcast.pipelining.lower import lower
 from meshcast.pipelining.norms import clip_grad_norm_, grad_norm
 from meshcast.pipelining.partition import Layer, Partition, Value, partition
@@ -42,6 +43,7 @@ __all__ = [
     "Action",
     "ActionKind",
     "Edge",
+    "GradScaler",
     "Layer",
     "Partition",
     "Pipe",
