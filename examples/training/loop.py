@@ -53,10 +53,10 @@ def _train(options: Options, trainer: Trainer, folder: Path | None, first_step: 
         if verifier is not None and step < options.verify:
             differences.append(verifier.compare(step, result.loss))
         begin = time.perf_counter()
-        lr = trainer.update(step, result.norm)
+        update = trainer.update(step)
         seconds += time.perf_counter() - begin
         done = step + 1
-        record: dict[str, Any] = {"step": done, "lr": lr, **asdict(result)}
+        record: dict[str, Any] = {"step": done, **asdict(result), **asdict(update)}
         record |= {"seconds": seconds, "units_per_s": units / seconds}
         if done == options.steps or (options.eval_every and done % options.eval_every == 0):
             record["held_out_loss"] = trainer.held_out_loss()

@@ -1,12 +1,9 @@
 """AdamW as in GPT-3, but for eps; linear warm-up, then a cosine down to a tenth of the peak learning rate."""
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import nn
-
-from training.modules import whole
 
 EPS = 1e-6
 FINAL_FRACTION = 0.1  # of the peak learning rate, reached at the last step
@@ -35,17 +32,6 @@ def learning_rate(step: int, *, peak: float, warmup: int, steps: int) -> float:
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-def gradient_squares(parameters: Iterable[nn.Parameter]) -> float:
-    """Sum of the squares of all gradients, in float64; collective over the meshes of sharded ones."""
-    return sum(float(whole(p.grad.double().square().sum())) for p in parameters if p.grad is not None)
-
-
-def clip_gradients(module: nn.Module, norm: float, limit: float) -> None:
-    """Scale all gradients so that their norm, given as `norm`, is at most `limit`."""
-    if norm > limit:
-        scale_gradients(module, limit / norm)
 
 
 def scale_gradients(module: nn.Module, factor: float) -> None:

@@ -6,21 +6,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from meshcast.pipelining import PipelineStage, get_schedule_class
+from meshcast.pipelining import PipelineStage, clip_grad_norm_, get_schedule_class
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from training.job import Samples
 from training.layout import RunLayout
 from training.modules import build
-from training.optimizer import (
-    clip_gradients,
-    gradient_squares,
-    learning_rate,
-    make_optimizer,
-    scale_gradients,
-    set_learning_rate,
-)
+from training.optimizer import learning_rate, make_optimizer, scale_gradients, set_learning_rate
 from training.options import Options
 
 EVAL_BATCHES = 4
@@ -35,11 +28,18 @@ def stage_mesh(run: RunLayout, stage: int, device: str) -> DeviceMesh:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """Of one batch: mean loss, gradient norm of all stages, bytes that all ranks sent between the meshes."""
+    """Of one batch: mean loss, bytes that all ranks sent between the meshes."""
 
     loss: float
-    norm: float
     moved_bytes: int
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """Of one step of the optimiser: gradient norm of all stages before clipping, learning rate used."""
+
+    norm: float
+    lr: float
 
 
 class Trainer:
@@ -52,29 +52,24 @@ class Trainer:
         self.samples = samples
         self.stage_index = run.stage_of(dist.get_rank())
         self.n_stages = len(run.stages)
-        stage_ranks = run.stage_ranks(self.stage_index)
-        self.leads_stage = dist.get_rank() == stage_ranks[0]
         # DeviceMesh makes process groups, so every rank makes every stage's mesh, in the same order.
         meshes = [stage_mesh(run, i, device.type) for i in range(self.n_stages)]
         mesh = meshes[self.stage_index]
         self.module = build(options, self.stage_index, self.n_stages, device, mesh)
         self.shared_names = options.job.shared_parameters(self.stage_index, self.n_stages)
-        stage = PipelineStage(
+        self.stage = PipelineStage(
             self.module, self.stage_index, self.n_stages, device, mesh=mesh,
             edges=options.job.edges(self.n_stages),
             shared_parameters=self.shared_names,
         )  # fmt: skip
         schedule_class = get_schedule_class(options.schedule)
-        self.schedule = schedule_class(stage, n_microbatches=run.microbatches, loss_fn=options.job.loss)
+        self.schedule = schedule_class(self.stage, n_microbatches=run.microbatches, loss_fn=options.job.loss)
         self.optimizer = make_optimizer(self.module, options.lr, options.weight_decay)
-        # A parameter that several stages hold counts once in the norm: where it comes first.
-        names = self.shared_names.values() if self.stage_index > 0 else ()
-        self.counted = [p for name, p in self.module.named_parameters() if name not in names]
 
     @property
     def reports(self) -> bool:
         """True on the one rank that talks: the first of the last stage, where the loss is known first."""
-        return self.leads_stage and self.stage_index == self.n_stages - 1
+        return dist.get_rank() == self.options.run.stage_ranks(self.n_stages - 1)[0]
 
     def gradients(self, step: int) -> BatchResult:
         """Forward and backward of one batch; every rank gets the same result.
@@ -89,20 +84,17 @@ class Trainer:
             self.schedule.step(*part, target=part_targets, losses=losses, return_outputs=False)
             loss += self._mean_loss(losses)
         scale_gradients(self.module, 1.0 / self.options.run.passes)
-        # Every rank of a stage gets the sum of the stage; its first one speaks for them.
-        squares = gradient_squares(self.counted) * self.leads_stage
-        sent = self.schedule.bytes_sent - sent_before
-        loss, all_squares, all_sent = self._sum_over_ranks(loss, squares, sent)
-        return BatchResult(loss=loss, norm=all_squares**0.5, moved_bytes=int(all_sent))
+        loss, all_sent = self._sum_over_ranks(loss, self.schedule.bytes_sent - sent_before)
+        return BatchResult(loss=loss, moved_bytes=int(all_sent))
 
-    def update(self, step: int, norm: float) -> float:
-        """Clip by the norm over all stages and apply the optimiser. Returns the learning rate used."""
+    def update(self, step: int) -> UpdateResult:
+        """Clip by the norm over all stages and apply the optimiser."""
         options = self.options
         lr = learning_rate(step, peak=options.lr, warmup=options.warmup, steps=options.steps)
         set_learning_rate(self.optimizer, lr)
-        clip_gradients(self.module, norm, options.clip)
+        norm = clip_grad_norm_(self.stage, options.clip)
         self.optimizer.step()
-        return lr
+        return UpdateResult(norm=norm.item(), lr=lr)
 
     def held_out_loss(self) -> float:
         """Mean loss over a few batches that are never trained on; on every rank."""

@@ -12,13 +12,7 @@ from torch import Tensor
 
 from training.job import Samples
 from training.modules import build, whole
-from training.optimizer import (
-    clip_gradients,
-    gradient_squares,
-    learning_rate,
-    make_optimizer,
-    set_learning_rate,
-)
+from training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from training.options import Options
 from training.trainer import Trainer
 
@@ -66,7 +60,7 @@ class SingleProcess:
         options = self.options
         lr = learning_rate(step, peak=options.lr, warmup=options.warmup, steps=options.steps)
         set_learning_rate(self.optimizer, lr)
-        clip_gradients(self.module, gradient_squares(self.module.parameters()) ** 0.5, options.clip)
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), options.clip)
         self.optimizer.step()
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from meshcast.pipelining import PipelineStage, get_schedule_class
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 CPU = torch.device("cpu")
 TIMEOUT = 20.0  # seconds, of every pipeline here
@@ -98,6 +99,22 @@ def schedule_of(
     """A schedule on this rank; keyword arguments go to the stage."""
     made = PipelineStage(module, here.stage, stages, CPU, group=here.group, mesh=here.mesh, **stage)
     return get_schedule_class(name)(made, microbatches, loss_fn=loss_fn, timeout=TIMEOUT)
+
+
+def columns(rank: int) -> tuple[list[nn.Module], PipelineStage, torch.Tensor, torch.Tensor]:
+    """Two pipelines of two stages, ranks 0 and 2, and 1 and 3. FSDP2 is over ranks 0 and 1, and 2 and 3, and
+    averages over them: the gradient of the mean over all samples.
+
+    Returns:
+        The modules of one process, this rank's stage, the samples of both pipelines.
+    """
+    reference, module = mlp(2, hidden=7), mlp(2, hidden=7)[rank // 2]
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    meshes = [DeviceMesh("cpu", torch.tensor(ranks)) for ranks in ([0, 1], [2, 3])]
+    shapes = torch.empty(3, 6, dtype=torch.float64, device="meta")
+    stage = PipelineStage(module, rank // 2, 2, CPU, group=groups[rank % 2], output_args=shapes)
+    fully_shard(module, mesh=meshes[rank // 2])
+    return reference, stage, *batch(12)
 
 
 def largest_difference(module: nn.Module, other: nn.Module) -> float:

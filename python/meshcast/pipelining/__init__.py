@@ -22,7 +22,9 @@ from meshcast.pipelining.classes import (
 )
 from meshcast.pipelining.edge import Edge
 from meshcast.pipelining.errors import ScheduleError
+from meshcast.pipelining.grad_scaler import GradScaler
 from meshcast.pipelining.lower import lower
+from meshcast.pipelining.norms import clip_grad_norm_, grad_norm
 from meshcast.pipelining.partition import Layer, Partition, Value, partition
 from meshcast.pipelining.randomness import microbatch_seed
 from meshcast.pipelining.refused import (
@@ -41,6 +43,7 @@ __all__ = [
     "Action",
     "ActionKind",
     "Edge",
+    "GradScaler",
     "Layer",
     "Partition",
     "Pipe",
@@ -61,8 +64,10 @@ __all__ = [
     "SplitPoint",
     "build_stage",
     "Value",
+    "clip_grad_norm_",
     "dump_csv",
     "get_schedule_class",
+    "grad_norm",
     "load_csv",
     "lower",
     "microbatch_seed",

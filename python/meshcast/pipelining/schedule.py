@@ -351,6 +351,8 @@ class PipelineSchedule:
             table = agree_on_stages(self._exchange)
             self._recipe.check_placement(table.rows, self._rank)
             self._table = table
+            for stage in self._stages.values():
+                stage.sharing = table.shared
         return self._table
 
     def _prepared(

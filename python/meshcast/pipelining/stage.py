@@ -41,7 +41,7 @@ from meshcast.pipelining.layouts import data_dims as split_dims
 from meshcast.pipelining.sample_split import may_split_loss
 from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values, local_values, rows_of
 from meshcast.pipelining.split_backward import SplitBackward, hooks_made
-from meshcast.pipelining.wrappers import LastBackward, fsdp_parts, look_through
+from meshcast.pipelining.wrappers import LastBackward, fsdp_parts, look_through, shared_parameters_of
 from meshcast.plan import STRATEGIES
 from meshcast.topology import Topology
 
@@ -198,7 +198,9 @@ class PipelineStage:
             # A module that writes on its inputs in place gets copies; FSDP2 could not try again.
             self._writes_on_inputs = any(True for _ in fsdp_parts(self.submod))
             self._last_backward = LastBackward(self.submod)
-            self.shared = _shared_parameters(stage_index, shared_parameters or {}, self.submod)
+            self.shared = shared_parameters_of(stage_index, shared_parameters or {}, self.submod)
+            # The stages of each shared parameter, ascending; the schedule tells once the ranks agreed.
+            self.sharing: Mapping[str, Sequence[int]] | None = None
             self._made_up = False  # whether a micro-batch of this step ran on stand_ins
             self._kept: dict[int, _Kept] = {}
             self._late: dict[int, SplitBackward] = {}  # micro-batches whose weight gradients are to come
@@ -470,21 +472,3 @@ class PipelineStage:
 def _copied(values: Sequence[Any]) -> list[Any]:
     """For a module that writes on its inputs in place."""
     return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
-
-
-def _shared_parameters(
-    stage: int, named: Mapping[str, str], module: torch.nn.Module
-) -> dict[str, torch.nn.Parameter]:
-    """The parameters by key. Raises LayoutError naming the one that is missing or laid out over ranks."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    for key, name in named.items():
-        if name not in parameters:
-            raise LayoutError(
-                f"stage {stage}, shared parameter {key!r}: the module has no parameter {name!r}"
-            )
-        if isinstance(parameters[name].data, DTensor):
-            raise LayoutError(
-                f"stage {stage}, shared parameter {key!r}: {name!r} is a DTensor; a shared parameter must be "
-                "whole on every rank of its stages"
-            )
-    return {key: parameters[name] for key, name in named.items()}

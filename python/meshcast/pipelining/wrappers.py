@@ -1,4 +1,4 @@
-"""Data-parallel wrappers around a stage's module: DistributedDataParallel and FSDP2.
+"""A stage's module: its data-parallel wrappers, DistributedDataParallel and FSDP2, and its shared parameters.
 
 Two uses are told apart by the ranks that a wrapper reduces gradients over.
 
@@ -12,19 +12,20 @@ Two uses are told apart by the ranks that a wrapper reduces gradients over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from meshcast.errors import LayoutError
 from meshcast.pipelining.layouts import StageMesh
 
-__all__ = ["LastBackward", "Wrapped", "fsdp_parts", "look_through"]
+__all__ = ["LastBackward", "Wrapped", "fsdp_parts", "look_through", "shared_parameters_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +127,21 @@ class LastBackward:
             part.set_requires_gradient_sync(last, recurse=False)
             # Gathered parameters stay between the micro-batches of a step.
             part.set_reshard_after_backward(last, recurse=False)
+
+
+def shared_parameters_of(
+    stage: int, named: Mapping[str, str], module: torch.nn.Module
+) -> dict[str, torch.nn.Parameter]:
+    """The parameters by key. Raises LayoutError naming the one that is missing or laid out over ranks."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for key, name in named.items():
+        if name not in parameters:
+            raise LayoutError(
+                f"stage {stage}, shared parameter {key!r}: the module has no parameter {name!r}"
+            )
+        if isinstance(parameters[name].data, DTensor):
+            raise LayoutError(
+                f"stage {stage}, shared parameter {key!r}: {name!r} is a DTensor; a shared parameter must be "
+                "whole on every rank of its stages"
+            )
+    return {key: parameters[name] for key, name in named.items()}
