@@ -245,7 +245,7 @@ class Rank:
             loss_fn=Loss(draw, self.here.places[last]) if last in self.numbers else None,
             scale_grads=draw.loss != "sum",
             delay_weight_grad=draw.delayed,
-            varying_shapes=draw.varying,
+            varying_shapes=draw.varying and draw.pieces,
             timeout=90.0 if any(stage.compiled for stage in draw.stages) else GROUP_TIMEOUT,
         )
 

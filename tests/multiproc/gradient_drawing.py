@@ -141,11 +141,10 @@ def _stage(
     blocks += ["moe"] if equal and dtype == "float32" else []
     chosen = tuple(rng.choice(blocks) for _ in range(rng.choice([1, 1, 2, 2, 3])))
     outputs = () if last else _outputs(rng, roles, inputs, equal and degree > 1)
-    if any(
-        (placed, role) == ("R", "data") and made.kind in ("hidden", "stat")
-        for made in outputs
-        for placed, role in zip(made.placed, roles, strict=True)
-    ):  # the module itself joins the samples of its ranks: one without samples must take part as it is
+    joined = [made.placed for made in outputs if made.kind in ("hidden", "stat")]
+    joined += [each.placed for each in inputs if not each.whole]
+    if any(("R", "data") in zip(placed, roles, strict=True) for placed in joined):
+        # The module itself joins or cuts the samples of its ranks: one without samples takes part as it is.
         chosen = tuple("mlp" if block == "view" else block for block in chosen)
     in_place = (
         number > 0

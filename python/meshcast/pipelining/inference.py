@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from meshcast.errors import LayoutError
+from meshcast.pipelining.fsdp_fakes import can_be_faked, fake_state, without_fsdp
 from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values
 
 __all__ = [
@@ -84,8 +85,8 @@ def infer_outputs(
     everywhere_empty: bool = False,
 ) -> Inferred:
     """Runs `module` on fake tensors of the shapes of `args`: no data, no arithmetic, no change of buffers or
-    random state. Where that fails, and under FSDP2, which fake tensors would break, it runs on zeros and on
-    ones, as torch.distributed.pipelining does on zeros; buffers and random state are put back.
+    random state. Where that fails (and under FSDP2 with tensor parallelism or casts) it runs on zeros
+    and on ones, as torch.distributed.pipelining does on zeros; buffers and random state are put back.
 
     Args:
         everywhere_empty: no rank has samples of this micro-batch. Shapes then follow from those of one and of
@@ -95,12 +96,12 @@ def infer_outputs(
         LayoutError: with the cause, for a module that runs on neither, or whose shapes depend on its data.
     """
     plain = getattr(module, "_orig_mod", module)  # below torch.compile
-    sharded = any(isinstance(part, FSDPModule) for part in plain.modules())
+    faked = can_be_faked(plain)
     trained = with_grad and _trains(plain, args)
 
     def run(given: Sequence[Any], named: Mapping[str, Any]) -> Inferred:
         cause: Exception | None = None
-        for copies in () if sharded else (False, True):
+        for copies in (False, True) if faked else ():
             try:
                 return _on_fakes(plain, given, named, with_grad, copies, what)
             except LayoutError:
@@ -119,7 +120,7 @@ def infer_outputs(
 
     if not is_empty((args, kwargs)):
         return run(args, kwargs)
-    if not sharded:
+    if faked:
         try:
             return _on_fakes(plain, args, kwargs, with_grad, False, what)
         except Exception:  # it cannot run without samples
@@ -167,7 +168,7 @@ def probe(
     where it does not run on them, and whether it needs `stand_ins`."""
     plain = getattr(module, "_orig_mod", module)
     empty = is_empty((args, kwargs))
-    if not any(isinstance(part, FSDPModule) for part in plain.modules()):
+    if can_be_faked(plain):
         for stand_in in (False, True) if empty else (False,):
             given, named = stand_ins((tuple(args), dict(kwargs)), 1) if stand_in else (args, kwargs)
             for copies in (False, True):
@@ -214,15 +215,14 @@ def _fake_outputs(
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(with_grad):
         fake = mode.from_tensor
-        state: dict[str, torch.Tensor] = {
-            name: fake(value) for name, value in (*module.named_parameters(), *module.named_buffers())
-        }
+        state = fake_state(module, fake)
         fake_args, fake_kwargs = tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs)))
         if copies:
             fake_args = tree_map_only(torch.Tensor, torch.clone, fake_args)
         given = [value for value in tree_flatten(fake_args)[0] if isinstance(value, torch.Tensor)]
         before = [value._version for value in given]
-        outputs = functional_call(module, state, fake_args, fake_kwargs)
+        with without_fsdp(module):
+            outputs = functional_call(module, state, fake_args, fake_kwargs)
         return outputs, before != [value._version for value in given]
 
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshcast.errors import LayoutError
 from meshcast.pipelining.layouts import StageMesh
 
-__all__ = ["LastBackward", "Wrapped", "fsdp_parts", "look_through", "shared_parameters_of"]
+__all__ = ["LastBackward", "Wrapped", "fsdp_groups", "fsdp_parts", "look_through", "shared_parameters_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def look_through(
         inside = _is_inside(ranks, mesh, data_dims, pipeline, f"{what}: DistributedDataParallel")
         return Wrapped(module.module, None if inside else module.process_group)
     for part in fsdp_parts(module):
-        for group in _groups(part):
+        for group in fsdp_groups(part):
             ranks = group.mesh_info.mesh.mesh.flatten().tolist()
             if _is_inside(ranks, mesh, data_dims, pipeline, f"{what}: FSDP2"):
                 group.gradient_divide_factor = 1.0
@@ -70,7 +70,7 @@ def fsdp_parts(module: torch.nn.Module) -> Iterator[FSDPModule]:
     return (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
-def _groups(part: FSDPModule) -> list[Any]:
+def fsdp_groups(part: FSDPModule) -> list[Any]:
     """FSDP2's groups of parameters; releases of torch differ in how many a module has."""
     state: Any = part._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
