@@ -129,28 +129,28 @@ class StepLoss:
         if not self._taken:
             return [], None
         kind = self._taken[0][1]
-        sums, weights = [], []
-        for microbatch, loss, weight in self._taken:
-            part = 1.0 if self._pairs else self._parts[microbatch]
-            sums.append(loss.reshape(()).double() * part)
-            weights.append(torch.as_tensor(0.0 if weight is None else weight, device=kind.device).double())
-        flags = torch.tensor([self._pairs, self._means], dtype=torch.float64, device=kind.device)
-        known = torch.stack([*flags, *sums, *(each.reshape(()) for each in weights)])
-        if not self._is_global:
-            for dim in self._stage.loss_dims:
-                if self._stage.mesh.shape[dim] > 1:
-                    dist.all_reduce(known, group=self._stage.mesh.device_mesh.get_group(dim))
-        count = len(sums)
-        totals, weighted = known[2 : 2 + count], self.weighted
-        if weighted is None:
-            weighted = bool(known[0] > 0)
-        if not weighted:
-            return list(totals.to(kind.dtype).unbind()), None
-        if known[1] > 0:
-            raise LayoutError("loss_fn returned a pair (sum, weight) on some ranks and not on others")
-        each = known[2 + count :]
-        means = torch.where(each == 0, totals, totals / each)
-        return list(means.to(kind.dtype).unbind()), float(each.sum())
+        losses = torch.stack([loss.reshape(()) for _, loss, _ in self._taken]).double()
+        weights = torch.zeros_like(losses)
+        if self._pairs:
+            each = [torch.as_tensor(weight, device=kind.device).reshape(()) for _, _, weight in self._taken]
+            weights = torch.stack([weight.double() for weight in each])
+        else:
+            losses *= losses.new_tensor([self._parts[microbatch] for microbatch, _, _ in self._taken])
+        over = [
+            dim for dim in self._stage.loss_dims if self._stage.mesh.shape[dim] > 1 and not self._is_global
+        ]
+        if over:
+            known = torch.cat([losses.new_tensor([self._pairs, self._means]), losses, weights])
+            for dim in over:
+                dist.all_reduce(known, group=self._stage.mesh.device_mesh.get_group(dim))
+            losses, weights = known[2:].chunk(2)
+            if self.weighted is not False:
+                self._pairs = self._pairs or int(known[0])
+                if self._pairs and known[1] > 0:
+                    raise LayoutError("loss_fn returned a pair (sum, weight) on some ranks and not on others")
+        if self._pairs:
+            losses = torch.where(weights == 0, losses, losses / weights)
+        return list(losses.to(kind.dtype).unbind()), float(weights.sum()) if self._pairs else None
 
 
 def _of_no_samples(output: Any) -> torch.Tensor:

@@ -67,6 +67,7 @@ class StepFeed:
         if pieces.kwargs is not None:
             keywords = [dict(whole(each)) for each in pieces.kwargs]
         self._whole_arguments, self._whole_keywords = arguments, keywords
+        self._shapes = self._all_shapes(cut_here=pieces.args is None and pieces.kwargs is None)
         self._arguments = [
             [self._argument(index, value) for index, value in enumerate(each)] for each in arguments
         ]
@@ -94,29 +95,34 @@ class StepFeed:
         """How many micro-batches."""
         return self._microbatches
 
-    def shapes(self, microbatch: int, *, keywords: bool = False) -> list[Any]:
-        """Of the arguments of a micro-batch before they are sharded, also of the keyword arguments: of each
-        tensor its size in every dimension and its dtype."""
-        given: list[Any] = [self._whole_arguments[microbatch] if self._whole_arguments else ()]
-        if keywords and self._whole_keywords:
-            given.append(dict(sorted(self._whole_keywords[microbatch].items())))
-        return [
-            [*value.shape, str(value.dtype).removeprefix("torch.")]
-            for value in tree_flatten(given)[0]
-            if isinstance(value, torch.Tensor)
-        ]
+    def shapes(self, microbatch: int) -> list[Any]:
+        """Of the arguments of a micro-batch before they are sharded: of each tensor its size in each dimension
+        and its dtype."""
+        return self._shapes[microbatch][0]
 
     def digests(self) -> list[str]:
-        """A name for the shapes of each micro-batch."""
+        """A name for the shapes of each micro-batch, keyword arguments included."""
         names: list[str] = []
-        before: list[Any] | None = None
-        for number in range(self._microbatches):
-            shapes = self.shapes(number, keywords=True)
-            if shapes != before:
+        before: Any = None
+        for shapes in self._shapes:
+            if shapes is not before:
                 name = hashlib.blake2b(json.dumps(shapes).encode(), digest_size=8).hexdigest()
             names.append(name)
             before = shapes
         return names
+
+    def _all_shapes(self, *, cut_here: bool) -> list[tuple[list[Any], list[Any]]]:
+        """Of the arguments and of the keyword arguments. The same object for micro-batches next to each other
+        that were cut alike."""
+        found: list[tuple[list[Any], list[Any]]] = []
+        for number in range(self._microbatches):
+            if number and cut_here and self._samples[number] == self._samples[number - 1]:
+                found.append(found[-1])
+                continue
+            given = self._whole_arguments[number] if self._whole_arguments else ()
+            named = dict(sorted(self._whole_keywords[number].items())) if self._whole_keywords else {}
+            found.append((_shapes_of(given), _shapes_of(named)))
+        return found
 
     def samples(self) -> list[int]:
         """Of each micro-batch, as the first stage knows: the size of the first tensor that was cut."""
@@ -218,6 +224,14 @@ def _split_by_samples(stage: PipelineStage) -> tuple[Placements, Placements]:
         by_tokens = cuts and not by_samples and dim in stage.loss_dims
         targets.append(cuts[0] if by_tokens else keywords[-1])
     return tuple(keywords), tuple(targets)
+
+
+def _shapes_of(values: Any) -> list[Any]:
+    return [
+        [*value.shape, str(value.dtype).removeprefix("torch.")]
+        for value in tree_flatten(values)[0]
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 def _kind(value: Any) -> Any:
