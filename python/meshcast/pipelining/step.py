@@ -96,7 +96,7 @@ class StepFeed:
         return self._microbatches
 
     def shapes(self, microbatch: int) -> list[Any]:
-        """Of the arguments of a micro-batch before they are sharded: of each tensor its size in each dimension
+        """Of a micro-batch's arguments before they are sharded: of each tensor its size in all dimensions
         and its dtype."""
         return self._shapes[microbatch][0]
 
