@@ -335,6 +335,8 @@ def weighted_case(name: str, wrapper: str = "", **options: Any):
         stage = PipelineStage(module, here.stage, 2, CPU, group=here.group, mesh=here.mesh)
         schedule = schedule_of(name, stage, 3, loss_fn, **options)
         for step in range(3):  # gradients add up: those of earlier steps are not divided again
+            with torch.no_grad():
+                module(x[:2])  # a forward of the user's own leaves FSDP2's parameters gathered
             losses: list[torch.Tensor] = []
             schedule.step(x, target=y, losses=losses)
             if here.stage:

@@ -52,17 +52,14 @@ def check_split(
         if not stage.data_dims_given and dim not in stage.data_dims:
             _check_data_dim(stage, dim, cut, inputs, outputs)
         if not stage.loss_dims_given and dim not in stage.loss_dims:
-            for index in cut:
+            for index in cut or inputs:
                 _check_loss_dim(stage, dim, inputs[index], index, last_outputs or ())
 
 
 def may_split_loss(stage: PipelineStage) -> bool:
     """Whether the last stage must look at its outputs to know what its loss is of."""
     return not stage.loss_dims_given and any(
-        size > 1
-        and dim not in stage.loss_dims
-        and any(_is_cut(each[dim]) for each in stage.input_placements.listed())
-        for dim, size in enumerate(stage.mesh.shape)
+        size > 1 and dim not in stage.loss_dims for dim, size in enumerate(stage.mesh.shape)
     )
 
 
@@ -87,7 +84,12 @@ def _check_data_dim(
             f"tokens are split, data_dims={[*stage.data_dims, dim]}, or data_dims={stage.data_dims}"
         )
     split = [index for index, value in enumerate(outputs) if value.layout.placements[dim] == Shard(0)]
-    if split and inputs and len(whole) == sum(value.requires_grad for value in inputs.values()) and not cut:
+    if (
+        split
+        and all(isinstance(each[dim], Replicate) for each in stage.input_placements.listed())
+        and not stage.use_dtensor
+        and not _has_tensor_parallel_parameters_only(stage, dim)
+    ):
         raise LayoutError(
             f"{where}: over dimension {dim} of its mesh all inputs are whole, output {split[0]} is split by "
             "samples: name the dimensions over which samples are split, "
@@ -99,23 +101,28 @@ def _check_data_dim(
 def _check_loss_dim(
     stage: PipelineStage, dim: int, value: _Value, index: int, outputs: Sequence[LocalValue]
 ) -> None:
+    """Whether the outputs that the loss is taken of are this rank's part of the input, by their sizes."""
     placement = value.layout.placements[dim]
-    assert isinstance(placement, Shard)
-    along = placement.dim % len(value.shape)
-    local = value.layout.local_shapes(value.shape)[stage.rank][along]
-    for output in outputs:
-        if (
-            output.placements is None
-            and len(output.shape) > along
-            and output.shape[along] == local != value.shape[along]
-        ):
-            raise LayoutError(
-                f"rank {stage.rank}, stage {stage.stage_index}: input {index} is {placement} over dimension "
-                f"{dim} of the mesh, and so are the outputs that the loss is taken of. If every rank's loss "
-                f"is that of its own part, give loss_dims={[*stage.loss_dims, dim]}, and the same data_dims= "
-                "where parameters are whole on these ranks, as in context parallelism; if all have the same "
-                f"loss, loss_dims={stage.loss_dims}"
-            )
+    tokens = 1 if len(value.shape) > 2 else 0  # else dimension 1 is of features
+    dims = [placement.dim % len(value.shape)] if isinstance(placement, Shard) else range(tokens + 1)
+    for along in dims if value.shape else ():
+        part, _ = Shard.local_shard_size_and_offset(
+            value.shape[along], stage.mesh.shape[dim], stage.mesh.coordinate[dim]
+        )
+        for output in outputs:
+            if (
+                output.placements is None
+                and len(output.shape) > along
+                and output.shape[along] == part != value.shape[along]
+            ):
+                both = [*stage.loss_dims, dim]
+                raise LayoutError(
+                    f"rank {stage.rank}, stage {stage.stage_index}: over dimension {dim} of the mesh input "
+                    f"{index} is {placement}, and the outputs that the loss is taken of are this rank's part "
+                    f"of it. If every rank's loss is that of its own part, give loss_dims={both}, and the same "
+                    "data_dims= where parameters are whole on these ranks (context parallelism, modules that "
+                    f"take their part by themselves); if all have the same loss, loss_dims={stage.loss_dims}"
+                )
 
 
 def _is_cut(placement: object) -> bool:
