@@ -310,11 +310,11 @@ def labels(rows: int, tokens: int, seed: int = 3) -> torch.Tensor:
     return found
 
 
-def weighted_case(name: str, wrapper: str = "", **options: Any):
+def weighted_case(name: str, wrapper: str = "", sizes: Sequence[int] = (2, 3), **options: Any):
     """Tokens that are not counted, unlike many on each rank and micro-batch; ranks without samples."""
 
     def case(_) -> None:
-        here = place(in_a_row([2, 3]))
+        here = place(in_a_row(sizes))
         if here is None:
             return
         reference, mine = mlp(2), mlp(2)
@@ -352,7 +352,8 @@ def weighted_case(name: str, wrapper: str = "", **options: Any):
             for parameter in module.parameters():
                 parameter.grad.mul_(64 * (step + 1))
 
-    case.__name__ = f"weighted_{name}{'_' + wrapper if wrapper else ''}{'_'.join(['', *options])}"
+    label = "_".join(map(str, sizes))
+    case.__name__ = f"weighted_{name}_{label}{'_' + wrapper if wrapper else ''}{'_'.join(['', *options])}"
     return case
 
 
@@ -605,6 +606,7 @@ CASES = [
     fsdp_case(torch.float32, True, hybrid=True),
     *[columns_case(wrapper) for wrapper in ("ddp", "flat", "nested")],
     weighted_case("1F1B"),
+    weighted_case("1F1B", sizes=(1, 2)),
     weighted_case("Eager1F1B", delay_weight_grad=True),
     weighted_case("GPipe", "fsdp"),
     *[sequence_case(parallel, weighted) for parallel in (False, True) for weighted in (False, True)],
