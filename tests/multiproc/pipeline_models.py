@@ -126,3 +126,13 @@ def largest_difference(module: nn.Module, other: nn.Module) -> float:
             full = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
             differences.append((full - theirs.grad).abs().max().item())
     return max(differences, default=0.0)
+
+
+def schedule_for(name: str, stage, microbatches: int, loss_fn=nn.functional.mse_loss, **options):
+    """A schedule of a stage, or of this rank's stages."""
+    return get_schedule_class(name)(stage, microbatches, loss_fn=loss_fn, timeout=TIMEOUT, **options)
+
+
+def check_gradients(module: nn.Module, reference: nn.Module, tolerance: float = 1e-12) -> None:
+    difference = largest_difference(module, reference)
+    assert difference <= tolerance, f"gradients differ by {difference}"

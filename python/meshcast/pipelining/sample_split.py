@@ -118,7 +118,7 @@ def _check_loss_dim(
                 both = [*stage.loss_dims, dim]
                 raise LayoutError(
                     f"rank {stage.rank}, stage {stage.stage_index}: over dimension {dim} of the mesh input "
-                    f"{index} is {placement}, and the loss is taken of outputs that are this rank's part of it. "
+                    f"{index} is {placement}, and the loss is taken of outputs that are this rank's part. "
                     f"If every rank's loss is that of its own part, give loss_dims={both}, and the same "
                     "data_dims= where parameters are whole on these ranks (context parallelism, modules that "
                     f"take their part by themselves); if all have the same loss, loss_dims={stage.loss_dims}"
