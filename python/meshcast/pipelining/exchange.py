@@ -1,8 +1,8 @@
 """What the ranks of a pipeline tell each other outside the data path: JSON in the store of their process
 group.
 
-Nothing here is a collective: a rank publishes without waiting, and reads with a deadline that names who is
-missing. A rank that found an error publishes that instead, so that the others raise at once.
+But for `agree`, nothing is a collective: a rank publishes without waiting, and reads with a deadline that
+names who is missing. A rank that found an error publishes that instead, so that the others raise at once.
 """
 
 from __future__ import annotations

@@ -467,6 +467,7 @@ class PipelineStage:
         """Drops what a step that failed had kept."""
         self._kept.clear()
         self._late.clear()
+        self._made_up = False
 
 
 def _copied(values: Sequence[Any]) -> list[Any]:
