@@ -22,6 +22,7 @@ from multiproc.pipeline_models import (
     train_alone,
 )
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -99,6 +100,37 @@ def sizes_case(name: str, kind: type[nn.Module], **options: Any):
 
     case.__name__ = f"sizes_{name}_{kind.__name__}{'_'.join(['', *options])}"
     return case
+
+
+class Averaged(Heads):
+    """Also takes part in a mean over the rows of all ranks, in which no made-up sample may count."""
+
+    group: dist.ProcessGroup | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.group is not None:
+            total = functional.all_reduce(x.detach().sum(0), "sum", self.group)
+            x = x + functional.wait_tensor(total)
+        return super().forward(x)
+
+
+def a_module_that_would_take_a_made_up_sample_for_one_of_the_batch(_) -> None:
+    here = place(in_a_row([1, 3]))
+    if here is None:
+        return
+    module = Averaged(mlp(2)[here.stage])
+    if here.stage:
+        module.group = here.mesh.get_group()
+    stage = PipelineStage(module, here.stage, 2, CPU, group=here.group, mesh=here.mesh)
+    schedule = schedule_for("1F1B", stage, 2)
+    x, y = batch(4)
+    raises(
+        (LayoutError, AbortedError),
+        "this rank has no samples of a micro-batch",
+        "communicates with ranks [1, 2]",
+        call=lambda: schedule.step(x, target=y),
+    )
+    schedule.step(*batch(6)[:1], target=batch(6)[1])
 
 
 def evaluation_in_inference_mode(_) -> None:
@@ -216,6 +248,7 @@ CASES = [
     sizes_case("1F1B", InPlace),
     sizes_case("1F1B", Experts),
     sizes_case("ZBH1", Heads),
+    a_module_that_would_take_a_made_up_sample_for_one_of_the_batch,
     evaluation_in_inference_mode,
     what_a_constructor_refuses_on_one_rank,
     a_plain_reshard_after_a_refusal,

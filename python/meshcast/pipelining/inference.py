@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from meshcast.errors import LayoutError
@@ -22,7 +25,8 @@ __all__ = [
     "Way",
     "infer_outputs",
     "is_empty",
-    "probe",
+    "needs_stand_in",
+    "outputs_on_fakes",
     "stand_ins",
     "without_stand_in",
     "writes_on_input",
@@ -83,6 +87,7 @@ def infer_outputs(
     with_grad: bool,
     what: str,
     everywhere_empty: bool = False,
+    peers: Sequence[int] = (),
 ) -> Inferred:
     """Runs `module` on fake tensors of the shapes of `args`: no data, no arithmetic, no change of buffers or
     random state. Where that fails (and under FSDP2 with tensor parallelism or casts) it runs on zeros
@@ -91,9 +96,11 @@ def infer_outputs(
     Args:
         everywhere_empty: no rank has samples of this micro-batch. Shapes then follow from those of one and of
             two samples. All ranks of a stage run the module equally often, so that it may communicate.
+        peers: see `needs_stand_in`.
 
     Raises:
-        LayoutError: with the cause, for a module that runs on neither, or whose shapes depend on its data.
+        LayoutError: with the cause, for a module that runs on neither, or whose shapes depend on its data;
+            also as `needs_stand_in`.
     """
     plain = getattr(module, "_orig_mod", module)  # below torch.compile
     faked = can_be_faked(plain)
@@ -120,15 +127,17 @@ def infer_outputs(
 
     if not is_empty((args, kwargs)):
         return run(args, kwargs)
-    if faked:
+    # Whether it cannot run without samples shows on fakes alone; else it is run without.
+    stand_in = needs_stand_in(plain, args, kwargs, with_grad=with_grad, peers=peers, what=what)
+    if faked and not stand_in:
         try:
             return _on_fakes(plain, args, kwargs, with_grad, False, what)
-        except Exception:  # it cannot run without samples
+        except Exception:  # it needs data
             pass
     found = [run(*stand_ins((args, dict(kwargs)), rows)) for rows in ((1, 2) if everywhere_empty else (1,))]
     copies = found[0].copies
     if not everywhere_empty:
-        return Inferred(None, stand_in=True, copies=copies)
+        return Inferred(None, stand_in, copies)
     one, two = (each.outputs for each in found)
     assert one is not None and two is not None
     outputs = [
@@ -140,7 +149,66 @@ def infer_outputs(
         )
         for first, second in zip(one, two, strict=True)
     ]
-    return Inferred(outputs, stand_in=True, copies=copies)
+    return Inferred(outputs, stand_in, copies)
+
+
+def needs_stand_in(
+    module: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    with_grad: bool,
+    peers: Sequence[int],
+    what: str,
+) -> bool:
+    """Whether a module runs on fake tensors with a made-up sample, but not on those without any.
+
+    peers: the ranks that have the same samples. Raises LayoutError if the module communicates with others:
+    the made-up sample would be taken for one of the batch.
+    """
+    plain = getattr(module, "_orig_mod", module)
+    if not can_be_faked(plain):
+        return False
+    groups: set[tuple[int, ...]] = set()
+    for given, named in ((args, kwargs), stand_ins((tuple(args), dict(kwargs)), 1)):
+        for copies in (False, True):
+            try:
+                with _Collectives(groups):
+                    _fake_outputs(plain, given, named, with_grad, copies)
+            except Exception as error:
+                if not writes_on_input(error):
+                    break
+            else:
+                others = sorted({rank for group in groups for rank in group} - set(peers))
+                if given is args or not others:
+                    return given is not args
+                raise LayoutError(
+                    f"{what}: this rank has no samples of a micro-batch, the module does not run without, "
+                    f"and it communicates with ranks {others}, which would take a made-up sample for one of "
+                    "the batch: let it run on an empty batch, or give more samples than there are ranks"
+                )
+        groups.clear()
+    return False
+
+
+class _Collectives(TorchDispatchMode):
+    """Notes the ranks of the groups that collectives run over."""
+
+    def __init__(self, groups: set[tuple[int, ...]]) -> None:
+        super().__init__()
+        self._groups = groups
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("_c10d_functional", "c10d"):
+            for each in args:
+                with suppress(Exception):  # neither a group nor the name of one
+                    name: Any = each
+                    if isinstance(each, torch.ScriptObject):
+                        group = dist.ProcessGroup.unbox(each)
+                    else:
+                        group = c10d._resolve_process_group(name)
+                    self._groups.add(tuple(dist.get_process_group_ranks(group)))
+        return func(*args, **(kwargs or {}))
 
 
 def without_stand_in(output: Any, way: Way) -> Any:
@@ -161,23 +229,18 @@ def writes_on_input(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "leaf Variable that requires grad" in str(error)
 
 
-def probe(
+def outputs_on_fakes(
     module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, with_grad: bool
-) -> tuple[Any, bool]:
-    """For a stage whose outputs are known, or matter to nobody else: what it returns of fake tensors, None
-    where it does not run on them, and whether it needs `stand_ins`."""
+) -> Any:
+    """What a module returns of fake tensors; None where it does not run on them."""
     plain = getattr(module, "_orig_mod", module)
-    empty = is_empty((args, kwargs))
-    if can_be_faked(plain):
-        for stand_in in (False, True) if empty else (False,):
-            given, named = stand_ins((tuple(args), dict(kwargs)), 1) if stand_in else (args, kwargs)
-            for copies in (False, True):
-                try:
-                    return _fake_outputs(plain, given, named, with_grad, copies)[0], stand_in
-                except Exception as error:
-                    if not writes_on_input(error):
-                        break
-    return None, empty
+    for copies in (False, True) if can_be_faked(plain) else ():
+        try:
+            return _fake_outputs(plain, args, kwargs, with_grad, copies)[0]
+        except Exception as error:
+            if not writes_on_input(error):
+                break
+    return None
 
 
 def _has_none(value: Any) -> bool:

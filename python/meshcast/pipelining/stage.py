@@ -25,7 +25,8 @@ from meshcast.pipelining.inference import (
     Way,
     infer_outputs,
     is_empty,
-    probe,
+    needs_stand_in,
+    outputs_on_fakes,
     stand_ins,
     without_stand_in,
     writes_on_input,
@@ -258,7 +259,8 @@ class PipelineStage:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], with_grad: bool, everywhere_empty: bool = False
     ) -> Inferred:
         """Local shapes of the outputs of one micro-batch, and how to run the module for it."""
-        rows = rows_of(args)
+        rows, what = rows_of(args), f"rank {self.rank}, stage {self.stage_index}"
+        peers = self.mesh.along([dim for dim in range(len(self.mesh.shape)) if dim not in self.data_dims])
         if self._example_rows is None:
             self._example_rows = rows_of(self.input_examples) if self.input_examples else rows
         known = self.output_examples is not None and rows == self._example_rows
@@ -269,8 +271,9 @@ class PipelineStage:
                     args,
                     kwargs,
                     with_grad=with_grad,
-                    what=f"rank {self.rank}, stage {self.stage_index}",
+                    what=what,
                     everywhere_empty=everywhere_empty,
+                    peers=peers,
                 )
             except LayoutError:
                 if self.output_examples is None:
@@ -278,10 +281,13 @@ class PipelineStage:
             else:
                 self._writes_on_inputs = self._writes_on_inputs or found.copies
                 return found
-        outputs, stand_in = None, False
-        if is_empty((args, kwargs)) or (self.is_last and may_split_loss(self)):
-            outputs, stand_in = probe(self.submod, args, kwargs, with_grad=with_grad)
+        stand_in = is_empty((args, kwargs)) and needs_stand_in(
+            self.submod, args, kwargs, with_grad=with_grad, peers=peers, what=what
+        )
         if self.is_last:  # its outputs matter to the loss function alone
+            outputs = None
+            if may_split_loss(self):
+                outputs = outputs_on_fakes(self.submod, args, kwargs, with_grad=with_grad)
             tensors = [each for each in tree_flatten(outputs)[0] if isinstance(each, torch.Tensor)]
             return Inferred(describe_values(tensors, with_grad), stand_in)
         examples = [
