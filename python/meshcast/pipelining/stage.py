@@ -348,9 +348,11 @@ class PipelineStage:
         """Runs the module. keep: its backward will follow. way: of the wiring for such micro-batches."""
         hooks_before = hooks_made()
         given = inputs
+        buffers: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         if way.stand_in:
             self._made_up = self._made_up or keep
             given, kwargs = stand_ins((inputs, dict(kwargs)), 1)
+            buffers = [(each, each.clone(), each._version) for each in self.submod.buffers()]
         try:
             output = self.submod(*(_copied(given) if self._writes_on_inputs else given), **kwargs)
         except RuntimeError as error:
@@ -360,6 +362,9 @@ class PipelineStage:
             output = self.submod(*_copied(given), **kwargs)
         if way.stand_in:
             output = without_stand_in(output, way)
+        for buffer, before, version in buffers:
+            if buffer._version != version:
+                buffer.data.copy_(before)  # a running mean, say, has seen nothing
         if keep:
             roots = (
                 [] if self.is_last else list(as_tuple(output, f"rank {self.rank}, stage {self.stage_index}"))
