@@ -11,7 +11,7 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -168,6 +168,8 @@ def refusals_told(group: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if dist.is_initialized():
-            Exchange(group if isinstance(group, dist.ProcessGroup) else None, 0.0).fail("stage", str(error))
+        # A rank that is not in the group shares no conversation with those that are.
+        if dist.is_initialized() and (group is None or isinstance(group, dist.ProcessGroup)):
+            with suppress(Exception):  # the refusal is what the caller is to see
+                Exchange(group, 0.0).fail("stage", str(error))
         raise
