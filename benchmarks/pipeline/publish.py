@@ -111,8 +111,6 @@ def tables(results: dict[str, Any]) -> str:
         if {peer, "Eager1F1B, delayed"} <= set(last["methods"])
     )
     alone, chain, wall = (overhead[name] * 1e6 for name in ("alone", "chain", "chain_wall"))
-    varying = (overhead["varying_step"] - overhead["fixed_step"]) * 1e3
-    varying_text = f"{varying:.1f} ms more" if varying > 0 else "less than two runs differ by"
     fresh = overhead["new_shape"] * 1e3
     cores = head["cores"]
     return f"""\
@@ -137,8 +135,7 @@ commit {head["commit"]}.
   travels (one stage), and {chain:.0f} us in a chain of {stages} stages with values of 64 bytes, sends and
   receives being actions too; an action takes {wall:.0f} us of wall time there, with all that {cores} cores do
   for {stages} ranks.
-- Micro-batches that may vary in shape (`varying_shapes=True`) cost {varying_text} in each step there;
-  a shape that is new adds {fresh:.0f} ms.
+- A shape of micro-batches that is new adds {fresh:.0f} ms to a step there.
 
 ![measured and simulated step times](images/pipeline_sweep.svg)
 
