@@ -240,6 +240,8 @@ def a_shape_that_a_stage_cannot_take(_) -> None:
 
     step(3)
     raises((LayoutError, AbortedError), "stage 1", "too long", call=lambda: step(5))
+    step(3)
+    step(4)
 
 
 def shapes_that_vary_by_themselves(_) -> None:

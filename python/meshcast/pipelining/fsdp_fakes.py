@@ -8,25 +8,22 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from meshcast.pipelining.wrappers import fsdp_groups, fsdp_parts
 
 __all__ = ["can_be_faked", "fake_state", "without_fsdp"]
 
 
-def can_be_faked(module: torch.nn.Module) -> bool:
-    """Whether the module runs on fake tensors as FSDP2 would run it: neither tensor parallelism nor another
-    type of parameters, and one module for each group of them."""
+def can_be_faked(module: torch.nn.Module, *, exactly: bool = True) -> bool:
+    """Whether the module runs on fake tensors as FSDP2 would run it: with one module for each group of
+    parameters. exactly: with the types that FSDP2 computes in too, so without casts."""
     for part in fsdp_parts(module):
         state: Any = part._get_fsdp_state()
         if len(state._modules) > 1:
             return False
-        for group in fsdp_groups(part):
-            over = group.mesh_info.mesh.mesh.flatten().tolist()
-            if group.mp_policy.param_dtype is not None or any(
-                each.sharded_param.device_mesh.mesh.flatten().tolist() != over for each in group.fsdp_params
-            ):
-                return False
+        if exactly and any(group.mp_policy.param_dtype is not None for group in fsdp_groups(part)):
+            return False
     return True
 
 
@@ -34,15 +31,22 @@ def fake_state(
     module: torch.nn.Module, fake: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Parameters and buffers on fake tensors, under the mode that `fake` is of; those of FSDP2 gathered."""
-    managed = {
-        id(each.sharded_param)
+    managed: dict[int, Any] = {
+        id(each.sharded_param): each
         for part in fsdp_parts(module)
         for group in fsdp_groups(part)
         for each in group.fsdp_params
     }
 
     def gathered(value: torch.Tensor) -> torch.Tensor:
-        whole = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        found = managed[id(value)]
+        whole = torch.empty(found._orig_size, dtype=value.dtype, device=value.device)
+        # Tensor parallelism stays. Releases of torch differ in the name of its layout.
+        spec: Any = getattr(found, "_unsharded_dtensor_spec", None) or getattr(found, "_tp_spec", None)
+        if spec is not None:
+            whole = DTensor.from_local(
+                whole, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+            )
         return whole.requires_grad_(value.requires_grad)
 
     return {

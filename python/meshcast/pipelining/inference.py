@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from meshcast.errors import LayoutError
 from meshcast.pipelining.fsdp_fakes import can_be_faked, fake_state, without_fsdp
 from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values
+from meshcast.pipelining.wrappers import fsdp_parts
 
 __all__ = [
     "PLAIN",
@@ -161,53 +162,85 @@ def needs_stand_in(
     peers: Sequence[int],
     what: str,
 ) -> bool:
-    """Whether a module runs on fake tensors with a made-up sample, but not on those without any.
+    """Whether a module runs with a made-up sample, but not without any: on fake tensors, or, where these do
+    not tell (and without FSDP2, which communicates), on ones.
 
     peers: the ranks that have the same samples. Raises LayoutError if the module communicates with others:
     the made-up sample would be taken for one of the batch.
     """
     plain = getattr(module, "_orig_mod", module)
-    if not can_be_faked(plain):
-        return False
-    groups: set[tuple[int, ...]] = set()
-    for given, named in ((args, kwargs), stand_ins((tuple(args), dict(kwargs)), 1)):
-        for copies in (False, True):
-            try:
-                with _Collectives(groups):
-                    _fake_outputs(plain, given, named, with_grad, copies)
-            except Exception as error:
-                if not writes_on_input(error):
-                    break
-            else:
-                others = sorted({rank for group in groups for rank in group} - set(peers))
-                if given is args or not others:
-                    return given is not args
-                raise LayoutError(
-                    f"{what}: this rank has no samples of a micro-batch, the module does not run without, "
-                    f"and it communicates with ranks {others}, which would take a made-up sample for one of "
-                    "the batch: let it run on an empty batch, or give more samples than there are ranks"
-                )
-        groups.clear()
+
+    def on_fakes(given: Sequence[Any], named: Mapping[str, Any]) -> None:
+        try:
+            _fake_outputs(plain, given, named, with_grad, False)
+        except Exception as error:
+            if not writes_on_input(error):
+                raise
+            _fake_outputs(plain, given, named, with_grad, True)
+
+    def on_ones(given: Sequence[Any], named: Mapping[str, Any]) -> None:
+        with _unchanged(plain):
+            plain(*_filled(tuple(given), torch.ones_like), **_filled(dict(named), torch.ones_like))
+
+    # A collective on fakes reaches nobody; a real one would, and is stopped.
+    attempts = [(on_fakes, False)] if can_be_faked(plain, exactly=False) else []
+    if not any(True for _ in fsdp_parts(plain)):
+        attempts.append((on_ones, True))
+    filled, named = stand_ins((tuple(args), dict(kwargs)), 1)
+    for attempt, stops in attempts:
+        if _outcome(attempt, args, kwargs, peers, stops=stops) != "fails":
+            return False
+        outcome = _outcome(attempt, filled, named, peers, stops=stops)
+        if outcome == "communicates":
+            raise LayoutError(
+                f"{what}: this rank has no samples of a micro-batch, the module does not run without, and it "
+                "communicates with ranks that have some, which would take a made-up sample for one of the "
+                "batch: let it run on an empty batch, or give more samples than there are ranks"
+            )
+        if outcome == "runs":
+            return True
     return False
 
 
-class _Collectives(TorchDispatchMode):
-    """Notes the ranks of the groups that collectives run over."""
+def _outcome(
+    run: Callable[[Sequence[Any], Mapping[str, Any]], None],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    peers: Sequence[int],
+    *,
+    stops: bool,
+) -> str:
+    """ "runs", "fails", or "communicates": with others than the peers, stopped there if need be."""
+    seen = _Collectives(peers, stops)
+    try:
+        with seen:
+            run(args, kwargs)
+    except Exception:
+        return "communicates" if stops and seen.found else "fails"
+    return "communicates" if seen.found else "runs"
 
-    def __init__(self, groups: set[tuple[int, ...]]) -> None:
+
+class _Collectives(TorchDispatchMode):
+    """Looks for collectives over other ranks than `peers`. stops: raises where one begins."""
+
+    def __init__(self, peers: Sequence[int], stops: bool) -> None:
         super().__init__()
-        self._groups = groups
+        self._peers, self._stops = set(peers), stops
+        self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("_c10d_functional", "c10d"):
             for each in args:
+                ranks: list[int] = []
                 with suppress(Exception):  # neither a group nor the name of one
-                    name: Any = each
-                    if isinstance(each, torch.ScriptObject):
-                        group = dist.ProcessGroup.unbox(each)
-                    else:
-                        group = c10d._resolve_process_group(name)
-                    self._groups.add(tuple(dist.get_process_group_ranks(group)))
+                    named: Any = each
+                    boxed = isinstance(each, torch.ScriptObject)
+                    group = dist.ProcessGroup.unbox(each) if boxed else c10d._resolve_process_group(named)
+                    ranks = dist.get_process_group_ranks(group)
+                if not self._peers.issuperset(ranks):
+                    self.found = True
+                    if self._stops:
+                        raise RuntimeError(f"a collective over ranks {ranks}")
         return func(*args, **(kwargs or {}))
 
 
