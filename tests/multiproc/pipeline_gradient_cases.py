@@ -24,7 +24,7 @@ from multiproc.pipeline_size_cases import CASES as SIZE_CASES
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.nn.parallel import DistributedDataParallel
 
 mse = nn.functional.mse_loss
@@ -85,6 +85,35 @@ def whole_values_case(name: str, sizes: Sequence[int], **options: Any):
 
     case.__name__ = f"whole_values_{name}_{'_'.join(map(str, sizes))}{'_'.join(['', *options])}"
     return case
+
+
+def whole_values_of_dtensors(_) -> None:
+    """DTensors say by themselves what is still to be summed."""
+    here = place(in_a_row([1, 3]))
+    if here is None:
+        return
+    reference, mine = ([Bias(mlp(2)[0]), Contrast(mlp(2)[1])] for _ in range(2))
+    x, y = batch(6)
+
+    def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).square().mean()
+
+    def run(part: torch.Tensor) -> torch.Tensor:
+        hidden, bias = reference[0](part)
+        return reference[1](hidden, hidden, bias)
+
+    train_alone(run, x, y, 2, mean_square)
+    module: nn.Module = mine[here.stage]
+    options: dict[str, Any] = {"output_placements": [SHARD, WHOLE]}
+    if here.stage:
+        module = distribute_module(module, here.mesh)
+        options = {"input_placements": [SHARD, WHOLE, WHOLE], "use_dtensor": True}
+    stage = PipelineStage(
+        module, here.stage, 2, CPU, group=here.group, mesh=here.mesh,
+        edges=[Edge(0, 0, 1, 0), Edge(0, 0, 1, 1), Edge(0, 1, 1, 2)], **options,
+    )  # fmt: skip
+    schedule_for("1F1B", stage, 2, mean_square).step(x, target=y)
+    check_gradients(module, reference[here.stage])
 
 
 class Guided(nn.Module):
@@ -284,6 +313,7 @@ def columns_case(wrapper: str):
 CASES = [
     *[whole_values_case("1F1B", sizes) for sizes in ((1, 2), (2, 1), (2, 3), (3, 3))],
     whole_values_case("ZBH1", (2, 3)),
+    whole_values_of_dtensors,
     *[parameters_alone_case(name) for name in ("1F1B", "ZBH1", "ZBH2", "ZBV")],
     parameters_alone_case("Eager1F1B", delay_weight_grad=True),
     a_parameter_in_two_stages_of_a_rank,
