@@ -143,8 +143,10 @@ def _stage(
     outputs = () if last else _outputs(rng, roles, inputs, equal and degree > 1)
     joined = [made.placed for made in outputs if made.kind in ("hidden", "stat")]
     joined += [each.placed for each in inputs if not each.whole]
-    if any(("R", "data") in zip(placed, roles, strict=True) for placed in joined):
-        # The module itself joins or cuts the samples of its ranks: one without samples takes part as it is.
+    whole = any(("R", "data") in zip(placed, roles, strict=True) for placed in joined)
+    if whole or (sharded and "moe" in chosen):
+        # The module itself joins or cuts the samples of its ranks: one without samples takes part as it is. Or
+        # nobody can find out whether it runs without (docs/limitations.md).
         chosen = tuple("mlp" if block == "view" else block for block in chosen)
     in_place = (
         number > 0
