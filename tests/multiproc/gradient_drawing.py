@@ -145,7 +145,7 @@ def _stage(
     joined += [each.placed for each in inputs if not each.whole]
     whole = any(("R", "data") in zip(placed, roles, strict=True) for placed in joined)
     if whole or (sharded and "moe" in chosen):
-        # The module itself joins or cuts the samples of its ranks: one without samples takes part as it is. Or
+        # The module itself joins or cuts the samples of its ranks: one without samples takes part as is. Or
         # nobody can find out whether it runs without (docs/limitations.md).
         chosen = tuple("mlp" if block == "view" else block for block in chosen)
     in_place = (
