@@ -21,7 +21,6 @@ from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values
 from meshcast.pipelining.wrappers import fsdp_parts
 
 __all__ = [
-    "PLAIN",
     "Inferred",
     "Way",
     "infer_outputs",
@@ -61,9 +60,6 @@ class Way:
     sums: frozenset[int] = frozenset()
 
 
-PLAIN = Way()
-
-
 def is_empty(values: Any) -> bool:
     """Whether a tensor among the values has no samples. DTensors have those of all ranks."""
     return any(map(_has_none, tree_flatten(values)[0]))
@@ -91,8 +87,8 @@ def infer_outputs(
     peers: Sequence[int] = (),
 ) -> Inferred:
     """Runs `module` on fake tensors of the shapes of `args`: no data, no arithmetic, no change of buffers or
-    random state. Where that fails (and under FSDP2 with tensor parallelism or casts) it runs on zeros
-    and on ones, as torch.distributed.pipelining does on zeros; buffers and random state are put back.
+    random state. Where that fails, and under FSDP2 with casts, it runs on zeros and on ones, as
+    torch.distributed.pipelining does on zeros; buffers and random state are put back.
 
     Args:
         everywhere_empty: no rank has samples of this micro-batch. Shapes then follow from those of one and of

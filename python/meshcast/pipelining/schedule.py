@@ -146,6 +146,7 @@ class PipelineSchedule:
         self._seed = seed
         self._steps = 0  # that were run
         self._calls = 0  # of step and eval, those that were refused too
+        self._weighings = 0  # steps at whose end the ranks learnt a weight
         self._weighted: bool | None = None  # whether the loss function returns (sum, weight), once known
         self._summaries = 0
         self._failed: str | None = None
@@ -382,9 +383,9 @@ class PipelineSchedule:
             }
         else:
             said = {"refused": str(mine) or type(mine).__name__}
-        answer = self._exchange.agree(self._topic(self._calls), said, agree_on_step)
+        answer = self._exchange.agree(f"call/{self._calls}", said, agree_on_step)
         if self._calls:
-            self._exchange.forget_agreement(self._topic(self._calls - 1))
+            self._exchange.forget_agreement(f"call/{self._calls - 1}")
         self._calls += 1
         if "refused" in answer:
             rank, text = answer["refused"][0]
@@ -402,10 +403,6 @@ class PipelineSchedule:
 
     def _step_seed(self) -> tuple[int, int] | None:
         return None if self._seed is None else (self._seed, self._steps)
-
-    @staticmethod
-    def _topic(call: int) -> str:
-        return f"call/{call}"
 
     def _row(self, train: bool) -> list[Action]:
         if train not in self._rows:
@@ -477,11 +474,12 @@ class PipelineSchedule:
     def _learn_weight(self, own: float | None) -> float | None:
         """The weight of the step, which the last stage knows; None where its losses are means."""
         last = self._agreed().ranks[-1]
-        topic = f"weight/{self._steps}"
+        topic = f"weight/{self._weighings}"
         if self._rank == last[0]:
             self._exchange.publish(topic, {"weight": own})
-            if self._steps:  # all have read that one, or they would not have begun this step
-                self._exchange.forget(f"weight/{self._steps - 1}")
+            if self._weighings:  # all have read that one, or they would not have begun this step
+                self._exchange.forget(f"weight/{self._weighings - 1}")
+        self._weighings += 1
         found = self._exchange.collect(topic, last[:1])[last[0]]["weight"]
         self._weighted = found is not None
         return found
@@ -490,8 +488,8 @@ class PipelineSchedule:
         """Takes the other ranks along, in bounded time, with the first cause."""
         cause = f"rank {self._rank}: {type(error).__name__}" if not str(error) else str(error)
         self._failed = cause
-        self._exchange.fail_agreement(self._topic(self._calls), cause)
-        self._exchange.fail(f"weight/{self._steps}", cause)
+        self._exchange.fail_agreement(f"call/{self._calls}", cause)
+        self._exchange.fail(f"weight/{self._weighings}", cause)
         self._wirings.abort(cause)
         if self._runtime is None:
             return

@@ -20,7 +20,6 @@ from meshcast.pipelining.edge import Edge, check_edges
 from meshcast.pipelining.exchange import refusals_told
 from meshcast.pipelining.gradients import average_gradients, sum_gradients
 from meshcast.pipelining.inference import (
-    PLAIN,
     Inferred,
     Way,
     infer_outputs,
@@ -343,7 +342,7 @@ class PipelineStage:
         inputs: list[Any],
         kwargs: Mapping[str, Any],
         keep: bool,
-        way: Way = PLAIN,
+        way: Way,
     ) -> Any:
         """Runs the module. keep: its backward will follow. way: of the wiring for such micro-batches."""
         hooks_before = hooks_made()
