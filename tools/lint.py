@@ -72,6 +72,7 @@ def clang_tidy(jobs: int) -> tuple[int, str]:
 def checks(jobs: int) -> dict[str, Callable[[], tuple[int, str]]]:
     return {
         "file size": lambda: run([sys.executable, "tools/check_file_size.py"]),
+        "layers": lambda: run([sys.executable, "tools/check_layers.py"]),
         "ruff check": lambda: run([BIN / "ruff", "check", "."]),
         "ruff format": lambda: run([BIN / "ruff", "format", "--check", "."]),
         "mypy": lambda: run([sys.executable, "-m", "mypy"]),
@@ -92,7 +93,7 @@ def main() -> int:
         start = time.monotonic()
         status, output = check()
         print(f"{name}: {'ok' if status == 0 else 'FAILED'} ({time.monotonic() - start:.1f} s)", flush=True)
-        if output and (status != 0 or name == "file size"):
+        if output and (status != 0 or name in ("file size", "layers")):
             print(output, end="" if output.endswith("\n") else "\n", flush=True)
         if status != 0:
             failed.append(name)

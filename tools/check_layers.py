@@ -1,0 +1,127 @@
+"""Checks that imports go one way: each layer uses what lies below it and nothing above.
+
+The layers and why they are these: docs/design.md. Imports inside functions and under TYPE_CHECKING count too.
+Exit status 1 for an import that goes up and is not listed in layers_known.txt, and for a line of that list
+which is not needed any more.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from import_graph import Graph, circles, cpp_graph, python_graph
+
+# Lowest first. A row holds layers of one rank, which know nothing of each other.
+PYTHON_LAYERS = (
+    ("errors",),
+    ("base",),
+    ("layout",),
+    ("spec", "topology"),
+    ("planning",),
+    ("groups",),
+    ("transfers",),
+    ("resharding",),
+    ("backend", "pipelining"),
+    ("bench",),
+    ("cli",),
+)
+# Where modules that have no folder of their own yet belong.
+FLAT = {
+    "base": "_checks _host _json observe strides",
+    "planning": "_plan_cache _plan_draw _plan_json _plan_text _plan_views plan",
+    "groups": "_rails _shared_memory agreements groups prepare private_group rejection",
+    "transfers": "casts cuda_copies cuda_lanes cuda_transfer gpu_offer gpu_transport handle passage pinned"
+    " shards staged_transfer transfer",
+    "resharding": "autograd calls compiled digest discovery in_place local many member memory ops"
+    " redistribute reduction repeat reshard resharder state_call state_dict state_round state_specs traced",
+    "backend": "backend_options broadcast inner_nccl",
+    "bench": "_kernels",
+}
+CPP_LAYERS = (
+    ("common",),
+    ("layout",),
+    ("plan", "exec"),
+    ("transport",),
+    ("cuda",),
+    ("backend",),
+    ("binding",),
+)
+# The extension's Python face may be used by these.
+USE_C = {"layout", "topology", "planning", "groups", "transfers", "backend"}
+# Used by the command line and `meshcast/__init__` alone: they hold the package together.
+TOP = {"", "__main__", "_version", "_build_check", "_build_info"}
+# What a face loads only when somebody asks for it.
+LAZY = {"planning.plan": {"planning.text", "planning.draw", "planning.plan_json"}}
+HEADERS_OF_TORCH = ("torch/", "ATen/", "c10/", "cuda")
+
+# What is still to be cut. Lines only ever go.
+KNOWN = Path(__file__).resolve().parent / "layers_known.txt"
+
+
+def python_violations() -> list[str]:
+    rank = {layer: number for number, row in enumerate(PYTHON_LAYERS) for layer in row}
+    home = {module: layer for layer, modules in FLAT.items() for module in modules.split()}
+    graph = python_graph()
+    found = []
+    for module, imports in graph.items():
+        if module in TOP:
+            continue
+        layer = home.get(module, module.split(".")[0])
+        for other in sorted(imports):
+            below = home.get(other, other.split(".")[0])
+            if other == "_C":
+                wrong = layer not in USE_C
+            elif other in TOP:
+                wrong = layer != "cli"
+            elif module == "_C":
+                wrong = other != "errors"
+            else:
+                wrong = layer != below and rank[below] >= rank[layer]
+            if wrong:
+                found.append(f"python: {module} > {other or 'meshcast'}")
+    return found + _circle_lines("python", _without_lazy(graph))
+
+
+def _without_lazy(graph: Graph) -> Graph:
+    return {
+        module: imports - LAZY.get(module, set()) - {""} for module, imports in graph.items() if module != ""
+    }
+
+
+def cpp_violations() -> list[str]:
+    rank = {layer: number for number, row in enumerate(CPP_LAYERS) for layer in row}
+    graph = cpp_graph()
+    found = []
+    for file, includes in graph.items():
+        layer = file.split("/")[0]
+        for other in sorted(includes):
+            if other in graph:
+                below = other.split("/")[0]
+                if layer != below and rank[below] >= rank[layer]:
+                    found.append(f"csrc: {file} > {other}")
+            elif rank[layer] < rank["backend"] and other.startswith(HEADERS_OF_TORCH):
+                found.append(f"csrc: {file} > {other}")
+    return found + _circle_lines("csrc", graph)
+
+
+def _circle_lines(where: str, graph: Graph) -> list[str]:
+    return [f"{where}: circle of {' '.join(circle)}" for circle in circles(graph)]
+
+
+def main() -> int:
+    found = python_violations() + cpp_violations()
+    known = KNOWN.read_text().splitlines() if KNOWN.exists() else []
+    new = [line for line in found if line not in known]
+    gone = [line for line in known if line not in found]
+    for line in new:
+        print(f"new violation: {line} (move what is needed down, or pass it in; layers: docs/design.md)")
+    for line in gone:
+        print(f"no violation any more, remove it from the list: {line}")
+    print(f"layers: {len(new)} new violations, {len(known)} known")
+    return 1 if new or gone else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
