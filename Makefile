@@ -32,10 +32,10 @@ CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix
 LOCK := flock build/.lock
 
 .DEFAULT_GOAL := build
-.PHONY: build cuda-check demo test test-all bench bench-all bench-check bench-pipeline bench-e2e fuzz lint format asan tsan clean configure help
+.PHONY: build cuda-check demo test test-all bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean configure help
 
 help:
-	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build cuda-check demo test test-all bench bench-all bench-check bench-pipeline bench-e2e fuzz lint format asan tsan clean'
+	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build cuda-check demo test test-all bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean'
 
 # ---- set-up ----------------------------------------------------------------------------------------------
 
@@ -117,6 +117,10 @@ bench-e2e: build $(VENV)/.stamp-dev
 	PYTHON=$(PY) benchmarks/e2e/run.sh $(BENCH_ARGS)
 
 # ---- style -----------------------------------------------------------------------------------------------
+
+# Prints the table of docs/metrics.md.
+metrics: build $(VENV)/.stamp-dev
+	@PYTHONPATH=$(CURDIR)/python $(PY) tools/metrics.py
 
 lint: configure $(VENV)/.stamp-lint
 	@$(PY) tools/lint.py --jobs $(JOBS)

@@ -60,17 +60,28 @@ HEADERS_OF_TORCH = ("torch/", "ATen/", "c10/", "cuda")
 KNOWN = Path(__file__).resolve().parent / "layers_known.txt"
 
 
+_RANK = {layer: number for number, row in enumerate(PYTHON_LAYERS) for layer in row}
+_HOME = {module: layer for layer, modules in FLAT.items() for module in modules.split()}
+
+
+def python_layer(module: str) -> str:
+    return _HOME.get(module, module.split(".")[0])
+
+
+def python_rank(layer: str) -> int:
+    """How high a layer lies; what holds the package together lies above all."""
+    return _RANK.get(layer, len(PYTHON_LAYERS))
+
+
 def python_violations() -> list[str]:
-    rank = {layer: number for number, row in enumerate(PYTHON_LAYERS) for layer in row}
-    home = {module: layer for layer, modules in FLAT.items() for module in modules.split()}
     graph = python_graph()
     found = []
     for module, imports in graph.items():
         if module in TOP:
             continue
-        layer = home.get(module, module.split(".")[0])
+        layer = python_layer(module)
         for other in sorted(imports):
-            below = home.get(other, other.split(".")[0])
+            below = python_layer(other)
             if other == "_C":
                 wrong = layer not in USE_C
             elif other in TOP:
@@ -78,7 +89,7 @@ def python_violations() -> list[str]:
             elif module == "_C":
                 wrong = other != "errors"
             else:
-                wrong = layer != below and rank[below] >= rank[layer]
+                wrong = layer != below and python_rank(below) >= python_rank(layer)
             if wrong:
                 found.append(f"python: {module} > {other or 'meshcast'}")
     return found + _circle_lines("python", _without_lazy(graph))

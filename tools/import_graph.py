@@ -20,7 +20,7 @@ Graph = dict[str, set[str]]
 
 
 def python_modules() -> dict[str, Path]:
-    """Every module by its name inside the package, "layout" or "pipelining.stage"; "" is `meshcast` itself."""
+    """Every module by its name in the package, "layout" or "pipelining.stage"; "" is `meshcast` itself."""
     modules = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
