@@ -73,7 +73,7 @@ if(NOT obstacle)
   endif()
 endif()
 if(NOT obstacle)
-  # NCCL is loaded at run time, see csrc/transport/nccl; its header is that of the wheel beside torch, or of the system.
+  # NCCL is loaded at run time, see csrc/cuda/device; its header is that of the wheel beside torch, or of the system.
   find_path(MESHCAST_NCCL_INCLUDE nccl.h HINTS "${TORCH_ROOT}/../nvidia/nccl/include" "$ENV{NCCL_HOME}/include" "${MESHCAST_CUDA_ROOT}/include")
   if(NOT MESHCAST_NCCL_INCLUDE)
     set(obstacle "nccl.h was found neither beside torch ${TORCH_VERSION} nor in the system: install the wheel nvidia-nccl-cu${torch_cuda_major} or libnccl-dev, or set NCCL_HOME")
@@ -122,18 +122,18 @@ function(meshcast_gencode result)
   set(${result} "${options}" PARENT_SCOPE)
 endfunction()
 
-# Compiles csrc/cuda/*.cu into the target and links it with torch's CUDA.
+# Compiles csrc/cuda/kernels/*.cu into the target and links it with torch's CUDA.
 function(meshcast_add_cuda target)
   meshcast_gencode(gencode)
   # 20208: fmt's long double, which no kernel has. No fused multiply-add: reductions give the bits of the CPU. Kernels wait for memory anyway.
   set(options -std=c++20 -O3 -lineinfo -fmad=false --expt-relaxed-constexpr -diag-suppress=20208 -ccbin "${CMAKE_CXX_COMPILER}"
-      -Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra ${gencode} -I "${CMAKE_CURRENT_SOURCE_DIR}/csrc"
+      -Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra ${gencode} -I "${CMAKE_CURRENT_SOURCE_DIR}/csrc/core" -I "${CMAKE_CURRENT_SOURCE_DIR}/csrc"
       -isystem "${TORCH_ROOT}/include" -D_GLIBCXX_USE_CXX11_ABI=${TORCH_CXX11_ABI} -DFMT_HEADER_ONLY=1
       -DMESHCAST_E4M3_SATURATES=${TORCH_E4M3_SATURATES})
   if(MESHCAST_WERROR)
     list(APPEND options -Werror=all-warnings -Xcompiler=-Werror)
   endif()
-  file(GLOB sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/*.cu")
+  file(GLOB sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/kernels/*.cu")
   file(MAKE_DIRECTORY "${CMAKE_BINARY_DIR}/cuda_objects")
   foreach(source IN LISTS sources)
     get_filename_component(name "${source}" NAME_WE)

@@ -5,8 +5,8 @@
 #include <pybind11/stl.h>
 
 #include "binding/bind.h"
-#include "binding/plan_figures.h"
 #include "common/error.h"
+#include "plan/figures.h"
 #include "plan/plan.h"
 #include "plan/staging.h"
 

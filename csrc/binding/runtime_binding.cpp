@@ -12,11 +12,11 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "backend/pending_work.h"
-#include "backend/process_group.h"
-#include "backend/reshard_group.h"
-#include "backend/reshard_work.h"
 #include "binding/bind.h"
+#include "c10d/process_group/pending_work.h"
+#include "c10d/process_group/process_group.h"
+#include "c10d/reshard_group.h"
+#include "c10d/reshard_work.h"
 #include "plan/plan.h"
 #include "transport/shm_link.h"
 #include "transport/shm_transport.h"

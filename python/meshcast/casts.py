@@ -14,7 +14,7 @@ __all__ = ["Casts", "Ends", "Types", "ends_of", "types_of", "types_text"]
 
 Types = tuple[torch.dtype, torch.dtype, torch.dtype]  # of a tensor: source, on the way, destination
 
-# Between these, kernels cast while they pack and unpack (csrc/exec/element_type.h has the same list).
+# Between these, kernels cast while they pack and unpack (csrc/core/memory/element_type.h has the same list).
 _FORMATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
 
 

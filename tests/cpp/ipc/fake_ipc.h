@@ -16,10 +16,10 @@
 #include <utility>
 #include <vector>
 
-#include "exec/rounds/device.h"
+#include "ipc/ipc_groups.h"
+#include "rounds/device.h"
 #include "rounds/fake_device.h"
 #include "rounds/world.h"
-#include "transport/ipc/ipc_groups.h"
 
 // Ranks as threads, each with a faked GPU whose streams are done in any order that is allowed, and the real
 // protocol of CUDA IPC between them, over real sockets.

@@ -5,11 +5,11 @@
 #include <random>
 #include <vector>
 
-#include "exec/harness.h"
-#include "exec/random_reductions.h"
-#include "exec/rounds/rank_rounds.h"
-#include "exec/rounds/round_check.h"
-#include "exec/rounds/round_table.h"
+#include "rounds/rank_rounds.h"
+#include "rounds/round_table.h"
+#include "run/harness.h"
+#include "run/random_reductions.h"
+#include "support/round_check.h"
 
 namespace meshcast::testing {
 

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "common/numbers.h"
-#include "exec/combined.h"
-#include "exec/element_type.h"
+#include "memory/combined.h"
+#include "memory/element_type.h"
 #include "rounds/cases.h"
 #include "rounds/fake_device.h"
 #include "rounds/world.h"

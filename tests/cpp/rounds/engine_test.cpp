@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "catch.h"
-#include "exec/rounds/round_engine.h"
-#include "plan_cases.h"
+#include "plan/cases.h"
 #include "rounds/cases.h"
 #include "rounds/fake_device.h"
+#include "rounds/round_engine.h"
 #include "rounds/world.h"
 
 using namespace meshcast;

@@ -16,7 +16,7 @@
 
 #include "common/error.h"
 #include "common/numbers.h"
-#include "exec/rounds/device.h"
+#include "rounds/device.h"
 
 namespace meshcast::testing {
 

@@ -5,9 +5,9 @@
 #include <vector>
 
 #include "catch.h"
-#include "exec/rounds/rank_rounds.h"
-#include "exec/rounds/staging_arena.h"
-#include "exec/rounds/start_queue.h"
+#include "rounds/rank_rounds.h"
+#include "rounds/staging_arena.h"
+#include "rounds/start_queue.h"
 
 using namespace meshcast;
 

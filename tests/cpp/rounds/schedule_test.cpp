@@ -8,7 +8,7 @@
 
 #include "catch.h"
 #include "common/error.h"
-#include "plan_cases.h"
+#include "plan/cases.h"
 #include "rounds/cases.h"
 
 using namespace meshcast;

@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "catch.h"
-#include "exec/rounds/round_engine.h"
-#include "plan_cases.h"
+#include "plan/cases.h"
 #include "rounds/cases.h"
 #include "rounds/fake_device.h"
+#include "rounds/round_engine.h"
 
 // Engines of rounds on GPUs that are faked, and what they move.
 namespace meshcast::testing {

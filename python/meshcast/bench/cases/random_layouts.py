@@ -1,6 +1,6 @@
 """Seeded random layouts: disjoint and overlapping meshes of up to 5 hosts, one to three mesh dimensions,
 uneven cuts, replicas on either side. The first sixty, group "random-tuned", were in view when the order of
-messages (csrc/exec/plan_order.h) and the choice of strategies were tuned; the next twenty, "random", were
+messages (csrc/core/run/plan_order.h) and the choice of strategies were tuned; the next twenty, "random", were
 not."""
 
 from __future__ import annotations

@@ -1,0 +1,95 @@
+#include <vector>
+
+#include <pybind11/stl.h>
+
+#include "binding/bind.h"
+#include "cuda/kernels/launch.h"
+
+namespace py = pybind11;
+
+namespace meshcast {
+namespace {
+
+// Address, bytes of an element, extents, strides in bytes.
+using ViewNumbers = std::tuple<uint64_t, int64_t, std::vector<int64_t>, std::vector<int64_t>>;
+using PairNumbers = std::pair<ViewNumbers, ViewNumbers>;
+
+StridedView view_of(const ViewNumbers& numbers) {
+  const auto& [address, element_bytes, extent, stride] = numbers;
+  if (extent.size() > kMaxDims || extent.size() != stride.size())
+    throw LayoutError("a view of a kernel has at most 8 dimensions, and a stride for each");
+  StridedView out;
+  out.data = reinterpret_cast<std::byte*>(address);
+  out.ndim = static_cast<int>(extent.size());
+  out.element_bytes = element_bytes;
+  for (size_t d = 0; d < extent.size(); ++d) {
+    out.extent[d] = extent[d];
+    out.stride[d] = stride[d];
+  }
+  return out;
+}
+
+std::vector<cuda::BoxPair> pairs_of(const std::vector<PairNumbers>& numbers) {
+  std::vector<cuda::BoxPair> out;
+  out.reserve(numbers.size());
+  for (const auto& [from, to] : numbers) {
+    if (std::get<2>(from) != std::get<2>(to)) throw LayoutError("both sides of a copy have equal extents");
+    out.push_back({view_of(from), view_of(to)});
+  }
+  return out;
+}
+
+cuda::Target target_of(int device, uint64_t stream, int most_blocks) {
+  return {device, reinterpret_cast<cudaStream_t>(stream), most_blocks};
+}
+
+}  // namespace
+
+void bind_cuda(py::module_& parent) {
+  py::module_ m = parent.def_submodule("cuda", "Kernels on strided boxes. Used by meshcast._kernels.");
+  py::enum_<cuda::CastType>(m, "CastType")
+      .value("float32", cuda::CastType::Float32)
+      .value("bfloat16", cuda::CastType::BFloat16)
+      .value("float16", cuda::CastType::Float16)
+      .value("float8_e4m3fn", cuda::CastType::Float8E4m3)
+      .value("float8_e5m2", cuda::CastType::Float8E5m2);
+  py::enum_<ElementType>(m, "ElementType")
+      .value("float64", ElementType::Float64)
+      .value("float32", ElementType::Float32)
+      .value("float16", ElementType::Float16)
+      .value("bfloat16", ElementType::BFloat16)
+      .value("int64", ElementType::Int64)
+      .value("int32", ElementType::Int32)
+      .value("int16", ElementType::Int16)
+      .value("int8", ElementType::Int8)
+      .value("uint8", ElementType::UInt8)
+      .value("bool", ElementType::Bool)
+      .value("complex64", ElementType::Complex64)
+      .value("complex128", ElementType::Complex128);
+  py::enum_<ReduceOp>(m, "ReduceOp")
+      .value("sum", ReduceOp::Sum)
+      .value("avg", ReduceOp::Avg)
+      .value("min", ReduceOp::Min)
+      .value("max", ReduceOp::Max)
+      .value("product", ReduceOp::Product);
+  m.def("copy_boxes", [](const std::vector<PairNumbers>& pairs, int device, uint64_t stream, int most_blocks) {
+    cuda::copy_boxes(pairs_of(pairs), target_of(device, stream, most_blocks));
+  });
+  m.def("cast_boxes", [](const std::vector<PairNumbers>& pairs, cuda::CastType from, cuda::CastType to,
+                         int device, uint64_t stream, int most_blocks) {
+    cuda::cast_boxes(pairs_of(pairs), from, to, target_of(device, stream, most_blocks));
+  });
+  m.def("reduce_boxes", [](const std::vector<PairNumbers>& pairs, ElementType type, ReduceOp op, int device,
+                           uint64_t stream, int most_blocks) {
+    cuda::reduce_boxes(pairs_of(pairs), type, op, target_of(device, stream, most_blocks));
+  });
+  m.def("divide_boxes", [](const std::vector<ViewNumbers>& views, ElementType type, int64_t count, int device,
+                           uint64_t stream, int most_blocks) {
+    std::vector<StridedView> boxes;
+    boxes.reserve(views.size());
+    for (const ViewNumbers& view : views) boxes.push_back(view_of(view));
+    cuda::divide_boxes(boxes, type, count, target_of(device, stream, most_blocks));
+  });
+}
+
+}  // namespace meshcast

@@ -1,0 +1,131 @@
+#include "c10d/agreement.h"
+
+#include <algorithm>
+#include <thread>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "common/error.h"
+
+namespace meshcast {
+namespace {
+
+using Board = Bulletin::Board;
+
+constexpr auto kLookForCause = std::chrono::milliseconds(100);
+
+ErrorContext context_of(const GroupIdentity& group, CallId call, int32_t peer) {
+  ErrorContext context;
+  context.rank = group.rank;
+  context.peer = peer;
+  context.op = "reshard";
+  context.sequence = call.ordinal;
+  context.phase = "agree";
+  return context;
+}
+
+// A rank may have given up on the group before it came to this call.
+void raise_if_broken(Bulletin& bulletin, const GroupIdentity& group, CallId call) {
+  const auto cause = bulletin.read_cause();
+  if (!cause) return;
+  throw Error(ErrorKind::Aborted,
+              fmt::format("rank {}: call {} of {}: the group was aborted by rank {}: {}", group.rank,
+                          call.ordinal, group.name, cause->reporter, cause->text),
+              context_of(group, call, cause->peer));
+}
+
+[[noreturn]] void raise_mismatch(const GroupIdentity& group, CallId call, const std::string& descriptor,
+                                 int32_t other, const Posting& posting) {
+  const std::string text =
+      posting.rejected
+          ? fmt::format("rank {}: call {} of {}: rank {} refused its arguments: {}", group.rank, call.ordinal,
+                        group.name, other, posting.text)
+          : fmt::format(
+                "rank {}: call {} of {}: the ranks called with different arguments; nothing was moved by this "
+                "call.\n  rank {}: {}\n  rank {}: {}\nMake the arguments equal on every rank of both meshes.",
+                group.rank, call.ordinal, group.name, group.rank, descriptor, other, posting.text);
+  throw Error(ErrorKind::PlanMismatch, text, context_of(group, call, other));
+}
+
+void check_posting(const GroupIdentity& group, CallId call, const std::string& descriptor, int32_t other,
+                   const Posting& posting) {
+  if (posting.rejected || posting.text != descriptor) raise_mismatch(group, call, descriptor, other, posting);
+}
+
+}  // namespace
+
+std::string format_ranks(const std::vector<int32_t>& ranks) {
+  return fmt::format("[{}]", fmt::join(ranks, ", "));
+}
+
+std::vector<int32_t> compare_postings(Bulletin& bulletin, const GroupIdentity& group, CallId call,
+                                      const std::string& descriptor) {
+  std::vector<int32_t> silent;
+  for (const int32_t other : group.ranks) {
+    if (other == group.rank) continue;
+    const auto stalled = bulletin.read(Board::Stall, call.lane, call.ordinal, other);
+    // A rank to which the call is new waits in agree() and has no other notice.
+    const auto agreeing = bulletin.read(Board::Agreement, call.lane, call.ordinal, other);
+    if (stalled) check_posting(group, call, descriptor, other, *stalled);
+    if (agreeing) check_posting(group, call, descriptor, other, *agreeing);
+    if (!stalled) silent.push_back(other);
+  }
+  return silent;
+}
+
+int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const std::string& descriptor,
+              int32_t offered_slot, TimePoint deadline, double limit_seconds,
+              const std::function<void()>& checkpoint) {
+  const int32_t first = group.ranks.front();
+  const bool leads = group.rank == first;
+  bulletin.post(Board::Agreement, call.lane, call.ordinal, group.rank,
+                {false, leads ? offered_slot : -1, descriptor});
+
+  std::vector<int32_t> missing;
+  std::copy_if(group.ranks.begin(), group.ranks.end(), std::back_inserter(missing),
+               [&](int32_t r) { return r != group.rank; });
+  int32_t slot = leads ? offered_slot : -1;
+  const TimePoint started = Clock::now();
+  TimePoint last_look = started;
+  auto pause = std::chrono::microseconds(100);
+  for (;;) {
+    missing.erase(std::remove_if(missing.begin(), missing.end(),
+                                 [&](int32_t other) {
+                                   const auto posting =
+                                       bulletin.read(Board::Agreement, call.lane, call.ordinal, other);
+                                   if (!posting) return false;
+                                   check_posting(group, call, descriptor, other, *posting);
+                                   if (other == first) slot = posting->slot;
+                                   return true;
+                                 }),
+                  missing.end());
+    if (missing.empty()) return slot;
+    const TimePoint now = Clock::now();
+    if (now >= deadline) break;
+    checkpoint();
+    if (now - last_look > kLookForCause) {
+      last_look = now;
+      raise_if_broken(bulletin, group, call);
+      // A rank that knew its plan agreed on nothing: it stands still in a transfer and says so on the other
+      // board.
+      for (const int32_t other : missing) {
+        const auto stalled = bulletin.read(Board::Stall, call.lane, call.ordinal, other);
+        if (stalled) check_posting(group, call, descriptor, other, *stalled);
+      }
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(pause * 2, std::chrono::microseconds(20000));
+  }
+  ErrorContext context = context_of(group, call, missing.front());
+  context.elapsed = std::chrono::duration<double>(Clock::now() - started).count();
+  context.limit = limit_seconds;
+  throw Error(
+      ErrorKind::DeadlineExceeded,
+      fmt::format("rank {}: call {} of {}: ranks {} did not make this call within {:.1f} s (never called, "
+                  "stuck elsewhere, or dead). This rank called: {}",
+                  group.rank, call.ordinal, group.name, format_ranks(missing), limit_seconds, descriptor),
+      context);
+}
+
+}  // namespace meshcast

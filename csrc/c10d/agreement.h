@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "c10d/bulletin.h"
+#include "transport/transport.h"
+
+namespace meshcast {
+
+// Who a private group is: its global ranks in ascending order and which of them this process is.
+struct GroupIdentity {
+  std::vector<int32_t> ranks;
+  int32_t rank = -1;
+  std::string name;
+};
+
+// One call as the ranks number it.
+struct CallId {
+  int32_t lane = 0;
+  int64_t ordinal = 0;
+};
+
+// Blocks until every rank of the group has posted the same descriptor for this call, and returns the slot
+// that the first rank gave to it. Moves no tensor data. `offered_slot` counts on the first rank only.
+// Throws PlanMismatch with both sides where descriptors differ or a rank rejected its arguments, and
+// DeadlineExceeded naming the ranks that did not call. `checkpoint` is called every few milliseconds and
+// throws where the group has been given up meanwhile.
+int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const std::string& descriptor,
+              int32_t offered_slot, TimePoint deadline, double limit_seconds,
+              const std::function<void()>& checkpoint);
+
+// Compares what others posted for a call with this rank's descriptor. Returns the ranks that do not say that
+// they stand still in it too; throws PlanMismatch as above.
+std::vector<int32_t> compare_postings(Bulletin& bulletin, const GroupIdentity& group, CallId call,
+                                      const std::string& descriptor);
+
+// "[1, 4, 5]"
+std::string format_ranks(const std::vector<int32_t>& ranks);
+
+}  // namespace meshcast

@@ -1,0 +1,69 @@
+#include "c10d/bulletin.h"
+
+#include <charconv>
+
+#include <fmt/format.h>
+
+namespace meshcast {
+namespace {
+
+constexpr size_t kMaxText = 16 * 1024;  // descriptors are a few hundred bytes
+constexpr const char* kCauseKey = "cause";
+
+std::string posting_key(Bulletin::Board board, int32_t lane, int64_t ordinal, int32_t rank) {
+  return fmt::format("{}/{}/{}/{}", board == Bulletin::Board::Agreement ? "call" : "stall", lane, ordinal,
+                     rank);
+}
+
+// Numbers at the head of a line that came from the store; -1 where it is not one.
+int32_t parse_number(const std::string& text, size_t begin, size_t end) {
+  int32_t value = -1;
+  if (end > text.size() || begin > end) return -1;
+  std::from_chars(text.data() + begin, text.data() + end, value);
+  return value;
+}
+
+std::string encode(const Cause& cause) {
+  return fmt::format("{} {} {}\n{}", cause.kind, cause.reporter, cause.peer, cause.text.substr(0, kMaxText));
+}
+
+Cause decode(const std::string& text) {
+  const size_t line = text.find('\n');
+  const size_t a = text.find(' ');
+  const size_t b = a == std::string::npos ? a : text.find(' ', a + 1);
+  if (line == std::string::npos || b == std::string::npos || b > line) return {0, -1, -1, text};
+  return {parse_number(text, 0, a), parse_number(text, a + 1, b), parse_number(text, b + 1, line),
+          text.substr(line + 1)};
+}
+
+}  // namespace
+
+void Bulletin::post(Board board, int32_t lane, int64_t ordinal, int32_t rank, const Posting& posting) {
+  store_->set(
+      posting_key(board, lane, ordinal, rank),
+      fmt::format("{} {}\n{}", posting.rejected ? 'R' : 'D', posting.slot, posting.text.substr(0, kMaxText)));
+}
+
+std::optional<Posting> Bulletin::read(Board board, int32_t lane, int64_t ordinal, int32_t rank) {
+  const std::string key = posting_key(board, lane, ordinal, rank);
+  if (!store_->check({key})) return std::nullopt;
+  const std::string text = store_->get_to_str(key);
+  const size_t line = text.find('\n');
+  if (line == std::string::npos || line < 3) return Posting{true, -1, "unreadable posting"};
+  return Posting{text[0] == 'R', parse_number(text, 2, line), text.substr(line + 1)};
+}
+
+void Bulletin::erase(Board board, int32_t lane, int64_t ordinal, int32_t rank) {
+  store_->deleteKey(posting_key(board, lane, ordinal, rank));
+}
+
+Cause Bulletin::settle_cause(const Cause& cause) {
+  return decode(store_->compareSet(kCauseKey, std::string(), encode(cause)));
+}
+
+std::optional<Cause> Bulletin::read_cause() {
+  if (!store_->check({kCauseKey})) return std::nullopt;
+  return decode(store_->get_to_str(kCauseKey));
+}
+
+}  // namespace meshcast

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <condition_variable>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "c10d/reshard_work.h"
+
+namespace meshcast {
+
+// The Work of a collective that a reshard carries out, from the moment it is called: the reshard itself starts
+// later where its ranks have not met or agreed yet. Its owner calls settle() or fail(), once.
+class PendingWork final : public c10d::Work {
+ public:
+  // `tensors`: the results, which are also those of the future.
+  PendingWork(int rank, c10d::OpType op, const char* title, std::vector<at::Tensor> tensors,
+              std::shared_ptr<RecycleBin> bin);
+
+  void settle(c10::intrusive_ptr<c10d::Work> running);
+  void fail(std::exception_ptr error);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  std::vector<at::Tensor> result() override;
+  void synchronize() override;
+  // Without a limit of its own it waits as long as the call's: that ends what was queued as well.
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+ private:
+  // Null until settled.
+  c10::intrusive_ptr<c10d::Work> running() const;
+  std::exception_ptr refused() const;
+
+  const std::shared_ptr<RecycleBin> bin_;
+  const std::vector<at::Tensor> tensors_;
+  const c10::intrusive_ptr<c10::ivalue::Future> future_;
+
+  // Not Work's own mutex_, which the base class locks in what it answers itself.
+  mutable std::mutex state_mutex_;
+  std::condition_variable settled_;
+  c10::intrusive_ptr<c10d::Work> running_;
+  std::exception_ptr refused_;  // why it was never started
+};
+
+}  // namespace meshcast

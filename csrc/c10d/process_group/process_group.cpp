@@ -1,0 +1,282 @@
+#include "c10d/process_group/process_group.h"
+
+#include <exception>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "common/error.h"
+
+namespace meshcast {
+
+using c10d::Work;
+using Tensors = std::vector<at::Tensor>;
+
+namespace {
+
+// The element types of gloo; others it refuses in its own words.
+bool known_to_gloo(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+    case at::kDouble:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kChar:
+    case at::kByte:
+    case at::kBool:
+    case at::kInt:
+    case at::kLong: return true;
+    default: return false;
+  }
+}
+
+}  // namespace
+
+// On which devices the tensors of a call are. All lists are looked at: which of them are empty on a rank that
+// only gives or only gets differs between collectives.
+struct ProcessGroupMeshcast::Devices {
+  bool cuda = false;
+  bool other = false;
+
+  void add(const at::Tensor& tensor) {
+    if (tensor.defined()) (tensor.is_cuda() ? cuda : other) = true;
+  }
+  void add(const Tensors& tensors) {
+    for (const auto& tensor : tensors) add(tensor);
+  }
+  void add(const std::vector<Tensors>& lists) {
+    for (const auto& tensors : lists) add(tensors);
+  }
+};
+
+template <class... Lists>
+ProcessGroupMeshcast::Devices ProcessGroupMeshcast::devices_of(const Lists&... lists) {
+  Devices found;
+  (found.add(lists), ...);
+  return found;
+}
+
+ProcessGroupMeshcast::ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size,
+                                           Multicast multicast, CudaSide cuda, LetGo let_go)
+    : Backend(rank, size),
+      inner_(std::move(inner)),
+      let_go_(std::move(let_go)),
+      cuda_(std::move(cuda)),
+      multicast_(std::move(multicast)) {}
+
+ProcessGroupMeshcast::~ProcessGroupMeshcast() { let_go_(std::move(inner_)); }
+
+template <class Call>
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::run(const char* op, Devices devices, const Call& call) {
+  if (!devices.cuda) return batch_.started(call(*inner_));
+  if (devices.other) {
+    ErrorContext context;
+    context.rank = rank_;
+    context.op = op;
+    throw Error(
+        ErrorKind::Layout,
+        fmt::format("rank {} of the group: {}: some tensors of the call are on cuda, some are not; all of "
+                    "one call must be on one kind of device",
+                    rank_, op),
+        context);
+  }
+  const auto gpu = cuda_.get(op, *this);
+  batch_.enter(gpu);
+  return call(*gpu);
+}
+
+void ProcessGroupMeshcast::startCoalescing() {
+  if (cuda_.possible()) {
+    batch_.open();
+  } else {
+    inner_->startCoalescing();
+  }
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::endCoalescing() {
+  return cuda_.possible() ? batch_.close(rank_) : inner_->endCoalescing();
+}
+
+void ProcessGroupMeshcast::setTimeout(std::chrono::milliseconds timeout) {
+  inner_->setTimeout(timeout);
+  cuda_.set_timeout(timeout);
+}
+
+uint64_t ProcessGroupMeshcast::getSequenceNumberForGroup() {
+  const auto gpu = cuda_.made();
+  return inner_->getSequenceNumberForGroup() + multicasts_ + (gpu ? gpu->getSequenceNumberForGroup() : 0);
+}
+
+// NCCL first: what runs on a GPU may hold up a thread that gloo's end would wait for.
+void ProcessGroupMeshcast::abort() {
+  std::exception_ptr problem;
+  try {
+    cuda_.abort();
+  } catch (...) {
+    problem = std::current_exception();  // gloo must end all the same
+  }
+  inner_->abort();
+  if (problem) std::rethrow_exception(problem);
+}
+
+void ProcessGroupMeshcast::shutdown() {
+  std::exception_ptr problem;
+  try {
+    cuda_.shutdown();
+  } catch (...) {
+    problem = std::current_exception();
+  }
+  inner_->shutdown();
+  if (problem) std::rethrow_exception(problem);
+}
+
+bool ProcessGroupMeshcast::takes_multicast(const Tensors& tensors) const {
+  if (!multicast_.start || size_ < 2 || tensors.size() != 1) return false;
+  const at::Tensor& tensor = tensors.front();
+  // Only what is the same on all ranks may decide. Elements are sent in the order of memory, as gloo sends
+  // them.
+  return tensor.layout() == at::kStrided && tensor.device().is_cpu() && known_to_gloo(tensor.scalar_type()) &&
+         static_cast<int64_t>(tensor.nbytes()) >= multicast_.at_least;
+}
+
+// gloo of torch before 2.14 has no getError and throws; a group that can still be asked has no error to tell.
+c10d::ErrorType ProcessGroupMeshcast::getError() {
+  const auto gpu = cuda_.made();
+  return gpu ? gpu->getError() : c10d::ErrorType::SUCCESS;
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  bin_->empty();
+  if (!takes_multicast(tensors) || opts.rootRank < 0 || opts.rootRank >= size_)
+    return run("broadcast", devices_of(tensors),
+               [&](Backend& backend) { return backend.broadcast(tensors, opts); });
+  ++multicasts_;
+  const auto work =
+      c10::make_intrusive<PendingWork>(rank_, c10d::OpType::BROADCAST, "meshcast:broadcast", tensors, bin_);
+  const at::Tensor& tensor = tensors.front();
+  // Without autograd: a parameter may be a leaf.
+  const at::Tensor bytes = tensor.detach().as_strided({tensor.numel()}, {1}).view(at::kByte);
+  const auto limit = opts.timeout.count() > 0 ? opts.timeout : getBackendOptions()->timeout;
+  multicast_.start(work, bytes, static_cast<int>(opts.rootRank), std::chrono::duration<double>(limit).count());
+  return batch_.started(work);
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  return run("all_reduce", devices_of(tensors),
+             [&](Backend& backend) { return backend.allreduce(tensors, opts); });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::allreduce_sparse(Tensors& tensors,
+                                                                const c10d::AllreduceOptions& opts) {
+  return run("all_reduce", devices_of(tensors),
+             [&](Backend& backend) { return backend.allreduce_sparse(tensors, opts); });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::allreduce_coalesced(
+    Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+  return run("all_reduce", devices_of(tensors),
+             [&](Backend& backend) { return backend.allreduce_coalesced(tensors, opts); });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  return run("reduce", devices_of(tensors), [&](Backend& backend) { return backend.reduce(tensors, opts); });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                         const c10d::AllgatherOptions& opts) {
+  return run("all_gather", devices_of(outputs, inputs),
+             [&](Backend& backend) { return backend.allgather(outputs, inputs, opts); });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                               const c10d::AllgatherOptions& opts) {
+  return run("all_gather_into_tensor", devices_of(output, input),
+             [&](Backend& backend) { return backend._allgather_base(output, input, opts); });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::allgather_coalesced(std::vector<Tensors>& outputs,
+                                                                   Tensors& inputs,
+                                                                   const c10d::AllgatherOptions& opts) {
+  return run("all_gather", devices_of(outputs, inputs),
+             [&](Backend& backend) { return backend.allgather_coalesced(outputs, inputs, opts); });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+  return run("all_gather_into_tensor", devices_of(outputs, inputs),
+             [&](Backend& backend) { return backend.allgather_into_tensor_coalesced(outputs, inputs, opts); });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                      const c10d::GatherOptions& opts) {
+  return run("gather", devices_of(outputs, inputs),
+             [&](Backend& backend) { return backend.gather(outputs, inputs, opts); });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                                       const c10d::ScatterOptions& opts) {
+  return run("scatter", devices_of(outputs, inputs),
+             [&](Backend& backend) { return backend.scatter(outputs, inputs, opts); });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                                              const c10d::ReduceScatterOptions& opts) {
+  return run("reduce_scatter", devices_of(outputs, inputs),
+             [&](Backend& backend) { return backend.reduce_scatter(outputs, inputs, opts); });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                                    const c10d::ReduceScatterOptions& opts) {
+  return run("reduce_scatter_tensor", devices_of(output, input),
+             [&](Backend& backend) { return backend._reduce_scatter_base(output, input, opts); });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
+  return run("reduce_scatter_tensor", devices_of(outputs, inputs),
+             [&](Backend& backend) { return backend.reduce_scatter_tensor_coalesced(outputs, inputs, opts); });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                             std::vector<int64_t>& output_splits,
+                                                             std::vector<int64_t>& input_splits,
+                                                             const c10d::AllToAllOptions& opts) {
+  return run("all_to_all_single", devices_of(output, input), [&](Backend& backend) {
+    return backend.alltoall_base(output, input, output_splits, input_splits, opts);
+  });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::alltoall(Tensors& outputs, Tensors& inputs,
+                                                        const c10d::AllToAllOptions& opts) {
+  return run("all_to_all", devices_of(outputs, inputs),
+             [&](Backend& backend) { return backend.alltoall(outputs, inputs, opts); });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::send(Tensors& tensors, int peer, int tag) {
+  return run("send", devices_of(tensors), [&](Backend& backend) { return backend.send(tensors, peer, tag); });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::recv(Tensors& tensors, int peer, int tag) {
+  return run("recv", devices_of(tensors), [&](Backend& backend) { return backend.recv(tensors, peer, tag); });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::recvAnysource(Tensors& tensors, int tag) {
+  return run("recv", devices_of(tensors),
+             [&](Backend& backend) { return backend.recvAnysource(tensors, tag); });
+}
+
+// torch keeps the device of a barrier to itself. One that names GPUs, or of a group that is bound to one, is
+// NCCL's; any other is gloo's, which lines up the ranks just as well.
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::barrier(const c10d::BarrierOptions& opts) {
+  const auto bound = getBoundDeviceId();
+  const bool names_gpu = !opts.device_ids.empty() || (bound && bound->is_cuda());
+  Devices devices;
+  devices.cuda = names_gpu && cuda_.possible();
+  return run("barrier", devices, [&](Backend& backend) { return backend.barrier(opts); });
+}
+
+void ProcessGroupMeshcast::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  inner_->monitoredBarrier(opts, wait_all_ranks);
+}
+
+}  // namespace meshcast

@@ -1,0 +1,125 @@
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "c10d/process_group/call_batch.h"
+#include "c10d/process_group/lazy_backend.h"
+#include "c10d/process_group/pending_work.h"
+
+namespace meshcast {
+
+// Where broadcasts go that are worth a multicast.
+struct Multicast {
+  // Starts to bring `bytes`, contiguous memory of equal length on all ranks, from rank `root` of the group to
+  // the others, and settles `work` when that has begun. Returns at once.
+  std::function<void(const c10::intrusive_ptr<PendingWork>& work, const at::Tensor& bytes, int root,
+                     double timeout_seconds)>
+      start;
+  int64_t at_least = 0;  // bytes; smaller broadcasts are the inner backend's
+};
+
+// Drops an inner backend. Their ends join threads, which may be waiting for the lock of an interpreter to free
+// a tensor of its: whoever holds that lock has to give it up meanwhile.
+using LetGo = std::function<void(c10::intrusive_ptr<c10d::Backend> inner)>;
+
+// The c10d backend "meshcast": every ordinary collective but a large broadcast is an inner backend's, so that
+// switching a script to it changes nothing else: gloo's for tensors on the CPU, NCCL's for those on GPUs, told
+// apart call by call, since torch makes one backend for both and does not say which device asks. The one for
+// GPUs is made when a tensor there first needs it. Reshards do not pass through here: they use private groups
+// (reshard_group.h), which this backend's owner ends together with it.
+// Only the method names that all supported torch releases know are overridden.
+class ProcessGroupMeshcast final : public c10d::Backend {
+ public:
+  ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, Multicast multicast,
+                       CudaSide cuda, LetGo let_go);
+  ~ProcessGroupMeshcast() override;
+
+  const c10::intrusive_ptr<c10d::Backend>& inner() const { return inner_; }
+  c10::intrusive_ptr<c10d::Backend> inner_cuda() const { return cuda_.made(); }  // null until it is needed
+
+  const std::string getBackendName() const override { return "meshcast"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
+  // Where a GPU may be used, for both devices: torch asks without saying which. Elsewhere what gloo says.
+  bool supportsCoalescing() const override { return cuda_.possible() || inner_->supportsCoalescing(); }
+  void startCoalescing() override;
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override;
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void setSequenceNumberForGroup() override { inner_->setSequenceNumberForGroup(); }
+  // Of both devices together: alike on all ranks, as long as they make the same calls.
+  uint64_t getSequenceNumberForGroup() override;
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_sparse(std::vector<at::Tensor>& tensors,
+                                                  const c10d::AllreduceOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(std::vector<at::Tensor>& tensors,
+                                                     const c10d::AllreduceCoalescedOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>& tensors,
+                                        const c10d::ReduceOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                           std::vector<at::Tensor>& inputs,
+                                           const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
+                                                     std::vector<at::Tensor>& inputs,
+                                                     const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                                 std::vector<at::Tensor>& inputs,
+                                                                 const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>& outputs,
+                                        std::vector<at::Tensor>& inputs,
+                                        const c10d::GatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>& outputs,
+                                         std::vector<std::vector<at::Tensor>>& inputs,
+                                         const c10d::ScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter(std::vector<at::Tensor>& outputs,
+                                                std::vector<std::vector<at::Tensor>>& inputs,
+                                                const c10d::ReduceScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                      const c10d::ReduceScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(
+      std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+      const c10d::ReduceScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
+                                               std::vector<int64_t>& output_splits,
+                                               std::vector<int64_t>& input_splits,
+                                               const c10d::AllToAllOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                                          const c10d::AllToAllOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int peer, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int peer, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+
+ private:
+  struct Devices;
+  template <class... Lists>
+  static Devices devices_of(const Lists&... lists);
+  bool takes_multicast(const std::vector<at::Tensor>& tensors) const;
+  // Lets the inner backend of the right device make the call. Throws Layout for tensors on several kinds.
+  template <class Call>
+  c10::intrusive_ptr<c10d::Work> run(const char* op, Devices devices, const Call& call);
+
+  c10::intrusive_ptr<c10d::Backend> inner_;  // never another one
+  const LetGo let_go_;
+  LazyBackend cuda_;
+  CallBatch batch_;
+  const Multicast multicast_;
+  const std::shared_ptr<RecycleBin> bin_ = std::make_shared<RecycleBin>();
+  std::atomic<uint64_t> multicasts_ = 0;  // collectives that the inner backend did not count
+};
+
+}  // namespace meshcast

@@ -1,0 +1,90 @@
+#include "c10d/reshard_work.h"
+
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "common/error.h"
+
+namespace meshcast {
+
+std::shared_ptr<RecycleBin::Bag> RecycleBin::bag(Bag contents) {
+  return {new Bag(std::move(contents)), [bin = shared_from_this()](Bag* bag) {
+            const std::lock_guard lock(bin->mutex_);
+            bin->bags_.emplace_back(bag);
+          }};
+}
+
+void RecycleBin::empty() {
+  std::vector<std::unique_ptr<Bag>> bags;
+  {
+    const std::lock_guard lock(mutex_);
+    bags.swap(bags_);
+  }
+  // Freed here, without the lock.
+}
+
+ReshardWork::ReshardWork(int rank, std::shared_ptr<Run> run, std::shared_ptr<RecycleBin> bin,
+                         std::vector<at::Tensor> outputs, uint64_t sequence)
+    : Work(rank, c10d::OpType::UNKNOWN, "meshcast:reshard"),
+      run_(std::move(run)),
+      bin_(std::move(bin)),
+      outputs_(std::move(outputs)),
+      sequence_(sequence) {}
+
+bool ReshardWork::isCompleted() { return run_->ended(); }
+
+bool ReshardWork::isSuccess() const { return run_->ended() && !run_->error(); }
+
+std::exception_ptr ReshardWork::exception() const { return run_->ended() ? run_->error() : nullptr; }
+
+int ReshardWork::sourceRank() const { throw Error(ErrorKind::Generic, "a reshard has no single source rank"); }
+
+std::vector<at::Tensor> ReshardWork::result() { return outputs_; }
+
+void ReshardWork::synchronize() { wait(kNoTimeout); }
+
+bool ReshardWork::wait(std::chrono::milliseconds timeout) {
+  // The watcher ends every run soon after its deadline; the minute only guards against its own failure.
+  const TimePoint limit =
+      timeout == kNoTimeout ? run_->deadline() + std::chrono::minutes(1) : Clock::now() + timeout;
+  // A driven wait ends with the run's limit, not with one of this call.
+  if (timeout == kNoTimeout) run_->drive();
+  if (!run_->wait_until(limit)) {
+    const RunLabel& label = run_->label();
+    ErrorContext context;
+    context.rank = rank_;
+    context.op = label.op;
+    context.sequence = label.ordinal;
+    context.phase = "wait";
+    context.elapsed = run_->seconds();
+    context.limit = std::chrono::duration<double>(timeout).count();
+    throw Error(
+        ErrorKind::DeadlineExceeded,
+        fmt::format("{} call {}: not through after {:.2f} s, the limit given to wait(); the transfer goes on",
+                    label.op, label.ordinal, run_->seconds()),
+        context);
+  }
+  bin_->empty();
+  if (const auto error = run_->error()) std::rethrow_exception(error);
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> ReshardWork::getFuture() {
+  const std::lock_guard lock(future_mutex_);
+  if (future_) return future_;
+  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  run_->on_end([bag = bin_->bag({outputs_, future_}), run = std::weak_ptr<Run>(run_)] {
+    const auto self = run.lock();
+    if (const auto error = self ? self->error() : nullptr) {
+      bag->future->setError(error);
+    } else {
+      bag->future->markCompleted(c10::IValue(bag->tensors));
+    }
+  });
+  return future_;
+}
+
+uint64_t ReshardWork::getSequencenumber() const { return sequence_; }
+
+}  // namespace meshcast

@@ -1,0 +1,306 @@
+#include "c10d/watcher.h"
+
+#include <algorithm>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "common/thread_name.h"
+
+namespace meshcast {
+namespace {
+
+using std::chrono::milliseconds;
+using Seconds = std::chrono::duration<double>;
+
+constexpr auto kTick = milliseconds(50);          // while runs are in flight
+constexpr auto kLook = milliseconds(200);         // between looks at the bulletin
+constexpr auto kStall = milliseconds(2000);       // a call this old says what it is (or a quarter of its limit)
+constexpr auto kStoreGrace = milliseconds(1000);  // the store may take this long before the timer decides alone
+constexpr auto kPostingLife = std::chrono::seconds(60);
+constexpr auto kPinGrace = milliseconds(2000);  // an aborted request may take this long to let go
+
+double limit_of(const WatchedRun& run) { return Seconds(run.deadline() - run.started()).count(); }
+
+TimePoint stall_time(const WatchedRun& run) {
+  const auto quarter = (run.deadline() - run.started()) / 4;
+  return run.started() + std::min<Clock::duration>(kStall, quarter);
+}
+
+// gloo names a peer as "[127.0.0.1]:4711" and in no other way.
+std::string address_in(const std::string& text) {
+  const size_t begin = text.find('[');
+  const size_t close = text.find("]:", begin == std::string::npos ? 0 : begin);
+  if (begin == std::string::npos || close == std::string::npos) return "";
+  const size_t end = text.find_first_not_of("0123456789", close + 2);
+  return text.substr(begin, end == std::string::npos ? end : end - begin);
+}
+
+}  // namespace
+
+Watcher::Watcher(Watched& engine, GroupIdentity group, const c10::intrusive_ptr<c10d::Store>& store)
+    : engine_(engine), group_(std::move(group)), bulletin_(store) {
+  reporter_ = std::thread([this] {
+    name_this_thread("mc-report");
+    report_loop();
+  });
+  timer_ = std::thread([this] {
+    name_this_thread("mc-timer");
+    timer_loop();
+  });
+}
+
+Watcher::~Watcher() { stop(); }
+
+void Watcher::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    changed_.notify_all();
+  }
+  if (reporter_.joinable()) reporter_.join();
+  if (timer_.joinable()) timer_.join();
+}
+
+void Watcher::wake() {
+  const std::lock_guard lock(mutex_);
+  ++wakes_;
+  // Whoever watches already looks again within a tick. A call that starts beside others wakes nobody.
+  if (idle_ > 0) changed_.notify_all();
+}
+
+Cause Watcher::describe_transport_error(int32_t peer, const TransportError& error,
+                                        const WatchedRun& run) const {
+  const int32_t peer_rank = group_.ranks[static_cast<size_t>(peer)];
+  const RunLabel& label = run.label();
+  const auto kind =
+      error.cause() == TransportError::Cause::Timeout ? ErrorKind::DeadlineExceeded : ErrorKind::PeerLost;
+  return {static_cast<int32_t>(kind), group_.rank, peer_rank,
+          fmt::format(
+              "{} call {} of {}: rank {} lost rank {} in phase transfer after {:.2f} s of {:.1f} s, {} of {} "
+              "bytes received there: {}. Look at that rank's own output first.",
+              label.op, label.ordinal, group_.name, group_.rank, peer_rank, run.seconds(), limit_of(run),
+              run.received_bytes(), run.expected_bytes(), error.what())};
+}
+
+void Watcher::note_local(Cause cause, const WatchedRun* run) {
+  const std::lock_guard lock(mutex_);
+  if (!local_) {
+    local_.emplace();
+    local_->cause = std::move(cause);
+    local_->seen = Clock::now();
+    if (run) {
+      local_->elapsed = run->seconds();
+      local_->limit = limit_of(*run);
+      local_->bytes_done = run->received_bytes();
+      local_->bytes_expected = run->expected_bytes();
+      local_->op = run->label().op;
+      local_->ordinal = run->label().ordinal;
+    }
+  }
+  changed_.notify_all();
+}
+
+void Watcher::transport_failed(int32_t peer, const TransportError& error, const WatchedRun& run) {
+  if (failed()) return;  // an echo of our own abort
+  note_local(describe_transport_error(peer, error, run), &run);
+}
+
+void Watcher::run_failed(const Error& error, const WatchedRun& run) {
+  if (failed()) return;
+  std::string text = error.what();
+  const std::string me = fmt::format("rank {}: ", group_.rank);  // which give_up() puts there
+  if (text.starts_with(me)) text.erase(0, me.size());
+  note_local({static_cast<int32_t>(error.kind()), group_.rank, error.context().peer, std::move(text)}, &run);
+}
+
+void Watcher::abort(const std::string& reason) {
+  const Cause cause{static_cast<int32_t>(ErrorKind::Aborted), group_.rank, -1, reason};
+  note_local(cause, nullptr);
+  give_up(cause);
+}
+
+void Watcher::give_up(const Cause& cause) {
+  Local local;
+  {
+    const std::lock_guard lock(mutex_);
+    if (local_) local = *local_;
+  }
+  const bool known = cause.kind >= 0 && cause.kind <= static_cast<int32_t>(ErrorKind::Aborted);
+  const auto kind =
+      known ? static_cast<ErrorKind>(cause.kind) : ErrorKind::Aborted;  // the text came from the store
+  const std::string text =
+      cause.reporter == group_.rank || cause.reporter < 0
+          ? fmt::format("rank {}: {}", group_.rank, cause.text)
+          : fmt::format("rank {}: {} (first seen by rank {})", group_.rank, cause.text, cause.reporter);
+  ErrorContext context;
+  context.rank = group_.rank;
+  context.peer = cause.peer;
+  context.op = local.op;
+  context.sequence = local.ordinal;
+  context.phase = "transfer";
+  context.elapsed = local.elapsed;
+  context.limit = local.limit;
+  if (kind == ErrorKind::PeerLost) {
+    context.bytes_done = local.bytes_done;
+    context.bytes_expected = local.bytes_expected;
+    context.address = address_in(cause.text);
+  }
+  engine_.fail(std::make_exception_ptr(Error(kind, text, context)));
+  changed_.notify_all();
+}
+
+void Watcher::report_loop() {
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    // Read before looking for runs: one that starts in between ends the sleep at once.
+    const uint64_t seen = wakes_;
+    const bool busy = local_ ? !published_ : !failed() && !engine_.in_flight().empty();
+    if (!busy) {
+      ++idle_;
+      changed_.wait(lock, [&] { return stopping_ || wakes_ != seen || (local_ && !published_); });
+      --idle_;
+      continue;
+    }
+    lock.unlock();
+    try {
+      report_once();
+    } catch (const Error& error) {
+      // A mismatch found by comparing descriptors; every rank that compares finds the same.
+      const Cause cause{static_cast<int32_t>(error.kind()), group_.rank, error.context().peer, error.what()};
+      note_local(cause, nullptr);
+      give_up(cause);
+    } catch (const std::exception&) {
+      // The store does not answer. The timer ends the runs at their deadline with what this rank knows.
+    }
+    lock.lock();
+    if (!stopping_) changed_.wait_for(lock, kTick, [this] { return stopping_ || (local_ && !published_); });
+  }
+  if (!local_ || published_) return;
+  // Told before this rank's connections go: else the others would find them broken and blame this rank.
+  const Cause cause = local_->cause;
+  lock.unlock();
+  try {
+    bulletin_.settle_cause(cause);
+  } catch (const std::exception&) {
+    // The store does not answer any more; nobody is left who would look there.
+  }
+}
+
+void Watcher::report_once() {
+  std::optional<Local> local;
+  {
+    const std::lock_guard lock(mutex_);
+    local = local_;
+  }
+  if (local) {
+    // A lost connection may be the echo of somebody's abort: whoever wrote first is right.
+    const Cause first = bulletin_.settle_cause(local->cause);
+    {
+      const std::lock_guard lock(mutex_);
+      published_ = true;
+    }
+    give_up(first);
+    return;
+  }
+  const TimePoint now = Clock::now();
+  auto runs = engine_.in_flight();
+  runs.erase(
+      std::remove_if(runs.begin(), runs.end(), [&](const auto& r) { return now - r->started() < kLook; }),
+      runs.end());
+  if (runs.empty() || now - last_look_ < kLook) return;
+  last_look_ = now;
+  if (const auto cause = bulletin_.read_cause()) {
+    note_local(*cause, runs.front().get());
+    give_up(*cause);
+    return;
+  }
+  erase_old_postings(now);
+  for (const auto& run : runs) look_for_stalls(run, now);
+}
+
+// Others may still be in a call that this rank has left, so a posting stays for a while.
+void Watcher::erase_old_postings(TimePoint now) {
+  for (auto it = posted_.begin(); it != posted_.end();) {
+    const auto run = it->second.run.lock();
+    if ((!run || run->ended()) && now - it->second.when > kPostingLife) {
+      bulletin_.erase(Bulletin::Board::Stall, it->first.first, it->first.second, group_.rank);
+      it = posted_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+}
+
+void Watcher::look_for_stalls(const std::shared_ptr<WatchedRun>& run, TimePoint now) {
+  if (now < stall_time(*run)) return;
+  const RunLabel& label = run->label();
+  const CallId call{label.lane, label.ordinal};
+  const auto [it, fresh] = posted_.try_emplace({call.lane, call.ordinal}, Posted{now, run});
+  if (fresh) {
+    bulletin_.post(Bulletin::Board::Stall, call.lane, call.ordinal, group_.rank, {false, -1, label.descriptor});
+  }
+  const std::vector<int32_t> silent = compare_postings(bulletin_, group_, call, label.descriptor);
+  if (now < run->deadline()) return;
+  const std::string who = silent.empty()
+                              ? "every rank is in this call, so the network is too slow or the limit too short"
+                              : fmt::format(
+                                    "ranks {} do not wait in it (never called, stuck elsewhere, frozen, dead, "
+                                    "or through with their part)",
+                                    format_ranks(silent));
+  note_local(
+      {static_cast<int32_t>(ErrorKind::DeadlineExceeded), group_.rank, silent.empty() ? -1 : silent.front(),
+       fmt::format(
+           "{} call {} of {} exceeded its limit of {:.1f} s in phase transfer, {} of {} bytes received; {}",
+           label.op, label.ordinal, group_.name, limit_of(*run), run->received_bytes(), run->expected_bytes(),
+           who)},
+      run.get());
+}
+
+void Watcher::timer_loop() {
+  std::unique_lock lock(mutex_);
+  TimePoint failed_at{};
+  while (!stopping_) {
+    const uint64_t seen = wakes_;
+    const auto runs = engine_.in_flight();
+    if (runs.empty() && (!local_ || failed())) {
+      ++idle_;
+      changed_.wait(lock, [&] { return stopping_ || wakes_ != seen || (local_ && !failed()); });
+      --idle_;
+      continue;
+    }
+    const TimePoint now = Clock::now();
+    // The death of a peer on this host breaks no network connection that anybody waits on.
+    if (!failed()) engine_.check_peers();
+    engine_.wake_undriven(now - kTick);
+    if (failed()) {
+      if (failed_at == TimePoint{}) failed_at = now;
+      if (now - failed_at > kPinGrace) {
+        lock.unlock();
+        for (const auto& run : runs) run->force_end();
+        lock.lock();
+      }
+    } else if (local_ && now - local_->seen > kStoreGrace) {
+      Cause cause = local_->cause;
+      cause.text += " (the rendezvous store did not answer)";
+      lock.unlock();
+      give_up(cause);
+      lock.lock();
+    } else if (!local_) {
+      for (const auto& run : runs) {
+        if (now < run->deadline() + kStoreGrace) continue;
+        lock.unlock();
+        note_local({static_cast<int32_t>(ErrorKind::DeadlineExceeded), group_.rank, -1,
+                    fmt::format("{} call {} of {} exceeded its limit of {:.1f} s, {} of {} bytes received",
+                                run->label().op, run->label().ordinal, group_.name, limit_of(*run),
+                                run->received_bytes(), run->expected_bytes())},
+                   run.get());
+        lock.lock();
+        break;
+      }
+    }
+    if (!stopping_) changed_.wait_for(lock, kTick);
+  }
+}
+
+}  // namespace meshcast

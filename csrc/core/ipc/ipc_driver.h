@@ -1,0 +1,51 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "rounds/device.h"
+
+namespace meshcast {
+
+// What CUDA gives to name memory, or an event, in another process; both are of this size.
+using IpcHandle = std::array<std::byte, 64>;
+
+// An allocation that other processes can map. `id` is never used twice in a process, as addresses are.
+struct IpcRange {
+  std::byte* base = nullptr;
+  int64_t nbytes = 0;
+  uint64_t id = 0;
+};
+
+// What groups over CUDA IPC need of CUDA beside a RoundDevice, on its GPU. Events are recorded, waited for,
+// asked and freed by that, whether made here or opened: a wait is for what had been recorded when it was
+// enqueued, also where another process recorded it. Calls that fail throw Error. No two threads are inside at a
+// time.
+class IpcDriver {
+ public:
+  using Stream = RoundDevice::Stream;
+  using Event = RoundDevice::Event;
+
+  virtual ~IpcDriver() = default;
+
+  // The allocation that holds `data`, or nothing where no other process can map it.
+  virtual std::optional<IpcRange> exportable(const std::byte* data) = 0;
+  virtual IpcHandle export_memory(const IpcRange& range) = 0;
+  // Where the other process's allocation begins here. To be closed when nothing on the GPU uses it any more.
+  virtual std::byte* open_memory(const IpcHandle& handle) = 0;
+  virtual void close_memory(std::byte* base) noexcept = 0;
+  // Always exportable, and never given back to the GPU: what somebody lets go of, the next who asks gets. So no
+  // peer has any of it mapped after it was freed.
+  virtual std::shared_ptr<std::byte> allocate_exportable(int64_t nbytes) = 0;
+
+  virtual Event make_ipc_event(IpcHandle* handle) = 0;
+  virtual Event open_event(const IpcHandle& handle) = 0;
+
+  // Enqueues and returns at once.
+  virtual void copy(Stream stream, std::byte* to, const std::byte* from, int64_t nbytes) = 0;
+};
+
+}  // namespace meshcast

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "ipc/ipc_driver.h"
+
+namespace meshcast {
+
+// The allocations of this rank that its peers may have mapped. They are numbered, since an address may come
+// back as another allocation: such a one gets a new number, and what lay there before is to be forgotten.
+class IpcExports {
+ public:
+  struct Place {
+    uint64_t memory = 0;
+    int64_t offset = 0;
+  };
+  struct Entry {
+    IpcRange range;
+    IpcHandle handle{};
+    uint64_t used = 0;
+  };
+
+  explicit IpcExports(IpcDriver& driver) : driver_(driver) {}
+
+  // Where `data` is, or nothing where it cannot be exported. `now` grows from group to group: what was used in
+  // the present one stays.
+  std::optional<Place> find(const std::byte* data, uint64_t now);
+  const Entry& entry(uint64_t memory) const { return entries_.at(memory); }
+  std::vector<uint64_t> take_forgotten() { return std::exchange(forgotten_, {}); }
+
+  // A peer keeps what it has mapped from going back to the GPU, however often the owner has freed it.
+  static constexpr size_t kMost = 64;
+
+ private:
+  void forget(uint64_t memory);
+  void forget_overlapped(const IpcRange& range);
+
+  IpcDriver& driver_;
+  std::map<uint64_t, Entry> entries_;  // whose ranges are apart
+  std::map<const std::byte*, uint64_t> by_base_;
+  std::vector<uint64_t> forgotten_;
+  uint64_t next_ = 1;
+};
+
+// The allocations of one peer. They are mapped when first needed, and stay so.
+class IpcImports {
+ public:
+  IpcImports(IpcDriver& driver, RoundDevice& device) : driver_(driver), device_(device) {}
+  IpcImports(IpcImports&&) = default;
+
+  void add(uint64_t memory, const IpcHandle& handle, int64_t nbytes);
+  // Null while it has to be mapped first and what was forgotten is not closed yet: it may have lain where this
+  // is now, and CUDA refuses to map an address of another process twice ("already mapped"). Throws Error where
+  // the peer has named no such memory.
+  const std::byte* at(uint64_t memory, int64_t offset, int64_t nbytes);
+  void forget(uint64_t memory);  // closes it later, when the transfer stream has passed what used it
+  void sweep();                  // does so
+  void close_all();              // nothing on the GPU uses any of it
+
+ private:
+  struct Entry {
+    IpcHandle handle{};
+    int64_t nbytes = 0;
+    std::byte* base = nullptr;  // null until it is mapped
+  };
+  struct Closing {
+    std::byte* base = nullptr;
+    RoundDevice::Event passed = 0;
+  };
+
+  IpcDriver& driver_;
+  RoundDevice& device_;
+  std::map<uint64_t, Entry> entries_;
+  std::vector<Closing> closing_;
+};
+
+}  // namespace meshcast

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "layout/layout.h"
+#include "memory/element_type.h"
+#include "memory/strided.h"
+
+namespace meshcast {
+
+// Complex numbers have no order, truth values no mean, and the narrowest floats are not added up.
+bool can_reduce(ElementType type, ReduceOp op);
+
+// carried = op(own, carried), element by element; `carried` is packed like `own`. Avg adds, see divide(). Each
+// step is rounded to the type, as in a collective of torch; min and max pass a NaN on; sums of integers wrap
+// around; those of truth values are "or".
+void combine(const StridedView& own, std::byte* carried, ElementType type, ReduceOp op);
+
+// The end of an average of `count` values. Integers round towards zero.
+void divide(std::byte* carried, int64_t nbytes, ElementType type, int64_t count);
+
+}  // namespace meshcast

@@ -1,0 +1,187 @@
+#include "memory/strided.h"
+
+#include <cstring>
+
+#include "memory/stream_copy.h"
+
+namespace meshcast {
+namespace {
+
+// A copy between two strided regions with the dimensions that are jointly dense merged away. What is left
+// is a nest of loops around one innermost run.
+struct CopyNest {
+  int ndim = 0;
+  std::array<int64_t, kMaxDims> extent{};
+  std::array<int64_t, kMaxDims> from_stride{};
+  std::array<int64_t, kMaxDims> to_stride{};
+};
+
+CopyNest merge_dims(const StridedView& from, const StridedView& to) {
+  CopyNest nest;
+  for (int d = 0; d < from.ndim; ++d) {
+    if (from.extent[d] == 1) continue;
+    const int last = nest.ndim - 1;
+    const bool dense = last >= 0 && nest.from_stride[last] == from.extent[d] * from.stride[d] &&
+                       nest.to_stride[last] == from.extent[d] * to.stride[d];
+    if (dense) {
+      nest.extent[last] *= from.extent[d];
+      nest.from_stride[last] = from.stride[d];
+      nest.to_stride[last] = to.stride[d];
+    } else {
+      nest.extent[nest.ndim] = from.extent[d];
+      nest.from_stride[nest.ndim] = from.stride[d];
+      nest.to_stride[nest.ndim] = to.stride[d];
+      ++nest.ndim;
+    }
+  }
+  return nest;
+}
+
+// Fixed-size element copies compile to plain loads and stores; memcpy keeps them free of alignment rules.
+template <int64_t kBytes>
+void copy_elements(const std::byte* from, int64_t from_stride, std::byte* to, int64_t to_stride, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) std::memcpy(to + i * to_stride, from + i * from_stride, kBytes);
+}
+
+void copy_run(const std::byte* from, int64_t from_stride, std::byte* to, int64_t to_stride, int64_t n,
+              int64_t element_bytes, Write write) {
+  if (from_stride == element_bytes && to_stride == element_bytes) {
+    const auto nbytes = static_cast<size_t>(n * element_bytes);
+    if (write == Write::Streamed) {
+      stream_copy(to, from, nbytes);
+    } else {
+      std::memcpy(to, from, nbytes);
+    }
+    return;
+  }
+  switch (element_bytes) {
+    case 1: return copy_elements<1>(from, from_stride, to, to_stride, n);
+    case 2: return copy_elements<2>(from, from_stride, to, to_stride, n);
+    case 4: return copy_elements<4>(from, from_stride, to, to_stride, n);
+    case 8: return copy_elements<8>(from, from_stride, to, to_stride, n);
+    case 16: return copy_elements<16>(from, from_stride, to, to_stride, n);
+    default:
+      for (int64_t i = 0; i < n; ++i) {
+        std::memcpy(to + i * to_stride, from + i * from_stride, static_cast<size_t>(element_bytes));
+      }
+  }
+}
+
+// Cuts the bytes [begin, end) of the packed form of `view` into views and gives each, in order, to `visit`.
+template <typename Visit>
+void visit_range(const StridedView& view, int64_t begin, int64_t end, const Visit& visit) {
+  if (begin >= end) return;
+  if (begin == 0 && end == view.nbytes()) return visit(view);
+  if (view.ndim == 0) {  // part of an element
+    StridedView bytes{view.data + begin, 1, 1, {}, {}};
+    bytes.extent[0] = end - begin;
+    bytes.stride[0] = 1;
+    return visit(bytes);
+  }
+  StridedView row = view;
+  --row.ndim;
+  for (int d = 0; d < row.ndim; ++d) {
+    row.extent[d] = view.extent[d + 1];
+    row.stride[d] = view.stride[d + 1];
+  }
+  const int64_t row_bytes = row.nbytes();
+  const auto visit_row = [&](int64_t index, int64_t from, int64_t to) {
+    StridedView one = row;
+    one.data = view.data + index * view.stride[0];
+    visit_range(one, from, to, visit);
+  };
+  int64_t first = begin / row_bytes;
+  const int64_t last = end / row_bytes;
+  if (first == last) return visit_row(first, begin - first * row_bytes, end - first * row_bytes);
+  if (begin % row_bytes != 0) {
+    visit_row(first, begin % row_bytes, row_bytes);
+    ++first;
+  }
+  if (first < last) {
+    StridedView whole = view;
+    whole.data += first * view.stride[0];
+    whole.extent[0] = last - first;
+    visit(whole);
+  }
+  if (end % row_bytes != 0) visit_row(last, 0, end % row_bytes);
+}
+
+}  // namespace
+
+int64_t StridedView::nbytes() const {
+  int64_t n = element_bytes;
+  for (int d = 0; d < ndim; ++d) n *= extent[d];
+  return n;
+}
+
+bool StridedView::contiguous() const {
+  if (nbytes() == 0) return true;
+  int64_t expected = element_bytes;
+  for (int d = ndim - 1; d >= 0; --d) {
+    if (extent[d] != 1 && stride[d] != expected) return false;
+    expected *= extent[d];
+  }
+  return true;
+}
+
+void copy(const StridedView& from, const StridedView& to, Write write) {
+  if (from.nbytes() == 0) return;
+  const CopyNest nest = merge_dims(from, to);
+  if (nest.ndim == 0) {
+    std::memcpy(to.data, from.data, static_cast<size_t>(from.element_bytes));
+    return;
+  }
+  const int inner = nest.ndim - 1;
+  std::array<int64_t, kMaxDims> index{};
+  const std::byte* src = from.data;
+  std::byte* dst = to.data;
+  for (;;) {
+    copy_run(src, nest.from_stride[inner], dst, nest.to_stride[inner], nest.extent[inner], from.element_bytes,
+             write);
+    int d = inner - 1;
+    for (; d >= 0; --d) {
+      src += nest.from_stride[d];
+      dst += nest.to_stride[d];
+      if (++index[d] < nest.extent[d]) break;
+      src -= nest.extent[d] * nest.from_stride[d];
+      dst -= nest.extent[d] * nest.to_stride[d];
+      index[d] = 0;
+    }
+    if (d < 0) break;
+  }
+  if (write == Write::Streamed) end_stream();
+}
+
+StridedView packed_like(const StridedView& view, std::byte* data) {
+  StridedView out = view;
+  out.data = data;
+  int64_t stride = view.element_bytes;
+  for (int d = view.ndim - 1; d >= 0; --d) {
+    out.stride[d] = stride;
+    stride *= view.extent[d];
+  }
+  return out;
+}
+
+void pack(const StridedView& view, std::byte* out) { copy(view, packed_like(view, out)); }
+
+void unpack(const std::byte* in, const StridedView& view, Write write) {
+  // packed_like only computes strides; the data behind `in` is read, never written.
+  copy(packed_like(view, const_cast<std::byte*>(in)), view, write);
+}
+
+void pack_range(const StridedView& view, int64_t offset, int64_t nbytes, std::byte* out) {
+  visit_range(view, offset, offset + nbytes, [&](const StridedView& part) {
+    pack(part, out);
+    out += part.nbytes();
+  });
+}
+
+void unpack_range(const std::byte* in, const StridedView& view, int64_t offset, int64_t nbytes, Write write) {
+  visit_range(view, offset, offset + nbytes, [&](const StridedView& part) {
+    unpack(in, part, write);
+    in += part.nbytes();
+  });
+}
+
+}  // namespace meshcast

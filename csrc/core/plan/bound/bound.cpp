@@ -1,0 +1,176 @@
+#include "plan/bound/bound.h"
+
+#include <algorithm>
+#include <map>
+
+#include "plan/bound/lane_flow.h"
+#include "plan/bound/reduce_mix.h"
+
+namespace meshcast {
+namespace {
+
+// Highest level of any lane of the items under their balanced shares: a time that is enough for them.
+int64_t enough_time(const std::vector<const LaneItem*>& items, const Network& network) {
+  std::map<int32_t, int64_t> load;
+  for (const LaneItem* item : items) {
+    for (size_t k = 0; k < item->lanes.size(); ++k) load[item->lanes[k]] += item->share[k];
+  }
+  int64_t out = 0;
+  for (const auto& [lane, bytes] : load) out = std::max(out, transfer_ns(bytes, network.lane_rate(lane)));
+  return out;
+}
+
+struct HostInput {
+  int64_t rate = 0;       // of all its NICs that ranks of the plan use
+  int64_t mandatory = 0;  // bytes that must enter it
+};
+
+}  // namespace
+
+LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles,
+                            const Network& network) {
+  LaneDemand out;
+  const auto hosts = static_cast<size_t>(network.host_count());
+  out.parties.resize(bundles.size());
+  out.ways.resize(bundles.size());
+  out.hot_hosts.assign(hosts, 0);
+  std::vector<HostInput> input(hosts);
+  std::vector<int64_t> inside(hosts, 0);  // most bytes that one rank of a host could have to pass on
+  std::vector<int64_t> local_only(static_cast<size_t>(network.rank_count()), 0);
+  std::vector<int64_t> received(static_cast<size_t>(network.rank_count()), 0);
+  std::vector<LaneItem> reducing, whole;  // two ways to count, which differ in the lanes in
+  std::vector<LaneItem> by_rank[2];       // the same by rank
+  std::vector<const Task*> reduced;
+  std::vector<int64_t> reduced_bytes;
+  std::vector<size_t> reduced_bundles;
+  std::vector<char> seen(static_cast<size_t>(network.nic_count()), 0);
+  for (int32_t r = 0; r < network.rank_count(); ++r) {
+    if (seen[static_cast<size_t>(network.nic(r))]++) continue;
+    input[static_cast<size_t>(network.host(r))].rate += network.lane_rate(network.nic_in(network.nic(r)));
+  }
+  for (size_t b = 0; b < bundles.size(); ++b) {
+    const Task& task = tasks[static_cast<size_t>(bundles[b].tasks.front())];
+    if (task.reduce != ReduceOp::None) {
+      reduced.push_back(&task);
+      reduced_bytes.push_back(bundles[b].nbytes);
+      reduced_bundles.push_back(b);
+      append_reduce_items(static_cast<int32_t>(b), bundles[b].nbytes, task, network, false, &reducing);
+      append_reduce_items(static_cast<int32_t>(b), bundles[b].nbytes, task, network, true, &whole);
+      for (const bool whole_results : {false, true})
+        append_reduce_rank_items(static_cast<int32_t>(b), bundles[b].nbytes, task, network, whole_results,
+                                 &by_rank[whole_results]);
+      for (const int32_t rank : task.receivers)
+        received[static_cast<size_t>(network.index(rank))] += bundles[b].nbytes;
+      continue;
+    }
+    out.parties[b] = find_parties(task, network);
+    const Parties& parties = out.parties[b];
+    append_network_items(static_cast<int32_t>(b), bundles[b].nbytes, parties, network, &out.items);
+    for (size_t p = 0; p < parties.receivers.size(); ++p) {
+      const auto host = static_cast<size_t>(parties.receivers[p].host);
+      if (parties.remote(p)) input[host].mandatory += bundles[b].nbytes;
+      if (!parties.remote(p) || parties.receivers[p].ranks.size() > 1) inside[host] += bundles[b].nbytes;
+      for (const int32_t r : parties.receivers[p].ranks) {
+        received[static_cast<size_t>(r)] += bundles[b].nbytes;
+        if (parties.one_host) local_only[static_cast<size_t>(r)] += bundles[b].nbytes;
+      }
+    }
+  }
+  balance_lanes(network, &out.items);
+  balance_lanes(network, &reducing);
+
+  int64_t bound = 0;
+  std::vector<const LaneItem*> sending;
+  std::map<int32_t, std::vector<const LaneItem*>> entering;  // by host
+  for (const LaneItem& item : out.items) {
+    if (item.kind == LaneItem::Kind::NicOut) sending.push_back(&item);
+    if (item.kind == LaneItem::Kind::NicIn) {
+      const Parties& parties = out.parties[static_cast<size_t>(item.bundle)];
+      entering[parties.receivers[static_cast<size_t>(item.party)].host].push_back(&item);
+    }
+  }
+  for (const std::vector<LaneItem>* counted : {&reducing, &whole}) {
+    std::vector<const LaneItem*> reduced_input, reduced_inside;
+    for (const LaneItem& item : *counted) {
+      if (item.kind == LaneItem::Kind::NicOut && counted == &reducing) sending.push_back(&item);
+      if (item.kind == LaneItem::Kind::NicIn) reduced_input.push_back(&item);
+      if (item.kind == LaneItem::Kind::Local) reduced_inside.push_back(&item);
+    }
+    if (!reduced_input.empty()) {  // hops of a reduction may enter several hosts: one problem for all of them
+      for (const auto& [host, items] : entering)
+        reduced_input.insert(reduced_input.end(), items.begin(), items.end());
+      bound = least_time(reduced_input, network, bound);
+    }
+    if (!reduced_inside.empty()) bound = least_time(reduced_inside, network, bound);
+  }
+  for (const std::vector<LaneItem>& items : by_rank) {
+    std::vector<const LaneItem*> counted;
+    for (const LaneItem& item : items) counted.push_back(&item);
+    if (!counted.empty()) bound = least_time(counted, network, bound);
+  }
+  if (!reduced.empty()) {
+    ReduceMix mix = find_reduce_mix(reduced, reduced_bytes, out.items, network);
+    bound = std::max(bound, mix.bound_ns);
+    for (size_t i = 0; i < reduced.size(); ++i) out.ways[reduced_bundles[i]] = std::move(mix.ways[i]);
+  }
+  for (const auto& [host, items] : entering) {
+    const HostInput& in = input[static_cast<size_t>(host)];
+    bound = std::max(bound, transfer_ns(in.mandatory, in.rate));
+  }
+  for (const auto& [host, items] : entering) {
+    if (enough_time(items, network) > bound) bound = least_time(items, network, bound);
+  }
+  if (enough_time(sending, network) > bound) bound = least_time(sending, network, bound);
+
+  for (int32_t r = 0; r < network.rank_count(); ++r) {
+    const int64_t local = network.lane_rate(network.local_in(r));
+    bound = std::max(bound, transfer_ns(local_only[static_cast<size_t>(r)], local));
+    bound = std::max(bound, transfer_ns(received[static_cast<size_t>(r)],
+                                        local + network.lane_rate(network.nic_in(network.nic(r)))));
+  }
+  std::vector<int64_t> local_rate(hosts, 0);
+  for (int32_t r = 0; r < network.rank_count(); ++r) {
+    local_rate[static_cast<size_t>(network.host(r))] = network.lane_rate(network.local_out(r));
+  }
+  for (size_t h = 0; h < hosts; ++h) {
+    // Where half the time is enough for one rank to pass on everything, the order inside the host is free.
+    out.hot_hosts[h] = inside[h] > 0 && transfer_ns(inside[h], local_rate[h]) > bound / 2;
+  }
+  std::vector<LaneItem> local;
+  for (size_t b = 0; b < bundles.size(); ++b) {  // bundles to be reduced have no parties and add none
+    append_local_items(static_cast<int32_t>(b), bundles[b].nbytes, out.parties[b], network, out.hot_hosts,
+                       &local);
+  }
+  balance_lanes(network, &local);
+  for (const bool into : {false, true}) {
+    std::vector<LaneItem> arriving;
+    for (size_t b = 0; b < bundles.size(); ++b) {
+      append_arrival_items(static_cast<int32_t>(b), bundles[b].nbytes, out.parties[b], network, out.hot_hosts,
+                           into, &arriving);
+    }
+    balance_lanes(network, &arriving);
+    std::map<int32_t, std::vector<const LaneItem*>> by_host;
+    for (const LaneItem& item : arriving) {
+      const Parties& parties = out.parties[static_cast<size_t>(item.bundle)];
+      by_host[parties.receivers[static_cast<size_t>(item.party)].host].push_back(&item);
+    }
+    for (const auto& [host, items] : by_host) {
+      if (enough_time(items, network) > bound) bound = least_time(items, network, bound);
+    }
+  }
+  // All hosts together, since what comes to one over NICs keeps those of others busy.
+  for (const bool into : {false, true}) {
+    std::vector<LaneItem> copied;
+    for (size_t b = 0; b < bundles.size(); ++b)
+      append_copy_items(static_cast<int32_t>(b), bundles[b].nbytes, out.parties[b], network, out.hot_hosts,
+                        into, &copied);
+    std::vector<const LaneItem*> all = sending;
+    for (const LaneItem& item : copied) all.push_back(&item);
+    if (!copied.empty()) bound = least_time(all, network, bound);
+  }
+  out.items.insert(out.items.end(), local.begin(), local.end());
+  out.bound_ns = bundles.empty() ? 0 : bound + network.latency_ns();
+  return out;
+}
+
+}  // namespace meshcast

@@ -1,0 +1,141 @@
+#include <algorithm>
+
+#include "plan/strategies/reductions.h"
+#include "plan/strategies/strategies.h"
+#include "plan/strategies/tree_builder.h"
+
+namespace meshcast {
+
+namespace {
+
+// Bundles that hold a lane which limits the plan for longer than the lane at its other end; of these, the ones
+// with the slowest such lane, since they wait for the others.
+std::vector<char> find_slow(const LaneDemand& demand, const Network& network) {
+  std::vector<int64_t> load(static_cast<size_t>(network.lane_count()), 0);
+  for (const LaneItem& item : demand.items)
+    for (size_t k = 0; k < item.lanes.size(); ++k) load[static_cast<size_t>(item.lanes[k])] += item.share[k];
+  std::vector<int64_t> rates(demand.parties.size(), INT64_MAX);
+  std::vector<int64_t> fastest(demand.parties.size() * 2, 0);
+  const auto side = [](const LaneItem& item) { return static_cast<size_t>(item.bundle) * 2 + item.into(); };
+  for (const LaneItem& item : demand.items) {
+    if (item.inside()) continue;
+    for (size_t k = 0; k < item.lanes.size(); ++k)
+      if (item.share[k] > 0)
+        fastest[side(item)] = std::max(fastest[side(item)], network.lane_rate(item.lanes[k]));
+  }
+  for (const LaneItem& item : demand.items) {
+    if (item.inside()) continue;
+    for (size_t k = 0; k < item.lanes.size(); ++k) {
+      const auto lane = item.lanes[k];
+      const auto ns = transfer_ns(load[static_cast<size_t>(lane)], network.lane_rate(lane));
+      if (item.share[k] > 0 && ns > demand.bound_ns / 20 * 19 &&
+          network.lane_rate(lane) < fastest[side(item) ^ 1]) {
+        int64_t& rate = rates[static_cast<size_t>(item.bundle)];
+        rate = std::min(rate, network.lane_rate(lane));
+      }
+    }
+  }
+  const int64_t slowest = rates.empty() ? 0 : *std::min_element(rates.begin(), rates.end());
+  std::vector<char> slow(rates.size(), 0);
+  for (size_t b = 0; b < rates.size(); ++b) slow[b] = rates[b] == slowest && slowest < INT64_MAX;
+  return slow;
+}
+
+// Of the NICs that carry a share.
+std::pair<int64_t, int64_t> slowest_and_fastest(const LaneDemand& demand, const Network& network) {
+  std::pair<int64_t, int64_t> out{INT64_MAX, 0};
+  for (const LaneItem& item : demand.items) {
+    if (item.inside()) continue;
+    for (size_t k = 0; k < item.lanes.size(); ++k) {
+      if (item.share[k] == 0) continue;
+      out.first = std::min(out.first, network.lane_rate(item.lanes[k]));
+      out.second = std::max(out.second, network.lane_rate(item.lanes[k]));
+    }
+  }
+  return out;
+}
+
+// Of a chunk at the highest rate: the more, the closer chunks come to the rates.
+constexpr int64_t kFewestUnits = 8;
+constexpr int64_t kMostUnits = 32;
+constexpr int64_t kUnitsInAll = 65'536;
+
+// A hop holds its slower lane for as long as every other hop, whatever the rates. A fast NIC that takes in from
+// slow ones then serves them in turn, each once in a period; with chunks of equal size the periods of unlike
+// senders do not divide each other, and the senders wait.
+Draft draft_timed(const Inputs& in, const LaneDemand& demand, TreeStyle style) {
+  Drafter drafter(in.tasks, in.problems, in.network);
+  TreeBuilder trees(demand, in.network, style.fan);
+  std::vector<int64_t> in_rate(in.bundles.size(), INT64_MAX);  // of the slowest host that takes in
+  for (const LaneItem& item : demand.items) {
+    if (!item.into()) continue;
+    int64_t rate = 0;
+    for (size_t k = 0; k < item.lanes.size(); ++k)
+      if (item.share[k] > 0) rate = std::max(rate, in.network.lane_rate(item.lanes[k]));
+    int64_t& slowest = in_rate[static_cast<size_t>(item.bundle)];
+    slowest = std::min(slowest, rate);
+  }
+  int64_t chunks = 1;
+  for (const Bundle& bundle : in.bundles) chunks += bundle.nbytes / in.chunk_bytes;
+  const int64_t units = std::clamp(kUnitsInAll / chunks, kFewestUnits, kMostUnits);
+  const int64_t fastest = slowest_and_fastest(demand, in.network).second;
+  for (size_t b = 0; b < in.bundles.size(); ++b) {
+    const Bundle& bundle = in.bundles[b];
+    if (in.lead(bundle).reduce != ReduceOp::None) continue;
+    UnitCutter cutter(bundle, in.tasks, in.problems, std::max<int64_t>(1, in.chunk_bytes / units));
+    int64_t before = 0;
+    while (!cutter.done()) {
+      const int32_t lane = trees.next_emitter(static_cast<int32_t>(b));
+      const int64_t rate = lane < 0 ? fastest : std::min(in.network.lane_rate(lane), in_rate[b]);
+      const auto want = static_cast<int64_t>(static_cast<__int128>(in.chunk_bytes) * rate / fastest);
+      const int32_t c = cutter.next(std::max<int64_t>(want, 1), &drafter);
+      const int64_t nbytes = drafter.chunk_bytes(c);
+      const auto due = static_cast<int64_t>(static_cast<__int128>(before) * demand.bound_ns / bundle.nbytes);
+      drafter.send(c, trees.route(static_cast<int32_t>(b), bundle.nbytes, nbytes, lane), -1,
+                   style.steady ? due : -1);
+      before += nbytes;
+    }
+  }
+  draft_reductions(in, style.steady ? demand.bound_ns : -1, style.second_routes, &drafter);
+  Draft draft = drafter.take();
+  draft.patience = style.patience;
+  return draft;
+}
+
+}  // namespace
+
+bool has_slow_lanes(const LaneDemand& demand, const Network& network) {
+  const std::vector<char> slow = find_slow(demand, network);
+  return std::find(slow.begin(), slow.end(), 1) != slow.end();
+}
+
+bool has_unlike_nics(const LaneDemand& demand, const Network& network) {
+  return slowest_and_fastest(demand, network).first < slowest_and_fastest(demand, network).second;
+}
+
+Draft draft_multicast(const Inputs& in, const LaneDemand& demand, TreeStyle style) {
+  if (style.timed) return draft_timed(in, demand, style);
+  Drafter drafter(in.tasks, in.problems, in.network);
+  TreeBuilder trees(demand, in.network, style.fan);
+  const std::vector<char> slow = style.finer > 1 ? find_slow(demand, in.network) : std::vector<char>();
+  for (size_t b = 0; b < in.bundles.size(); ++b) {
+    const Bundle& bundle = in.bundles[b];
+    if (in.lead(bundle).reduce != ReduceOp::None) continue;
+    int64_t chunk_bytes = slow.empty() || slow[b] ? in.chunk_bytes : in.chunk_bytes / style.finer;
+    if (style.uneven) chunk_bytes = chunk_bytes / 16 * (8 + static_cast<int64_t>(b) * 5 % 9);
+    const Drafter::Range chunks = drafter.cut(bundle, std::max<int64_t>(chunk_bytes, 1));
+    int64_t before = 0;
+    for (int32_t c = chunks.first; c < chunks.last; ++c) {
+      const int64_t nbytes = drafter.chunk_bytes(c);
+      const auto due = static_cast<int64_t>(static_cast<__int128>(before) * demand.bound_ns / bundle.nbytes);
+      drafter.send(c, trees.route(static_cast<int32_t>(b), bundle.nbytes, nbytes), -1, style.steady ? due : -1);
+      before += nbytes;
+    }
+  }
+  draft_reductions(in, style.steady ? demand.bound_ns : -1, style.second_routes, &drafter);
+  Draft draft = drafter.take();
+  draft.patience = style.patience;
+  return draft;
+}
+
+}  // namespace meshcast

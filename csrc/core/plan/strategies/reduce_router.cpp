@@ -1,0 +1,318 @@
+#include "plan/strategies/reduce_router.h"
+
+#include <algorithm>
+#include <set>
+#include <tuple>
+
+#include "plan/bound/value_cover.h"
+
+namespace meshcast {
+namespace {
+
+constexpr size_t kMostSizes = 64;          // of chunks whose times are kept
+constexpr int64_t kUnits = 4096;           // of the busiest lane
+constexpr int64_t kMostUnits = 16 * 1024;  // eighth powers of these and sums of many fit into 128 bits
+constexpr size_t kMostRoots = 5;           // ends of the chain tried for one chunk
+constexpr size_t kManyRanks = 128;         // taking part: there only kFewRoots are tried
+constexpr size_t kFewRoots = 1;
+
+}  // namespace
+
+void ReduceRouter::measure(int64_t nbytes) {
+  if (hop_ns_of_.size() > kMostSizes) hop_ns_of_.clear();
+  std::vector<int64_t>& out = hop_ns_of_[nbytes];
+  hop_ns_ = &out;
+  if (!out.empty()) return;
+  for (int32_t lane = 0; lane < network_.lane_count(); ++lane)
+    out.push_back(transfer_ns(nbytes, network_.lane_rate(lane)));
+}
+
+__int128 ReduceRouter::weigh(int64_t load_ns) const {
+  if (unit_ns_ == 0) {  // microseconds, so that squares of any load fit
+    const auto us = static_cast<__int128>(load_ns / 1000);
+    return us * us;
+  }
+  const auto units = static_cast<__int128>(std::min(load_ns / unit_ns_, kMostUnits));
+  const __int128 square = units * units;
+  return square * square * square * square;
+}
+
+__int128 ReduceRouter::cost_of(int32_t lane) const {
+  const int64_t at = load_[static_cast<size_t>(lane)];
+  return weigh(at + hop_ns(lane)) - weigh(at);
+}
+
+void ReduceRouter::mind_the_busiest() {
+  unit_ns_ = std::max<int64_t>(1, busiest_ns() / kUnits);
+  const auto busiest = std::max_element(load_.begin(), load_.end()) - load_.begin();
+  inside_limits_ = busiest >= 2 * network_.nic_count();
+}
+
+// The rank that is entered, or left, over the NIC to which that adds least; not `but` where others are.
+int32_t ReduceRouter::cheapest(const std::vector<int32_t>& ranks, int32_t but, bool entry) const {
+  int32_t best = but;
+  __int128 best_cost = 0;
+  for (const int32_t r : ranks) {
+    if (r == but) continue;
+    const __int128 cost = entry ? entry_cost(r) : exit_cost(r);
+    if (best == but || cost < best_cost) {
+      best = r;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
+void ReduceRouter::load(const Route& route, int64_t times) {
+  for (const Edge& edge : route) {
+    const Network::Link link = network_.link(edge.src, edge.dst);
+    for (const int32_t lane : {link.out, link.in}) load_[static_cast<size_t>(lane)] += times * hop_ns(lane);
+  }
+}
+
+// The hosts whose entering and leaving costs least among all that together have every value; none where there
+// are too many values to tell.
+std::vector<int32_t> ReduceRouter::cheapest_hosts(const std::map<int32_t, Values>& hosts) const {
+  ValueCover cover;
+  uint64_t all = 0;
+  for (const auto& [host, values] : hosts) {
+    uint64_t mask = 0;
+    __int128 in = -1;
+    __int128 leave = -1;
+    for (const auto& [value, ranks] : values) {
+      if (value >= 64) return {};
+      mask |= uint64_t{1} << value;
+      for (const int32_t r : ranks) {
+        if (in < 0 || entry_cost(r) < in) in = entry_cost(r);
+        if (leave < 0 || exit_cost(r) < leave) leave = exit_cost(r);
+      }
+    }
+    cover.add(mask, in + leave, host);
+    all |= mask;
+  }
+  std::vector<int32_t> out;
+  cover.solve(all, &out);
+  return out;
+}
+
+// One rank for each partial value, by greedy covering: hosts that add most values first (every further host is
+// a further hop between hosts), or those whose NICs are least loaded, so that replicas take turns, or those
+// whose load is least for each value that they add; or by the set of hosts that costs least altogether.
+std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& hosts, Cover cover) const {
+  const std::vector<int32_t> nobody;
+  std::set<int32_t> missing;
+  for (const auto& [host, values] : hosts) {
+    for (const auto& [value, ranks] : values) missing.insert(value);
+  }
+  std::vector<int32_t> order;
+  if (cover == Cover::Cheapest) order = cheapest_hosts(hosts);
+  std::vector<int32_t> out;
+  for (size_t turn = 0; !missing.empty(); ++turn) {
+    int32_t best = turn < order.size() ? order[turn] : -1;
+    std::tuple<__int128, __int128> best_key;
+    for (const auto& [host, values] : hosts) {
+      if (turn < order.size()) break;
+      int64_t adds = 0;
+      __int128 in = -1;
+      __int128 leave = -1;
+      for (const auto& [value, ranks] : values) {
+        if (missing.count(value) == 0) continue;
+        ++adds;
+        for (const int32_t r : ranks) {
+          if (in < 0 || entry_cost(r) < in) in = entry_cost(r);
+          if (leave < 0 || exit_cost(r) < leave) leave = exit_cost(r);
+        }
+      }
+      if (adds == 0) continue;
+      // A host that needs the result is entered anyway.
+      const __int128 cost = leave + (receivers_.count(host) == 0 ? in : 0);
+      const std::tuple<__int128, __int128> key =
+          cover == Cover::FewHosts ? std::tuple<__int128, __int128>{-adds, cost}
+          : cover == Cover::LittleLoad
+              ? std::tuple<__int128, __int128>{cost, -adds}
+              : std::tuple<__int128, __int128>{cost / adds, -adds};  // as weighted set cover does
+      if (best < 0 || key < best_key) {
+        best = host;
+        best_key = key;
+      }
+    }
+    for (const auto& [value, ranks] : hosts.at(best)) {
+      if (missing.erase(value) == 0) continue;
+      // Where hops are to be few, a rank that needs the result comes first: it can keep it.
+      const auto& need = receivers_.count(best) == 0 ? nobody : receivers_.at(best);
+      const auto needs = [&](int32_t r) { return std::binary_search(need.begin(), need.end(), r); };
+      const auto cost = [&](int32_t r) {
+        return entry_cost(r) + exit_cost(r) + cost_of(network_.local_out(r)) + cost_of(network_.local_in(r));
+      };
+      out.push_back(*std::min_element(ranks.begin(), ranks.end(), [&](int32_t a, int32_t b) {
+        if (cover == Cover::FewHosts && needs(a) != needs(b)) return needs(a);
+        return cost(a) < cost(b);
+      }));
+    }
+  }
+  return out;
+}
+
+// Tries each choice of replicas with many ends of the chain, and keeps the cheapest.
+void ReduceRouter::reduce_best(const std::map<int32_t, Values>& hosts, const std::vector<int32_t>& others,
+                               ReduceOp op) {
+  const size_t begin = route_.size();
+  const __int128 cost = cost_;
+  std::vector<int32_t> best_values;
+  int32_t best_root = -1;
+  size_t best_rounds = 1;
+  __int128 best_cost = 0;
+  const auto attempt = [&](const std::vector<int32_t>& values, int32_t root, size_t rounds) {
+    serve(values, root, rounds, others, op);
+    if (best_root < 0 || cost_ < best_cost) {
+      best_values = values;
+      best_root = root;
+      best_rounds = rounds;
+      best_cost = cost_;
+    }
+    undo(begin);
+    cost_ = cost;
+  };
+  std::vector<std::vector<int32_t>> tried;
+  for (const Cover cover : {Cover::FewHosts, Cover::LittleLoad, Cover::BestOfBoth, Cover::Cheapest}) {
+    const std::vector<int32_t> values = pick_ranks(hosts, cover);
+    if (std::find(tried.begin(), tried.end(), values) != tried.end()) continue;
+    tried.push_back(values);
+    // Ends on hosts that need the result save a hop, ends elsewhere spare NICs: some of both, others each time.
+    std::vector<int32_t> ends[2];
+    for (const int32_t r : values) ends[receivers_.count(network_.host(r)) == 0].push_back(r);
+    const size_t most = values.size() + others.size() > kManyRanks ? kFewRoots : kMostRoots;
+    for (const std::vector<int32_t>& roots : ends) {
+      const size_t step = (roots.size() + most - 1) / most;
+      turn_ = turn_ * 6364136223846793005U + 1442695040888963407U;
+      for (size_t i = step == 0 ? 0 : (turn_ >> 33) % step; i < roots.size(); i += step) {
+        attempt(values, roots[i], 1);
+        if (!inside_limits_ || hosts.size() == 1) continue;
+        attempt(values, roots[i], 2);
+        attempt(values, roots[i], 4);
+      }
+    }
+  }
+  serve(best_values, best_root, best_rounds, others, op);
+}
+
+// To the hosts that cannot make the result alone, by rules. Hosts that reduced for themselves may send it on,
+// or the others bring it together once more.
+void ReduceRouter::spread_or_reduce(const std::vector<int32_t>& others, ReduceOp op) {
+  if (having_.empty()) {
+    reduce_best(hosts_, others, op);
+    return;
+  }
+  std::map<int32_t, Values> elsewhere = hosts_;  // their values are not used up
+  for (const Stop& stop : having_) elsewhere.erase(network_.host(stop.rank));
+  std::set<int32_t> values;
+  for (const auto& [host, here] : elsewhere) {
+    for (const auto& [value, ranks] : here) values.insert(value);
+  }
+  const size_t begin = route_.size();
+  const __int128 before = cost_;
+  spread_outside(having_, others);
+  if (values.size() < values_) return;
+  const __int128 sent_on = cost_;
+  undo(begin);
+  cost_ = before;
+  reduce_best(elsewhere, others, op);
+  if (cost_ < sent_on) return;
+  undo(begin);
+  cost_ = before;
+  spread_outside(having_, others);
+}
+
+const Route& ReduceRouter::route(const Task& task, int64_t nbytes, const Ways& ways, int32_t only) {
+  measure(nbytes);
+  route_.clear();
+  cost_ = 0;
+  receivers_.clear();
+  for (const int32_t rank : task.receivers) {
+    const int32_t r = network_.index(rank);
+    receivers_[network_.host(r)].push_back(r);
+  }
+  hosts_.clear();
+  std::set<int32_t> values;
+  for (size_t i = 0; i < task.holders.size(); ++i) {
+    const int32_t r = network_.index(task.holders[i]);
+    hosts_[network_.host(r)][task.contribution[i]].push_back(r);
+    values.insert(task.contribution[i]);
+  }
+  values_ = values.size();
+  having_.clear();
+  std::vector<int32_t> others;
+  std::vector<int32_t> makers;  // hosts that need the result and make it alone
+  for (const auto& [host, ranks] : receivers_) {
+    const auto here = hosts_.find(host);
+    (here == hosts_.end() || here->second.size() < values.size() ? others : makers).push_back(host);
+  }
+  const auto make = [&](int32_t host) {
+    reduce_best({*hosts_.find(host)}, {}, task.reduce);
+    having_.insert(having_.end(), visited_.begin(), visited_.end());
+  };
+  for (size_t i = others.empty() ? 0 : 1; i < makers.size(); ++i) make(makers[i]);
+  if (others.empty()) return route_;
+  const size_t begin = route_.size();
+  const __int128 before = cost_;
+  Route best;
+  __int128 best_cost = -1;
+  const auto keep = [&] {
+    if (best_cost >= 0 && cost_ >= best_cost) return;
+    best_cost = cost_;
+    best.assign(route_.begin() + static_cast<int64_t>(begin), route_.end());
+  };
+  if (!makers.empty()) {  // the first of them where that suits the others, or where it suits itself
+    reduce_best({*hosts_.find(makers.front())}, others, task.reduce);
+    keep();
+    undo(begin);
+    cost_ = before;
+    make(makers.front());
+  }
+  const size_t made = route_.size();
+  const __int128 made_cost = cost_;
+  bool followed = false;
+  for (size_t i = 0; i < ways.size(); ++i) {
+    if (only >= 0 ? i != static_cast<size_t>(only) : ways[i].part == 0) continue;
+    if (follow(ways[i].way, task.reduce)) {
+      followed = true;
+      keep();
+    }
+    undo(made);
+    cost_ = made_cost;
+  }
+  if (only < 0 || !followed) {
+    spread_or_reduce(others, task.reduce);
+    keep();
+  }
+  undo(begin);
+  route_.insert(route_.end(), best.begin(), best.end());
+  load(best, 1);
+  cost_ = best_cost;
+  return route_;
+}
+
+bool ReduceRouter::improve(const Task& task, int64_t nbytes, const Ways& ways, Route* route) {
+  measure(nbytes);
+  load(*route, -1);
+  // What the old one costs: its edges, put back one by one.
+  __int128 old_cost = 0;
+  for (const Edge& edge : *route) {
+    const Network::Link link = network_.link(edge.src, edge.dst);
+    for (const int32_t lane : {link.out, link.in}) {
+      old_cost += cost_of(lane);
+      load_[static_cast<size_t>(lane)] += hop_ns(lane);
+    }
+  }
+  load(*route, -1);
+  this->route(task, nbytes, ways);
+  if (cost_ < old_cost) {
+    *route = route_;
+    return true;
+  }
+  load(route_, -1);
+  load(*route, 1);
+  return false;
+}
+
+}  // namespace meshcast

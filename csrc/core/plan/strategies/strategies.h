@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/bound/bound.h"
+#include "plan/draft.h"
+#include "plan/network.h"
+#include "plan/plan.h"
+#include "plan/strategies/reductions.h"
+
+namespace meshcast {
+
+// Everything a strategy chooses routes from.
+struct Inputs {
+  const std::vector<Problem>& problems;
+  const std::vector<Task>& tasks;
+  const std::vector<Bundle>& bundles;
+  const Network& network;
+  int64_t bound_ns;
+  int64_t chunk_bytes;
+  Balance balance;
+  uint64_t seed;
+  const std::vector<std::vector<WayPart>>& ways;  // by bundle, of those to be reduced
+  ReductionRoutes* reductions;                    // not owned: what strategies found so far
+
+  const Task& lead(const Bundle& bundle) const { return tasks[static_cast<size_t>(bundle.tasks.front())]; }
+};
+
+// One unicast per receiver from the least loaded holder; a holder on the receiver's host comes first.
+Draft draft_send_recv(const Inputs& in);
+
+// Each receiving host gets every box once, its ranks a part each, which then go round a ring inside the host.
+Draft draft_local_all_gather(const Inputs& in);
+
+// Each receiver gets a part of every box; the parts then go round a ring of all receivers, host by host.
+Draft draft_global_all_gather(const Inputs& in);
+
+// One chunk-pipelined chain per task from one holder through all receivers, host by host; senders and order as
+// in the paper (see solve_paper_order).
+Draft draft_broadcast(const Inputs& in);
+
+// Ours: every chunk takes a tree of its own, so that all NICs finish together (see TreeBuilder for `fan`).
+// `steady` asks the scheduler to let all tasks advance at the same pace; without it the busiest lanes come
+// first throughout.
+struct TreeStyle {
+  int64_t fan = 1;
+  bool steady = true;
+  bool uneven = false;  // chunks of unlike size from bundle to bundle, so that NICs fall out of step
+  bool timed = false;   // chunks in proportion to the rate at which they travel, so that hops last equally long
+  int32_t patience = 0;  // as in Draft
+  int64_t finer = 1;     // bundles that do not hold a slow lane which limits the plan: chunks finer by this
+  bool second_routes = false;  // of chunks to be reduced: as in draft_reductions
+};
+
+// Whether `finer` has an effect: some bundle holds a lane that limits the plan for longer than the lane at its
+// other end, as where a fast NIC serves a slow one.
+bool has_slow_lanes(const LaneDemand& demand, const Network& network);
+
+// Whether `timed` has an effect: NICs that carry a share differ in rate.
+bool has_unlike_nics(const LaneDemand& demand, const Network& network);
+
+Draft draft_multicast(const Inputs& in, const LaneDemand& demand, TreeStyle style);
+
+}  // namespace meshcast

@@ -1,0 +1,283 @@
+#include "plan/strategies/tree_builder.h"
+
+#include <algorithm>
+#include <tuple>
+
+namespace meshcast {
+namespace {
+
+// One of the ranks of a party that use the given NIC; which one differs from bundle to bundle, so that the
+// ranks of a host share the work, and stays the same within one, so that few pairs of ranks talk.
+int32_t rank_on_nic(const std::vector<int32_t>& ranks, int32_t nic, int32_t bundle, const Network& network) {
+  int32_t count = 0;
+  for (const int32_t r : ranks) count += network.nic(r) == nic;
+  if (count == 0) return -1;
+  int32_t skip = bundle % count;
+  for (const int32_t r : ranks) {
+    if (network.nic(r) == nic && skip-- == 0) return r;
+  }
+  return -1;
+}
+
+}  // namespace
+
+TreeBuilder::TreeBuilder(const LaneDemand& demand, const Network& network, int64_t fan)
+    : demand_(demand),
+      network_(network),
+      credits_(network, fan),
+      by_bundle_(demand.parties.size()),
+      emitted_(static_cast<size_t>(network.lane_count()), 0),
+      local_in_(static_cast<size_t>(network.rank_count()), 0),
+      due_in_(static_cast<size_t>(network.rank_count()), 0),
+      arrived_(static_cast<size_t>(network.rank_count()), -1),
+      nic_hops_(static_cast<size_t>(network.nic_count()), 0),
+      is_late_(static_cast<size_t>(network.rank_count()), 0) {
+  for (size_t b = 0; b < demand.parties.size(); ++b) {
+    BundleItems& mine = by_bundle_[b];
+    for (auto* by_party : {&mine.in, &mine.local, &mine.detour_in, &mine.detour_out})
+      by_party->assign(demand.parties[b].receivers.size(), -1);
+    mine.owed.assign(demand.parties[b].receivers.size(), 0);
+  }
+  for (size_t i = 0; i < demand.items.size(); ++i) {
+    const LaneItem& it = demand.items[i];
+    BundleItems& mine = by_bundle_[static_cast<size_t>(it.bundle)];
+    const auto index = static_cast<int32_t>(i);
+    const auto p = static_cast<size_t>(std::max(it.party, 0));
+    switch (it.kind) {
+      case LaneItem::Kind::NicOut: mine.out = index; break;
+      case LaneItem::Kind::NicIn: mine.in[p] = index; break;
+      case LaneItem::Kind::Local:
+        mine.local[p] = index;
+        for (const int32_t r : demand.parties[static_cast<size_t>(it.bundle)].receivers[p].ranks)
+          due_in_[static_cast<size_t>(r)] += it.nbytes;
+        break;
+      case LaneItem::Kind::DetourOut: mine.detour_out[p] = index; break;
+      case LaneItem::Kind::DetourIn:
+        mine.detour_in[p] = index;
+        mine.detours = true;
+        break;
+    }
+  }
+}
+
+void TreeBuilder::add_edge(int32_t src, int32_t dst, int32_t parent) {
+  arrived_[static_cast<size_t>(dst)] = static_cast<int32_t>(route_.size());
+  route_.push_back({src, dst, parent});
+}
+
+// The rank at which the chunk enters a remote host.
+int32_t TreeBuilder::enter(const Parties& parties, size_t party, const BundleItems& items, int32_t bundle,
+                           int64_t nbytes) {
+  const LaneItem& it = item(items.in[party]);
+  const std::vector<int32_t>& counts = pick(items.in[party], nbytes, -1);
+  const auto k = static_cast<size_t>(std::find(counts.begin(), counts.end(), 1) - counts.begin());
+  const int32_t nic = it.lanes[k] / 2;
+  const std::vector<int32_t>& ranks = parties.receivers[party].ranks;
+  int32_t root = rank_on_nic(ranks, nic, bundle, network_);
+  if (items.local[party] >= 0) {
+    // What enters at a rank it need not take in over its local lane: the one with most of that gets it.
+    for (const int32_t r : ranks) {
+      if (network_.nic(r) == nic && local_in_[static_cast<size_t>(r)] > local_in_[static_cast<size_t>(root)])
+        root = r;
+    }
+    for (const int32_t r : ranks) local_in_[static_cast<size_t>(r)] += r == root ? 0 : nbytes;
+  }
+  return root;
+}
+
+// Copies the chunk to the receivers of a host that do not get it by detours. `root` has it from another host,
+// or is -1 where only the holders of this one have it.
+void TreeBuilder::spread_inside(const Parties& parties, size_t party, const BundleItems& items, int32_t root,
+                                int32_t root_parent, int32_t bundle, int64_t nbytes) {
+  const std::vector<int32_t>& ranks = parties.receivers[party].ranks;
+  const std::vector<int32_t>* holders =
+      parties.remote(party) ? nullptr
+                            : &parties.holders[static_cast<size_t>(parties.holder_party[party])].ranks;
+  if (items.local[party] < 0) {  // a host with time to spare, or nothing to copy: always the same chain
+    int32_t at = root;
+    if (root < 0 && holders != nullptr) at = (*holders)[static_cast<size_t>(bundle) % holders->size()];
+    int32_t parent = root_parent;
+    const auto begin = static_cast<size_t>(std::upper_bound(ranks.begin(), ranks.end(), at) - ranks.begin());
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      const int32_t next = ranks[(begin + i) % ranks.size()];
+      if (next == root) continue;
+      add_edge(at, next, parent);
+      at = next;
+      parent = static_cast<int32_t>(route_.size()) - 1;
+    }
+    return;
+  }
+  const LaneItem& it = item(items.local[party]);
+  const auto has_or_is_late = [&](int32_t r) { return r == root || is_late_[static_cast<size_t>(r)] != 0; };
+  const int64_t copies =
+      static_cast<int64_t>(ranks.size()) - std::count_if(ranks.begin(), ranks.end(), has_or_is_late);
+  if (copies == 0) return;
+  const std::vector<int32_t>& counts =
+      credits_.pick(it, copies, nbytes, root < 0 ? -1 : network_.local_out(root));
+  std::deque<Slot> slots;
+  std::vector<std::pair<int32_t, int32_t>> waiting;  // (-hops, rank): those that pass it on come first
+  const int32_t base = network_.local_out(0);
+  for (size_t k = 0; k < it.lanes.size(); ++k) {
+    const int32_t rank = (it.lanes[k] - base) / 2;
+    if (holders != nullptr && k < static_cast<size_t>(it.emitters)) {
+      if (counts[k] > 0) slots.push_back({rank, -1, counts[k]});
+    } else if (rank == root) {
+      slots.push_front({rank, root_parent, counts[k]});
+    } else if (!has_or_is_late(rank)) {
+      waiting.emplace_back(-counts[k], rank);
+    }
+  }
+  // A receiver whose lane is not in the item (a single copy per holder) passes nothing on.
+  for (const int32_t r : ranks) {
+    const bool listed = std::find(it.lanes.begin(), it.lanes.end(), network_.local_out(r)) != it.lanes.end();
+    if (!listed && !has_or_is_late(r)) waiting.emplace_back(0, r);
+  }
+  std::sort(waiting.begin(), waiting.end());
+  for (const auto& [hops, rank] : waiting) {
+    Slot& slot = slots.front();
+    add_edge(slot.rank, rank, slot.parent);
+    if (--slot.count == 0) slots.pop_front();
+    if (hops < 0) slots.push_back({rank, static_cast<int32_t>(route_.size()) - 1, -hops});
+  }
+}
+
+int32_t TreeBuilder::next_emitter(int32_t bundle) const {
+  const int32_t out = by_bundle_[static_cast<size_t>(bundle)].out;
+  if (out < 0) return -1;
+  const LaneItem& it = item(out);
+  int32_t best = -1;
+  __int128 best_emitted = 0;
+  __int128 best_share = 1;
+  for (size_t k = 0; k < static_cast<size_t>(it.emitters); ++k) {
+    const int32_t lane = it.lanes[k];
+    if (it.share[k] == 0) continue;
+    const int64_t emitted = emitting_bundle_ == bundle ? emitted_[static_cast<size_t>(lane)] : 0;
+    // Least emitted / share; multiplied out.
+    if (best < 0 || emitted * best_share < best_emitted * it.share[k]) {
+      best = lane;
+      best_emitted = emitted;
+      best_share = it.share[k];
+    }
+  }
+  return best;
+}
+
+// What the chunk adds to the credits, and what detours owe.
+void TreeBuilder::accrue(int32_t bundle, int64_t bundle_bytes, int64_t nbytes) {
+  BundleItems& mine = by_bundle_[static_cast<size_t>(bundle)];
+  if (mine.out >= 0) credits_.accrue(item(mine.out), bundle_bytes, nbytes);
+  for (size_t p = 0; p < mine.in.size(); ++p) {
+    for (const auto* by_party : {&mine.in, &mine.local, &mine.detour_in, &mine.detour_out})
+      if ((*by_party)[p] >= 0) credits_.accrue(item((*by_party)[p]), bundle_bytes, nbytes);
+    if (mine.detour_in[p] < 0) continue;
+    const auto part = static_cast<__int128>(item(mine.detour_in[p]).detour) * nbytes / bundle_bytes;
+    mine.owed[p] += static_cast<int64_t>(part);
+  }
+}
+
+const Route& TreeBuilder::route(int32_t bundle, int64_t bundle_bytes, int64_t nbytes, int32_t first_lane) {
+  const Parties& parties = demand_.parties[static_cast<size_t>(bundle)];
+  BundleItems& items = by_bundle_[static_cast<size_t>(bundle)];
+  route_.clear();
+  accrue(bundle, bundle_bytes, nbytes);
+  if (items.out >= 0) {
+    const LaneItem& out = item(items.out);
+    if (first_lane >= 0) {
+      if (emitting_bundle_ != bundle) {
+        for (const int32_t lane : out.lanes) emitted_[static_cast<size_t>(lane)] = 0;
+        emitting_bundle_ = bundle;
+      }
+      emitted_[static_cast<size_t>(first_lane)] += nbytes;
+    }
+    const std::vector<int32_t>& counts = pick(items.out, nbytes, first_lane);
+    for (size_t k = 0; k < out.lanes.size(); ++k) nic_hops_[static_cast<size_t>(out.lanes[k] / 2)] = counts[k];
+  }
+  if (items.detours) {
+    late_.clear();
+    for (const Party& party : parties.receivers)
+      for (const int32_t r : party.ranks) arrived_[static_cast<size_t>(r)] = -1;
+  }
+  for (size_t p = 0; p < parties.receivers.size(); ++p) {
+    if (parties.remote(p)) continue;
+    if (items.detour_in[p] >= 0) choose_late(parties, p, &items, -1, nbytes);
+    if (items.detour_in[p] < 0 || !holder_waits(parties, p, items))
+      spread_inside(parties, p, items, -1, -1, bundle, nbytes);
+  }
+  if (items.out >= 0) {
+    build_tree(bundle, nbytes);
+    for (const int32_t lane : item(items.out).lanes) nic_hops_[static_cast<size_t>(lane / 2)] = 0;
+  }
+  if (items.detours) enter_late(parties, items, bundle, nbytes);
+  return route_;
+}
+
+// From the holders to all remote hosts, and inside these.
+void TreeBuilder::build_tree(int32_t bundle, int64_t nbytes) {
+  const Parties& parties = demand_.parties[static_cast<size_t>(bundle)];
+  BundleItems& items = by_bundle_[static_cast<size_t>(bundle)];
+  std::deque<Slot> slots;
+  std::vector<int32_t> nics;
+  const auto open_slots = [&](const Party& party, const std::vector<int32_t>* holders) {
+    nics.clear();
+    for (const int32_t r : party.ranks) nics.push_back(network_.nic(r));
+    if (holders != nullptr) {
+      for (const int32_t r : *holders) nics.push_back(network_.nic(r));
+    }
+    std::sort(nics.begin(), nics.end());
+    nics.erase(std::unique(nics.begin(), nics.end()), nics.end());
+    for (const int32_t nic : nics) {
+      const int32_t hops = nic_hops_[static_cast<size_t>(nic)];
+      if (hops == 0) continue;
+      if (holders != nullptr) {
+        const int32_t holder = rank_on_nic(*holders, nic, bundle, network_);
+        if (holder >= 0) {
+          slots.push_back({holder, -1, hops});
+          continue;
+        }
+      }
+      // The rank at which the chunk entered passes it on itself where it uses that NIC.
+      int32_t sender = -1;
+      for (const int32_t r : party.ranks) {
+        if (network_.nic(r) != nic || is_late_[static_cast<size_t>(r)]) continue;
+        if (sender < 0 || arrived_[static_cast<size_t>(r)] < arrived_[static_cast<size_t>(sender)]) sender = r;
+      }
+      slots.push_back({sender, arrived_[static_cast<size_t>(sender)], hops});
+    }
+  };
+  const Party nobody;
+  for (size_t h = 0; h < parties.holders.size(); ++h) {
+    const auto local =
+        std::find(parties.holder_party.begin(), parties.holder_party.end(), static_cast<int32_t>(h));
+    const Party& receivers = local == parties.holder_party.end()
+                                 ? nobody
+                                 : parties.receivers[static_cast<size_t>(local - parties.holder_party.begin())];
+    open_slots(receivers, &parties.holders[h].ranks);
+  }
+  const int32_t home = network_.host(slots.front().rank);
+  // Round the hosts from the sender on, so that where every host is a sender they form a ring.
+  std::vector<std::tuple<int32_t, int32_t, int32_t>> waiting;  // (-hops, ring, party)
+  for (size_t p = 0; p < parties.receivers.size(); ++p) {
+    if (!parties.remote(p)) continue;
+    int32_t hops = 0;
+    nics.clear();
+    for (const int32_t r : parties.receivers[p].ranks) nics.push_back(network_.nic(r));
+    std::sort(nics.begin(), nics.end());
+    nics.erase(std::unique(nics.begin(), nics.end()), nics.end());
+    for (const int32_t nic : nics) hops += nic_hops_[static_cast<size_t>(nic)];
+    const int32_t host = parties.receivers[p].host;
+    waiting.emplace_back(-hops, host < home ? host + network_.host_count() : host, static_cast<int32_t>(p));
+  }
+  std::sort(waiting.begin(), waiting.end());
+  for (const auto& [hops, ring, p] : waiting) {
+    const auto party = static_cast<size_t>(p);
+    Slot& slot = slots.front();
+    const int32_t root = enter(parties, party, items, bundle, nbytes);
+    add_edge(slot.rank, root, slot.parent);
+    if (--slot.count == 0) slots.pop_front();
+    if (items.detour_in[party] >= 0) choose_late(parties, party, &items, root, nbytes);
+    spread_inside(parties, party, items, root, static_cast<int32_t>(route_.size()) - 1, bundle, nbytes);
+    if (hops < 0) open_slots(parties.receivers[party], nullptr);
+  }
+}
+
+}  // namespace meshcast

@@ -1,0 +1,119 @@
+#include <algorithm>
+
+#include "plan/strategies/tree_builder.h"
+
+namespace meshcast {
+namespace {
+
+bool uses(const std::vector<int32_t>& ranks, int32_t nic, const Network& network) {
+  return std::any_of(ranks.begin(), ranks.end(), [&](int32_t r) { return network.nic(r) == nic; });
+}
+
+}  // namespace
+
+// Which receiver of a party on the NIC of the given lane gets the chunk late, or -1: the one that still has
+// most to take in. One that passes the chunk to other hosts over this NIC must have it early.
+int32_t TreeBuilder::pick_late(const Parties& parties, size_t party, int32_t lane, int32_t root) const {
+  const int32_t nic = lane / 2;
+  const int32_t holders = parties.holder_party[party];
+  const bool needed =
+      nic_hops_[static_cast<size_t>(nic)] > 0 &&
+      (holders < 0 || !uses(parties.holders[static_cast<size_t>(holders)].ranks, nic, network_));
+  int64_t early = 0;
+  int32_t out = -1;
+  for (const int32_t r : parties.receivers[party].ranks) {
+    const auto at = static_cast<size_t>(r);
+    if (network_.nic(r) != nic || is_late_[at]) continue;
+    ++early;
+    if (r != root && (out < 0 || due_in_[at] > due_in_[static_cast<size_t>(out)])) out = r;
+  }
+  return needed && early < 2 ? -1 : out;
+}
+
+// Marks the receivers of a party that get the chunk by detours, as many as are owed.
+void TreeBuilder::choose_late(const Parties& parties, size_t party, BundleItems* items, int32_t root,
+                              int64_t nbytes) {
+  const LaneItem& it = item(items->detour_in[party]);
+  int64_t& owed = items->owed[party];
+  while (owed >= nbytes - nbytes / 2) {
+    int32_t best = -1;
+    int32_t best_lane = -1;
+    for (const int32_t lane : it.lanes) {
+      if (best >= 0 && credits_.of(lane) <= credits_.of(best_lane)) continue;
+      const int32_t rank = pick_late(parties, party, lane, root);
+      if (rank < 0) continue;
+      best = rank;
+      best_lane = lane;
+    }
+    if (best < 0) return;
+    credits_.take(best_lane, nbytes);
+    credits_.block(network_.local_out(best), true);
+    owed -= nbytes;
+    due_in_[static_cast<size_t>(best)] -= nbytes;
+    is_late_[static_cast<size_t>(best)] = 1;
+    late_.push_back({party, best, false});
+  }
+}
+
+// On a host that holds the box: true if all receivers wait for the detour, and the one that gets the chunk
+// first copies it to the others in place of the holders, whose lanes have had their part.
+bool TreeBuilder::holder_waits(const Parties& parties, size_t party, const BundleItems& items) {
+  const std::vector<int32_t>& ranks = parties.receivers[party].ranks;
+  const std::vector<int32_t>& holders = parties.holders[static_cast<size_t>(parties.holder_party[party])].ranks;
+  Late* first = nullptr;
+  for (Late& late : late_) {
+    if (late.party != party) continue;
+    if (first == nullptr ||
+        credits_.of(network_.local_out(late.rank)) > credits_.of(network_.local_out(first->rank)))
+      first = &late;
+  }
+  if (first == nullptr) return false;
+  const LaneItem& it = item(items.local[party]);
+  for (int32_t k = 0; k < it.emitters; ++k)
+    if (credits_.of(it.lanes[static_cast<size_t>(k)]) >= credits_.of(network_.local_out(first->rank)))
+      return false;
+  for (const int32_t r : ranks) {
+    const int32_t nic = network_.nic(r);
+    if (nic_hops_[static_cast<size_t>(nic)] > 0 && !uses(holders, nic, network_)) return false;
+  }
+  first->spreads = true;
+  return true;
+}
+
+// The detours, once all hosts have the chunk: each from the NIC with the most credit that can send it.
+void TreeBuilder::enter_late(const Parties& parties, const BundleItems& items, int32_t bundle, int64_t nbytes) {
+  std::stable_sort(late_.begin(), late_.end(),
+                   [](const Late& a, const Late& b) { return !a.spreads && b.spreads; });
+  for (const Late& late : late_) {
+    const int32_t host = parties.receivers[late.party].host;
+    Edge edge{-1, late.rank, -1};
+    int32_t lane = -1;
+    const auto offer = [&](int32_t rank, int32_t parent) {
+      const int32_t mine = network_.nic_out(network_.nic(rank));
+      if (lane >= 0 && credits_.of(mine) <= credits_.of(lane)) return;
+      lane = mine;
+      edge.src = rank;
+      edge.parent = parent;
+    };
+    for (const Party& party : parties.holders) {
+      if (party.host == host) continue;
+      for (const int32_t r : party.ranks) offer(r, -1);
+    }
+    for (const Party& party : parties.receivers) {
+      if (party.host == host) continue;
+      for (const int32_t r : party.ranks)
+        if (arrived_[static_cast<size_t>(r)] >= 0) offer(r, arrived_[static_cast<size_t>(r)]);
+    }
+    credits_.take(lane, nbytes);
+    add_edge(edge.src, edge.dst, edge.parent);
+    if (late.spreads)
+      spread_inside(parties, late.party, items, late.rank, static_cast<int32_t>(route_.size()) - 1, bundle,
+                    nbytes);
+  }
+  for (const Late& late : late_) {
+    is_late_[static_cast<size_t>(late.rank)] = 0;
+    credits_.block(network_.local_out(late.rank), false);
+  }
+}
+
+}  // namespace meshcast

@@ -1,0 +1,501 @@
+#include "rounds/round_engine.h"
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "common/keep_for_good.h"
+
+namespace meshcast {
+namespace {
+
+// Between two looks at a communicator that is in progress: soon enough beside a launch. A peer that is at the
+// same group answers within microseconds, which a sleep would miss: so the first looks follow each other.
+constexpr auto kGroupPause = std::chrono::microseconds(20);
+constexpr int kQuickLooks = 200;
+
+// An observer asks other ranks before it decides. Who waits for that gives it so long, also beyond a deadline,
+// which the observer sees as well.
+constexpr auto kObserverGrace = std::chrono::seconds(4);
+constexpr auto kObserverPause = std::chrono::milliseconds(1);
+
+// From and to what a box is cast; equal for all that are only copied.
+std::pair<ElementType, ElementType> cast_of(const BoxMove& box) {
+  if (box.from_type == box.to_type) return {ElementType::None, ElementType::None};
+  return {box.from_type, box.to_type};
+}
+
+// The packed form of a part as it travels, as a view.
+StridedView packed_view(const Part& part, std::byte* data) {
+  StridedView view{data, part.ndim, part.element_bytes, part.extent, {}};
+  int64_t stride = part.element_bytes;
+  for (int d = view.ndim; d-- > 0;) {
+    view.stride[static_cast<size_t>(d)] = stride;
+    stride *= part.extent[static_cast<size_t>(d)];
+  }
+  return view;
+}
+
+}  // namespace
+
+RoundRun::RoundRun(std::shared_ptr<const RankRounds> rounds, RoundMemory memory, RunLabel label,
+                   TimePoint deadline)
+    : rounds_(std::move(rounds)),
+      memory_(std::move(memory)),
+      label_(std::move(label)),
+      started_(Clock::now()),
+      deadline_(deadline) {}
+
+bool RoundRun::ended() const {
+  const std::lock_guard lock(mutex_);
+  return ended_;
+}
+
+std::exception_ptr RoundRun::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+double RoundRun::seconds() const {
+  const std::lock_guard lock(mutex_);
+  return std::chrono::duration<double>((ended_ ? ended_at_ : Clock::now()) - started_).count();
+}
+
+int64_t RoundRun::received_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return ended_ && !error_ ? expected_bytes() : 0;
+}
+
+void RoundRun::on_end(std::function<void()> callback) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!ended_) {
+      callbacks_.push_back(std::move(callback));
+      return;
+    }
+  }
+  callback();
+}
+
+void RoundRun::end(const std::exception_ptr& error) {
+  std::unique_lock lock(mutex_);
+  if (ended_) return;
+  ended_ = true;
+  ended_at_ = Clock::now();
+  error_ = error;
+  const auto callbacks = std::exchange(callbacks_, {});
+  lock.unlock();
+  for (const auto& callback : callbacks) callback();
+}
+
+RoundEngine::RoundEngine(std::shared_ptr<RoundDevice> device, int32_t rank, std::vector<int32_t> group,
+                         RoundObserver observer)
+    : device_(std::move(device)), rank_(rank), group_(std::move(group)), observer_(std::move(observer)) {
+  {
+    const std::lock_guard lock(mutex_);
+    kernels_over_ = device_->make_event();
+    transfer_over_ = device_->make_event();
+  }
+  if (device_->meets_hosts()) queue_ = std::make_unique<StartQueue>();
+}
+
+RoundEngine::~RoundEngine() {
+  try {
+    poll(Clock::now());
+  } catch (const std::exception&) {
+    // CUDA has failed for this process: what was under way will not be seen to end.
+  }
+  if (!idle())
+    fail(std::make_exception_ptr(Error(ErrorKind::Aborted, fmt::format("rank {}: the group was closed while "
+                                                                       "transfers were under way",
+                                                                       rank_))));
+  queue_.reset();  // what has failed ends at once
+  for (const auto& run : runs_) {
+    keep_for_good(std::move(run->memory_.keepalive));
+    keep_for_good(std::move(run->staging_));
+    device_->free_event(run->over_);
+  }
+  for (const RoundDevice::Event event : step_events_) device_->free_event(event);
+  for (const RoundDevice::Event event : spare_events_) device_->free_event(event);
+  device_->free_event(kernels_over_);
+  device_->free_event(transfer_over_);
+}
+
+std::shared_ptr<RoundRun> RoundEngine::start(std::shared_ptr<const RankRounds> rounds, RoundMemory memory,
+                                             RoundDevice::Stream caller, RunLabel label, TimePoint deadline,
+                                             RoundDevice::Event after) {
+  const std::lock_guard one_at_a_time(starting_);
+  auto run = std::make_shared<RoundRun>(std::move(rounds), std::move(memory), std::move(label), deadline);
+  {
+    const std::lock_guard lock(mutex_);
+    refuse_if_failed(run->label_);
+    run->over_ = take_event();
+    runs_.push_back(run);
+  }
+  if (observer_.begun) observer_.begun();
+  try {
+    if (queue_) {
+      if (after != 0) {
+        const std::lock_guard lock(mutex_);
+        device_->wait(caller, after);
+      }
+      queue_->push([this, run, caller] { enqueue_late(run, caller); });
+    } else {
+      enqueue(*run, caller, after);
+    }
+  } catch (...) {
+    cut_short(run, caller);
+    std::rethrow_exception(this->error());
+  }
+  return run;
+}
+
+// Called where an exception is being handled: the ranks would no longer agree on what has been sent.
+void RoundEngine::cut_short(const std::shared_ptr<RoundRun>& run, RoundDevice::Stream caller) {
+  const std::exception_ptr cause = std::current_exception();
+  try {
+    throw;
+  } catch (const Error& error) {
+    ask_observer(error, run);
+  } catch (const std::exception& error) {
+    // Nothing that another rank could know more of; but where no caller is left to raise it, they must hear it.
+    if (queue_)
+      ask_observer(
+          Error(ErrorKind::Generic, fmt::format("rank {}: {} number {} could not be enqueued: {}", rank_,
+                                                run->label_.op, run->label_.ordinal, error.what())),
+          run);
+  }
+  fail(cause);
+  finish(*run, caller);
+}
+
+// A job of the queue.
+void RoundEngine::enqueue_late(const std::shared_ptr<RoundRun>& run, RoundDevice::Stream caller) {
+  try {
+    try {
+      enqueue(*run, caller, 0);
+    } catch (...) {
+      cut_short(run, caller);
+    }
+  } catch (const std::exception&) {
+    // CUDA has failed for this process: what was under way will not be seen to end.
+  }
+  const std::lock_guard lock(mutex_);
+  run->settled_ = true;
+  settled_.notify_all();
+}
+
+void RoundEngine::ask_observer(const Error& error, const std::shared_ptr<RoundRun>& run) {
+  if (!observer_.failed || this->error()) return;
+  observer_.failed(error, run);
+  const TimePoint limit = Clock::now() + kObserverGrace;
+  while (!this->error() && Clock::now() < limit) std::this_thread::sleep_for(kObserverPause);
+}
+
+void RoundEngine::follow(const RoundRun& run, RoundDevice::Stream stream) {
+  std::unique_lock lock(mutex_);
+  if (queue_) settled_.wait(lock, [&] { return run.settled_; });
+  const bool over = std::none_of(runs_.begin(), runs_.end(), [&](const auto& r) { return r.get() == &run; });
+  if (!over && run.enqueued_) device_->wait(stream, run.over_);
+}
+
+void RoundEngine::enqueue(RoundRun& run, RoundDevice::Stream caller, RoundDevice::Event after) {
+  if (after != 0) {
+    const std::lock_guard lock(mutex_);
+    device_->wait(caller, after);
+  }
+  begin(run);
+  for (const RoundStep& step : run.rounds().steps) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (error_) std::rethrow_exception(error_);
+      switch (step.kind) {
+        case StepKind::Record:
+          device_->record(step_events_[static_cast<size_t>(step.event)], stream(step.stream, caller));
+          break;
+        case StepKind::Wait:
+          device_->wait(stream(step.stream, caller), step_events_[static_cast<size_t>(step.event)]);
+          break;
+        case StepKind::Kernels: launch(run, step); break;
+        case StepKind::Exchange: exchange(run, step); break;
+      }
+    }
+    if (step.kind == StepKind::Exchange) wait_for_group(run, step);
+  }
+  finish(run, caller);
+}
+
+// Events, staging, and the order behind the run before, which may still use the same staging.
+void RoundEngine::begin(RoundRun& run) {
+  const std::lock_guard lock(mutex_);
+  while (step_events_.size() < static_cast<size_t>(run.rounds().events)) step_events_.push_back(take_event());
+  const int64_t nbytes = run.rounds().staging_bytes;
+  if (nbytes == 0) return;
+  if (nbytes > staging_bytes_) {
+    staging_ = device_->allocate(nbytes);  // runs in flight keep what they have
+    staging_bytes_ = nbytes;
+  }
+  run.staging_ = staging_;
+  if (!ran_) return;
+  device_->wait(device_->kernel_stream(), transfer_over_);
+  device_->wait(device_->transfer_stream(), kernels_over_);
+}
+
+// Also where the run was cut short: whatever was enqueued of it, the caller's stream comes behind it.
+void RoundEngine::finish(RoundRun& run, RoundDevice::Stream caller) {
+  const std::lock_guard lock(mutex_);
+  if (run.enqueued_) return;
+  device_->record(kernels_over_, device_->kernel_stream());
+  device_->record(transfer_over_, device_->transfer_stream());
+  ran_ = true;
+  if (error_) {
+    device_->wait(caller, kernels_over_);
+    device_->wait(caller, transfer_over_);
+  }
+  device_->record(run.over_, caller);
+  run.enqueued_ = true;
+}
+
+void RoundEngine::launch(const RoundRun& run, const RoundStep& step) {
+  const RankRounds& rounds = run.rounds();
+  const auto type = [&](const Part& part) {
+    return (part.side == Side::Source ? rounds.forms.source : rounds.forms.destination)[part.tensor].type;
+  };
+  moves_.clear();
+  reductions_.clear();
+  for (int32_t i = step.begin; i < step.end; ++i) {
+    const KernelOp& op = rounds.kernels[static_cast<size_t>(i)];
+    if (op.kind == KernelKind::Copy) {
+      const CopyOp& copy = rounds.program->copies[static_cast<size_t>(op.copy)];
+      moves_.push_back({view(run, copy.from), view(run, copy.to), type(copy.from), type(copy.to)});
+      continue;
+    }
+    std::byte* at = run.staging_.get() + op.staging;
+    for (int32_t p = op.parts.begin; p < op.parts.end; ++p) {
+      const Part& part = rounds.program->parts[static_cast<size_t>(p)];
+      const StridedView packed = packed_view(part, at);
+      const ElementType wire = rounds.forms.wire[static_cast<size_t>(part.tensor)];
+      if (op.kind == KernelKind::Pack)
+        moves_.push_back({view(run, part), packed, type(part), wire});
+      else if (op.kind == KernelKind::Unpack)
+        moves_.push_back({packed, view(run, part), wire, type(part)});
+      else
+        reductions_.push_back({view(run, part), at, wire, op.reduce, op.divisor});
+      at += packed.nbytes();
+    }
+  }
+  // Boxes of one step have no order, and each change of types would cost a launch.
+  const auto before = [](const BoxMove& a, const BoxMove& b) { return cast_of(a) < cast_of(b); };
+  if (!std::is_sorted(moves_.begin(), moves_.end(), before)) std::sort(moves_.begin(), moves_.end(), before);
+  if (!moves_.empty()) device_->move_boxes(device_->kernel_stream(), moves_);
+  if (!reductions_.empty()) device_->reduce_boxes(device_->kernel_stream(), reductions_);
+}
+
+void RoundEngine::exchange(const RoundRun& run, const RoundStep& step) {
+  GroupOutcome outcome = device_->group_start();
+  std::string doing = fmt::format("beginning round {}", step.round);
+  const auto failed = [&] { return outcome.state == GroupState::Failed; };
+  if (failed()) throw group_error(run, outcome, doing);
+  for (int32_t i = step.begin; i < step.end && !failed(); ++i) {
+    const RoundMessage& message = run.rounds().messages[static_cast<size_t>(i)];
+    std::byte* const data = message_data(run, message);
+    outcome = message.send ? device_->send(data, message.nbytes, message.peer, device_->transfer_stream())
+                           : device_->recv(data, message.nbytes, message.peer, device_->transfer_stream());
+    if (failed())
+      doing = fmt::format("{} {} bytes {} rank {} in round {}", message.send ? "sending" : "receiving",
+                          message.nbytes, message.send ? "to" : "from",
+                          group_[static_cast<size_t>(message.peer)], step.round);
+  }
+  // A group that was begun is ended whatever happened: NCCL counts them by thread.
+  const GroupOutcome end = device_->group_end();
+  if (failed()) throw group_error(run, outcome, doing);
+  if (end.state == GroupState::Failed)
+    throw group_error(run, end, fmt::format("launching round {}", step.round));
+}
+
+// A communicator that does not block sets up connections, or meets its peers, behind its caller's back; until
+// it has, nothing may be enqueued on it, nor an event recorded behind the group.
+void RoundEngine::wait_for_group(const RoundRun& run, const RoundStep& step) {
+  const std::string doing =
+      fmt::format("{} for round {}", queue_ ? "meeting the other ranks" : "connecting", step.round);
+  for (int look = 0;; ++look) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (error_) std::rethrow_exception(error_);
+      const GroupOutcome outcome = device_->async_error();
+      if (outcome.state == GroupState::Success) return;
+      if (outcome.state == GroupState::Failed) throw group_error(run, outcome, doing);
+    }
+    const TimePoint limit = observer_.failed ? run.deadline_ + kObserverGrace : run.deadline_;
+    if (Clock::now() >= limit) throw deadline_error(run, doing);
+    if (look < kQuickLooks)
+      std::this_thread::yield();
+    else
+      std::this_thread::sleep_for(kGroupPause);
+  }
+}
+
+void RoundEngine::poll(TimePoint now) {
+  std::vector<std::shared_ptr<RoundRun>> over;
+  std::optional<Error> failure;
+  std::shared_ptr<RoundRun> failed;
+  {
+    const std::lock_guard lock(mutex_);
+    std::copy_if(runs_.begin(), runs_.end(), std::back_inserter(over),
+                 [&](const auto& run) { return run->enqueued_ && device_->reached(run->over_); });
+    if (!error_) {
+      // Asked after the GPU. Where a run's own host has read a peer's memory, and that peer gives up and reuses
+      // it, the run may be through with torn bytes: it must not pass as done before the peer's end has shown.
+      const bool late = queue_ && !over.empty();
+      if (late || runs_.size() > over.size()) {
+        const GroupOutcome outcome = device_->async_error();
+        if (outcome.state == GroupState::Failed) {
+          failed = runs_.front();
+          failure = group_error(*failed, outcome, "moving data");
+          if (late) over.clear();  // they end with the failure
+        }
+      }
+      for (const auto& run : runs_)
+        if (!failure && !observer_.failed && now >= run->deadline_)
+          failure = deadline_error(*run, "moving data");
+      if (failure && observer_.failed && std::exchange(told_, true)) failure.reset();
+    }
+    for (const auto& run : over) {
+      spare_events_.push_back(run->over_);
+      std::erase(runs_, run);
+    }
+  }
+  for (const auto& run : over) {
+    run->end(nullptr);  // does nothing where it has failed before
+    run->memory_.keepalive.reset();
+    run->staging_.reset();
+  }
+  if (!failure) return;
+  if (observer_.failed)
+    observer_.failed(*failure, failed);
+  else
+    fail(std::make_exception_ptr(*failure));
+}
+
+void RoundEngine::fail(std::exception_ptr error) {
+  std::vector<std::shared_ptr<RoundRun>> ending;
+  {
+    const std::lock_guard lock(mutex_);
+    if (error_) return;
+    error_ = error;
+    device_->abort();
+    ending.assign(runs_.begin(), runs_.end());
+  }
+  // Their memory stays theirs until the GPU has let go of it, see poll().
+  for (const auto& run : ending) run->end(error);
+}
+
+void RoundEngine::drain() {
+  std::unique_lock lock(mutex_);
+  if (queue_)
+    settled_.wait(lock, [this] {
+      return std::all_of(runs_.begin(), runs_.end(), [](const auto& run) { return run->settled_; });
+    });
+}
+
+std::exception_ptr RoundEngine::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+std::vector<std::shared_ptr<RoundRun>> RoundEngine::in_flight() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<RoundRun>> out;
+  std::copy_if(runs_.begin(), runs_.end(), std::back_inserter(out),
+               [](const auto& run) { return !run->ended(); });
+  return out;
+}
+
+bool RoundEngine::idle() const {
+  const std::lock_guard lock(mutex_);
+  return runs_.empty();
+}
+
+RoundDevice::Event RoundEngine::take_event() {
+  if (spare_events_.empty()) return device_->make_event();
+  const RoundDevice::Event event = spare_events_.back();
+  spare_events_.pop_back();
+  return event;
+}
+
+RoundDevice::Stream RoundEngine::stream(StreamRole role, RoundDevice::Stream caller) const {
+  if (role == StreamRole::Caller) return caller;
+  return role == StreamRole::Kernels ? device_->kernel_stream() : device_->transfer_stream();
+}
+
+StridedView RoundEngine::view(const RoundRun& run, const Part& part) const {
+  const bool source = part.side == Side::Source;
+  const auto tensor = static_cast<size_t>(part.tensor);
+  const TensorForms& forms = run.rounds().forms;
+  return form_view(part, (source ? forms.source : forms.destination)[tensor],
+                   (source ? run.memory_.source : run.memory_.destination)[tensor]);
+}
+
+std::byte* RoundEngine::message_data(const RoundRun& run, const RoundMessage& message) const {
+  if (message.staging >= 0) return run.staging_.get() + message.staging;
+  return view(run, run.rounds().program->parts[static_cast<size_t>(message.part)]).data;
+}
+
+void RoundEngine::refuse_if_failed(const RunLabel& label) const {
+  if (!error_) return;
+  std::string cause = "an unknown error";
+  try {
+    std::rethrow_exception(error_);
+  } catch (const std::exception& error) {
+    cause = error.what();
+  }
+  ErrorContext where;
+  where.rank = rank_;
+  where.op = label.op;
+  where.sequence = label.ordinal;
+  throw Error(ErrorKind::Aborted,
+              fmt::format("rank {}: {} was not started, because its group has failed before: {}", rank_,
+                          label.op, cause),
+              where);
+}
+
+ErrorContext RoundEngine::context(const RoundRun& run) const {
+  ErrorContext out;
+  out.rank = rank_;
+  out.op = run.label_.op;
+  out.sequence = run.label_.ordinal;
+  out.phase = "transfer";
+  out.elapsed = std::chrono::duration<double>(Clock::now() - run.started_).count();
+  out.limit = std::chrono::duration<double>(run.deadline_ - run.started_).count();
+  return out;
+}
+
+Error RoundEngine::group_error(const RoundRun& run, const GroupOutcome& outcome,
+                               const std::string& doing) const {
+  ErrorContext where = context(run);
+  std::string who;
+  if (outcome.peer >= 0) {
+    where.peer = group_[static_cast<size_t>(outcome.peer)];
+    who = fmt::format("rank {} ", where.peer);
+  }
+  return {outcome.remote ? ErrorKind::PeerLost : ErrorKind::Generic,
+          fmt::format("rank {}: {} number {} failed in {} while {}: {}{}", rank_, run.label_.op,
+                      run.label_.ordinal, device_->transport(), doing, who, outcome.text),
+          where};
+}
+
+Error RoundEngine::deadline_error(const RoundRun& run, const std::string& doing) const {
+  const ErrorContext where = context(run);
+  return {
+      ErrorKind::DeadlineExceeded,
+      fmt::format("rank {}: {} number {} was not through after {:.3g} s while {}: a rank has not called it, is "
+                  "slow or is gone; give it more time, or look at what the other ranks are doing",
+                  rank_, run.label_.op, run.label_.ordinal, where.limit, doing),
+      where};
+}
+
+}  // namespace meshcast

@@ -1,0 +1,164 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "common/error.h"
+#include "rounds/device.h"
+#include "rounds/rank_rounds.h"
+#include "rounds/start_queue.h"
+#include "run/run.h"
+
+namespace meshcast {
+
+// Where the tensors of a run begin, by problem; null where the rank holds nothing. `keepalive` owns them and is
+// dropped once the GPU is through with them.
+struct RoundMemory {
+  std::vector<std::byte*> source;
+  std::vector<std::byte*> destination;
+  std::shared_ptr<void> keepalive;
+};
+
+// One execution of a rank's rounds. What it enqueued is over once `ended`; thread-safe.
+class RoundRun final : public WatchedRun {
+ public:
+  RoundRun(std::shared_ptr<const RankRounds> rounds, RoundMemory memory, RunLabel label, TimePoint deadline);
+
+  const RankRounds& rounds() const { return *rounds_; }
+  const RunLabel& label() const override { return label_; }
+  TimePoint deadline() const override { return deadline_; }
+  TimePoint started() const override { return started_; }
+
+  bool ended() const override;
+  double seconds() const override;
+  // A GPU tells nothing before it is through.
+  int64_t received_bytes() const override;
+  int64_t expected_bytes() const override { return rounds_->program->bytes_received; }
+  void force_end() override {}  // a failed run ends at once; its memory is kept as long as the GPU needs it
+  std::exception_ptr error() const;
+  void on_end(std::function<void()> callback);  // at once if it has ended
+
+ private:
+  friend class RoundEngine;
+  void end(const std::exception_ptr& error);
+
+  const std::shared_ptr<const RankRounds> rounds_;
+  RoundMemory memory_;  // the engine's, see below
+  const RunLabel label_;
+  const TimePoint started_;
+  const TimePoint deadline_;
+
+  // The engine's, guarded by its mutex.
+  std::shared_ptr<std::byte> staging_;
+  RoundDevice::Event over_ = 0;  // on the caller's stream, behind everything
+  bool enqueued_ = false;        // over_ has been recorded
+  bool settled_ = false;         // enqueued, or given up
+
+  mutable std::mutex mutex_;
+  bool ended_ = false;
+  TimePoint ended_at_{};
+  std::exception_ptr error_;
+  std::vector<std::function<void()>> callbacks_;
+};
+
+// Somebody who knows more than one rank's engine and decides what a failure is called. Called from any thread
+// that is inside the engine, without its mutex.
+struct RoundObserver {
+  std::function<void()> begun;                                                 // a run is in flight
+  std::function<void(const Error&, const std::shared_ptr<RoundRun>&)> failed;  // the observer calls fail() soon
+};
+
+// Enqueues rounds on one communicator, which is that of one lane: all ranks start its runs in one order. Runs
+// of an engine share staging, so each begins on the engine's streams where the one before ended. Somebody calls
+// poll() now and then while runs are in flight; a thread of its own it has only where groups wait for the hosts
+// of other ranks (RoundDevice::meets_hosts). The first failure aborts the communicator, ends all runs with its
+// error and refuses new ones. Where there is an observer, it is told of what the transport says and fails the
+// engine under the name that it chooses; deadlines are its business too. Thread-safe.
+class RoundEngine {
+ public:
+  // Errors name global ranks: `rank`, and `group` by group-local rank.
+  RoundEngine(std::shared_ptr<RoundDevice> device, int32_t rank, std::vector<int32_t> group,
+              RoundObserver observer = {});
+  ~RoundEngine();
+
+  // Enqueues everything behind what `caller` holds by now, and lets what it is given later wait for the result.
+  // Waits for no GPU; for NCCL only while it is setting up connections, until `deadline` at the longest. Throws
+  // Error, AbortedError with the first cause where the engine has failed. `after`: an event that `caller` waits
+  // for first; its record is over or under way. 0: none. Where groups meet hosts, all this is done later by the
+  // engine's thread but for the wait for `after`: `caller` is then the run's alone until that is over.
+  std::shared_ptr<RoundRun> start(std::shared_ptr<const RankRounds> rounds, RoundMemory memory,
+                                  RoundDevice::Stream caller, RunLabel label, TimePoint deadline,
+                                  RoundDevice::Event after = 0);
+
+  // What `stream` holds later comes behind the run, also where that has failed. Waits for nothing, or, where
+  // groups meet hosts, until the run has been enqueued, which takes the calls of its peers: until its deadline.
+  void follow(const RoundRun& run, RoundDevice::Stream stream);
+
+  // Ends the runs that are through, looks for errors of NCCL, and fails the engine where a deadline has passed.
+  void poll(TimePoint now);
+
+  // Ends every run in flight with `error`. The first call counts.
+  void fail(std::exception_ptr error);
+
+  // Waits until no thread of the engine enqueues anything any more, or speaks to the observer. After fail().
+  void drain();
+
+  std::exception_ptr error() const;
+  std::vector<std::shared_ptr<RoundRun>> in_flight() const;
+  bool idle() const;  // the GPU touches no memory of any run
+
+ private:
+  void enqueue(RoundRun& run, RoundDevice::Stream caller, RoundDevice::Event after);
+  void enqueue_late(const std::shared_ptr<RoundRun>& run, RoundDevice::Stream caller);
+  void cut_short(const std::shared_ptr<RoundRun>& run, RoundDevice::Stream caller);
+  void begin(RoundRun& run);
+  void ask_observer(const Error& error, const std::shared_ptr<RoundRun>& run);
+  void launch(const RoundRun& run, const RoundStep& step);
+  void exchange(const RoundRun& run, const RoundStep& step);
+  void wait_for_group(const RoundRun& run, const RoundStep& step);
+  void finish(RoundRun& run, RoundDevice::Stream caller);
+
+  RoundDevice::Event take_event();
+  RoundDevice::Stream stream(StreamRole role, RoundDevice::Stream caller) const;
+  StridedView view(const RoundRun& run, const Part& part) const;
+  std::byte* message_data(const RoundRun& run, const RoundMessage& message) const;
+
+  void refuse_if_failed(const RunLabel& label) const;
+  Error group_error(const RoundRun& run, const GroupOutcome& outcome, const std::string& doing) const;
+  Error deadline_error(const RoundRun& run, const std::string& doing) const;
+  ErrorContext context(const RoundRun& run) const;
+
+  const std::shared_ptr<RoundDevice> device_;
+  const int32_t rank_;
+  const std::vector<int32_t> group_;
+  const RoundObserver observer_;
+
+  std::mutex starting_;  // one run is enqueued, or queued, at a time, in the order of the calls
+
+  // Guards the device and what is below. Held for what returns at once, so that a failure waits for no start().
+  mutable std::mutex mutex_;
+  std::deque<std::shared_ptr<RoundRun>> runs_;  // those whose memory the GPU may touch
+  std::shared_ptr<std::byte> staging_;
+  int64_t staging_bytes_ = 0;
+  std::vector<RoundDevice::Event> step_events_;  // by event of the steps: enqueueing is all that they outlive
+  std::vector<RoundDevice::Event> spare_events_;
+  RoundDevice::Event kernels_over_ = 0;  // of the last run
+  RoundDevice::Event transfer_over_ = 0;
+  bool ran_ = false;            // both have been recorded
+  std::vector<BoxMove> moves_;  // of one launch; kept for their memory
+  std::vector<BoxReduce> reductions_;
+  bool told_ = false;  // the observer, of a failure that poll() found
+  std::exception_ptr error_;
+  std::condition_variable settled_;  // a run is enqueued, or given up
+
+  std::unique_ptr<StartQueue> queue_;  // where groups meet hosts; goes first, since its jobs use all the rest
+};
+
+}  // namespace meshcast

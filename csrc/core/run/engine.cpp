@@ -1,0 +1,271 @@
+#include "run/engine.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "common/thread_name.h"
+
+namespace meshcast {
+namespace {
+
+// Messages up to this size are packed and issued by the caller of start(), and so many bytes of local copies
+// are made by it: waking a thread would cost more. So it would where no more than this is sent or received;
+// the callers of larger runs do not drive them.
+constexpr int64_t kInlineBytes = 64 * 1024;
+
+bool copies_are_small(const Program& program) {
+  int64_t nbytes = 0;
+  for (const CopyOp& op : program.copies) {
+    int64_t here = op.to.element_bytes;
+    for (int d = 0; d < op.to.ndim; ++d) here *= op.to.extent[static_cast<size_t>(d)];
+    nbytes += here;
+    if (nbytes > kInlineBytes) return false;
+  }
+  return true;
+}
+
+void make_copies(Run& run) {
+  const auto& copies = run.program().copies;
+  for (const CopyOp& op : copies) copy(run.view(op.from), run.view(op.to), run.write_of_copies());
+  run.complete_ops(static_cast<int64_t>(copies.size()), 0);
+}
+
+}  // namespace
+
+Engine::Engine(std::shared_ptr<Transport> transport, ChannelFailure failure,
+               std::shared_ptr<LocalTransport> local)
+    : transport_(std::move(transport)), failure_(std::move(failure)), local_(std::move(local)) {}
+
+Engine::~Engine() {
+  shutdown(std::make_exception_ptr(TransportError(TransportError::Cause::Aborted, "shut down")));
+}
+
+std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label,
+                                   TimePoint deadline, bool driven) {
+  auto run = std::make_shared<Run>(std::move(program), std::move(buffers), std::move(label), deadline);
+  const Entered inside(*gate_);
+  if (!inside) std::rethrow_exception(error());
+  try {
+    hand_out(run, driven);
+  } catch (...) {
+    fail(std::current_exception());
+    throw;
+  }
+  return run;
+}
+
+void Engine::hand_out(const std::shared_ptr<Run>& run, bool driven) {
+  const Program* program = &run->program();
+  const int32_t lane = run->label().lane;
+
+  std::map<int, std::vector<const RecvOp*>> recvs;
+  std::map<int, std::vector<const RecvOp*>> local_recvs;
+  std::map<int, std::vector<const SendOp*>> sends;
+  std::map<int, std::vector<size_t>> send_index;
+  for (const RecvOp& op : program->recvs) (op.local ? local_recvs : recvs)[op.peer].push_back(&op);
+  for (size_t i = 0; i < program->sends.size(); ++i) {
+    const SendOp& op = program->sends[i];
+    if (op.local) continue;
+    sends[op.targets.front().peer].push_back(&op);
+    send_index[op.targets.front().peer].push_back(i);
+  }
+
+  std::vector<OutChannel*> to_pump;
+  std::shared_ptr<LocalTransport> local;
+  {
+    // Held throughout, so that all channels of a lane see the runs in the same order.
+    const std::lock_guard lock(mutex_);
+    if (error_) std::rethrow_exception(error_);
+    local = local_;
+    runs_.erase(std::remove_if(runs_.begin(), runs_.end(), [](const auto& w) { return w.expired(); }),
+                runs_.end());
+    runs_.push_back(run);
+    run->send_tickets.resize(program->sends.size());
+    // One channel suffices for the small runs that this is for. Receiving comes first: sending mostly needs no
+    // waiting.
+    if (driven && std::max(program->bytes_sent, program->bytes_received) <= kInlineBytes) {
+      run->gate = gate_;
+      if (!recvs.empty()) {
+        run->driven_in = &in_channel_locked({lane, recvs.begin()->first});
+      } else if (!sends.empty()) {
+        run->driven_out = &out_channel_locked({lane, sends.begin()->first});
+      }
+    }
+    // Sends first: a receive that completes at once must find the tickets of its forwards.
+    // The channels before any message: the first that has gone lets those of others go.
+    for (const auto& [peer, ops] : sends) run->out_channels.push_back(&out_channel_locked({lane, peer}));
+    for (const auto& [peer, ops] : sends) {
+      OutChannel& channel = out_channel_locked({lane, peer});
+      int64_t position = channel.enqueue(run, ops, &channel == run->driven_out);
+      for (const size_t i : send_index[peer]) run->send_tickets[i] = {&channel, position++};
+      if (!ops.front()->forward && ops.front()->nbytes <= kInlineBytes) to_pump.push_back(&channel);
+    }
+    for (const LocalSends& local_sends : program->local_sends) {
+      int64_t& sent = local_sent_[{lane, local_sends.peer}];
+      run->local_positions.push_back(sent);
+      sent += local_sends.count;
+    }
+    for (const auto& [peer, ops] : recvs) run->in_channels.push_back(&in_channel_locked({lane, peer}));
+    for (const auto& [peer, ops] : local_recvs)
+      run->local_in_channels.push_back(&local_channel_locked({lane, peer}));
+    for (const auto& [peer, ops] : recvs) {
+      InChannel& channel = in_channel_locked({lane, peer});
+      channel.enqueue(run, ops, &channel == run->driven_in);
+    }
+    for (const auto& [peer, ops] : local_recvs) local_channel_locked({lane, peer}).enqueue(run, ops);
+  }
+  for (OutChannel* channel : to_pump) channel->pump(channel == run->driven_out);
+  for (const SendOp& op : program->sends) {
+    if (op.local && !op.forward) send_local(*local, run, op, failure_);
+  }
+
+  if (program->copies.empty()) return;
+  if (copies_are_small(*program)) {
+    make_copies(*run);
+  } else {
+    const std::lock_guard lock(copy_mutex_);
+    if (!copier_.joinable() && !copy_closed_) {
+      copier_ = std::thread([this] {
+        name_this_thread("mc-copy");
+        copy_loop();
+      });
+    }
+    run->pin();
+    copy_queue_.push_back(run);
+    copy_changed_.notify_all();
+  }
+}
+
+InChannel& Engine::in_channel_locked(ChannelKey key) {
+  const auto it = in_.find(key);
+  if (it != in_.end()) return *it->second;
+  auto channel = std::make_unique<InChannel>(
+      transport_, key.second, [this](const std::shared_ptr<Run>& run, const RecvOp& op) { forward(run, op); },
+      failure_);
+  return *in_.emplace(key, std::move(channel)).first->second;
+}
+
+OutChannel& Engine::out_channel_locked(ChannelKey key) {
+  const auto it = out_.find(key);
+  if (it != out_.end()) return *it->second;
+  auto channel = std::make_unique<OutChannel>(transport_, key.second, failure_);
+  return *out_.emplace(key, std::move(channel)).first->second;
+}
+
+LocalInChannel& Engine::local_channel_locked(ChannelKey key) {
+  const auto it = local_in_.find(key);
+  if (it != local_in_.end()) return *it->second;
+  auto channel = std::make_unique<LocalInChannel>(
+      local_, key.second, [this](const std::shared_ptr<Run>& run, const RecvOp& op) { forward(run, op); },
+      failure_);
+  return *local_in_.emplace(key, std::move(channel)).first->second;
+}
+
+void Engine::forward(const std::shared_ptr<Run>& run, const RecvOp& op) {
+  for (const int32_t send : op.forwards) {
+    const SendOp& out = run->program().sends[static_cast<size_t>(send)];
+    if (out.local) {
+      send_local(*local_, run, out, failure_);
+      continue;
+    }
+    const SendTicket& ticket = run->send_tickets[static_cast<size_t>(send)];
+    ticket.channel->mark_ready(ticket.position);
+  }
+}
+
+void Engine::copy_loop() {
+  std::unique_lock lock(copy_mutex_);
+  for (;;) {
+    copy_changed_.wait(lock, [this] { return copy_closed_ || !copy_queue_.empty(); });
+    if (copy_queue_.empty()) return;
+    const std::shared_ptr<Run> run = std::move(copy_queue_.front());
+    copy_queue_.pop_front();
+    lock.unlock();
+    if (!run->failed()) make_copies(*run);
+    run->unpin();
+    lock.lock();
+  }
+}
+
+void Engine::fail(std::exception_ptr error) {
+  std::vector<std::shared_ptr<Run>> runs;
+  std::shared_ptr<LocalTransport> local;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!error_) error_ = std::move(error);
+    for (const auto& weak : runs_) {
+      if (auto run = weak.lock()) runs.push_back(std::move(run));
+    }
+    for (auto& [key, channel] : in_) channel->close();
+    for (auto& [key, channel] : out_) channel->close();
+    for (auto& [key, channel] : local_in_) channel->close();
+    error = error_;
+    local = local_;
+  }
+  if (local) local->abort();
+  // Without the lock: a run that ends calls back into its users.
+  for (const auto& run : runs) run->fail(error);
+}
+
+std::exception_ptr Engine::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+std::vector<std::shared_ptr<Run>> Engine::in_flight() {
+  std::vector<std::shared_ptr<Run>> out;
+  const std::lock_guard lock(mutex_);
+  for (const auto& weak : runs_) {
+    auto run = weak.lock();
+    if (run && !run->ended()) out.push_back(std::move(run));
+  }
+  return out;
+}
+
+void Engine::wake_undriven(TimePoint limit) {
+  const std::lock_guard lock(mutex_);
+  for (const auto& weak : runs_) {
+    const auto run = weak.lock();
+    if (!run || run->driving() || run->started() > limit || run->ended()) continue;
+    if (run->driven_in) run->driven_in->wake();
+    if (run->driven_out) run->driven_out->wake();
+  }
+}
+
+void Engine::check_local_peers() {
+  std::shared_ptr<LocalTransport> local;
+  {
+    const std::lock_guard lock(mutex_);
+    local = local_;
+  }
+  if (local) local->check_peers();
+}
+
+void Engine::shutdown(std::exception_ptr error) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+  }
+  fail(std::move(error));
+  gate_->close();  // what they still hand out would find nobody to end it
+  {
+    const std::lock_guard lock(copy_mutex_);
+    copy_closed_ = true;
+    copy_changed_.notify_all();
+  }
+  if (copier_.joinable()) copier_.join();
+  // No start() can add channels any more. All threads end before any channel goes: arrivals use the senders,
+  // and a thread that hears of a failure at this moment closes every channel.
+  for (auto& [key, channel] : in_) channel->join();
+  for (auto& [key, channel] : out_) channel->join();
+  if (local_) local_->shutdown();
+  std::shared_ptr<LocalTransport> local;
+  const std::lock_guard lock(mutex_);
+  in_.clear();
+  out_.clear();
+  local_in_.clear();
+  local = std::move(local_);
+}
+
+}  // namespace meshcast

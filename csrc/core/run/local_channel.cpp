@@ -1,0 +1,193 @@
+#include "run/local_channel.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace meshcast {
+namespace {
+
+// Gives the parts of [offset, offset + nbytes) of a message to `visit`: view, offset in it, bytes.
+template <typename Visit>
+void visit_parts(const Run& run, PartRange parts, int64_t offset, int64_t nbytes, const Visit& visit) {
+  for (int32_t i = parts.begin; i < parts.end && nbytes > 0; ++i) {
+    const StridedView view = run.view(run.part(i));
+    const int64_t size = view.nbytes();
+    if (offset < size) {
+      const int64_t here = std::min(nbytes, size - offset);
+      visit(view, offset, here);
+      nbytes -= here;
+      offset = 0;
+    } else {
+      offset -= size;
+    }
+  }
+}
+
+class LocalSend final : public Outgoing {
+ public:
+  LocalSend(std::shared_ptr<Run> run, const SendOp& op, const ChannelFailure& failure)
+      : run_(std::move(run)), op_(op), failure_(failure) {}
+
+  void read(int64_t offset, int64_t nbytes, std::byte* out) override {
+    if (op_.carry >= 0) {
+      std::memcpy(out, run_->carries.data(op_.carry) + offset, static_cast<size_t>(nbytes));
+      return;
+    }
+    visit_parts(*run_, op_.parts, offset, nbytes, [&](const StridedView& view, int64_t from, int64_t n) {
+      pack_range(view, from, n, out);
+      out += n;
+    });
+  }
+
+  void finished() override {
+    if (op_.carry >= 0) run_->carried_sent(op_.carry);
+    run_->complete_ops(1, 0);
+    run_->unpin();
+  }
+
+  void failed(int peer, const TransportError& error) override {
+    if (error.cause() != TransportError::Cause::Aborted) failure_(peer, error, run_);
+    run_->unpin();
+  }
+
+ private:
+  const std::shared_ptr<Run> run_;
+  const SendOp& op_;  // of the run's program
+  const ChannelFailure& failure_;
+};
+
+}  // namespace
+
+// One posted receive.
+class LocalInChannel::Receipt final : public Incoming {
+ public:
+  Receipt(LocalInChannel& channel, std::shared_ptr<Run> run, const RecvOp& op)
+      : channel_(channel), run_(std::move(run)), op_(op) {}
+
+  void write(int64_t offset, int64_t nbytes, const std::byte* in) override {
+    // Fragments may cut elements: partial values are put together first. The memory is taken when the first
+    // one comes, since a sender copies one message at a time and many are posted.
+    if (op_.reduce != ReduceOp::None) {
+      if (staging_.empty())
+        staging_ = op_.carry >= 0 ? run_->carries.take(op_.nbytes) : channel_.take_staging(op_.nbytes);
+      std::memcpy(staging_.data() + offset, in, static_cast<size_t>(nbytes));
+      return;
+    }
+    put(offset, nbytes, in);
+  }
+
+  void put(int64_t offset, int64_t nbytes, const std::byte* in) {
+    visit_parts(*run_, op_.parts, offset, nbytes, [&](const StridedView& view, int64_t from, int64_t n) {
+      unpack_range(in, view, from, n, run_->write_of(op_));
+      in += n;
+    });
+  }
+
+  void finished() override {
+    if (op_.reduce != ReduceOp::None) {
+      run_->reduce(op_, staging_.data());
+      if (op_.carry >= 0) {
+        run_->carries.keep(op_.carry, std::move(staging_));
+      } else {
+        put(0, op_.nbytes, staging_.data());
+        channel_.give_back(std::move(staging_));
+      }
+    }
+    channel_.arrived(run_, op_);
+  }
+
+  void failed(int peer, const TransportError& error) override {
+    // An abort is this engine's own doing.
+    if (error.cause() != TransportError::Cause::Aborted) channel_.failure_(peer, error, run_);
+    run_->unpin();
+  }
+
+ private:
+  LocalInChannel& channel_;
+  const std::shared_ptr<Run> run_;
+  const RecvOp& op_;
+  std::vector<std::byte> staging_;
+};
+
+LocalInChannel::LocalInChannel(std::shared_ptr<LocalTransport> transport, int peer, Arrived arrived,
+                               ChannelFailure failure)
+    : transport_(std::move(transport)),
+      peer_(peer),
+      arrived_(std::move(arrived)),
+      failure_(std::move(failure)) {}
+
+void LocalInChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const RecvOp*>& ops) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return;
+  for (const RecvOp* op : ops) entries_.push_back({run, op});
+  post_locked();
+}
+
+void LocalInChannel::post_locked() {
+  while (!closed_ && posted_ < kLocalWindow && !entries_.empty()) {
+    const RecvOp& front = *entries_.front().op;
+    if (front.carry >= 0 && !entries_.front().run->carries.may_take(front.carry)) return;
+    Entry next = std::move(entries_.front());
+    entries_.pop_front();
+    ++posted_;
+    next.run->pin();
+    const RecvOp& op = *next.op;
+    const uint64_t key = message_key(next.run->label(), first_++);
+    transport_->recv(peer_, key, op.nbytes, std::make_unique<Receipt>(*this, std::move(next.run), op));
+  }
+}
+
+void LocalInChannel::arrived(const std::shared_ptr<Run>& run, const RecvOp& op) {
+  {
+    const std::lock_guard lock(mutex_);
+    --posted_;
+    post_locked();
+  }
+  arrived_(run, op);
+  run->complete_ops(1, op.nbytes);
+  run->unpin();
+}
+
+std::vector<std::byte> LocalInChannel::take_staging(int64_t nbytes) {
+  std::vector<std::byte> out;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!pool_.empty()) {
+      out = std::move(pool_.back());
+      pool_.pop_back();
+    }
+  }
+  out.resize(static_cast<size_t>(nbytes));
+  return out;
+}
+
+void LocalInChannel::give_back(std::vector<std::byte> staging) {
+  const std::lock_guard lock(mutex_);
+  if (!staging.empty() && pool_.size() < kWindow) pool_.push_back(std::move(staging));
+}
+
+void LocalInChannel::resume() {
+  const std::lock_guard lock(mutex_);
+  post_locked();
+}
+
+void LocalInChannel::close() {
+  const std::lock_guard lock(mutex_);
+  closed_ = true;
+  entries_.clear();
+  pool_.clear();
+}
+
+void send_local(LocalTransport& transport, const std::shared_ptr<Run>& run, const SendOp& op,
+                const ChannelFailure& failure) {
+  std::vector<LocalTarget> targets;
+  targets.reserve(op.targets.size());
+  for (const Target& target : op.targets) {
+    targets.push_back({target.peer, message_key(run->label(), run->local_position(target))});
+  }
+  run->pin();
+  transport.send(std::move(targets), op.nbytes, std::make_unique<LocalSend>(run, op, failure));
+}
+
+}  // namespace meshcast

@@ -1,0 +1,273 @@
+#include "run/program.h"
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "common/error.h"
+#include "plan/staging.h"
+
+namespace meshcast {
+namespace {
+
+// The two local tensors of one rank in one problem.
+struct LocalShards {
+  Shard source;
+  Shard destination;
+};
+
+Shard shard_of(const Layout& layout, const std::vector<int64_t>& shape, int32_t rank) {
+  const auto& ranks = layout.mesh.ranks;
+  const auto it = std::find(ranks.begin(), ranks.end(), rank);
+  if (it == ranks.end()) return {};
+  return shards(layout, shape)[static_cast<size_t>(it - ranks.begin())];
+}
+
+// Finds `box` in a shard. A planner never cuts a box across two pieces of a shard.
+Part locate(const Shard& shard, const Box& box, int32_t tensor, Side side, int64_t element_bytes) {
+  for (const ShardPiece& piece : shard.pieces) {
+    if (!piece.box.contains(box)) continue;
+    Part part{tensor, side, static_cast<int8_t>(box.ndim), element_bytes, {}, {}};
+    for (int d = 0; d < box.ndim; ++d) {
+      part.at[d] = piece.local[d] + box.lo[d] - piece.box.lo[d];
+      part.extent[d] = box.extent(d);
+    }
+    return part;
+  }
+  throw Error(ErrorKind::Generic,
+              fmt::format("plan names a box of tensor {} that rank {} does not hold on its {} side", tensor,
+                          shard.rank, side == Side::Source ? "source" : "destination"));
+}
+
+// One message on the wire: a hop of the plan, or all hops of a chunk inside a host.
+struct Message {
+  int32_t src = -1;
+  int32_t chunk = -1;
+  int32_t after = -1;  // as in Hop
+  bool local = false;
+  std::vector<int32_t> receivers;
+  ReduceOp reduce = ReduceOp::None;  // as in Hop; such a message has one receiver
+  bool last_reduce = false;
+  int32_t hop = -1;  // its first one
+};
+
+// Hops between ranks that share memory join the message that their sender got the chunk by; hops of one chunk
+// that leave one rank join each other. A message stands where its first hop stood, so every rank sees the
+// messages in the same order, and the rank that sends one has the chunk by then. Receiving earlier than planned
+// does no harm: nothing is sent before the message that it waits for. Hops that reduce stay as they are.
+// Returns those messages that `rank` may have a part in.
+std::vector<Message> join_hops(const Plan& plan, int32_t rank, const std::vector<int32_t>& local) {
+  const auto is_local = [&](int32_t rank) {
+    return std::find(local.begin(), local.end(), rank) != local.end();
+  };
+  std::vector<Message> messages;
+  std::vector<int32_t> message_of_hop(local.empty() ? 0 : plan.hops.size(), -1);  // local messages only
+  // (rank, chunk, hop that brought it) -> message that leaves it
+  std::map<std::tuple<int32_t, int32_t, int32_t>, int32_t> started;
+  for (size_t i = 0; i < plan.hops.size(); ++i) {
+    const Hop& hop = plan.hops[i];
+    const auto index = static_cast<int32_t>(i);
+    const bool inside = !local.empty() && is_local(hop.src) && is_local(hop.dst);
+    if (!inside || hop.reduce != ReduceOp::None) {
+      if (hop.src == rank || hop.dst == rank) {
+        messages.push_back(
+            {hop.src, hop.chunk, hop.after, inside, {hop.dst}, hop.reduce, hop.last_reduce, index});
+      }
+      continue;
+    }
+    int32_t message = hop.after >= 0 ? message_of_hop[hop.after] : -1;
+    if (message < 0) {
+      const auto [it, fresh] =
+          started.try_emplace({hop.src, hop.chunk, hop.after}, static_cast<int32_t>(messages.size()));
+      if (fresh) messages.push_back({hop.src, hop.chunk, hop.after, true, {}, ReduceOp::None, false, index});
+      message = it->second;
+    }
+    messages[message].receivers.push_back(hop.dst);
+    message_of_hop[i] = message;
+  }
+  return messages;
+}
+
+// Whether any chunk passes between hosts twice. What a chunk does inside its first and last host does not
+// count: nobody waits for the network there.
+bool relays(const Plan& plan) {
+  const auto host = host_index(plan.topology, plan.ranks);
+  std::vector<char> came_far(plan.hops.size(), 0);
+  for (size_t i = 0; i < plan.hops.size(); ++i) {
+    const Hop& hop = plan.hops[i];
+    const bool far = host.at(hop.src) != host.at(hop.dst);
+    const bool before = hop.after >= 0 && came_far[static_cast<size_t>(hop.after)];
+    if (far && before) return true;
+    came_far[i] = far || before;
+  }
+  return false;
+}
+
+class Projection {
+ public:
+  Projection(const Plan& plan, int32_t rank, const std::vector<int32_t>& group,
+             const std::vector<int32_t>& local)
+      : plan_(plan), rank_(rank), group_(group), messages_(join_hops(plan, rank, local)) {
+    for (const Problem& problem : plan.problems) {
+      locals_.push_back(
+          {shard_of(problem.src, problem.shape, rank), shard_of(problem.dst, problem.shape, rank)});
+    }
+    program_.rank = local_rank(rank);
+    program_.relayed = relays(plan);
+    for (const Message& message : messages_) {
+      if (message.src == rank && message.after >= 0) ++forwards_[message.after];
+    }
+  }
+
+  Program run() {
+    for (const LocalCopy& copy : plan_.local_copies) {
+      if (copy.rank == rank_) program_.copies.push_back(local_copy(copy));
+    }
+    for (const Message& message : messages_) {
+      const bool receives =
+          std::find(message.receivers.begin(), message.receivers.end(), rank_) != message.receivers.end();
+      if (receives) {
+        add_recv(message);
+      } else if (message.src == rank_) {
+        add_send(message);
+      }
+    }
+    for (const auto& [peer, count] : local_out_) program_.local_sends.push_back({peer, count});
+    if (!program_.carried_sends.empty())
+      program_.most_carried = most_held_ + static_cast<int32_t>(kMessageWindow);
+    return std::move(program_);
+  }
+
+ private:
+  int32_t local_rank(int32_t rank) const {
+    const auto it = std::lower_bound(group_.begin(), group_.end(), rank);
+    if (it == group_.end() || *it != rank) {
+      throw Error(ErrorKind::Layout, fmt::format("rank {} of the plan is not in its group", rank));
+    }
+    return static_cast<int32_t>(it - group_.begin());
+  }
+
+  CopyOp local_copy(const LocalCopy& copy) const {
+    const LocalShards& local = locals_[copy.tensor];
+    const int64_t bytes = plan_.problems[copy.tensor].element_bytes;
+    return {locate(local.source, copy.box, copy.tensor, Side::Source, bytes),
+            locate(local.destination, copy.box, copy.tensor, Side::Destination, bytes)};
+  }
+
+  PartRange chunk_parts(const Chunk& chunk, Side side) {
+    PartRange range{static_cast<int32_t>(program_.parts.size()), 0};
+    for (int32_t p = chunk.piece_begin; p < chunk.piece_end; ++p) {
+      const ChunkPiece& piece = plan_.pieces[p];
+      const LocalShards& local = locals_[piece.tensor];
+      const Shard& shard = side == Side::Source ? local.source : local.destination;
+      program_.parts.push_back(
+          locate(shard, piece.box, piece.tensor, side, plan_.problems[piece.tensor].element_bytes));
+    }
+    range.end = static_cast<int32_t>(program_.parts.size());
+    return range;
+  }
+
+  void add_recv(const Message& message) {
+    const Chunk& chunk = plan_.chunks[message.chunk];
+    const auto index = static_cast<int32_t>(program_.recvs.size());
+    // Reductions of one chunk may pass through a rank more than once, its value arrives once.
+    if (message.reduce == ReduceOp::None)
+      recv_of_chunk_[message.chunk] = index;
+    else
+      reduction_of_hop_[message.hop] = index;
+    RecvOp op;
+    op.peer = local_rank(message.src);
+    op.nbytes = chunk.nbytes;
+    op.local = message.local;
+    op.number = message.local ? -1 : program_.network_recvs++;
+    op.reduce = message.reduce;
+    const bool belongs_here = message.reduce == ReduceOp::None || (message.last_reduce && needs(chunk));
+    if (belongs_here) op.parts = chunk_parts(chunk, Side::Destination);
+    if (message.reduce != ReduceOp::None) {
+      op.own = chunk_parts(chunk, Side::Source);
+      if (message.last_reduce && message.reduce == ReduceOp::Avg) op.divisor = contributions(chunk);
+      if (!belongs_here) {
+        // What nobody takes on would fill a buffer for good: two chains that meet, or one that ends astray.
+        if (forwards_[message.hop] == 0)
+          throw Error(ErrorKind::Generic,
+                      fmt::format("plan ends a reduction at rank {}, which does not need it", rank_));
+        op.carry = static_cast<int32_t>(program_.carried_sends.size());
+        program_.carried_sends.push_back(0);
+        to_leave_.push_back(forwards_[message.hop]);
+        most_held_ = std::max(most_held_, ++held_);
+      }
+    }
+    program_.recvs.push_back(std::move(op));
+    program_.bytes_received += chunk.nbytes;
+  }
+
+  // Whether the chunk belongs to this rank's destination shard.
+  bool needs(const Chunk& chunk) const {
+    const ChunkPiece& piece = plan_.pieces[chunk.piece_begin];
+    const auto& receivers = plan_.tasks[piece.task].receivers;
+    return std::binary_search(receivers.begin(), receivers.end(), rank_);
+  }
+
+  int32_t contributions(const Chunk& chunk) const {
+    const auto& numbers = plan_.tasks[plan_.pieces[chunk.piece_begin].task].contribution;
+    return 1 + *std::max_element(numbers.begin(), numbers.end());
+  }
+
+  void add_send(const Message& message) {
+    const Chunk& chunk = plan_.chunks[message.chunk];
+    const bool forward = message.after >= 0;
+    SendOp op;
+    op.nbytes = chunk.nbytes;
+    op.local = message.local;
+    op.number = message.local ? -1 : program_.network_sends++;
+    op.forward = forward;
+    if (forward) {
+      const auto reduction = reduction_of_hop_.find(message.after);
+      RecvOp& source = program_.recvs[reduction == reduction_of_hop_.end() ? recv_of_chunk_.at(message.chunk)
+                                                                           : reduction->second];
+      source.forwards.push_back(static_cast<int32_t>(program_.sends.size()));
+      op.carry = source.carry;
+      if (op.carry >= 0) {
+        ++program_.carried_sends[op.carry];
+        if (--to_leave_[op.carry] == 0) --held_;
+      }
+    }
+    for (const int32_t receiver : message.receivers) {
+      const int32_t peer = local_rank(receiver);
+      op.targets.push_back({peer, next_out_[peer]++});
+      if (message.local) ++local_out_[peer];
+    }
+    if (op.carry < 0) op.parts = chunk_parts(chunk, forward ? Side::Destination : Side::Source);
+    program_.sends.push_back(std::move(op));
+    program_.bytes_sent += chunk.nbytes * static_cast<int64_t>(message.receivers.size());
+  }
+
+  const Plan& plan_;
+  int32_t rank_;
+  const std::vector<int32_t>& group_;
+  std::vector<LocalShards> locals_;
+  Program program_;
+  const std::vector<Message> messages_;
+  std::unordered_map<int32_t, int32_t> recv_of_chunk_;     // a rank receives a chunk once
+  std::unordered_map<int32_t, int32_t> reduction_of_hop_;  // those that reduce
+  std::unordered_map<int32_t, int32_t> forwards_;          // hop -> messages of this rank that wait for it
+  std::vector<int32_t> to_leave_;                          // by carry: sends that have not come up yet
+  int32_t held_ = 0;                                       // carries, were all done in this order
+  int32_t most_held_ = 0;
+  std::unordered_map<int32_t, int32_t> next_out_;
+  std::map<int32_t, int32_t>
+      local_out_;  // messages by peer; all that pass between two ranks of a host are local
+};
+
+}  // namespace
+
+Program project(const Plan& plan, int32_t rank, const std::vector<int32_t>& group,
+                const std::vector<int32_t>& local) {
+  return Projection(plan, rank, group, local).run();
+}
+
+}  // namespace meshcast

@@ -1,0 +1,171 @@
+#include "run/run.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "run/channel.h"
+#include "run/local_channel.h"
+
+namespace meshcast {
+namespace {
+
+// A core's own caches hold about so much (L2 of today's server processors: 0.5 to 2 MiB).
+constexpr int64_t kCacheBytes = int64_t{2} << 20;
+
+}  // namespace
+
+Run::Run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label, TimePoint deadline)
+    : recv_order(program->network_recvs, program->relayed ? kRecvsAhead : program->network_recvs),
+      send_order(program->network_sends, program->relayed ? kSendsAhead : kDirectSendsAhead),
+      carries(*program),
+      program_(std::move(program)),
+      buffers_(std::move(buffers)),
+      label_(std::move(label)),
+      started_(Clock::now()),
+      deadline_(deadline),
+      write_(program_->bytes_received > kCacheBytes ? Write::Streamed : Write::Cached),
+      remaining_(
+          static_cast<int64_t>(program_->recvs.size() + program_->sends.size() + program_->copies.size())) {
+  if (remaining_ == 0) {
+    ended_ = true;
+    ended_at_ = started_;
+    buffers_.keepalive.reset();
+  }
+}
+
+StridedView Run::view(const Part& part) const {
+  const auto& memories = part.side == Side::Source ? buffers_.source : buffers_.destination;
+  const TensorMemory& memory = memories[static_cast<size_t>(part.tensor)];
+  StridedView view{memory.data, part.ndim, part.element_bytes, part.extent, memory.stride};
+  for (int d = 0; d < part.ndim; ++d) view.data += part.at[d] * memory.stride[d];
+  return view;
+}
+
+int64_t Run::local_position(const Target& target) const {
+  const auto& sends = program_->local_sends;
+  const auto it =
+      std::find_if(sends.begin(), sends.end(), [&](const auto& s) { return s.peer == target.peer; });
+  return local_positions[static_cast<size_t>(it - sends.begin())] + target.index;
+}
+
+void Run::reduce(const RecvOp& op, std::byte* arrived) const {
+  for (int32_t i = op.own.begin; i < op.own.end; ++i) {
+    const StridedView own = view(part(i));
+    const ElementType type = buffers_.types[static_cast<size_t>(part(i).tensor)];
+    combine(own, arrived, type, op.reduce);
+    if (op.divisor > 1) divide(arrived, own.nbytes(), type, op.divisor);
+    arrived += own.nbytes();
+  }
+}
+
+void Run::carried_sent(int32_t number) {
+  if (!carries.sent(number)) return;
+  for (InChannel* channel : in_channels) channel->resume();
+  for (LocalInChannel* channel : local_in_channels) channel->resume();
+}
+
+bool Run::direct(PartRange range, std::byte** data) const {
+  if (range.end - range.begin != 1) return false;
+  const StridedView whole = view(part(range.begin));
+  if (!whole.contiguous()) return false;
+  *data = whole.data;
+  return true;
+}
+
+void Run::pin() {
+  const std::lock_guard lock(mutex_);
+  ++pins_;
+}
+
+void Run::unpin() {
+  std::unique_lock lock(mutex_);
+  --pins_;
+  end_if_due(std::move(lock), false);
+}
+
+void Run::complete_ops(int64_t count, int64_t received_bytes) {
+  std::unique_lock lock(mutex_);
+  remaining_ -= count;
+  received_bytes_ += received_bytes;
+  end_if_due(std::move(lock), false);
+}
+
+void Run::fail(std::exception_ptr error) {
+  std::unique_lock lock(mutex_);
+  if (ended_ || error_) return;
+  error_ = std::move(error);
+  end_if_due(std::move(lock), false);
+}
+
+void Run::force_end() {
+  std::unique_lock lock(mutex_);
+  end_if_due(std::move(lock), true);
+}
+
+void Run::end_if_due(std::unique_lock<std::mutex> lock, bool forced) {
+  const bool complete = remaining_ == 0 && pins_ == 0 && !error_;
+  const bool given_up = error_ && (pins_ == 0 || forced);
+  if (ended_ || !(complete || given_up)) return;
+  ended_ = true;
+  ended_at_ = Clock::now();
+  const auto callbacks = std::move(callbacks_);
+  callbacks_.clear();
+  // A forced end leaves a request that may still write: the memory then stays with the run for good.
+  std::shared_ptr<void> keepalive = forced ? nullptr : std::move(buffers_.keepalive);
+  lock.unlock();
+  changed_.notify_all();
+  keepalive.reset();
+  for (const auto& callback : callbacks) callback();
+}
+
+bool Run::ended() const {
+  const std::lock_guard lock(mutex_);
+  return ended_;
+}
+
+bool Run::failed() const {
+  const std::lock_guard lock(mutex_);
+  return error_ != nullptr;
+}
+
+bool Run::wait_until(TimePoint limit) const {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_until(lock, limit, [&] { return ended_; });
+}
+
+void Run::drive() noexcept {
+  if (!gate) return;
+  driving_.store(true);
+  const Entered inside(*gate);
+  if (!inside) return;
+  if (driven_in) driven_in->drive(*this);
+  if (driven_out) driven_out->drive(*this);
+}
+
+std::exception_ptr Run::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+int64_t Run::received_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return received_bytes_;
+}
+
+double Run::seconds() const {
+  const std::lock_guard lock(mutex_);
+  return std::chrono::duration<double>((ended_ ? ended_at_ : Clock::now()) - started_).count();
+}
+
+void Run::on_end(std::function<void()> callback) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!ended_) {
+      callbacks_.push_back(std::move(callback));
+      return;
+    }
+  }
+  callback();
+}
+
+}  // namespace meshcast

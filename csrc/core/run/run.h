@@ -1,0 +1,166 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "memory/reduce.h"
+#include "memory/strided.h"
+#include "run/admission.h"
+#include "run/carries.h"
+#include "run/plan_order.h"
+#include "run/program.h"
+#include "run/watched_run.h"
+#include "transport/transport.h"
+
+namespace meshcast {
+
+class InChannel;
+class LocalInChannel;
+class OutChannel;
+
+// Where a send of a run waits to be issued.
+struct SendTicket {
+  OutChannel* channel = nullptr;
+  int64_t position = 0;
+};
+
+// A local tensor as memory. data is null where the rank holds nothing of it.
+struct TensorMemory {
+  std::byte* data = nullptr;
+  std::array<int64_t, kMaxDims> stride{};  // bytes
+};
+
+// What a run reads and writes, by problem; `keepalive` owns the memory and is dropped once the run has ended.
+struct Buffers {
+  std::vector<TensorMemory> source;
+  std::vector<TensorMemory> destination;
+  std::vector<ElementType> types;  // of the sources that are reduced; may be empty where none is
+  std::shared_ptr<void> keepalive;
+};
+
+// Transfers that one group can tell apart at a time: slots are smaller than this.
+inline constexpr int32_t kSlots = 1 << 14;
+
+// How two ranks match a message. `position`: the messages of a lane between two ranks are numbered through,
+// over all runs, alike at both ends; so no two of them are alike, however far one rank is ahead and however
+// often a run is repeated. Slot, direction and number of the call are there for ranks that disagree, or of
+// which one refused a call and went on to the next: their messages never match.
+//
+// 31 bits that gloo offers: direction 1, slot 14, call 8, position 8. The last two may wrap around: at any
+// moment the messages that are posted at either end are within 2 * kWindow of each other.
+inline int32_t message_tag(const RunLabel& label, int64_t position) {
+  return (label.reverse ? 1 << 30 : 0) | (label.slot & (kSlots - 1)) << 16 |
+         static_cast<int32_t>(label.ordinal & 0xFF) << 8 | static_cast<int32_t>(position & kTagNumber);
+}
+
+// The same in 64 bits, for transports that match in no order: direction 1, slot 14, call 16, position 33.
+inline uint64_t message_key(const RunLabel& label, int64_t position) {
+  return (label.reverse ? uint64_t{1} << 63 : 0) | static_cast<uint64_t>(label.slot & (kSlots - 1)) << 49 |
+         (static_cast<uint64_t>(label.ordinal) & 0xFFFF) << 33 |
+         (static_cast<uint64_t>(position) & ((uint64_t{1} << 33) - 1));
+}
+
+// One execution of a program. Threads of the engine report progress; anybody may wait. It ends when every
+// operation is through, or, once failed, when no transport request touches the tensors any more.
+class Run final : public WatchedRun {
+ public:
+  Run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label, TimePoint deadline);
+
+  const Program& program() const { return *program_; }
+  const RunLabel& label() const override { return label_; }
+  TimePoint started() const override { return started_; }
+  TimePoint deadline() const override { return deadline_; }
+
+  StridedView view(const Part& part) const;
+  const Part& part(int32_t index) const { return program_->parts[static_cast<size_t>(index)]; }
+
+  // True, and `data` set, if the parts are one contiguous piece of memory: no packing needed.
+  bool direct(PartRange range, std::byte** data) const;
+
+  // How a local copy, or what arrives for `op`, is written: past the caches where the run fills more memory
+  // than they hold, unless it is read again at once, to be forwarded.
+  Write write_of_copies() const { return write_; }
+  Write write_of(const RecvOp& op) const { return op.forwards.empty() ? write_ : Write::Cached; }
+
+  void pin();    // a request or a copy that touches the tensors begins ...
+  void unpin();  // ... and ends
+  void complete_ops(int64_t count, int64_t received_bytes);
+  void fail(std::exception_ptr error);  // the first failure counts
+  void force_end() override;            // after fail: do not wait for pins any longer
+
+  bool ended() const override;
+  bool failed() const;
+  bool wait_until(TimePoint limit) const;  // false: still running at `limit`
+
+  // For the thread that is about to wait: does what the thread of one channel would do for this run, as long as
+  // that thread does not do it, so that no thread has to be woken to wake this one. Returns when there is
+  // nothing (more) to do, which is not always the end of the run. Nothing unless the run was started as driven.
+  void drive() noexcept;
+  bool driving() const { return driving_.load(); }  // somebody has come to do so
+
+  std::exception_ptr error() const;
+  int64_t received_bytes() const override;
+  int64_t expected_bytes() const override { return program_->bytes_received; }
+  double seconds() const override;
+  void on_end(std::function<void()> callback);  // at once if it has ended
+
+  // Written by Engine::start before the run is known to any other thread: one ticket for each send of the
+  // program, the channels that it sends to and receives from, and the position of the first message to each
+  // peer of this host, as in Program::local_sends.
+  std::vector<SendTicket> send_tickets;
+  std::vector<OutChannel*> out_channels;
+  std::vector<InChannel*> in_channels;
+  std::vector<LocalInChannel*> local_in_channels;
+  std::vector<int64_t> local_positions;
+
+  // Likewise, for a driven run: the channel that its caller drives, one of the two, and whether it still
+  // exists.
+  InChannel* driven_in = nullptr;
+  OutChannel* driven_out = nullptr;
+  std::shared_ptr<Gate> gate;
+
+  PlanOrder recv_order;
+  PlanOrder send_order;
+  Carries carries;
+
+  // Combines what has arrived with this rank's own values, in place.
+  void reduce(const RecvOp& op, std::byte* arrived) const;
+
+  // A send of a carried value is through: its buffer may serve the next receive.
+  void carried_sent(int32_t number);
+
+  // Position of the message with this index to a peer of this host.
+  int64_t local_position(const Target& target) const;
+
+ private:
+  void end_if_due(std::unique_lock<std::mutex> lock, bool forced);
+
+  const std::shared_ptr<const Program> program_;
+  Buffers buffers_;
+  const RunLabel label_;
+  const TimePoint started_;
+  const TimePoint deadline_;
+  const Write write_;
+  std::atomic<bool> driving_{false};
+
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  int64_t remaining_ = 0;
+  int64_t pins_ = 0;
+  int64_t received_bytes_ = 0;
+  bool ended_ = false;
+  TimePoint ended_at_{};
+  std::exception_ptr error_;
+  std::vector<std::function<void()>> callbacks_;
+};
+
+}  // namespace meshcast

@@ -1,0 +1,249 @@
+#include "cuda/device/ipc_device.h"
+
+#include <algorithm>
+#include <bit>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <cuda.h>
+
+#include "cuda/device/cuda_call.h"
+
+namespace meshcast {
+namespace {
+
+// Smallest piece of exportable memory: what cudaMalloc gives out in any case.
+constexpr int64_t kLeastBytes = int64_t{2} << 20;
+
+static_assert(sizeof(cudaIpcMemHandle_t) == sizeof(IpcHandle) &&
+              sizeof(cudaIpcEventHandle_t) == sizeof(IpcHandle));
+
+// The driver's function, asked for at run time: the import works where there is no driver.
+decltype(&cuPointerGetAttributes) pointer_attributes() {
+  static const auto found = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuPointerGetAttributes", &function, 12000,
+                                                                cudaEnableDefault, &result);
+    if (status != cudaSuccess || result != cudaDriverEntryPointSuccess) function = nullptr;
+    return reinterpret_cast<decltype(&cuPointerGetAttributes)>(function);
+  }();
+  return found;
+}
+
+}  // namespace
+
+// Memory of cudaMalloc, which is what CUDA IPC can export, however torch is told to allocate. One for each GPU
+// and process. Nothing goes back to the GPU: to free what another process has mapped is undefined, and a free
+// waits for all that runs on the GPU, also for a kernel of NCCL that waits for a rank which waits for this one.
+class CudaIpcDriver::Pool {
+ public:
+  static Pool& of(int device) {
+    static std::mutex mutex;
+    static auto& pools = *new std::map<int, Pool*>;  // outlives whoever ends at the exit of the process
+    const std::lock_guard lock(mutex);
+    Pool*& pool = pools[device];
+    if (pool == nullptr) pool = new Pool(device);
+    return *pool;
+  }
+
+  std::byte* take(int64_t nbytes) {
+    const auto rounded = rounded_up(nbytes);
+    const std::lock_guard lock(mutex_);
+    const auto found = spare_.lower_bound(rounded);
+    if (found == spare_.end()) return allocate(rounded);
+    std::byte* const out = found->second;
+    sizes_[out] = found->first;
+    spare_.erase(found);
+    return out;
+  }
+  void give(std::byte* data) {
+    const std::lock_guard lock(mutex_);
+    const auto found = sizes_.find(data);
+    spare_.emplace(found->second, data);
+    sizes_.erase(found);
+  }
+
+ private:
+  explicit Pool(int device) : device_(device) {}
+
+  static int64_t rounded_up(int64_t nbytes) {
+    return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max(nbytes, kLeastBytes))));
+  }
+
+  std::byte* allocate(int64_t nbytes) {
+    const OnDevice here(device_);
+    void* out = nullptr;
+    cudaError_t status = cudaMalloc(&out, static_cast<size_t>(nbytes));
+    if (status == cudaErrorMemoryAllocation) {
+      cudaGetLastError();  // else somebody else's next check would find it
+      c10::cuda::CUDACachingAllocator::emptyCache();
+      status = cudaMalloc(&out, static_cast<size_t>(nbytes));
+    }
+    check_cuda(status, "allocating memory that other processes can map", device_);
+    sizes_[static_cast<std::byte*>(out)] = nbytes;
+    return static_cast<std::byte*>(out);
+  }
+
+  const int device_;
+  std::mutex mutex_;
+  std::multimap<int64_t, std::byte*> spare_;
+  std::map<std::byte*, int64_t> sizes_;  // of what is in use
+};
+
+CudaIpcDriver::CudaIpcDriver(int device) : device_(device), pool_(Pool::of(device)) {}
+
+std::shared_ptr<std::byte> CudaIpcDriver::allocate_exportable(int64_t nbytes) {
+  return {pool_.take(nbytes), [&pool = pool_](std::byte* data) { pool.give(data); }};
+}
+
+// Segments that torch expands, and memory of cudaMallocAsync, answer that they are not capable.
+std::optional<IpcRange> CudaIpcDriver::exportable(const std::byte* data) {
+  const auto ask = pointer_attributes();
+  if (ask == nullptr)
+    throw Error(ErrorKind::Generic,
+                "the CUDA driver cannot tell which memory other processes can map: install "
+                "one of CUDA 12 or newer");
+  const OnDevice here(device_);
+  // The driver's own functions want what a thread's first call of the runtime makes.
+  check_cuda(cudaSetDevice(device_), "choosing the GPU", device_);
+  int capable = 0;  // of which the driver may write one byte only
+  CUdeviceptr base = 0;
+  size_t nbytes = 0;
+  unsigned long long id = 0;
+  CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+                                 CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+                                 CU_POINTER_ATTRIBUTE_BUFFER_ID};
+  void* values[] = {&capable, &base, &nbytes, &id};
+  const CUresult result = ask(4, names, values, reinterpret_cast<CUdeviceptr>(data));
+  if (result != CUDA_SUCCESS)
+    throw Error(ErrorKind::Generic,
+                fmt::format("asking the driver about memory on CUDA device {} failed: error {}", device_,
+                            static_cast<int>(result)));
+  if (capable == 0 || base == 0) return std::nullopt;
+  return IpcRange{reinterpret_cast<std::byte*>(base), static_cast<int64_t>(nbytes), id};
+}
+
+IpcHandle CudaIpcDriver::export_memory(const IpcRange& range) {
+  const OnDevice here(device_);
+  cudaIpcMemHandle_t handle;
+  check_cuda(cudaIpcGetMemHandle(&handle, range.base), "exporting memory to other processes", device_);
+  return std::bit_cast<IpcHandle>(handle);
+}
+
+std::byte* CudaIpcDriver::open_memory(const IpcHandle& handle) {
+  const OnDevice here(device_);
+  void* out = nullptr;
+  check_cuda(
+      cudaIpcOpenMemHandle(&out, std::bit_cast<cudaIpcMemHandle_t>(handle), cudaIpcMemLazyEnablePeerAccess),
+      "mapping another process's memory", device_);
+  return static_cast<std::byte*>(out);
+}
+
+void CudaIpcDriver::close_memory(std::byte* base) noexcept {
+  try {
+    const OnDevice here(device_);
+    cudaIpcCloseMemHandle(base);
+  } catch (const std::exception&) {
+    // CUDA is gone, and what it had mapped with it.
+  }
+}
+
+RoundDevice::Event CudaIpcDriver::make_ipc_event(IpcHandle* handle) {
+  const OnDevice here(device_);
+  cudaEvent_t event = nullptr;
+  check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventInterprocess),
+             "making an event for other processes", device_);
+  cudaIpcEventHandle_t out;
+  const cudaError_t status = cudaIpcGetEventHandle(&out, event);
+  if (status != cudaSuccess) cudaEventDestroy(event);
+  check_cuda(status, "exporting an event to other processes", device_);
+  *handle = std::bit_cast<IpcHandle>(out);
+  return handle_of(event);
+}
+
+RoundDevice::Event CudaIpcDriver::open_event(const IpcHandle& handle) {
+  const OnDevice here(device_);
+  cudaEvent_t event = nullptr;
+  check_cuda(cudaIpcOpenEventHandle(&event, std::bit_cast<cudaIpcEventHandle_t>(handle)),
+             "opening another process's event", device_);
+  return handle_of(event);
+}
+
+void CudaIpcDriver::copy(Stream stream, std::byte* to, const std::byte* from, int64_t nbytes) {
+  const OnDevice here(device_);
+  check_cuda(cudaMemcpyAsync(to, from, static_cast<size_t>(nbytes), cudaMemcpyDefault, stream_of(stream)),
+             "copying another process's memory", device_);
+}
+
+std::shared_ptr<IpcDevice> IpcDevice::connect(IpcMeeting& meeting, const std::vector<std::string>& addresses,
+                                              int32_t rank, int device, TimePoint deadline,
+                                              const std::function<void()>& checkpoint) {
+  std::shared_ptr<IpcDevice> out(new IpcDevice(device));
+  const OnDevice here(device);
+  cuda::load_kernels(device);  // as with NCCL: a first launch later may wait for all that runs on the GPU
+  out->groups_ = IpcGroups::connect(out->driver_, *out, meeting, addresses, rank, deadline, checkpoint);
+  return out;
+}
+
+IpcDevice::~IpcDevice() { groups_.reset(); }
+
+void IpcDevice::close() noexcept { groups_->close(); }
+
+std::shared_ptr<std::byte> IpcDevice::allocate(int64_t nbytes) { return driver_.allocate_exportable(nbytes); }
+
+GroupOutcome IpcDevice::group_start() {
+  groups_->start();
+  return {};
+}
+
+// The engine sends and receives on the transfer stream alone, which the groups have been given.
+GroupOutcome IpcDevice::send(const std::byte* data, int64_t nbytes, int32_t peer, Stream /*stream*/) {
+  return groups_->send(data, nbytes, peer);
+}
+
+GroupOutcome IpcDevice::recv(std::byte* data, int64_t nbytes, int32_t peer, Stream /*stream*/) {
+  return groups_->recv(data, nbytes, peer);
+}
+
+GroupOutcome IpcDevice::group_end() { return groups_->end(); }
+
+GroupOutcome IpcDevice::async_error() { return groups_->progress(); }
+
+void IpcDevice::abort() noexcept { groups_->abort(); }
+
+RoundOptions ipc_round_options() {
+  RoundOptions out;
+  // In the time of the plan, which counts with 10 GB/s inside a host unless it is told better: there a meeting
+  // of some 20 us is as long as what a GPU copies at a hundred times that rate.
+  out.group_ns = 2'000'000;
+  // A sixth of it in one round and direction, also of messages that need no staging: 43 MiB, which a GPU copies
+  // in about the time of a meeting.
+  out.staging_bytes = int64_t{256} << 20;
+  return out;
+}
+
+std::string cuda_ipc_obstacle(int device) {
+  try {
+    const OnDevice here(device);
+    int events = 0;
+    check_cuda(cudaDeviceGetAttribute(&events, cudaDevAttrIpcEventSupport, device), "asking about CUDA IPC",
+               device);
+    if (events == 0) return "the driver shares no events between processes on this GPU";
+    CudaIpcDriver driver(device);
+    const auto memory = driver.allocate_exportable(1);
+    if (!driver.exportable(memory.get()))
+      return "the driver lets no other process map memory of this GPU (a virtual GPU or a container may be "
+             "why)";
+    IpcHandle handle;
+    driver.export_memory(*driver.exportable(memory.get()));
+    destroy_event(driver.make_ipc_event(&handle), device);
+    return "";
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+}  // namespace meshcast

@@ -1,0 +1,392 @@
+#include "cuda/group/cuda_group.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "c10d/tensor_memory.h"
+#include "common/thread_name.h"
+#include "cuda/device/nccl_device.h"
+#include "cuda/group/cuda_work.h"
+
+namespace meshcast {
+namespace {
+
+constexpr size_t kCompiledPlans = 128;  // kept per group
+constexpr size_t kKeptForms = 8;        // per plan: a caller's tensors rarely change their strides
+constexpr auto kTick = std::chrono::milliseconds(1);
+constexpr auto kLook = std::chrono::milliseconds(200);  // between looks at the board while ranks connect
+
+// The types of a tensor that is not cast: whatever is here.
+TensorTypes types_of(const std::optional<at::Tensor>& source, const std::optional<at::Tensor>& destination) {
+  const at::ScalarType type = source        ? source->scalar_type()
+                              : destination ? destination->scalar_type()
+                                            : at::ScalarType::Undefined;
+  return {type, type, type};
+}
+
+void check_type(const char* side, const std::optional<at::Tensor>& tensor, at::ScalarType expected,
+                size_t index) {
+  if (tensor && tensor->scalar_type() != expected)
+    throw LayoutError(fmt::format("{} tensor {}: expected elements of type {}, found {}", side, index,
+                                  c10::toString(expected), c10::toString(tensor->scalar_type())));
+}
+
+// What a run keeps until the GPU is through with it.
+struct Kept {
+  std::shared_ptr<void> tensors;
+  std::shared_ptr<CudaDevice::Gate> gate;
+};
+
+// Bytes of an element at one end of a tensor that travels in `wire_bytes`.
+int64_t bytes_of(ElementType type, ElementType wire, int64_t wire_bytes) {
+  return type == wire ? wire_bytes : size_of(type);
+}
+
+}  // namespace
+
+class CudaGroup::WatchedLanes final : public Watched {
+ public:
+  explicit WatchedLanes(CudaGroup& group) : group_(group) {}
+
+  std::vector<std::shared_ptr<WatchedRun>> in_flight() override {
+    std::vector<std::shared_ptr<WatchedRun>> out;
+    for (const auto& engine : group_.engines()) {
+      const auto runs = engine->in_flight();
+      out.insert(out.end(), runs.begin(), runs.end());
+    }
+    return out;
+  }
+  std::exception_ptr error() const override {
+    const std::lock_guard lock(group_.mutex_);
+    return group_.error_;
+  }
+  void fail(std::exception_ptr error) override { group_.fail(error); }
+
+ private:
+  CudaGroup& group_;
+};
+
+CudaGroup::CudaGroup(std::shared_ptr<ReshardGroup> control, const c10::intrusive_ptr<c10d::Store>& store,
+                     GroupIdentity identity, int device)
+    : control_(std::move(control)),
+      identity_(std::move(identity)),
+      device_(device),
+      bulletin_(store),
+      bin_(std::make_shared<RecycleBin>()),
+      watched_(std::make_unique<WatchedLanes>(*this)) {
+  // Both begin to look at once, at all that is here.
+  watcher_ = std::make_unique<Watcher>(*watched_, identity_, store);
+  poller_ = std::thread([this] {
+    name_this_thread("mc-poll");
+    poll_loop();
+  });
+}
+
+CudaGroup::~CudaGroup() { shutdown(); }
+
+void CudaGroup::connect(int32_t lane, const std::string& unique_id, double timeout_seconds) {
+  NcclMeeting meeting;
+  if (unique_id.size() != sizeof(meeting.id.internal))
+    throw LayoutError(fmt::format("the id of a communicator has {} bytes, found {}",
+                                  sizeof(meeting.id.internal), unique_id.size()));
+  std::memcpy(meeting.id.internal, unique_id.data(), unique_id.size());
+  meeting.ranks = static_cast<int>(identity_.ranks.size());
+  add_lane(lane, timeout_seconds, [&](int32_t rank, TimePoint deadline, const auto& checkpoint) {
+    meeting.rank = rank;
+    return NcclDevice::connect(meeting, device_, deadline, checkpoint);
+  });
+}
+
+void CudaGroup::connect_ipc(int32_t lane, IpcMeeting& meeting, const std::vector<std::string>& addresses,
+                            double timeout_seconds) {
+  if (addresses.size() != identity_.ranks.size())
+    throw LayoutError(
+        fmt::format("{} ranks need as many addresses, found {}", identity_.ranks.size(), addresses.size()));
+  add_lane(lane, timeout_seconds, [&](int32_t rank, TimePoint deadline, const auto& checkpoint) {
+    return IpcDevice::connect(meeting, addresses, rank, device_, deadline, checkpoint);
+  });
+  const std::lock_guard lock(mutex_);
+  round_options_ = ipc_round_options();  // all lanes of a group have one transport
+}
+
+void CudaGroup::add_lane(int32_t lane, double timeout_seconds, const Connect& connect) {
+  refuse_if_failed();
+  const auto me = std::lower_bound(identity_.ranks.begin(), identity_.ranks.end(), identity_.rank);
+  const auto rank = static_cast<int32_t>(me - identity_.ranks.begin());
+  TimePoint last_look = Clock::now();
+  const auto checkpoint = [&] {
+    refuse_if_failed();
+    if (Clock::now() - last_look < kLook) return;
+    last_look = Clock::now();
+    if (const auto cause = bulletin_.read_cause())
+      throw Error(ErrorKind::Aborted, fmt::format("group {} was aborted by rank {}: {}", identity_.name,
+                                                  cause->reporter, cause->text));
+  };
+  std::shared_ptr<CudaDevice> device;
+  try {
+    device = connect(rank, deadline_after(timeout_seconds), checkpoint);
+  } catch (const Error& error) {
+    throw connect_error(error.kind(), error.what(), timeout_seconds);
+  } catch (const std::exception& error) {  // of torch, where CUDA does not work
+    throw connect_error(ErrorKind::Generic, error.what(), timeout_seconds);
+  }
+  RoundObserver observer;
+  observer.begun = [this] {
+    watcher_->wake();
+    const std::lock_guard lock(poll_mutex_);
+    ++begun_;
+    poll_changed_.notify_all();
+  };
+  observer.failed = [this](const Error& error, const std::shared_ptr<RoundRun>& run) {
+    watcher_->run_failed(error, *run);
+  };
+  auto engine = std::make_shared<RoundEngine>(device, identity_.rank, identity_.ranks, std::move(observer));
+  const std::lock_guard lock(mutex_);
+  if (shut_down_) std::rethrow_exception(error_);
+  lanes_.emplace(lane, Lane{std::move(device), std::move(engine)});
+}
+
+Error CudaGroup::connect_error(ErrorKind kind, const std::string& text, double limit) const {
+  ErrorContext context;
+  context.rank = identity_.rank;
+  context.op = "connect";
+  context.phase = "connect";
+  context.limit = limit;
+  return {kind,
+          fmt::format("rank {}: connecting the GPUs of ranks {}: {}", identity_.rank,
+                      format_ranks(identity_.ranks), text),
+          context};
+}
+
+std::shared_ptr<CudaGroup::Compiled> CudaGroup::compile_locked(const std::shared_ptr<const Plan>& plan) {
+  const auto hit =
+      std::find_if(compiled_.begin(), compiled_.end(), [&](const auto& entry) { return entry->plan == plan; });
+  if (hit != compiled_.end()) {
+    compiled_.splice(compiled_.begin(), compiled_, hit);
+    return compiled_.front();
+  }
+  auto entry = std::make_shared<Compiled>();
+  entry->plan = plan;
+  // Without local ranks: NCCL itself finds the links inside a host, and over CUDA IPC nobody is elsewhere.
+  entry->program = std::make_shared<const Program>(project(*plan, identity_.rank, identity_.ranks));
+  entry->table = make_rounds(*plan, round_options_);
+  entry->tensors = expected_tensors(*plan, identity_.rank);
+  compiled_.push_front(entry);
+  if (compiled_.size() > kCompiledPlans) compiled_.pop_back();
+  return entry;
+}
+
+std::shared_ptr<const RankRounds> CudaGroup::rounds_locked(Compiled& compiled, const TensorForms& forms) const {
+  auto& kept = compiled.rounds;
+  const auto hit = std::find_if(kept.begin(), kept.end(), [&](const auto& r) { return r->forms == forms; });
+  if (hit != kept.end()) {
+    kept.splice(kept.begin(), kept, hit);
+    return kept.front();
+  }
+  kept.push_front(std::make_shared<const RankRounds>(
+      schedule_rank(*compiled.plan, compiled.table, identity_.rank, compiled.program, forms)));
+  if (kept.size() > kKeptForms) kept.pop_back();
+  return kept.front();
+}
+
+c10::intrusive_ptr<c10d::Work> CudaGroup::start(const std::shared_ptr<const Plan>& plan, StartArgs args,
+                                                const std::vector<TensorTypes>& types,
+                                                RoundDevice::Event after) {
+  bin_->empty();
+  refuse_if_failed();
+  check_counts(*plan, args);
+  if (!types.empty() && types.size() != plan->problems.size())
+    throw LayoutError(
+        fmt::format("the plan has {} tensors, types are given of {}", plan->problems.size(), types.size()));
+  const at::Device device(at::kCUDA, static_cast<at::DeviceIndex>(device_));
+  RoundMemory memory;
+  TensorForms forms;
+  RecycleBin::Bag bag;
+  std::vector<at::Tensor> outputs;
+  std::shared_ptr<const RankRounds> rounds;
+  Lane lane;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto compiled = compile_locked(plan);
+    for (size_t i = 0; i < plan->problems.size(); ++i) {
+      const auto& src = args.source[i];
+      const auto& dst = args.destination[i];
+      const TensorTypes of = types.empty() ? types_of(src, dst) : types[i];
+      check_type("source", src, of.source, i);
+      check_type("destination", dst, of.destination, i);
+      const ElementType wire = element_type(of.wire);
+      TensorForm source{{}, 0, element_type(of.source)};
+      TensorForm destination{{}, 0, element_type(of.destination)};
+      source.element_bytes = bytes_of(source.type, wire, plan->problems[i].element_bytes);
+      destination.element_bytes = bytes_of(destination.type, wire, plan->problems[i].element_bytes);
+      const TensorMemory from =
+          source_memory(src, compiled->tensors.source_shapes[i], source.element_bytes, i, device);
+      const TensorMemory to = destination_memory(dst, compiled->tensors.destination_shapes[i],
+                                                 destination.element_bytes, i, device);
+      checked_type(src, compiled->tensors.reductions[i], i);
+      refuse_overlap(src, dst, i);
+      source.stride = from.stride;
+      destination.stride = to.stride;
+      memory.source.push_back(from.data);
+      memory.destination.push_back(to.data);
+      forms.source.push_back(source);
+      forms.destination.push_back(destination);
+      forms.wire.push_back(wire);
+      if (src) bag.tensors.push_back(*src);
+      if (dst) bag.tensors.push_back(*dst);
+      if (dst) outputs.push_back(*dst);
+    }
+    rounds = rounds_locked(*compiled, forms);
+    const auto found = lanes_.find(args.label.lane);
+    if (found == lanes_.end())
+      throw Error(ErrorKind::Generic, fmt::format("rank {}: lane {} of group {} has no communicator",
+                                                  identity_.rank, args.label.lane, identity_.name));
+    lane = found->second;
+  }
+  const auto gate = CudaDevice::take_gate(lane.device);
+  memory.keepalive = std::make_shared<Kept>(Kept{bin_->bag(std::move(bag)), gate});
+  std::shared_ptr<RoundRun> run;
+  try {
+    run = lane.engine->start(std::move(rounds), std::move(memory), gate->stream(), std::move(args.label),
+                             deadline_after(args.timeout_seconds), after);
+  } catch (const std::exception& error) {
+    // The others must not wait for the rest. What the watcher has seen is on the board already.
+    if (lane.engine->error()) abort(fmt::format("a call could not be started: {}", error.what()));
+    throw;
+  }
+  return c10::make_intrusive<CudaWork>(identity_.rank, std::move(run), lane.engine, lane.device, bin_,
+                                       std::move(outputs));
+}
+
+std::vector<std::shared_ptr<RoundEngine>> CudaGroup::engines() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<RoundEngine>> out;
+  for (const auto& [lane, each] : lanes_) out.push_back(each.engine);
+  return out;
+}
+
+void CudaGroup::fail(const std::exception_ptr& error) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (error_) return;
+    error_ = error;
+  }
+  for (const auto& engine : engines()) engine->fail(error);
+  control_->abort(text_of(error));
+}
+
+void CudaGroup::refuse_if_failed() const {
+  std::optional<std::string> cause = error();
+  if (!cause) cause = control_->error();
+  if (!cause) return;
+  ErrorContext context;
+  context.rank = identity_.rank;
+  context.op = "reshard";
+  context.phase = "start";
+  throw Error(
+      ErrorKind::Aborted,
+      fmt::format("rank {}: group {} was aborted by an earlier failure: {}. Destroy the process group and "
+                  "build it again.",
+                  identity_.rank, identity_.name, *cause),
+      context);
+}
+
+void CudaGroup::abort(const std::string& reason) {
+  if (!error()) watcher_->abort(reason);
+}
+
+std::optional<std::string> CudaGroup::error() const {
+  const std::lock_guard lock(mutex_);
+  if (!error_) return std::nullopt;
+  return text_of(error_);
+}
+
+// Ends what is through, frees its tensors and looks for errors of NCCL. Goes on after a failure, until the GPU
+// has let go of everything.
+void CudaGroup::poll_loop() {
+  std::unique_lock lock(poll_mutex_);
+  while (!poll_stopping_) {
+    const uint64_t seen = begun_;
+    lock.unlock();
+    bool more = false;
+    try {
+      more = poll_once();
+    } catch (const std::exception& error) {
+      // The GPU is lost to this process: nothing that runs there will be seen to end.
+      abort(error.what());
+      lock.lock();
+      return;
+    }
+    lock.lock();
+    const auto woken = [&] { return poll_stopping_ || begun_ != seen; };
+    if (more)
+      poll_changed_.wait_for(lock, kTick, [&] { return poll_stopping_; });
+    else
+      poll_changed_.wait(lock, woken);
+  }
+}
+
+bool CudaGroup::poll_once() {
+  bool more = false;
+  for (const auto& engine : engines()) {
+    engine->poll(Clock::now());
+    more = more || !engine->idle();
+  }
+  return more;
+}
+
+void CudaGroup::shutdown() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (shut_down_) return;
+    shut_down_ = true;
+  }
+  watcher_->stop();
+  {
+    const std::lock_guard lock(poll_mutex_);
+    poll_stopping_ = true;
+    poll_changed_.notify_all();
+  }
+  poller_.join();
+  std::map<int32_t, Lane> lanes;
+  {
+    const std::lock_guard lock(mutex_);
+    ErrorContext context;
+    context.rank = identity_.rank;
+    context.op = "reshard";
+    if (!error_)
+      error_ = std::make_exception_ptr(
+          Error(ErrorKind::Aborted,
+                fmt::format("rank {}: group {} was shut down", identity_.rank, identity_.name), context));
+    lanes.swap(lanes_);
+    compiled_.clear();
+  }
+  // Works keep their engine alive: what is still in flight ends here, and the communicators go, not when they
+  // do.
+  for (const auto& [lane, each] : lanes) {
+    if (each.engine->idle()) {
+      each.device->close();
+    } else {
+      each.engine->fail(error_);
+      each.engine->drain();  // works may outlive this group, which is the observer
+    }
+  }
+  lanes.clear();
+  bin_->empty();
+}
+
+std::string nccl_unique_id() {
+  const NcclLibrary& nccl = NcclLibrary::get();
+  ncclUniqueId id{};
+  const ncclResult_t result = nccl.get_unique_id(&id);
+  if (result != ncclSuccess)
+    throw Error(ErrorKind::Generic,
+                "NCCL gave no id for a communicator: " + nccl.outcome(result, nullptr).text);
+  return {id.internal, sizeof(id.internal)};
+}
+
+}  // namespace meshcast

@@ -1,0 +1,124 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "c10d/agreement.h"
+#include "c10d/bulletin.h"
+#include "c10d/reshard_group.h"
+#include "c10d/start_args.h"
+#include "c10d/watcher.h"
+#include "cuda/device/cuda_device.h"
+#include "cuda/device/ipc_device.h"
+#include "rounds/rank_rounds.h"
+#include "rounds/round_engine.h"
+#include "rounds/round_table.h"
+
+namespace meshcast {
+
+// What one tensor of a call is made of: at its source, on the way, and at its destination. Its plan counts with
+// `wire`, which is one of the others.
+struct TensorTypes {
+  at::ScalarType source;
+  at::ScalarType wire;
+  at::ScalarType destination;
+};
+
+// The GPU side of a private group: for each lane a communicator of NCCL, or connections over CUDA IPC, all on
+// one GPU of this rank. Agreement
+// on calls stays with the group itself, `control`; a failure here ends that too, and the other way round, since
+// they share the board with the first cause. Thread-safe; no method may be called with the GIL held.
+class CudaGroup {
+ public:
+  // `store`: that of the control group's board.
+  CudaGroup(std::shared_ptr<ReshardGroup> control, const c10::intrusive_ptr<c10d::Store>& store,
+            GroupIdentity identity, int device);
+  ~CudaGroup();
+
+  // Makes the communicator of a lane together with all ranks of the group, which call this in one order with
+  // one `unique_id`. Blocks. Throws DeadlineExceeded, Aborted with the first cause, or what NCCL says.
+  void connect(int32_t lane, const std::string& unique_id, double timeout_seconds);
+
+  // The same over CUDA IPC, for ranks that are all on this host. `addresses`: of all ranks' meetings.
+  void connect_ipc(int32_t lane, IpcMeeting& meeting, const std::vector<std::string>& addresses,
+                   double timeout_seconds);
+
+  // Enqueues the transfer behind `after`, an event of this GPU, and returns. Waits for other ranks only while
+  // NCCL connects them, at the first calls; over CUDA IPC a thread enqueues it later, and not this waits for
+  // other ranks, but the wait() of its Work. `types`: by problem, alike on all ranks; empty where nothing is
+  // cast. Throws LayoutError where a tensor does not fit the plan, before anything is enqueued, and
+  // AbortedError with the first cause where the group has failed.
+  c10::intrusive_ptr<c10d::Work> start(const std::shared_ptr<const Plan>& plan, StartArgs args,
+                                       const std::vector<TensorTypes>& types, RoundDevice::Event after);
+
+  void abort(const std::string& reason);
+  std::optional<std::string> error() const;  // the first cause
+  void shutdown();                           // any state, idempotent
+
+ private:
+  struct Lane {
+    std::shared_ptr<CudaDevice> device;
+    std::shared_ptr<RoundEngine> engine;
+  };
+  class WatchedLanes;
+
+  // A plan projected on this rank, in rounds for each form that its tensors came in.
+  struct Compiled {
+    std::shared_ptr<const Plan> plan;
+    std::shared_ptr<const Program> program;
+    RoundTable table;
+    ExpectedTensors tensors;
+    std::list<std::shared_ptr<const RankRounds>> rounds;  // most recently used first
+  };
+
+  std::shared_ptr<Compiled> compile_locked(const std::shared_ptr<const Plan>& plan);
+  std::shared_ptr<const RankRounds> rounds_locked(Compiled& compiled, const TensorForms& forms) const;
+  using Connect = std::function<std::shared_ptr<CudaDevice>(int32_t rank, TimePoint deadline,
+                                                            const std::function<void()>& checkpoint)>;
+
+  void add_lane(int32_t lane, double timeout_seconds, const Connect& connect);
+  std::vector<std::shared_ptr<RoundEngine>> engines() const;
+  void fail(const std::exception_ptr& error);
+  void refuse_if_failed() const;
+  Error connect_error(ErrorKind kind, const std::string& text, double limit) const;
+  void poll_loop();
+  bool poll_once();  // returns whether there is more to come
+
+  const std::shared_ptr<ReshardGroup> control_;
+  const GroupIdentity identity_;
+  const int device_;
+  Bulletin bulletin_;
+  const std::shared_ptr<RecycleBin> bin_;
+  const std::unique_ptr<Watched> watched_;  // the lanes as the watcher sees them
+  std::unique_ptr<Watcher> watcher_;
+
+  mutable std::mutex mutex_;
+  std::map<int32_t, Lane> lanes_;
+  RoundOptions round_options_;
+  std::list<std::shared_ptr<Compiled>> compiled_;  // most recently used first
+  std::exception_ptr error_;
+  bool shut_down_ = false;
+
+  std::mutex poll_mutex_;
+  std::condition_variable poll_changed_;
+  uint64_t begun_ = 0;  // runs so far
+  bool poll_stopping_ = false;
+  std::thread poller_;
+};
+
+// For the first rank of a group to make and all others to be given. Throws Error where NCCL is missing.
+std::string nccl_unique_id();
+
+}  // namespace meshcast
