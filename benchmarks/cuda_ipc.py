@@ -21,6 +21,7 @@ from typing import Any
 import meshcast
 import torch
 import torch.distributed as dist
+from meshcast.cuda_lanes import gpu_of
 from meshcast.groups import parent_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -92,7 +93,7 @@ def reshard_seconds(nbytes: int, rank: int) -> float:
         count = torch.arange(found.numel(), device="cuda", dtype=torch.float32).view_as(found) % 4096
         if not torch.equal(found, count + (rank - len(senders) + 1)):
             sys.exit(f"benchmarks.cuda_ipc: {nbytes} bytes: rank {rank} got wrong bytes")
-    gpu = parent_group(None, "benchmark").private(list(range(world)), "benchmark").gpu
+    gpu = gpu_of(parent_group(None, "benchmark").private(list(range(world)), "benchmark"))
     if gpu is None or gpu.transport != "cuda_ipc":
         sys.exit("benchmarks.cuda_ipc: the ranks are not connected over CUDA IPC: give them one GPU")
     return seconds_of(lambda: resharder.run(x))

@@ -32,7 +32,7 @@ FLAT = {
     "base": "_checks _host _json observe strides",
     "planning": "_plan_cache _plan_draw _plan_json _plan_text _plan_views plan",
     "groups": "_rails _shared_memory agreements groups prepare private_group rejection",
-    "transfers": "casts cuda_copies cuda_lanes cuda_transfer gpu_offer gpu_transport handle passage pinned"
+    "transfers": "casts cuda_copies cuda_lanes cuda_transfer gpu_offer gpu_transport handle make passage pinned"
     " shards staged_transfer transfer",
     "resharding": "autograd calls compiled digest discovery in_place local many member memory ops"
     " redistribute reduction repeat reshard resharder state_call state_dict state_round state_specs traced",
@@ -51,11 +51,12 @@ CPP_LAYERS = (
     ("binding",),
 )
 # The extension's Python face may be used by these.
-USE_C = {"layout", "topology", "planning", "groups", "transfers", "backend"}
+# Benchmarks measure its kernels.
+USE_C = {"layout", "topology", "planning", "groups", "transfers", "backend", "bench"}
 # Used by the command line and `meshcast/__init__` alone: they hold the package together.
 TOP = {"", "__main__", "_version", "_build_check", "_build_info"}
 # What a face loads only when somebody asks for it.
-LAZY = {"planning.plan": {"planning.text", "planning.draw", "planning.plan_json"}}
+LAZY = {"plan": {"_plan_text", "_plan_draw", "_plan_json"}}
 HEADERS_OF_TORCH = ("torch/", "ATen/", "c10/", "cuda")
 
 # What is still to be cut. Lines only ever go.

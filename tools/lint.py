@@ -39,11 +39,7 @@ def cpp_files() -> list[str]:
 
 def clang_tidy(jobs: int) -> tuple[int, str]:
     entries = json.loads((BUILD / "compile_commands.json").read_text())
-    files = sorted(
-        entry["file"]
-        for entry in entries
-        if Path(entry["file"]).is_relative_to(TORCH_FREE)
-    )
+    files = sorted(entry["file"] for entry in entries if Path(entry["file"]).is_relative_to(TORCH_FREE))
     if not files:
         return 1, "no torch-free source in build/release/compile_commands.json: run `make build` first\n"
     # The wheel of clang-tidy lacks headers such as stddef.h: lend it those of the compiler.

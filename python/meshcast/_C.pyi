@@ -7,8 +7,6 @@ from typing import Any
 from torch import Tensor, dtype
 from torch._C._distributed_c10d import Backend, Store, Work
 
-from .inner_nccl import InnerNccl
-
 _Box = tuple[tuple[int, int], ...]
 _Placement = tuple[str, int, int, str]  # kind, dim, split factor, reduce op
 _Host = tuple[list[int], list[tuple[int, int]], int]  # ranks, (out rate, in rate) of each NIC, local rate
@@ -190,7 +188,7 @@ class ProcessGroupMeshcast(Backend):
         size: int,
         multicast: Callable[[PendingWork, Tensor, int, float], None],
         at_least: int,
-        cuda: InnerNccl,
+        cuda: Any,  # InnerNccl: has possible() and make(op)
     ) -> None: ...
     @property
     def key(self) -> int:

@@ -1,14 +1,11 @@
-"""The plan cache: least recently used plans go first, bounded by number and by size."""
+"""The plan cache: least recently used plans go first, bounded by number and by size (len(plan), its hops)."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from .plan import Plan
+from typing import Any, NamedTuple
 
 __all__ = ["PlanCacheInfo", "plan_cache_clear", "plan_cache_info"]
 
@@ -28,14 +25,14 @@ class PlanCacheInfo(NamedTuple):
 
 
 _lock = threading.Lock()
-_plans: OrderedDict[Hashable, Plan] = OrderedDict()
+_plans: OrderedDict[Hashable, Any] = OrderedDict()
 _hits = 0
 _misses = 0
 _hops = 0
 
 
-def lookup(key: Hashable) -> Plan | None:
-    """The plan made for `key`, if it is still cached."""
+def lookup(key: Hashable) -> Any:
+    """The plan made for `key`; None if it is not cached any more."""
     global _hits, _misses
     with _lock:
         plan = _plans.get(key)
@@ -47,10 +44,10 @@ def lookup(key: Hashable) -> Plan | None:
         return plan
 
 
-def insert(key: Hashable, plan: Plan) -> Plan:
+def insert(key: Hashable, plan: Any) -> Any:
     """Caches `plan`. Where two threads planned the same, both get the one that came first."""
     global _hops
-    dropped: list[Plan] = []  # freed after the lock is released
+    dropped: list[Any] = []  # freed after the lock is released
     with _lock:
         plan = _plans.setdefault(key, plan)
         _plans.move_to_end(key)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate
 from .errors import MeshcastError
 from .groups import ParentGroup, parent_group
 from .layout import Layout
-from .transfer import agreed_transfer
+from .make import agreed_transfer
 
 if TYPE_CHECKING:
     from . import _C

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from .casts import Casts
 from .errors import LayoutError
+from .make import agreed_transfer
 from .member import Destination, Member, Source, compile_member
 from .memory import note_written, overlaps
-from .transfer import CallNumber, Problem, Transfer, agreed_transfer, ranks_of
+from .transfer import CallNumber, Problem, Transfer, ranks_of
 
 if TYPE_CHECKING:
     from .groups import ParentGroup

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -16,12 +16,11 @@ from .errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastEr
 from .gpu_offer import CUDA_IPC, NCCL, GpuOffer, own_offer
 from .gpu_transport import choose_transport
 from .observe import log
+from .private_group import PrivateGroup
 
-if TYPE_CHECKING:
-    from .private_group import PrivateGroup
+__all__ = ["CudaLanes", "attach_gpu", "connect_lanes", "gpu_of"]
 
-__all__ = ["CudaLanes", "connect_lanes"]
-
+_KEY = "gpu"  # among what is attached to a group
 _POLL_LIMIT = 0.02  # seconds between two looks at the store while offers are missing
 
 
@@ -41,6 +40,12 @@ class CudaLanes:
         self.transport = transport  # "nccl" or "cuda_ipc": all lanes have one
         self.lanes: set[int] = set()
 
+    def abort(self, reason: str) -> None:
+        self.core.abort(reason)
+
+    def close(self) -> None:
+        self.core.shutdown()
+
     def check_device(self, device: int, op: str) -> None:
         """Raises LayoutError for tensors on another GPU than that of the communicators."""
         if device != self.device:
@@ -50,6 +55,17 @@ class CudaLanes:
                 "each rank",
                 op=op,
             )
+
+
+def gpu_of(group: PrivateGroup) -> CudaLanes | None:
+    """The GPU side of a group; None until its ranks first moved tensors on GPUs."""
+    found = group.attached.get(_KEY)
+    assert found is None or isinstance(found, CudaLanes)
+    return found
+
+
+def attach_gpu(group: PrivateGroup, gpu: CudaLanes) -> None:
+    group.attached[_KEY] = gpu
 
 
 def connect_lanes(
@@ -66,7 +82,8 @@ def connect_lanes(
     Raises MeshcastError or LayoutError, alike on all ranks, where they do not fit together;
     DeadlineExceededError, PeerLostError or AbortedError where a rank is missing, which ends the group.
     """
-    known = group.gpu.lanes if group.gpu is not None else set()
+    gpu = gpu_of(group)
+    known = gpu.lanes if gpu is not None else set()
     missing = [lane for lane in lanes if lane not in known]
     if not missing:
         return
@@ -86,10 +103,10 @@ def connect_lanes(
     transport = choose_transport(
         {rank: GpuOffer.from_text(text) for rank, (text, _) in told.items()}, group.rank
     )
-    if group.gpu is None:
+    if gpu is None:
         core = _C.CudaGroup(control, group.control, list(group.ranks), group.rank, group.name, place.device)
-        group.gpu = CudaLanes(core, place.device, transport)
-    gpu = group.gpu
+        gpu = CudaLanes(core, place.device, transport)
+        attach_gpu(group, gpu)
     try:
         if gpu.transport == NCCL:
             for lane, text in zip(missing, told[group.ranks[0]][1], strict=True):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .casts import Types, types_of, types_text
-from .cuda_lanes import connect_lanes
+from .cuda_lanes import connect_lanes, gpu_of
 from .errors import LayoutError, MeshcastError
 from .shards import Shards
 from .transfer import REVERSE_LANE, CallNumber, Transfer
@@ -32,7 +32,7 @@ class CudaTransfer(Transfer):
 
     def _check(self, side: str, shards: Shards, expected: Sequence[tuple[int, ...] | None]) -> None:
         super()._check(side, shards, expected)
-        gpu = self._group.gpu
+        gpu = gpu_of(self._group)
         if gpu is not None:
             for shard in shards:
                 if shard is not None:
@@ -63,7 +63,7 @@ class CudaTransfer(Transfer):
         return job
 
     def _has_agreed(self) -> bool:
-        gpu = self._group.gpu
+        gpu = gpu_of(self._group)
         return gpu is not None and gpu.lanes.issuperset(self._lanes()) and super()._has_agreed()
 
     def _agreed(self, core: Any, ordinal: int, launch: Launch) -> Agreed:
@@ -130,7 +130,7 @@ class _GpuCall:
 
     def start(self, plan: Any, **arguments: Any) -> Any:
         arguments.pop("driven")  # the host does not wait for what a GPU does
-        gpu, place = self._group.gpu, self.place
+        gpu, place = gpu_of(self._group), self.place
         if place.problem is not None:
             raise MeshcastError(f"{self._op}: {place.problem}", op=self._op) from place.problem
         if gpu is None:

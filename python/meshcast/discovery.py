@@ -1,18 +1,17 @@
-"""Topology of a running job: what the ranks can tell of their hosts and links, and what transfers reach."""
+"""Topology of a running job by the rates that transfers between its hosts reach."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from . import _checks
-from ._host import host_identity, network_links
-from .errors import LayoutError, MeshcastError
+from ._host import gather_facts, host_identity, ranks_by_host
 from .layout import Layout
 from .local import reshard_local
 from .topology import Host, Nic, Topology
@@ -20,57 +19,13 @@ from .topology import Host, Nic, Topology
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["discover", "measure_topology"]
+__all__ = ["measure_topology"]
 
 _PROBE_BYTES = 1 << 20  # first transfer, which connects and gives a first idea of the rate
 _MOST_BYTES = 1 << 30  # of one measured transfer, over all ranks
 _REPEATS = 3
 _PINGS = 20
 _TAG = 0x6D63
-
-
-def discover(
-    group: dist.ProcessGroup | None = None,
-    *,
-    nic_gbps: float | None = None,
-    local_gbps: float = 80.0,
-    latency_us: float = 20.0,
-) -> Topology:
-    """The hosts of a group's ranks and the speed of their links as the operating system knows it.
-
-    A collective of all ranks of `group` (None: the default group); moves a few hundred bytes. Links are the
-    interfaces that GLOO_SOCKET_IFNAME names, else the machine's devices that are up.
-
-    Args:
-        nic_gbps: rate of links whose speed the operating system does not know, virtual ones for example.
-        local_gbps: rate at which a rank copies to another one of its host; not discovered.
-        latency_us: cost of a hop beside its bytes; not discovered.
-
-    Raises:
-        LayoutError: on every rank alike, where a speed is unknown and nic_gbps is not given. Where all ranks
-            are on one host no link matters, and none is asked for.
-    """
-    facts = _gather((host_identity(), network_links()), group)
-    ranks_of = _ranks_of({rank: identity for rank, (identity, _) in facts.items()})
-    if nic_gbps is not None:
-        _checks.positive("nic_gbps", nic_gbps)
-    hosts = []
-    for ranks in ranks_of:
-        links = facts[ranks[0]][1]
-        speeds = [nic_gbps if speed is None else speed for speed in links.values()] or [nic_gbps]
-        if None in speeds:
-            if len(ranks_of) > 1:
-                raise LayoutError(
-                    f"Topology.discover: the operating system does not know the speed of "
-                    f"{', '.join(name for name, speed in links.items() if speed is None) or 'any link'} on "
-                    f"the host of ranks {list(ranks)}; give nic_gbps=..., or use meshcast.measure_topology()",
-                    rank=dist.get_rank(),
-                    op="Topology.discover",
-                )
-            speeds = [local_gbps]
-        nics = tuple(Nic(_rate(speed), _rate(speed)) for speed in speeds if speed is not None)
-        hosts.append(Host(ranks, nics, _rate(_checks.positive("local_gbps", local_gbps))))
-    return Topology(hosts, latency_us)
 
 
 def measure_topology(group: dist.ProcessGroup | None = None, *, seconds: float = 0.2) -> Topology:
@@ -90,7 +45,8 @@ def measure_topology(group: dist.ProcessGroup | None = None, *, seconds: float =
         MeshcastError: no process group, or the errors of meshcast.reshard_local.
     """
     _checks.positive("seconds", seconds)
-    hosts = _ranks_of({rank: identity for rank, (identity,) in _gather((host_identity(),), group).items()})
+    facts = gather_facts((host_identity(),), group)
+    hosts = ranks_by_host({rank: identity for rank, (identity,) in facts.items()})
     everybody = tuple(sorted(rank for ranks in hosts for rank in ranks))
 
     sending, receiving = [], []
@@ -112,30 +68,6 @@ def measure_topology(group: dist.ProcessGroup | None = None, *, seconds: float =
     return Topology(measured, 1e6 * _latency([ranks[0] for ranks in hosts], everybody, group))
 
 
-def _gather(fact: tuple[Any, ...], group: dist.ProcessGroup | None) -> dict[int, Any]:
-    """What every rank of the group says, by global rank."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise MeshcastError("no process group; call torch.distributed.init_process_group first")
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    if dist.get_rank() not in ranks:
-        raise LayoutError(f"rank {dist.get_rank()} is not in the group of ranks {ranks}")
-    facts: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(facts, fact, group)
-    return dict(zip(ranks, facts, strict=True))
-
-
-def _ranks_of(identities: Mapping[int, str]) -> list[tuple[int, ...]]:
-    """Ranks by host, hosts by their lowest rank."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank in sorted(identities):
-        ranks_of.setdefault(identities[rank], []).append(rank)
-    return [tuple(ranks) for ranks in ranks_of.values()]
-
-
-def _rate(gbps: float) -> int:
-    return max(round(gbps * 1e9 / 8), 1)
-
-
 def _rate_of(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]], group: dist.ProcessGroup | None, seconds: float
 ) -> list[int]:
@@ -149,7 +81,7 @@ def _rate_of(
         begin = time.perf_counter()
         for pair, nbytes in zip(pairs, bytes_of, strict=True):
             _move(pair, nbytes, group)
-        ended = _gather((time.perf_counter() - begin,), group)
+        ended = gather_facts((time.perf_counter() - begin,), group)
         # A pair is through when its last receiver is.
         last = [max(ended[rank][0] for rank in receivers) for _, receivers in pairs]
         if repeat >= 0:
@@ -203,5 +135,5 @@ def _latency(leaders: Sequence[int], everybody: Sequence[int], group: dist.Proce
         for _ in range(_PINGS):
             dist.recv(message, pair[0], group, _TAG)
             dist.send(message, pair[0], group, _TAG)
-    found = _gather((statistics.median(times) / 2 if times else 0.0,), group)
+    found = gather_facts((statistics.median(times) / 2 if times else 0.0,), group)
     return float(found[pair[0]][0])

@@ -14,10 +14,10 @@ from .gpu_offer import Sides, require_gpu, sides_of
 from .groups import parent_group, seconds
 from .handle import Handle
 from .layout import Layout
+from .make import agreed_transfer
 from .memory import check_storage, note_written, overlaps, storage_of
 from .reduction import check_reducible
 from .rejection import publish_rejection
-from .transfer import agreed_transfer
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -17,17 +17,14 @@ import time
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from .handle import Launch
-    from .plan import Plan
-
-__all__ = ["Flight", "PlanFacts", "dump_flight_record", "flight_record", "log", "profiled", "set_up"]
+__all__ = ["Completable", "Flight", "dump_flight_record", "flight_record", "log", "profiled", "set_up"]
 
 log = logging.getLogger("meshcast")
 
@@ -37,19 +34,10 @@ _flights: deque[Flight] = deque(maxlen=_KEPT)
 _set_up = False
 
 
-class PlanFacts(NamedTuple):
-    """What the record says of a plan on one rank. 2,000 plans themselves might fill the memory."""
+class Completable(Protocol):
+    """A call as the record sees it."""
 
-    hash: str
-    strategy: str
-    bytes_sent: int
-    bytes_received: int
-    bound: float  # seconds
-
-    @classmethod
-    def of(cls, plan: Plan, rank: int) -> PlanFacts:
-        sent, received = plan.bytes_sent(rank), plan.bytes_received(rank)
-        return cls(plan.hash, plan.strategy, sent, received, plan.lower_bound)
+    def is_completed(self) -> bool: ...
 
 
 class Flight:
@@ -58,13 +46,13 @@ class Flight:
 
     __slots__ = ("begun", "clock", "error", "group", "launch", "number", "op", "plan", "rank", "seconds")
 
-    def __init__(self, op: str, group: str, rank: int, launch: Launch | None = None) -> None:
+    def __init__(self, op: str, group: str, rank: int, launch: Completable | None = None) -> None:
         self.op, self.group, self.rank = op, group, rank
         self.launch = None if launch is None else weakref.ref(launch)
         self.begun = time.time()
         self.clock = time.perf_counter()
         self.number: tuple[int, int, int] | None = None  # lane, position in it, run of its plan
-        self.plan: PlanFacts | None = None
+        self.plan: Mapping[str, Any] | None = None  # as the record shows it
         self.seconds: float | None = None  # from the call to the end of the first wait()
         self.error: str | None = None
         _flights.append(self)
@@ -107,15 +95,9 @@ class Flight:
             "error": self.error,
         }
         if self.plan is not None:
-            bound = self.plan.bound
-            record |= {
-                "plan": self.plan.hash,
-                "strategy": self.plan.strategy,
-                "bytes_sent": self.plan.bytes_sent,
-                "bytes_received": self.plan.bytes_received,
-                "bound": bound,
-                "ratio": self.seconds / bound if self.seconds is not None and bound > 0 else None,
-            }
+            bound = self.plan["bound"]
+            ratio = self.seconds / bound if self.seconds is not None and bound > 0 else None
+            record |= {**self.plan, "ratio": ratio}
         return record
 
 

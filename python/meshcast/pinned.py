@@ -42,6 +42,12 @@ class PinnedPool:
         with self._lock:
             self._loans.append((launch, blocks))
 
+    def abort(self, reason: str) -> None:
+        """Nothing: the calls that failed are told apart when memory is collected."""
+
+    def close(self) -> None:
+        """Nothing: blocks end with their last reference."""
+
     def _collect(self) -> None:
         in_use = []
         for launch, blocks in self._loans:

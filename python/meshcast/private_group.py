@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -24,15 +24,10 @@ from ._rails import agreed_count, connect, first_rails, interfaces
 from ._shared_memory import LocalMemory
 from .agreements import Agreements
 from .errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
-from .observe import log
+from .observe import Completable, log
 from .topology import Topology
 
-if TYPE_CHECKING:
-    from .cuda_lanes import CudaLanes
-    from .handle import Launch
-    from .pinned import PinnedPool
-
-__all__ = ["Job", "PrivateGroup"]
+__all__ = ["Attachment", "Job", "PrivateGroup"]
 
 # A job gets the running group, or the error that ended it.
 Job = Callable[["_C.ReshardGroup | None", "Exception | None"], None]
@@ -40,6 +35,16 @@ Job = Callable[["_C.ReshardGroup | None", "Exception | None"], None]
 _POLL_LIMIT = 0.02  # seconds between two looks at the store while members are still missing
 _MET = "met"  # verdict: all members are here
 _DRAIN_LIMIT = 2.0  # seconds that a process that exits gives its transfers in flight
+
+
+class Attachment(Protocol):
+    """What a layer above keeps with a group, under a key of its own, for as long as the group lives."""
+
+    def abort(self, reason: str) -> None:
+        """The group has failed. Any thread; never blocks."""
+
+    def close(self) -> None:
+        """The group ends, and nothing new comes: lets go also what waits inside."""
 
 
 class PrivateGroup:
@@ -56,8 +61,7 @@ class PrivateGroup:
         self.transfers: dict[Any, Any] = {}  # compiled ones, kept by transfer.py
         self.board: Any = None  # store of this life of the group, once its ranks have met
         self.control: Any = None  # likewise, that of the core
-        self.gpu: CudaLanes | None = None  # once tensors on GPUs were moved; made and touched by jobs
-        self.pinned: PinnedPool | None = None  # once tensors were moved between CPUs and GPUs
+        self.attached: dict[str, Attachment] = {}
         self._store = store
         self._core: _C.ReshardGroup | None = None
         self._error: Exception | None = None
@@ -66,7 +70,7 @@ class PrivateGroup:
         self._lock = threading.Lock()
         self._queue: deque[tuple[float, Job]] = deque()
         self._thread: threading.Thread | None = None
-        self._flying: list[Launch | dist.Work] = []
+        self._flying: list[Completable] = []
         self._flying_limit = 64
 
     def call(
@@ -232,7 +236,7 @@ class PrivateGroup:
             "that every rank of both meshes makes the same calls in the same order."
         )
 
-    def watch(self, launch: Launch | dist.Work) -> None:
+    def watch(self, launch: Completable) -> None:
         """Remembers a transfer in flight, so that close() can let it finish."""
         self._flying.append(launch)
         if len(self._flying) > self._flying_limit:
@@ -256,11 +260,11 @@ class PrivateGroup:
         """Fails this group's calls, here and on the other ranks, with AbortedError(reason). Never blocks;
         idempotent."""
         self._closing = self._closing or reason
-        core, gpu = self._core, self.gpu
+        core = self._core
         if core is not None:
             core.abort(reason)
-        if gpu is not None:
-            gpu.core.abort(reason)
+        for attachment in list(self.attached.values()):
+            attachment.abort(reason)
 
     def close(self) -> None:
         """Ends the group in any state. Transfers in flight get a short time to finish: a rank that only sends
@@ -269,8 +273,8 @@ class PrivateGroup:
         while time.monotonic() < limit and not all(launch.is_completed() for launch in self._flying):
             time.sleep(0.002)
         self._closing = self._closing or "the process group was destroyed"
-        if self.gpu is not None:
-            self.gpu.core.shutdown()  # also a start that holds the lock while NCCL connects
+        for attachment in list(self.attached.values()):
+            attachment.close()  # also a start that holds the lock while NCCL connects
         with self._lock:
             queue, self._queue = self._queue, deque()
             thread = self._thread
@@ -284,7 +288,8 @@ class PrivateGroup:
         # Compiled transfers refer to their group. Left in this cycle, the communicators would keep their
         # threads, which look for messages 100 times a second, until the garbage collector comes by.
         with self._lock:
-            self._core = self.gpu = self.pinned = None
+            self._core = None
+            self.attached.clear()
         self._flying.clear()
         self.transfers.clear()
 

@@ -17,7 +17,7 @@ from .shards import settled
 
 __all__ = ["Reduction", "check_reducible", "reduced_layout", "reduction_inside", "tensor_spec"]
 
-# Types of which partial values can be reduced (csrc/core/memory/reduce.h), and operations that some of them lack:
+# Types of which partial values can be reduced (csrc/core/memory/reduce.h), and operations that some lack:
 # truth values have no mean, complex numbers no order.
 _REDUCED = {
     torch.float64,

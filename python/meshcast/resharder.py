@@ -14,12 +14,13 @@ from .compiled import Compiled, casts_of, compile_members
 from .errors import LayoutError
 from .groups import parent_group, seconds
 from .handle import Handle, Launch
+from .make import unagreed_transfer
 from .member import Destination, positive_placements
 from .memory import check_storage
 from .rejection import publish_rejection
 from .repeat import Repeat
 from .spec import TensorSpec
-from .transfer import ranks_of, unagreed_transfer
+from .transfer import ranks_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist

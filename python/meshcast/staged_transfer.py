@@ -41,9 +41,10 @@ class StagedTransfer(Transfer):
         source, destination = (side == "cuda" for side in self._sides)
         on_gpu = (destination, source) if reverse else (source, destination)
         group, copies = self._group, cuda_copies.COPIES
-        if group.pinned is None:
-            group.pinned = PinnedPool(copies.pinned)
-        passage = launch.passage = Passage(copies, group.pinned, launch, group.rank, src, dst, on_gpu)
+        pool = group.attached.get("pinned")
+        if not isinstance(pool, PinnedPool):
+            pool = group.attached["pinned"] = PinnedPool(copies.pinned)
+        passage = launch.passage = Passage(copies, pool, launch, group.rank, src, dst, on_gpu)
         if launch.driven:  # who waits anyhow spares the group's thread, and others the wait for its lock
             try:
                 passage.leave(group.cause)

@@ -26,12 +26,13 @@ from .digest import shard_digest
 from .errors import DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
 from .groups import ParentGroup, parent_group, seconds
 from .layout import Layout
+from .make import unagreed_transfer
 from .member import Destination, Source, wire_dtype
 from .spec import TensorSpec
 from .state_call import StateCall, checked_call, floating_name
 from .state_round import Rounds
 from .state_specs import Entry, decode, merge
-from .transfer import ranks_of, unagreed_transfer
+from .transfer import ranks_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist

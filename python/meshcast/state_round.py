@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from .errors import DeadlineExceededError
 from .layout import Layout
-from .transfer import agreed_transfer
+from .make import agreed_transfer
 
 if TYPE_CHECKING:
     from .groups import ParentGroup

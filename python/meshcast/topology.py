@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from . import _checks
-from ._host import host_identity
+from ._host import gather_facts, host_identity, network_links, ranks_by_host
 from ._json import Reader, read_json
 from .errors import LayoutError
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from . import _C
 
 __all__ = ["Host", "Nic", "Topology", "host_identity"]
@@ -119,22 +119,56 @@ class Topology:
         ordered by lowest rank."""
         if not isinstance(hosts, Mapping):
             raise LayoutError(f"hosts {_checks.shown(hosts)}: expected a mapping from rank to host identity")
-        ranks_of: dict[str, list[int]] = {}
-        for rank in sorted(hosts):
-            ranks_of.setdefault(hosts[rank], []).append(rank)
         nic = Nic(_rate("nic_gbps", nic_gbps), _rate("nic_gbps", nic_gbps))
         nics = (nic,) * _checks.integer("nics_per_host", nics_per_host, 1, _MAX_NICS)
         local_rate = _rate("local_gbps", local_gbps)
-        return cls((Host(tuple(ranks), nics, local_rate) for ranks in ranks_of.values()), latency_us)
+        return cls((Host(ranks, nics, local_rate) for ranks in ranks_by_host(hosts)), latency_us)
 
     @classmethod
-    def discover(cls, group: dist.ProcessGroup | None = None, **assumed: float) -> Topology:
-        """The hosts of a group's ranks and the speed of their links as the operating system knows it: a
-        collective, see `meshcast.discovery.discover`. `nic_gbps=` stands in for speeds that it does not
-        know."""
-        from .discovery import discover
+    def discover(
+        cls,
+        group: dist.ProcessGroup | None = None,
+        *,
+        nic_gbps: float | None = None,
+        local_gbps: float = 80.0,
+        latency_us: float = 20.0,
+    ) -> Topology:
+        """The hosts of a group's ranks and the speed of their links as the operating system knows it.
 
-        return discover(group, **assumed)
+        A collective of all ranks of `group` (None: the default group); moves a few hundred bytes. Links are
+        the interfaces that GLOO_SOCKET_IFNAME names, else the machine's devices that are up.
+
+        Args:
+            nic_gbps: rate of links whose speed the operating system does not know, virtual ones for example.
+            local_gbps: rate at which a rank copies to another one of its host; not discovered.
+            latency_us: cost of a hop beside its bytes; not discovered.
+
+        Raises:
+            LayoutError: on every rank alike, where a speed is unknown and nic_gbps is not given. Where all
+                ranks are on one host no link matters, and none is asked for.
+        """
+        facts = gather_facts((host_identity(), network_links()), group)
+        ranks_of = ranks_by_host({rank: identity for rank, (identity, _) in facts.items()})
+        known = None if nic_gbps is None else _checks.positive("nic_gbps", nic_gbps)
+        inside = _checks.positive("local_gbps", local_gbps)
+        hosts = []
+        for ranks in ranks_of:
+            links = facts[ranks[0]][1]
+            speeds = [known if speed is None else speed for speed in links.values()] or [known]
+            if None in speeds:
+                if len(ranks_of) > 1:
+                    raise LayoutError(
+                        f"Topology.discover: the operating system does not know the speed of "
+                        f"{', '.join(name for name, speed in links.items() if speed is None) or 'any link'} "
+                        f"on the host of ranks {list(ranks)}; give nic_gbps=..., or use "
+                        "meshcast.measure_topology()",
+                        rank=dist.get_rank(),
+                        op="Topology.discover",
+                    )
+                speeds = [inside]
+            rates = [_rate("nic_gbps", speed) for speed in speeds if speed is not None]
+            hosts.append(Host(ranks, tuple(Nic(rate, rate) for rate in rates), _rate("local_gbps", inside)))
+        return cls(hosts, latency_us)
 
     def striped(self) -> Topology:
         """The same with the NICs of each host as a single one, as many times as fast as the slowest of them.

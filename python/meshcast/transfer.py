@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
@@ -18,7 +18,7 @@ from .errors import DeadlineExceededError, LayoutError, MeshcastError
 from .gpu_offer import Sides
 from .groups import ParentGroup, parent_group, seconds
 from .handle import Handle, Launch
-from .observe import Flight, PlanFacts, log, profiled
+from .observe import Flight, log, profiled
 from .plan import Plan, plan_many
 from .private_group import Job
 from .rejection import publish_rejection, rejection_job
@@ -32,12 +32,11 @@ if TYPE_CHECKING:
     from .layout import Layout
     from .topology import Topology
 
-__all__ = ["CallNumber", "Problem", "Transfer", "agreed_transfer", "ranks_of", "unagreed_transfer"]
+__all__ = ["REVERSE_LANE", "CallNumber", "Problem", "Transfer", "ranks_of"]
 
 Problem = tuple[Sequence[int], torch.dtype, "Layout", "Layout"]  # global shape, dtype, source, destination
 
 REVERSE_LANE = 1  # backward of lane 0
-_KEPT = 256  # compiled transfers of a group, which this rank keeps for later calls
 
 
 @dataclass
@@ -128,8 +127,8 @@ class Transfer:
         self._group = parent.private(ranks_of(problems), op)
         self._plan: Plan | None = None
         self._reverse_plan: Plan | None = None
-        self._facts: PlanFacts | None = None
-        self._reverse_facts: PlanFacts | None = None
+        self._facts: dict[str, Any] | None = None
+        self._reverse_facts: dict[str, Any] | None = None
         self._kind: Hashable = None  # calls of one kind share an agreement; None: this one has its own
         self._own: Agreed | None = None
         self._descriptor = ""
@@ -313,10 +312,10 @@ class Transfer:
         if topology is not None and self._by_host and self._group.interfaces > 1:
             topology = topology.striped()
         plan = plan_many(self.problems, topology=topology, strategy=self._strategy, balance=self._balance)
-        self._facts = PlanFacts.of(plan, self._group.rank)
+        self._facts = _facts(plan, self._group.rank)
         if self._backward is not None:
             self._reverse_plan = plan_many(self._backward, topology=topology, strategy=self._strategy)
-            self._reverse_facts = PlanFacts.of(self._reverse_plan, self._group.rank)
+            self._reverse_facts = _facts(self._reverse_plan, self._group.rank)
         self._plan = plan
         self._descriptor = self._describe()
 
@@ -351,61 +350,15 @@ def _more_text(problems: Sequence[Problem]) -> str:
     return f"{len(names)} more tensors of {kinds} ({crc32(','.join(names).encode()):08x})"
 
 
-def agreed_transfer(
-    parent: ParentGroup,
-    problems: Sequence[Problem],
-    backward: Sequence[Problem] | None,
-    *,
-    op: str,
-    strategy: str,
-    topology: Topology | None,
-    sides: Sides = ("cpu", "cpu"),
-    casts: Casts | None = None,
-) -> Transfer:
-    """The transfer of an ordinary call: one kept from before, or a new one. It agrees within a launch, unless
-    the ranks have agreed on one of its kind, so that every call takes one ordinal in either case."""
-    kept = parent.private(ranks_of(problems), op).transfers
-    reverse = None if backward is None else tuple(backward)
-    kind = (op, tuple(problems), reverse, strategy, topology, sides, casts)
-    transfer = kept.get(kind)
-    if transfer is None:
-        transfer = unagreed_transfer(
-            parent, problems, backward, op=op, strategy=strategy, topology=topology, sides=sides, casts=casts
-        )
-        transfer._kind = kind
-        if len(kept) >= _KEPT:
-            kept.pop(next(iter(kept)), None)
-        kept[kind] = transfer
-    return transfer
-
-
-def unagreed_transfer(
-    parent: ParentGroup,
-    problems: Sequence[Problem],
-    backward: Sequence[Problem] | None,
-    *,
-    op: str,
-    strategy: str,
-    topology: Topology | None,
-    sides: Sides = ("cpu", "cpu"),
-    casts: Casts | None = None,
-    lane: int = 0,
-) -> Transfer:
-    """A new transfer with a slot of its own, which it agrees on within its first launch. sides: where the
-    tensors are, see gpu_offer.sides_of; casts: what it casts, between GPUs alone."""
-    if sides == ("cpu", "cpu"):
-        transfer = Transfer.__new__(Transfer)
-    elif sides == ("cuda", "cuda"):
-        from .cuda_transfer import CudaTransfer
-
-        transfer = CudaTransfer.__new__(CudaTransfer)
-    else:
-        from .staged_transfer import StagedTransfer
-
-        transfer = StagedTransfer.__new__(StagedTransfer)
-    transfer._sides = sides
-    transfer._setup(parent, problems, backward, lane, op, strategy, topology, casts)
-    return transfer
+def _facts(plan: Plan, rank: int) -> dict[str, Any]:
+    """What the flight record says of a plan: 2,000 plans themselves might fill the memory."""
+    return {
+        "plan": plan.hash,
+        "strategy": plan.strategy,
+        "bytes_sent": plan.bytes_sent(rank),
+        "bytes_received": plan.bytes_received(rank),
+        "bound": plan.lower_bound,  # seconds
+    }
 
 
 def _always() -> bool:

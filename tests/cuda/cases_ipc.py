@@ -12,6 +12,7 @@ from pathlib import Path
 
 import meshcast
 import torch
+from meshcast.cuda_lanes import gpu_of
 from meshcast.errors import AbortedError, PeerLostError
 from meshcast.groups import parent_group
 from multiproc.devices import GPU, check, given, use_a_gpu
@@ -39,7 +40,7 @@ def the_transport_is_cuda_ipc(context) -> None:
     y = meshcast.reshard(given(full, mesh, [Shard(0)], context.rank), mesh, [Replicate()])
     check(y, full, mesh, [Replicate()], context.rank)
     if GPU == "cuda":
-        gpu = parent_group(None, "test").private(everybody, "test").gpu
+        gpu = gpu_of(parent_group(None, "test").private(everybody, "test"))
         assert gpu is not None and gpu.transport == "cuda_ipc"
 
 

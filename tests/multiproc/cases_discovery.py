@@ -40,15 +40,15 @@ def discovers_hosts_with_given_rates(context) -> None:
 def unknown_speeds_are_not_guessed(context) -> None:
     on_host(context, "aabbb")
     speeds = {"lo0": None} if context.rank == 0 else {"lo0": 10.0}
-    from meshcast import discovery
+    from meshcast import topology
 
-    links, discovery.network_links = discovery.network_links, lambda: speeds
+    links, topology.network_links = topology.network_links, lambda: speeds
     try:
         with pytest.raises(LayoutError, match=r"speed of lo0 on the host of ranks \[0, 1\]; give nic_gbps"):
             meshcast.Topology.discover()
         known = meshcast.Topology.discover(nic_gbps=2.5)
     finally:
-        discovery.network_links = links
+        topology.network_links = links
     assert [host.nics[0].out_rate for host in known.hosts] == [312_500_000, 1_250_000_000]
 
 

@@ -224,7 +224,7 @@ def ranks_that_share_a_gpu_are_connected_over_cuda_ipc(context) -> None:
         for ordinal in (7004, 7005):
             error = connect(ordinal, Place(), GROUP_TIMEOUT, "ipc")
             assert error is None, error
-        gpu = group_of("ipc").gpu
+        gpu = cuda_lanes.gpu_of(group_of("ipc"))
         assert gpu is not None
         assert gpu.transport == "cuda_ipc" and gpu.lanes == {0, 1}
         found: list = [None] * context.world

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 from meshcast import cuda_transfer, gpu_offer, transfer
-from meshcast.cuda_lanes import CudaLanes
+from meshcast.cuda_lanes import CudaLanes, attach_gpu, gpu_of
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
@@ -126,10 +126,12 @@ def made_up_rounds() -> Iterator[MadeUpRounds]:
         check(*arguments, **{**options, "on_cpu": True})
 
     def connect(group, control, lanes, place, call, deadline) -> None:  # noqa: ARG001
-        if group.gpu is None:
-            group.gpu = CudaLanes(_Core(control, made_up), None, "made up")  # type: ignore[arg-type]
-        group.gpu.lanes.update(lanes)
-        group.gpu.core._made_up = made_up
+        gpu = gpu_of(group)
+        if gpu is None:
+            gpu = CudaLanes(_Core(control, made_up), None, "made up")  # type: ignore[arg-type]
+            attach_gpu(group, gpu)
+        gpu.lanes.update(lanes)
+        gpu.core._made_up = made_up
 
     with (
         mock.patch.object(gpu_offer, "gpu_obstacle", return_value=""),

@@ -7,17 +7,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from meshcast import _C
 from meshcast.errors import LayoutError
-from meshcast.gpu_offer import gpu_obstacle
+from meshcast.gpu_offer import own_obstacle
 from meshcast.groups import parent_group
-from meshcast.transfer import Problem, Transfer, unagreed_transfer
+from meshcast.make import unagreed_transfer
+from meshcast.transfer import Problem, Transfer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from meshcast.pipelining.stage import PipelineStage
     from meshcast.topology import Topology
 
 __all__ = ["current", "make_transfer", "stage_device"]
@@ -29,7 +29,7 @@ def stage_device(what: str, device: Any, mesh: DeviceMesh | None) -> torch.devic
     another."""
     found = torch.device(device)
     if found.type == "cuda":
-        reason = gpu_obstacle(hasattr(_C, "CudaGroup"), torch.version.cuda, torch.cuda.is_available())
+        reason = own_obstacle(copies_only=False)
         if reason:
             raise LayoutError(f"{what}: device is {device}, but {reason}")
         count = torch.cuda.device_count()
@@ -50,7 +50,8 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def make_transfer(
-    stage: PipelineStage,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
     problems: Sequence[Problem],
     lane: int,
     op: str,
@@ -59,12 +60,12 @@ def make_transfer(
     strategy: str = "auto",
     topology: Topology | None = None,
 ) -> Transfer:
-    """A transfer of the pipeline's for tensors on the device of `stage`. The ranks agree on it in the
+    """A transfer of the pipeline's for tensors on the device of a stage. The ranks agree on it in the
     background, those on GPUs in its first call, which `Lane.warm_up` makes."""
-    if stage.device.type != "cuda":
+    if device.type != "cuda":
         return Transfer(
             problems,
-            group=stage.group,
+            group=group,
             lane=lane,
             op=op,
             strategy=strategy,
@@ -72,7 +73,7 @@ def make_transfer(
             timeout=timeout,
         )
     return unagreed_transfer(
-        parent_group(stage.group, op),
+        parent_group(group, op),
         problems,
         None,
         op=op,

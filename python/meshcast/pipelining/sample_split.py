@@ -20,7 +20,7 @@ from meshcast.pipelining.shapes import LocalValue
 if TYPE_CHECKING:
     from meshcast.pipelining.stage import PipelineStage
 
-__all__ = ["check_split", "may_split_loss"]
+__all__ = ["check_split"]
 
 
 class _Value(Protocol):
@@ -54,13 +54,6 @@ def check_split(
         if not stage.loss_dims_given and dim not in stage.loss_dims:
             for index in cut or inputs:
                 _check_loss_dim(stage, dim, inputs[index], index, last_outputs or ())
-
-
-def may_split_loss(stage: PipelineStage) -> bool:
-    """Whether the last stage must look at its outputs to know what its loss is of."""
-    return not stage.loss_dims_given and any(
-        size > 1 and dim not in stage.loss_dims for dim, size in enumerate(stage.mesh.shape)
-    )
 
 
 def _check_data_dim(

@@ -100,7 +100,7 @@ def _transfer(
         Layout(target, [Replicate()]),
     )
     op = f"pipeline shared parameter {key}"
-    return make_transfer(stage, [problem], lane, op, timeout)
+    return make_transfer(stage.device, stage.group, [problem], lane, op, timeout)
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:

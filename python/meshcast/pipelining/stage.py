@@ -38,7 +38,6 @@ from meshcast.pipelining.layouts import (
     stage_mesh,
 )
 from meshcast.pipelining.layouts import data_dims as split_dims
-from meshcast.pipelining.sample_split import may_split_loss
 from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values, local_values, rows_of
 from meshcast.pipelining.split_backward import SplitBackward, hooks_made
 from meshcast.pipelining.wrappers import LastBackward, fsdp_parts, look_through, shared_parameters_of
@@ -285,7 +284,7 @@ class PipelineStage:
         )
         if self.is_last:  # its outputs matter to the loss function alone
             outputs = None
-            if may_split_loss(self):
+            if self._may_split_loss():
                 outputs = outputs_on_fakes(self.submod, args, kwargs, with_grad=with_grad)
             tensors = [each for each in tree_flatten(outputs)[0] if isinstance(each, torch.Tensor)]
             return Inferred(describe_values(tensors, with_grad), stand_in)
@@ -294,6 +293,12 @@ class PipelineStage:
             for value in self._examples(rows)
         ]
         return Inferred(describe_values(examples, with_grad), stand_in)
+
+    def _may_split_loss(self) -> bool:
+        """Whether the last stage must look at its outputs to know what its loss is of (sample_split.py)."""
+        return not self.loss_dims_given and any(
+            size > 1 and dim not in self.loss_dims for dim, size in enumerate(self.mesh.shape)
+        )
 
     def _examples(self, rows: int | None) -> list[torch.Tensor]:
         """output_args as of a micro-batch with so many samples on this rank. Raises LayoutError where they do

@@ -367,7 +367,14 @@ def _lane(
     if all(_stays(shape, source, target) for shape, _, source, target in problems):
         return Lane(None, consumers, deliveries, [], [], stage, number)
     transfer = make_transfer(
-        stage, problems, number, op, timeout, strategy=stage.strategy, topology=stage.topology
+        stage.device,
+        stage.group,
+        problems,
+        number,
+        op,
+        timeout,
+        strategy=stage.strategy,
+        topology=stage.topology,
     )
     sources = [(shape, dtype, source) for shape, dtype, source, _ in problems]
     targets = [(shape, dtype, target) for shape, dtype, _, target in problems]

@@ -50,7 +50,7 @@ def test_a_gpu_that_is_not_there_is_refused(device: str) -> None:
 
 def test_the_gpu_is_the_current_one_and_must_exist() -> None:
     with (
-        mock.patch.object(devices, "gpu_obstacle", return_value=""),
+        mock.patch.object(devices, "own_obstacle", return_value=""),
         mock.patch.object(torch.cuda, "device_count", return_value=4),
         mock.patch.object(torch.cuda, "current_device", return_value=2),
     ):

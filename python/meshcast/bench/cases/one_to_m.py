@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.tensor import Replicate
 
-from meshcast import Layout
+from meshcast.layout import Layout
 
 from .case import RANKS_PER_HOST, Case
 
