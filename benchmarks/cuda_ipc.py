@@ -21,8 +21,8 @@ from typing import Any
 import meshcast
 import torch
 import torch.distributed as dist
-from meshcast.cuda_lanes import gpu_of
-from meshcast.groups import parent_group
+from meshcast.groups.parent import parent_group
+from meshcast.transfers.gpu_lanes import gpu_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.reductions import reduce_tensor

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from meshcast import _kernels
+from meshcast.bench import kernels
 
 from benchmarks import on_gpu
 
@@ -51,17 +51,17 @@ def plain_rate(nbytes: int) -> float:
     return rate(lambda: target.copy_(source), nbytes)
 
 
-def measure(name: str, pairs: list[_kernels.Pair], direction: str) -> dict[str, Any]:
+def measure(name: str, pairs: list[kernels.Pair], direction: str) -> dict[str, Any]:
     def by_torch() -> None:
         for source, target in pairs:
             target.copy_(source)
 
-    _kernels.copy(pairs)
+    kernels.copy(pairs)
     if not all(torch.equal(source, target) for source, target in pairs):
         sys.exit(f"benchmarks.cuda_kernels: {name}, {direction}: wrong bytes")
     nbytes = sum(source.nbytes for source, _ in pairs)
     plain = plain_rate(nbytes)
-    ours, theirs = rate(lambda: _kernels.copy(pairs), nbytes), rate(by_torch, nbytes)
+    ours, theirs = rate(lambda: kernels.copy(pairs), nbytes), rate(by_torch, nbytes)
     row = {
         "box": name,
         "direction": direction,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from meshcast import _kernels
+from meshcast.bench import kernels
 
 __all__ = ["begin", "refuse", "write_figures"]
 
@@ -23,7 +23,7 @@ def begin(name: str, text: str | None) -> Path | None:
     out: Path | None = parser.parse_args().out
     if not torch.cuda.is_available():
         refuse(name, "torch sees no CUDA device")
-    if not _kernels.available():
+    if not kernels.available():
         refuse(name, "this build of meshcast has no CUDA code")
     return out
 

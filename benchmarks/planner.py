@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from meshcast import Layout, Topology
-from meshcast.plan import Options, Plan, Problem
+from meshcast.planning.plan import Options, Plan, Problem
 from torch.distributed.tensor import Replicate, Shard
 
 from .machine import machine

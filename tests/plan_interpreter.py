@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from meshcast.layout import Box, Layout
-from meshcast.plan import Plan, Problem, Transfer
+from meshcast.planning.plan import Plan, Problem, Transfer
 
 Array = np.ndarray[Any, Any]
 _COMBINE = {"sum": np.add, "avg": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}

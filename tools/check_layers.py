@@ -27,18 +27,6 @@ PYTHON_LAYERS = (
     ("bench",),
     ("cli",),
 )
-# Where modules that have no folder of their own yet belong.
-FLAT = {
-    "base": "_checks _host _json observe strides",
-    "planning": "_plan_cache _plan_draw _plan_json _plan_text _plan_views plan",
-    "groups": "_rails _shared_memory agreements groups prepare private_group rejection",
-    "transfers": "casts cuda_copies cuda_lanes cuda_transfer gpu_offer gpu_transport handle make passage pinned"
-    " shards staged_transfer transfer",
-    "resharding": "autograd calls compiled digest discovery in_place local many member memory ops"
-    " redistribute reduction repeat reshard resharder state_call state_dict state_round state_specs traced",
-    "backend": "backend_options broadcast inner_nccl",
-    "bench": "_kernels",
-}
 CPP_LAYERS = (
     ("common",),
     ("layout",),
@@ -56,7 +44,7 @@ USE_C = {"layout", "topology", "planning", "groups", "transfers", "backend", "be
 # Used by the command line and `meshcast/__init__` alone: they hold the package together.
 TOP = {"", "__main__", "_version", "_build_check", "_build_info"}
 # What a face loads only when somebody asks for it.
-LAZY = {"plan": {"_plan_text", "_plan_draw", "_plan_json"}}
+LAZY = {"planning.plan": {"planning.text", "planning.draw", "planning.plan_json"}}
 HEADERS_OF_TORCH = ("torch/", "ATen/", "c10/", "cuda")
 
 # What is still to be cut. Lines only ever go.
@@ -64,11 +52,10 @@ KNOWN = Path(__file__).resolve().parent / "layers_known.txt"
 
 
 _RANK = {layer: number for number, row in enumerate(PYTHON_LAYERS) for layer in row}
-_HOME = {module: layer for layer, modules in FLAT.items() for module in modules.split()}
 
 
 def python_layer(module: str) -> str:
-    return _HOME.get(module, module.split(".")[0])
+    return module.split(".")[0]
 
 
 def python_rank(layer: str) -> int:

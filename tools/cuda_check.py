@@ -45,7 +45,7 @@ def refusals(rank: int) -> None:
     import meshcast
     import torch
     from meshcast import _C
-    from meshcast.groups import parent_group
+    from meshcast.groups.parent import parent_group
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard
 

@@ -11,7 +11,7 @@ _Box = tuple[tuple[int, int], ...]
 _Placement = tuple[str, int, int, str]  # kind, dim, split factor, reduce op
 _Host = tuple[list[int], list[tuple[int, int]], int]  # ranks, (out rate, in rate) of each NIC, local rate
 
-cuda: Any  # the kernels, for _kernels.py; only builds with CUDA code have it
+cuda: Any  # the kernels, for kernels.py; only builds with CUDA code have it
 
 class Layout:
     def __init__(self, mesh_shape: list[int], ranks: bytes, placements: list[_Placement]) -> None: ...
@@ -84,7 +84,7 @@ class Plan:
     def peak_staging(self) -> list[int]: ...
 
 class SharedMemory:
-    """A rank's way to the memory of the other ranks of its host; see _shared_memory.py."""
+    """A rank's way to the memory of the other ranks of its host; see shared_memory.py."""
 
     def __init__(self, ranks: int) -> None: ...
     @property

@@ -8,8 +8,6 @@ torch.distributed.tensor alone takes the better part of a second.
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,15 +17,16 @@ from ._version import __version__
 
 check_torch(torch.__version__, torch.version.cuda)  # before anything loads _C
 
-from . import backend, observe, ops  # noqa: E402
+from .backend.backend import register as _register_backend  # noqa: E402
+from .base.observe import set_up as _set_up_observation  # noqa: E402
+from .resharding.compile_op import register as _register_operator  # noqa: E402
 
-backend.register()
-ops.register()
-observe.set_up()
+_register_backend()
+_register_operator()
+_set_up_observation()
 
 if TYPE_CHECKING:
-    from .autograd import backward
-    from .discovery import measure_topology
+    from .base.observe import dump_flight_record, flight_record
     from .errors import (
         AbortedError,
         DeadlineExceededError,
@@ -36,18 +35,19 @@ if TYPE_CHECKING:
         PeerLostError,
         PlanMismatchError,
     )
-    from .in_place import reshard_
+    from .groups.prepare import prepare
     from .layout import Layout
-    from .local import reshard_local
-    from .many import reshard_many
-    from .observe import dump_flight_record, flight_record
-    from .plan import Plan, plan, plan_cache_clear, plan_cache_info, plan_many
-    from .prepare import prepare
-    from .redistribute import enable_dtensor_redistribute
-    from .reshard import reshard
-    from .resharder import Resharder
+    from .planning.plan import Plan, plan, plan_cache_clear, plan_cache_info, plan_many
+    from .resharding.autograd import backward
+    from .resharding.in_place import reshard_
+    from .resharding.local import reshard_local
+    from .resharding.many import reshard_many
+    from .resharding.measure import measure_topology
+    from .resharding.redistribute import enable_dtensor_redistribute
+    from .resharding.reshard import reshard
+    from .resharding.resharder import Resharder
+    from .resharding.state_dict import reshard_state_dict
     from .spec import TensorSpec
-    from .state_dict import reshard_state_dict
     from .topology import Topology
 
 __all__ = [
@@ -87,40 +87,27 @@ _HOME = {
     "LayoutError": "errors",
     "MeshcastError": "errors",
     "PeerLostError": "errors",
-    "Plan": "plan",
+    "Plan": "planning.plan",
     "PlanMismatchError": "errors",
-    "Resharder": "resharder",
+    "Resharder": "resharding.resharder",
     "TensorSpec": "spec",
     "Topology": "topology",
-    "backward": "autograd",
-    "dump_flight_record": "observe",
-    "enable_dtensor_redistribute": "redistribute",
-    "flight_record": "observe",
-    "measure_topology": "discovery",
-    "plan": "plan",
-    "plan_cache_clear": "plan",
-    "plan_cache_info": "plan",
-    "plan_many": "plan",
-    "prepare": "prepare",
-    "reshard": "reshard",
-    "reshard_": "in_place",
-    "reshard_local": "local",
-    "reshard_many": "many",
-    "reshard_state_dict": "state_dict",
+    "backward": "resharding.autograd",
+    "dump_flight_record": "base.observe",
+    "enable_dtensor_redistribute": "resharding.redistribute",
+    "flight_record": "base.observe",
+    "measure_topology": "resharding.measure",
+    "plan": "planning.plan",
+    "plan_cache_clear": "planning.plan",
+    "plan_cache_info": "planning.plan",
+    "plan_many": "planning.plan",
+    "prepare": "groups.prepare",
+    "reshard": "resharding.reshard",
+    "reshard_": "resharding.in_place",
+    "reshard_local": "resharding.local",
+    "reshard_many": "resharding.many",
+    "reshard_state_dict": "resharding.state_dict",
 }
-
-
-class _Package(ModuleType):
-    """Some functions share the name of the module that holds them. Importing that module binds its name in
-    the package; this keeps the function there, whoever imported the module and when."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and _HOME.get(name) == name:
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from . import _checks
+from .base import checks
 from .errors import LayoutError
 
 if TYPE_CHECKING:
@@ -92,16 +92,16 @@ class Layout:
             raise LayoutError(f"layout {text!r}: expected text; {_NOTATION_HELP}")
         found = _NOTATION.fullmatch(text)
         if found is None:
-            raise LayoutError(f"layout {_checks.shown(text)} cannot be read; {_NOTATION_HELP}")
+            raise LayoutError(f"layout {checks.shown(text)} cannot be read; {_NOTATION_HELP}")
         mesh_shape = tuple(int(n) for n in found["mesh"].split("x"))
         first = (
             int(found["first"])
             if found["first"] is not None
-            else _checks.integer("first_rank", first_rank, 0, _MAX_RANKS)
+            else checks.integer("first_rank", first_rank, 0, _MAX_RANKS)
         )
         if len(mesh_shape) > _MAX_MESH_DIMS:
             raise LayoutError(
-                f"layout {_checks.shown(text)}: {len(mesh_shape)} mesh dimensions; "
+                f"layout {checks.shown(text)}: {len(mesh_shape)} mesh dimensions; "
                 f"allowed are 1 to {_MAX_MESH_DIMS}"
             )
         size = 1
@@ -109,13 +109,13 @@ class Layout:
             size *= n
         if not 1 <= size <= _MAX_RANKS:
             raise LayoutError(
-                f"layout {_checks.shown(text)}: a mesh of {size} ranks; allowed are 1 to {_MAX_RANKS}"
+                f"layout {checks.shown(text)}: a mesh of {size} ranks; allowed are 1 to {_MAX_RANKS}"
             )
         dims = re.findall(r"R|S[0-9]+", found["dims"])
-        if len(dims) > _checks.MAX_DIMS:
+        if len(dims) > checks.MAX_DIMS:
             raise LayoutError(
-                f"layout {_checks.shown(text)}: {len(dims)} tensor dimensions; "
-                f"allowed are 0 to {_checks.MAX_DIMS}"
+                f"layout {checks.shown(text)}: {len(dims)} tensor dimensions; "
+                f"allowed are 0 to {checks.MAX_DIMS}"
             )
         placements: list[_Placement] = [("replicate", 0, 1, "")] * len(mesh_shape)
         for dim, letters in enumerate(dims):
@@ -183,12 +183,12 @@ class Layout:
         """
         return {
             rank: [box for box, _ in pieces]
-            for rank, _, pieces in self._core(shape).shards(_checks.shape(shape))
+            for rank, _, pieces in self._core(shape).shards(checks.shape(shape))
         }
 
     def local_shapes(self, shape: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Shape of each rank's local tensor; an empty shard has a zero in it."""
-        return {rank: local for rank, local, _ in self._core(shape).shards(_checks.shape(shape))}
+        return {rank: local for rank, local, _ in self._core(shape).shards(checks.shape(shape))}
 
     def _core(self, shape: Sequence[int]) -> _C.Layout:
         """The C++ layout for tensors of as many dimensions as `shape`: negative dimensions resolved, all in
@@ -277,16 +277,16 @@ def _read_mesh(mesh: Any) -> tuple[tuple[int, ...], array[int]]:
             raise LayoutError("the mesh has no ranks: give at least one")
         for row in level:
             if not isinstance(row, list | tuple) or len(row) != size:
-                raise LayoutError(f"the mesh is ragged: {_checks.shown(row)} stands beside rows of {size}")
+                raise LayoutError(f"the mesh is ragged: {checks.shown(row)} stands beside rows of {size}")
         shape.append(size)
         level = [item for row in level for item in row]
     if not shape:
         raise LayoutError(
-            f"mesh {_checks.shown(mesh)}: expected a nested list or tensor of global ranks, or a DeviceMesh"
+            f"mesh {checks.shown(mesh)}: expected a nested list or tensor of global ranks, or a DeviceMesh"
         )
     if len(level) > _MAX_RANKS:
         raise LayoutError(f"a mesh of {len(level)} ranks; allowed are 1 to {_MAX_RANKS}")
-    ranks = array("i", [_checks.integer("mesh rank", rank, 0, (1 << 31) - 1) for rank in level])
+    ranks = array("i", [checks.integer("mesh rank", rank, 0, (1 << 31) - 1) for rank in level])
     if len(set(ranks)) != len(ranks):
         seen: set[int] = set()
         twice = next(rank for rank in ranks if rank in seen or seen.add(rank))  # type: ignore[func-returns-value]
@@ -314,7 +314,7 @@ def _read_placement(index: int, placement: Any) -> _Placement:
             )
         return "partial", 0, 1, placement.reduce_op
     raise LayoutError(
-        f"placement {index}, {_checks.shown(placement)}: "
+        f"placement {index}, {checks.shown(placement)}: "
         "allowed are Shard(dim), Replicate(), Partial(op) and _StridedShard"
     )
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from . import _checks
-from ._host import gather_facts, host_identity, network_links, ranks_by_host
-from ._json import Reader, read_json
+from .base import checks
+from .base.host import gather_facts, host_identity, network_links, ranks_by_host
+from .base.json_reader import Reader, read_json
 from .errors import LayoutError
 
 if TYPE_CHECKING:
@@ -97,9 +97,9 @@ class Topology:
         """Equal hosts: rank r is on host r // ranks_per_host. Rates in Gbit/s, for each NIC and direction;
         latency in microseconds."""
         uniform = _Uniform(
-            _checks.integer("ranks_per_host", ranks_per_host, 1, _MAX_UNIFORM_RANK + 1),
+            checks.integer("ranks_per_host", ranks_per_host, 1, _MAX_UNIFORM_RANK + 1),
             _rate("nic_gbps", nic_gbps),
-            _checks.integer("nics_per_host", nics_per_host, 1, _MAX_NICS),
+            checks.integer("nics_per_host", nics_per_host, 1, _MAX_NICS),
             _rate("local_gbps", local_gbps),
         )
         topology = cls.__new__(cls)
@@ -118,9 +118,9 @@ class Topology:
         """Hosts from who runs where ({rank: host identity}) and rates in Gbit/s that hold for all. Hosts are
         ordered by lowest rank."""
         if not isinstance(hosts, Mapping):
-            raise LayoutError(f"hosts {_checks.shown(hosts)}: expected a mapping from rank to host identity")
+            raise LayoutError(f"hosts {checks.shown(hosts)}: expected a mapping from rank to host identity")
         nic = Nic(_rate("nic_gbps", nic_gbps), _rate("nic_gbps", nic_gbps))
-        nics = (nic,) * _checks.integer("nics_per_host", nics_per_host, 1, _MAX_NICS)
+        nics = (nic,) * checks.integer("nics_per_host", nics_per_host, 1, _MAX_NICS)
         local_rate = _rate("local_gbps", local_gbps)
         return cls((Host(ranks, nics, local_rate) for ranks in ranks_by_host(hosts)), latency_us)
 
@@ -149,8 +149,8 @@ class Topology:
         """
         facts = gather_facts((host_identity(), network_links()), group)
         ranks_of = ranks_by_host({rank: identity for rank, (identity, _) in facts.items()})
-        known = None if nic_gbps is None else _checks.positive("nic_gbps", nic_gbps)
-        inside = _checks.positive("local_gbps", local_gbps)
+        known = None if nic_gbps is None else checks.positive("nic_gbps", nic_gbps)
+        inside = checks.positive("local_gbps", local_gbps)
         hosts = []
         for ranks in ranks_of:
             links = facts[ranks[0]][1]
@@ -318,23 +318,23 @@ def _together(nics: Sequence[Nic]) -> Nic:
 
 def _rate(name: str, gbps: Any) -> int:
     """Bytes per second of a rate in Gbit/s."""
-    rate = round(_checks.positive(name, gbps, high=_MAX_RATE * 8e-9) * 1e9 / 8)
+    rate = round(checks.positive(name, gbps, high=_MAX_RATE * 8e-9) * 1e9 / 8)
     if rate < 1:
         raise LayoutError(f"{name} {gbps}: less than one byte per second")
     return rate
 
 
 def _latency_ns(latency_us: Any) -> int:
-    return round(_checks.not_negative("latency_us", latency_us, high=_MAX_LATENCY_NS / 1e3) * 1e3)
+    return round(checks.not_negative("latency_us", latency_us, high=_MAX_LATENCY_NS / 1e3) * 1e3)
 
 
 def _checked_host(index: int, host: Any) -> Host:
     if not isinstance(host, Host):
-        raise LayoutError(f"host {index}, {_checks.shown(host)}: expected meshcast.topology.Host")
+        raise LayoutError(f"host {index}, {checks.shown(host)}: expected meshcast.topology.Host")
     where = f"host {index}"
     nics = _checked_nics(where, host.nics)
-    ranks = tuple(_checks.integer(f"{where}: rank", rank, 0, _MAX_RANK) for rank in host.ranks)
-    return Host(ranks, nics, _checks.integer(f"{where}: local_rate", host.local_rate, 1, _MAX_RATE))
+    ranks = tuple(checks.integer(f"{where}: rank", rank, 0, _MAX_RANK) for rank in host.ranks)
+    return Host(ranks, nics, checks.integer(f"{where}: local_rate", host.local_rate, 1, _MAX_RATE))
 
 
 def _checked_nics(where: str, nics: Sequence[Nic]) -> tuple[Nic, ...]:
@@ -342,8 +342,8 @@ def _checked_nics(where: str, nics: Sequence[Nic]) -> tuple[Nic, ...]:
         raise LayoutError(f"{where} has no NIC: give at least one")
     return tuple(
         Nic(
-            _checks.integer(f"{where}: NIC {i}: out_rate", nic.out_rate, 1, _MAX_RATE),
-            _checks.integer(f"{where}: NIC {i}: in_rate", nic.in_rate, 1, _MAX_RATE),
+            checks.integer(f"{where}: NIC {i}: out_rate", nic.out_rate, 1, _MAX_RATE),
+            checks.integer(f"{where}: NIC {i}: in_rate", nic.in_rate, 1, _MAX_RATE),
         )
         for i, nic in enumerate(nics)
     )

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from meshcast import _kernels
+from meshcast.bench import kernels
 
 
 def obstacle() -> str | None:
@@ -14,7 +14,7 @@ def obstacle() -> str | None:
         return f"torch {torch.__version__} is a CPU build"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    if not _kernels.available():
+    if not kernels.available():
         return "this build of meshcast has no CUDA code"
     return None
 

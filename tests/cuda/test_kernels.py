@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_shapes import ALL, Box
-from meshcast import _kernels
+from meshcast.bench import kernels
 from meshcast.errors import LayoutError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
@@ -29,13 +29,13 @@ def test_pack_and_unpack_as_torch_copies(box: Box, dtype: torch.dtype) -> None:
     tensor = unique(box.full, dtype)
     view = box.of(tensor)
     packed = torch.empty(view.shape, dtype=dtype, device="cuda")
-    _kernels.copy([(view, packed)])
+    kernels.copy([(view, packed)])
     assert torch.equal(bits(packed), bits(view))
 
     found = unique(box.full, dtype).neg() if dtype is not torch.uint8 else 255 - tensor
     expected = found.clone()
     box.of(expected).copy_(packed)
-    _kernels.copy([(packed, box.of(found))])
+    kernels.copy([(packed, box.of(found))])
     assert torch.equal(bits(found), bits(expected))
 
 
@@ -44,7 +44,7 @@ def test_many_boxes_share_launches(most_blocks: int) -> None:
     tensors = [unique(box.full, torch.int32) for box in ALL]
     views = [box.of(tensor) for _ in range(8) for box, tensor in zip(ALL, tensors, strict=True)]
     packed = [torch.empty(view.shape, dtype=torch.int32, device="cuda") for view in views]
-    _kernels.copy(list(zip(views, packed, strict=True)), most_blocks=most_blocks)
+    kernels.copy(list(zip(views, packed, strict=True)), most_blocks=most_blocks)
     for view, found in zip(views, packed, strict=True):
         assert torch.equal(found, view)
 
@@ -60,7 +60,7 @@ def same_numbers(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_casts_round_as_torch_does(source: torch.dtype, target: torch.dtype) -> None:
     if source == target:
         with pytest.raises(Exception, match="equal types"):
-            _kernels.cast(
+            kernels.cast(
                 [(torch.zeros(4, dtype=source, device="cuda"), torch.zeros(4, dtype=target, device="cuda"))]
             )
         return
@@ -69,7 +69,7 @@ def test_casts_round_as_torch_does(source: torch.dtype, target: torch.dtype) -> 
     numbers = ((high[:, None] << 16) | low).to(torch.int32).view(source)
     for view in (numbers, numbers[:, 1:-1], numbers.t()):
         found = torch.empty(view.shape, dtype=target, device="cuda")
-        _kernels.cast([(view, found)])
+        kernels.cast([(view, found)])
         assert same_numbers(found, view.to(target).contiguous())
 
 
@@ -87,10 +87,10 @@ def test_reductions_as_torch_computes(dtype: torch.dtype, op: str) -> None:
         "sum": torch.add, "avg": torch.add, "min": torch.minimum, "max": torch.maximum, "product": torch.mul,
     }[op]  # fmt: skip
     expected = compute(own, carried)
-    _kernels.reduce([(own, carried)], op)
+    kernels.reduce([(own, carried)], op)
     assert torch.equal(carried, expected)
     if op == "avg":
-        _kernels.divide([carried], 3)
+        kernels.divide([carried], 3)
         mean = expected / 3 if dtype.is_floating_point else torch.div(expected, 3, rounding_mode="trunc")
         torch.testing.assert_close(carried, mean.to(dtype))
 
@@ -100,7 +100,7 @@ def test_a_graph_captures_a_copy() -> None:
     found = torch.zeros(512, 100, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _kernels.copy([(source[:, 7:107], found)])
+        kernels.copy([(source[:, 7:107], found)])
     assert not found.any()
     graph.replay()
     assert torch.equal(bits(found), bits(source[:, 7:107]))
@@ -113,7 +113,7 @@ def test_calls_follow_the_current_stream() -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)  # a copy on another stream would run now, before the fill
         source.fill_(3)
-        _kernels.copy([(source[:, :1000], found)])
+        kernels.copy([(source[:, :1000], found)])
     stream.synchronize()
     assert torch.equal(found, torch.full_like(found, 3))
 
@@ -121,8 +121,8 @@ def test_calls_follow_the_current_stream() -> None:
 def test_wrong_devices_and_types_are_refused() -> None:
     here = torch.zeros(4, device="cuda")
     with pytest.raises(LayoutError, match="one device"):
-        _kernels.copy([(torch.zeros(4), here)])
+        kernels.copy([(torch.zeros(4), here)])
     with pytest.raises(LayoutError, match="unlike sizes"):
-        _kernels.copy([(here.double(), here)])
+        kernels.copy([(here.double(), here)])
     with pytest.raises(LayoutError, match="reduce: one of"):
-        _kernels.reduce([(here, here.to(torch.float8_e5m2))], "sum")
+        kernels.reduce([(here, here.to(torch.float8_e5m2))], "sum")

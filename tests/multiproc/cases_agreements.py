@@ -8,8 +8,8 @@ import time
 
 import meshcast
 import torch
-from meshcast import agreements
-from meshcast.groups import parent_group
+from meshcast.groups import agreements
+from meshcast.groups.parent import parent_group
 from multiproc.meshes import sharded
 from multiproc.oracle import coordinates, cut, unique_fill
 from torch.distributed.device_mesh import DeviceMesh

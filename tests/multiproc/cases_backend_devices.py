@@ -12,7 +12,7 @@ import meshcast
 import torch
 import torch.distributed as dist
 from meshcast import LayoutError
-from meshcast.inner_nccl import InnerNccl
+from meshcast.backend.inner_nccl import InnerNccl
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard

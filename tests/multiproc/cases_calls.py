@@ -12,8 +12,8 @@ from datetime import timedelta
 import meshcast
 import torch
 import torch.distributed as dist
-from meshcast.groups import parent_group
-from meshcast.transfer import Transfer
+from meshcast.groups.parent import parent_group
+from meshcast.transfers.persistent import Transfer
 from multiproc.meshes import quiet_mesh, sharded, spread
 from torch.distributed.tensor import DTensor, Replicate, Shard
 

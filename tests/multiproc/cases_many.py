@@ -7,7 +7,7 @@ import random
 import meshcast
 import torch
 import torch.distributed as dist
-from meshcast.groups import parent_group
+from meshcast.groups.parent import parent_group
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.oracle import coordinates, cut, unique_fill
 from torch.distributed.device_mesh import DeviceMesh

@@ -13,8 +13,8 @@ from pathlib import Path
 import meshcast
 import torch
 import torch.distributed as dist
-from meshcast.handle import Launch
-from meshcast.observe import Flight
+from meshcast.base.observe import Flight
+from meshcast.transfers.handle import Launch
 from multiproc.meshes import quiet_mesh, sharded
 from torch.distributed.tensor import Replicate, Shard
 

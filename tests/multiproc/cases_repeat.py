@@ -9,7 +9,7 @@ import time
 import meshcast
 import torch
 import torch.distributed as dist
-from meshcast.repeat import Repeat
+from meshcast.resharding.repeat import Repeat
 from multiproc.cases_many import check, fresh, raises
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.oracle import unique_fill

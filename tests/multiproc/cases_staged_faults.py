@@ -10,15 +10,9 @@ from unittest import mock
 import meshcast
 import torch
 import torch.distributed as dist
-from meshcast import gpu_offer
-from meshcast.errors import (
-    AbortedError,
-    DeadlineExceededError,
-    LayoutError,
-    MeshcastError,
-    PlanMismatchError,
-)
-from meshcast.groups import parent_group
+from meshcast.errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
+from meshcast.groups.parent import parent_group
+from meshcast.transfers import gpu_offer
 from multiproc.fake_gpu import FakeGpu, check, held, made_up_gpu, mesh_on
 from multiproc.oracle import unique_fill
 from torch.distributed.tensor import Replicate, Shard

@@ -7,8 +7,8 @@ import random
 import meshcast
 import torch
 import torch.distributed as dist
-from meshcast.digest import shard_digest
-from meshcast.groups import parent_group
+from meshcast.groups.parent import parent_group
+from meshcast.resharding.digest import shard_digest
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.oracle import coordinates, cut, unique_fill
 from torch.distributed.device_mesh import DeviceMesh
@@ -225,20 +225,20 @@ def torn(context) -> None:
 
 def _between(context, change, call, victim: str, **options) -> None:
     """Runs `change` on rank 1 after its digests were taken and before its data leaves."""
-    from meshcast import transfer
+    from meshcast.transfers import persistent
 
-    original = transfer.Transfer.launch
+    original = persistent.Transfer.launch
 
     def launch(self, sources, *arguments, **options):
         if len(sources) > 1 and context.rank == 1:
             change()
         return original(self, sources, *arguments, **options)
 
-    transfer.Transfer.launch = launch
+    persistent.Transfer.launch = launch
     try:
         raises(meshcast.MeshcastError, victim, lambda: call(**options))
     finally:
-        transfer.Transfer.launch = original
+        persistent.Transfer.launch = original
 
 
 def replicas_differ(context) -> None:

@@ -1,6 +1,6 @@
 """A made-up GPU: tensors "on" it are ordinary ones, but what is enqueued runs only when somebody asks for an
 event behind it, and then after a while. It stands where staged transfers ask CUDA for copies
-(cuda_copies.Copies)."""
+(gpu_copies.Copies)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from meshcast import Layout, cuda_copies, gpu_offer, transfer
-from meshcast.member import Member
-from meshcast.reduction import tensor_spec
+from meshcast import Layout
+from meshcast.resharding.reduction import tensor_spec
+from meshcast.resharding.tensor_move import Member
+from meshcast.transfers import gpu_copies, gpu_offer, persistent
 from multiproc.oracle import coordinates, cut
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -160,7 +161,7 @@ def made_up_gpu(seed: int) -> Iterator[FakeGpu]:
     """This process has a GPU for staged transfers. New results on it hold rubbish until something is copied
     there."""
     gpu = FakeGpu(seed)
-    check, allocate = transfer.check_shards, Member.allocate
+    check, allocate = persistent.check_shards, Member.allocate
 
     def check_on_cpu(*arguments, **options) -> None:
         check(*arguments, **{**options, "on_cpu": True})
@@ -172,9 +173,9 @@ def made_up_gpu(seed: int) -> Iterator[FakeGpu]:
         return result
 
     with (
-        mock.patch.object(cuda_copies, "COPIES", gpu),
+        mock.patch.object(gpu_copies, "COPIES", gpu),
         mock.patch.object(gpu_offer, "gpu_obstacle", return_value=""),
-        mock.patch.object(transfer, "check_shards", check_on_cpu),
+        mock.patch.object(persistent, "check_shards", check_on_cpu),
         mock.patch.object(Member, "allocate", allocate_rubbish),
     ):
         yield gpu

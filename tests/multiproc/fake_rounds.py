@@ -1,6 +1,6 @@
 """A made-up GPU side of private groups: what a build with CUDA does by CudaGroup.start, done over the CPU's
-transfer, so that calls between meshes on GPUs run without one. It casts as CudaGroup is asked to, checks what
-it is given as that does, and writes it down."""
+transfer, so that calls between meshes on GPUs run without one. It casts as CudaGroup is asked to, checks
+what it is given as that does, and writes it down."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from meshcast import cuda_transfer, gpu_offer, transfer
-from meshcast.cuda_lanes import CudaLanes, attach_gpu, gpu_of
+from meshcast.transfers import gpu_medium, gpu_offer, persistent
+from meshcast.transfers.gpu_lanes import CudaLanes, attach_gpu, gpu_of
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
@@ -103,7 +103,7 @@ class _Core:
 
 
 class _Place:
-    """As cuda_transfer's: every tensor of this process is on its one GPU."""
+    """As gpu_medium's: every tensor of this process is on its one GPU."""
 
     EVENT = 77
 
@@ -120,7 +120,7 @@ class _Place:
 def made_up_rounds() -> Iterator[MadeUpRounds]:
     """This process has a GPU for calls between GPUs, on which tensors are ordinary ones."""
     made_up = MadeUpRounds()
-    check = transfer.check_shards
+    check = persistent.check_shards
 
     def check_on_cpu(*arguments, **options) -> None:
         check(*arguments, **{**options, "on_cpu": True})
@@ -135,9 +135,9 @@ def made_up_rounds() -> Iterator[MadeUpRounds]:
 
     with (
         mock.patch.object(gpu_offer, "gpu_obstacle", return_value=""),
-        mock.patch.object(transfer, "check_shards", check_on_cpu),
-        mock.patch.object(cuda_transfer, "connect_lanes", connect),
-        mock.patch.object(cuda_transfer, "_Place", _Place),
+        mock.patch.object(persistent, "check_shards", check_on_cpu),
+        mock.patch.object(gpu_medium, "connect_lanes", connect),
+        mock.patch.object(gpu_medium, "_Place", _Place),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):
         yield made_up

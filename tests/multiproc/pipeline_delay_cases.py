@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from meshcast.groups.private import PrivateGroup
 from meshcast.pipelining import PipelineStage, get_schedule_class
 from meshcast.pipelining.action import Action, ActionKind
-from meshcast.private_group import PrivateGroup
 from multiproc.pipeline_models import CPU, TIMEOUT, train_alone
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor

@@ -10,13 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from meshcast.errors import LayoutError
-from meshcast.pipelining import (
-    GradScaler,
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleZBV,
-    clip_grad_norm_,
-)
+from meshcast.pipelining import GradScaler, PipelineStage, Schedule1F1B, ScheduleZBV, clip_grad_norm_
 from multiproc.pipeline_fault_cases import raises
 from multiproc.pipeline_models import (
     CPU,

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from meshcast import MeshcastError, backend
+from meshcast import MeshcastError
+from meshcast.backend import backend
 from multiproc.harness import WorldResult, run_world
 
 pytestmark = pytest.mark.timeout(270)

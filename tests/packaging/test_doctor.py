@@ -11,7 +11,7 @@ from pathlib import Path
 import meshcast
 import pytest
 import torch
-from meshcast._host import network_links
+from meshcast.base.host import network_links
 from meshcast.cli import doctor
 
 PACKAGE = Path(meshcast.__file__).parent

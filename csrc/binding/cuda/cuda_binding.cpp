@@ -46,7 +46,7 @@ cuda::Target target_of(int device, uint64_t stream, int most_blocks) {
 }  // namespace
 
 void bind_cuda(py::module_& parent) {
-  py::module_ m = parent.def_submodule("cuda", "Kernels on strided boxes. Used by meshcast._kernels.");
+  py::module_ m = parent.def_submodule("cuda", "Kernels on strided boxes. Used by meshcast.bench.kernels.");
   py::enum_<cuda::CastType>(m, "CastType")
       .value("float32", cuda::CastType::Float32)
       .value("bfloat16", cuda::CastType::BFloat16)

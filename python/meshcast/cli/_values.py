@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .. import _checks
+from ..base import checks
 from ..errors import LayoutError, MeshcastError
 
 __all__ = ["integer", "named", "times"]
@@ -26,7 +26,7 @@ def integer(option: str, text: str, least: int, most: int) -> int:
     """A whole number in least..most."""
     digits = text.strip().removeprefix("-")
     if not (digits.isascii() and digits.isdigit() and len(digits) < 20 and least <= int(text) <= most):
-        raise LayoutError(f"{option}: {_checks.shown(text)}: expected an integer in {least}..{most}")
+        raise LayoutError(f"{option}: {checks.shown(text)}: expected an integer in {least}..{most}")
     return int(text)
 
 
@@ -38,7 +38,7 @@ def times(option: str, text: str) -> float | list[float]:
         values = []
     if not values or not all(0 <= value < 1e12 for value in values):
         raise LayoutError(
-            f"{option}: {_checks.shown(text)}: expected a time >= 0, or one for each stage with commas "
+            f"{option}: {checks.shown(text)}: expected a time >= 0, or one for each stage with commas "
             "between them"
         )
     return values[0] if len(values) == 1 else values

@@ -52,7 +52,7 @@ def _measure(cases: list[Case], methods: list[str], arguments: argparse.Namespac
 
     from ..bench.measure import measure
     from ..bench.report import details
-    from ..discovery import measure_topology
+    from ..resharding.measure import measure_topology
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     wrong = 0

@@ -168,7 +168,7 @@ def _devices(problems: list[str]) -> dict[str, str]:
 
 
 def _host(problems: list[str]) -> dict[str, str]:
-    identity = runpy.run_path(str(_PACKAGE / "_host.py"))["host_identity"]()
+    identity = runpy.run_path(str(_PACKAGE / "host.py"))["host_identity"]()
     name = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
@@ -200,7 +200,7 @@ def _host(problems: list[str]) -> dict[str, str]:
 
 def _links(problems: list[str], sysfs: Path = Path("/sys/class/net")) -> dict[str, str]:
     """Interfaces that are up, with their speed as the operating system knows it; an unknown one stays so."""
-    known = runpy.run_path(str(_PACKAGE / "_host.py"))["links"](sysfs)
+    known = runpy.run_path(str(_PACKAGE / "host.py"))["links"](sysfs)
     facts = {
         name: f"{speed:g} Gbit/s" if speed is not None else "speed unknown to the operating system"
         for name, speed in known.items()

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .. import _checks
-from .._plan_text import time_text
+from ..base import checks
 from ..errors import LayoutError
 from ..layout import Layout
-from ..plan import BALANCES, STRATEGIES, Plan, plan
+from ..planning.plan import BALANCES, STRATEGIES, Plan, plan
+from ..planning.text import time_text
 from ..topology import Topology
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     with _option("--shape"):
         shape = _read_shape(arguments.shape)
     with _option("--dtype"):
-        dtype = _checks.dtype(arguments.dtype)
+        dtype = checks.dtype(arguments.dtype)
     layouts = []
     for name in ("--src", "--dst"):
         with _option(name):
@@ -85,15 +85,15 @@ def run(arguments: argparse.Namespace) -> int:
             layouts.append(layout)
     topology = _read_topology(arguments)
     with _option("--strategy"):
-        strategy = _checks.choice("value", arguments.strategy, STRATEGIES)
+        strategy = checks.choice("value", arguments.strategy, STRATEGIES)
     with _option("--balance"):
-        balance = _checks.choice("value", arguments.balance, BALANCES)
+        balance = checks.choice("value", arguments.balance, BALANCES)
     with _option("--chunk-bytes"):
         chunk_bytes = None if arguments.chunk_bytes is None else _read_number(arguments.chunk_bytes, int)
         if chunk_bytes is not None:
-            _checks.integer("value", chunk_bytes, 1, _checks.MAX_INT64)
+            checks.integer("value", chunk_bytes, 1, checks.MAX_INT64)
     with _option("--seed"):
-        seed = _checks.integer("value", _read_number(arguments.seed, int), 0, (1 << 64) - 1)
+        seed = checks.integer("value", _read_number(arguments.seed, int), 0, (1 << 64) - 1)
 
     def made(strategy: str) -> Plan:
         return plan(shape, dtype, layouts[0], layouts[1], topology, strategy, balance, chunk_bytes, seed)
@@ -124,9 +124,9 @@ def _read_shape(text: str) -> tuple[int, ...]:
     sizes = text.split(",") if text.strip() else []
     if not all(size.strip().isascii() and size.strip().isdigit() and len(size) < 25 for size in sizes):
         raise LayoutError(
-            f"{_checks.shown(text)}: expected sizes with commas between them, for example 1024,1024,512"
+            f"{checks.shown(text)}: expected sizes with commas between them, for example 1024,1024,512"
         )
-    return _checks.shape(int(size) for size in sizes)
+    return checks.shape(int(size) for size in sizes)
 
 
 def _read_number(text: str, kind: Callable[[str], T]) -> T:
@@ -136,7 +136,7 @@ def _read_number(text: str, kind: Callable[[str], T]) -> T:
         return kind(text)
     except ValueError:
         raise LayoutError(
-            f"{_checks.shown(text)}: expected {'an integer' if kind is int else 'a number'}"
+            f"{checks.shown(text)}: expected {'an integer' if kind is int else 'a number'}"
         ) from None
 
 

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .. import _checks
+from ..base import checks
 from ..errors import LayoutError
 from ..pipelining.draw import Panel, draw_panels, panel_of
-from ..pipelining.schedules import SCHEDULES
+from ..pipelining.orders import SCHEDULES
 from ..pipelining.simulate import SimulationReport, simulate
 from ..pipelining.trace import format_timeline
 from ._values import integer, named, times
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.buffers is not None:
         network["buffers"] = integer("--buffers", arguments.buffers, 0, _MOST)
     with named("--send-model"):
-        network["send_model"] = _checks.choice("value", arguments.send_model, ("buffered", "rendezvous"))
+        network["send_model"] = checks.choice("value", arguments.send_model, ("buffered", "rendezvous"))
     if arguments.compare:
         panels = _compare(stages, microbatches, costs, network)
     else:

@@ -2,7 +2,7 @@
 
 A schedule is data (`action`, `schedules`), made runnable by passes (`lower`, `validate`), then simulated
 (`simulate`) or run (`schedule`, `runtime`). The values between stages are resharded from mesh to mesh by
-`meshcast.transfer` (`wiring`). `Pipe`, `SplitPoint`, `pipe_split` and `pipeline` are torch's own.
+`meshcast.transfers.persistent` (`wiring`). `Pipe`, `SplitPoint`, `pipe_split` and `pipeline` are torch's own.
 """
 
 from __future__ import annotations

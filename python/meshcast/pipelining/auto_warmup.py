@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 from meshcast.pipelining.costs import Costs
-from meshcast.pipelining.engine import Simulation
 from meshcast.pipelining.errors import ScheduleError
+from meshcast.pipelining.event_simulation import Simulation
 from meshcast.pipelining.lower import Link, lower
-from meshcast.pipelining.schedules import Warmup, build, canonical_name
+from meshcast.pipelining.orders import Warmup, build, canonical_name
 
 __all__ = ["AutoWarmup", "Budget", "check_budget", "resolve_warmup"]
 

@@ -88,47 +88,47 @@ class PipelineScheduleMulti(PipelineSchedule):
 
 
 class ScheduleGPipe(PipelineScheduleSingle):
-    """All forwards, then all backwards; see `meshcast.pipelining.schedules.gpipe`."""
+    """All forwards, then all backwards; see `meshcast.pipelining.orders.gpipe`."""
 
     name = "GPipe"
 
 
 class Schedule1F1B(PipelineScheduleSingle):
-    """One backward and one forward in turn; see `meshcast.pipelining.schedules.one_f_one_b`."""
+    """One backward and one forward in turn; see `meshcast.pipelining.orders.one_f_one_b`."""
 
     name = "1F1B"
 
 
 class ScheduleEager1F1B(PipelineScheduleSingle):
     """1F1B with a longer warm-up, which hides forward transfers; see
-    `meshcast.pipelining.schedules.eager_1f1b`."""
+    `meshcast.pipelining.orders.eager_1f1b`."""
 
     name = "Eager1F1B"
 
 
 class ScheduleZBH1(PipelineScheduleSingle):
     """Weight gradients fill bubbles, with the memory of 1F1B; see
-    `meshcast.pipelining.schedules.zero_bubble`."""
+    `meshcast.pipelining.orders.zero_bubble`."""
 
     name = "ZBH1"
 
 
 class ScheduleZBH2(PipelineScheduleSingle):
     """Weight gradients fill all bubbles, with about twice the memory of 1F1B; see
-    `meshcast.pipelining.schedules.zero_bubble`."""
+    `meshcast.pipelining.orders.zero_bubble`."""
 
     name = "ZBH2"
 
 
 class ScheduleZBV(PipelineScheduleMulti):
-    """Two stages on each rank, down the ranks and up again; see `meshcast.pipelining.schedules.zb_v`."""
+    """Two stages on each rank, down the ranks and up again; see `meshcast.pipelining.orders.zb_v`."""
 
     name = "ZBV"
 
 
 class ScheduleInterleaved1F1B(PipelineScheduleMulti):
     """Several stages on each rank, stage s on rank s mod p; see
-    `meshcast.pipelining.schedules.interleaved`."""
+    `meshcast.pipelining.orders.interleaved`."""
 
     name = "Interleaved1F1B"
 

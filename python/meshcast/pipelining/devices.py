@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from meshcast.errors import LayoutError
-from meshcast.gpu_offer import own_obstacle
-from meshcast.groups import parent_group
-from meshcast.make import unagreed_transfer
-from meshcast.transfer import Problem, Transfer
+from meshcast.groups.parent import parent_group
+from meshcast.transfers.gpu_offer import own_obstacle
+from meshcast.transfers.make import unagreed_transfer
+from meshcast.transfers.persistent import Problem, Transfer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

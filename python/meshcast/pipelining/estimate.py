@@ -6,7 +6,7 @@ from meshcast.pipelining.deliveries import bundles, returns
 from meshcast.pipelining.lower import Link
 from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.wiring import Wiring, gradient_layout
-from meshcast.plan import plan_many
+from meshcast.planning.plan import plan_many
 from meshcast.topology import Topology
 
 __all__ = ["transfer_times"]

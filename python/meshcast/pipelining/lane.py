@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from meshcast.handle import Handle
 from meshcast.pipelining.deliveries import Delivery
 from meshcast.pipelining.stage import PipelineStage
-from meshcast.transfer import Transfer
+from meshcast.transfers.handle import Handle
+from meshcast.transfers.persistent import Transfer
 
 __all__ = ["Arrival", "Lane", "Shard"]
 

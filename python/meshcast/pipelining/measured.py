@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshcast import _checks
+from meshcast.base import checks
 from meshcast.errors import LayoutError
 from meshcast.pipelining.action import Action
 from meshcast.pipelining.errors import ScheduleError
@@ -38,7 +38,7 @@ def read_trace(path: Path) -> list[Event]:
                 events.append(Event(int(each["pid"]), _checked(str(each["name"])), begin, end))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LayoutError(
-            f"not a trace of a pipeline step ({type(error).__name__}: {_checks.shown(str(error))})"
+            f"not a trace of a pipeline step ({type(error).__name__}: {checks.shown(str(error))})"
         ) from None
     return events
 
@@ -49,9 +49,9 @@ def _checked(name: str) -> str:
     try:
         action = Action.parse(name.removeprefix("wait "))
     except ScheduleError:
-        raise LayoutError(f"event {_checks.shown(name)} is no action of a pipeline") from None
+        raise LayoutError(f"event {checks.shown(name)} is no action of a pipeline") from None
     if action.kind.is_recv != bool(waits):
-        raise LayoutError(f"event {_checks.shown(name)} is not one that a trace holds")
+        raise LayoutError(f"event {checks.shown(name)} is not one that a trace holds")
     return f"{waits}{action}"
 
 

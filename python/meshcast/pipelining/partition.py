@@ -18,7 +18,7 @@ from meshcast.pipelining.errors import ScheduleError
 from meshcast.pipelining.lower import Link
 from meshcast.pipelining.partition_search import Cut, best_cut, even
 from meshcast.pipelining.simulate import SimulationReport, simulate
-from meshcast.plan import plan_many
+from meshcast.planning.plan import plan_many
 from meshcast.topology import Topology
 
 __all__ = ["Layer", "Partition", "Value", "partition"]

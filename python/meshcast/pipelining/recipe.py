@@ -12,7 +12,7 @@ from meshcast.pipelining.action import Actions
 from meshcast.pipelining.auto_warmup import AutoWarmup, Budget, check_budget, resolve_warmup
 from meshcast.pipelining.costs import Costs
 from meshcast.pipelining.lower import AHEAD, Link, lower, stage_ranks
-from meshcast.pipelining.schedules import build, forward_only
+from meshcast.pipelining.orders import build, forward_only
 from meshcast.pipelining.simulate import SimulationReport, simulate_actions
 from meshcast.pipelining.validate import validate
 

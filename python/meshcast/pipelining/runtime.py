@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import torch
 
 from meshcast.errors import LayoutError, MeshcastError
-from meshcast.handle import Handle
 from meshcast.pipelining.action import Action, ActionKind
 from meshcast.pipelining.gpu_clock import GpuClock, Mark
 from meshcast.pipelining.inference import Way
@@ -30,6 +29,7 @@ from meshcast.pipelining.shapes import as_tuple, local_values
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.trace import Trace
 from meshcast.pipelining.wiring import Value, Wiring
+from meshcast.transfers.handle import Handle
 
 __all__ = ["Feed", "Runtime"]
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypedDict
 import torch
 
 from meshcast.errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
-from meshcast.groups import parent_group, seconds
+from meshcast.groups.parent import parent_group, seconds
 from meshcast.pipelining.action import Action, Actions
 from meshcast.pipelining.auto_warmup import AutoWarmup, Budget
 from meshcast.pipelining.devices import current

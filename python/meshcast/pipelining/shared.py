@@ -13,7 +13,7 @@ from meshcast.layout import Layout
 from meshcast.pipelining.devices import make_transfer
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.table import StageTable
-from meshcast.transfer import Transfer
+from meshcast.transfers.persistent import Transfer
 
 __all__ = ["SharedGradients"]
 

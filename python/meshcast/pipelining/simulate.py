@@ -9,10 +9,10 @@ from typing import Literal
 from meshcast.pipelining.action import Action, Actions
 from meshcast.pipelining.auto_warmup import AutoWarmup, check_budget, resolve_warmup
 from meshcast.pipelining.costs import Costs, Seconds
-from meshcast.pipelining.engine import Simulation, Span
 from meshcast.pipelining.errors import ScheduleError
+from meshcast.pipelining.event_simulation import Simulation, Span
 from meshcast.pipelining.lower import AHEAD, Link, lower, stage_ranks
-from meshcast.pipelining.schedules import build
+from meshcast.pipelining.orders import build
 
 __all__ = ["SendModel", "SimulationReport", "Span", "simulate", "simulate_actions"]
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten
 
-from meshcast import _checks
+from meshcast.base import checks
 from meshcast.errors import LayoutError
 from meshcast.pipelining.devices import stage_device
 from meshcast.pipelining.edge import Edge, check_edges
@@ -41,7 +41,7 @@ from meshcast.pipelining.layouts import data_dims as split_dims
 from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values, local_values, rows_of
 from meshcast.pipelining.split_backward import SplitBackward, hooks_made
 from meshcast.pipelining.wrappers import LastBackward, fsdp_parts, look_through, shared_parameters_of
-from meshcast.plan import STRATEGIES
+from meshcast.planning.plan import STRATEGIES
 from meshcast.topology import Topology
 
 __all__ = ["PipelineStage"]
@@ -174,7 +174,7 @@ class PipelineStage:
             if use_dtensor and mesh is None:
                 raise LayoutError(f"stage {stage_index}: use_dtensor needs mesh=")
             self.use_dtensor = use_dtensor
-            self.strategy = _checks.choice(f"stage {stage_index}: strategy", strategy, STRATEGIES)
+            self.strategy = checks.choice(f"stage {stage_index}: strategy", strategy, STRATEGIES)
             self.topology = topology
             self.data_dims_given, self.loss_dims_given = data_dims is not None, loss_dims is not None
             self.data_dims = (

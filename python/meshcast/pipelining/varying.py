@@ -21,7 +21,7 @@ from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.step import StepFeed
 from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.wiring import Wiring, connect
-from meshcast.transfer import Transfer
+from meshcast.transfers.persistent import Transfer
 
 __all__ = ["Wirings", "agree_on_step"]
 

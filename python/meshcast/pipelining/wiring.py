@@ -26,7 +26,7 @@ from meshcast.pipelining.shared import SharedGradients
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.wire import decode_value, encode_value
-from meshcast.transfer import Problem, Transfer
+from meshcast.transfers.persistent import Problem, Transfer
 
 __all__ = ["Value", "Wiring", "connect", "gradient_layout"]
 

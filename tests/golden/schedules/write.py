@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshcast.pipelining import dump_csv, lower
-from meshcast.pipelining.schedules import SCHEDULES, build
+from meshcast.pipelining.orders import SCHEDULES, build
 
 if __name__ == "__main__":
     for name in SCHEDULES:

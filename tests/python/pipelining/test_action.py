@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from meshcast.pipelining import Action, ActionKind, ScheduleError, dump_csv, load_csv, lower
-from meshcast.pipelining.schedules import SCHEDULES, build
+from meshcast.pipelining.orders import SCHEDULES, build
 from torch.distributed.pipelining.schedules import _Action
 
 kinds = st.sampled_from(list(ActionKind))

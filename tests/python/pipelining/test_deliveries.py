@@ -11,7 +11,7 @@ from meshcast import Layout
 from meshcast.pipelining import Edge, lower
 from meshcast.pipelining.action import Action, ActionKind, Actions
 from meshcast.pipelining.deliveries import bundles, returns
-from meshcast.pipelining.schedules import build, delay_weights
+from meshcast.pipelining.orders import build, delay_weights
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from meshcast import Layout, cuda_transfer
+from meshcast import Layout
 from meshcast.errors import LayoutError
 from meshcast.pipelining import Edge, PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B, devices
 from meshcast.pipelining.deliveries import Delivery
@@ -19,7 +19,8 @@ from meshcast.pipelining.exchange import Exchange
 from meshcast.pipelining.lane import Lane, Shard
 from meshcast.pipelining.table import agree_on_stages, describe_stages
 from meshcast.pipelining.wiring import Wiring
-from meshcast.transfer import Transfer
+from meshcast.transfers import gpu_medium
+from meshcast.transfers.persistent import Transfer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -89,13 +90,13 @@ def test_transfers_are_those_of_the_device() -> None:
     """Only those on the CPU agree before their first call, which blocks the host for NCCL's connections."""
     found: list[tuple[Any, ...]] = []
 
-    class Fake(cuda_transfer.CudaTransfer):
+    class Fake(gpu_medium.CudaTransfer):
         def _setup(self, *arguments: Any) -> None:
             found.append(arguments)
 
     there = stage()
     there.device = GPU
-    with mock.patch.object(cuda_transfer, "CudaTransfer", Fake):
+    with mock.patch.object(gpu_medium, "CudaTransfer", Fake):
         made = make_transfer(there, [], 5, "pipeline", 3.0, strategy="broadcast")
     assert isinstance(made, Fake)
     assert made._sides == ("cuda", "cuda")

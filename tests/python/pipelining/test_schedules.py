@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from meshcast.pipelining import ScheduleError, lower, simulate, validate
-from meshcast.pipelining.schedules import SCHEDULES, build, delay_weights, forward_only
+from meshcast.pipelining.orders import SCHEDULES, build, delay_weights, forward_only
 from meshcast.pipelining.trace import format_timeline
 from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops
 
@@ -266,7 +266,7 @@ def compare(file_name: str, lowered: dict) -> None:
     ],
 )
 def test_the_picture_in_the_docstring_is_the_simulated_one(module: str, runs: list) -> None:
-    documentation = importlib.import_module(f"meshcast.pipelining.schedules.{module}").__doc__
+    documentation = importlib.import_module(f"meshcast.pipelining.orders.{module}").__doc__
     lines = [line.strip() for line in documentation.splitlines() if line.startswith("    rank ")]
     drawn = [
         format_timeline(simulate(name, stages, microbatches, **options))

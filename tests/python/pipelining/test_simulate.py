@@ -8,7 +8,7 @@ import pytest
 from meshcast.pipelining import Action, ScheduleError, simulate
 from meshcast.pipelining.costs import Costs
 from meshcast.pipelining.lower import lower
-from meshcast.pipelining.schedules import build
+from meshcast.pipelining.orders import build
 from meshcast.pipelining.simulate import simulate_actions
 
 FREE = (16 + 4 - 1) * 3.0  # 4 stages, 16 micro-batches, forward 1, backward 2

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from meshcast.pipelining import Action, ScheduleError, lower, validate
-from meshcast.pipelining.schedules import build
+from meshcast.pipelining.orders import build
 
 
 def rows(text: dict[int, str]) -> dict[int, list[Action]]:

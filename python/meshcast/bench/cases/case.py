@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from meshcast.layout import Layout
-from meshcast.plan import Plan, plan_many
+from meshcast.planning.plan import Plan, plan_many
 from meshcast.topology import Topology
 
 RANKS_PER_HOST = 4

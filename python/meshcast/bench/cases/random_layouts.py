@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from meshcast.layout import Layout
-from meshcast.plan import plan
+from meshcast.planning.plan import plan
 from meshcast.topology import Topology
 
 from .case import RANKS_PER_HOST, Case

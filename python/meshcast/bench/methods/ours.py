@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshcast.local import reshard_local
-from meshcast.transfer import Transfer
+from meshcast.resharding.local import reshard_local
+from meshcast.transfers.persistent import Transfer
 
 from ..cases import Case
 from ..groups import Groups
@@ -51,7 +51,7 @@ def start(transfer: Transfer, src: list[torch.Tensor | None], dst: list[torch.Te
 def _reshard_dtensor(batch: Batch, move: Move, strategy: str) -> None:
     from torch.distributed.tensor import DTensor
 
-    from meshcast.in_place import reshard_
+    from meshcast.resharding.in_place import reshard_
     from meshcast.spec import TensorSpec
 
     assert move.source_mesh is not None and move.destination_mesh is not None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
 from meshcast.layout import Layout
-from meshcast.transfer import Transfer
+from meshcast.transfers.persistent import Transfer
 
 from ..move import Batch, Box, Move, cuts, extent, intersection, turns
 from .method import Method

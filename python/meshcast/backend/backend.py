@@ -1,0 +1,111 @@
+"""The c10d backend "meshcast": large broadcasts on the CPU are multicasts; all other collectives go to gloo
+there, and to NCCL on GPUs."""
+
+from __future__ import annotations
+
+import functools
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ..errors import MeshcastError
+
+if TYPE_CHECKING:
+    from .. import _C
+
+__all__ = ["NAME", "register"]
+
+NAME = "meshcast"
+
+_LARGE = 1 << 20  # bytes; where the switch pays is measured in docs/backend.md
+
+
+def register() -> None:
+    """Makes `init_process_group("meshcast")` and `new_group(backend="meshcast")` known to torch. Idempotent;
+    opens no socket and starts no thread. Does nothing where torch was built without torch.distributed."""
+    if dist.is_available() and NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
+    """Called by torch for each new group, once for both devices; for which of them, it does not say. Gloo is
+    built here because torch ships no header for it.
+
+    group: what torch tells of it. options: the user's pg_options. Raises LayoutError for those of another
+    backend.
+    """
+    from .. import _C
+    from .broadcast import Broadcasts
+    from .inner_nccl import InnerNccl
+    from .options import split
+
+    store, rank, size, timeout = group.store, group.group_rank, group.group_size, group.timeout
+    gloo_options, nccl_options = split(options)
+    inner = _gloo(dist.PrefixStore("gloo", store), rank, size, timeout, gloo_options)
+    _open_monitored_barrier()
+    broadcasts = Broadcasts()
+    cuda = InnerNccl(
+        store, rank, size, timeout, nccl_options, group.group_id, list(group.global_ranks_in_group)
+    )
+    backend = _C.ProcessGroupMeshcast(inner, rank, size, broadcasts.start, _multicast_from(), cuda)
+    broadcasts.key = backend.key
+    return backend
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, options: Any) -> Any:
+    if options is None:
+        inner = dist.ProcessGroupGloo(store, rank, size, timeout)
+    else:
+        options._timeout = timeout  # the group's own always holds, as in torch for NCCL
+        if not options._devices:
+            options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        inner = dist.ProcessGroupGloo(store, rank, size, options)
+    inner._set_sequence_number_for_group()  # as torch does for gloo itself
+    return inner
+
+
+def _multicast_from() -> int:
+    """Bytes from which a broadcast is a multicast, alike on all ranks: MESHCAST_BROADCAST_BYTES, or 1 MiB."""
+    text = os.environ.get("MESHCAST_BROADCAST_BYTES", "").strip() or str(_LARGE)
+    if not text.isdecimal() or int(text) == 0:
+        raise MeshcastError(
+            f"MESHCAST_BROADCAST_BYTES={text}: expected the number of bytes, 1 or more, from which a "
+            "broadcast is a multicast, the same on all ranks",
+            op="init_process_group",
+        )
+    return int(text)
+
+
+def _open_monitored_barrier() -> None:
+    """torch.distributed.monitored_barrier asks for gloo by name. From the first group of this backend on, it
+    takes those of this one too; every other group still goes to torch's own function. Idempotent."""
+    from torch.distributed import distributed_c10d as c10d
+
+    torchs = c10d.monitored_barrier
+    if getattr(torchs, "__meshcast__", False):
+        return
+
+    @functools.wraps(torchs)
+    def monitored_barrier(
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        wait_all_ranks: bool = False,
+    ) -> None:
+        if c10d._rank_not_in_group(group) or not _serves_cpu(group):
+            return torchs(group, timeout, wait_all_ranks)
+        if timeout is None:
+            timeout = dist.default_pg_timeout  # as for gloo: not that of the group
+        elif isinstance(timeout, int | float):  # gloo takes them too
+            timeout = timedelta(seconds=timeout)
+        c10d._check_valid_timeout(timeout)
+        found = c10d._get_default_group() if group is None else group
+        found.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)  # type: ignore[attr-defined]
+
+    monitored_barrier.__meshcast__ = True  # type: ignore[attr-defined]
+    c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
+
+
+def _serves_cpu(group: dist.ProcessGroup | None) -> bool:
+    return f"cpu:{NAME}" in dist.get_backend_config(group).split(",")

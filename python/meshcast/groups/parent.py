@@ -1,0 +1,161 @@
+"""What meshcast keeps for each process group of the user: the private groups made inside it, and what they
+have in common."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ..errors import LayoutError, MeshcastError
+from .private import PrivateGroup
+
+__all__ = ["ParentGroup", "parent_group", "seconds"]
+
+
+def seconds(timeout: float | timedelta | None, default: float) -> float:
+    """A user's timeout as seconds. Raises LayoutError unless it is positive."""
+    if timeout is None:
+        return default
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not value > 0:
+        raise LayoutError(f"timeout must be positive, found {timeout!r}")
+    return value
+
+
+class ParentGroup:
+    """A process group of the user and the private groups made inside it."""
+
+    def __init__(self, ranks: Sequence[int], rank: int, timeout: float, name: str, store: dist.Store) -> None:
+        self.ranks = frozenset(ranks)
+        self.rank = rank
+        self.timeout = timeout
+        self.name = name
+        self.closed = False
+        self.compiled: dict[Any, Any] = {}  # calls seen before, kept by reshard.py and local.py
+        self.extras: dict[str, Any] = {}  # what single operations keep
+        self._store = store
+        self._groups: dict[tuple[int, ...], PrivateGroup] = {}
+        self._groups_lock = threading.Lock()  # two threads must not make one group twice: it meets once
+        self._twins: dict[str, ParentGroup] = {}
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> ParentGroup:
+        # Own connection: a wait in the store blocks every other user of the same connection.
+        store: Any = c10d._get_process_group_store(group)
+        ranks, rank, timeout = dist.get_process_group_ranks(group), dist.get_rank(), _group_timeout(group)
+        return cls(ranks, rank, timeout, group.group_name, dist.PrefixStore("meshcast", store.clone()))
+
+    def twin(self, name: str) -> ParentGroup:
+        """The same ranks with private groups of their own, whose calls need no order with those of this one.
+        They end together."""
+        with self._groups_lock:
+            found = self._twins.get(name)
+            if found is None:
+                store = dist.PrefixStore(name, self._store)
+                found = ParentGroup(tuple(self.ranks), self.rank, self.timeout, self.name, store)
+                found.closed = self.closed
+                self._twins[name] = found
+            return found
+
+    def private(self, ranks: Sequence[int], op: str) -> PrivateGroup:
+        """The private group of these global ranks, ascending and unique. Raises LayoutError for ranks outside
+        the parent group."""
+        key = tuple(ranks)
+        group = self._groups.get(key)
+        if group is None:
+            outside = [rank for rank in key if rank not in self.ranks]
+            if outside:
+                raise LayoutError(
+                    f"{op}: ranks {outside} are not in process group {self.name!r}, which has ranks "
+                    f"{_brief(self.ranks)}; "
+                    "pass group= a group that holds both meshes",
+                    rank=self.rank,
+                    op=op,
+                )
+            with self._groups_lock:
+                group = self._groups.get(key)
+                if group is None:
+                    group = self._groups[key] = PrivateGroup(self._store, key, self.rank, self.timeout)
+        return group
+
+    def close(self) -> None:
+        self.closed = True
+        groups, self._groups = list(self._groups.values()), {}
+        self.compiled.clear()
+        self.extras.clear()
+        for group in groups:
+            group.close()
+        for twin in self._twins.values():
+            twin.close()
+        self._twins.clear()
+
+
+_parents: weakref.WeakKeyDictionary[dist.ProcessGroup, ParentGroup] = weakref.WeakKeyDictionary()
+_parents_lock = threading.Lock()
+_exit_registered = False
+
+
+def parent_group(group: dist.ProcessGroup | None, op: str) -> ParentGroup:
+    """What meshcast knows of a process group, None for the default one. A group that was destroyed takes its
+    private groups along; one that came in its place starts anew."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise MeshcastError(f"{op}: no process group; call torch.distributed.init_process_group first", op=op)
+    key = dist.group.WORLD if group is None else group
+    if not isinstance(key, dist.ProcessGroup):  # new_group gives a number to ranks outside
+        raise LayoutError(f"{op}: group {group!r} is not a process group that this rank belongs to", op=op)
+    known = _parents.get(key)
+    if known is not None and not known.closed:
+        return known
+    with _parents_lock:
+        if key not in c10d._world.pg_map:
+            raise LayoutError(
+                f"{op}: group {group!r} is not a process group that this rank belongs to", op=op
+            )
+        parent = _parents.get(key)
+        if parent is None or parent.closed:
+            parent = _parents[key] = ParentGroup.of(key)
+            # torch drops its store of a group when it destroys the group, but may keep the group itself.
+            weakref.finalize(c10d._get_process_group_store(key), parent.close).atexit = False
+            _register_exit()
+        return parent
+
+
+def _register_exit() -> None:
+    global _exit_registered
+    if not _exit_registered:
+        _exit_registered = True
+        atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    for parent in list(_parents.values()):
+        parent.close()
+
+
+def _group_timeout(group: dist.ProcessGroup) -> float:
+    """The group's own timeout in seconds, looked for below the debug wrapper and inside the meshcast backend;
+    torch's default where a backend has none."""
+    backend: Any
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # a group for GPUs alone
+        backend = group._get_backend(torch.device("cuda"))
+    backend = getattr(backend, "wrapped_pg", backend)
+    backend = getattr(backend, "inner", backend)
+    timeout = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
+    return float(timeout.total_seconds())
+
+
+def _brief(ranks: frozenset[int]) -> str:
+    ordered = sorted(ranks)
+    if len(ordered) > 2 and ordered[-1] - ordered[0] + 1 == len(ordered):
+        return f"{ordered[0]}..{ordered[-1]}"
+    return str(ordered)

@@ -1,0 +1,306 @@
+"""Private groups: the ranks of one transfer, with communicators that the user's own calls never share.
+
+A private group is made at its first use, on its own control thread, which also agrees on new transfers and
+starts those that have to wait for it. User threads only enqueue. Each private group has a control thread of
+its own, so that the order in which ranks meet groups cannot deadlock, and a group that waits for a rank that
+never calls holds up no other group. The thread ends whenever its queue is empty.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from .. import _C
+from ..base.host import host_identity
+from ..base.observe import Completable, log
+from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
+from ..topology import Topology
+from .agreements import Agreements
+from .rails import agreed_count, connect, first_rails, interfaces
+from .shared_memory import LocalMemory
+
+__all__ = ["Attachment", "Job", "PrivateGroup"]
+
+# A job gets the running group, or the error that ended it.
+Job = Callable[["_C.ReshardGroup | None", "Exception | None"], None]
+
+_POLL_LIMIT = 0.02  # seconds between two looks at the store while members are still missing
+_MET = "met"  # verdict: all members are here
+_DRAIN_LIMIT = 2.0  # seconds that a process that exits gives its transfers in flight
+
+
+class Attachment(Protocol):
+    """What a layer above keeps with a group, under a key of its own, for as long as the group lives."""
+
+    def abort(self, reason: str) -> None:
+        """The group has failed. Any thread; never blocks."""
+
+    def close(self) -> None:
+        """The group ends, and nothing new comes: lets go also what waits inside."""
+
+
+class PrivateGroup:
+    """The ranks of both meshes of a transfer. Counts calls per lane alike on every rank."""
+
+    def __init__(self, store: dist.Store, ranks: Sequence[int], rank: int, timeout: float) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.timeout = timeout
+        self.name = _group_name(self.ranks)
+        self.topology: Topology | None = None  # of these ranks, known once they have met
+        self.interfaces = 1  # of each host, likewise
+        self.agreements = Agreements()  # touched by jobs alone
+        self.transfers: dict[Any, Any] = {}  # compiled ones, kept by make.py
+        self.board: Any = None  # store of this life of the group, once its ranks have met
+        self.control: Any = None  # likewise, that of the core
+        self.attached: dict[str, Attachment] = {}
+        self._store = store
+        self._core: _C.ReshardGroup | None = None
+        self._error: Exception | None = None
+        self._closing = ""  # why, once the group is being ended
+        self._ordinals: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[float, Job]] = deque()
+        self._thread: threading.Thread | None = None
+        self._flying: list[Completable] = []
+        self._flying_limit = 64
+
+    def call(
+        self, lane: int, deadline: float, job: Callable[[int], Job], *, ready: Callable[[], bool]
+    ) -> int:
+        """Takes the next ordinal of `lane` and runs job(ordinal) behind all earlier jobs: at once in this
+        thread if nothing is queued, the group is up and ready() holds; else on the control thread. Returns
+        the ordinal."""
+        with self._lock:
+            ordinal = self._ordinals.get(lane, 0)
+            self._ordinals[lane] = ordinal + 1
+            self._dispatch(deadline, job(ordinal), ready)
+            return ordinal
+
+    def replay(self, deadline: float, job: Job, *, ready: Callable[[], bool]) -> None:
+        """Runs a job that has its ordinal already (a reverse transfer has that of its forward call)."""
+        with self._lock:
+            self._dispatch(deadline, job, ready)
+
+    def connect(self, timeout: float) -> None:
+        """Brings the group up, unless it is; blocks. Raises what keeps it from coming up."""
+        done = threading.Event()
+        found: list[Exception | None] = []
+
+        def job(_: _C.ReshardGroup | None, error: Exception | None) -> None:
+            found.append(error)
+            done.set()
+
+        self.replay(time.monotonic() + timeout, job, ready=lambda: True)
+        done.wait()
+        if found[0] is not None:
+            raise found[0]
+
+    def _dispatch(self, deadline: float, job: Job, ready: Callable[[], bool]) -> None:
+        if self._thread is None and self._core is not None and ready():
+            job(self._core, None)
+            return
+        self._queue.append((deadline, job))
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name=f"meshcast-control {self.name}", daemon=True
+            )
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._thread = None
+                    return
+                deadline, job = self._queue.popleft()
+            if self._core is None and self._error is None:
+                try:
+                    self._core = self._meet(deadline)
+                    if self._closing:  # abort() came while it connected and found nothing to abort
+                        self._core.abort(self._closing)
+                except Exception as error:
+                    self._error = error
+            core = self._core
+            if core is None:
+                job(None, self._error)
+                self._error = _as_first_cause(self._error, self.rank)
+            else:
+                job(core, None)
+
+    def _meet(self, deadline: float) -> _C.ReshardGroup:
+        """Waits until every member is here, then connects. All members of one life of the parent group come
+        exactly once, so counting arrivals tells lives apart even where they share a store."""
+        try:
+            arrivals = int(self._store.add(f"{self.name}/arrivals", 1))
+            store: Any = dist.PrefixStore(f"{self.name}/{(arrivals - 1) // len(self.ranks)}", self._store)
+            memory = LocalMemory(len(self.ranks))
+            names, told = interfaces()
+            members = self._gather(store, deadline, memory.offer, told)
+            hosts = {rank: host for rank, (host, _, _) in members.items()}
+            count = agreed_count({rank: text for rank, (_, _, text) in members.items()}, self.rank)
+            self.topology = Topology.from_hosts(hosts, nics_per_host=count)
+            self.interfaces = count
+            self.board = dist.PrefixStore("board", store)
+            self.control = dist.PrefixStore("control", store)
+            offers = {rank: offer for rank, (host, offer, _) in members.items() if host == hosts[self.rank]}
+            memory.meet(self.ranks, offers, self.rank, max(deadline - time.monotonic(), 0.001))
+            rails = connect(store, self.ranks, self.rank, names, deadline, self.timeout)
+            log.info("rank %d: connected with ranks %s", self.rank, self.name)
+            return _C.ReshardGroup(
+                rails,
+                first_rails(self.ranks, self.topology, count),
+                self.control,
+                list(self.ranks),
+                self.rank,
+                self.name,
+                memory.settle(store, self.rank, deadline),
+            )
+        except MeshcastError:
+            raise
+        except Exception as cause:
+            if time.monotonic() >= deadline:
+                raise DeadlineExceededError(
+                    f"rank {self.rank}: connecting the private group of ranks {list(self.ranks)} did not "
+                    f"finish in time: {cause}",
+                    rank=self.rank,
+                    op="connect",
+                    phase="connect",
+                ) from cause
+            raise PeerLostError(
+                f"rank {self.rank}: connecting the private group of ranks {list(self.ranks)} failed: {cause}",
+                rank=self.rank,
+                op="connect",
+                phase="connect",
+            ) from cause
+
+    def _gather(
+        self, store: dist.Store, deadline: float, offer: str, interfaces: str
+    ) -> dict[int, tuple[str, str, str]]:
+        """Publishes this rank's host, its offer to the ranks there and what it says of its interfaces;
+        returns everybody's.
+
+        The first rank that sees all members, or gives up, decides for all: were each to judge for itself, one
+        could leave while the others already connect and wait for it until their deadline.
+        """
+        begin = time.monotonic()
+        late = store.check(["verdict"])
+        store.set(f"member/{self.rank}", json.dumps([host_identity(), offer, interfaces]))
+        missing = [rank for rank in self.ranks if rank != self.rank]
+        pause = 0.0005
+        while True:
+            missing = [rank for rank in missing if not store.check([f"member/{rank}"])]
+            verdict = store.get("verdict").decode() if store.check(["verdict"]) else ""
+            elapsed = time.monotonic() - begin
+            left = deadline - time.monotonic()
+            proposal = ""
+            if not missing:
+                proposal = _MET
+            elif self._closing:
+                proposal = f"aborted rank {self.rank}: {self._closing}"
+            elif left <= 0:
+                proposal = f"deadline {self._not_met(missing, elapsed)}"
+            if proposal and not verdict:
+                verdict = store.compare_set("verdict", "", proposal).decode()
+            if verdict == _MET:
+                return {rank: tuple(json.loads(store.get(f"member/{rank}"))) for rank in self.ranks}
+            if verdict:
+                # Who waited sees the failure itself, whoever found it first; who comes later finds a group
+                # that has failed.
+                kind, message = verdict.split(" ", 1)
+                error = DeadlineExceededError if kind == "deadline" and not late else AbortedError
+                raise error(
+                    message,
+                    rank=self.rank,
+                    peer=missing[0] if missing and kind == "deadline" else None,
+                    op="connect",
+                    phase="connect",
+                    elapsed=elapsed,
+                    limit=elapsed if kind == "deadline" else None,
+                )
+            time.sleep(min(pause, max(left, 0.0005)))
+            pause = min(pause * 1.5, _POLL_LIMIT)
+
+    def _not_met(self, missing: Sequence[int], elapsed: float) -> str:
+        return (
+            f"rank {self.rank}: ranks {list(missing)} did not call within {elapsed:.1f} s; the group "
+            f"of ranks {list(self.ranks)} exists only once each of them made its first call. Check "
+            "that every rank of both meshes makes the same calls in the same order."
+        )
+
+    def watch(self, launch: Completable) -> None:
+        """Remembers a transfer in flight, so that close() can let it finish."""
+        self._flying.append(launch)
+        if len(self._flying) > self._flying_limit:
+            self._flying = [other for other in self._flying if not other.is_completed()]
+            self._flying_limit = 2 * len(self._flying) + 64
+
+    def cause(self) -> str | None:
+        """Why the group was aborted, by this rank or another; asks the store. None while it is whole."""
+        core = self._core
+        found = None if core is None else core.error()
+        if found is not None or self.control is None:
+            return found
+        try:
+            if not self.control.check(["cause"]):
+                return None
+            return self.control.get("cause").decode(errors="replace").partition("\n")[2]
+        except Exception:  # the store has gone: it has nothing more to say, and the limit holds
+            return None
+
+    def abort(self, reason: str) -> None:
+        """Fails this group's calls, here and on the other ranks, with AbortedError(reason). Never blocks;
+        idempotent."""
+        self._closing = self._closing or reason
+        core = self._core
+        if core is not None:
+            core.abort(reason)
+        for attachment in list(self.attached.values()):
+            attachment.abort(reason)
+
+    def close(self) -> None:
+        """Ends the group in any state. Transfers in flight get a short time to finish: a rank that only sends
+        returns from its call before its peers have the data. Queued jobs fail."""
+        limit = time.monotonic() + _DRAIN_LIMIT
+        while time.monotonic() < limit and not all(launch.is_completed() for launch in self._flying):
+            time.sleep(0.002)
+        self._closing = self._closing or "the process group was destroyed"
+        for attachment in list(self.attached.values()):
+            attachment.close()  # also a start that holds the lock while NCCL connects
+        with self._lock:
+            queue, self._queue = self._queue, deque()
+            thread = self._thread
+            self._error = self._error or AbortedError(self._closing, rank=self.rank, phase="connect")
+        for _, job in queue:
+            job(None, self._error)
+        if self._core is not None:
+            self._core.shutdown()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_DRAIN_LIMIT)
+        # Compiled transfers refer to their group. Left in this cycle, the communicators would keep their
+        # threads, which look for messages 100 times a second, until the garbage collector comes by.
+        with self._lock:
+            self._core = None
+            self.attached.clear()
+        self._flying.clear()
+        self.transfers.clear()
+
+
+def _group_name(ranks: tuple[int, ...]) -> str:
+    text = ",".join(map(str, ranks))
+    return text if len(text) <= 40 else f"{text[:32]}..{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _as_first_cause(error: Exception | None, rank: int) -> Exception | None:
+    """Calls after the failing one report its cause, as an aborted group does."""
+    if error is None or isinstance(error, AbortedError):
+        return error
+    return AbortedError(f"rank {rank}: the private group failed before: {error}", rank=rank, phase="connect")

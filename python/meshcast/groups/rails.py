@@ -1,0 +1,92 @@
+"""The network interfaces that private groups use: one gloo context for each, and messages that take them in
+turns, so that any rank can send through all of them at once.
+
+`MESHCAST_IFNAMES=eth0,eth1` names them, on all hosts equally many of about the same speed: the first one of a
+host talks to the first ones of the others, and so on. Without it there is one, chosen by gloo
+(`GLOO_SOCKET_IFNAME`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ..errors import LayoutError
+
+if TYPE_CHECKING:
+    from ..topology import Topology
+
+__all__ = ["agreed_count", "connect", "first_rails", "interfaces"]
+
+_MOST = 16
+
+
+def interfaces() -> tuple[tuple[str, ...], str]:
+    """The names, () for gloo's choice, and what this rank tells the others: their number, or why they are
+    wrong here."""
+    text = os.environ.get("MESHCAST_IFNAMES", "")
+    if not text:
+        return (), "1"
+    names = tuple(name.strip() for name in text.split(","))
+    known = [name for _, name in socket.if_nameindex()]
+    wrong = [name for name in names if name not in known]
+    if wrong or len(set(names)) < len(names) or len(names) > _MOST:
+        return (), (
+            f"MESHCAST_IFNAMES is {text!r}; expected up to {_MOST} different interfaces of this host, "
+            f"separated by commas, out of {', '.join(known)}"
+        )
+    return names, str(len(names))
+
+
+def agreed_count(told: Mapping[int, str], rank: int) -> int:
+    """Interfaces of every host, from what the ranks told: {rank: text of interfaces()}. Raises
+    LayoutError, alike on every rank, where a name is wrong or hosts have unlike numbers."""
+    for other, text in sorted(told.items()):
+        if not text.isdigit():
+            raise LayoutError(f"rank {other}: {text}", rank=rank, peer=other, op="connect", phase="connect")
+    if len(set(told.values())) > 1:
+        raise LayoutError(
+            "MESHCAST_IFNAMES must name equally many interfaces on every rank; found "
+            + ", ".join(f"{count} on rank {other}" for other, count in sorted(told.items())),
+            rank=rank,
+            op="connect",
+            phase="connect",
+        )
+    return int(next(iter(told.values())))
+
+
+def first_rails(ranks: Sequence[int], topology: Topology, count: int) -> list[int]:
+    """The interface of each rank's first message to any other, by its position among the ranks of its host;
+    the next message takes the next one."""
+    rails = {rank: at % count for host in topology.hosts for at, rank in enumerate(host.ranks)}
+    return [rails[rank] for rank in ranks]
+
+
+def connect(
+    store: Any, ranks: Sequence[int], rank: int, names: Sequence[str], deadline: float, timeout: float
+) -> list[dist.ProcessGroupGloo]:
+    """One gloo context of `ranks` for each interface, or one by gloo's choice. Blocks; `deadline` is by
+    time.monotonic(), `timeout` (seconds) is what operations get later."""
+    rails = []
+    for index, name in enumerate(names or ("",)):
+        left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+        how: Any = left
+        if name:
+            gloo: Any = dist.ProcessGroupGloo
+            how = gloo._Options()
+            how._timeout, how._threads = left, 2
+            how._devices = [gloo.create_device(interface=name)]
+        # Connecting waits in the store, and a wait locks out every other user of its connection: two
+        # groups that connect at once over one connection could wait for each other for ever.
+        rail = dist.ProcessGroupGloo(
+            dist.PrefixStore(f"gloo{index}", store.clone()), ranks.index(rank), len(ranks), how
+        )
+        rail._set_default_timeout(timedelta(seconds=timeout))
+        rails.append(rail)
+    return rails

@@ -1,0 +1,107 @@
+"""Shared memory between the ranks of one host: what each offers, how they meet, and what is said where they
+cannot. It is used by all ranks of a host that are in a private group, or by none of them.
+
+`MESHCAST_SHM=0` turns it off; `MESHCAST_SHM_MB` bounds what one process maps for all its groups (64 MiB).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from .. import _C
+from ..errors import MeshcastError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["LocalMemory"]
+
+_MEET_LIMIT = 30.0  # seconds; every member is in this call already
+_POLL_PAUSE = 0.001  # seconds between two looks at the store
+
+_warned: set[str] = set()  # reasons told so far: one warning for each
+
+
+class LocalMemory:
+    """One rank's part. Publish `offer`, then meet() the ranks of this host, then settle() with them."""
+
+    def __init__(self, ranks: int) -> None:
+        """ranks: of the private group."""
+        self._core: _C.SharedMemory | None = None
+        self._ranks: tuple[int, ...] = ()
+        self._outcome = ""  # what this rank posts: empty if it succeeded
+        if not _switch():
+            self.offer = "off MESHCAST_SHM is 0"
+            return
+        _C.SharedMemory.set_budget(_budget() << 20)
+        try:
+            self._core = _C.SharedMemory(ranks)
+            self.offer = f"at {self._core.address}"
+        except MeshcastError as error:
+            self.offer = f"no {error}"
+
+    def meet(self, group: Sequence[int], offers: Mapping[int, str], rank: int, limit: float) -> None:
+        """Connects with the ranks of this host, given what each of them offered, at most `limit` seconds.
+        A failure is not raised: settle() tells everybody."""
+        self._ranks = tuple(sorted(offers))
+        refusals = {other: text for other, text in offers.items() if not text.startswith("at ")}
+        if len(offers) == 1 or refusals:
+            self._core = None
+            if refusals and any(not text.startswith("off ") for text in offers.values()):
+                other, text = next(iter(refusals.items()))
+                self._warn(f"rank {other}: {text.split(' ', 1)[1]}")
+            self._ranks = ()
+            return
+        assert self._core is not None
+        addresses = {other: text.split(" ", 1)[1] for other, text in offers.items()}
+        try:
+            self._core.meet(list(group), addresses, rank, min(limit, _MEET_LIMIT))
+        except MeshcastError as error:
+            self._core = None  # closes its socket, so that nobody goes on waiting for this rank
+            self._outcome = f"rank {rank}: {error}"
+
+    def settle(self, store: dist.Store, rank: int, deadline: float) -> _C.SharedMemory | None:
+        """The memory if every rank of this host connected, else None, with a warning. Raises TimeoutError
+        where a rank does not tell before `deadline`."""
+        if not self._ranks:
+            return None
+        store.set(f"shm/{rank}", self._outcome)
+        while not store.check([f"shm/{other}" for other in self._ranks]):
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"the ranks of this host, {list(self._ranks)}, did not connect in time")
+            time.sleep(_POLL_PAUSE)
+        failures = [text for other in self._ranks if (text := store.get(f"shm/{other}").decode())]
+        if not failures:
+            return self._core
+        self._core = None
+        self._warn(failures[0])
+        return None
+
+    def _warn(self, reason: str) -> None:
+        if reason in _warned:
+            return
+        _warned.add(reason)
+        warnings.warn(
+            f"meshcast: ranks {list(self._ranks)} share a host but exchange data over the network, since "
+            f"shared memory cannot be used: {reason}. Set MESHCAST_SHM=0 on all of them if this is wanted.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _switch() -> bool:
+    value = os.environ.get("MESHCAST_SHM", "1")
+    if value not in ("0", "1"):
+        raise MeshcastError(f"MESHCAST_SHM is {value!r}; 0 turns shared memory off, 1 leaves it on")
+    return value == "1"
+
+
+def _budget() -> int:
+    value = os.environ.get("MESHCAST_SHM_MB", "64")
+    if not value.isascii() or not value.isdigit() or not 1 <= int(value) <= 1 << 20:
+        raise MeshcastError(f"MESHCAST_SHM_MB is {value!r}; expected a number of MiB from 1 to {1 << 20}")
+    return int(value)

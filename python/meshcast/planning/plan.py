@@ -1,0 +1,320 @@
+"""Plans: what travels between which ranks, in which order, how long it should take, and how much longer than
+the least possible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..base import checks
+from ..errors import LayoutError
+from ..layout import Layout
+from ..topology import DEFAULT, Host, Nic, Topology
+from . import cache, views
+from .cache import PlanCacheInfo, plan_cache_clear, plan_cache_info
+from .views import LocalCopy, Task, Transfer
+
+if TYPE_CHECKING:
+    from .. import _C
+
+__all__ = [
+    "LocalCopy",
+    "Plan",
+    "PlanCacheInfo",
+    "Problem",
+    "Task",
+    "Transfer",
+    "plan",
+    "plan_cache_clear",
+    "plan_cache_info",
+    "plan_many",
+]
+
+STRATEGIES = ("auto", "multicast", "broadcast", "send_recv", "local_all_gather", "global_all_gather")
+BALANCES = ("none", "size", "greedy", "search")
+
+
+class Problem(NamedTuple):
+    """One tensor to move."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    src: Layout
+    dst: Layout
+
+
+class Options(NamedTuple):
+    """How to plan; the parameters of `plan` of the same names."""
+
+    strategy: str = "auto"
+    balance: str = "greedy"
+    chunk_bytes: int | None = None
+    seed: int = 0
+
+
+class Plan:
+    """An ordered multicast plan with its predicted time and a lower bound. Made by `plan`, `plan_many` or
+    `Plan.from_json`."""
+
+    def __init__(self, problems: Sequence[Problem], topology: Topology, options: Options) -> None:
+        from .. import _C
+
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        self.topology = topology
+        self.options = options
+        max_rank = max(max(p.src._max_rank, p.dst._max_rank) for p in self.problems)
+        self._core: _C.Plan = _C.Plan(
+            [
+                (list(p.shape), p.dtype.itemsize, p.src._core(p.shape), p.dst._core(p.shape))
+                for p in self.problems
+            ],
+            topology._core(max_rank),
+            options.strategy,
+            options.balance,
+            options.chunk_bytes or 0,
+            options.seed,
+        )
+
+    @property
+    def strategy(self) -> str:
+        """The strategy chosen: never "auto"."""
+        return self._core.strategy
+
+    @property
+    def makespan(self) -> float:
+        """Predicted seconds from start to the last arrival, simulated under the topology."""
+        return self._core.makespan_ns / 1e9
+
+    @property
+    def lower_bound(self) -> float:
+        """Seconds that no plan can beat in which only holders and receivers of a box carry it.
+
+        An idle third party can sometimes help: with tasks A -> {B, C}, B -> D, C -> E and an idle X, relaying
+            through X lowers
+        the time from 4/3 to 1.2 of a unit. Such plans are not counted.
+        """
+        return self._core.lower_bound_ns / 1e9
+
+    @property
+    def ratio(self) -> float:
+        """`makespan / lower_bound`, the certificate; 1 where nothing travels."""
+        return self._core.makespan_ns / self._core.lower_bound_ns if self._core.lower_bound_ns else 1.0
+
+    @property
+    def hash(self) -> str:
+        """32 hexadecimal digits over all that ranks must agree on; equal on all ranks."""
+        return self._core.hash
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks of both meshes of all problems, ascending."""
+        return tuple(self._core.ranks)
+
+    @cached_property
+    def tasks(self) -> Sequence[Task]:
+        """The unit communication tasks."""
+        return views.tasks(self._core)
+
+    @cached_property
+    def transfers(self) -> Sequence[Transfer]:
+        """The hops in schedule order, made on access.
+
+        Executed in any order that respects `after`, over exact copies of the source shards, they and the
+        local copies fill every destination shard and write every element once (reducing transfers aside).
+        """
+        return views.transfers(self._core)
+
+    @cached_property
+    def local_copies(self) -> Sequence[LocalCopy]:
+        """Boxes that a rank both holds and needs."""
+        return views.local_copies(self._core)
+
+    def __len__(self) -> int:
+        """Number of messages."""
+        return self._core.num_hops
+
+    def __bool__(self) -> bool:
+        return True
+
+    @cached_property
+    def _rank_traffic(self) -> dict[int, tuple[int, int]]:
+        return dict(zip(self.ranks, self._core.rank_traffic(), strict=True))
+
+    @cached_property
+    def _staging(self) -> dict[int, int]:
+        return dict(zip(self.ranks, self._core.peak_staging(), strict=True))
+
+    @cached_property
+    def _nic_traffic(self) -> list[tuple[int, int]]:
+        return self._core.nic_traffic()
+
+    @cached_property
+    def hosts(self) -> tuple[Host, ...]:
+        """The hosts of the topology, as far as the ranks of this plan reach; `nic_bytes` counts by their
+        position."""
+        return tuple(
+            Host(tuple(ranks), tuple(Nic(*nic) for nic in nics), local_rate)
+            for ranks, nics, local_rate in self._core.topology.hosts
+        )
+
+    def bytes_sent(self, rank: int) -> int:
+        """Bytes that `rank` sends to other ranks, forwarding included; 0 for a rank that takes no part."""
+        return self._rank_traffic.get(rank, (0, 0))[0]
+
+    def bytes_received(self, rank: int) -> int:
+        """Bytes that `rank` receives from other ranks; 0 for a rank that takes no part."""
+        return self._rank_traffic.get(rank, (0, 0))[1]
+
+    def nic_bytes(self, host: int) -> tuple[int, int]:
+        """Bytes (out, in) through all NICs of a host, by its position in the topology."""
+        index = checks.integer("host", host, 0, len(self._nic_traffic) - 1)
+        return self._nic_traffic[index]
+
+    def peak_staging_bytes(self, rank: int) -> int:
+        """Most bytes of buffers for packed messages that `rank` has at a time, beside both of its tensors
+        (contiguous ones): for every peer and direction a window of four messages, and one more to unpack."""
+        return self._staging.get(checks.integer("rank", rank, 0, (1 << 31) - 1), 0)
+
+    def describe(self) -> str:
+        """The plan in a screen of text: what moves, how, how fast, and what each host's NICs carry."""
+        from .text import describe
+
+        return describe(self)
+
+    def draw(self, path: str | Path) -> None:
+        """Draws the timeline of every NIC to a PNG, SVG or PDF file (needs matplotlib): one colour per task,
+        the bound as a line."""
+        from .draw import draw
+
+        draw(self, path)
+
+    def to_json(self) -> str:
+        """JSON text with all that went in and all that came out; `from_json` reads it back."""
+        from .plan_json import to_json
+
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> Plan:
+        """Read what `to_json` wrote: a path, or the JSON text itself.
+
+        The plan is made again from what went in and compared with the file, so that a damaged or altered file
+        is refused.
+        """
+        from .plan_json import from_json
+
+        return from_json(source)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return self.hash == other.hash and self.problems == other.problems and self.topology == other.topology
+
+    def __hash__(self) -> int:
+        return hash(self.hash)
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.strategy}: {len(self.problems)} tensor{'s' * (len(self.problems) != 1)}, "
+            f"{len(self.tasks)} tasks, {len(self)} hops, "
+            f"makespan {self.makespan:.6g} s, {self.ratio:.3f}x the lower bound)"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (self.problems, self.topology, self.options)
+
+
+def plan(
+    shape: Sequence[int],
+    dtype: torch.dtype | str,
+    src: Layout,
+    dst: Layout,
+    topology: Topology | None = None,
+    strategy: str = "auto",
+    balance: str = "greedy",
+    chunk_bytes: int | None = None,
+    seed: int = 0,
+) -> Plan:
+    """Plan how a tensor moves from one layout to another. Needs no process group; the same arguments give the
+    same plan anywhere.
+
+    Args:
+        shape: of the global tensor.
+        dtype: torch dtype or its name.
+        src, dst: layouts on any two meshes: disjoint, overlapping or equal.
+        topology: hosts, NICs and rates; None means 8 ranks per host and 10 Gbit/s.
+        strategy: "auto" simulates the others and takes the best; "multicast", "broadcast", "send_recv",
+            "local_all_gather", "global_all_gather".
+        balance: sender choice of "broadcast" (paper, section 3.2): "none", "size", "greedy", "search".
+        chunk_bytes: pipelining grain; None lets the cost model choose.
+        seed: of the random rounds of "greedy".
+
+    Raises:
+        LayoutError: naming the argument and what is allowed.
+    """
+    if isinstance(dtype, str):
+        dtype = checks.dtype(dtype)
+    if topology is None:
+        topology = DEFAULT
+    try:
+        key = (((tuple(shape), dtype, src, dst),), topology, Options(strategy, balance, chunk_bytes, seed))
+        found = cache.lookup(key)
+    except TypeError:  # something that cannot be hashed, hence is not allowed: _make says what
+        found = None
+    return found or _make([(shape, dtype, src, dst)], topology, strategy, balance, chunk_bytes, seed)
+
+
+def plan_many(
+    problems: Iterable[tuple[Sequence[int], torch.dtype | str, Layout, Layout]],
+    topology: Topology | None = None,
+    strategy: str = "auto",
+    balance: str = "greedy",
+    chunk_bytes: int | None = None,
+    seed: int = 0,
+) -> Plan:
+    """Plan many tensors as one: [(shape, dtype, src, dst), ...]. The other parameters are those of `plan`."""
+    listed = list(problems)
+    if not listed:
+        raise LayoutError("plan_many: an empty list; give at least one (shape, dtype, src, dst)")
+    if topology is None:
+        topology = DEFAULT
+    try:
+        problem_keys = tuple((tuple(s), checks.dtype(d), a, b) for s, d, a, b in listed)
+        found = cache.lookup((problem_keys, topology, Options(strategy, balance, chunk_bytes, seed)))
+    except (TypeError, ValueError):
+        found = None
+    return found or _make(listed, topology, strategy, balance, chunk_bytes, seed)
+
+
+def _make(
+    problems: Sequence[Any],
+    topology: Topology,
+    strategy: str,
+    balance: str,
+    chunk_bytes: int | None,
+    seed: int,
+) -> Plan:
+    checked = tuple(_checked_problem(i, p) for i, p in enumerate(problems))
+    if not isinstance(topology, Topology):
+        raise LayoutError(f"topology {checks.shown(topology)}: expected a meshcast.Topology or None")
+    options = Options(
+        checks.choice("strategy", strategy, STRATEGIES),
+        checks.choice("balance", balance, BALANCES),
+        None if chunk_bytes is None else checks.integer("chunk_bytes", chunk_bytes, 1, checks.MAX_INT64),
+        checks.integer("seed", seed, 0, (1 << 64) - 1),
+    )
+    return cache.insert((checked, topology, options), Plan(checked, topology, options))
+
+
+def _checked_problem(index: int, problem: Any) -> Problem:
+    if not isinstance(problem, tuple | list) or len(problem) != 4:
+        raise LayoutError(f"problem {index}, {checks.shown(problem)}: expected (shape, dtype, src, dst)")
+    shape, dtype, src, dst = problem
+    for name, layout in (("src", src), ("dst", dst)):
+        if not isinstance(layout, Layout):
+            raise LayoutError(f"{name} {checks.shown(layout)}: expected a meshcast.Layout")
+    return Problem(checks.shape(shape), checks.dtype(dtype), src, dst)

@@ -1,0 +1,164 @@
+"""torch.ops.meshcast.reshard: the operator behind meshcast.reshard under torch.compile.
+
+    reshard(Tensor local, Tensor(a!) token, int call) -> Tensor
+
+local: this rank's shard of the source, or any tensor outside its mesh; the result: this rank's shard
+under the destination, or an empty one, on the GPU or CPU of its mesh. call: a number from register_call().
+token: two int64 on the CPU, mutated: as a pure operator, the compiler would merge two equal calls and drop
+one whose result is unused here but not on other ranks. The call leaves its own number in the token, by which
+its backward finds its peers: so two equal backwards are not merged either.
+
+The operator takes no part in the chain of order tokens (autograd.py): the compiled graph has one order.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import LayoutError, MeshcastError
+
+if TYPE_CHECKING:
+    from .compiled_call import Compiled
+
+__all__ = ["new_token", "register", "register_call"]
+
+_library: torch.library.Library | None = None
+_lock = threading.Lock()
+# By number: what to run, which its process group keeps alive, and its limit in seconds.
+_calls: list[tuple[weakref.ref[Compiled], float]] = []
+
+
+def register() -> None:
+    """Defines the operators. At the import of meshcast; idempotent."""
+    global _library
+    if _library is not None:
+        return
+    library = torch.library.Library("meshcast", "DEF")
+    outside_graphs = (torch.Tag.cudagraph_unsafe,)  # the compiler ends a CUDA graph before a reshard
+    library.define("reshard(Tensor local, Tensor(a!) token, int call) -> Tensor", tags=outside_graphs)
+    library.define(
+        "reshard_backward(Tensor grad, Tensor(a!) number, int call) -> Tensor", tags=outside_graphs
+    )
+    for device in ("CPU", "CUDA"):  # of any input: the token is always on the CPU
+        library.impl("reshard", _run, device)
+        library.impl("reshard_backward", _run_backward, device)
+    library.impl("reshard", _autograd, "Autograd")
+    torch.library.register_fake("meshcast::reshard", _fake, lib=library)
+    torch.library.register_fake("meshcast::reshard_backward", _fake_backward, lib=library)
+    _library = library
+
+
+def register_call(compiled: Compiled, limit: float) -> int:
+    """A number under which the operator runs `compiled`, for as long as that lives."""
+    with _lock:
+        _calls.append((weakref.ref(compiled), limit))
+        return len(_calls) - 1
+
+
+def new_token() -> torch.Tensor:
+    """A token for the operator. Calls that share one are never merged."""
+    return torch.zeros(3, dtype=torch.int64)
+
+
+def _called(call: int) -> tuple[Compiled, float]:
+    compiled = _calls[call][0]() if 0 <= call < len(_calls) else None
+    if compiled is None:
+        raise LayoutError(
+            f"torch.ops.meshcast.reshard: there is no call {call}, or its process group was destroyed; calls "
+            "are numbered while torch.compile traces meshcast.reshard"
+        )
+    return compiled, _calls[call][1]
+
+
+def _run(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
+    compiled, limit = _called(call)
+    member = compiled.members[0]
+    out = _empty(member.local_shape, member.dtype, len(member.shape), member.device)
+    if compiled.transfer is None:
+        return out
+    source = member.outgoing(local) if member.is_holder else None
+    target = None
+    if member.local_shape is not None:
+        kind = member.ends.destination
+        target = out if kind == member.dtype else torch.empty_like(out, dtype=kind)
+    launch, number = compiled.transfer.launch([source], [target], limit, driven=True)
+    launch.wait()
+    if target is not None and target is not out:
+        out.copy_(target)
+    token.copy_(torch.tensor([number.ordinal, number.slot, number.run]))
+    return out
+
+
+def _run_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch.Tensor:
+    from ..transfers.persistent import CallNumber
+
+    compiled, limit = _called(call)
+    member = compiled.members[0]
+    gradient = member.gradient
+    if gradient is None:
+        raise MeshcastError("torch.ops.meshcast.reshard: the call was compiled without gradient")
+    incoming = _empty(
+        gradient.source_shape, gradient.ends.destination, len(member.shape), member.source_device
+    )
+    if compiled.transfer is not None:
+        outgoing = None if gradient.destination_shape is None else grad.to(gradient.ends.source)
+        target = None if gradient.source_shape is None else incoming
+        launch = compiled.transfer.launch_reverse(
+            CallNumber(*number.tolist()), [outgoing], [target], limit, driven=True
+        )
+        launch.wait()
+    if gradient.scale != 1.0:
+        incoming.mul_(gradient.scale)
+    return incoming.to(gradient.dtype)
+
+
+def _empty(shape: tuple[int, ...] | None, dtype: torch.dtype, ndim: int, device: str | None) -> torch.Tensor:
+    return torch.empty((0,) * ndim if shape is None else shape, dtype=dtype, device=device)
+
+
+def _fake(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:  # noqa: ARG001
+    member = _called(call)[0].members[0]
+    shape = (0,) * len(member.shape) if member.local_shape is None else member.local_shape
+    return local.new_empty(shape, dtype=member.dtype, device=member.device)
+
+
+def _fake_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch.Tensor:  # noqa: ARG001
+    member = _called(call)[0].members[0]
+    gradient = member.gradient
+    assert gradient is not None
+    shape = (0,) * len(member.shape) if gradient.source_shape is None else gradient.source_shape
+    return grad.new_empty(shape, dtype=gradient.dtype, device=member.source_device)
+
+
+class _Reshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
+        out = _below_autograd(local, token, call)
+        ctx.call, ctx.shape, ctx.dtype = call, local.shape, local.dtype
+        ctx.save_for_backward(token.clone())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (number,) = ctx.saved_tensors
+        # Mutated, and a copy of its own: else inductor drops the call where this rank's gradient is empty.
+        own = number.clone()
+        gradient = torch.ops.meshcast.reshard_backward(grad.contiguous(), own, ctx.call)
+        if gradient.shape != ctx.shape:  # a rank outside the source may have passed any tensor
+            gradient = gradient.sum().to(ctx.dtype).expand(ctx.shape)
+        return gradient, None, None
+
+
+def _autograd(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
+    if torch.is_grad_enabled() and local.requires_grad:
+        return _Reshard.apply(local, token, call)
+    return _below_autograd(local, token, call)
+
+
+def _below_autograd(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.meshcast.reshard(local, token, call)

@@ -1,0 +1,148 @@
+"""reshard_local: plain tensors and layouts, no DTensor, no DeviceMesh, no autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+
+from ..base import checks
+from ..errors import LayoutError
+from ..groups.parent import parent_group, seconds
+from ..groups.rejection import publish_rejection
+from ..layout import Layout
+from ..transfers.gpu_offer import Sides, require_gpu, sides_of
+from ..transfers.handle import Handle
+from ..transfers.make import agreed_transfer
+from .memory import check_storage, note_written, overlaps, storage_of
+from .reduction import check_reducible
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from ..topology import Topology
+
+__all__ = ["reshard_local"]
+
+_OP = "reshard_local"
+
+
+@overload
+def reshard_local(
+    src: torch.Tensor | None,
+    src_layout: Layout,
+    dst: torch.Tensor | None,
+    dst_layout: Layout,
+    *,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: str | tuple[str, str] = "cpu",
+    group: dist.ProcessGroup | None = None,
+    strategy: str = "auto",
+    topology: Topology | None = None,
+    async_op: Literal[False] = False,
+    timeout: float | timedelta | None = None,
+) -> torch.Tensor | None: ...
+@overload
+def reshard_local(
+    src: torch.Tensor | None,
+    src_layout: Layout,
+    dst: torch.Tensor | None,
+    dst_layout: Layout,
+    *,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: str | tuple[str, str] = "cpu",
+    group: dist.ProcessGroup | None = None,
+    strategy: str = "auto",
+    topology: Topology | None = None,
+    async_op: Literal[True],
+    timeout: float | timedelta | None = None,
+) -> Handle[torch.Tensor | None]: ...
+@torch.no_grad()
+def reshard_local(
+    src: torch.Tensor | None,
+    src_layout: Layout,
+    dst: torch.Tensor | None,
+    dst_layout: Layout,
+    *,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: str | tuple[str, str] = "cpu",
+    group: dist.ProcessGroup | None = None,
+    strategy: str = "auto",
+    topology: Topology | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> torch.Tensor | Handle[torch.Tensor | None] | None:
+    """Fills dst, this rank's shard under dst_layout, from the src shards of all ranks under src_layout.
+
+    Called by every rank of both layouts in one order; other ranks may skip it. src: this rank's shard, of the
+    shape and dtype that the layout gives it, any strides; None on a rank outside src_layout or whose shard is
+    empty. dst: likewise, but each element has an address of its own. It may share memory with src, which is
+    then copied first; in one storage with dst, src is not watched for changes before wait(). None inside
+    dst_layout allocates it. shape: global shape. device: "cpu" or "cuda", where the shards of all ranks are,
+    or (that of the source, that of the destination); what is allocated on cuda is on the current GPU.
+    Gradients do not flow. Returns dst, or with async_op a Handle whose wait() returns it. After an error the
+    contents of dst are undefined.
+
+    Raises the errors of meshcast.reshard.
+    """
+    parent = parent_group(group, _OP)
+    limit = seconds(timeout, parent.timeout)
+    for name, layout in (("src_layout", src_layout), ("dst_layout", dst_layout)):
+        if not isinstance(layout, Layout):
+            raise LayoutError(f"{_OP}: {name} must be a meshcast.Layout, found {type(layout).__name__}")
+    ranks = sorted({*src_layout.ranks, *dst_layout.ranks})
+    private = parent.private(ranks, _OP)
+    if parent.rank not in private.ranks:
+        return Handle(None, None, lambda: 0.0) if async_op else None
+    try:
+        if dst_layout.has_partial:
+            raise LayoutError(
+                f"{_OP}: dst_layout {dst_layout} holds Partial; ask for Replicate or Shard instead"
+            )
+        check_reducible(src_layout, dtype, _OP)
+        sides = _sides(device)
+        holds = (parent.rank in src_layout.ranks, parent.rank in dst_layout.ranks)
+        if ("cuda", True) in zip(sides, holds, strict=True):
+            require_gpu(_OP, copies_only=sides != ("cuda", "cuda"))
+        problem = (tuple(shape), dtype, src_layout, dst_layout)
+        transfer = agreed_transfer(
+            parent, [problem], None, op=_OP, strategy=strategy, topology=topology, sides=sides
+        )
+        if dst is not None:
+            check_storage(dst, _OP)
+    except LayoutError as error:
+        publish_rejection(private, 0, error, limit)
+        raise
+    if dst is None:
+        local_shape = dst_layout.local_shapes(shape).get(parent.rank)
+        where = "cuda" if sides[1] == "cuda" else None
+        dst = None if local_shape is None else torch.empty(local_shape, dtype=dtype, device=where)
+    given = src
+    watched = [] if src is None else [src]
+    if src is not None and dst is not None:
+        if overlaps(src, dst):
+            given = src.clone()  # neighbours would read what already came in from others
+        if storage_of(src) == storage_of(dst):
+            watched = []  # this very call writes there
+    launch, _ = transfer.launch([given], [dst], limit, driven=not async_op)
+    if dst is not None:
+        written = dst
+        launch.on_success(lambda: note_written(written))
+    handle = Handle(launch, dst, lambda: transfer.plan.lower_bound, watched)
+    return handle if async_op else handle.wait()
+
+
+def _sides(device: Any) -> Sides:
+    given = (device, device) if isinstance(device, str) else device
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise LayoutError(
+            f'{_OP}: device must be "cpu", "cuda" or a pair of them, for the source and the destination, '
+            f"found {checks.shown(device)}"
+        )
+    source, destination = given
+    return sides_of(source, destination, _OP)

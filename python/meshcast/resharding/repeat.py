@@ -1,0 +1,136 @@
+"""The plainest calls of a Resharder, at the least cost: what a general call looks up and wraps shows where
+only some KiB travel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ..base.observe import Flight
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+    from .compiled_call import Compiled
+
+__all__ = ["Repeat"]
+
+
+class Repeat:
+    """Runs of one Resharder on a rank that is in one of its meshes, with tensors on CPUs, nothing to cast or
+    to reduce beforehand, and a result that each run overwrites. A general call, through Compiled, does the
+    same and more; it makes the first run, and whatever a check here does not let pass, errors above all."""
+
+    __slots__ = (
+        "_dtype",
+        "_group",
+        "_limit",
+        "_op",
+        "_outputs",
+        "_shape",
+        "_shards",
+        "_transfer",
+        "_written",
+    )
+
+    def __init__(self, compiled: Compiled, kept: DTensor, op: str, limit: float) -> None:
+        (member,) = compiled.members
+        assert compiled.transfer is not None
+        self._transfer = compiled.transfer
+        self._group = compiled.transfer._group
+        self._op, self._limit = op, limit
+        # Of the source shard here; None on a rank of the destination.
+        self._shape = compiled.transfer._source[0] if member.is_holder else None
+        self._dtype = member.wire_dtype
+        self._shards: list[torch.Tensor | None] = [None]
+        self._outputs: list[torch.Tensor | None] = [None] if member.is_holder else [kept._local_tensor]
+        self._written = () if member.is_holder else (kept, kept._local_tensor)
+
+    @staticmethod
+    def of(compiled: Compiled, kept: DTensor | None, op: str, limit: float) -> Repeat | None:
+        """None where all calls are general ones."""
+        (member,) = compiled.members
+        transfer = compiled.transfer
+        # A rank of both meshes would have to look whether the source shares memory with the result.
+        if transfer is None or kept is None or member.is_holder == (member.local_shape is not None):
+            return None
+        plain = (
+            transfer._sides == ("cpu", "cpu")
+            and member.reduction is None
+            and member.wire_dtype == transfer.problems[0][1]
+        )
+        if not plain or (not member.is_holder and member.wire_dtype != member.dtype):
+            return None
+        shape = transfer._source[0] if member.is_holder else member.local_shape
+        return None if shape is None or 0 in shape else Repeat(compiled, kept, op, limit)
+
+    def run(self, x: DTensor | None) -> bool:
+        """Moves x, which has the spec of the source and is not to be differentiated, and waits. False, with
+        nothing done, where only a general call will do."""
+        sources = self._shards
+        if self._shape is not None:
+            local = None if x is None else x._local_tensor
+            if type(local) is not torch.Tensor or not local.is_cpu:
+                return False
+            if local.shape != self._shape or local.dtype != self._dtype:
+                return False
+            sources = [local]
+        if torch.autograd._profiler_enabled():
+            return False
+        work = flight = None
+        try:
+            with self._group._lock:
+                started = self._start(sources)
+                if started is None:
+                    return False
+                work, flight = started
+            work.wait()
+        except Exception as error:
+            if flight is not None:
+                flight.failed(error)
+            raise
+        if self._written:
+            increment_version(self._written)
+        flight.ended()
+        return True
+
+    def _start(self, sources: list[torch.Tensor | None]) -> tuple[Any, Flight] | None:
+        """As PrivateGroup.call and Transfer do; under the lock of the group."""
+        group, transfer = self._group, self._transfer
+        core, agreed, plan = group._core, transfer._own, transfer._plan
+        if (
+            core is None
+            or agreed is None
+            or plan is None
+            or transfer._error is not None
+            or group._thread is not None
+        ):
+            return None
+        lane = transfer._lane
+        ordinal = group._ordinals.get(lane, 0)
+        run = agreed.runs
+        group._ordinals[lane], agreed.runs = ordinal + 1, run + 1
+        flight = Flight(self._op, group.name, group.rank)
+        flight.plan, flight.number = transfer._facts, (lane, ordinal, run)
+        try:
+            work = core.start(
+                plan._core,
+                slot=agreed.slot,
+                reverse=False,
+                lane=lane,
+                ordinal=ordinal,
+                descriptor=transfer._descriptor,
+                src=sources,
+                dst=self._outputs,
+                timeout=self._limit,
+                op=self._op,
+                driven=True,
+            )
+        except Exception as error:
+            transfer._failure = error
+            flight.failed(error)
+            raise
+        group.watch(work)
+        return work, flight

@@ -1,0 +1,217 @@
+"""Resharder: one kind of reshard, compiled once and started often, at the least cost per call."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from ..errors import LayoutError
+from ..groups.parent import parent_group, seconds
+from ..groups.rejection import publish_rejection
+from ..spec import TensorSpec
+from ..transfers.handle import Handle, Launch
+from ..transfers.make import unagreed_transfer
+from ..transfers.persistent import ranks_of
+from .arguments import Request, handle_of, source_of, tell_others
+from .autograd import differentiable_call
+from .compiled_call import Compiled, casts_of, compile_members
+from .memory import check_storage
+from .repeat import Repeat
+from .tensor_move import Destination, positive_placements
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from ..planning.plan import Plan
+    from ..topology import Topology
+
+__all__ = ["Resharder"]
+
+_OP = "Resharder"
+
+
+class Resharder:
+    """A reshard from one spec to another, compiled once.
+
+    Constructed by every rank of both meshes, in one order with their other calls; started likewise. No call
+    looks anything up or exchanges anything after the first one, and the plan is never dropped while the
+    Resharder lives.
+
+    Args:
+        src_spec, dst_spec: a TensorSpec or a DTensor each, of one global shape; from a DTensor only its spec
+            is taken. The result has the dtype of dst_spec. src_spec.requires_grad: calls record gradients.
+        group, strategy, topology: see meshcast.reshard.
+        reuse_output: run() and start() write every result into the same DTensor, which the next call
+            overwrites; no memory is allocated per call.
+        timeout: of each call, in seconds or as timedelta; None for the group's.
+
+    Raises LayoutError for arguments that are wrong by themselves.
+    """
+
+    def __init__(
+        self,
+        src_spec: TensorSpec | DTensor,
+        dst_spec: TensorSpec | DTensor,
+        group: dist.ProcessGroup | None = None,
+        *,
+        strategy: str = "auto",
+        topology: Topology | None = None,
+        reuse_output: bool = False,
+        timeout: float | timedelta | None = None,
+    ) -> None:
+        parent = parent_group(group, _OP)
+        self._limit = seconds(timeout, parent.timeout)
+        self._src, self._dst = _spec_of("src_spec", src_spec), _spec_of("dst_spec", dst_spec)
+        if tuple(self._src.shape) != tuple(self._dst.shape):
+            raise LayoutError(
+                f"{_OP}: src_spec has shape {tuple(self._src.shape)}, but dst_spec {tuple(self._dst.shape)}"
+            )
+        self._options: dict[str, Any] = {
+            "group": group,
+            "strategy": strategy,
+            "topology": topology,
+            "reuse_output": reuse_output,
+            "timeout": timeout,
+        }
+        try:
+            source = source_of(self._src, parent.rank, True, _OP, spec_inside=True)
+            destination = Destination(self._dst.mesh, tuple(self._dst.placements), self._dst.dtype)
+            members, problems, backward = compile_members(parent, [source], [destination], _OP)
+        except LayoutError as error:  # of this rank alone, where it has no GPU: the others raise as they call
+            request = Request(self._src, self._dst.mesh, self._dst.placements)
+            tell_others(parent, [request], error, self._limit, _OP)
+            raise
+        parent.private(ranks_of(problems), _OP)  # the ranks must exist, also for a rank of neither mesh
+        transfer = None
+        if members[0].takes_part:
+            transfer = unagreed_transfer(
+                parent,
+                problems,
+                backward,
+                op=_OP,
+                strategy=strategy,
+                topology=topology,
+                sides=members[0].sides,
+                casts=casts_of(members),
+            )
+        self._compiled = Compiled(members, transfer, problems)
+        self._known_spec: Any = None  # the spec object that the last source came with
+        self._kept = members[0].allocate() if reuse_output else None
+        self._repeat = Repeat.of(self._compiled, self._kept, _OP, self._limit)
+        self._reverse: Resharder | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan. It exists once the first call has begun, since it depends on who shares a host; waits for
+        that. Raises LayoutError on a rank of neither mesh."""
+        if self._compiled.transfer is None:
+            raise LayoutError(f"{_OP}: this rank is in neither mesh and has no plan", op=_OP)
+        return self._compiled.transfer.plan
+
+    def start(self, x: DTensor | None = None, *, out: DTensor | None = None) -> Handle[DTensor]:
+        """Starts one call and returns at once. x: the source on the ranks of its mesh; others may pass None.
+        out: where the result goes, under dst_spec; what reshard_ says of its own holds for it."""
+        result, launch = self._begin(x, out, driven=False)
+        return handle_of(launch, result, self._compiled, [x], result)
+
+    def run(self, x: DTensor | None = None, *, out: DTensor | None = None) -> DTensor:
+        """start() and wait in one; costs less than both."""
+        if out is None and self._repeat is not None and self._is_plain(x) and self._repeat.run(x):
+            assert self._kept is not None
+            return self._kept
+        result, launch = self._begin(x, out, driven=True)
+        if launch is not None:
+            launch.wait()
+        return result
+
+    def _is_plain(self, x: DTensor | None) -> bool:
+        """Whether x has passed the checks before, and records no gradient."""
+        if x is not None and getattr(x, "_spec", None) is not self._known_spec:
+            if not isinstance(x, DTensor) or x._spec != self._known_spec:
+                return False
+            self._known_spec = x._spec
+        return not torch.is_grad_enabled() or not (
+            self._compiled.differentiable or (x is not None and x.requires_grad)
+        )
+
+    def reverse(self) -> Resharder:
+        """The Resharder of the way back, made at the first call; a Partial source comes back as Replicate.
+        Called by every rank of both meshes."""
+        if self._reverse is None:
+            back = tuple(Replicate() if isinstance(p, Partial) else p for p in self._src.placements)
+            target = TensorSpec(self._src.shape, self._src.dtype, self._src.mesh, back)
+            origin = TensorSpec(self._dst.shape, self._dst.dtype, self._dst.mesh, self._dst.placements)
+            self._reverse = Resharder(origin, target, **self._options)
+        return self._reverse
+
+    def _begin(
+        self, x: DTensor | None, out: DTensor | None, *, driven: bool
+    ) -> tuple[DTensor, Launch | None]:
+        compiled = self._compiled
+        differentiable = bool(compiled.differentiable) and torch.is_grad_enabled()
+        try:
+            if x is not None and getattr(x, "_spec", None) is not self._known_spec:
+                self._check_source(x)
+            self._check_gradient(x, out, differentiable)
+            if out is not None:
+                self._check_out(out)
+        except LayoutError as error:
+            if compiled.transfer is not None:
+                publish_rejection(compiled.transfer._group, 0, error, self._limit)
+            raise
+        if differentiable:
+            (result,), launch = differentiable_call(compiled, [x], self._limit, driven=driven)
+            return result, launch
+        if out is None:
+            out = self._kept
+        (result,), launch, _ = compiled.begin([x], self._limit, None if out is None else [out], driven=driven)
+        return result, launch
+
+    def _check_gradient(self, x: DTensor | None, out: DTensor | None, differentiable: bool) -> None:
+        if differentiable and (out is not None or self._kept is not None):
+            raise LayoutError(
+                f"{_OP}: a result that is overwritten carries no gradient; call it under torch.no_grad(), or "
+                "without out= and reuse_output"
+            )
+        if x is not None and x.requires_grad and not self._src.requires_grad and torch.is_grad_enabled():
+            raise LayoutError(
+                f"{_OP}: the source requires a gradient, but src_spec says requires_grad=False; change the "
+                "spec, detach the source, or call it under torch.no_grad()"
+            )
+
+    def _check_source(self, x: Any) -> None:
+        if not isinstance(x, DTensor):
+            raise LayoutError(f"{_OP}: x must be a DTensor, found {type(x).__name__}")
+        _expect("x", x, self._src)
+        self._known_spec = x._spec
+
+    def _check_out(self, out: Any) -> None:
+        if not isinstance(out, DTensor):
+            raise LayoutError(f"{_OP}: out must be a DTensor, found {type(out).__name__}")
+        _expect("out", out, self._dst)
+        check_storage(out._local_tensor, _OP)
+
+
+def _spec_of(name: str, given: Any) -> TensorSpec:
+    if isinstance(given, TensorSpec):
+        return given
+    if isinstance(given, DTensor):
+        return TensorSpec(given.shape, given.dtype, given.device_mesh, given.placements, given.requires_grad)
+    raise LayoutError(
+        f"{_OP}: {name} must be a meshcast.TensorSpec or a DTensor, found {type(given).__name__}"
+    )
+
+
+def _expect(name: str, tensor: DTensor, spec: TensorSpec) -> None:
+    found = (
+        tuple(tensor.shape),
+        tensor.dtype,
+        tensor.device_mesh,
+        positive_placements(tensor.placements, tensor.ndim),
+    )
+    wanted = (tuple(spec.shape), spec.dtype, spec.mesh, positive_placements(spec.placements, len(spec.shape)))
+    if found != wanted:
+        raise LayoutError(f"{_OP}: {name} does not fit its spec: expected {wanted}, found {found}", op=_OP)

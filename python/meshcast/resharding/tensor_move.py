@@ -1,0 +1,239 @@
+"""Member: one tensor of a call, compiled: layouts, dtypes, the spec of its result, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from ..errors import LayoutError
+from ..layout import Layout
+from ..transfers.casts import Ends, ends_of
+from ..transfers.gpu_offer import Sides, require_gpu, sides_of
+from ..transfers.persistent import Problem
+from ..transfers.shards import settled
+from .reduction import Reduction, check_reducible, reduced_layout, reduction_inside, tensor_spec
+
+__all__ = ["Destination", "Member", "Source", "compile_member", "positive_placements", "wire_dtype"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source as every rank knows it, from a DTensor or a spec. A rank outside may know its layout only:
+    mesh is then None, and no gradient is possible. device_type: of the mesh. reduce_first: partial values are
+    reduced inside the mesh, so that each rank sees what it sends."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+    mesh: DeviceMesh | None
+    needs_grad: bool = False
+    reduce_first: bool = False
+    device_type: str = "cpu"
+
+    @property
+    def reduced_on_the_way(self) -> bool:
+        """Whether the transfer itself reduces the partial values. Plans know one operation; a source that
+        mixes several is reduced inside its mesh first."""
+        return len(self.layout.reduce_ops) == 1 and not self.reduce_first
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a tensor goes. dtype None: that of the source; grad_placements None: see meshcast.reshard."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    dtype: torch.dtype | None = None
+    grad_placements: tuple[Placement, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """How the gradient travels back. Shapes are this rank's shards, None outside the mesh."""
+
+    destination_placements: tuple[Placement, ...]
+    destination_shape: tuple[int, ...] | None
+    source_shape: tuple[int, ...] | None
+    spec: DTensorSpec  # of the source's gradient
+    dtype: torch.dtype  # likewise
+    wire_dtype: torch.dtype  # the narrower one of both gradients
+    ends: Ends  # of the backward transfer
+    scale: float
+
+
+@dataclass(frozen=True)
+class Member:
+    """One tensor of a call on this rank. local_shape: of the result here, None outside its mesh. wire_dtype:
+    what travels; ends: what the transfer is given and fills, itself casting where they differ. sides: where
+    source and result are; devices: where this rank makes tensors there, "cuda" being the current GPU, None
+    torch's default."""
+
+    spec: DTensorSpec
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    local_shape: tuple[int, ...] | None
+    wire_dtype: torch.dtype
+    ends: Ends
+    is_holder: bool
+    reduction: Reduction | None
+    gradient: Gradient | None
+    sides: Sides = ("cpu", "cpu")
+    devices: tuple[str | None, str | None] = (None, None)
+
+    @property
+    def takes_part(self) -> bool:
+        return self.is_holder or self.local_shape is not None
+
+    @property
+    def device(self) -> str | None:
+        """Where results are made."""
+        return self.devices[1]
+
+    @property
+    def source_device(self) -> str | None:
+        """Where gradients of the source are made."""
+        return self.devices[0]
+
+    def shell(self, dtype: torch.dtype, device: str | None) -> torch.Tensor:
+        """Local tensor of a rank outside the mesh: no elements, but the global number of dimensions, which
+        gradients need."""
+        return torch.zeros((0,) * len(self.shape), dtype=dtype, device=device)
+
+    def allocate(self) -> DTensor:
+        """The result, not yet filled."""
+        if self.local_shape is None:
+            local = self.shell(self.dtype, self.device)
+        else:
+            local = torch.empty(self.local_shape, dtype=self.dtype, device=self.device)
+        return DTensor(local, self.spec, requires_grad=False)
+
+    def outgoing(self, local: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of the source as the transfer is given it."""
+        local = settled(local.detach())
+        if self.reduction is not None:
+            local = self.reduction.run(local)
+        return local if local.dtype == self.ends.source else local.to(self.ends.source)
+
+
+def compile_member(
+    rank: int, source: Source, destination: Destination, op: str
+) -> tuple[Member, Problem, Problem | None]:
+    """The member, its problem, and that of its gradient. Raises LayoutError for what is wrong with them."""
+    shape, mesh = source.shape, destination.mesh
+    dtype = destination.dtype or source.dtype
+    sides = sides_of(source.device_type, mesh.device_type, op)
+    check_reducible(source.layout, source.dtype, op)
+    src = source.layout if source.reduced_on_the_way else reduced_layout(source.layout)
+    dst = Layout(mesh, positive_placements(destination.placements, len(shape)))
+    if dst.has_partial:
+        raise LayoutError(
+            f"{op}: destination placements {tuple(destination.placements)} hold Partial; ask for Replicate "
+            "or Shard instead"
+        )
+    if dtype.is_floating_point < source.dtype.is_floating_point and source.needs_grad:
+        raise LayoutError(f"{op}: a value with gradient cannot become {dtype}; detach it first")
+    wire = wire_dtype(source, dtype)
+    local_shape = dst.local_shapes(shape).get(rank)
+    is_holder = src.local_shapes(shape).get(rank) is not None
+    if "cuda" in (sides[0] if is_holder else "", sides[1] if local_shape is not None else ""):
+        require_gpu(op, copies_only=sides != ("cuda", "cuda"))
+    gradient = backward = None
+    if source.needs_grad:
+        narrow = min(dtype, source.dtype, key=lambda t: t.itemsize)
+        grad_placements = destination.grad_placements
+        gradient, backward = _gradient(rank, source, mesh, dst, grad_placements, dtype, narrow, op)
+    reduction = None
+    if src is not source.layout and is_holder and source.mesh is not None:
+        reduction = reduction_inside(source.mesh, source.layout, source.shape, source.dtype)
+    member = Member(
+        tensor_spec(mesh, dst, shape, dtype),
+        shape,
+        dtype,
+        local_shape,
+        wire,
+        ends_of(source.dtype, wire, dtype, sides),
+        is_holder,
+        reduction,
+        gradient,
+        sides,
+        _devices(sides),
+    )
+    return member, (shape, wire, src, dst), backward
+
+
+def _devices(sides: Sides) -> tuple[str | None, str | None]:
+    if sides == ("cpu", "cpu"):
+        return None, None
+    # A rank without GPU may be outside the mesh on GPUs, where it makes shells.
+    source, destination = (side if side == "cpu" or torch.cuda.is_available() else None for side in sides)
+    return source, destination
+
+
+def wire_dtype(source: Source, dtype: torch.dtype) -> torch.dtype:
+    """What the elements travel as: the narrower of both types, so that the cast happens where fewer bytes
+    travel; but what is reduced on the way is reduced in the type that it has."""
+    if source.reduced_on_the_way or dtype.itemsize > source.dtype.itemsize:
+        return source.dtype
+    return dtype
+
+
+def _gradient(
+    rank: int,
+    source: Source,
+    mesh: DeviceMesh,
+    dst: Layout,
+    grad_placements: Sequence[Placement] | None,
+    dtype: torch.dtype,
+    wire: torch.dtype,
+    op: str,
+) -> tuple[Gradient, Problem]:
+    """The reverse problem: destination mesh to source mesh, from a gradient of `dtype`. A Partial source is a
+    sum over its mesh dimension, so the gradient of each summand is the whole gradient, Replicate; of an
+    average of n, one nth of it."""
+    assert source.mesh is not None
+    src = source.layout
+    ndim, scale = len(source.shape), 1.0
+    for size, placement in zip(src.mesh_shape, src.placements, strict=True):
+        if isinstance(placement, Partial):
+            if placement.reduce_op not in ("sum", "avg"):
+                raise LayoutError(
+                    f"{op}: no gradient through {placement}; only Partial('sum') and Partial('avg') have one"
+                )
+            scale /= size if placement.reduce_op == "avg" else 1
+    forth = tuple(dst.placements) if grad_placements is None else positive_placements(grad_placements, ndim)
+    outgoing = Layout(mesh, forth)
+    if outgoing.has_partial:
+        raise LayoutError(
+            f"{op}: grad_placements {tuple(forth)} hold Partial; ask for Replicate or Shard instead"
+        )
+    incoming = reduced_layout(src)
+    gradient = Gradient(
+        destination_placements=forth,
+        destination_shape=outgoing.local_shapes(source.shape).get(rank),
+        source_shape=incoming.local_shapes(source.shape).get(rank),
+        spec=tensor_spec(source.mesh, incoming, source.shape, source.dtype),
+        dtype=source.dtype,
+        wire_dtype=wire,
+        ends=ends_of(dtype, wire, source.dtype, (mesh.device_type, source.device_type), scale),
+        scale=scale,
+    )
+    return gradient, (source.shape, wire, outgoing, incoming)
+
+
+def positive_placements(placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
+    """Shard(-1) as Shard(ndim - 1): equal layouts must look equal to the cache on every rank."""
+    return tuple(_positive(p, ndim) for p in placements)
+
+
+def _positive(placement: Placement, ndim: int) -> Placement:
+    if isinstance(placement, Shard | _StridedShard) and -ndim <= placement.dim < 0:
+        if isinstance(placement, _StridedShard):
+            return _StridedShard(placement.dim + ndim, split_factor=placement.split_factor)
+        return Shard(placement.dim + ndim)
+    return placement

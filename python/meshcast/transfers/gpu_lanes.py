@@ -1,0 +1,183 @@
+"""The GPU side of a private group: its communicators (NCCL's, or connections over CUDA IPC), made when its
+ranks first move tensors on GPUs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from .. import _C
+from ..base.observe import log
+from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
+from ..groups.private import PrivateGroup
+from .gpu_offer import CUDA_IPC, NCCL, GpuOffer, own_offer
+from .gpu_transport import choose_transport
+
+__all__ = ["CudaLanes", "attach_gpu", "connect_lanes", "gpu_of"]
+
+_KEY = "gpu"  # among what is attached to a group
+_POLL_LIMIT = 0.02  # seconds between two looks at the store while offers are missing
+
+
+class Place(Protocol):
+    """Where a call is. problem: why this rank cannot take part; the others hear of it."""
+
+    device: int
+    problem: Exception | None
+
+
+class CudaLanes:
+    """The communicators of a group by lane, all on GPU `device` of this process. Touched by jobs alone."""
+
+    def __init__(self, core: Any, device: int, transport: str) -> None:
+        self.core = core
+        self.device = device
+        self.transport = transport  # "nccl" or "cuda_ipc": all lanes have one
+        self.lanes: set[int] = set()
+
+    def abort(self, reason: str) -> None:
+        self.core.abort(reason)
+
+    def close(self) -> None:
+        self.core.shutdown()
+
+    def check_device(self, device: int, op: str) -> None:
+        """Raises LayoutError for tensors on another GPU than that of the communicators."""
+        if device != self.device:
+            raise LayoutError(
+                f"{op}: the tensors are on cuda:{device}, but this group's communicators are on "
+                f"cuda:{self.device}, where its first call was; keep the tensors of a group on one GPU of "
+                "each rank",
+                op=op,
+            )
+
+
+def gpu_of(group: PrivateGroup) -> CudaLanes | None:
+    """The GPU side of a group; None until its ranks first moved tensors on GPUs."""
+    found = group.attached.get(_KEY)
+    assert found is None or isinstance(found, CudaLanes)
+    return found
+
+
+def attach_gpu(group: PrivateGroup, gpu: CudaLanes) -> None:
+    group.attached[_KEY] = gpu
+
+
+def connect_lanes(
+    group: PrivateGroup,
+    control: _C.ReshardGroup,
+    lanes: Sequence[int],
+    place: Place,
+    call: tuple[int, int],
+    deadline: float,
+) -> None:
+    """Makes the communicators of those `lanes` that have none, together with all ranks of the group, which do
+    so within the same `call` (lane, ordinal).
+
+    Raises MeshcastError or LayoutError, alike on all ranks, where they do not fit together;
+    DeadlineExceededError, PeerLostError or AbortedError where a rank is missing, which ends the group.
+    """
+    gpu = gpu_of(group)
+    known = gpu.lanes if gpu is not None else set()
+    missing = [lane for lane in lanes if lane not in known]
+    if not missing:
+        return
+    store: Any = dist.PrefixStore(f"gpu/{call[0]}/{call[1]}", group.board)
+    offer = own_offer(place.device) if place.problem is None else GpuOffer(obstacle=str(place.problem))
+    ids: list[str] = []
+    if group.rank == group.ranks[0] and not offer.obstacle and not offer.no_nccl:
+        try:
+            ids = [_C.nccl_unique_id().hex() for _ in missing]
+        except MeshcastError as error:
+            offer = replace(offer, no_nccl=str(error))
+    try:
+        told = _gather(group, control, store, json.dumps([offer.as_text(), ids]), deadline)
+    except MeshcastError as error:
+        control.abort(str(error))  # the ranks no longer count calls alike
+        raise
+    transport = choose_transport(
+        {rank: GpuOffer.from_text(text) for rank, (text, _) in told.items()}, group.rank
+    )
+    if gpu is None:
+        core = _C.CudaGroup(control, group.control, list(group.ranks), group.rank, group.name, place.device)
+        gpu = CudaLanes(core, place.device, transport)
+        attach_gpu(group, gpu)
+    try:
+        if gpu.transport == NCCL:
+            for lane, text in zip(missing, told[group.ranks[0]][1], strict=True):
+                gpu.core.connect(lane, bytes.fromhex(text), max(deadline - time.monotonic(), 1e-3))
+                gpu.lanes.add(lane)
+        else:
+            _connect_ipc(group, control, gpu, missing, dist.PrefixStore(CUDA_IPC, store), deadline)
+    except MeshcastError as error:
+        control.abort(str(error))
+        raise
+    log.info(
+        "rank %d: GPUs of ranks %s connected over %s for lanes %s",
+        group.rank,
+        group.name,
+        gpu.transport,
+        missing,
+    )
+
+
+def _connect_ipc(
+    group: PrivateGroup,
+    control: _C.ReshardGroup,
+    gpu: CudaLanes,
+    lanes: Sequence[int],
+    store: Any,
+    deadline: float,
+) -> None:
+    """Every rank listens, tells where, and connects with all others, lane by lane."""
+    meetings = [_C.IpcMeeting() for _ in lanes]
+    addresses = json.dumps([meeting.address for meeting in meetings])
+    told = _gather(group, control, store, addresses, deadline)
+    for number, (lane, meeting) in enumerate(zip(lanes, meetings, strict=True)):
+        of_lane = [told[rank][number] for rank in group.ranks]
+        gpu.core.connect_ipc(lane, meeting, of_lane, max(deadline - time.monotonic(), 1e-3))
+        gpu.lanes.add(lane)
+
+
+def _gather(
+    group: PrivateGroup, control: _C.ReshardGroup, store: Any, mine: str, deadline: float
+) -> dict[int, list[Any]]:
+    """Publishes what this rank says, a list as JSON, and returns what all of them said."""
+    begin = time.monotonic()
+    store.set(str(group.rank), mine)
+    missing = [rank for rank in group.ranks if rank != group.rank]
+    pause = 0.0005
+    while True:
+        missing = [rank for rank in missing if not store.check([str(rank)])]
+        if not missing:
+            return {rank: json.loads(store.get(str(rank))) for rank in group.ranks}
+        cause = control.error()
+        if cause is None and group.control.check(["cause"]):
+            cause = group.control.get("cause").decode(errors="replace").partition("\n")[2]
+        if cause is not None:
+            raise AbortedError(
+                f"rank {group.rank}: group {group.name} was aborted while its GPUs were being connected: "
+                f"{cause}",
+                rank=group.rank,
+                op="connect",
+                phase="connect",
+            )
+        now = time.monotonic()
+        if now >= deadline:
+            raise DeadlineExceededError(
+                f"rank {group.rank}: ranks {missing} did not come to connect their GPUs within "
+                f"{now - begin:.1f} s (stuck elsewhere, or dead)",
+                rank=group.rank,
+                peer=missing[0],
+                op="connect",
+                phase="connect",
+                elapsed=now - begin,
+                limit=deadline - begin,
+            )
+        time.sleep(pause)
+        pause = min(pause * 1.5, _POLL_LIMIT)

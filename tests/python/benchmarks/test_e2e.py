@@ -1,0 +1,139 @@
+"""The end-to-end benchmark without a cluster: the paper's ratios, timed stages, tables and curves."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "examples"))
+
+from benchmarks.e2e import curves, paper, publish, timed  # noqa: E402
+from benchmarks.e2e.rows import BASELINE, FREE, FREE_DELAYED, OURS, ROWS, rows_for  # noqa: E402
+from benchmarks.e2e.timed import Clock, TimedStage, TimedTask, Times  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+TIMES = Times([0.01, 0.01], [0.02, 0.02], [0.01, 0.01])
+
+
+def test_transfer_over_compute_follows_from_the_sizes_of_the_papers_jobs() -> None:
+    gpt, unet = paper.gpt(), paper.unet()
+    assert gpt.nbytes == 16 * 1024 * 2560 * 2
+    assert gpt.flops == pytest.approx(6 * 2.65e9 * 16 * 1024 * 4 / 3, rel=0.1)  # 6 N tokens, and recomputing
+    assert unet.nbytes == 4 * 64 * (4 * 672 * 4 * 4 + 4 * 672 * 8 * 8 + 2 * 672 * 16 * 16 + 672 * 32 * 32)
+    assert gpt.transfer == pytest.approx(0.0671, rel=0.01)
+    assert gpt.ratio == pytest.approx(0.092, rel=0.01)
+    assert unet.ratio == pytest.approx(0.190, rel=0.01)
+
+
+@pytest.fixture
+def alone() -> Iterator[dist.ProcessGroup]:
+    """The tensor-parallel ranks of a stage: this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_timed_stage_hands_on_what_it_gets_and_knows_a_misplaced_element(alone: dist.ProcessGroup) -> None:
+    tasks = [TimedTask(TIMES, stage, 2, 2, 4096, [0.25, 0.75], alone) for stage in range(2)]
+    assert tasks[0].nbytes == 4096
+    (values, target), (local, _) = tasks[0].feed(False, None), tasks[0].feed(False, 1)
+    assert [tuple(value.shape) for value in values] == [(4, 128), (4, 384)]
+    assert torch.equal(local[1], values[1][1::2])
+    for task in tasks:
+        task.clock.on = False
+    first, last = (task.module(False, False) for task in tasks)
+    made = first(*values)
+    assert all(torch.equal(a, b) for a, b in zip(made, values, strict=True))
+    tasks[1].loss(last(*made), target).backward()
+    for task in tasks:
+        task.check("row", False, False, 0)
+    for module in (first, last):
+        module.zero_grad()
+    swapped = [values[0].flip(1), values[1]]
+    tasks[1].loss(last(*first(*swapped)), target).backward()
+    for task in tasks:
+        with pytest.raises(RuntimeError, match="gradient"):
+            task.check("row", False, False, 0)
+
+
+def test_the_time_of_a_backward_is_spent_where_its_parts_are(
+    monkeypatch: pytest.MonkeyPatch, alone: dist.ProcessGroup
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(timed, "time", SimpleNamespace(sleep=slept.append, monotonic=lambda: 100.0))
+    times = Times([0.01, 0.02], [0.03, 0.05], [0.01, 0.02])
+    for stage, parts in ((0, [0.01, 0.03]), (1, [0.02, 0.02, 0.03])):
+        slept.clear()
+        module = TimedStage(Clock(alone), times, stage, 2)
+        values = [torch.ones(1, 3, requires_grad=stage == 1) for _ in range(2)]
+        made = module(*values)
+        torch.autograd.backward(made if stage else list(made), None if stage else [torch.ones(1, 3)] * 2)
+        assert sorted(slept) == pytest.approx(sorted(parts))
+
+
+def test_rows_with_replicas_only_where_stages_have_several_ranks() -> None:
+    assert rows_for(4) == list(ROWS)
+    assert [row.name for row in ROWS if row not in rows_for(1)] == ["broadcast, 1F1B"]
+
+
+def results() -> dict[str, Any]:
+    rows = {}
+    for row in ROWS:
+        seconds = {BASELINE: 3.0, OURS: 1.5, FREE: 1.4, FREE_DELAYED: 1.3}.get(row.name, 2.0)
+        known = None if row.peer else 0.9 * seconds
+        rows[row.name] = {
+            "seconds": [seconds * 1.1, seconds, seconds * 0.9], "peak": [3, 1], "transfer": 0.05,
+            "sent": 5_000_000, "simulated": known, "simulated_peak": [3, 1], "times": {},
+        }  # fmt: skip
+    found = {
+        "model": "gpt", "compute": "timed", "mesh": [2, 2], "ranks_per_stage": 4, "nbytes": 1000,
+        "mbit": 100.0, "microbatches": 12, "transfer_once": 0.02, "rows": rows,
+        "times": {"forward": [0.1, 0.1], "backward": [0.1, 0.1], "weight": [0.05, 0.05]},
+    }  # fmt: skip
+    job = paper.gpt()
+    described = {
+        "name": job.name, "samples": 16, "flops": job.flops, "peak": job.peak, "compute": job.compute,
+        "nbytes": job.nbytes, "transfer": job.transfer, "ratio": job.ratio,
+    }  # fmt: skip
+    head = {
+        "command": "c", "commit": "d", "cores": 2, "torch": "t", "microbatches": 12, "repeats": 3,
+        "seconds": 9,
+    }  # fmt: skip
+    return {"header": head, "paper": [described], "tables": [found]}
+
+
+def test_tables_hold_what_was_measured(tmp_path: Path) -> None:
+    found = results()["tables"][0]
+    assert publish.speed_up(found) == 2.0
+    assert publish.ratio(found) == pytest.approx(0.1)
+    assert publish.reach(found) == pytest.approx(1.5 / 1.5)
+    text = publish.text(results())
+    assert f"| {OURS} | 1.500 | 8.00 | 2.00 | 0.100 | 5.00 | 3, 1 (3, 1) | 1.350 | 0.900 |" in text
+    assert "| GPT-3 2.6B | 16 | 364.7 | 125 | 0.729 | 83.9 | 0.0671 | **0.092** |" in text
+    assert "Speed-up over send/recv, 1F1B: **2.00**" in text
+    publish.draw(results(), tmp_path / "chart.svg")
+    assert (tmp_path / "chart.svg").stat().st_size > 5000
+
+
+def test_curves_are_compared_with_one_process(tmp_path: Path) -> None:
+    for model in ("gpt", "unet"):
+        for layout, losses in (("1 --microbatches 1", [2.0, 1.0]), ("2,3 --schedule 1F1B", [2.0, 1.00005])):
+            curve = {"model": model, "layout": layout, "losses": losses}
+            (tmp_path / f"{model} {layout[:3]}.json").write_text(json.dumps(curve))
+    found = curves.load(tmp_path)
+    text = curves.table(found)
+    assert "| GPT | one process | 2.00000 to 1.00000 |  |" in text
+    assert "| U-Transformer | `--stages 2,3 --schedule 1F1B` | 2.00000 to 1.00005 | 5.0e-05 |" in text
+    curves.draw(found, tmp_path / "curves.svg")
+    assert (tmp_path / "curves.svg").stat().st_size > 5000
+    (tmp_path / "gpt 1 -.json").unlink()
+    with pytest.raises(SystemExit, match="no curves of gpt"):
+        curves.load(tmp_path)

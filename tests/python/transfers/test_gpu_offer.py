@@ -1,0 +1,252 @@
+"""What ranks say of their GPUs and what speaks against connecting them: rules, judged without any GPU."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from meshcast.errors import LayoutError, MeshcastError
+from meshcast.transfers import gpu_offer
+from meshcast.transfers.gpu_offer import (
+    CUDA_IPC,
+    NCCL,
+    GpuOffer,
+    gpu_obstacle,
+    own_offer,
+    require_gpu,
+    sides_of,
+)
+from meshcast.transfers.gpu_transport import choose_transport
+
+
+def offer(number: int, **changes: object) -> GpuOffer:
+    fields = {"host": f"host{number // 2}", "device": number % 2, "uuid": f"GPU-{number}", "gpu": "H200"}
+    return GpuOffer(**(fields | {"nccl": "2.28.9"} | changes))  # type: ignore[arg-type]
+
+
+def offers(count: int = 5, **of_rank: GpuOffer) -> dict[int, GpuOffer]:
+    """Of ranks 10, 11, ...; of_rank: r12=... in place of a good one."""
+    return {10 + i: of_rank.get(f"r{10 + i}", offer(i)) for i in range(count)}
+
+
+def test_a_gpu_for_each_rank_is_fine() -> None:
+    for rank in offers():
+        assert choose_transport(offers(), rank) == NCCL
+
+
+def test_equal_indices_and_equal_uuids_of_unlike_hosts_are_fine() -> None:
+    choose_transport(offers(r11=offer(1, host="elsewhere", uuid="GPU-0", device=0)), 10)
+
+
+@pytest.mark.parametrize("rank", [10, 12, 14])
+def test_two_ranks_on_one_gpu_are_refused_alike(rank: int) -> None:
+    with pytest.raises(LayoutError) as found:
+        choose_transport(offers(r13=offer(3, uuid="GPU-2", device=0)), rank)
+    text = str(found.value)
+    assert text.startswith(f"rank {rank}: ranks 12 and 13 both use GPU GPU-2 (H200; cuda:0 and cuda:0)")
+    assert "torch.cuda.set_device" in text
+    assert "2.30.3" in text and "NCCL_MULTI_RANK_GPU_ENABLE=1" in text and "2.28.9" in text
+    assert text.endswith("cuda_ipc cannot: ranks 10 and 12 are on two hosts: use NCCL between hosts")
+    assert (found.value.rank, found.value.peer, found.value.phase) == (rank, 13, "connect")
+
+
+@pytest.mark.parametrize(
+    ("version", "both", "fine"),
+    [("2.30.3", True, True), ("2.31.0", True, True), ("2.30.2", True, False), ("2.30.3", False, False)],
+)
+def test_sharing_needs_a_new_nccl_and_leave_on_every_rank(version: str, both: bool, fine: bool) -> None:
+    pair = {
+        1: offer(0, nccl=version, may_share=True, wants=NCCL),
+        4: offer(0, nccl=version, may_share=both, wants=NCCL),
+    }
+    if fine:
+        assert choose_transport(pair, 1) == NCCL
+    else:
+        with pytest.raises(LayoutError, match="ranks 1 and 4 both use GPU") as found:
+            choose_transport(pair, 4)
+        assert "so does cuda_ipc, which MESHCAST_CUDA_TRANSPORT=nccl forbids" in str(found.value)
+
+
+def test_a_rank_that_cannot_names_itself_to_all() -> None:
+    for rank in offers():
+        with pytest.raises(MeshcastError, match="rank 12 cannot use its GPU: no NCCL was found") as found:
+            choose_transport(offers(r12=GpuOffer(obstacle="no NCCL was found")), rank)
+        assert (found.value.rank, found.value.peer) == (rank, 12)
+        assert not isinstance(found.value, LayoutError)
+
+
+def test_releases_of_nccl_do_not_mix() -> None:
+    choose_transport(offers(r11=offer(1, nccl="2.28.3")), 10)  # patches do
+    with pytest.raises(MeshcastError, match=r"rank 10 has NCCL 2\.28\.9, rank 11 has NCCL 2\.27\.9"):
+        choose_transport(offers(r11=offer(1, nccl="2.27.9")), 13)
+
+
+def test_an_offer_survives_the_store() -> None:
+    for each in (
+        offer(3, may_share=True, reaches=("GPU-4", "GPU-5"), wants=CUDA_IPC),
+        GpuOffer(obstacle='a "quoted"\nreason'),
+    ):
+        assert GpuOffer.from_text(each.as_text()) == each
+
+
+def one_host(count: int = 4, **changes: object) -> dict[int, GpuOffer]:
+    """Ranks 0, 1, ... of one host, each with a GPU that can read all the others."""
+    everybody = tuple(f"GPU-{i}" for i in range(count))
+    return {
+        i: offer(i, **({"host": "here", "device": i, "reaches": everybody} | changes)) for i in range(count)
+    }
+
+
+def test_cuda_ipc_is_taken_on_request_and_where_ranks_share_a_gpu() -> None:
+    assert choose_transport(one_host(), 2) == NCCL
+    assert choose_transport(one_host(wants=CUDA_IPC), 2) == CUDA_IPC
+    shared = one_host(uuid="GPU-0", reaches=())
+    assert choose_transport(shared, 1) == CUDA_IPC
+    assert (
+        choose_transport(one_host() | {3: offer(3, host="here", uuid="GPU-1", reaches=("GPU-0", "GPU-2"))}, 0)
+        == CUDA_IPC
+    )
+    # Also where NCCL could, and where it is missing.
+    assert choose_transport(one_host(uuid="GPU-0", nccl="2.31.0", may_share=True), 1) == CUDA_IPC
+    assert choose_transport(one_host(uuid="GPU-0", nccl="", no_nccl="no NCCL was found"), 1) == CUDA_IPC
+    with pytest.raises(LayoutError, match="MESHCAST_CUDA_TRANSPORT=nccl forbids"):
+        choose_transport(one_host(uuid="GPU-0", wants=NCCL), 1)
+
+
+@pytest.mark.parametrize(
+    ("rank", "changes", "text"),
+    [
+        (2, {"host": "there"}, "ranks 0 and 2 are on two hosts: use NCCL between hosts"),
+        (1, {"no_ipc": "the driver shares no events"}, "on rank 1, the driver shares no events"),
+        (
+            3,
+            {"reaches": ("GPU-0", "GPU-1")},
+            "the GPU of rank 3, GPU-3, cannot read the memory of rank 2's, GPU-2",
+        ),
+    ],
+)
+def test_cuda_ipc_that_cannot_serve_is_refused_alike_or_left_to_nccl(
+    rank: int, changes: dict, text: str
+) -> None:
+    asked = one_host(wants=CUDA_IPC)
+    asked[rank] = offer(rank, **({"host": "here", "reaches": asked[0].reaches, "wants": CUDA_IPC} | changes))
+    for each in asked:
+        with pytest.raises(LayoutError) as found:
+            choose_transport(asked, each)
+        assert str(found.value).startswith(f"rank {each}: MESHCAST_CUDA_TRANSPORT=cuda_ipc cannot serve")
+        assert text in str(found.value)
+        assert "set it to auto" in str(found.value)
+    auto = one_host() | {rank: offer(rank, **({"host": "here", "reaches": asked[0].reaches} | changes))}
+    assert choose_transport(auto, 0) == NCCL
+    auto[1] = replace(auto[1], uuid="GPU-0")  # as rank 0
+    with pytest.raises(LayoutError, match=r"ranks 0 and 1 both use GPU GPU-0 .* cuda_ipc cannot: ") as found:
+        choose_transport(auto, 0)
+    assert text in str(found.value)
+
+
+def test_ranks_that_ask_for_unlike_transports_are_refused() -> None:
+    for rank in range(4):
+        with pytest.raises(MeshcastError) as found:
+            choose_transport(one_host() | {2: offer(2, host="here", wants=CUDA_IPC)}, rank)
+        assert "rank 0 has MESHCAST_CUDA_TRANSPORT=auto, rank 2 has MESHCAST_CUDA_TRANSPORT=cuda_ipc" in str(
+            found.value
+        )
+        assert not isinstance(found.value, LayoutError)
+
+
+def test_a_rank_without_nccl_is_named_where_nccl_is_needed() -> None:
+    with pytest.raises(MeshcastError, match="rank 1 cannot use its GPU: no NCCL was found"):
+        choose_transport(one_host() | {1: offer(1, nccl="", no_nccl="no NCCL was found")}, 3)
+
+
+def test_all_ranks_come_to_one_verdict() -> None:
+    """Random offers: the same transport or the same error, but for the name of who raises."""
+    rng = random.Random(7)
+    seen = set()
+    for _ in range(400):
+        ranks = range(rng.choice([1, 2, 3, 5, 7]))
+        uuids = [f"GPU-{i}" for i in range(3)]
+        wants = rng.choice(["auto", NCCL, CUDA_IPC])
+        drawn = {
+            rank: offer(
+                rank,
+                host=rng.choice(["a", "a", "a", "a", "b"]),
+                uuid=rng.choice(uuids),
+                nccl=rng.choice(["2.28.9"] * 9 + ["2.30.4"]),
+                may_share=rng.random() < 0.2,
+                reaches=tuple(uuids) if rng.random() < 0.9 else (),
+                wants=wants if rng.random() < 0.97 else "auto",
+                no_ipc="" if rng.random() < 0.95 else "no",
+            )
+            for rank in ranks
+        }
+        verdicts = set()
+        for rank in ranks:
+            try:
+                verdicts.add(choose_transport(drawn, rank))
+            except MeshcastError as error:
+                verdicts.add((type(error), str(error).partition(": ")[2], error.peer))
+        assert len(verdicts) == 1, drawn
+        (verdict,) = verdicts
+        seen.add(verdict if isinstance(verdict, str) else verdict[0])
+        if verdict == CUDA_IPC:
+            assert len({each.host for each in drawn.values()}) == 1
+    assert seen == {NCCL, CUDA_IPC, LayoutError, MeshcastError}
+
+
+def test_a_wish_that_does_not_exist_becomes_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("", "NCCL", "ipc"):
+        monkeypatch.setenv("MESHCAST_CUDA_TRANSPORT", value)
+        with pytest.raises(MeshcastError, match="expected auto, nccl or cuda_ipc"):
+            gpu_offer._own_wish()
+    monkeypatch.setenv("MESHCAST_CUDA_TRANSPORT", "cuda_ipc")
+    assert gpu_offer._own_wish() == CUDA_IPC
+
+
+@pytest.mark.parametrize(("wish", "looks"), [("nccl", 0), ("auto", 1), ("cuda_ipc", 1)])
+def test_cuda_ipc_is_not_tried_where_nccl_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, wish: str, looks: int
+) -> None:
+    """The look takes memory of the GPU."""
+    asked: list[int] = []
+    monkeypatch.setenv("MESHCAST_CUDA_TRANSPORT", wish)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="U", name="N"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("meshcast._C.nccl_version", lambda: "2.28.9", raising=False)
+    monkeypatch.setattr("meshcast._C.cuda_ipc_obstacle", lambda i: asked.append(i) or "no", raising=False)
+    found = own_offer(0)
+    assert (found.obstacle, found.wants, found.no_ipc) == ("", wish, "no" if looks else "")
+    assert asked == [0] * looks
+
+
+def test_a_gpu_that_does_not_exist_becomes_an_obstacle() -> None:
+    assert own_offer(4711).obstacle
+
+
+def test_sides_of_a_call() -> None:
+    for source, destination in itertools.product(("cpu", "cuda"), repeat=2):
+        assert sides_of(source, destination, "reshard") == (source, destination)
+    for sides in (("xpu", "cpu"), ("cuda", "xpu")):
+        with pytest.raises(LayoutError, match="reshard: the meshes are on xpu"):
+            sides_of(*sides, "reshard")
+
+
+def test_copies_need_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build without CUDA code under a CUDA torch with a GPU."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delattr("meshcast._C.CudaGroup", raising=False)
+    require_gpu("reshard", copies_only=True)
+    with pytest.raises(LayoutError, match="on cuda, but this build of meshcast has no CUDA code"):
+        require_gpu("reshard")
+
+
+def test_what_a_process_lacks_is_said_with_what_to_do() -> None:
+    assert gpu_obstacle(True, "13.0", True) == ""
+    assert "CPU build: install a CUDA build of torch" in gpu_obstacle(False, None, False)
+    assert "no CUDA code: build it again" in gpu_obstacle(False, "13.0", True)
+    assert "CUDA_VISIBLE_DEVICES" in gpu_obstacle(True, "13.0", False)
