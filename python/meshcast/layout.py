@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from array import array
 from collections.abc import Iterable, Sequence
@@ -9,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .base import checks
+from .base.json_reader import Reader
 from .errors import LayoutError
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ _Placement = tuple[str, int, int, str]
 _MAX_MESH_DIMS = 5
 _MAX_RANKS = 1 << 20  # a mesh above this is a typing error; nothing is allocated for it
 _REDUCE_OPS = ("sum", "avg", "min", "max", "product")
+# Which parts of a _Placement its JSON form has, by kind.
+_WIRE_FIELDS = {"replicate": (), "shard": (1,), "strided_shard": (1, 2), "partial": (3,)}
 _NOTATION = re.compile(
     r"(?P<mesh>[0-9]{1,7}(?:x[0-9]{1,7})*)(?:@(?P<first>[0-9]{1,7}))?:(?P<dims>(?:R|S[0-9]+)*)"
 )
@@ -104,9 +108,7 @@ class Layout:
                 f"layout {checks.shown(text)}: {len(mesh_shape)} mesh dimensions; "
                 f"allowed are 1 to {_MAX_MESH_DIMS}"
             )
-        size = 1
-        for n in mesh_shape:
-            size *= n
+        size = math.prod(mesh_shape)
         if not 1 <= size <= _MAX_RANKS:
             raise LayoutError(
                 f"layout {checks.shown(text)}: a mesh of {size} ranks; allowed are 1 to {_MAX_RANKS}"
@@ -189,6 +191,37 @@ class Layout:
     def local_shapes(self, shape: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Shape of each rank's local tensor; an empty shard has a zero in it."""
         return {rank: local for rank, local, _ in self._core(shape).shards(checks.shape(shape))}
+
+    def to_wire(self) -> dict[str, Any]:
+        """The JSON form: {"mesh_shape": [...], "ranks": [...], "placements": [["shard", 0], ["replicate"],
+        ...]}, and "ndim" where the notation fixed it."""
+        wire: dict[str, Any] = {
+            "mesh_shape": list(self._mesh_shape),
+            "ranks": list(self.ranks),
+            "placements": [[p[0], *(p[at] for at in _WIRE_FIELDS[p[0]])] for p in self._placements],
+        }
+        return wire if self._ndim is None else wire | {"ndim": self._ndim}
+
+    @classmethod
+    def from_wire(cls, reader: Reader) -> Layout:
+        """What to_wire() made. Raises LayoutError naming the field that is wrong."""
+        mesh_shape = tuple(reader.integers("mesh_shape", 1, _MAX_RANKS))
+        ranks = reader.integers("ranks", 0, (1 << 31) - 1)
+        if math.prod(mesh_shape) != len(ranks):
+            raise LayoutError(
+                f"{reader.where}: {len(ranks)} ranks for a mesh of {'x'.join(map(str, mesh_shape))}"
+            )
+        if len(set(ranks)) != len(ranks):
+            raise LayoutError(f"{reader.where}.ranks: a rank appears twice")
+        placements = tuple(
+            _placement_of_wire(f"{reader.where}.placements[{i}]", p)
+            for i, p in enumerate(reader.items("placements"))
+        )
+        ndim = reader.integer("ndim", 0, checks.MAX_DIMS) if reader.has("ndim") else None
+        reader.finish()
+        layout = cls.__new__(cls)
+        layout._set(mesh_shape, array("i", ranks), placements, ndim)
+        return layout
 
     def _core(self, shape: Sequence[int]) -> _C.Layout:
         """The C++ layout for tensors of as many dimensions as `shape`: negative dimensions resolved, all in
@@ -317,6 +350,25 @@ def _read_placement(index: int, placement: Any) -> _Placement:
         f"placement {index}, {checks.shown(placement)}: "
         "allowed are Shard(dim), Replicate(), Partial(op) and _StridedShard"
     )
+
+
+def _placement_of_wire(where: str, value: Any) -> _Placement:
+    known = isinstance(value, list) and value and isinstance(value[0], str) and value[0] in _WIRE_FIELDS
+    if not known:
+        raise LayoutError(
+            f"{where} {checks.shown(value)}: allowed are [{'], ['.join(_WIRE_FIELDS)}] with their values"
+        )
+    kind, *fields = value
+    if len(fields) != len(_WIRE_FIELDS[kind]):
+        raise LayoutError(f"{where}: {kind} takes {len(_WIRE_FIELDS[kind])} values, found {len(fields)}")
+    dim, split_factor, op = 0, 1, ""
+    if kind == "partial":
+        op = checks.choice(where, fields[0], _REDUCE_OPS)
+    elif fields:
+        dim = checks.integer(f"{where}: dimension", fields[0], -checks.MAX_DIMS, checks.MAX_DIMS - 1)
+    if kind == "strided_shard":
+        split_factor = checks.integer(f"{where}: split factor", fields[1], 1, checks.MAX_INT64)
+    return kind, dim, split_factor, op
 
 
 def _torch_placement(placement: _Placement) -> Placement:

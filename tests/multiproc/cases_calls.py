@@ -13,7 +13,7 @@ import meshcast
 import torch
 import torch.distributed as dist
 from meshcast.groups.parent import parent_group
-from meshcast.transfers.persistent import Transfer
+from meshcast.transfers.persistent import PersistentTransfer
 from multiproc.meshes import quiet_mesh, sharded, spread
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -137,9 +137,9 @@ def source_changed(context) -> None:
 
 
 def transfers(context) -> None:
-    """A Transfer of two tensors at once, in a lane of its own, started many times; the plan can be read."""
+    """Two tensors at once in a lane of their own, started many times; the plan can be read."""
     src, dst = layouts()
-    transfer = Transfer(
+    transfer = PersistentTransfer(
         [((6, 7), torch.float32, src, dst), ((5,), torch.int64, src, meshcast.Layout(B, [Replicate()]))],
         lane=7,
         op="edge",
@@ -201,7 +201,7 @@ def abort_wakes_everybody(context) -> None:
     """Transfer.abort on one rank ends the waits of all, with its reason."""
     src, dst = layouts()
     group = _spare()
-    transfer = Transfer([((6, 7), torch.float32, src, dst)], group=group)
+    transfer = PersistentTransfer([((6, 7), torch.float32, src, dst)], group=group)
     target = torch.zeros_like(FULL[:, COLUMNS[context.rank]]) if context.rank in B else None
     assert transfer.plan.tasks
     if context.rank == 0:  # holds what all of B wait for, and does not start

@@ -9,7 +9,7 @@ import os
 import meshcast
 import torch
 from meshcast.resharding.compile_op import new_token, register_call
-from meshcast.transfers.persistent import Transfer
+from meshcast.transfers.persistent import PersistentTransfer
 from multiproc.meshes import sharded
 from multiproc.oracle import coordinates, cut
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +38,7 @@ def leaf(rank: int) -> DTensor:
 def counted():
     """Counts the transfers that this rank starts: [forward, backward]."""
     counts = [0, 0]
-    forward, reverse = Transfer.launch, Transfer.launch_reverse
+    forward, reverse = PersistentTransfer.launch, PersistentTransfer.launch_reverse
 
     def launch(self, *arguments, **options):
         counts[0] += 1
@@ -48,11 +48,11 @@ def counted():
         counts[1] += 1
         return reverse(self, *arguments, **options)
 
-    Transfer.launch, Transfer.launch_reverse = launch, launch_reverse
+    PersistentTransfer.launch, PersistentTransfer.launch_reverse = launch, launch_reverse
     try:
         yield counts
     finally:
-        Transfer.launch, Transfer.launch_reverse = forward, reverse
+        PersistentTransfer.launch, PersistentTransfer.launch_reverse = forward, reverse
 
 
 def operator_call() -> int:

@@ -285,7 +285,7 @@ def the_operator_moves_between_devices(context) -> None:
             x = held(full, src, [Shard(0)], context.rank)._local_tensor.requires_grad_()
             y = torch.ops.meshcast.reshard(x, new_token(), register_call(compiled, 30.0))
             check(
-                gpu, DTensor(y.detach(), compiled.members[0].spec, requires_grad=False), full, dst, [Shard(0)]
+                gpu, DTensor(y.detach(), compiled.moves[0].spec, requires_grad=False), full, dst, [Shard(0)]
             )
             (grad,) = torch.autograd.grad((gpu.read(y) * 0 + y).sum() * 3, x)
             assert torch.equal(gpu.read(grad), torch.full_like(x, 3))

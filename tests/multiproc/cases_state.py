@@ -227,18 +227,18 @@ def _between(context, change, call, victim: str, **options) -> None:
     """Runs `change` on rank 1 after its digests were taken and before its data leaves."""
     from meshcast.transfers import persistent
 
-    original = persistent.Transfer.launch
+    original = persistent.PersistentTransfer.launch
 
     def launch(self, sources, *arguments, **options):
         if len(sources) > 1 and context.rank == 1:
             change()
         return original(self, sources, *arguments, **options)
 
-    persistent.Transfer.launch = launch
+    persistent.PersistentTransfer.launch = launch
     try:
         raises(meshcast.MeshcastError, victim, lambda: call(**options))
     finally:
-        persistent.Transfer.launch = original
+        persistent.PersistentTransfer.launch = original
 
 
 def replicas_differ(context) -> None:

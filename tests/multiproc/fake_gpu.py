@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from meshcast import Layout
 from meshcast.resharding.reduction import tensor_spec
-from meshcast.resharding.tensor_move import Member
+from meshcast.resharding.tensor_move import TensorMove
 from meshcast.transfers import gpu_copies, gpu_offer, persistent
 from multiproc.oracle import coordinates, cut
 from torch.distributed.device_mesh import DeviceMesh
@@ -161,14 +161,14 @@ def made_up_gpu(seed: int) -> Iterator[FakeGpu]:
     """This process has a GPU for staged transfers. New results on it hold rubbish until something is copied
     there."""
     gpu = FakeGpu(seed)
-    check, allocate = persistent.check_shards, Member.allocate
+    check, allocate = persistent.check_shards, TensorMove.allocate
 
     def check_on_cpu(*arguments, **options) -> None:
         check(*arguments, **{**options, "on_cpu": True})
 
-    def allocate_rubbish(member: Member) -> DTensor:
-        result = allocate(member)
-        if member.sides[1] == "cuda" and result._local_tensor.numel():
+    def allocate_rubbish(move: TensorMove) -> DTensor:
+        result = allocate(move)
+        if move.device_types[1] == "cuda" and result._local_tensor.numel():
             result._local_tensor.untyped_storage().fill_(POISON)
         return result
 
@@ -176,7 +176,7 @@ def made_up_gpu(seed: int) -> Iterator[FakeGpu]:
         mock.patch.object(gpu_copies, "COPIES", gpu),
         mock.patch.object(gpu_offer, "gpu_obstacle", return_value=""),
         mock.patch.object(persistent, "check_shards", check_on_cpu),
-        mock.patch.object(Member, "allocate", allocate_rubbish),
+        mock.patch.object(TensorMove, "allocate", allocate_rubbish),
     ):
         yield gpu
     assert not gpu.faults, gpu.faults

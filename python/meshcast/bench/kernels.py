@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import _C
+from ..base.checks import dtype_name
 from ..errors import LayoutError
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -99,7 +100,7 @@ def _target(tensor: torch.Tensor, most_blocks: int) -> tuple[int, int, int]:
 
 
 def _only_dtype(tensors: Sequence[torch.Tensor], types: dict[str, Any], call: str) -> Any:
-    names = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+    names = {dtype_name(tensor.dtype) for tensor in tensors}
     if len(names) != 1 or not names <= types.keys():
         raise LayoutError(
             f"{call}: one of {', '.join(types)} is needed throughout, not {', '.join(sorted(names))}"

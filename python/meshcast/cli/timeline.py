@@ -1,4 +1,4 @@
-"""Draw the traces that ranks wrote with schedule.trace(path): a lane for each rank, on one scale of time."""
+"""Draw the traces that ranks wrote with schedule.trace(path): a row for each rank, on one scale of time."""
 
 from __future__ import annotations
 

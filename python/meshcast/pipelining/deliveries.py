@@ -2,7 +2,7 @@
 
 Consumers whose layouts join to one, because each needs the whole value or all cut it alike over meshes of one
 shape, get it by one multicast; the others by a transfer each. Pure functions of what all ranks know, so that
-all come to the same lanes in the same order.
+all come to the same edges in the same order.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from meshcast.errors import LayoutError
 from meshcast.groups.parent import parent_group
 from meshcast.transfers.gpu_offer import own_obstacle
 from meshcast.transfers.make import unagreed_transfer
-from meshcast.transfers.persistent import Problem, Transfer
+from meshcast.transfers.persistent import PersistentTransfer, Problem
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -59,11 +59,11 @@ def make_transfer(
     *,
     strategy: str = "auto",
     topology: Topology | None = None,
-) -> Transfer:
+) -> PersistentTransfer:
     """A transfer of the pipeline's for tensors on the device of a stage. The ranks agree on it in the
     background, those on GPUs in its first call, which `Lane.warm_up` makes."""
     if device.type != "cuda":
-        return Transfer(
+        return PersistentTransfer(
             problems,
             group=group,
             lane=lane,
@@ -79,6 +79,6 @@ def make_transfer(
         op=op,
         strategy=strategy,
         topology=topology,
-        sides=("cuda", "cuda"),
+        device_types=("cuda", "cuda"),
         lane=lane,
     )

@@ -1,4 +1,4 @@
-"""Pictures of pipeline timelines: a lane for each rank, its work as bars, its sends as a thin strip below."""
+"""Pictures of pipeline timelines: a row for each rank, its work as bars, its sends as a thin strip below."""
 
 from __future__ import annotations
 
@@ -104,15 +104,15 @@ def draw_panels(panels: Sequence[Panel], path: str | Path) -> None:
         from matplotlib.patches import Patch
     except ImportError:
         raise MeshcastError("drawing needs matplotlib: pip install 'meshcast[draw]'") from None
-    lanes = [max((bar.rank for bar in panel.bars), default=0) + 1 for panel in panels]
-    height = sum(0.36 * count + 0.62 for count in lanes) + 0.7
+    rows = [max((bar.rank for bar in panel.bars), default=0) + 1 for panel in panels]
+    height = sum(0.36 * count + 0.62 for count in rows) + 0.7
     figure = Figure(figsize=(13, height), layout="constrained")
     grid = figure.subplots(
-        len(panels), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": [n + 1 for n in lanes]}
+        len(panels), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": [n + 1 for n in rows]}
     )
     used: dict[str, None] = {}
     end = max((bar.end for panel in panels for bar in panel.bars), default=1.0)
-    for axes, panel, count in zip(grid[:, 0], panels, lanes, strict=True):
+    for axes, panel, count in zip(grid[:, 0], panels, rows, strict=True):
         _draw_panel(axes, panel, count, end)
         used |= dict.fromkeys(bar.kind for bar in panel.bars)
     grid[-1, 0].set_xlabel(f"time{f' [{panels[-1].unit}]' if panels and panels[-1].unit else ''}")
@@ -121,11 +121,11 @@ def draw_panels(panels: Sequence[Panel], path: str | Path) -> None:
     figure.savefig(path, dpi=140)
 
 
-def _draw_panel(axes: Any, panel: Panel, lanes: int, end: float) -> None:
+def _draw_panel(axes: Any, panel: Panel, rows: int, end: float) -> None:
     axes.set_title(panel.title, loc="left", fontsize=10)
-    axes.set_ylim(lanes - 0.4, -0.55)
+    axes.set_ylim(rows - 0.4, -0.55)
     axes.set_xlim(0, end * 1.005)
-    axes.set_yticks(range(lanes), [f"rank {rank}" for rank in range(lanes)], fontsize=8)
+    axes.set_yticks(range(rows), [f"rank {rank}" for rank in range(rows)], fontsize=8)
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)

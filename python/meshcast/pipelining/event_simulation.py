@@ -55,7 +55,7 @@ class Simulation:
     _travel: dict[Action, tuple[float, float]] = field(default_factory=dict)  # RECV -> times of its transfer
     _arrived: set[Action] = field(default_factory=set)  # RECVs
     _held: dict[tuple[int, int, ActionKind], list[Action]] = field(default_factory=lambda: defaultdict(list))
-    _lane_free: dict[object, float] = field(default_factory=lambda: defaultdict(float))
+    _link_free: dict[object, float] = field(default_factory=lambda: defaultdict(float))
     _alive: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _alive_on_rank: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _numbered: int = 0
@@ -147,7 +147,7 @@ class Simulation:
 
     def _send(self, send: Action) -> bool:
         """False while the sender has to wait: for its receive to be posted, or for a free buffer."""
-        held = self._held[_lane(send)]
+        held = self._held[_pair(send)]
         if send not in self._ready:
             if self.buffers and len(held) >= self.buffers:
                 return False
@@ -162,7 +162,7 @@ class Simulation:
         """A value leaves its buffer once it has arrived and its receive is posted."""
         send = receive.matching()
         if receive in self._arrived and send in self._posted:
-            self._held[_lane(send)].remove(send)
+            self._held[_pair(send)].remove(send)
 
     def _start(self, send: Action) -> None:
         receive = send.matching()
@@ -174,9 +174,9 @@ class Simulation:
             return
         source = self._owner[send]
         target = self._owner.get(receive, source)
-        lane: object = frozenset((source, target)) if self.shared_links else (source, target)
-        start = max(self._now, self._lane_free[lane])
-        self._lane_free[lane] = end = start + self.costs.of_transfer(link_of(send))
+        link: object = frozenset((source, target)) if self.shared_links else (source, target)
+        start = max(self._now, self._link_free[link])
+        self._link_free[link] = end = start + self.costs.of_transfer(link_of(send))
         self._travel[receive] = start, end
         self.transfers.append(Span(source, send, start, end))
         self._at(end, target, receive)
@@ -224,9 +224,9 @@ class Simulation:
                 (need for need in self._needs[action] if need not in self._arrived), key=str
             ).matching()
         if action not in self._ready:  # no free buffer: the oldest value in the way
-            return self._held[_lane(action)][0].matching()
+            return self._held[_pair(action)][0].matching()
         return action.matching()
 
 
-def _lane(send: Action) -> tuple[int, int, ActionKind]:
+def _pair(send: Action) -> tuple[int, int, ActionKind]:
     return send.stage, send.peer, send.kind

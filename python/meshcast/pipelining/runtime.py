@@ -20,15 +20,15 @@ import torch
 
 from meshcast.errors import LayoutError, MeshcastError
 from meshcast.pipelining.action import Action, ActionKind
+from meshcast.pipelining.edge_transfers import Arrival, EdgeTransfers
 from meshcast.pipelining.gpu_clock import GpuClock, Mark
 from meshcast.pipelining.inference import Way
-from meshcast.pipelining.lane import Arrival, Lane
 from meshcast.pipelining.lower import Link
 from meshcast.pipelining.randomness import random_state
 from meshcast.pipelining.shapes import as_tuple, local_values
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.trace import Trace
-from meshcast.pipelining.wiring import Value, Wiring
+from meshcast.pipelining.wiring import StageValue, Wiring
 from meshcast.transfers.handle import Handle
 
 __all__ = ["Feed", "Runtime"]
@@ -59,7 +59,7 @@ class Feed(Protocol):
 
 
 class Runtime:
-    """Runs lowered schedules, one after the other, over the lanes of one rank.
+    """Runs lowered schedules, one after the other, over the edges of one rank.
 
     wiring: that of any micro-batch: all join the same stages.
     """
@@ -83,7 +83,7 @@ class Runtime:
         self._outputs: dict[_Key, list[torch.Tensor]] = {}
         self._losses: dict[int, torch.Tensor] = {}
         self._gradients: dict[_Key, list[torch.Tensor | None]] = {}
-        self._sends: list[tuple[Action, float, Lane, Handle[Any]]] = []
+        self._sends: list[tuple[Action, float, EdgeTransfers, Handle[Any]]] = []
         self._run: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.F: self._forward,
             ActionKind.B: self._backward,
@@ -205,8 +205,8 @@ class Runtime:
             if link in self._local:
                 arrival = Action(link[1], ActionKind.RECV_F, microbatch, link[0])
                 self._arriving[arrival] = [
-                    lane.hand_over([values[each.output] for each in lane.deliveries], self._timeout)
-                    for lane in wiring.forward[link]
+                    transfers.hand_over([values[each.output] for each in transfers.deliveries], self._timeout)
+                    for transfers in wiring.forward[link]
                 ]
         if self._last_consumer[action.stage] is not None:
             self._outputs[action.stage, microbatch] = values
@@ -217,13 +217,15 @@ class Runtime:
         inputs: list[Any] = [None] * len(values)
         for link in self._producers[action.stage]:
             arrived = self._wait(Action(action.stage, ActionKind.RECV_F, action.microbatch, link[0]))
-            for lane, buffers in zip(wiring.forward[link], arrived, strict=True):
-                for delivery, buffer in zip(lane.deliveries, buffers, strict=True):
+            for transfers, buffers in zip(wiring.forward[link], arrived, strict=True):
+                for delivery, buffer in zip(transfers.deliveries, buffers, strict=True):
                     for index in delivery.inputs[action.stage]:
                         inputs[index] = self._input(stage, index, buffer, values[index])
         return inputs
 
-    def _input(self, stage: PipelineStage, index: int, buffer: torch.Tensor, value: Value) -> torch.Tensor:
+    def _input(
+        self, stage: PipelineStage, index: int, buffer: torch.Tensor, value: StageValue
+    ) -> torch.Tensor:
         # Several inputs may have come as one tensor: each has its own gradient.
         tensor = buffer.detach()
         if stage.use_dtensor:
@@ -231,9 +233,11 @@ class Runtime:
         return tensor.requires_grad_(self._train and value.requires_grad)
 
     def _wait(self, receive: Action) -> list[list[torch.Tensor]]:
-        """The tensors of each lane."""
+        """The tensors of each edge."""
         arrived = []
-        for lane, (handle, buffers) in zip(self._lanes(receive), self._arriving.pop(receive), strict=True):
+        for transfers, (handle, buffers) in zip(
+            self._transfers_of(receive), self._arriving.pop(receive), strict=True
+        ):
             arrived.append(buffers)
             if handle is None:
                 continue
@@ -249,21 +253,23 @@ class Runtime:
                 handle.wait()
                 self._waited_until = time.perf_counter()
                 self._trace.add(f"wait {receive}", "wait", begin, self._waited_until)
-            if lane.relays:  # what this rank passed on to other receivers
-                self.bytes_sent += lane.bytes_sent(handle)
+            if transfers.relays:  # what this rank passed on to other receivers
+                self.bytes_sent += transfers.bytes_sent(handle)
         return arrived
 
     def _receive(self, action: Action) -> None:
-        lanes = self._lanes(action)
-        if lanes:
-            self._arriving[action] = [lane.receive(self._timeout) for lane in lanes]
+        found = self._transfers_of(action)
+        if found:
+            self._arriving[action] = [transfers.receive(self._timeout) for transfers in found]
 
     def _send_forward(self, action: Action) -> None:
         key = action.stage, action.microbatch
         outputs = self._outputs[key]
-        for lane in self._lanes(action):
-            if lane.consumers[0] == action.peer:  # what others get as well has left with the first of them
-                self._send(action, lane, [outputs[each.output] for each in lane.deliveries])
+        for transfers in self._transfers_of(action):
+            if (
+                transfers.consumers[0] == action.peer
+            ):  # what others get as well has left with the first of them
+                self._send(action, transfers, [outputs[each.output] for each in transfers.deliveries])
         if action.peer == self._last_consumer[action.stage]:
             del self._outputs[key]  # transfers hold what they need
 
@@ -278,10 +284,10 @@ class Runtime:
         run = stage.backward_inputs if action.kind is ActionKind.I else stage.backward
         gradients = run(microbatch, seeds)
         for link in self._producers[action.stage]:
-            lane = self._wirings[microbatch].backward.get(link)
-            if lane is not None and link in self._local:
+            transfers = self._wirings[microbatch].backward.get(link)
+            if transfers is not None and link in self._local:
                 arrival = Action(link[0], ActionKind.RECV_B, microbatch, link[1])
-                self._arriving[arrival] = [lane.hand_over(_given(lane, gradients), self._timeout)]
+                self._arriving[arrival] = [transfers.hand_over(_given(transfers, gradients), self._timeout)]
         if self._last_producer[action.stage] is not None:
             self._gradients[action.stage, microbatch] = gradients
 
@@ -293,11 +299,11 @@ class Runtime:
         wiring = self._wirings[action.microbatch]
         summed: list[torch.Tensor | None] = [None] * len(wiring.values[action.stage])
         for link in self._consumers[action.stage]:
-            lane = wiring.backward.get(link)
-            if lane is None:
+            transfers = wiring.backward.get(link)
+            if transfers is None:
                 continue
             (buffers,) = self._wait(Action(action.stage, ActionKind.RECV_B, action.microbatch, link[1]))
-            for delivery, buffer in zip(lane.deliveries, buffers, strict=True):
+            for delivery, buffer in zip(transfers.deliveries, buffers, strict=True):
                 before = summed[delivery.output]
                 # Not in place: a gradient that was handed over may still serve another W.
                 summed[delivery.output] = buffer if before is None else before + buffer
@@ -305,15 +311,15 @@ class Runtime:
 
     def _send_backward(self, action: Action) -> None:
         key = action.stage, action.microbatch
-        for lane in self._lanes(action):
-            self._send(action, lane, _given(lane, self._gradients[key]))
+        for transfers in self._transfers_of(action):
+            self._send(action, transfers, _given(transfers, self._gradients[key]))
         if action.peer == self._last_producer[action.stage]:
             del self._gradients[key]
 
-    def _send(self, action: Action, lane: Lane, tensors: Sequence[torch.Tensor]) -> None:
+    def _send(self, action: Action, transfers: EdgeTransfers, tensors: Sequence[torch.Tensor]) -> None:
         self._settle_sends(wait=False)
         begin = time.perf_counter()
-        self._sends.append((action, begin, lane, lane.send(tensors, self._timeout)))
+        self._sends.append((action, begin, transfers, transfers.send(tensors, self._timeout)))
         if not self._overlap:
             self._settle_sends(wait=True)
 
@@ -321,21 +327,21 @@ class Runtime:
         """Lets go of values that have been sent, so that a step holds no more of them than are in flight."""
         flying = []
         for send in self._sends:
-            action, begin, lane, handle = send
+            action, begin, transfers, handle = send
             if not wait and not handle.is_completed():
                 flying.append(send)
                 continue
             handle.wait()
             if self._gpu is not None:
                 self._gpu.add_transfer(self._names[action], begin, handle)
-                self.bytes_sent += lane.bytes_sent(handle)
+                self.bytes_sent += transfers.bytes_sent(handle)
                 continue
             figures = handle.figures()
             self._trace.add(self._names[action], "transfer", begin, begin + figures["seconds"])
             self.bytes_sent += figures["bytes_sent"]
         self._sends = flying
 
-    def _lanes(self, action: Action) -> list[Lane]:
+    def _transfers_of(self, action: Action) -> list[EdgeTransfers]:
         """None for gradients of a link whose values need none."""
         wiring = self._wirings[action.microbatch]
         if action.kind is ActionKind.SEND_F:
@@ -359,11 +365,11 @@ def _check_outputs(values: Sequence[torch.Tensor], way: Way) -> None:
         )
 
 
-def _given(lane: Lane, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """For each value of the lane the gradient, summed over the inputs it went to."""
-    (consumer,) = lane.consumers
+def _given(transfers: EdgeTransfers, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """For each value of the edge the gradient, summed over the inputs it went to."""
+    (consumer,) = transfers.consumers
     given = []
-    for delivery in lane.deliveries:
+    for delivery in transfers.deliveries:
         first, *others = (gradients[index] for index in delivery.inputs[consumer])
         assert first is not None  # an input that needs a gradient has one, zeros where it was not used
         for other in others:

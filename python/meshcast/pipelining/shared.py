@@ -13,7 +13,7 @@ from meshcast.layout import Layout
 from meshcast.pipelining.devices import make_transfer
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.table import StageTable
-from meshcast.transfers.persistent import Transfer
+from meshcast.transfers.persistent import PersistentTransfer
 
 __all__ = ["SharedGradients"]
 
@@ -25,7 +25,7 @@ class _Shared:
 
     copies: list[torch.nn.Parameter]
     own_row: int
-    transfers: dict[int, Transfer]  # by the row that sends; none if there is one row only
+    transfers: dict[int, PersistentTransfer]  # by the row that sends; none if there is one row only
 
 
 class SharedGradients:
@@ -56,7 +56,7 @@ class SharedGradients:
             if distinct:
                 self._shared.append(_Shared(distinct, own_row, transfers))
 
-    def transfers(self) -> list[Transfer]:
+    def transfers(self) -> list[PersistentTransfer]:
         return [transfer for each in self._shared for transfer in each.transfers.values()]
 
     def sum(self) -> None:
@@ -89,7 +89,7 @@ def _transfer(
     stage: PipelineStage,
     lane: int,
     timeout: float,
-) -> Transfer:
+) -> PersistentTransfer:
     """From one row to all others that share."""
     source = sorted(table.ranks[table.rows[row][0]])
     target = sorted(rank for other in rows if other != row for rank in table.ranks[table.rows[other][0]])

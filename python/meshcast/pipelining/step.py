@@ -12,13 +12,14 @@ from torch.distributed.pipelining.microbatch import merge_chunks
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_map
 
+from meshcast.base.checks import dtype_name
 from meshcast.errors import LayoutError
 from meshcast.pipelining.layouts import Placements, local_shard
 from meshcast.pipelining.loss import Sharding, StepLoss
 from meshcast.pipelining.microbatches import Pieces, cut, whole
 from meshcast.pipelining.shapes import local_values
 from meshcast.pipelining.stage import PipelineStage
-from meshcast.pipelining.wiring import Value
+from meshcast.pipelining.wiring import StageValue
 
 __all__ = ["StepFeed"]
 
@@ -129,7 +130,7 @@ class StepFeed:
         return self._samples
 
     def learn_shares(
-        self, inputs: Sequence[Mapping[int, Value]], samples: Sequence[int], alike: bool
+        self, inputs: Sequence[Mapping[int, StageValue]], samples: Sequence[int], alike: bool
     ) -> None:
         """What this rank's losses weigh.
 
@@ -146,7 +147,7 @@ class StepFeed:
             self.loss.learn_part(number, self._shardings(number, values))
         self.loss.learn_weights(samples, alike or self._stage.mesh.device_mesh is None)
 
-    def _shardings(self, microbatch: int, values: Mapping[int, Value]) -> list[Sharding]:
+    def _shardings(self, microbatch: int, values: Mapping[int, StageValue]) -> list[Sharding]:
         stage = self._stage
         if values:
             return [
@@ -228,7 +229,7 @@ def _split_by_samples(stage: PipelineStage) -> tuple[Placements, Placements]:
 
 def _shapes_of(values: Any) -> list[Any]:
     return [
-        [*value.shape, str(value.dtype).removeprefix("torch.")]
+        [*value.shape, dtype_name(value.dtype)]
         for value in tree_flatten(values)[0]
         if isinstance(value, torch.Tensor)
     ]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshcast.base.json_reader import Reader
 from meshcast.errors import LayoutError
 from meshcast.layout import Layout
 from meshcast.pipelining.edge import Edge
 from meshcast.pipelining.exchange import Exchange
 from meshcast.pipelining.stage import PipelineStage
-from meshcast.pipelining.wire import decode_layout, encode_layout
 
 __all__ = ["StageTable", "agree_on_stages", "describe_stages"]
 
@@ -54,8 +54,7 @@ def describe_stages(
             str(stage.stage_index): {
                 "ranks": stage.mesh.ranks,
                 "inputs": [
-                    encode_layout(stage.mesh.layout(placements))
-                    for placements in stage.input_placements.listed()
+                    stage.mesh.layout(placements).to_wire() for placements in stage.input_placements.listed()
                 ],
                 "data_dims": stage.data_dims,
                 "summed": stage.summed_dims,
@@ -102,7 +101,7 @@ def agree_on_stages(exchange: Exchange) -> StageTable:
             )
         chosen = _same_on(described, members, stage)
         ranks.append(chosen["ranks"])
-        inputs.append([decode_layout(each) for each in chosen["inputs"]])
+        inputs.append([Layout.from_wire(Reader(each, "input")) for each in chosen["inputs"]])
         data_dims.append(chosen["data_dims"])
         summed.append(chosen["summed"])
         for key, kind in chosen["shared"].items():

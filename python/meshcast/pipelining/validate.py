@@ -210,11 +210,11 @@ class _Check:
                     sends[action.stage, action.peer, action.kind].append(action)
                 elif action.kind.is_recv:
                     receives[action.peer, action.stage, action.matching().kind].append(action)
-        for lane, sent in sends.items():
-            for send, receive in zip(sent, receives[lane], strict=True):
+        for pair, sent in sends.items():
+            for send, receive in zip(sent, receives[pair], strict=True):
                 if send.microbatch != receive.microbatch:
                     self.fail(
-                        f"stage {lane[0]} sends {send} where stage {lane[1]} receives {receive}",
+                        f"stage {pair[0]} sends {send} where stage {pair[1]} receives {receive}",
                         self.at[send],
                         self.at[receive],
                     )

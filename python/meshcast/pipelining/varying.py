@@ -21,7 +21,7 @@ from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.step import StepFeed
 from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.wiring import Wiring, connect
-from meshcast.transfers.persistent import Transfer
+from meshcast.transfers.persistent import PersistentTransfer
 
 __all__ = ["Wirings", "agree_on_step"]
 
@@ -91,7 +91,7 @@ class Wirings:
         """That of the last micro-batch of the last step."""
         return next(reversed(self._known.values()), None)
 
-    def transfers(self) -> list[Transfer]:
+    def transfers(self) -> list[PersistentTransfer]:
         return [transfer for wiring in self._known.values() for transfer in wiring.transfers()]
 
     def check_shapes(self, feeds: Mapping[int, StepFeed], *, cut: bool) -> None:
@@ -127,9 +127,9 @@ class Wirings:
         needed = len(set(keys))
         while len(self._known) > max(_KEPT, needed):
             _, oldest = self._known.popitem(last=False)
-            for lane in oldest.lanes():
-                if lane.transfer is not None:
-                    lane.transfer.close()
+            for each in oldest.edge_transfers():
+                if each.transfer is not None:
+                    each.transfer.close()
         return wirings
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class Wirings:
             transfer.close()
 
     def abort(self, reason: str) -> None:
-        """Makes all ranks that share a lane with this one fail with this reason."""
+        """Makes all ranks that share an edge with this one fail with this reason."""
         for transfer in self.transfers():
             transfer.abort(reason)
 

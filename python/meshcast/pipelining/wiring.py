@@ -15,9 +15,9 @@ from meshcast.layout import Layout
 from meshcast.pipelining.deliveries import Bundle, Delivery, bundles, returns
 from meshcast.pipelining.devices import make_transfer
 from meshcast.pipelining.edge import Edge, check_edges, links_of
+from meshcast.pipelining.edge_transfers import EdgeTransfers, LocalShape
 from meshcast.pipelining.exchange import Exchange, Refused
 from meshcast.pipelining.inference import Inferred, Way
-from meshcast.pipelining.lane import Lane, Shard
 from meshcast.pipelining.layouts import gradient_placements
 from meshcast.pipelining.lower import Link
 from meshcast.pipelining.sample_split import check_split
@@ -26,15 +26,15 @@ from meshcast.pipelining.shared import SharedGradients
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.wire import decode_value, encode_value
-from meshcast.transfers.persistent import Problem, Transfer
+from meshcast.transfers.persistent import PersistentTransfer, Problem
 
-__all__ = ["Value", "Wiring", "connect", "gradient_layout"]
+__all__ = ["StageValue", "Wiring", "connect", "gradient_layout"]
 
 _FIRST_LANE = 2  # below are the lanes of ordinary calls and their backward
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class StageValue:
     """One value that leaves a stage in each micro-batch."""
 
     shape: tuple[int, ...]
@@ -45,25 +45,25 @@ class Value:
 
 @dataclass(slots=True)
 class Wiring:
-    """The lanes this rank takes part in, for micro-batches of one shape, and what it must know of the
+    """The transfers this rank takes part in, for micro-batches of one shape, and what it must know of the
     values."""
 
     edges: tuple[Edge, ...]
     links: list[Link]
-    values: list[list[Value]]  # outputs of every stage but the last
-    inputs: dict[int, dict[int, Value]]  # of each of this rank's stages, in the layout they arrive in
+    values: list[list[StageValue]]  # outputs of every stage but the last
+    inputs: dict[int, dict[int, StageValue]]  # of each of this rank's stages, in the layout they arrive in
     ways: dict[int, Way]  # in which each of this rank's stages runs
-    forward: dict[Link, list[Lane]]
-    backward: dict[Link, Lane]  # only links with a value that needs a gradient
+    forward: dict[Link, list[EdgeTransfers]]
+    backward: dict[Link, EdgeTransfers]  # only links with a value that needs a gradient
     shared: SharedGradients
 
-    def lanes(self) -> list[Lane]:
+    def edge_transfers(self) -> list[EdgeTransfers]:
         """Each once, by number: those of several ranks come in one order on all of them."""
-        found = [*(lane for lanes in self.forward.values() for lane in lanes), *self.backward.values()]
-        return sorted({id(lane): lane for lane in found}.values(), key=lambda lane: lane.number)
+        found = [*(each for several in self.forward.values() for each in several), *self.backward.values()]
+        return sorted({id(each): each for each in found}.values(), key=lambda each: each.number)
 
-    def transfers(self) -> list[Transfer]:
-        own = [lane.transfer for lane in self.lanes() if lane.transfer is not None]
+    def transfers(self) -> list[PersistentTransfer]:
+        own = [each.transfer for each in self.edge_transfers() if each.transfer is not None]
         return [*own, *self.shared.transfers()]
 
     def is_local(self, link: Link) -> bool:
@@ -72,9 +72,9 @@ class Wiring:
 
 
 _Agreed = tuple[
-    list[list[Value]],
+    list[list[StageValue]],
     tuple[Edge, ...],
-    dict[int, dict[int, Value]],
+    dict[int, dict[int, StageValue]],
     dict[int, Inferred],
     list[Bundle],
     dict[Link, list[tuple[Delivery, Problem]]],
@@ -92,7 +92,7 @@ def connect(
     shared: SharedGradients | None = None,
     everywhere_empty: bool = False,
 ) -> Wiring:
-    """Finds the shapes of all values, stage after stage, and compiles the lanes of this rank.
+    """Finds the shapes of all values, stage after stage, and compiles the transfers of this rank.
 
     Args:
         stages: those of this rank, by number.
@@ -136,9 +136,9 @@ def connect(
     for number, link in enumerate(links):
         if returned.get(link) and (link[0] in stages or link[1] in stages):
             _compile_return(wiring, stages, link, returned[link], back + number, timeout)
-    # In one order on all ranks of a lane. All are on their way before one is waited for, so that ranks of
-    # unlike lanes do not wait for each other.
-    for handle in [lane.warm_up(timeout) for lane in wiring.lanes()]:
+    # In one order on all ranks of an edge. All are on their way before one is waited for, so that ranks of
+    # unlike edges do not wait for each other.
+    for handle in [each.warm_up(timeout) for each in wiring.edge_transfers()]:
         if handle is not None:
             handle.wait()
     return wiring
@@ -155,7 +155,7 @@ def _agree(
     everywhere_empty: bool,
 ) -> _Agreed:
     """What all ranks know before a transfer is made: afterwards none of them has anything to refuse."""
-    values: list[list[Value]] = []
+    values: list[list[StageValue]] = []
     inferred: dict[int, Inferred] = {}
     num_stages = len(table.ranks)
     for index in range(num_stages):
@@ -203,7 +203,7 @@ def _publish_shapes(stage: PipelineStage, exchange: Exchange, topic: str, inferr
     exchange.publish(f"{topic}/{stage.stage_index}", {"outputs": encoded})
 
 
-def _values(index: int, found: Mapping[int, Mapping[str, Any]], table: StageTable) -> list[Value]:
+def _values(index: int, found: Mapping[int, Mapping[str, Any]], table: StageTable) -> list[StageValue]:
     """Outputs of a stage from what its ranks published."""
     locals_of: dict[int, list[tuple[LocalValue, Layout]]] = {
         rank: [decode_value(each) for each in published["outputs"]]
@@ -231,7 +231,7 @@ def _values(index: int, found: Mapping[int, Mapping[str, Any]], table: StageTabl
         shapes = {rank: outputs[output][0].shape for rank, outputs in locals_of.items()}
         shape = global_shape(layout, with_empty(shapes, layout, table.data_dims[index]), what)
         values.append(
-            Value(
+            StageValue(
                 shape,
                 local.dtype,
                 any(outputs[output][0].requires_grad for outputs in locals_of.values()),
@@ -241,7 +241,7 @@ def _values(index: int, found: Mapping[int, Mapping[str, Any]], table: StageTabl
     return values
 
 
-def _default_edges(values: Sequence[Sequence[Value]]) -> list[Edge]:
+def _default_edges(values: Sequence[Sequence[StageValue]]) -> list[Edge]:
     return [
         Edge(index, output, index + 1, output)
         for index, outputs in enumerate(values)
@@ -249,7 +249,7 @@ def _default_edges(values: Sequence[Sequence[Value]]) -> list[Edge]:
     ]
 
 
-def _value_of(edge: Edge, values: Sequence[Sequence[Value]]) -> Value:
+def _value_of(edge: Edge, values: Sequence[Sequence[StageValue]]) -> StageValue:
     outputs = values[edge.from_stage]
     if edge.output >= len(outputs):
         raise LayoutError(f"edge {edge}: stage {edge.from_stage} has {len(outputs)} outputs")
@@ -257,8 +257,11 @@ def _value_of(edge: Edge, values: Sequence[Sequence[Value]]) -> Value:
 
 
 def _inputs(
-    stage: PipelineStage, table: StageTable, edges: Sequence[Edge] | None, values: Sequence[Sequence[Value]]
-) -> dict[int, Value]:
+    stage: PipelineStage,
+    table: StageTable,
+    edges: Sequence[Edge] | None,
+    values: Sequence[Sequence[StageValue]],
+) -> dict[int, StageValue]:
     """Inputs of this rank's stage, all producers being known."""
     index = stage.stage_index
     if index == 0:
@@ -268,13 +271,13 @@ def _inputs(
     for edge in own:
         if edge.to_stage == index:
             value = _value_of(edge, values)
-            inputs[edge.input] = Value(
+            inputs[edge.input] = StageValue(
                 value.shape, value.dtype, value.requires_grad, table.input_layout(index, edge.input)
             )
     return dict(sorted(inputs.items()))
 
 
-def _examples(stage: PipelineStage, inputs: Mapping[int, Value]) -> list[torch.Tensor]:
+def _examples(stage: PipelineStage, inputs: Mapping[int, StageValue]) -> list[torch.Tensor]:
     """Stand-ins of this rank's inputs, for shape inference only."""
     examples = []
     for index, value in inputs.items():
@@ -287,7 +290,7 @@ def _examples(stage: PipelineStage, inputs: Mapping[int, Value]) -> list[torch.T
     return examples
 
 
-def _check_examples(stage: PipelineStage, inputs: Mapping[int, Value], *, sizes: bool) -> None:
+def _check_examples(stage: PipelineStage, inputs: Mapping[int, StageValue], *, sizes: bool) -> None:
     """sizes: of the first dimension as well, which later micro-batches may have another of."""
     if stage.input_examples is None or not inputs:
         return
@@ -319,14 +322,16 @@ def _compile_bundle(
         value = wiring.values[bundle.source][each.output]
         problems.append((value.shape, value.dtype, value.layout, each.layout))
     name = f"pipeline {bundle.source}->{','.join(map(str, bundle.consumers))} forward"
-    lane = _lane(stages[own[0]], problems, bundle.consumers, bundle.deliveries, number, name, timeout)
+    transfers = _edge_transfers(
+        stages[own[0]], problems, bundle.consumers, bundle.deliveries, number, name, timeout
+    )
     for consumer in bundle.consumers:
         if bundle.source in stages or consumer in stages:
-            wiring.forward.setdefault((bundle.source, consumer), []).append(lane)
+            wiring.forward.setdefault((bundle.source, consumer), []).append(transfers)
 
 
 def _returned(
-    link: Link, values: Sequence[Sequence[Value]], given: Sequence[Delivery], table: StageTable
+    link: Link, values: Sequence[Sequence[StageValue]], given: Sequence[Delivery], table: StageTable
 ) -> list[tuple[Delivery, Problem]]:
     """What travels back over a link that needs gradients, and how. Raises LayoutError for a value whose
     gradient has no layout."""
@@ -352,10 +357,10 @@ def _compile_return(
     stage = stages[source] if source in stages else stages[consumer]
     name = f"pipeline {source}->{consumer} backward"
     deliveries, problems = [each for each, _ in returned], [problem for _, problem in returned]
-    wiring.backward[link] = _lane(stage, problems, (consumer,), deliveries, number, name, timeout)
+    wiring.backward[link] = _edge_transfers(stage, problems, (consumer,), deliveries, number, name, timeout)
 
 
-def _lane(
+def _edge_transfers(
     stage: PipelineStage,
     problems: list[Problem],
     consumers: Sequence[int],
@@ -363,9 +368,9 @@ def _lane(
     number: int,
     op: str,
     timeout: float,
-) -> Lane:
+) -> EdgeTransfers:
     if all(_stays(shape, source, target) for shape, _, source, target in problems):
-        return Lane(None, consumers, deliveries, [], [], stage, number)
+        return EdgeTransfers(None, consumers, deliveries, [], [], stage, number)
     transfer = make_transfer(
         stage.device,
         stage.group,
@@ -378,7 +383,7 @@ def _lane(
     )
     sources = [(shape, dtype, source) for shape, dtype, source, _ in problems]
     targets = [(shape, dtype, target) for shape, dtype, _, target in problems]
-    return Lane(
+    return EdgeTransfers(
         transfer,
         consumers,
         deliveries,
@@ -395,7 +400,7 @@ def _stays(shape: Sequence[int], source: Layout, target: Layout) -> bool:
     return not pending and source.shards(shape) == target.shards(shape)
 
 
-def _local(values: Sequence[tuple[Sequence[int], torch.dtype, Layout]], rank: int) -> list[Shard]:
+def _local(values: Sequence[tuple[Sequence[int], torch.dtype, Layout]], rank: int) -> list[LocalShape]:
     return [
         (layout.local_shapes(shape)[rank], dtype) for shape, dtype, layout in values if rank in layout.ranks
     ]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 _MAX_ROWS = 48  # NICs drawn; further ones are counted below the picture
-_MAX_BARS = 1500  # per lane; finer detail than a pixel is sampled
+_MAX_BARS = 1500  # per row; finer detail than a pixel is sampled
 _MAX_LEGEND = 10
 # Ten hues that stay apart in print and under the common colour deficiencies; red is left to the lower bound.
 _PALETTE = (
@@ -37,7 +37,7 @@ _PALETTE = (
 
 
 @dataclass
-class _Lane:
+class _Row:
     """One direction of one link: what it carries, in order of time."""
 
     start: NDArray[np.float64]
@@ -76,8 +76,8 @@ def draw(plan: Plan, path: str | Path) -> None:
         figure.savefig(path, dpi=160, facecolor="white", metadata=metadata[path.suffix.lower()])
 
 
-def _rows(plan: Plan) -> list[tuple[str, _Lane, _Lane]]:
-    """(label, out lane, in lane) of every NIC; of every rank instead, where nothing leaves a host."""
+def _rows(plan: Plan) -> list[tuple[str, _Row, _Row]]:
+    """(label, out row, in row) of every NIC; of every rank instead, where nothing leaves a host."""
     import numpy as np
 
     core = plan._core
@@ -109,10 +109,10 @@ def _rows(plan: Plan) -> list[tuple[str, _Lane, _Lane]]:
     src, dst = columns["hop_src"], columns["hop_dst"]
     crosses = host_of[src] != host_of[dst]
 
-    def lane(mask: Any, rate: int) -> _Lane:
+    def row(mask: Any, rate: int) -> _Row:
         order = np.argsort(start[mask], kind="stable")
         begin = start[mask][order]
-        return _Lane(begin, begin + nbytes[mask][order] / rate, task[mask][order])
+        return _Row(begin, begin + nbytes[mask][order] / rate, task[mask][order])
 
     rows = []
     if crosses.any():
@@ -120,23 +120,23 @@ def _rows(plan: Plan) -> list[tuple[str, _Lane, _Lane]]:
             if not any(host_of[rank] == index for rank in plan.ranks):
                 continue
             for n, nic in enumerate(host.nics):
-                out = lane(crosses & (host_of[src] == index) & (nic_of[src] == n), nic.out_rate)
-                received = lane(crosses & (host_of[dst] == index) & (nic_of[dst] == n), nic.in_rate)
+                out = row(crosses & (host_of[src] == index) & (nic_of[src] == n), nic.out_rate)
+                received = row(crosses & (host_of[dst] == index) & (nic_of[dst] == n), nic.in_rate)
                 label = f"host {index}" if len(host.nics) == 1 else f"host {index} NIC {n}"
                 rows.append((label, out, received))
     else:
         for rank in plan.ranks:
             rate = plan.hosts[host_of[rank]].local_rate
-            rows.append((f"rank {rank}", lane(src == rank, rate), lane(dst == rank, rate)))
+            rows.append((f"rank {rank}", row(src == rank, rate), row(dst == rank, rate)))
     return rows
 
 
-def _bars(lane: _Lane, span: float) -> dict[int, list[tuple[float, float]]]:
+def _bars(row: _Row, span: float) -> dict[int, list[tuple[float, float]]]:
     """(start, width) of the bars of each task. Neighbours of one task join; more bars than pixels are
     sampled."""
     import numpy as np
 
-    start, end, task = lane.start, lane.end, lane.task
+    start, end, task = row.start, row.end, row.task
     if len(start) > _MAX_BARS:
         edges = np.linspace(0, span, _MAX_BARS + 1)
         centre = (edges[:-1] + edges[1:]) / 2
@@ -155,12 +155,12 @@ def _bars(lane: _Lane, span: float) -> dict[int, list[tuple[float, float]]]:
     return bars
 
 
-def _draw_rows(axes: Any, plan: Plan, rows: list[tuple[str, _Lane, _Lane]], scale: float) -> None:
+def _draw_rows(axes: Any, plan: Plan, rows: list[tuple[str, _Row, _Row]], scale: float) -> None:
     span = max(plan.makespan, plan.lower_bound) or 1.0
     for y, (_, out, received) in enumerate(rows):
         axes.axhspan(y - 0.42, y + 0.42, color="#f2f2f2", linewidth=0, zorder=0)
-        for lane, bottom in ((out, y - 0.40), (received, y + 0.03)):
-            for task, bars in _bars(lane, span).items():
+        for row, bottom in ((out, y - 0.40), (received, y + 0.03)):
+            for task, bars in _bars(row, span).items():
                 scaled = [(begin * scale, width * scale) for begin, width in bars]
                 axes.broken_barh(
                     scaled, (bottom, 0.37), facecolors=_colour(task, len(plan.tasks)), linewidth=0, zorder=2

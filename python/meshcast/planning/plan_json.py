@@ -10,14 +10,13 @@
                 "hops": {"src": [...], "dst": [...], "chunk": [...], "after": [...], "reduce": [...],
                          "last_reduce": [...], "start_ns": [...], "finish_ns": [...]}}}
 
-LAYOUT is {"mesh_shape": [...], "ranks": [...], "placements": [["shard", 0], ["replicate"], ...]}.
-A box is [[lo, hi], ...]. A hop sends its chunk, the pieces [first, end), after the hop `after` (-1: at once).
+LAYOUT is Layout.to_wire(). A box is [[lo, hi], ...]. A hop sends its chunk, the pieces [first, end),
+after the hop `after` (-1: at once).
 """
 
 from __future__ import annotations
 
 import json
-from array import array
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from .plan import BALANCES, STRATEGIES, Options, Plan, Problem
 
 _FORMAT = "meshcast.plan/1"
 _HOP_COLUMNS = ("src", "dst", "chunk", "after", "reduce", "last_reduce", "start_ns", "finish_ns")
-_PLACEMENT_FIELDS = {"replicate": 0, "shard": 1, "strided_shard": 2, "partial": 1}
 
 
 def to_json(plan: Plan) -> str:
@@ -68,8 +66,8 @@ def _to_dict(plan: Plan) -> dict[str, Any]:
             {
                 "shape": list(p.shape),
                 "dtype": checks.dtype_name(p.dtype),
-                "src": _layout_dict(p.src),
-                "dst": _layout_dict(p.dst),
+                "src": p.src.to_wire(),
+                "dst": p.dst.to_wire(),
             }
             for p in plan.problems
         ],
@@ -100,80 +98,15 @@ def _result(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _layout_dict(layout: Layout) -> dict[str, Any]:
-    out: dict[str, Any] = {
-        "mesh_shape": list(layout.mesh_shape),
-        "ranks": list(layout.ranks),
-        "placements": [_placement_list(*p) for p in layout._placements],
-    }
-    if layout._ndim is not None:
-        out["ndim"] = layout._ndim
-    return out
-
-
-def _placement_list(kind: str, dim: int, split_factor: int, op: str) -> list[Any]:
-    fields: dict[str, list[Any]] = {"shard": [dim], "strided_shard": [dim, split_factor], "partial": [op]}
-    return [kind, *fields.get(kind, [])]
-
-
 def _read_problem(reader: Reader) -> Problem:
     problem = Problem(
         checks.shape(reader.items("shape")),
         checks.dtype(reader.text("dtype")),
-        _read_layout(reader.child("src")),
-        _read_layout(reader.child("dst")),
+        Layout.from_wire(reader.child("src")),
+        Layout.from_wire(reader.child("dst")),
     )
     reader.finish()
     return problem
-
-
-def _read_layout(reader: Reader) -> Layout:
-    mesh_shape = tuple(reader.integers("mesh_shape", 1, 1 << 20))
-    ranks = reader.integers("ranks", 0, (1 << 31) - 1)
-    size = 1
-    for n in mesh_shape:
-        size *= n
-    if size != len(ranks):
-        raise LayoutError(
-            f"{reader.where}: {len(ranks)} ranks for a mesh of {'x'.join(map(str, mesh_shape))}"
-        )
-    if len(set(ranks)) != len(ranks):
-        raise LayoutError(f"{reader.where}.ranks: a rank appears twice")
-    placements = tuple(
-        _read_placement(f"{reader.where}.placements[{i}]", p)
-        for i, p in enumerate(reader.items("placements"))
-    )
-    ndim = reader.integer("ndim", 0, checks.MAX_DIMS) if reader.has("ndim") else None
-    reader.finish()
-    layout = Layout.__new__(Layout)
-    layout._set(mesh_shape, array("i", ranks), placements, ndim)
-    return layout
-
-
-def _read_placement(where: str, value: Any) -> tuple[str, int, int, str]:
-    if (
-        not isinstance(value, list)
-        or not value
-        or not isinstance(value[0], str)
-        or value[0] not in _PLACEMENT_FIELDS
-    ):
-        raise LayoutError(
-            f"{where} {checks.shown(value)}: allowed are [{'], ['.join(_PLACEMENT_FIELDS)}] with their values"
-        )
-    kind, *fields = value
-    if len(fields) != _PLACEMENT_FIELDS[kind]:
-        raise LayoutError(f"{where}: {kind} takes {_PLACEMENT_FIELDS[kind]} values, found {len(fields)}")
-    if kind == "partial":
-        return kind, 0, 1, checks.choice(where, fields[0], ("sum", "avg", "min", "max", "product"))
-    dim = (
-        checks.integer(f"{where}: dimension", fields[0], -checks.MAX_DIMS, checks.MAX_DIMS - 1)
-        if fields
-        else 0
-    )
-    split_factor = (
-        checks.integer(f"{where}: split factor", fields[1], 1, checks.MAX_INT64) if len(fields) > 1 else 1
-    )
-    return kind, dim, split_factor, ""
 
 
 def _read_options(reader: Reader) -> Options:

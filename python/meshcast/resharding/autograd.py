@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..transfers.handle import Launch
     from ..transfers.persistent import CallNumber
     from .compiled_call import Compiled
-    from .tensor_move import Member
+    from .tensor_move import TensorMove
 
 __all__ = ["backward", "differentiable_call"]
 
@@ -82,15 +82,15 @@ class _Call:
         if self.compiled.transfer is not None and self.number is not None:
             self.compiled.transfer.reject_reverse(self.number, error, self.timeout)
 
-    def destination_gradient(self, member: Member, grad: Any) -> torch.Tensor | None:
+    def destination_gradient(self, move: TensorMove, grad: Any) -> torch.Tensor | None:
         """This rank's shard of the incoming gradient, in the agreed layout; zeros where the value was not
         used."""
-        gradient, spec = member.gradient, member.spec
+        gradient, spec = move.gradient, move.spec
         assert gradient is not None
         if gradient.destination_shape is None:
             return None
         if grad is None:
-            return torch.zeros(gradient.destination_shape, dtype=gradient.ends.source, device=member.device)
+            return torch.zeros(gradient.destination_shape, dtype=gradient.ends.source, device=move.device)
         if not isinstance(grad, DTensor) or grad.device_mesh != spec.mesh:
             raise LayoutError(
                 f"reshard backward: expected a DTensor gradient on {spec.mesh}, found {type(grad).__name__}"
@@ -107,26 +107,26 @@ class _Call:
         return local.to(gradient.ends.source)
 
     def reverse(self, grads: Sequence[Any]) -> list[DTensor]:
-        """Runs the reverse transfer of all differentiable members; waits only where this rank needs a
+        """Runs the reverse transfer of all differentiable moves; waits only where this rank needs a
         result."""
         compiled = self.compiled
-        members = [compiled.members[i] for i in compiled.differentiable]
+        moves = [compiled.moves[i] for i in compiled.differentiable]
         incoming: list[torch.Tensor | None] = []
-        for member in members:
-            gradient = member.gradient
+        for move in moves:
+            gradient = move.gradient
             assert gradient is not None
             shape = gradient.source_shape
             incoming.append(
                 None
                 if shape is None
-                else torch.empty(shape, dtype=gradient.ends.destination, device=member.source_device)
+                else torch.empty(shape, dtype=gradient.ends.destination, device=move.source_device)
             )
         if compiled.transfer is not None:
             assert self.number is not None
             try:
                 outgoing = [
-                    self.destination_gradient(member, grads[i])
-                    for member, i in zip(members, compiled.differentiable, strict=True)
+                    self.destination_gradient(move, grads[i])
+                    for move, i in zip(moves, compiled.differentiable, strict=True)
                 ]
             except Exception as error:
                 self.refuse_reverse(error)
@@ -143,7 +143,7 @@ class _Call:
             )
             if waits:
                 launch.wait()
-        return [_gradient(member, local) for member, local in zip(members, incoming, strict=True)]
+        return [_gradient(move, local) for move, local in zip(moves, incoming, strict=True)]
 
 
 def _shares(local: torch.Tensor, grad: Any) -> bool:
@@ -152,11 +152,11 @@ def _shares(local: torch.Tensor, grad: Any) -> bool:
     return local.untyped_storage().data_ptr() == settled(grad._local_tensor).untyped_storage().data_ptr()
 
 
-def _gradient(member: Member, local: torch.Tensor | None) -> DTensor:
-    gradient = member.gradient
+def _gradient(move: TensorMove, local: torch.Tensor | None) -> DTensor:
+    gradient = move.gradient
     assert gradient is not None
     if local is None:
-        return DTensor(member.shell(gradient.dtype, member.source_device), gradient.spec, requires_grad=False)
+        return DTensor(move.shell(gradient.dtype, move.source_device), gradient.spec, requires_grad=False)
     if gradient.scale != 1.0:
         local.mul_(gradient.scale)
     return DTensor(local.to(gradient.dtype), gradient.spec, requires_grad=False)

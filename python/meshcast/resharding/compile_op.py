@@ -76,15 +76,15 @@ def _called(call: int) -> tuple[Compiled, float]:
 
 def _run(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
     compiled, limit = _called(call)
-    member = compiled.members[0]
-    out = _empty(member.local_shape, member.dtype, len(member.shape), member.device)
+    move = compiled.moves[0]
+    out = _empty(move.local_shape, move.dtype, len(move.shape), move.device)
     if compiled.transfer is None:
         return out
-    source = member.outgoing(local) if member.is_holder else None
+    source = move.outgoing(local) if move.is_holder else None
     target = None
-    if member.local_shape is not None:
-        kind = member.ends.destination
-        target = out if kind == member.dtype else torch.empty_like(out, dtype=kind)
+    if move.local_shape is not None:
+        kind = move.ends.destination
+        target = out if kind == move.dtype else torch.empty_like(out, dtype=kind)
     launch, number = compiled.transfer.launch([source], [target], limit, driven=True)
     launch.wait()
     if target is not None and target is not out:
@@ -97,13 +97,11 @@ def _run_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch.
     from ..transfers.persistent import CallNumber
 
     compiled, limit = _called(call)
-    member = compiled.members[0]
-    gradient = member.gradient
+    move = compiled.moves[0]
+    gradient = move.gradient
     if gradient is None:
         raise MeshcastError("torch.ops.meshcast.reshard: the call was compiled without gradient")
-    incoming = _empty(
-        gradient.source_shape, gradient.ends.destination, len(member.shape), member.source_device
-    )
+    incoming = _empty(gradient.source_shape, gradient.ends.destination, len(move.shape), move.source_device)
     if compiled.transfer is not None:
         outgoing = None if gradient.destination_shape is None else grad.to(gradient.ends.source)
         target = None if gradient.source_shape is None else incoming
@@ -121,17 +119,17 @@ def _empty(shape: tuple[int, ...] | None, dtype: torch.dtype, ndim: int, device:
 
 
 def _fake(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:  # noqa: ARG001
-    member = _called(call)[0].members[0]
-    shape = (0,) * len(member.shape) if member.local_shape is None else member.local_shape
-    return local.new_empty(shape, dtype=member.dtype, device=member.device)
+    move = _called(call)[0].moves[0]
+    shape = (0,) * len(move.shape) if move.local_shape is None else move.local_shape
+    return local.new_empty(shape, dtype=move.dtype, device=move.device)
 
 
 def _fake_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch.Tensor:  # noqa: ARG001
-    member = _called(call)[0].members[0]
-    gradient = member.gradient
+    move = _called(call)[0].moves[0]
+    gradient = move.gradient
     assert gradient is not None
-    shape = (0,) * len(member.shape) if gradient.source_shape is None else gradient.source_shape
-    return grad.new_empty(shape, dtype=gradient.dtype, device=member.source_device)
+    shape = (0,) * len(move.shape) if gradient.source_shape is None else gradient.source_shape
+    return grad.new_empty(shape, dtype=gradient.dtype, device=move.source_device)
 
 
 class _Reshard(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""What a call compiles to, once per kind of call: its members (one per tensor) and the transfer of them
+"""What a call compiles to, once per kind of call: its moves (one per tensor) and the transfer of them
 all."""
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from torch.distributed.tensor import DTensor
 from ..errors import LayoutError
 from ..transfers.casts import Casts
 from ..transfers.make import agreed_transfer
-from ..transfers.persistent import CallNumber, Problem, Transfer, ranks_of
+from ..transfers.persistent import CallNumber, PersistentTransfer, Problem, ranks_of
 from .memory import note_written, overlaps
-from .tensor_move import Destination, Member, Source, compile_member
+from .tensor_move import Destination, Source, TensorMove, compile_move
 
 if TYPE_CHECKING:
     from ..groups.parent import ParentGroup
     from ..topology import Topology
     from ..transfers.handle import Launch
 
-__all__ = ["Compiled", "casts_of", "compile_call", "compile_members"]
+__all__ = ["Compiled", "casts_of", "compile_call", "compile_moves"]
 
 
 class Compiled:
     """One kind of call. transfer is None on a rank of no mesh, which only gets shells."""
 
     def __init__(
-        self, members: Sequence[Member], transfer: Transfer | None, problems: Sequence[Problem]
+        self, moves: Sequence[TensorMove], transfer: PersistentTransfer | None, problems: Sequence[Problem]
     ) -> None:
-        self.members = tuple(members)
+        self.moves = tuple(moves)
         self.transfer = transfer
         self.problems = list(problems)
-        # Positions of the members that the backward transfer carries.
-        self.differentiable = tuple(i for i, member in enumerate(members) if member.gradient is not None)
+        # Positions of the moves that the backward transfer carries.
+        self.differentiable = tuple(i for i, move in enumerate(moves) if move.gradient is not None)
 
     def bound(self) -> float:
         """Seconds that no plan of this call can beat."""
@@ -49,26 +49,26 @@ class Compiled:
         *,
         driven: bool = False,
     ) -> tuple[list[DTensor], Launch | None, CallNumber | None]:
-        """Starts the transfer of xs, one per member (None on ranks outside the source). The results' local
+        """Starts the transfer of xs, one per move (None on ranks outside the source). The results' local
         tensors are filled once the launch has been waited for: new ones, or those of `outs`.
         observe(i, shard) sees what travels from here, in the type it travels in, before it does. driven: the
         caller waits at once."""
         results, sources, targets = [], [], []
         last_steps: list[Callable[[], None]] = []
-        for index, (member, x) in enumerate(zip(self.members, xs, strict=True)):
+        for index, (move, x) in enumerate(zip(self.moves, xs, strict=True)):
             out = None if outs is None else outs[index]
-            result = member.allocate() if out is None else out
+            result = move.allocate() if out is None else out
             results.append(result)
-            source = member.outgoing(x._local_tensor) if member.is_holder and x is not None else None
+            source = move.outgoing(x._local_tensor) if move.is_holder and x is not None else None
             if observe is not None and source is not None:
-                observe(index, source.to(member.wire_dtype))
+                observe(index, source.to(move.wire_dtype))
             target = None
-            if member.local_shape is not None:
+            if move.local_shape is not None:
                 local = result._local_tensor
                 target = local
-                if member.ends.destination != member.dtype:
-                    kind = member.ends.destination
-                    target = torch.empty(member.local_shape, dtype=kind, device=member.device)
+                if move.ends.destination != move.dtype:
+                    kind = move.ends.destination
+                    target = torch.empty(move.local_shape, dtype=kind, device=move.device)
                     last_steps.append(_copying(local, target))
                 if out is not None:
                     last_steps.append(_noting_change(out))
@@ -85,22 +85,22 @@ class Compiled:
         return results, launch, number
 
 
-def compile_members(
+def compile_moves(
     parent: ParentGroup, sources: Sequence[Source], destinations: Sequence[Destination], op: str
-) -> tuple[list[Member], list[Problem], list[Problem] | None]:
-    """Members, their problems, and those of the backward transfer (None without any gradient). Raises
+) -> tuple[list[TensorMove], list[Problem], list[Problem] | None]:
+    """Moves, their problems, and those of the backward transfer (None without any gradient). Raises
     LayoutError for what is wrong with the arguments."""
-    members, problems = [], []
+    moves, problems = [], []
     backward: list[Problem] = []
     for source, destination in zip(sources, destinations, strict=True):
-        member, problem, reverse = compile_member(parent.rank, source, destination, op)
-        members.append(member)
+        move, problem, reverse = compile_move(parent.rank, source, destination, op)
+        moves.append(move)
         problems.append(problem)
         if reverse is not None:
             backward.append(reverse)
-    if len({member.sides for member in members}) > 1:
+    if len({move.device_types for move in moves}) > 1:
         raise LayoutError(f"{op}: some tensors are on cpu and some on cuda; move them in separate calls")
-    return members, problems, backward or None
+    return moves, problems, backward or None
 
 
 def compile_call(
@@ -113,9 +113,9 @@ def compile_call(
     topology: Topology | None,
 ) -> Compiled:
     """Checks the arguments and compiles. Raises LayoutError before any byte moves."""
-    members, problems, backward = compile_members(parent, sources, destinations, op)
+    moves, problems, backward = compile_moves(parent, sources, destinations, op)
     transfer = None
-    if any(member.takes_part for member in members):
+    if any(move.takes_part for move in moves):
         transfer = agreed_transfer(
             parent,
             problems,
@@ -123,18 +123,18 @@ def compile_call(
             op=op,
             strategy=strategy,
             topology=topology,
-            sides=members[0].sides,
-            casts=casts_of(members),
+            device_types=moves[0].device_types,
+            casts=casts_of(moves),
         )
     else:
         parent.private(ranks_of(problems), op)  # the ranks must exist here as well
-    return Compiled(members, transfer, problems)
+    return Compiled(moves, transfer, problems)
 
 
-def casts_of(members: Sequence[Member]) -> Casts | None:
-    """What the transfer of these members casts itself, and its backward; None where that is nothing."""
-    forth = tuple(member.ends for member in members)
-    back = tuple(member.gradient.ends for member in members if member.gradient is not None)
+def casts_of(moves: Sequence[TensorMove]) -> Casts | None:
+    """What the transfer of these moves casts itself, and its backward; None where that is nothing."""
+    forth = tuple(move.ends for move in moves)
+    back = tuple(move.gradient.ends for move in moves if move.gradient is not None)
     casts = any(ends.source != ends.destination for ends in (*forth, *back))
     return Casts(forth, back) if casts else None
 

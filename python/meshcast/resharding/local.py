@@ -13,7 +13,7 @@ from ..errors import LayoutError
 from ..groups.parent import parent_group, seconds
 from ..groups.rejection import publish_rejection
 from ..layout import Layout
-from ..transfers.gpu_offer import Sides, require_gpu, sides_of
+from ..transfers.gpu_offer import DeviceTypes, device_types_of, require_gpu
 from ..transfers.handle import Handle
 from ..transfers.make import agreed_transfer
 from .memory import check_storage, note_written, overlaps, storage_of
@@ -105,13 +105,13 @@ def reshard_local(
                 f"{_OP}: dst_layout {dst_layout} holds Partial; ask for Replicate or Shard instead"
             )
         check_reducible(src_layout, dtype, _OP)
-        sides = _sides(device)
+        device_types = _device_types(device)
         holds = (parent.rank in src_layout.ranks, parent.rank in dst_layout.ranks)
-        if ("cuda", True) in zip(sides, holds, strict=True):
-            require_gpu(_OP, copies_only=sides != ("cuda", "cuda"))
+        if ("cuda", True) in zip(device_types, holds, strict=True):
+            require_gpu(_OP, copies_only=device_types != ("cuda", "cuda"))
         problem = (tuple(shape), dtype, src_layout, dst_layout)
         transfer = agreed_transfer(
-            parent, [problem], None, op=_OP, strategy=strategy, topology=topology, sides=sides
+            parent, [problem], None, op=_OP, strategy=strategy, topology=topology, device_types=device_types
         )
         if dst is not None:
             check_storage(dst, _OP)
@@ -120,7 +120,7 @@ def reshard_local(
         raise
     if dst is None:
         local_shape = dst_layout.local_shapes(shape).get(parent.rank)
-        where = "cuda" if sides[1] == "cuda" else None
+        where = "cuda" if device_types[1] == "cuda" else None
         dst = None if local_shape is None else torch.empty(local_shape, dtype=dtype, device=where)
     given = src
     watched = [] if src is None else [src]
@@ -137,7 +137,7 @@ def reshard_local(
     return handle if async_op else handle.wait()
 
 
-def _sides(device: Any) -> Sides:
+def _device_types(device: Any) -> DeviceTypes:
     given = (device, device) if isinstance(device, str) else device
     if not isinstance(given, tuple) or len(given) != 2:
         raise LayoutError(
@@ -145,4 +145,4 @@ def _sides(device: Any) -> Sides:
             f"found {checks.shown(device)}"
         )
     source, destination = given
-    return sides_of(source, destination, _OP)
+    return device_types_of(source, destination, _OP)

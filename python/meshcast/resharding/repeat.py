@@ -36,34 +36,34 @@ class Repeat:
     )
 
     def __init__(self, compiled: Compiled, kept: DTensor, op: str, limit: float) -> None:
-        (member,) = compiled.members
+        (move,) = compiled.moves
         assert compiled.transfer is not None
         self._transfer = compiled.transfer
         self._group = compiled.transfer._group
         self._op, self._limit = op, limit
         # Of the source shard here; None on a rank of the destination.
-        self._shape = compiled.transfer._source[0] if member.is_holder else None
-        self._dtype = member.wire_dtype
+        self._shape = compiled.transfer._source[0] if move.is_holder else None
+        self._dtype = move.wire_dtype
         self._shards: list[torch.Tensor | None] = [None]
-        self._outputs: list[torch.Tensor | None] = [None] if member.is_holder else [kept._local_tensor]
-        self._written = () if member.is_holder else (kept, kept._local_tensor)
+        self._outputs: list[torch.Tensor | None] = [None] if move.is_holder else [kept._local_tensor]
+        self._written = () if move.is_holder else (kept, kept._local_tensor)
 
     @staticmethod
     def of(compiled: Compiled, kept: DTensor | None, op: str, limit: float) -> Repeat | None:
         """None where all calls are general ones."""
-        (member,) = compiled.members
+        (move,) = compiled.moves
         transfer = compiled.transfer
         # A rank of both meshes would have to look whether the source shares memory with the result.
-        if transfer is None or kept is None or member.is_holder == (member.local_shape is not None):
+        if transfer is None or kept is None or move.is_holder == (move.local_shape is not None):
             return None
         plain = (
-            transfer._sides == ("cpu", "cpu")
-            and member.reduction is None
-            and member.wire_dtype == transfer.problems[0][1]
+            transfer._device_types == ("cpu", "cpu")
+            and move.reduction is None
+            and move.wire_dtype == transfer.problems[0][1]
         )
-        if not plain or (not member.is_holder and member.wire_dtype != member.dtype):
+        if not plain or (not move.is_holder and move.wire_dtype != move.dtype):
             return None
-        shape = transfer._source[0] if member.is_holder else member.local_shape
+        shape = transfer._source[0] if move.is_holder else move.local_shape
         return None if shape is None or 0 in shape else Repeat(compiled, kept, op, limit)
 
     def run(self, x: DTensor | None) -> bool:

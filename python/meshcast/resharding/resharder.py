@@ -17,7 +17,7 @@ from ..transfers.make import unagreed_transfer
 from ..transfers.persistent import ranks_of
 from .arguments import Request, handle_of, source_of, tell_others
 from .autograd import differentiable_call
-from .compiled_call import Compiled, casts_of, compile_members
+from .compiled_call import Compiled, casts_of, compile_moves
 from .memory import check_storage
 from .repeat import Repeat
 from .tensor_move import Destination, positive_placements
@@ -79,14 +79,14 @@ class Resharder:
         try:
             source = source_of(self._src, parent.rank, True, _OP, spec_inside=True)
             destination = Destination(self._dst.mesh, tuple(self._dst.placements), self._dst.dtype)
-            members, problems, backward = compile_members(parent, [source], [destination], _OP)
+            moves, problems, backward = compile_moves(parent, [source], [destination], _OP)
         except LayoutError as error:  # of this rank alone, where it has no GPU: the others raise as they call
             request = Request(self._src, self._dst.mesh, self._dst.placements)
             tell_others(parent, [request], error, self._limit, _OP)
             raise
         parent.private(ranks_of(problems), _OP)  # the ranks must exist, also for a rank of neither mesh
         transfer = None
-        if members[0].takes_part:
+        if moves[0].takes_part:
             transfer = unagreed_transfer(
                 parent,
                 problems,
@@ -94,12 +94,12 @@ class Resharder:
                 op=_OP,
                 strategy=strategy,
                 topology=topology,
-                sides=members[0].sides,
-                casts=casts_of(members),
+                device_types=moves[0].device_types,
+                casts=casts_of(moves),
             )
-        self._compiled = Compiled(members, transfer, problems)
+        self._compiled = Compiled(moves, transfer, problems)
         self._known_spec: Any = None  # the spec object that the last source came with
-        self._kept = members[0].allocate() if reuse_output else None
+        self._kept = moves[0].allocate() if reuse_output else None
         self._repeat = Repeat.of(self._compiled, self._kept, _OP, self._limit)
         self._reverse: Resharder | None = None
 

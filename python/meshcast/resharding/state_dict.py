@@ -27,7 +27,7 @@ from ..layout import Layout
 from ..spec import TensorSpec
 from ..transfers.make import unagreed_transfer
 from ..transfers.persistent import ranks_of
-from .compiled_call import Compiled, casts_of, compile_members
+from .compiled_call import Compiled, casts_of, compile_moves
 from .digest import shard_digest
 from .state_arguments import StateCall, checked_call, floating_name
 from .state_rows import Rounds
@@ -184,8 +184,8 @@ def reshard_state_dict(
     if known is None or any(theirs[0] != known.number for theirs in rows.values()):
         if known is not None:
             state.rounds.post(exchange, call.text())
-        sides = {other: decode(state.rounds.read(exchange, other, deadline)) for other in state.rounds.ranks}
-        entries = merge(sides, parent.rank)
+        said = {other: decode(state.rounds.read(exchange, other, deadline)) for other in state.rounds.ranks}
+        entries = merge(said, parent.rank)
         known = _Known(state.calls, entries, _compile(parent, entries, call))
         state.known[call.key()] = known
         while len(state.known) > _KEPT:
@@ -246,7 +246,7 @@ def _compile(
     groups: list[tuple[list[int], int]] = []
     for index, entry in enumerate(entries):
         size = checks.total_bytes(entry.shape, wire_dtype(_source(entry, call), entry.result_dtype))
-        joins = bool(groups) and entries[groups[-1][0][-1]].sides == entry.sides
+        joins = bool(groups) and entries[groups[-1][0][-1]].device_types == entry.device_types
         if joins and (limit is None or groups[-1][1] + size <= limit):
             groups[-1] = ([*groups[-1][0], index], groups[-1][1] + size)
         else:
@@ -263,9 +263,9 @@ def _compile(
             )
             for entry in chosen
         ]
-        members, problems, _ = compile_members(parent, sources, targets, _OP)
+        moves, problems, _ = compile_moves(parent, sources, targets, _OP)
         transfer = None
-        if any(member.takes_part for member in members):
+        if any(move.takes_part for move in moves):
             transfer = unagreed_transfer(
                 parent,
                 problems,
@@ -273,12 +273,12 @@ def _compile(
                 op=_OP,
                 strategy=call.options["strategy"],
                 topology=call.topology,
-                sides=chosen[0].sides,
-                casts=casts_of(members),
+                device_types=chosen[0].device_types,
+                casts=casts_of(moves),
             )
         else:
             parent.private(ranks_of(problems), _OP)
-        batches.append((indices, Compiled(members, transfer, problems)))
+        batches.append((indices, Compiled(moves, transfer, problems)))
     return batches
 
 
@@ -292,7 +292,7 @@ def _source(entry: Entry, call: StateCall) -> Source:
         entry.src,
         mesh,
         reduce_first=call.options["digest"],
-        device_type=entry.sides[0],
+        device_type=entry.device_types[0],
     )
 
 
@@ -310,15 +310,15 @@ def _move(
         moved, launch, _ = compiled.begin(xs, _left(deadline), outs, observe)
         if launch is not None:
             launch.wait()
-            if known.entries[indices[0]].sides != ("cpu", "cpu"):
+            if known.entries[indices[0]].device_types != ("cpu", "cpu"):
                 _end_on_gpu(launch, deadline)
         for position, index in enumerate(indices):
             results[index] = moved[position]
-            member = compiled.members[position]
-            if digests is not None and member.local_shape is not None:
-                local = moved[position]._local_tensor.to(member.wire_dtype)
+            move = compiled.moves[position]
+            if digests is not None and move.local_shape is not None:
+                local = moved[position]._local_tensor.to(move.wire_dtype)
                 layout = compiled.problems[position][3]
-                digests["dst", index] = shard_digest(local, layout, member.shape, rank)
+                digests["dst", index] = shard_digest(local, layout, move.shape, rank)
     return [results[index] for index in range(len(known.entries))]
 
 
@@ -343,7 +343,7 @@ def _observer(
     """Takes the digest of each shard that leaves this rank."""
 
     def observe(position: int, shard: torch.Tensor) -> None:
-        layout, shape = compiled.problems[position][2], compiled.members[position].shape
+        layout, shape = compiled.problems[position][2], compiled.moves[position].shape
         digests["src", indices[position]] = shard_digest(shard, layout, shape, rank)
 
     return observe

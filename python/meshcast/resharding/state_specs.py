@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from ..base import checks
+from ..base.json_reader import Reader
 from ..errors import LayoutError, MeshcastError, PlanMismatchError
 from ..layout import Layout
-from ..transfers.gpu_offer import Sides, sides_of
+from ..transfers.gpu_offer import DeviceTypes, device_types_of
 
 __all__ = ["Entry", "decode", "encode", "merge"]
 
@@ -21,7 +22,7 @@ _OP = "reshard_state_dict"
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor as the ranks agree on it. dtype: of the source; result_dtype: of the result; sides: where
+    """One tensor as the ranks agree on it. dtype: of the source; result_dtype: of the result; rows: where
     source and result are."""
 
     name: str
@@ -30,7 +31,7 @@ class Entry:
     result_dtype: torch.dtype
     src: Layout
     dst: Layout
-    sides: Sides
+    device_types: DeviceTypes
 
 
 def encode(
@@ -46,10 +47,10 @@ def encode(
     return json.dumps(
         {
             "held": {
-                name: [list(shape), checks.dtype_name(dtype), _layout_text(layout), device]
+                name: [list(shape), checks.dtype_name(dtype), layout.to_wire(), device]
                 for name, (shape, dtype, layout, device) in held.items()
             },
-            "wanted": {name: [_layout_text(layout), device] for name, (layout, device) in wanted.items()},
+            "wanted": {name: [layout.to_wire(), device] for name, (layout, device) in wanted.items()},
             "outs": {name: [list(shape), checks.dtype_name(dtype)] for name, (shape, dtype) in outs.items()},
             "options": dict(options),
             "obstacles": list(obstacles),
@@ -61,41 +62,41 @@ def decode(text: str) -> dict[str, Any]:
     return json.loads(text)
 
 
-def merge(sides: Mapping[int, Mapping[str, Any]], rank: int) -> list[Entry]:
-    """The tensors in the order of the destinations. Every rank has the same sides, so that all raise alike:
+def merge(rows: Mapping[int, Mapping[str, Any]], rank: int) -> list[Entry]:
+    """The tensors in the order of the destinations. Every rank has the same rows, so that all raise alike:
     PlanMismatchError where ranks contradict each other, LayoutError where a name is missing or a rank has no
     GPU where it needs one."""
-    ranks = sorted(sides)
-    first = sides[ranks[0]]
+    ranks = sorted(rows)
+    first = rows[ranks[0]]
     for other in ranks[1:]:
-        _compare(ranks[0], first, other, sides[other], rank)
+        _compare(ranks[0], first, other, rows[other], rank)
     dtype = first["options"]["dtype"]
     entries = []
     for name, (text, device) in first["wanted"].items():
-        shape, source_dtype, layout, source_device = _held(name, sides, rank)
+        shape, source_dtype, layout, source_device = _held(name, rows, rank)
         src = _layout(layout)
         for holder in src.ranks:
-            if holder not in sides:
+            if holder not in rows:
                 raise LayoutError(
                     f"{_OP}: {name!r} is on rank {holder}, which is not in the group; pass group= a group "
                     "that holds all meshes",
                     rank=rank,
                     op=_OP,
                 )
-            if name not in sides[holder]["held"]:
+            if name not in rows[holder]["held"]:
                 raise LayoutError(
                     f"{_OP}: rank {holder} is in the mesh of {name!r} but its state_dict has no such key",
                     rank=rank,
                     op=_OP,
                 )
-        result = _result_dtype(name, source_dtype, dtype, shape, sides, rank)
-        where = sides_of(source_device, device, _OP)
+        result = _result_dtype(name, source_dtype, dtype, shape, rows, rank)
+        where = device_types_of(source_device, device, _OP)
         entry = Entry(name, tuple(shape), source_dtype, result, src, _layout(text), where)
-        _check_gpus(entry, sides, rank)
+        _check_gpus(entry, rows, rank)
         entries.append(entry)
     if first["options"]["strict"]:
         for holder in ranks:
-            extra = [name for name in sides[holder]["held"] if name not in first["wanted"]]
+            extra = [name for name in rows[holder]["held"] if name not in first["wanted"]]
             if extra:
                 raise LayoutError(
                     f"{_OP}: rank {holder} holds {_names(extra)}, for which no destination is given; add one "
@@ -127,12 +128,12 @@ def _compare(a: int, first: Mapping[str, Any], b: int, second: Mapping[str, Any]
         )
 
 
-def _check_gpus(entry: Entry, sides: Mapping[int, Mapping[str, Any]], rank: int) -> None:
+def _check_gpus(entry: Entry, rows: Mapping[int, Mapping[str, Any]], rank: int) -> None:
     """Raises LayoutError where one of the tensor's ranks cannot use the GPU that it should be on."""
-    for layout, device in zip((entry.src, entry.dst), entry.sides, strict=True):
+    for layout, device in zip((entry.src, entry.dst), entry.device_types, strict=True):
         for other in layout.ranks if device == "cuda" else ():
             # A destination outside the group has said nothing; it is refused where the call is compiled.
-            reason = sides[other]["obstacles"][entry.sides != ("cuda", "cuda")] if other in sides else ""
+            reason = rows[other]["obstacles"][entry.device_types != ("cuda", "cuda")] if other in rows else ""
             if reason:
                 raise LayoutError(
                     f"{_OP}: {entry.name!r} is to be on cuda on rank {other}, but there {reason}",
@@ -143,21 +144,21 @@ def _check_gpus(entry: Entry, sides: Mapping[int, Mapping[str, Any]], rank: int)
 
 
 def _held(
-    name: str, sides: Mapping[int, Mapping[str, Any]], rank: int
+    name: str, rows: Mapping[int, Mapping[str, Any]], rank: int
 ) -> tuple[list[int], torch.dtype, Any, str]:
     """Shape, dtype, layout and device type of a tensor, as all its holders say."""
-    holders = [other for other in sorted(sides) if name in sides[other]["held"]]
+    holders = [other for other in sorted(rows) if name in rows[other]["held"]]
     if not holders:
         raise LayoutError(
             f"{_OP}: no rank's state_dict has the key {name!r}, for which a destination is given",
             rank=rank,
             op=_OP,
         )
-    said = sides[holders[0]]["held"][name]
+    said = rows[holders[0]]["held"][name]
     for other in holders[1:]:
-        if sides[other]["held"][name] != said:
+        if rows[other]["held"][name] != said:
             raise _mismatch(
-                f"{name!r} is {_text(said)} on rank {holders[0]}, but {_text(sides[other]['held'][name])} "
+                f"{name!r} is {_text(said)} on rank {holders[0]}, but {_text(rows[other]['held'][name])} "
                 f"on rank {other}",
                 rank,
             )
@@ -170,12 +171,12 @@ def _result_dtype(
     dtype: torch.dtype,
     asked: str | None,
     shape: Sequence[int],
-    sides: Mapping[int, Mapping[str, Any]],
+    rows: Mapping[int, Mapping[str, Any]],
     rank: int,
 ) -> torch.dtype:
     """`asked` for floating-point tensors, that of the outputs where given, else that of the source."""
     result = checks.dtype(asked) if asked is not None and dtype.is_floating_point else dtype
-    given = {other: side["outs"][name] for other, side in sides.items() if name in side["outs"]}
+    given = {other: side["outs"][name] for other, side in rows.items() if name in side["outs"]}
     for index, (other, (out_shape, out_name)) in enumerate(given.items()):
         out_dtype = checks.dtype(out_name)
         if index == 0 and asked is None and out_dtype.is_floating_point == dtype.is_floating_point:
@@ -196,16 +197,8 @@ def _result_dtype(
     return result
 
 
-def _layout_text(layout: Layout) -> list[Any]:
-    return [list(layout.mesh_shape), list(layout.ranks), [list(p) for p in layout._placements]]
-
-
-def _layout(text: Any) -> Layout:
-    from ..layout import _torch_placement
-
-    mesh_shape, ranks, placements = text
-    mesh = torch.tensor(ranks).reshape(mesh_shape)
-    return Layout(mesh, [_torch_placement((kind, dim, factor, op)) for kind, dim, factor, op in placements])
+def _layout(wire: Any) -> Layout:
+    return Layout.from_wire(Reader(wire, "layout"))
 
 
 def _text(said: Any) -> str:

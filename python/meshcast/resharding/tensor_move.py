@@ -1,4 +1,4 @@
-"""Member: one tensor of a call, compiled: layouts, dtypes, the spec of its result, and its gradient."""
+"""TensorMove: one tensor of a call, compiled: layouts, dtypes, the spec of its result, and its gradient."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from ..errors import LayoutError
 from ..layout import Layout
 from ..transfers.casts import Ends, ends_of
-from ..transfers.gpu_offer import Sides, require_gpu, sides_of
+from ..transfers.gpu_offer import DeviceTypes, device_types_of, require_gpu
 from ..transfers.persistent import Problem
 from ..transfers.shards import settled
 from .reduction import Reduction, check_reducible, reduced_layout, reduction_inside, tensor_spec
 
-__all__ = ["Destination", "Member", "Source", "compile_member", "positive_placements", "wire_dtype"]
+__all__ = ["Destination", "Source", "TensorMove", "compile_move", "positive_placements", "wire_dtype"]
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class Member:
+class TensorMove:
     """One tensor of a call on this rank. local_shape: of the result here, None outside its mesh. wire_dtype:
-    what travels; ends: what the transfer is given and fills, itself casting where they differ. sides: where
-    source and result are; devices: where this rank makes tensors there, "cuda" being the current GPU, None
-    torch's default."""
+    what travels; ends: what the transfer is given and fills, itself casting where they differ.
+    device_types: of source and result; devices: where this rank makes tensors there, "cuda"
+    being the current GPU, None torch's default."""
 
     spec: DTensorSpec
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class Member:
     is_holder: bool
     reduction: Reduction | None
     gradient: Gradient | None
-    sides: Sides = ("cpu", "cpu")
+    device_types: DeviceTypes = ("cpu", "cpu")
     devices: tuple[str | None, str | None] = (None, None)
 
     @property
@@ -121,13 +121,13 @@ class Member:
         return local if local.dtype == self.ends.source else local.to(self.ends.source)
 
 
-def compile_member(
+def compile_move(
     rank: int, source: Source, destination: Destination, op: str
-) -> tuple[Member, Problem, Problem | None]:
-    """The member, its problem, and that of its gradient. Raises LayoutError for what is wrong with them."""
+) -> tuple[TensorMove, Problem, Problem | None]:
+    """The move, its problem, and that of its gradient. Raises LayoutError for what is wrong with them."""
     shape, mesh = source.shape, destination.mesh
     dtype = destination.dtype or source.dtype
-    sides = sides_of(source.device_type, mesh.device_type, op)
+    device_types = device_types_of(source.device_type, mesh.device_type, op)
     check_reducible(source.layout, source.dtype, op)
     src = source.layout if source.reduced_on_the_way else reduced_layout(source.layout)
     dst = Layout(mesh, positive_placements(destination.placements, len(shape)))
@@ -141,8 +141,8 @@ def compile_member(
     wire = wire_dtype(source, dtype)
     local_shape = dst.local_shapes(shape).get(rank)
     is_holder = src.local_shapes(shape).get(rank) is not None
-    if "cuda" in (sides[0] if is_holder else "", sides[1] if local_shape is not None else ""):
-        require_gpu(op, copies_only=sides != ("cuda", "cuda"))
+    if "cuda" in (device_types[0] if is_holder else "", device_types[1] if local_shape is not None else ""):
+        require_gpu(op, copies_only=device_types != ("cuda", "cuda"))
     gradient = backward = None
     if source.needs_grad:
         narrow = min(dtype, source.dtype, key=lambda t: t.itemsize)
@@ -151,27 +151,29 @@ def compile_member(
     reduction = None
     if src is not source.layout and is_holder and source.mesh is not None:
         reduction = reduction_inside(source.mesh, source.layout, source.shape, source.dtype)
-    member = Member(
+    move = TensorMove(
         tensor_spec(mesh, dst, shape, dtype),
         shape,
         dtype,
         local_shape,
         wire,
-        ends_of(source.dtype, wire, dtype, sides),
+        ends_of(source.dtype, wire, dtype, device_types),
         is_holder,
         reduction,
         gradient,
-        sides,
-        _devices(sides),
+        device_types,
+        _devices(device_types),
     )
-    return member, (shape, wire, src, dst), backward
+    return move, (shape, wire, src, dst), backward
 
 
-def _devices(sides: Sides) -> tuple[str | None, str | None]:
-    if sides == ("cpu", "cpu"):
+def _devices(device_types: DeviceTypes) -> tuple[str | None, str | None]:
+    if device_types == ("cpu", "cpu"):
         return None, None
     # A rank without GPU may be outside the mesh on GPUs, where it makes shells.
-    source, destination = (side if side == "cpu" or torch.cuda.is_available() else None for side in sides)
+    source, destination = (
+        side if side == "cpu" or torch.cuda.is_available() else None for side in device_types
+    )
     return source, destination
 
 

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..base.checks import dtype_name
+
 if TYPE_CHECKING:
-    from .gpu_offer import Sides
+    from .gpu_offer import DeviceTypes
 
 __all__ = ["Casts", "Ends", "Types", "ends_of", "types_of", "types_text"]
 
@@ -34,7 +36,11 @@ class Casts(NamedTuple):
 
 
 def ends_of(
-    source: torch.dtype, wire: torch.dtype, destination: torch.dtype, sides: Sides, scale: float = 1.0
+    source: torch.dtype,
+    wire: torch.dtype,
+    destination: torch.dtype,
+    device_types: DeviceTypes,
+    scale: float = 1.0,
 ) -> Ends:
     """Decides what a transfer casts: between GPUs, and between floats of 32 bits or less, all of it, so that
     no tensor is made in between. Elsewhere the ends are what travels, and the caller converts with torch. A
@@ -44,7 +50,7 @@ def ends_of(
     that travelled. float16 that becomes bfloat16 only where it arrives, as after a sum in float16, is left to
     torch too: a rank forwards what it has unpacked, and 65504 would become infinite there.
     """
-    cast_by_kernels = sides == ("cuda", "cuda") and _FORMATS.issuperset({source, destination})
+    cast_by_kernels = device_types == ("cuda", "cuda") and _FORMATS.issuperset({source, destination})
     too_wide = source == wire == torch.float16 and destination == torch.bfloat16
     if not cast_by_kernels or too_wide or scale != 1.0:
         return Ends(wire, wire)
@@ -63,13 +69,9 @@ def types_text(types: Sequence[Types]) -> str:
     found: dict[str, list[int]] = {}
     for index, (source, wire, destination) in enumerate(types):
         if source != destination:
-            text = f"{_name(source)} to {_name(destination)} as {_name(wire)}"
+            text = f"{dtype_name(source)} to {dtype_name(destination)} as {dtype_name(wire)}"
             found.setdefault(text, []).append(index)
     return "; ".join(f"casts {text}: tensors {_ranges(indices)}" for text, indices in found.items())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ import torch
 from ..errors import LayoutError, MeshcastError
 from .casts import Types, types_of, types_text
 from .gpu_lanes import connect_lanes, gpu_of
-from .persistent import REVERSE_LANE, CallNumber, Transfer
+from .persistent import REVERSE_LANE, CallNumber, PersistentTransfer
 from .shards import Shards
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["CudaTransfer"]
 
 
-class CudaTransfer(Transfer):
-    """A Transfer whose tensors are on GPUs, one GPU per rank."""
+class CudaTransfer(PersistentTransfer):
+    """A PersistentTransfer whose tensors are on GPUs, one GPU per rank."""
 
     _by_host = False
 

@@ -19,15 +19,15 @@ __all__ = [
     "SHARING_SWITCH",
     "TRANSPORT_SWITCH",
     "GpuOffer",
-    "Sides",
+    "DeviceTypes",
     "gpu_obstacle",
     "own_obstacle",
     "own_offer",
     "require_gpu",
-    "sides_of",
+    "device_types_of",
 ]
 
-Sides = tuple[str, str]  # where the source and the destination of a call are: "cpu" or "cuda" each
+DeviceTypes = tuple[str, str]  # of the source and the destination of a call: "cpu" or "cuda" each
 
 AUTO, NCCL, CUDA_IPC = "auto", "nccl", "cuda_ipc"
 TRANSPORT_SWITCH = "MESHCAST_CUDA_TRANSPORT"
@@ -63,7 +63,7 @@ class GpuOffer:
         return cls(**(fields | {"reaches": tuple(fields["reaches"])}))
 
 
-def sides_of(source: str, destination: str, op: str) -> Sides:
+def device_types_of(source: str, destination: str, op: str) -> DeviceTypes:
     """Where both ends of a call are, from the device types of their meshes. Raises LayoutError for one that
     is neither "cpu" nor "cuda"."""
     for kind in (source, destination):

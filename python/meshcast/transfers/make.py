@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from ..groups.parent import ParentGroup
 from .gpu_medium import CudaTransfer
-from .gpu_offer import Sides
-from .persistent import Problem, Transfer, ranks_of
+from .gpu_offer import DeviceTypes
+from .persistent import PersistentTransfer, Problem, ranks_of
 from .pinned_medium import StagedTransfer
 
 if TYPE_CHECKING:
@@ -28,18 +28,25 @@ def agreed_transfer(
     op: str,
     strategy: str,
     topology: Topology | None,
-    sides: Sides = ("cpu", "cpu"),
+    device_types: DeviceTypes = ("cpu", "cpu"),
     casts: Casts | None = None,
-) -> Transfer:
+) -> PersistentTransfer:
     """The transfer of an ordinary call: one kept from before, or a new one. It agrees within a launch, unless
     the ranks have agreed on one of its kind, so that every call takes one ordinal in either case."""
     kept = parent.private(ranks_of(problems), op).transfers
     reverse = None if backward is None else tuple(backward)
-    kind = (op, tuple(problems), reverse, strategy, topology, sides, casts)
+    kind = (op, tuple(problems), reverse, strategy, topology, device_types, casts)
     transfer = kept.get(kind)
     if transfer is None:
         transfer = unagreed_transfer(
-            parent, problems, backward, op=op, strategy=strategy, topology=topology, sides=sides, casts=casts
+            parent,
+            problems,
+            backward,
+            op=op,
+            strategy=strategy,
+            topology=topology,
+            device_types=device_types,
+            casts=casts,
         )
         transfer._kind = kind
         if len(kept) >= _KEPT:
@@ -56,18 +63,18 @@ def unagreed_transfer(
     op: str,
     strategy: str,
     topology: Topology | None,
-    sides: Sides = ("cpu", "cpu"),
+    device_types: DeviceTypes = ("cpu", "cpu"),
     casts: Casts | None = None,
     lane: int = 0,
-) -> Transfer:
-    """A new transfer with a slot of its own, which it agrees on within its first launch. sides: where the
-    tensors are, see gpu_offer.sides_of; casts: what it casts, between GPUs alone."""
-    if sides == ("cpu", "cpu"):
-        transfer = Transfer.__new__(Transfer)
-    elif sides == ("cuda", "cuda"):
+) -> PersistentTransfer:
+    """A new transfer with a slot of its own, which it agrees on within its first launch.
+    device_types: see gpu_offer.device_types_of; casts: what it casts, between GPUs alone."""
+    if device_types == ("cpu", "cpu"):
+        transfer = PersistentTransfer.__new__(PersistentTransfer)
+    elif device_types == ("cuda", "cuda"):
         transfer = CudaTransfer.__new__(CudaTransfer)
     else:
         transfer = StagedTransfer.__new__(StagedTransfer)
-    transfer._sides = sides
+    transfer._device_types = device_types
     transfer._setup(parent, problems, backward, lane, op, strategy, topology, casts)
     return transfer

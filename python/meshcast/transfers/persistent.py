@@ -13,6 +13,7 @@ from zlib import crc32
 
 import torch
 
+from ..base.checks import dtype_name
 from ..base.observe import Flight, log, profiled
 from ..errors import DeadlineExceededError, LayoutError, MeshcastError
 from ..groups.agreements import Agreed
@@ -20,7 +21,7 @@ from ..groups.parent import ParentGroup, parent_group, seconds
 from ..groups.private import Job
 from ..groups.rejection import publish_rejection, rejection_job
 from ..planning.plan import Plan, plan_many
-from .gpu_offer import Sides
+from .gpu_offer import DeviceTypes
 from .handle import Handle, Launch
 from .shards import Shards, check_shards, filled, resolved, tensor_text
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from ..topology import Topology
     from .casts import Casts
 
-__all__ = ["REVERSE_LANE", "CallNumber", "Problem", "Transfer", "ranks_of"]
+__all__ = ["REVERSE_LANE", "CallNumber", "Problem", "PersistentTransfer", "ranks_of"]
 
 Problem = tuple[Sequence[int], torch.dtype, "Layout", "Layout"]  # global shape, dtype, source, destination
 
@@ -49,7 +50,7 @@ class CallNumber:
     run: int = -1
 
 
-class Transfer:
+class PersistentTransfer:
     """Compiled plan, private group and agreement of all ranks on both.
 
     problems: [(global shape, dtype, source Layout, destination Layout)]; all ranks of both meshes construct
@@ -62,7 +63,7 @@ class Transfer:
     _error: Exception | None  # why the transfer cannot run
     _failure: Exception | None  # of the last attempt to agree
     _balance = "greedy"
-    _sides: Sides = ("cpu", "cpu")  # where source and destination are
+    _device_types: DeviceTypes = ("cpu", "cpu")  # where source and destination are
     _by_host = True  # the host moves the bytes; between GPUs it does not: gpu_medium.py
 
     def __init__(
@@ -339,13 +340,13 @@ class Transfer:
             op=self._op,
             rank=self._group.rank,
             side=side,
-            on_cpu=self._sides[side == "destination"] == "cpu",
+            on_cpu=self._device_types[side == "destination"] == "cpu",
         )
 
 
 def _more_text(problems: Sequence[Problem]) -> str:
     """For a descriptor: which dtypes, in which order. The plan's hash knows only how wide they are."""
-    names = [str(dtype).removeprefix("torch.") for _, dtype, _, _ in problems]
+    names = [dtype_name(dtype) for _, dtype, _, _ in problems]
     kinds = ", ".join(dict.fromkeys(names))
     return f"{len(names)} more tensors of {kinds} ({crc32(','.join(names).encode()):08x})"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MeshcastError
 from . import gpu_copies
-from .persistent import CallNumber, Transfer
+from .persistent import CallNumber, PersistentTransfer
 from .pinned import PinnedPool
 from .pinned_copy import Passage
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["StagedTransfer"]
 
 
-class StagedTransfer(Transfer):
-    """A Transfer one of whose ends is on GPUs."""
+class StagedTransfer(PersistentTransfer):
+    """A PersistentTransfer one of whose ends is on GPUs."""
 
     def _describe(self) -> str:
-        return f"{super()._describe()}; from {self._sides[0]} to {self._sides[1]}"
+        return f"{super()._describe()}; from {self._device_types[0]} to {self._device_types[1]}"
 
     def launch_reverse(
         self, call: CallNumber, src: Shards, dst: Shards, timeout: float, *, driven: bool = False
@@ -38,7 +38,7 @@ class StagedTransfer(Transfer):
             raise
 
     def _staged(self, launch: Launch, src: Shards, dst: Shards, *, reverse: bool) -> tuple[Shards, Shards]:
-        source, destination = (side == "cuda" for side in self._sides)
+        source, destination = (side == "cuda" for side in self._device_types)
         on_gpu = (destination, source) if reverse else (source, destination)
         group, copies = self._group, gpu_copies.COPIES
         pool = group.attached.get("pinned")

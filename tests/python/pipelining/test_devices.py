@@ -15,12 +15,12 @@ from meshcast.errors import LayoutError
 from meshcast.pipelining import Edge, PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B, devices
 from meshcast.pipelining.deliveries import Delivery
 from meshcast.pipelining.devices import make_transfer, stage_device
+from meshcast.pipelining.edge_transfers import EdgeTransfers, LocalShape
 from meshcast.pipelining.exchange import Exchange
-from meshcast.pipelining.lane import Lane, Shard
 from meshcast.pipelining.table import agree_on_stages, describe_stages
 from meshcast.pipelining.wiring import Wiring
-from meshcast.transfers import gpu_medium
-from meshcast.transfers.persistent import Transfer
+from meshcast.transfers import gpu_medium, make
+from meshcast.transfers.persistent import PersistentTransfer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -96,13 +96,13 @@ def test_transfers_are_those_of_the_device() -> None:
 
     there = stage()
     there.device = GPU
-    with mock.patch.object(gpu_medium, "CudaTransfer", Fake):
-        made = make_transfer(there, [], 5, "pipeline", 3.0, strategy="broadcast")
+    with mock.patch.object(make, "CudaTransfer", Fake):
+        made = make_transfer(there.device, there.group, [], 5, "pipeline", 3.0, strategy="broadcast")
     assert isinstance(made, Fake)
-    assert made._sides == ("cuda", "cuda")
+    assert made._device_types == ("cuda", "cuda")
     assert found[0][1:] == ([], None, 5, "pipeline", "broadcast", None, None)  # no topology, no casts
-    with mock.patch.object(Transfer, "__init__", return_value=None) as init:
-        assert type(make_transfer(stage(), [], 7, "pipeline", 3.0)) is Transfer
+    with mock.patch.object(PersistentTransfer, "__init__", return_value=None) as init:
+        assert type(make_transfer(CPU, None, [], 7, "pipeline", 3.0)) is PersistentTransfer
     expected = {
         "group": None,
         "lane": 7,
@@ -164,39 +164,39 @@ class Recording:
         return handle
 
 
-def lane(transfer: Any, sources: list[Shard], buffers: list[Shard]) -> Lane:
+def edge_transfers(transfer: Any, sources: list[LocalShape], buffers: list[LocalShape]) -> EdgeTransfers:
     """As on a GPU, but that its tensors are on the CPU."""
     layout = Layout([0], [Replicate()])
     values = [Delivery(0, layout, {1: [0]}), Delivery(1, layout, {1: [1]})]
-    made = Lane(transfer, (1,), values, sources, buffers, stage(), 4)
+    made = EdgeTransfers(transfer, (1,), values, sources, buffers, stage(), 4)
     assert made.warm_up(5.0) is None, "on the CPU nothing has to be connected"
     made.on_gpu = True
     return made
 
 
-def test_a_lane_is_warmed_up_with_zeros_of_its_own_shapes() -> None:
-    shards: list[Shard] = [((3, 2), torch.float32), ((0, 2), torch.int64)]
+def test_an_edge_is_warmed_up_with_zeros_of_its_own_shapes() -> None:
+    shards: list[LocalShape] = [((3, 2), torch.float32), ((0, 2), torch.int64)]
     for sources, buffers in ((shards, []), ([], shards), (shards, shards)):
         transfer = Recording()
-        assert lane(transfer, sources, buffers).warm_up(5.0) is not None
+        assert edge_transfers(transfer, sources, buffers).warm_up(5.0) is not None
         ((src, dst),) = transfer.started
         for given, tensors in ((sources, src), (buffers, dst)):
             expected = [*given] or [None, None]
             assert [None if t is None else (tuple(t.shape), t.dtype) for t in tensors] == expected
         assert all(t is None or not t.any() for t in src)
-    assert lane(None, [], []).warm_up(5.0) is None, "values that are handed over need no connection"
+    assert edge_transfers(None, [], []).warm_up(5.0) is None, "values that are handed over need no connection"
 
 
-def test_lanes_receive_into_buffers_of_their_own_within_the_limit() -> None:
+def test_edges_receive_into_buffers_of_their_own_within_the_limit() -> None:
     """On the device of the stage; what is sent is what was given."""
-    shards: list[Shard] = [((3, 2), torch.float32), ((0, 2), torch.int64)]
+    shards: list[LocalShape] = [((3, 2), torch.float32), ((0, 2), torch.int64)]
     values = [torch.ones(3, 2), torch.ones(0, 2, dtype=torch.int64)]
     there = stage()
     there.device = torch.device("meta")  # as good as any that is not the CPU
     transfer: Any = Recording()
-    Lane(transfer, (1,), [], shards, [], there, 0).send(values, 5.0)
-    _, received = Lane(transfer, (1,), [], [], shards, there, 0).receive(5.0)
-    _, handed = Lane(transfer, (1,), [], shards, shards, there, 0).hand_over(values, 5.0)
+    EdgeTransfers(transfer, (1,), [], shards, [], there, 0).send(values, 5.0)
+    _, received = EdgeTransfers(transfer, (1,), [], [], shards, there, 0).receive(5.0)
+    _, handed = EdgeTransfers(transfer, (1,), [], shards, shards, there, 0).hand_over(values, 5.0)
     for (src, dst), expected in zip(
         transfer.started, [(values, [None] * 2), ([None] * 2, received), (values, handed)], strict=True
     ):
@@ -204,29 +204,29 @@ def test_lanes_receive_into_buffers_of_their_own_within_the_limit() -> None:
     for buffers in (received, handed):
         assert [(tuple(t.shape), t.dtype) for t in buffers] == shards
         assert all(t.device == there.device for t in buffers)
-    assert Lane(None, (1,), [], shards, shards, there, 0).hand_over(values, 5.0) == (None, values)
+    assert EdgeTransfers(None, (1,), [], shards, shards, there, 0).hand_over(values, 5.0) == (None, values)
 
 
 def test_bytes_sent_on_gpus_are_those_of_the_plan() -> None:
     transfer = Recording()
-    sending = lane(transfer, [((3, 2), torch.float32)], [])
+    sending = edge_transfers(transfer, [((3, 2), torch.float32)], [])
     assert sending.bytes_sent(transfer.start([], [], timeout=5.0)) == 77
     transfer.plan.bytes_sent.assert_called_once_with(0)
 
 
-def test_lanes_come_in_one_order() -> None:
+def test_edges_come_in_one_order() -> None:
     """That of their numbers, which all ranks share: the order of links differs from rank to rank. Stage 0
     sends to 1, to 1 and 3 together, to 2 and to 3."""
-    made = [Lane(None, (1,), [], [], [], stage(), number) for number in range(6)]
+    made = [EdgeTransfers(None, (1,), [], [], [], stage(), number) for number in range(6)]
     wiring = Wiring(
         edges=(), links=[(0, 1), (0, 2), (0, 3)], values=[], inputs={}, ways={},
         forward={(0, 1): made[:2], (0, 3): [made[1], made[3]], (0, 2): [made[2]]},
         backward={(0, 2): made[5], (0, 1): made[4]}, shared=mock.Mock(),
     )  # fmt: skip
-    assert wiring.lanes() == made
+    assert wiring.edge_transfers() == made
 
 
-def test_a_first_step_warms_up_every_lane() -> None:
+def test_a_first_step_warms_up_every_edge() -> None:
     edges = [Edge(0, 0, 1, 0), Edge(0, 0, 2, 1), Edge(1, 0, 2, 0)]
 
     class Sum(nn.Module):
@@ -235,7 +235,7 @@ def test_a_first_step_warms_up_every_lane() -> None:
 
     stages = [PipelineStage(Sum(), index, 3, CPU, edges=edges) for index in range(3)]
     found: list[int] = []
-    with mock.patch.object(Lane, "warm_up", lambda lane, _: found.append(lane.number)):
+    with mock.patch.object(EdgeTransfers, "warm_up", lambda each, _: found.append(each.number)):
         schedule = ScheduleInterleaved1F1B(stages, 3)
         for _ in range(2):
             schedule.eval(torch.ones(3, 2))

@@ -1,6 +1,6 @@
-"""What the runtime enqueues on a GPU, and in which order: real schedules, stages and modules over lanes that
-only write down what they are asked for. No GPU: nothing that was started is ever over, which the host must
-not mind."""
+"""What the runtime enqueues on a GPU, and in which order: real schedules, stages and modules over transfers
+that only write down what they are asked for. No GPU: nothing that was started is ever over, which the host
+must not mind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshcast.pipelining.inference import Way
 from meshcast.pipelining.recipe import Recipe
 from meshcast.pipelining.runtime import Runtime
 from meshcast.pipelining.trace import Trace
-from meshcast.pipelining.wiring import Value, Wiring
+from meshcast.pipelining.wiring import StageValue, Wiring
 from torch import nn
 from torch.distributed.tensor import Replicate
 
@@ -71,7 +71,7 @@ class Handle:
         return {"bytes_sent": 8, "seconds": 0.5}
 
 
-class Lane:
+class FakeTransfers:
     """Writes down behind what each transfer comes. Buffers are on the CPU."""
 
     relays = False
@@ -134,7 +134,7 @@ class Run:
     runtime: Runtime
     stream: Stream
     started: dict[str, int]  # transfer -> how much the compute stream held then
-    lanes: list[Lane]
+    edges: list[FakeTransfers]
     row: list[Action]
 
 
@@ -165,15 +165,15 @@ def step(
     for name, word in (("backward", "B"), ("backward_inputs", "I"), ("backward_weights", "W")):
         monkeypatch.setattr(stage, name, _logged(stream, word, getattr(stage, name)))
     monkeypatch.setattr(GpuClock, "mark", lambda _: Mark(len(stream.ops)))
-    value = Value((ROWS, 4), torch.float32, True, Layout([0], [Replicate()]))
+    value = StageValue((ROWS, 4), torch.float32, True, Layout([0], [Replicate()]))
     links = [(each, each + 1) for each in range(STAGES - 1)]
     mine = [link for link in links if index in link]
-    forward = {link: Lane(stream, link[1], "F", started) for link in mine}
-    backward = {link: Lane(stream, link[1], "B", started) for link in mine}
+    forward = {link: FakeTransfers(stream, link[1], "F", started) for link in mine}
+    backward = {link: FakeTransfers(stream, link[1], "B", started) for link in mine}
     wiring = Wiring(
         edges=(), links=links, values=[[value]] * (STAGES - 1), inputs={index: {0: value} if index else {}},
         ways={index: Way(None if index == STAGES - 1 else [(value.shape, value.dtype)])},
-        forward={link: [lane] for link, lane in forward.items()}, backward=backward, shared=None,
+        forward={link: [each] for link, each in forward.items()}, backward=backward, shared=None,
     )  # type: ignore[arg-type]  # fmt: skip
     recipe = Recipe(schedule, STAGES, MICROBATCHES, None, None, None, {}, delayed)
     row = recipe.lowered(STAGES, train=True)[index]
@@ -234,9 +234,9 @@ def test_without_overlap_compute_waits_for_each_send_where_it_is_made(
 def test_the_trace_tells_when_the_gpu_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Marks are positions in the stream, a millisecond each; waits and compute follow each other in it."""
     run = step(monkeypatch, "1F1B", 1, False)
-    for lane in run.lanes:
-        for handle in lane.sent:
-            handle.over = lane.kind == "F"
+    for edge in run.edges:
+        for handle in edge.sent:
+            handle.over = edge.kind == "F"
     trace = run.runtime.trace
     assert trace is run.runtime.trace and len(trace.events) == len(run.runtime.trace.events)
     spans: dict[str, list[tuple[str, float, float]]] = {}

@@ -112,7 +112,7 @@ def test_no_topology_means_eight_ranks_per_host() -> None:
     assert plan is meshcast.plan((8, 8, 8), "int8", SRC, DST, Topology.uniform(8, 10))
 
 
-def test_cache_counts_hits_and_is_quick() -> None:
+def test_cache_counts_hits() -> None:
     meshcast.plan_cache_clear()
     assert meshcast.plan_cache_info()[:2] == (0, 0)
     first = paper_case_1()
@@ -121,17 +121,8 @@ def test_cache_counts_hits_and_is_quick() -> None:
     info = meshcast.plan_cache_info()
     assert (info.hits, info.misses, info.currsize) == (1, 2, 2)
     assert info.hops == 2 * len(first)
-    best = min(_seconds_of_a_hit() for _ in range(5))
-    assert best < 20e-6, f"{best * 1e6:.1f} us"
     meshcast.plan_cache_clear()
     assert meshcast.plan_cache_info().currsize == 0
-
-
-def _seconds_of_a_hit() -> float:
-    start = time.perf_counter()
-    for _ in range(500):
-        meshcast.plan(SHAPE, torch.int32, SRC, DST, HOSTS)
-    return (time.perf_counter() - start) / 500
 
 
 def test_cache_forgets_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from meshcast.transfers.gpu_offer import (
     CUDA_IPC,
     NCCL,
     GpuOffer,
+    device_types_of,
     gpu_obstacle,
     own_offer,
     require_gpu,
-    sides_of,
 )
 from meshcast.transfers.gpu_transport import choose_transport
 
@@ -229,10 +229,10 @@ def test_a_gpu_that_does_not_exist_becomes_an_obstacle() -> None:
 
 def test_sides_of_a_call() -> None:
     for source, destination in itertools.product(("cpu", "cuda"), repeat=2):
-        assert sides_of(source, destination, "reshard") == (source, destination)
+        assert device_types_of(source, destination, "reshard") == (source, destination)
     for sides in (("xpu", "cpu"), ("cuda", "xpu")):
         with pytest.raises(LayoutError, match="reshard: the meshes are on xpu"):
-            sides_of(*sides, "reshard")
+            device_types_of(*sides, "reshard")
 
 
 def test_copies_need_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshcast.resharding.local import reshard_local
-from meshcast.transfers.persistent import Transfer
+from meshcast.transfers.persistent import PersistentTransfer
 
 from ..cases import Case
 from ..groups import Groups
@@ -38,13 +38,16 @@ def reshard(batch: Batch, strategy: str) -> None:
         problems = [(move.shape, torch.int32, move.src, move.dst) for move in batch.moves]
         transfer = batch.keep(
             strategy,
-            lambda: Transfer(problems, group=batch.group, strategy=strategy, topology=batch.topology,
-                             timeout=LIMIT),
-        )  # fmt: skip
+            lambda: PersistentTransfer(
+                problems, group=batch.group, strategy=strategy, topology=batch.topology, timeout=LIMIT
+            ),
+        )
         start(transfer, [move.source for move in batch.moves], [move.destination for move in batch.moves])
 
 
-def start(transfer: Transfer, src: list[torch.Tensor | None], dst: list[torch.Tensor | None]) -> None:
+def start(
+    transfer: PersistentTransfer, src: list[torch.Tensor | None], dst: list[torch.Tensor | None]
+) -> None:
     transfer.start(src, dst, timeout=LIMIT).wait()
 
 
@@ -78,7 +81,7 @@ def balanced(batch: Batch, name: str, balance: str) -> None:
     problems = [(move.shape, torch.int32, move.summed, move.dst) for move in batch.moves]
     transfer = batch.keep(
         name,
-        lambda: Transfer(problems, group=batch.group, strategy="broadcast", balance=balance,
+        lambda: PersistentTransfer(problems, group=batch.group, strategy="broadcast", balance=balance,
                          topology=batch.topology, timeout=LIMIT),
     )  # fmt: skip
     start(transfer, [move.source for move in batch.moves], [move.destination for move in batch.moves])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
 from meshcast.layout import Layout
-from meshcast.transfers.persistent import Transfer
+from meshcast.transfers.persistent import PersistentTransfer
 
 from ..move import Batch, Box, Move, cuts, extent, intersection, turns
 from .method import Method
@@ -93,9 +93,9 @@ class _Phase:
             read = move.place if message.placed else move.cut
             self.src.append(read(message.box) if rank == message.sender else None)
             self.dst.append(move.place(message.box) if rank in message.receivers else None)
-        self._transfer: Transfer | None = None
+        self._transfer: PersistentTransfer | None = None
         if any(tensor is not None for tensor in (*self.src, *self.dst)):
-            self._transfer = Transfer(
+            self._transfer = PersistentTransfer(
                 problems, group=batch.group, strategy=strategy, balance=balance, topology=batch.topology,
                 timeout=LIMIT,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Lane: the transfers of one edge bundle, or of one link's gradients, one for each micro-batch."""
+"""EdgeTransfers: those of one edge bundle, or of one link's gradients, one for each micro-batch."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ import torch
 from meshcast.pipelining.deliveries import Delivery
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.transfers.handle import Handle
-from meshcast.transfers.persistent import Transfer
+from meshcast.transfers.persistent import PersistentTransfer
 
-__all__ = ["Arrival", "Lane", "Shard"]
+__all__ = ["Arrival", "EdgeTransfers", "LocalShape"]
 
-Shard = tuple[tuple[int, ...], torch.dtype]  # local shape and type
+LocalShape = tuple[tuple[int, ...], torch.dtype]  # local shape and type
 
 # A transfer to wait for, unless the value was here already, and a tensor for each delivery.
 Arrival = tuple[Handle[Any] | None, list[torch.Tensor]]
 
 
-class Lane:
+class EdgeTransfers:
     """One transfer for each micro-batch: the values of a bundle, or the gradients of one link.
 
     transfer: None where both stages are on the same ranks and every rank keeps what it has: values are handed
-    over as they are. number: of the lane among all of the pipeline's, the same on all of its ranks.
+    over as they are. number: of the lane they are
+    ordered in, the same on all of its ranks.
     """
 
     def __init__(
         self,
-        transfer: Transfer | None,
+        transfer: PersistentTransfer | None,
         consumers: Sequence[int],
         deliveries: Sequence[Delivery],
-        sources: Sequence[Shard],
-        buffers: Sequence[Shard],
+        sources: Sequence[LocalShape],
+        buffers: Sequence[LocalShape],
         stage: PipelineStage,
         number: int,
     ) -> None:
@@ -69,13 +70,13 @@ class Lane:
         return self.transfer.start(tensors, buffers, timeout=timeout), buffers
 
     def bytes_sent(self, handle: Handle[Any]) -> int:
-        """By this rank in a transfer of this lane that has been waited for."""
+        """By this rank in a transfer of these that has been waited for."""
         if self.on_gpu and self.transfer is not None:  # which need not be over
             return self.transfer.plan.bytes_sent(self._rank)
         return int(handle.figures()["bytes_sent"])
 
     def warm_up(self, timeout: float) -> Handle[Any] | None:
-        """On GPUs: a transfer of nothing in particular, started by all ranks of the lane. NCCL makes its
+        """On GPUs: a transfer of nothing in particular, started by all ranks of the edge. NCCL makes its
         connections in the first one and blocks the host for them, which in the middle of a step could
         be for a rank that waits for this one."""
         if self.transfer is None or not self.on_gpu:
