@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from .base import checks
-from .base.host import gather_facts, host_identity, network_links, ranks_by_host
+from .base.gather import gather_facts, ranks_by_host
+from .base.host import host_identity, network_links
 from .base.json_reader import Reader, read_json
 from .errors import LayoutError
 

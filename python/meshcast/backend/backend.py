@@ -4,13 +4,12 @@ there, and to NCCL on GPUs."""
 from __future__ import annotations
 
 import functools
-import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..errors import MeshcastError
+from ..base import settings
 
 if TYPE_CHECKING:
     from .. import _C
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["NAME", "register"]
 
 NAME = "meshcast"
-
-_LARGE = 1 << 20  # bytes; where the switch pays is measured in docs/backend.md
 
 
 def register() -> None:
@@ -49,7 +46,8 @@ def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
     cuda = InnerNccl(
         store, rank, size, timeout, nccl_options, group.group_id, list(group.global_ranks_in_group)
     )
-    backend = _C.ProcessGroupMeshcast(inner, rank, size, broadcasts.start, _multicast_from(), cuda)
+    at_least = settings.BROADCAST_BYTES.integer(1, (1 << 63) - 1, op="init_process_group")
+    backend = _C.ProcessGroupMeshcast(inner, rank, size, broadcasts.start, at_least, cuda)
     broadcasts.key = backend.key
     return backend
 
@@ -64,18 +62,6 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, options: 
         inner = dist.ProcessGroupGloo(store, rank, size, options)
     inner._set_sequence_number_for_group()  # as torch does for gloo itself
     return inner
-
-
-def _multicast_from() -> int:
-    """Bytes from which a broadcast is a multicast, alike on all ranks: MESHCAST_BROADCAST_BYTES, or 1 MiB."""
-    text = os.environ.get("MESHCAST_BROADCAST_BYTES", "").strip() or str(_LARGE)
-    if not text.isdecimal() or int(text) == 0:
-        raise MeshcastError(
-            f"MESHCAST_BROADCAST_BYTES={text}: expected the number of bytes, 1 or more, from which a "
-            "broadcast is a multicast, the same on all ranks",
-            op="init_process_group",
-        )
-    return int(text)
 
 
 def _open_monitored_barrier() -> None:

@@ -1,16 +1,12 @@
-"""Which hosts the ranks of a job run on, as far as the network is concerned, and the links of a host."""
+"""Which host a process runs on, as far as the network is concerned, and the links of that host."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
-
-from ..errors import LayoutError, MeshcastError
+from . import settings
 
 _SYSFS = Path("/sys/class/net")
 
@@ -22,7 +18,7 @@ def host_identity() -> str:
     one machine share the boot id, the host name and /dev/shm, but not the network. `MESHCAST_HOST_ID`
     overrides it.
     """
-    override = os.environ.get("MESHCAST_HOST_ID")
+    override = settings.HOST_ID.text()
     if override:
         return override
     try:
@@ -52,26 +48,6 @@ def network_links(sysfs: Path = _SYSFS) -> dict[str, float | None]:
     named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name in found]
     devices = [name for name in found if (sysfs / name / "device").exists()]
     return {name: found[name] for name in named or devices or found}
-
-
-def gather_facts(fact: tuple[Any, ...], group: dist.ProcessGroup | None) -> dict[int, Any]:
-    """What every rank of the group (None: the default one) says, by global rank; a collective of them."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise MeshcastError("no process group; call torch.distributed.init_process_group first")
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    if dist.get_rank() not in ranks:
-        raise LayoutError(f"rank {dist.get_rank()} is not in the group of ranks {ranks}")
-    facts: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(facts, fact, group)
-    return dict(zip(ranks, facts, strict=True))
-
-
-def ranks_by_host(identities: Mapping[int, str]) -> list[tuple[int, ...]]:
-    """Ranks by host, hosts by their lowest rank, from {rank: host_identity()}."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank in sorted(identities):
-        ranks_of.setdefault(identities[rank], []).append(rank)
-    return [tuple(ranks) for ranks in ranks_of.values()]
 
 
 def _read(path: Path) -> str:

@@ -1,8 +1,7 @@
 """What meshcast tells about itself: log lines, the flight record of the last calls, profiler ranges.
 
-MESHCAST_LOG=debug|info|warning|error shows the log of this process on stderr; without it, "meshcast" is an
-ordinary logger of the logging module. MESHCAST_FLIGHT_RECORD=path makes each rank write its last calls as
-JSON to path.rankN when a call fails, and on SIGUSR1, also while its main thread waits in a call.
+docs/environment.md: MESHCAST_LOG shows the log on stderr, MESHCAST_FLIGHT_RECORD writes the last calls of a
+rank to a file when one fails, and on SIGUSR1, also while its main thread waits in a call.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from . import settings
 
 __all__ = ["Completable", "Flight", "dump_flight_record", "flight_record", "log", "profiled", "set_up"]
 
@@ -133,7 +134,7 @@ def set_up() -> None:
         return
     _set_up = True
     log.addHandler(logging.NullHandler())  # failures are raised: nothing is printed unless asked for
-    level = os.environ.get("MESHCAST_LOG", "").strip().lower()
+    level = settings.LOG.text().lower()
     if level in _LEVELS:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[%(asctime)s %(name)s %(levelname)s] %(message)s"))
@@ -141,8 +142,8 @@ def set_up() -> None:
         log.setLevel(level.upper())
         log.propagate = False
     elif level:
-        warnings.warn(f"MESHCAST_LOG={level}: allowed are {', '.join(_LEVELS)}", stacklevel=2)
-    if os.environ.get("MESHCAST_FLIGHT_RECORD"):
+        warnings.warn(f"{settings.LOG.name}={level}: expected {settings.LOG.expected}", stacklevel=2)
+    if settings.FLIGHT_RECORD.text():
         _listen()
 
 
@@ -152,7 +153,7 @@ def _listen() -> None:
     thread of our own reads."""
     if threading.current_thread() is not threading.main_thread():
         warnings.warn(
-            "MESHCAST_FLIGHT_RECORD: imported outside the main thread, SIGUSR1 is not handled",
+            f"{settings.FLIGHT_RECORD.name}: imported outside the main thread, SIGUSR1 is not handled",
             stacklevel=2,
         )
         return
@@ -170,7 +171,7 @@ def _listen() -> None:
 
 
 def _dump_for(rank: int) -> None:
-    path = os.environ.get("MESHCAST_FLIGHT_RECORD")
+    path = settings.FLIGHT_RECORD.text()
     if not path:
         return
     try:

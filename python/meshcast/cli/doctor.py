@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import os
@@ -20,9 +21,7 @@ from typing import Any
 # Where the import of meshcast itself fails this file still runs, as a script: it loads its siblings by path
 # and meshcast only where that failure is part of the report.
 _PACKAGE = Path(__file__).resolve().parent.parent
-_VARIABLES = (
-    "MESHCAST_HOST_ID",
-    "MESHCAST_CUDA_TRANSPORT",
+_VARIABLES = (  # of others; ours are listed in base/settings.py
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
     "TORCH_DISTRIBUTED_DEBUG",
@@ -52,9 +51,26 @@ def examine() -> dict[str, Any]:
         "devices": _devices(problems),
         "host": _host(problems),
         "links": _links(problems),
-        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "environment": {name: os.environ[name] for name in _variables() if name in os.environ},
         "problems": problems,
     }
+
+
+def _variables() -> list[str]:
+    return [*(each.name for each in _base("settings").ALL), *_VARIABLES]
+
+
+def _base(name: str) -> Any:
+    """A module of meshcast.base that imports nothing of meshcast, also where meshcast cannot be imported."""
+    folder = _PACKAGE / "base"
+    alone = "meshcast_doctor_base"
+    if alone not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            alone, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None
+        sys.modules[alone] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(f"{alone}.{name}")
 
 
 def render(report: dict[str, Any]) -> str:
@@ -168,7 +184,7 @@ def _devices(problems: list[str]) -> dict[str, str]:
 
 
 def _host(problems: list[str]) -> dict[str, str]:
-    identity = runpy.run_path(str(_PACKAGE / "host.py"))["host_identity"]()
+    identity = _base("host").host_identity()
     name = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
@@ -200,7 +216,7 @@ def _host(problems: list[str]) -> dict[str, str]:
 
 def _links(problems: list[str], sysfs: Path = Path("/sys/class/net")) -> dict[str, str]:
     """Interfaces that are up, with their speed as the operating system knows it; an unknown one stays so."""
-    known = runpy.run_path(str(_PACKAGE / "host.py"))["links"](sysfs)
+    known = _base("host").links(sysfs)
     facts = {
         name: f"{speed:g} Gbit/s" if speed is not None else "speed unknown to the operating system"
         for name, speed in known.items()

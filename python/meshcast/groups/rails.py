@@ -8,7 +8,6 @@ host talks to the first ones of the others, and so on. Without it there is one, 
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ..base import settings
 from ..errors import LayoutError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _MOST = 16
 def interfaces() -> tuple[tuple[str, ...], str]:
     """The names, () for gloo's choice, and what this rank tells the others: their number, or why they are
     wrong here."""
-    text = os.environ.get("MESHCAST_IFNAMES", "")
+    text = settings.IFNAMES.text()
     if not text:
         return (), "1"
     names = tuple(name.strip() for name in text.split(","))
@@ -38,7 +38,7 @@ def interfaces() -> tuple[tuple[str, ...], str]:
     wrong = [name for name in names if name not in known]
     if wrong or len(set(names)) < len(names) or len(names) > _MOST:
         return (), (
-            f"MESHCAST_IFNAMES is {text!r}; expected up to {_MOST} different interfaces of this host, "
+            f"{settings.IFNAMES.name} is {text!r}; expected up to {_MOST} different interfaces of this host, "
             f"separated by commas, out of {', '.join(known)}"
         )
     return names, str(len(names))
@@ -52,7 +52,7 @@ def agreed_count(told: Mapping[int, str], rank: int) -> int:
             raise LayoutError(f"rank {other}: {text}", rank=rank, peer=other, op="connect", phase="connect")
     if len(set(told.values())) > 1:
         raise LayoutError(
-            "MESHCAST_IFNAMES must name equally many interfaces on every rank; found "
+            f"{settings.IFNAMES.name} must name equally many interfaces on every rank; found "
             + ", ".join(f"{count} on rank {other}" for other, count in sorted(told.items())),
             rank=rank,
             op="connect",

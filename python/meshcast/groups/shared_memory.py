@@ -6,13 +6,13 @@ cannot. It is used by all ranks of a host that are in a private group, or by non
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .. import _C
+from ..base import settings
 from ..errors import MeshcastError
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ class LocalMemory:
         self._core: _C.SharedMemory | None = None
         self._ranks: tuple[int, ...] = ()
         self._outcome = ""  # what this rank posts: empty if it succeeded
-        if not _switch():
-            self.offer = "off MESHCAST_SHM is 0"
+        if settings.SHM.choice("0", "1") == "0":
+            self.offer = f"off {settings.SHM.name} is 0"
             return
-        _C.SharedMemory.set_budget(_budget() << 20)
+        _C.SharedMemory.set_budget(settings.SHM_MB.integer(1, 1 << 20) << 20)
         try:
             self._core = _C.SharedMemory(ranks)
             self.offer = f"at {self._core.address}"
@@ -87,21 +87,8 @@ class LocalMemory:
         _warned.add(reason)
         warnings.warn(
             f"meshcast: ranks {list(self._ranks)} share a host but exchange data over the network, since "
-            f"shared memory cannot be used: {reason}. Set MESHCAST_SHM=0 on all of them if this is wanted.",
+            f"shared memory cannot be used: {reason}. Set {settings.SHM.name}=0 on all of them if this "
+            "is wanted.",
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def _switch() -> bool:
-    value = os.environ.get("MESHCAST_SHM", "1")
-    if value not in ("0", "1"):
-        raise MeshcastError(f"MESHCAST_SHM is {value!r}; 0 turns shared memory off, 1 leaves it on")
-    return value == "1"
-
-
-def _budget() -> int:
-    value = os.environ.get("MESHCAST_SHM_MB", "64")
-    if not value.isascii() or not value.isdigit() or not 1 <= int(value) <= 1 << 20:
-        raise MeshcastError(f"MESHCAST_SHM_MB is {value!r}; expected a number of MiB from 1 to {1 << 20}")
-    return int(value)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ..base import checks
-from ..base.host import gather_facts, host_identity, ranks_by_host
+from ..base.gather import gather_facts, ranks_by_host
+from ..base.host import host_identity
 from ..layout import Layout
 from ..topology import Host, Nic, Topology
 from .local import reshard_local

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from .. import _C
+from ..base import settings
 from ..base.host import host_identity
 from ..errors import LayoutError, MeshcastError
 
@@ -30,7 +31,7 @@ __all__ = [
 DeviceTypes = tuple[str, str]  # of the source and the destination of a call: "cpu" or "cuda" each
 
 AUTO, NCCL, CUDA_IPC = "auto", "nccl", "cuda_ipc"
-TRANSPORT_SWITCH = "MESHCAST_CUDA_TRANSPORT"
+TRANSPORT_SWITCH = settings.CUDA_TRANSPORT.name
 
 SHARING_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
 
@@ -104,7 +105,7 @@ def own_offer(device: int) -> GpuOffer:
     try:
         properties = torch.cuda.get_device_properties(device)
         nccl, no_nccl = _own_nccl()
-        wish = _own_wish()
+        wish = settings.CUDA_TRANSPORT.choice(AUTO, NCCL, CUDA_IPC)
         return GpuOffer(
             host=host_identity(),
             device=device,
@@ -119,13 +120,6 @@ def own_offer(device: int) -> GpuOffer:
         )
     except Exception as error:  # of CUDA; the other ranks must hear of it
         return GpuOffer(obstacle=str(error))
-
-
-def _own_wish() -> str:
-    value = os.environ.get(TRANSPORT_SWITCH, AUTO)
-    if value not in (AUTO, NCCL, CUDA_IPC):
-        raise MeshcastError(f"{TRANSPORT_SWITCH} is {value!r}; expected {AUTO}, {NCCL} or {CUDA_IPC}")
-    return value
 
 
 def _own_nccl() -> tuple[str, str]:

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from meshcast.errors import LayoutError, MeshcastError
-from meshcast.transfers import gpu_offer
 from meshcast.transfers.gpu_offer import (
     CUDA_IPC,
     NCCL,
@@ -199,12 +198,11 @@ def test_all_ranks_come_to_one_verdict() -> None:
 
 
 def test_a_wish_that_does_not_exist_becomes_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in ("", "NCCL", "ipc"):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="U", name="N"))
+    monkeypatch.setattr("meshcast._C.nccl_version", lambda: "2.28.9", raising=False)
+    for value in ("NCCL", "ipc"):
         monkeypatch.setenv("MESHCAST_CUDA_TRANSPORT", value)
-        with pytest.raises(MeshcastError, match="expected auto, nccl or cuda_ipc"):
-            gpu_offer._own_wish()
-    monkeypatch.setenv("MESHCAST_CUDA_TRANSPORT", "cuda_ipc")
-    assert gpu_offer._own_wish() == CUDA_IPC
+        assert f"is {value!r}; expected auto, nccl or cuda_ipc" in own_offer(0).obstacle
 
 
 @pytest.mark.parametrize(("wish", "looks"), [("nccl", 0), ("auto", 1), ("cuda_ipc", 1)])
