@@ -134,6 +134,8 @@ def shared_parameters_of(
 ) -> dict[str, torch.nn.Parameter]:
     """The parameters by key. Raises LayoutError naming the one that is missing or laid out over ranks."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
+    # torch.compile(module) puts "_orig_mod." before its parameters' names, which its user does not write.
+    parameters |= {name.replace("_orig_mod.", ""): each for name, each in parameters.items()}
     for key, name in named.items():
         if name not in parameters:
             raise LayoutError(

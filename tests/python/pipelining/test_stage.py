@@ -33,6 +33,7 @@ from meshcast.pipelining.layouts import (
 )
 from meshcast.pipelining.shapes import LocalValue, global_shape
 from meshcast.pipelining.wire import decode_value, encode_value
+from meshcast.pipelining.wrappers import shared_parameters_of
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
@@ -88,6 +89,17 @@ def test_parameters_of_torch_come_first(ours: object, torchs: object) -> None:
 )
 def test_classes_by_name(name: str, cls: type) -> None:
     assert get_schedule_class(name) is cls
+
+
+@pytest.mark.parametrize("name", ["weight", "_orig_mod.weight"])
+def test_a_shared_parameter_of_a_compiled_module_has_its_own_name(name: str) -> None:
+    module = nn.Linear(2, 2)
+    compiled = torch.compile(module, backend="eager")
+    assert shared_parameters_of(0, {"tied": name}, compiled)["tied"] is module.weight
+    with pytest.raises(
+        LayoutError, match="stage 0, shared parameter 'tied': the module has no parameter 'wait'"
+    ):
+        shared_parameters_of(0, {"tied": "wait"}, compiled)
 
 
 def test_an_unknown_class_lists_the_known_ones() -> None:
