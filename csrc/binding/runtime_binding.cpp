@@ -13,9 +13,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "binding/bind.h"
+#include "c10d/group_core.h"
 #include "c10d/process_group/pending_work.h"
 #include "c10d/process_group/process_group.h"
-#include "c10d/reshard_group.h"
 #include "c10d/reshard_work.h"
 #include "plan/plan.h"
 #include "transport/shm_link.h"
@@ -32,7 +32,7 @@ double checked_timeout(double seconds) {
 
 py::dict stats_of(const c10::intrusive_ptr<c10d::Work>& work) {
   const auto* reshard = dynamic_cast<const ReshardWork*>(work.get());
-  if (!reshard) throw LayoutError("stats are kept for works that ReshardGroup.start returned");
+  if (!reshard) throw LayoutError("stats are kept for works that GroupCore.start returned");
   const Run& run = reshard->run();
   py::dict out;
   out["bytes_sent"] = run.program().bytes_sent;
@@ -59,9 +59,9 @@ auto call_python(py::function function) {
 }
 
 // `side`: has make(op), which returns a Backend, and possible().
-CudaSide cuda_side(py::object side) {
+GpuBackendMaker gpu_backend_maker(py::object side) {
   const auto object = kept(std::move(side));
-  CudaSide out;
+  GpuBackendMaker out;
   out.make = [object](const char* op) {
     const py::gil_scoped_acquire gil;
     try {
@@ -145,17 +145,16 @@ void bind_runtime(py::module_& m) {
            py::arg("timeout"), NoGil())
       .def_static("set_budget", &set_shm_budget, py::arg("nbytes"));
 
-  py::class_<ReshardGroup, std::shared_ptr<ReshardGroup>>(m, "ReshardGroup")
+  py::class_<GroupCore, std::shared_ptr<GroupCore>>(m, "GroupCore")
       .def(py::init([](std::vector<c10::intrusive_ptr<c10d::Backend>> rails, std::vector<int32_t> first_rail,
                        const c10::intrusive_ptr<c10d::Store>& store, std::vector<int32_t> ranks, int32_t rank,
                        std::string name, SharedMemory* local) {
              const py::gil_scoped_release construct_without_gil;
              // The deleter joins threads, which must not wait for the GIL that the interpreter holds there.
-             return std::shared_ptr<ReshardGroup>(
-                 new ReshardGroup({std::move(rails), std::move(first_rail)}, store,
-                                  {std::move(ranks), rank, std::move(name)},
-                                  local ? local->take() : LocalRanks{}),
-                 [](ReshardGroup* group) {
+             return std::shared_ptr<GroupCore>(
+                 new GroupCore({std::move(rails), std::move(first_rail)}, store,
+                               {std::move(ranks), rank, std::move(name)}, local ? local->take() : LocalRanks{}),
+                 [](GroupCore* group) {
                    if (PyGILState_Check() != 0) {
                      const py::gil_scoped_release release;
                      delete group;
@@ -168,21 +167,21 @@ void bind_runtime(py::module_& m) {
            py::arg("name"), py::arg("shared_memory") = nullptr)
       .def(
           "agree",
-          [](ReshardGroup& self, int32_t lane, int64_t ordinal, const std::string& descriptor, double timeout) {
+          [](GroupCore& self, int32_t lane, int64_t ordinal, const std::string& descriptor, double timeout) {
             return self.agree_on({lane, ordinal}, descriptor, checked_timeout(timeout));
           },
           py::arg("lane"), py::arg("ordinal"), py::arg("descriptor"), py::arg("timeout"), NoGil())
-      .def("release_slot", &ReshardGroup::release_slot, py::arg("slot"))
-      .def_property_readonly("slots_taken", &ReshardGroup::slots_taken)
+      .def("release_slot", &GroupCore::release_slot, py::arg("slot"))
+      .def_property_readonly("slots_taken", &GroupCore::slots_taken)
       .def(
           "reject",
-          [](ReshardGroup& self, int32_t lane, int64_t ordinal, const std::string& message) {
+          [](GroupCore& self, int32_t lane, int64_t ordinal, const std::string& message) {
             self.reject({lane, ordinal}, message);
           },
           py::arg("lane"), py::arg("ordinal"), py::arg("message"), NoGil())
       .def(
           "start",
-          [](ReshardGroup& self, const std::shared_ptr<Plan>& plan, int32_t slot, bool reverse, int32_t lane,
+          [](GroupCore& self, const std::shared_ptr<Plan>& plan, int32_t slot, bool reverse, int32_t lane,
              int64_t ordinal, std::string descriptor, OptionalTensors src, OptionalTensors dst, double timeout,
              std::string op, bool driven) {
             RunLabel label{slot, reverse, lane, ordinal, std::move(descriptor), std::move(op)};
@@ -192,10 +191,10 @@ void bind_runtime(py::module_& m) {
           py::arg("plan"), py::kw_only(), py::arg("slot"), py::arg("reverse"), py::arg("lane"),
           py::arg("ordinal"), py::arg("descriptor"), py::arg("src"), py::arg("dst"), py::arg("timeout"),
           py::arg("op"), py::arg("driven") = false, NoGil())
-      .def("stats", [](ReshardGroup&, const c10::intrusive_ptr<c10d::Work>& work) { return stats_of(work); })
-      .def("abort", &ReshardGroup::abort, py::arg("reason"), NoGil())
-      .def("error", &ReshardGroup::error, NoGil())
-      .def("shutdown", &ReshardGroup::shutdown, NoGil());
+      .def("stats", [](GroupCore&, const c10::intrusive_ptr<c10d::Work>& work) { return stats_of(work); })
+      .def("abort", &GroupCore::abort, py::arg("reason"), NoGil())
+      .def("error", &GroupCore::error, NoGil())
+      .def("shutdown", &GroupCore::shutdown, NoGil());
 
   py::class_<PendingWork, c10d::Work, c10::intrusive_ptr<PendingWork>>(m, "PendingWork")
       .def("settle", &PendingWork::settle, py::arg("work"), NoGil())
@@ -214,7 +213,7 @@ void bind_runtime(py::module_& m) {
                        int64_t at_least, py::object cuda) {
              return c10::make_intrusive<ProcessGroupMeshcast>(
                  std::move(inner), rank, size, Multicast{call_python(std::move(multicast)), at_least},
-                 cuda_side(std::move(cuda)), drop_unlocked);
+                 gpu_backend_maker(std::move(cuda)), drop_unlocked);
            }),
            py::arg("inner"), py::arg("rank"), py::arg("size"), py::arg("multicast"), py::arg("at_least"),
            py::arg("cuda"))

@@ -93,7 +93,7 @@ class SharedMemory:
     @staticmethod
     def set_budget(nbytes: int) -> None: ...
 
-class ReshardGroup:
+class GroupCore:
     """A private group: the ranks of a transfer with a gloo context of their own."""
 
     def __init__(
@@ -142,11 +142,11 @@ class IpcMeeting:
     @property
     def address(self) -> str: ...
 
-class CudaGroup:
+class GpuGroupCore:
     """The GPU side of a private group, over NCCL or CUDA IPC; only builds with CUDA code have it."""
 
     def __init__(
-        self, control: ReshardGroup, store: Store, ranks: list[int], rank: int, name: str, device: int
+        self, control: GroupCore, store: Store, ranks: list[int], rank: int, name: str, device: int
     ) -> None: ...
     def connect(self, lane: int, unique_id: bytes, timeout: float) -> None: ...
     def connect_ipc(self, lane: int, meeting: IpcMeeting, addresses: list[str], timeout: float) -> None: ...

@@ -217,7 +217,7 @@ def ranks_that_share_a_gpu_are_connected_over_cuda_ipc(context) -> None:
     """Each lane with the addresses of all ranks, in their order; known lanes not again."""
     with (
         gpus_that_say("GPU-a"),
-        mock.patch.object(gpu_lanes._C, "CudaGroup", Recorder, create=True),
+        mock.patch.object(gpu_lanes._C, "GpuGroupCore", Recorder, create=True),
         mock.patch.object(gpu_lanes._C, "IpcMeeting", Recorder, create=True),
     ):
         if context.rank == 2:
@@ -249,7 +249,7 @@ def a_rank_that_cannot_connect_ends_the_group(context) -> None:
 
     with (
         gpus_that_say("GPU-a"),
-        mock.patch.object(gpu_lanes._C, "CudaGroup", Lost, create=True),
+        mock.patch.object(gpu_lanes._C, "GpuGroupCore", Lost, create=True),
         mock.patch.object(gpu_lanes._C, "IpcMeeting", Lost, create=True),
     ):
         error = connect(7006, Place(), GROUP_TIMEOUT, "lost")

@@ -12,8 +12,8 @@
 
 #include "binding/bind.h"
 #include "cuda/device/nccl_library.h"
-#include "cuda/group/cuda_group.h"
 #include "cuda/group/cuda_work.h"
+#include "cuda/group/gpu_group_core.h"
 
 namespace py = pybind11;
 
@@ -30,7 +30,7 @@ double checked_timeout(double seconds) {
 
 py::dict stats_of(const c10::intrusive_ptr<c10d::Work>& work) {
   const auto* reshard = dynamic_cast<const CudaWork*>(work.get());
-  if (!reshard) throw LayoutError("stats are kept for works that CudaGroup.start returned");
+  if (!reshard) throw LayoutError("stats are kept for works that GpuGroupCore.start returned");
   const RoundRun& run = reshard->run();
   py::dict out;
   out["bytes_sent"] = run.rounds().program->bytes_sent;
@@ -54,13 +54,13 @@ void bind_cuda_group(py::module_& m) {
       .def(py::init<>())
       .def_property_readonly("address", &IpcMeeting::address);
 
-  py::class_<CudaGroup, std::shared_ptr<CudaGroup>>(m, "CudaGroup")
-      .def(py::init([](std::shared_ptr<ReshardGroup> control, const c10::intrusive_ptr<c10d::Store>& store,
+  py::class_<GpuGroupCore, std::shared_ptr<GpuGroupCore>>(m, "GpuGroupCore")
+      .def(py::init([](std::shared_ptr<GroupCore> control, const c10::intrusive_ptr<c10d::Store>& store,
                        std::vector<int32_t> ranks, int32_t rank, std::string name, int device) {
              const py::gil_scoped_release construct_without_gil;
-             return std::shared_ptr<CudaGroup>(
-                 new CudaGroup(std::move(control), store, {std::move(ranks), rank, std::move(name)}, device),
-                 [](CudaGroup* group) {
+             return std::shared_ptr<GpuGroupCore>(
+                 new GpuGroupCore(std::move(control), store, {std::move(ranks), rank, std::move(name)}, device),
+                 [](GpuGroupCore* group) {
                    std::optional<py::gil_scoped_release> release;
                    if (PyGILState_Check() != 0) release.emplace();
                    delete group;
@@ -70,19 +70,19 @@ void bind_cuda_group(py::module_& m) {
            py::arg("device"))
       .def(
           "connect",
-          [](CudaGroup& self, int32_t lane, const std::string& unique_id, double timeout) {
+          [](GpuGroupCore& self, int32_t lane, const std::string& unique_id, double timeout) {
             self.connect(lane, unique_id, checked_timeout(timeout));
           },
           py::arg("lane"), py::arg("unique_id"), py::arg("timeout"), NoGil())
       .def(
           "connect_ipc",
-          [](CudaGroup& self, int32_t lane, const std::shared_ptr<IpcMeeting>& meeting,
+          [](GpuGroupCore& self, int32_t lane, const std::shared_ptr<IpcMeeting>& meeting,
              const std::vector<std::string>& addresses,
              double timeout) { self.connect_ipc(lane, *meeting, addresses, checked_timeout(timeout)); },
           py::arg("lane"), py::arg("meeting"), py::arg("addresses"), py::arg("timeout"), NoGil())
       .def(
           "start",
-          [](CudaGroup& self, const std::shared_ptr<Plan>& plan, int32_t slot, bool reverse, int32_t lane,
+          [](GpuGroupCore& self, const std::shared_ptr<Plan>& plan, int32_t slot, bool reverse, int32_t lane,
              int64_t ordinal, std::string descriptor, OptionalTensors src, OptionalTensors dst, double timeout,
              std::string op, const std::vector<Types>& types, uintptr_t after) {
             RunLabel label{slot, reverse, lane, ordinal, std::move(descriptor), std::move(op)};
@@ -96,10 +96,10 @@ void bind_cuda_group(py::module_& m) {
           py::arg("plan"), py::kw_only(), py::arg("slot"), py::arg("reverse"), py::arg("lane"),
           py::arg("ordinal"), py::arg("descriptor"), py::arg("src"), py::arg("dst"), py::arg("timeout"),
           py::arg("op"), py::arg("types"), py::arg("after"), NoGil())
-      .def("stats", [](CudaGroup&, const c10::intrusive_ptr<c10d::Work>& work) { return stats_of(work); })
-      .def("abort", &CudaGroup::abort, py::arg("reason"), NoGil())
-      .def("error", &CudaGroup::error, NoGil())
-      .def("shutdown", &CudaGroup::shutdown, NoGil());
+      .def("stats", [](GpuGroupCore&, const c10::intrusive_ptr<c10d::Work>& work) { return stats_of(work); })
+      .def("abort", &GpuGroupCore::abort, py::arg("reason"), NoGil())
+      .def("error", &GpuGroupCore::error, NoGil())
+      .def("shutdown", &GpuGroupCore::shutdown, NoGil());
 }
 
 }  // namespace meshcast

@@ -9,7 +9,7 @@
 namespace meshcast {
 
 // Where tensors on GPUs go. Functions of Python's, so that nothing here needs CUDA or its headers.
-struct CudaSide {
+struct GpuBackendMaker {
   // Makes the backend, or hands out the one that was made before; `op` names the call that needs it. Throws a
   // typed error where there can be none.
   std::function<c10::intrusive_ptr<c10d::Backend>(const char* op)> make;
@@ -21,7 +21,7 @@ struct CudaSide {
 // for it from the start. Any thread.
 class LazyBackend {
  public:
-  explicit LazyBackend(CudaSide side) : side_(std::move(side)) {}
+  explicit LazyBackend(GpuBackendMaker side) : side_(std::move(side)) {}
 
   // Makes the backend unless it is there, as one of `owner`: with its name and bound device. Throws what
   // make() throws, every time, and Aborted after the end.
@@ -39,7 +39,7 @@ class LazyBackend {
   c10::intrusive_ptr<c10d::Backend> end(const char* how);
   [[noreturn]] void refuse(const char* op, int rank, const char* how) const;
 
-  const CudaSide side_;
+  const GpuBackendMaker side_;
   // Never held while make() runs: that takes Python's lock, whose holder may ask made().
   mutable std::mutex mutex_;
   c10::intrusive_ptr<c10d::Backend> backend_;

@@ -57,7 +57,7 @@ ProcessGroupMeshcast::Devices ProcessGroupMeshcast::devices_of(const Lists&... l
 }
 
 ProcessGroupMeshcast::ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size,
-                                           Multicast multicast, CudaSide cuda, LetGo let_go)
+                                           Multicast multicast, GpuBackendMaker cuda, LetGo let_go)
     : Backend(rank, size),
       inner_(std::move(inner)),
       let_go_(std::move(let_go)),

@@ -32,12 +32,12 @@ using LetGo = std::function<void(c10::intrusive_ptr<c10d::Backend> inner)>;
 // switching a script to it changes nothing else: gloo's for tensors on the CPU, NCCL's for those on GPUs, told
 // apart call by call, since torch makes one backend for both and does not say which device asks. The one for
 // GPUs is made when a tensor there first needs it. Reshards do not pass through here: they use private groups
-// (reshard_group.h), which this backend's owner ends together with it.
+// (group_core.h), which this backend's owner ends together with it.
 // Only the method names that all supported torch releases know are overridden.
 class ProcessGroupMeshcast final : public c10d::Backend {
  public:
   ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, Multicast multicast,
-                       CudaSide cuda, LetGo let_go);
+                       GpuBackendMaker cuda, LetGo let_go);
   ~ProcessGroupMeshcast() override;
 
   const c10::intrusive_ptr<c10d::Backend>& inner() const { return inner_; }

@@ -12,7 +12,7 @@ static_assert(std::endian::native == std::endian::little, "pieces are put togeth
 
 // Up to 16 bytes in registers: the widest access there is.
 struct alignas(16) Piece {
-  uint64_t lane[2];  // NOLINT(*-avoid-c-arrays): a register pair
+  uint64_t words[2];  // NOLINT(*-avoid-c-arrays): a register pair
 };
 
 template <int kBytes>
@@ -55,7 +55,7 @@ MESHCAST_HOST_DEVICE Piece load_by(const Memory& memory, const std::byte* from) 
     Piece piece{{0, 0}};
     for (int at = 0; at < kBytes; at += kWidth) {
       using Word = typename Unsigned<kWidth>::Type;
-      piece.lane[at / 8] |= uint64_t{memory.template load<Word>(from + at)} << 8 * (at % 8);
+      piece.words[at / 8] |= uint64_t{memory.template load<Word>(from + at)} << 8 * (at % 8);
     }
     return piece;
   }
@@ -68,7 +68,7 @@ MESHCAST_HOST_DEVICE void store_by(const Memory& memory, const Piece& piece, std
   } else {
     for (int at = 0; at < kBytes; at += kWidth) {
       using Word = typename Unsigned<kWidth>::Type;
-      memory.template store<Word>(to + at, static_cast<Word>(piece.lane[at / 8] >> 8 * (at % 8)));
+      memory.template store<Word>(to + at, static_cast<Word>(piece.words[at / 8] >> 8 * (at % 8)));
     }
   }
 }

@@ -8,16 +8,16 @@ namespace {
 constexpr int64_t kImproveRounds = 6;  // of another order for the hops of the best plan
 constexpr int64_t kUrgeRounds = 12;
 
-// No schedule of a draft ends before its busiest lane: cheaper to know than the schedule.
-int64_t busiest_lane_ns(const Draft& draft, const Network& network) {
-  std::vector<int64_t> busy(static_cast<size_t>(network.lane_count()), 0);
+// No schedule of a draft ends before its busiest port: cheaper to know than the schedule.
+int64_t busiest_port_ns(const Draft& draft, const Network& network) {
+  std::vector<int64_t> busy(static_cast<size_t>(network.port_count()), 0);
   int64_t out = 0;
   for (const Hop& hop : draft.hops) {
     const Network::Link link = network.link(network.index(hop.src), network.index(hop.dst));
     const int64_t nbytes = draft.chunks[static_cast<size_t>(hop.chunk)].nbytes;
-    for (const int32_t lane : {link.out, link.in}) {
-      busy[static_cast<size_t>(lane)] += transfer_ns(nbytes, network.lane_rate(lane));
-      out = std::max(out, busy[static_cast<size_t>(lane)]);
+    for (const int32_t port : {link.out, link.in}) {
+      busy[static_cast<size_t>(port)] += transfer_ns(nbytes, network.port_rate(port));
+      out = std::max(out, busy[static_cast<size_t>(port)]);
     }
   }
   return out;
@@ -26,7 +26,7 @@ int64_t busiest_lane_ns(const Draft& draft, const Network& network) {
 }  // namespace
 
 int64_t BestPlan::offer(Strategy strategy, Draft draft, const Network& network) {
-  if (!empty_ && busiest_lane_ns(draft, network) + network.latency_ns() >= plan_.makespan_ns) return INT64_MAX;
+  if (!empty_ && busiest_port_ns(draft, network) + network.latency_ns() >= plan_.makespan_ns) return INT64_MAX;
   Schedule made = schedule(draft, draft.chunks, network);
   if (!empty_ && made.makespan_ns >= plan_.makespan_ns) return made.makespan_ns;
   empty_ = false;
@@ -43,7 +43,7 @@ int64_t BestPlan::offer(Strategy strategy, Draft draft, const Network& network) 
 
 void BestPlan::urge(const Network& network) {
   if (empty_ || last_.hops.empty()) return;
-  std::vector<int32_t> urgency(static_cast<size_t>(network.lane_count()), kUrgency);
+  std::vector<int32_t> urgency(static_cast<size_t>(network.port_count()), kUrgency);
   Schedule now{plan_.hops, plan_.times, plan_.makespan_ns};
   const auto hops = static_cast<int64_t>(last_.hops.size());
   if (2 * hops > kRetryHops) return;  // one round alone seldom helps
@@ -103,10 +103,10 @@ void BestPlan::raise_urgency(const Schedule& made, const Network& network,
   for (size_t i = 0; i < made.hops.size(); ++i) {
     const Hop& hop = made.hops[i];
     const Network::Link link = network.link(network.index(hop.src), network.index(hop.dst));
-    for (const int32_t lane : {link.out, link.in}) {
-      const auto l = static_cast<size_t>(lane);
+    for (const int32_t port : {link.out, link.in}) {
+      const auto l = static_cast<size_t>(port);
       const int64_t ns =
-          transfer_ns(plan_.chunks[static_cast<size_t>(hop.chunk)].nbytes, network.lane_rate(lane));
+          transfer_ns(plan_.chunks[static_cast<size_t>(hop.chunk)].nbytes, network.port_rate(port));
       busy[l] += ns;
       end[l] = std::max(end[l], made.times[i].start_ns + ns);
     }

@@ -21,8 +21,8 @@ class BestPlan {
   // Returns the makespan of the draft's schedule, the largest number where it is known to lose.
   int64_t offer(Strategy strategy, Draft draft, const Network& network);
 
-  // Schedules the draft of the best plan again and again; lanes that ended late for want of work that was
-  // theirs to do get more urgent each time, so that they come first where two lanes want the same one.
+  // Schedules the draft of the best plan again and again; ports that ended late for want of work that was
+  // theirs to do get more urgent each time, so that they come first where two ports want the same one.
   void urge(const Network& network);
 
   // The best plan so far, to go back to.

@@ -37,7 +37,7 @@ struct Draft {
   // leave its holder in a steady stream.
   std::vector<int64_t> order;
   std::vector<int64_t> due_ns;
-  // How long a lane may stay idle for another one that has more work left, in units of hop time / kPatience.
+  // How long a port may stay idle for another one that has more work left, in units of hop time / kPatience.
   int32_t patience = 0;
 };
 inline constexpr int32_t kPatience = 16;

@@ -20,10 +20,10 @@ constexpr int64_t kLargestJoined = int64_t{8} << 20;
 // for: this part of what travels between the two.
 constexpr int64_t kFewestMessages = 8;
 
-// And this part of what a lane carries that serves several others.
-constexpr int64_t kFewestOfLane = 32;
+// And this part of what a port carries that serves several others.
+constexpr int64_t kFewestOfPort = 32;
 
-// Messages that leave before others of their lanes may make the plan longer by this part of it.
+// Messages that leave before others of their ports may make the plan longer by this part of it.
 constexpr int64_t kTolerance = 1000;
 
 uint64_t pair_of(const Hop& hop) {
@@ -39,16 +39,16 @@ class Joiner {
         destination_(plan.problems, &Problem::dst),
         uses_(plan.chunks.size(), 0) {
     for (const Hop& hop : plan.hops) ++uses_[static_cast<size_t>(hop.chunk)];
-    partner_.assign(static_cast<size_t>(network.lane_count()), kNoPartner);
-    lane_bytes_.assign(static_cast<size_t>(network.lane_count()), 0);
+    partner_.assign(static_cast<size_t>(network.port_count()), kNoPartner);
+    port_bytes_.assign(static_cast<size_t>(network.port_count()), 0);
     for (const Hop& hop : plan.hops) {
       const Network::Link link = link_of(hop);
       const bool alone = stands_alone(hop);
       meet(link.out, alone ? link.in : kPassedOn);
       meet(link.in, alone ? link.out : kPassedOn);
       if (alone) pair_bytes_[pair_of(hop)] += chunk(hop).nbytes;
-      for (const int32_t lane : {link.out, link.in})
-        lane_bytes_[static_cast<size_t>(lane)] += chunk(hop).nbytes;
+      for (const int32_t port : {link.out, link.in})
+        port_bytes_[static_cast<size_t>(port)] += chunk(hop).nbytes;
     }
   }
 
@@ -84,13 +84,13 @@ class Joiner {
     int64_t nbytes = 0;
   };
 
-  // What a lane exchanges data with: one other lane, or these.
+  // What a port exchanges data with: one other port, or these.
   static constexpr int32_t kNoPartner = -1;
   static constexpr int32_t kPartners = -2;  // several, but nothing is passed on
   static constexpr int32_t kPassedOn = -3;  // or goes to several, or is reduced, or has several boxes
 
-  void meet(int32_t lane, int32_t other) {
-    int32_t& partner = partner_[static_cast<size_t>(lane)];
+  void meet(int32_t port, int32_t other) {
+    int32_t& partner = partner_[static_cast<size_t>(port)];
     if (other == kPassedOn || partner == kPassedOn) {
       partner = kPassedOn;
     } else if (partner != other) {
@@ -112,8 +112,8 @@ class Joiner {
     const int64_t most = pair_bytes_.at(pair_of(hop)) / kFewestMessages;
     if (out == link.in && in == link.out) return most;
     const int64_t busier =
-        std::max(lane_bytes_[static_cast<size_t>(link.out)], lane_bytes_[static_cast<size_t>(link.in)]);
-    return std::min(most, busier / kFewestOfLane);
+        std::max(port_bytes_[static_cast<size_t>(link.out)], port_bytes_[static_cast<size_t>(link.in)]);
+    return std::min(most, busier / kFewestOfPort);
   }
 
   const Chunk& chunk(const Hop& hop) const { return plan_.chunks[static_cast<size_t>(hop.chunk)]; }
@@ -154,8 +154,8 @@ class Joiner {
   const Packing destination_;
   std::vector<int32_t> uses_;                         // hops of each chunk
   std::unordered_map<uint64_t, int64_t> pair_bytes_;  // of chunks that stand alone
-  std::vector<int32_t> partner_;                      // by lane
-  std::vector<int64_t> lane_bytes_;                   // of all hops
+  std::vector<int32_t> partner_;                      // by port
+  std::vector<int64_t> port_bytes_;                   // of all hops
   std::vector<int32_t> heads_;
   std::unordered_map<int32_t, Joined> joined_;  // by the chunk that grew
 };

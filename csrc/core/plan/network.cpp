@@ -27,16 +27,16 @@ Network::Network(const Topology& topology, const std::vector<int32_t>& ranks)
       nic_[i] = nics_ + static_cast<int32_t>(host.nic_of(p));
     }
     for (const Nic& nic : host.nics) {
-      lane_rate_.push_back(nic.out_rate);
-      lane_rate_.push_back(nic.in_rate);
+      port_rate_.push_back(nic.out_rate);
+      port_rate_.push_back(nic.in_rate);
     }
     nics_ += static_cast<int32_t>(host.nics.size());
   }
   for (size_t i = 0; i < ranks.size(); ++i) {
     if (host_[i] < 0) throw LayoutError("rank " + std::to_string(ranks[i]) + " is on no host of the topology");
     const int64_t rate = topology.hosts[static_cast<size_t>(host_[i])].local_rate;
-    lane_rate_.push_back(rate);
-    lane_rate_.push_back(rate);
+    port_rate_.push_back(rate);
+    port_rate_.push_back(rate);
   }
 }
 

@@ -13,17 +13,17 @@ inline int64_t transfer_ns(int64_t nbytes, int64_t rate) {
   return static_cast<int64_t>(ns);
 }
 
-// The topology seen from the ranks of one plan: dense indices instead of global ranks, and lanes. A lane is
-// one direction of one link and carries one byte at a time: for every NIC an out and an in lane, for every
-// rank a local out and a local in lane. A hop between hosts takes the sender's NIC out lane and the
-// receiver's NIC in lane, a hop inside a host the two local lanes.
+// The topology seen from the ranks of one plan: dense indices instead of global ranks, and ports. A port is
+// one direction of one link and carries one byte at a time: for every NIC an out and an in port, for every
+// rank a local out and a local in port. A hop between hosts takes the sender's NIC out port and the
+// receiver's NIC in port, a hop inside a host the two local ports.
 class Network {
  public:
   // `ranks` ascends. Throws LayoutError where a rank is on no host.
   Network(const Topology& topology, const std::vector<int32_t>& ranks);
 
   struct Link {
-    int32_t out = -1;  // lane indices
+    int32_t out = -1;  // port indices
     int32_t in = -1;
   };
 
@@ -34,11 +34,11 @@ class Network {
   int32_t rank_count() const { return static_cast<int32_t>(ranks_.size()); }
   int32_t host_count() const { return hosts_; }
   int32_t nic_count() const { return nics_; }
-  int32_t lane_count() const { return static_cast<int32_t>(lane_rate_.size()); }
-  int64_t lane_rate(int32_t lane) const { return lane_rate_[static_cast<size_t>(lane)]; }
+  int32_t port_count() const { return static_cast<int32_t>(port_rate_.size()); }
+  int64_t port_rate(int32_t port) const { return port_rate_[static_cast<size_t>(port)]; }
   int64_t latency_ns() const { return latency_ns_; }
 
-  // Lane numbers: NIC n has 2n and 2n+1, then rank i its local pair.
+  // Port numbers: NIC n has 2n and 2n+1, then rank i its local pair.
   int32_t nic_out(int32_t nic) const { return 2 * nic; }
   int32_t nic_in(int32_t nic) const { return 2 * nic + 1; }
   int32_t local_out(int32_t index) const { return 2 * (nics_ + index); }
@@ -54,7 +54,7 @@ class Network {
   std::vector<int32_t> dense_;  // global rank -> index where ranks are dense enough, else empty
   std::vector<int32_t> host_;   // topology host of each rank
   std::vector<int32_t> nic_;    // NIC of each rank, numbered over all hosts of the topology
-  std::vector<int64_t> lane_rate_;
+  std::vector<int64_t> port_rate_;
   int32_t hosts_ = 0;
   int32_t nics_ = 0;
   int64_t latency_ns_ = 0;

@@ -42,7 +42,7 @@ std::vector<int32_t> all_ranks(const std::vector<Problem>& problems) {
   return out;
 }
 
-// The slowest plan sends every byte to every receiver over the slowest lane, one after the other. Where even
+// The slowest plan sends every byte to every receiver over the slowest port, one after the other. Where even
 // that fits into 62 bits of nanoseconds, no sum of times in the planner can wrap.
 void check_times(const std::vector<Task>& tasks, const Network& network) {
   __int128 bytes = 0;
@@ -53,19 +53,19 @@ void check_times(const std::vector<Task>& tasks, const Network& network) {
     hops += n;
   }
   int64_t slowest = INT64_MAX;
-  for (int32_t lane = 0; lane < network.lane_count(); ++lane)
-    slowest = std::min(slowest, network.lane_rate(lane));
+  for (int32_t port = 0; port < network.port_count(); ++port)
+    slowest = std::min(slowest, network.port_rate(port));
   const __int128 ns =
       bytes * 1000000000 / slowest + static_cast<__int128>(hops + kMaxHops) * (network.latency_ns() + 1);
   if (ns >> 62 != 0 || bytes >> 62 != 0)
     throw LayoutError("the transfer would take more than a century at the rates of the topology");
 }
 
-// About 1/128 of the bound on the fastest lane: small enough that filling a chain costs little.
+// About 1/128 of the bound on the fastest port: small enough that filling a chain costs little.
 int64_t choose_chunk_bytes(int64_t bound_ns, const Network& network) {
   int64_t rate = 0;
   for (int32_t n = 0; n < network.nic_count(); ++n)
-    rate = std::max(rate, network.lane_rate(network.nic_out(n)));
+    rate = std::max(rate, network.port_rate(network.nic_out(n)));
   const auto bytes = static_cast<__int128>(bound_ns) * rate / 1000000000 / 128;
   return static_cast<int64_t>(std::clamp<__int128>(bytes, kSmallestChunk, kLargestChunk));
 }
@@ -162,15 +162,15 @@ int64_t fit_chunk_bytes(int64_t chunk_bytes, const std::vector<Task>& tasks, con
 
 // Several kinds of trees, scheduled by either rule; then those that did best with finer and finer chunks (which
 // fill the chains sooner), until the bound is near or the hops get too many to try again.
-void try_multicast(Inputs in, const LaneDemand& balanced, bool fixed_chunk, BestPlan* best) {
-  LaneDemand direct = balanced;
+void try_multicast(Inputs in, const PortDemand& balanced, bool fixed_chunk, BestPlan* best) {
+  PortDemand direct = balanced;
   prefer_emitters(in.network, balanced.bound_ns / 10 * 9, &direct.items);
-  LaneDemand packed = balanced;
+  PortDemand packed = balanced;
   pack_relays(in.network, balanced.bound_ns, &packed.items);
   int64_t most_hosts = 0;
   for (const Parties& parties : balanced.parties) most_hosts = std::max(most_hosts, parties.remote_hosts);
   struct Attempt {
-    const LaneDemand* lanes;
+    const PortDemand* ports;
     TreeStyle style;
     int64_t makespan_ns = 0;  // of the last time
   };
@@ -191,19 +191,19 @@ void try_multicast(Inputs in, const LaneDemand& balanced, bool fixed_chunk, Best
   }
   // Long chains take too long to fill: there, start with shallow trees.
   if (!reduced && most_hosts > kLongChain) std::swap(attempts[0], attempts[3]);
-  if (!fixed_chunk && has_slow_lanes(balanced, in.network)) {
+  if (!fixed_chunk && has_slow_ports(balanced, in.network)) {
     attempts.push_back({&balanced, {1, true, false, false, 0, 4}});
     attempts.push_back({&balanced, {1, false, false, false, 0, 4}});
   }
   if (!fixed_chunk && !reduced && has_unlike_nics(balanced, in.network)) {
     attempts.push_back({&balanced, {1, true, false, true, 0, 1}});
     attempts.push_back({&balanced, {1, false, false, true, 0, 1}});
-    // Lanes that may wait find their places in the common period; without it many senders keep missing one
+    // Ports that may wait find their places in the common period; without it many senders keep missing one
     // receiver that is busy all the time.
     attempts.push_back({&balanced, {1, true, false, true, kPatience / 4, 1}});
     attempts.push_back({&balanced, {1, false, false, true, kPatience / 4, 1}});
   }
-  // Where all chunks take equally long, lanes fall into step and meet at the same NIC again and again.
+  // Where all chunks take equally long, ports fall into step and meet at the same NIC again and again.
   if (!fixed_chunk && !reduced && in.bundles.size() > 1 &&
       count_hops(in.chunk_bytes, in.tasks, in.bundles) < kRetryHops / 32) {
     attempts.push_back({&balanced, {1, true, true, false, 0, 1}});
@@ -211,11 +211,11 @@ void try_multicast(Inputs in, const LaneDemand& balanced, bool fixed_chunk, Best
     attempts.push_back({&balanced, {1, true, true, false, 0, 4}});
   }
   // Before all others: those without are seldom better, but may be where few hops leave little to choose.
-  LaneDemand detoured;
+  PortDemand detoured;
   if (!reduced && find_detours(balanced, in.network, &detoured)) {
     const size_t before = attempts.size();
     for (size_t i = 0; i < before; ++i)
-      if (attempts[i].lanes == &balanced) attempts.push_back({&detoured, attempts[i].style});
+      if (attempts[i].ports == &balanced) attempts.push_back({&detoured, attempts[i].style});
     std::rotate(attempts.begin(), attempts.begin() + static_cast<std::ptrdiff_t>(before), attempts.end());
   }
   const int64_t coarse = in.chunk_bytes;
@@ -226,7 +226,7 @@ void try_multicast(Inputs in, const LaneDemand& balanced, bool fixed_chunk, Best
     const int64_t hops = count_hops(in.chunk_bytes, in.tasks, in.bundles);
     for (Attempt& attempt : attempts) {
       if (spent > 0 && spent + hops > kRetryHops) return;
-      Draft draft = draft_multicast(in, *attempt.lanes, attempt.style);
+      Draft draft = draft_multicast(in, *attempt.ports, attempt.style);
       spent += static_cast<int64_t>(draft.hops.size());
       attempt.makespan_ns = best->offer(Strategy::Multicast, std::move(draft), in.network);
       if (best->good()) return;
@@ -284,11 +284,11 @@ int64_t shrink_chunks(const Inputs& in, const std::vector<Chunk>& chunks, int64_
 }
 
 // Tries the search among trees. Where others have been tried before, it has to be well ahead of the best of
-// them: its chunks take many ways, which meet at lanes in orders that the network does not keep to.
-void add_multicast(Inputs in, const LaneDemand& lanes, bool fixed_chunk, bool large, BestPlan* best,
+// them: its chunks take many ways, which meet at ports in orders that the network does not keep to.
+void add_multicast(Inputs in, const PortDemand& ports, bool fixed_chunk, bool large, BestPlan* best,
                    Plan* plan) {
   const BestPlan::State before = best->save();
-  try_multicast(in, lanes, fixed_chunk, best);
+  try_multicast(in, ports, fixed_chunk, best);
   if (plan->strategy != Strategy::Multicast) return;
   if (!fixed_chunk) {
     const std::vector<int64_t> staging = peak_staging(*plan);
@@ -296,7 +296,7 @@ void add_multicast(Inputs in, const LaneDemand& lanes, bool fixed_chunk, bool la
     if (smaller > 0) {
       best->restore(before);
       in.chunk_bytes = smaller;
-      try_multicast(in, lanes, fixed_chunk, best);
+      try_multicast(in, ports, fixed_chunk, best);
     }
   }
   if (before.empty || large) return;
@@ -305,7 +305,7 @@ void add_multicast(Inputs in, const LaneDemand& lanes, bool fixed_chunk, bool la
 }
 
 // Fills in the best plan of the strategies that are asked for. Each has the chunks that it would have alone.
-void find_best(Inputs in, const LaneDemand& lanes, Plan* plan) {
+void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
   const PlanOptions& options = plan->options;
   const bool fixed_chunk = options.chunk_bytes > 0;
   const int64_t chunk_bytes = in.chunk_bytes;
@@ -336,7 +336,7 @@ void find_best(Inputs in, const LaneDemand& lanes, Plan* plan) {
       }
       in.balance = options.balance;
     } else if (!best.good()) {
-      add_multicast(in, lanes, fixed_chunk, large, &best, plan);
+      add_multicast(in, ports, fixed_chunk, large, &best, plan);
     }
   }
   if (options.strategy == Strategy::Auto || options.strategy == Strategy::Multicast) {
@@ -364,18 +364,18 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
   const Network network(topology, plan.ranks);
   check_times(plan.tasks, network);
   const std::vector<Bundle> bundles = bundle_tasks(plan.tasks, problems);
-  const LaneDemand lanes = find_lane_demand(plan.tasks, bundles, network);
-  plan.lower_bound_ns = lanes.bound_ns;
+  const PortDemand ports = find_port_demand(plan.tasks, bundles, network);
+  plan.lower_bound_ns = ports.bound_ns;
   if (!bundles.empty()) {
     const int64_t chunk =
         options.chunk_bytes > 0 ? options.chunk_bytes : choose_chunk_bytes(plan.lower_bound_ns, network);
     const int64_t most = options.chunk_bytes > 0 ? kMaxHops / 2 : kMostHops;
     ReductionRoutes reductions;
     Inputs in{problems,        plan.tasks,     bundles,
-              network,         lanes.bound_ns, fit_chunk_bytes(chunk, plan.tasks, bundles, most),
-              options.balance, options.seed,   lanes.ways,
+              network,         ports.bound_ns, fit_chunk_bytes(chunk, plan.tasks, bundles, most),
+              options.balance, options.seed,   ports.ways,
               &reductions};
-    find_best(in, lanes, &plan);
+    find_best(in, ports, &plan);
     if (options.chunk_bytes == 0) join_chunks(&plan, network);
   }
   plan.hash = hash_plan(plan);

@@ -85,7 +85,7 @@ struct Hop {
 };
 
 // When a hop travels under the cost model, nanoseconds from the start of the plan. It starts when both its
-// lanes are free, holds each for bytes / rate of that lane, and arrives (finish) after the slower of the two
+// ports are free, holds each for bytes / rate of that port, and arrives (finish) after the slower of the two
 // and the latency, which delays but occupies nothing.
 struct HopTime {
   int64_t start_ns = 0;

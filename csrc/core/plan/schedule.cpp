@@ -10,18 +10,18 @@ namespace {
 
 constexpr int32_t kNone = -1;
 constexpr size_t kMostCandidates =
-    64;  // looked at when a lane falls free: bounds the work where all talk to all
+    64;  // looked at when a port falls free: bounds the work where all talk to all
 
-// The hops between one pair of lanes that may start as far as their data is concerned.
+// The hops between one pair of ports that may start as far as their data is concerned.
 struct Pair {
   int32_t out = kNone;
   int32_t in = kNone;
   std::vector<int32_t> ready;  // heap, best hop first
-  int32_t out_slot = kNone;    // where the pair stands in its lanes' lists, kNone while `ready` is empty
+  int32_t out_slot = kNone;    // where the pair stands in its ports' lists, kNone while `ready` is empty
   int32_t in_slot = kNone;
 };
 
-struct Lane {
+struct Port {
   int64_t free_at = 0;
   int64_t work_left = 0;  // ns of hops that have not started
   int64_t urgency = kUrgency;
@@ -39,11 +39,11 @@ class ListScheduler {
         chunks_(chunks),
         order_(order),
         due_ns_(due_ns),
-        lanes_(static_cast<size_t>(network.lane_count())),
+        ports_(static_cast<size_t>(network.port_count())),
         latency_(network.latency_ns()),
         backwards_(backwards),
         patience_(patience) {
-    for (size_t l = 0; l < urgency.size(); ++l) lanes_[l].urgency = urgency[l];
+    for (size_t l = 0; l < urgency.size(); ++l) ports_[l].urgency = urgency[l];
     const size_t n = hops.size();
     out_ns_.resize(n);
     in_ns_.resize(n);
@@ -90,7 +90,7 @@ class ListScheduler {
   const std::vector<int64_t>& start_ns() const { return start_ns_; }  // by hop, after run
 
  private:
-  // (time, 0 = lane is free or 1 = hop arrived, lane or hop): a total order, so runs repeat exactly.
+  // (time, 0 = port is free or 1 = hop arrived, port or hop): a total order, so runs repeat exactly.
   using Event = std::tuple<int64_t, int32_t, int32_t>;
 
   void prepare(const Network& network) {
@@ -100,18 +100,18 @@ class ListScheduler {
       const Hop& hop = hops_[i];
       const Network::Link link = network.link(network.index(hop.src), network.index(hop.dst));
       const int64_t nbytes = chunks_[static_cast<size_t>(hop.chunk)].nbytes;
-      out_ns_[i] = transfer_ns(nbytes, network.lane_rate(link.out));
-      in_ns_[i] = transfer_ns(nbytes, network.lane_rate(link.in));
-      lanes_[static_cast<size_t>(link.out)].work_left += out_ns_[i];
-      lanes_[static_cast<size_t>(link.in)].work_left += in_ns_[i];
-      keys[i] = {static_cast<int64_t>(link.out) * network.lane_count() + link.in, static_cast<int32_t>(i)};
+      out_ns_[i] = transfer_ns(nbytes, network.port_rate(link.out));
+      in_ns_[i] = transfer_ns(nbytes, network.port_rate(link.in));
+      ports_[static_cast<size_t>(link.out)].work_left += out_ns_[i];
+      ports_[static_cast<size_t>(link.in)].work_left += in_ns_[i];
+      keys[i] = {static_cast<int64_t>(link.out) * network.port_count() + link.in, static_cast<int32_t>(i)};
     }
     std::sort(keys.begin(), keys.end());
     for (size_t k = 0; k < n; ++k) {
       if (k == 0 || keys[k].first != keys[k - 1].first) {
         Pair pair;
-        pair.out = static_cast<int32_t>(keys[k].first / network.lane_count());
-        pair.in = static_cast<int32_t>(keys[k].first % network.lane_count());
+        pair.out = static_cast<int32_t>(keys[k].first / network.port_count());
+        pair.in = static_cast<int32_t>(keys[k].first % network.port_count());
         pairs_.push_back(std::move(pair));
       }
       pair_[static_cast<size_t>(keys[k].second)] = static_cast<int32_t>(pairs_.size()) - 1;
@@ -166,61 +166,61 @@ class ListScheduler {
     }
   }
 
-  void insert(int32_t p, int32_t* slot, int32_t lane) {
-    auto& list = lanes_[static_cast<size_t>(lane)].waiting;
+  void insert(int32_t p, int32_t* slot, int32_t port) {
+    auto& list = ports_[static_cast<size_t>(port)].waiting;
     *slot = static_cast<int32_t>(list.size());
     list.push_back(p);
   }
 
-  void remove(int32_t slot, int32_t lane, int32_t Pair::*slot_of) {
-    auto& list = lanes_[static_cast<size_t>(lane)].waiting;
+  void remove(int32_t slot, int32_t port, int32_t Pair::*slot_of) {
+    auto& list = ports_[static_cast<size_t>(port)].waiting;
     list[static_cast<size_t>(slot)] = list.back();
     pairs_[static_cast<size_t>(list.back())].*slot_of = slot;
     list.pop_back();
   }
 
-  bool idle(int32_t lane) const { return lanes_[static_cast<size_t>(lane)].free_at <= now_; }
+  bool idle(int32_t port) const { return ports_[static_cast<size_t>(port)].free_at <= now_; }
 
-  // Lower goes first. Work that is left on the two lanes counts against the time at which the hop is due:
-  // a hop may be late by as much as its lanes are behind the others.
+  // Lower goes first. Work that is left on the two ports counts against the time at which the hop is due:
+  // a hop may be late by as much as its ports are behind the others.
   using Key = std::tuple<int64_t, int64_t, int64_t, int32_t>;
   Key key(int32_t p) const {
     const Pair& pair = pairs_[static_cast<size_t>(p)];
     const auto hop = static_cast<size_t>(pair.ready.front());
-    const int64_t out = lanes_[static_cast<size_t>(pair.out)].pressing();
-    const int64_t in = lanes_[static_cast<size_t>(pair.in)].pressing();
+    const int64_t out = ports_[static_cast<size_t>(pair.out)].pressing();
+    const int64_t in = ports_[static_cast<size_t>(pair.in)].pressing();
     const int64_t order = order_.empty() ? 0 : order_[hop];
     if (due_ns_.empty()) return {order, -(out + in), -rest_[hop], p};
     return {order, due_ns_[hop] + depth_ns_[hop] - (out + in), -std::min(out, in), p};
   }
 
-  // Whether one of the lanes of a pair had better wait for a lane with more work left, which falls free soon.
+  // Whether one of the ports of a pair had better wait for a port with more work left, which falls free soon.
   bool should_wait(const Pair& pair) const {
     return waits_for(pair, pair.out, pair.in, &Pair::in, out_ns_) ||
            waits_for(pair, pair.in, pair.out, &Pair::out, in_ns_);
   }
 
-  bool waits_for(const Pair& pair, int32_t lane, int32_t partner, int32_t Pair::*other_end,
-                 const std::vector<int64_t>& lane_ns) const {
+  bool waits_for(const Pair& pair, int32_t port, int32_t partner, int32_t Pair::*other_end,
+                 const std::vector<int64_t>& port_ns) const {
     const auto mine = static_cast<size_t>(pair.ready.front());
-    const int64_t enough = lanes_[static_cast<size_t>(partner)].work_left + 2 * lane_ns[mine];
+    const int64_t enough = ports_[static_cast<size_t>(partner)].work_left + 2 * port_ns[mine];
     size_t looked_at = 0;
-    for (const int32_t q : lanes_[static_cast<size_t>(lane)].waiting) {
+    for (const int32_t q : ports_[static_cast<size_t>(port)].waiting) {
       if (++looked_at > kMostCandidates) break;
       const Pair& better = pairs_[static_cast<size_t>(q)];
       const int32_t other = better.*other_end;
-      const Lane& wanted = lanes_[static_cast<size_t>(other)];
+      const Port& wanted = ports_[static_cast<size_t>(other)];
       if (other == partner || idle(other) || wanted.work_left <= enough) continue;
       const auto hop = static_cast<size_t>(better.ready.front());
-      if ((wanted.free_at - now_) * kPatience <= patience_ * lane_ns[hop]) return true;
+      if ((wanted.free_at - now_) * kPatience <= patience_ * port_ns[hop]) return true;
     }
     return false;
   }
 
   void start_all(Schedule* result) {
-    for (const int32_t lane : freed_) {
+    for (const int32_t port : freed_) {
       size_t found = 0;
-      for (const int32_t p : lanes_[static_cast<size_t>(lane)].waiting) {
+      for (const int32_t p : ports_[static_cast<size_t>(port)].waiting) {
         const Pair& pair = pairs_[static_cast<size_t>(p)];
         if (!idle(pair.out) || !idle(pair.in)) continue;
         candidates_.push_back(p);
@@ -241,7 +241,7 @@ class ListScheduler {
       }
     }
     candidates_.clear();
-    if (ranked_.size() > kMostCandidates) {  // many lanes fell free at once
+    if (ranked_.size() > kMostCandidates) {  // many ports fell free at once
       std::sort(ranked_.begin(), ranked_.end());
       for (const Key& k : ranked_) {
         const Pair& pair = pairs_[static_cast<size_t>(std::get<3>(k))];
@@ -249,7 +249,7 @@ class ListScheduler {
       }
       return;
     }
-    // Few start, since most share the lane that fell free: cheaper to look for the best each time.
+    // Few start, since most share the port that fell free: cheaper to look for the best each time.
     while (!ranked_.empty()) {
       start(std::get<3>(*std::min_element(ranked_.begin(), ranked_.end())), result);
       const auto blocked = [this](const Key& k) {
@@ -270,8 +270,8 @@ class ListScheduler {
       remove(pair.out_slot, pair.out, &Pair::out_slot);
       remove(pair.in_slot, pair.in, &Pair::in_slot);
     }
-    Lane& out = lanes_[static_cast<size_t>(pair.out)];
-    Lane& in = lanes_[static_cast<size_t>(pair.in)];
+    Port& out = ports_[static_cast<size_t>(pair.out)];
+    Port& in = ports_[static_cast<size_t>(pair.in)];
     out.free_at = now_ + out_ns_[i];
     in.free_at = now_ + in_ns_[i];
     out.work_left -= out_ns_[i];
@@ -295,7 +295,7 @@ class ListScheduler {
   const std::vector<Chunk>& chunks_;
   const std::vector<int64_t>& order_;
   const std::vector<int64_t>& due_ns_;
-  std::vector<Lane> lanes_;
+  std::vector<Port> ports_;
   std::vector<Pair> pairs_;
   std::vector<int64_t> out_ns_, in_ns_;  // by hop
   std::vector<int64_t> depth_ns_;        // ns from the start of a hop's route to its own start, at best
@@ -343,7 +343,7 @@ Schedule schedule(const Draft& draft, const std::vector<Chunk>& chunks, const Ne
   Schedule made =
       ListScheduler(draft.hops, chunks, draft.order, draft.due_ns, network, false, urgency, draft.patience)
           .run();
-  // A lane that waited for nothing may start earlier after all, in the same order.
+  // A port that waited for nothing may start earlier after all, in the same order.
   return draft.patience > 0 ? sort_by_start(simulate(made.hops, chunks, network)) : made;
 }
 
@@ -358,8 +358,8 @@ Schedule reschedule(const Schedule& before, const std::vector<Chunk>& chunks, co
     const Hop& hop = before.hops[i];
     const Network::Link link = network.link(network.index(hop.src), network.index(hop.dst));
     const int64_t nbytes = chunks[static_cast<size_t>(hop.chunk)].nbytes;
-    order[i] = -(back.start_ns()[i] + std::max(transfer_ns(nbytes, network.lane_rate(link.out)),
-                                               transfer_ns(nbytes, network.lane_rate(link.in))));
+    order[i] = -(back.start_ns()[i] + std::max(transfer_ns(nbytes, network.port_rate(link.out)),
+                                               transfer_ns(nbytes, network.port_rate(link.in))));
   }
   return ListScheduler(before.hops, chunks, order, none, network, false).run();
 }

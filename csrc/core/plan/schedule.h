@@ -15,10 +15,10 @@ struct Schedule {
   int64_t makespan_ns = 0;
 };
 
-// List scheduling: a hop may start when its chunk is there and both its lanes are free. Among the hops that
-// may, Draft::order decides first; then the work left on the two lanes (most goes first), against the time
+// List scheduling: a hop may start when its chunk is there and both its ports are free. Among the hops that
+// may, Draft::order decides first; then the work left on the two ports (most goes first), against the time
 // at which the hop is due where the draft says so; then the rest of the route.
-// `urgency` by lane (or empty) multiplies the work left, in units of kUrgency. `chunks` are those of the draft.
+// `urgency` by port (or empty) multiplies the work left, in units of kUrgency. `chunks` are those of the draft.
 inline constexpr int32_t kUrgency = 64;
 Schedule schedule(const Draft& draft, const std::vector<Chunk>& chunks, const Network& network,
                   const std::vector<int32_t>& urgency = {});
@@ -28,7 +28,7 @@ Schedule schedule(const Draft& draft, const std::vector<Chunk>& chunks, const Ne
 // because nothing else was ready thus makes room for what the end waits for. The result may be worse.
 Schedule reschedule(const Schedule& before, const std::vector<Chunk>& chunks, const Network& network);
 
-// Event times of hops taken in the given order on every lane (what `schedule` returns, or any hand-made
+// Event times of hops taken in the given order on every port (what `schedule` returns, or any hand-made
 // list): knows hops, chunk sizes and the topology, nothing of how they were chosen. Throws LayoutError where
 // `after` does not come earlier or does not end at the hop's source.
 Schedule simulate(const std::vector<Hop>& hops, const std::vector<Chunk>& chunks, const Network& network);

@@ -10,7 +10,7 @@ Schedule simulate(const std::vector<Hop>& hops, const std::vector<Chunk>& chunks
   Schedule out;
   out.hops = hops;
   out.times.resize(hops.size());
-  std::vector<int64_t> free_at(static_cast<size_t>(network.lane_count()), 0);
+  std::vector<int64_t> free_at(static_cast<size_t>(network.port_count()), 0);
   for (size_t i = 0; i < hops.size(); ++i) {
     const Hop& hop = hops[i];
     int64_t start = 0;
@@ -27,8 +27,8 @@ Schedule simulate(const std::vector<Hop>& hops, const std::vector<Chunk>& chunks
     int64_t& out_free = free_at[static_cast<size_t>(link.out)];
     int64_t& in_free = free_at[static_cast<size_t>(link.in)];
     start = std::max({start, out_free, in_free});
-    const int64_t out_ns = transfer_ns(nbytes, network.lane_rate(link.out));
-    const int64_t in_ns = transfer_ns(nbytes, network.lane_rate(link.in));
+    const int64_t out_ns = transfer_ns(nbytes, network.port_rate(link.out));
+    const int64_t in_ns = transfer_ns(nbytes, network.port_rate(link.in));
     out_free = start + out_ns;
     in_free = start + in_ns;
     out.times[i] = {start, start + std::max(out_ns, in_ns) + network.latency_ns()};

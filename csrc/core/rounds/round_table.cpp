@@ -28,7 +28,7 @@ class Rounds {
         network_(plan.topology, plan.ranks),
         carried_(carried_hops(plan.tasks, plan.pieces, plan.chunks, plan.hops)),
         rank_bytes_(std::max<int64_t>(options.staging_bytes / kBuffersPerRound, 1)),
-        lane_load_(static_cast<size_t>(network_.lane_count())),
+        port_load_(static_cast<size_t>(network_.port_count())),
         rank_load_(2 * plan.ranks.size()),
         carries_(plan.ranks.size()),
         followers_(plan.hops.size()),
@@ -113,7 +113,7 @@ class Rounds {
   // With L the time of the busiest link, d the hops of the longest chain and g what a round costs beside its
   // bytes, rounds of T take about (L / T + d - 1) * (T + g), which is least at T = sqrt(L g / (d - 1)).
   int64_t best_round_ns(const RoundOptions& options) const {
-    std::vector<int64_t> busy(static_cast<size_t>(network_.lane_count()), 0);
+    std::vector<int64_t> busy(static_cast<size_t>(network_.port_count()), 0);
     std::vector<int32_t> depth(plan_.hops.size(), 1);
     int32_t deepest = 1;
     int64_t longest = 1;
@@ -122,9 +122,9 @@ class Rounds {
       if (hop.after >= 0) depth[i] = depth[static_cast<size_t>(hop.after)] + 1;
       deepest = std::max(deepest, depth[i]);
       const Network::Link link = network_.link(index(hop.src), index(hop.dst));
-      for (const int32_t lane : {link.out, link.in}) {
-        int64_t& time = busy[static_cast<size_t>(lane)];
-        time += transfer_ns(nbytes(hop), network_.lane_rate(lane));
+      for (const int32_t port : {link.out, link.in}) {
+        int64_t& time = busy[static_cast<size_t>(port)];
+        time += transfer_ns(nbytes(hop), network_.port_rate(port));
         longest = std::max(longest, time);
       }
     }
@@ -148,9 +148,9 @@ class Rounds {
 
   bool fits(const Hop& hop, int32_t i, int32_t round) const {
     const Network::Link link = network_.link(index(hop.src), index(hop.dst));
-    for (const int32_t lane : {link.out, link.in}) {
-      const int64_t load = lane_load_[static_cast<size_t>(lane)].in(round);
-      if (load > 0 && load + transfer_ns(nbytes(hop), network_.lane_rate(lane)) > table_.round_ns) return false;
+    for (const int32_t port : {link.out, link.in}) {
+      const int64_t load = port_load_[static_cast<size_t>(port)].in(round);
+      if (load > 0 && load + transfer_ns(nbytes(hop), network_.port_rate(port)) > table_.round_ns) return false;
     }
     for (const size_t side : {out_side(hop), in_side(hop)}) {
       const int64_t load = rank_load_[side].in(round);
@@ -164,8 +164,8 @@ class Rounds {
   void place(const Hop& hop, int32_t i, int32_t round) {
     table_.of_hop[static_cast<size_t>(i)] = round;
     const Network::Link link = network_.link(index(hop.src), index(hop.dst));
-    for (const int32_t lane : {link.out, link.in})
-      lane_load_[static_cast<size_t>(lane)].add(round, transfer_ns(nbytes(hop), network_.lane_rate(lane)));
+    for (const int32_t port : {link.out, link.in})
+      port_load_[static_cast<size_t>(port)].add(round, transfer_ns(nbytes(hop), network_.port_rate(port)));
     for (const size_t side : {out_side(hop), in_side(hop)}) rank_load_[side].add(round, nbytes(hop));
     if (hop.after < 0) return;
     const auto before = static_cast<size_t>(hop.after);
@@ -218,7 +218,7 @@ class Rounds {
   const int64_t rank_bytes_;  // one direction, one round
   std::unordered_map<int32_t, int32_t> index_;
 
-  std::vector<Load> lane_load_;  // nanoseconds
+  std::vector<Load> port_load_;  // nanoseconds
   std::vector<Load> rank_load_;  // bytes, by rank and direction
   std::vector<Carries> carries_;
   std::vector<int32_t> released_;  // ranks that get a buffer back when the round is over

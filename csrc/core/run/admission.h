@@ -7,7 +7,7 @@ namespace meshcast {
 
 // Lets threads in until it is closed; closing waits until the last of them has left. Guards what users' threads
 // do inside an engine that any of them may shut down.
-class Gate {
+class Admission {
  public:
   // False once it is closed. Who got in calls leave().
   bool enter() {
@@ -36,19 +36,19 @@ class Gate {
   bool closed_ = false;
 };
 
-// Inside a gate, if it let us in.
+// Inside a admission, if it let us in.
 class Entered {
  public:
-  explicit Entered(Gate& gate) : gate_(gate.enter() ? &gate : nullptr) {}
+  explicit Entered(Admission& admission) : admission_(admission.enter() ? &admission : nullptr) {}
   ~Entered() {
-    if (gate_) gate_->leave();
+    if (admission_) admission_->leave();
   }
   Entered(const Entered&) = delete;
   Entered& operator=(const Entered&) = delete;
-  explicit operator bool() const { return gate_ != nullptr; }
+  explicit operator bool() const { return admission_ != nullptr; }
 
  private:
-  Gate* const gate_;
+  Admission* const admission_;
 };
 
 }  // namespace meshcast

@@ -43,7 +43,7 @@ Engine::~Engine() {
 std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label,
                                    TimePoint deadline, bool driven) {
   auto run = std::make_shared<Run>(std::move(program), std::move(buffers), std::move(label), deadline);
-  const Entered inside(*gate_);
+  const Entered inside(*admission_);
   if (!inside) std::rethrow_exception(error());
   try {
     hand_out(run, driven);
@@ -84,7 +84,7 @@ void Engine::hand_out(const std::shared_ptr<Run>& run, bool driven) {
     // One channel suffices for the small runs that this is for. Receiving comes first: sending mostly needs no
     // waiting.
     if (driven && std::max(program->bytes_sent, program->bytes_received) <= kInlineBytes) {
-      run->gate = gate_;
+      run->admission = admission_;
       if (!recvs.empty()) {
         run->driven_in = &in_channel_locked({lane, recvs.begin()->first});
       } else if (!sends.empty()) {
@@ -248,7 +248,7 @@ void Engine::shutdown(std::exception_ptr error) {
     closed_ = true;
   }
   fail(std::move(error));
-  gate_->close();  // what they still hand out would find nobody to end it
+  admission_->close();  // what they still hand out would find nobody to end it
   {
     const std::lock_guard lock(copy_mutex_);
     copy_closed_ = true;

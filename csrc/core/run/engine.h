@@ -75,7 +75,8 @@ class Engine {
   std::vector<std::weak_ptr<Run>> runs_;
   std::exception_ptr error_;
   bool closed_ = false;
-  const std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();  // of users' threads that start or drive runs
+  const std::shared_ptr<Admission> admission_ =
+      std::make_shared<Admission>();  // of users' threads that start or drive runs
 
   std::mutex copy_mutex_;
   std::condition_variable copy_changed_;

@@ -134,9 +134,9 @@ bool Run::wait_until(TimePoint limit) const {
 }
 
 void Run::drive() noexcept {
-  if (!gate) return;
+  if (!admission) return;
   driving_.store(true);
-  const Entered inside(*gate);
+  const Entered inside(*admission);
   if (!inside) return;
   if (driven_in) driven_in->drive(*this);
   if (driven_out) driven_out->drive(*this);

@@ -126,7 +126,7 @@ class Run final : public WatchedRun {
   // exists.
   InChannel* driven_in = nullptr;
   OutChannel* driven_out = nullptr;
-  std::shared_ptr<Gate> gate;
+  std::shared_ptr<Admission> admission;
 
   PlanOrder recv_order;
   PlanOrder send_order;

@@ -184,7 +184,7 @@ std::shared_ptr<IpcDevice> IpcDevice::connect(IpcMeeting& meeting, const std::ve
   std::shared_ptr<IpcDevice> out(new IpcDevice(device));
   const OnDevice here(device);
   cuda::load_kernels(device);  // as with NCCL: a first launch later may wait for all that runs on the GPU
-  out->groups_ = IpcGroups::connect(out->driver_, *out, meeting, addresses, rank, deadline, checkpoint);
+  out->groups_ = IpcExchange::connect(out->driver_, *out, meeting, addresses, rank, deadline, checkpoint);
   return out;
 }
 

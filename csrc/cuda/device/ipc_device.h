@@ -7,12 +7,12 @@
 #include <vector>
 
 #include "cuda/device/cuda_device.h"
-#include "ipc/ipc_groups.h"
+#include "ipc/ipc_exchange.h"
 #include "rounds/round_table.h"
 
 namespace meshcast {
 
-// The calls of CUDA behind IpcGroups that are not those of any RoundDevice, for one GPU.
+// The calls of CUDA behind IpcExchange that are not those of any RoundDevice, for one GPU.
 class CudaIpcDriver final : public IpcDriver {
  public:
   explicit CudaIpcDriver(int device);
@@ -61,7 +61,7 @@ class IpcDevice final : public CudaDevice {
   explicit IpcDevice(int device) : CudaDevice(device), driver_(device) {}
 
   CudaIpcDriver driver_;
-  std::unique_ptr<IpcGroups> groups_;
+  std::unique_ptr<IpcExchange> groups_;
 };
 
 // How plans are cut into rounds for it: fewer and larger ones than for NCCL, since the hosts of all ranks of a

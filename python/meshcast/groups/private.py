@@ -30,7 +30,7 @@ from .shared_memory import LocalMemory
 __all__ = ["Attachment", "Job", "PrivateGroup"]
 
 # A job gets the running group, or the error that ended it.
-Job = Callable[["_C.ReshardGroup | None", "Exception | None"], None]
+Job = Callable[["_C.GroupCore | None", "Exception | None"], None]
 
 _POLL_LIMIT = 0.02  # seconds between two looks at the store while members are still missing
 _MET = "met"  # verdict: all members are here
@@ -63,7 +63,7 @@ class PrivateGroup:
         self.control: Any = None  # likewise, that of the core
         self.attached: dict[str, Attachment] = {}
         self._store = store
-        self._core: _C.ReshardGroup | None = None
+        self._core: _C.GroupCore | None = None
         self._error: Exception | None = None
         self._closing = ""  # why, once the group is being ended
         self._ordinals: dict[int, int] = {}
@@ -95,7 +95,7 @@ class PrivateGroup:
         done = threading.Event()
         found: list[Exception | None] = []
 
-        def job(_: _C.ReshardGroup | None, error: Exception | None) -> None:
+        def job(_: _C.GroupCore | None, error: Exception | None) -> None:
             found.append(error)
             done.set()
 
@@ -136,7 +136,7 @@ class PrivateGroup:
             else:
                 job(core, None)
 
-    def _meet(self, deadline: float) -> _C.ReshardGroup:
+    def _meet(self, deadline: float) -> _C.GroupCore:
         """Waits until every member is here, then connects. All members of one life of the parent group come
         exactly once, so counting arrivals tells lives apart even where they share a store."""
         try:
@@ -155,7 +155,7 @@ class PrivateGroup:
             memory.meet(self.ranks, offers, self.rank, max(deadline - time.monotonic(), 0.001))
             rails = connect(store, self.ranks, self.rank, names, deadline, self.timeout)
             log.info("rank %d: connected with ranks %s", self.rank, self.name)
-            return _C.ReshardGroup(
+            return _C.GroupCore(
                 rails,
                 first_rails(self.ranks, self.topology, count),
                 self.control,

@@ -22,7 +22,7 @@ def publish_rejection(group: PrivateGroup, lane: int, error: Exception, timeout:
 def rejection_job(group: PrivateGroup, lane: int, ordinal: int, error: Exception) -> Job:
     message = f"rank {group.rank}: {error}"
 
-    def job(core: _C.ReshardGroup | None, _: Exception | None) -> None:
+    def job(core: _C.GroupCore | None, _: Exception | None) -> None:
         if core is not None:
             core.reject(lane, ordinal, message)
 

@@ -70,7 +70,7 @@ def attach_gpu(group: PrivateGroup, gpu: CudaLanes) -> None:
 
 def connect_lanes(
     group: PrivateGroup,
-    control: _C.ReshardGroup,
+    control: _C.GroupCore,
     lanes: Sequence[int],
     place: Place,
     call: tuple[int, int],
@@ -104,7 +104,7 @@ def connect_lanes(
         {rank: GpuOffer.from_text(text) for rank, (text, _) in told.items()}, group.rank
     )
     if gpu is None:
-        core = _C.CudaGroup(control, group.control, list(group.ranks), group.rank, group.name, place.device)
+        core = _C.GpuGroupCore(control, group.control, list(group.ranks), group.rank, group.name, place.device)
         gpu = CudaLanes(core, place.device, transport)
         attach_gpu(group, gpu)
     try:
@@ -128,7 +128,7 @@ def connect_lanes(
 
 def _connect_ipc(
     group: PrivateGroup,
-    control: _C.ReshardGroup,
+    control: _C.GroupCore,
     gpu: CudaLanes,
     lanes: Sequence[int],
     store: Any,
@@ -145,7 +145,7 @@ def _connect_ipc(
 
 
 def _gather(
-    group: PrivateGroup, control: _C.ReshardGroup, store: Any, mine: str, deadline: float
+    group: PrivateGroup, control: _C.GroupCore, store: Any, mine: str, deadline: float
 ) -> dict[int, list[Any]]:
     """Publishes what this rank says, a list as JSON, and returns what all of them said."""
     begin = time.monotonic()

@@ -55,7 +55,7 @@ class CudaTransfer(PersistentTransfer):
         place = _Place((*src, *dst))
         start = super()._start_job(launch, call, src, dst, reverse=reverse)
 
-        def job(core: _C.ReshardGroup | None, error: Exception | None) -> None:
+        def job(core: _C.GroupCore | None, error: Exception | None) -> None:
             types = self._types[reverse]
             call = None if core is None else _GpuCall(core, self._group, place, launch.op, types)
             start(call, error)  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ class _GpuCall:
 
     def __init__(
         self,
-        control: _C.ReshardGroup,
+        control: _C.GroupCore,
         group: PrivateGroup,
         place: _Place,
         op: str,

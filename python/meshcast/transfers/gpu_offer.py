@@ -84,7 +84,7 @@ def require_gpu(op: str, *, copies_only: bool = False) -> None:
 
 def own_obstacle(*, copies_only: bool) -> str:
     """Why this process can move nothing on GPUs; empty if it can. copies_only: see require_gpu."""
-    built = copies_only or hasattr(_C, "CudaGroup")
+    built = copies_only or hasattr(_C, "GpuGroupCore")
     return gpu_obstacle(built, torch.version.cuda, torch.cuda.is_available())
 
 

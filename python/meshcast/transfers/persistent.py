@@ -86,7 +86,7 @@ class PersistentTransfer:
     def _agree_in_background(self, launch: Launch) -> None:
 
         def job_of(ordinal: int) -> Job:
-            def job(core: _C.ReshardGroup | None, error: Exception | None) -> None:
+            def job(core: _C.GroupCore | None, error: Exception | None) -> None:
                 try:
                     self._agreed(_running(core, error), ordinal, launch)
                 except Exception as cause:
@@ -228,7 +228,7 @@ class PersistentTransfer:
         return _always if reverse else self._has_agreed
 
     def _start_job(self, launch: Launch, call: CallNumber, src: Shards, dst: Shards, *, reverse: bool) -> Job:
-        def job(core: _C.ReshardGroup | None, error: Exception | None) -> None:
+        def job(core: _C.GroupCore | None, error: Exception | None) -> None:
             try:
                 group = _running(core, error)
                 if self._error is not None:
@@ -277,7 +277,7 @@ class PersistentTransfer:
         agreed = self._own is not None if self._kind is None else self._kind in self._group.agreements
         return agreed and self._plan is not None
 
-    def _agreed(self, core: _C.ReshardGroup, ordinal: int, launch: Launch) -> Agreed:
+    def _agreed(self, core: _C.GroupCore, ordinal: int, launch: Launch) -> Agreed:
         """What the ranks agreed on. First use: compile, and compare with the other ranks before any byte
         moves."""
         kinds = self._group.agreements
@@ -366,7 +366,7 @@ def _always() -> bool:
     return True
 
 
-def _release_slot(core: weakref.ref[_C.ReshardGroup], slot: int) -> None:
+def _release_slot(core: weakref.ref[_C.GroupCore], slot: int) -> None:
     group = core()
     if group is not None:
         group.release_slot(slot)
@@ -377,7 +377,7 @@ def ranks_of(problems: Sequence[Problem]) -> list[int]:
     return sorted({rank for _, _, src, dst in problems for rank in (*src.ranks, *dst.ranks)})
 
 
-def _running(core: _C.ReshardGroup | None, error: Exception | None) -> _C.ReshardGroup:
+def _running(core: _C.GroupCore | None, error: Exception | None) -> _C.GroupCore:
     if core is None:
         raise error or MeshcastError("the private group is not up")
     return core

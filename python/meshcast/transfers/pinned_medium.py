@@ -60,7 +60,7 @@ class StagedTransfer(PersistentTransfer):
     def _start_job(self, launch: Launch, call: CallNumber, src: Shards, dst: Shards, *, reverse: bool) -> Job:
         start = super()._start_job(launch, call, src, dst, reverse=reverse)
 
-        def job(core: _C.ReshardGroup | None, error: Exception | None) -> None:
+        def job(core: _C.GroupCore | None, error: Exception | None) -> None:
             start(None if core is None else _StagedCall(core, launch, self._group), error)  # type: ignore[arg-type]
 
         return job
@@ -72,7 +72,7 @@ class StagedTransfer(PersistentTransfer):
 class _StagedCall:
     """One call as the job of a transfer sees its group: a start waits for the copy to the host."""
 
-    def __init__(self, control: _C.ReshardGroup, launch: Launch, group: PrivateGroup) -> None:
+    def __init__(self, control: _C.GroupCore, launch: Launch, group: PrivateGroup) -> None:
         self.control = control
         self._launch = launch
         self._group = group

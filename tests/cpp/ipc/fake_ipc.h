@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "ipc/ipc_groups.h"
+#include "ipc/ipc_exchange.h"
 #include "rounds/device.h"
 #include "rounds/fake_device.h"
 #include "rounds/world.h"
@@ -247,7 +247,7 @@ class FakeIpcDeviceOf final : public RoundDevice {
   void abort() noexcept override { groups->abort(); }
 
   Driver driver;
-  std::unique_ptr<IpcGroups> groups;
+  std::unique_ptr<IpcExchange> groups;
   int64_t started = 0;
 
  private:
@@ -276,8 +276,8 @@ class IpcWorld {
     for (const int32_t rank : group) {
       threads.emplace_back([&, rank] {
         FakeIpcDevice& device = *devices[static_cast<size_t>(rank)];
-        device.groups = IpcGroups::connect(device.driver, device, meetings[static_cast<size_t>(rank)],
-                                           addresses, rank, Clock::now() + kLong, [] {});
+        device.groups = IpcExchange::connect(device.driver, device, meetings[static_cast<size_t>(rank)],
+                                             addresses, rank, Clock::now() + kLong, [] {});
       });
     }
     for (std::thread& thread : threads) thread.join();

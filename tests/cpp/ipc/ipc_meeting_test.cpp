@@ -95,8 +95,8 @@ TEST_CASE("a meeting that fails leaves no event behind", "[ipc]") {
   IpcMeeting mine;
   const IpcMeeting other;  // which never answers
   refused(ErrorKind::DeadlineExceeded, [&] {
-    IpcGroups::connect(device.driver, device, mine, {other.address(), mine.address()}, 1,
-                       Clock::now() + milliseconds(20), [] {});
+    IpcExchange::connect(device.driver, device, mine, {other.address(), mine.address()}, 1,
+                         Clock::now() + milliseconds(20), [] {});
   });
   CHECK(host.cluster.rank(1).events_alive == 0);
 }

@@ -49,7 +49,7 @@ class ProcessRank {
       addresses.emplace_back(memory_.gpu().rank(other).address);
     }
     device_->groups =
-        IpcGroups::connect(device_->driver, *device_, meeting, addresses, rank, Clock::now() + kLimit, [] {});
+        IpcExchange::connect(device_->driver, *device_, meeting, addresses, rank, Clock::now() + kLimit, [] {});
     engine_ = std::make_unique<RoundEngine>(device_, rank, group);
   }
   ~ProcessRank() {

@@ -38,14 +38,14 @@ TEST_CASE("a host with several NICs takes in over those that its receivers use",
         6000);
 }
 
-TEST_CASE("outgoing lanes bind where senders hold different parts", "[plan]") {
+TEST_CASE("outgoing ports bind where senders hold different parts", "[plan]") {
   // Rank 0 holds all rows, four receivers of a quarter each on hosts of their own: 6000 leave rank 0.
   CHECK(bytes_plan(6000, layout({1}, 0, {kReplicate}), layout({4}, 1, {shard(0)}), 1).lower_bound_ns == 6000);
   // An all-gather of four hosts: each takes in three quarters.
   CHECK(bytes_plan(8000, layout({4}, 0, {shard(0)}), layout({4}, 0, {kReplicate}), 1).lower_bound_ns == 6000);
 }
 
-TEST_CASE("inside a host the local lanes bind", "[plan]") {
+TEST_CASE("inside a host the local ports bind", "[plan]") {
   // One holder, three receivers on its host, 2 bytes/ns: a chain takes 3000.
   CHECK(bytes_plan(6000, layout({1}, 0, {kReplicate}), layout({3}, 1, {kReplicate}), 4, 1, 2).lower_bound_ns ==
         3000);
@@ -67,14 +67,14 @@ TEST_CASE("a box that another host gets as well may come back from there", "[pla
 
 TEST_CASE("what comes over NICs has to leave those of others", "[plan]") {
   // Ranks 1 and 2 hold the box beside 3 and 4, who need it; so does rank 0, on a host of its own, whose NIC
-  // sends at 1 byte/ns while theirs takes in 10. Inside, lanes carry 1.
+  // sends at 1 byte/ns while theirs takes in 10. Inside, ports carry 1.
   Topology topology = uniform_topology(4, 4, 10'000'000'000, 1, 1'000'000'000, 0);
   topology.hosts[0].ranks = {0};
   topology.hosts[0].nics[0].out_rate = 1'000'000'000;
   topology.hosts[1].ranks = {1, 2, 3, 4};
   const Plan plan = make_plan({{{6000}, 1, layout({3}, 0, {kReplicate}), layout({2}, 3, {kReplicate})}},
                               topology, {Strategy::Multicast, Balance::None, 60, 0});
-  CHECK(plan.lower_bound_ns == 4000);  // two lanes in and rank 0's NIC for 12,000
+  CHECK(plan.lower_bound_ns == 4000);  // two ports in and rank 0's NIC for 12,000
   CHECK(plan.makespan_ns < 4400);
 }
 

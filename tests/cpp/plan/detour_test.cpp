@@ -41,7 +41,7 @@ double ratio(const Plan& plan) {
 
 }  // namespace
 
-TEST_CASE("a copy comes over a NIC as well where the lane inside limits", "[plan]") {
+TEST_CASE("a copy comes over a NIC as well where the port inside limits", "[plan]") {
   // Ranks 0 and 2 hold, 1 needs: from 0 at 2 bytes/ns and from 2 at 1.
   const Plan plan = detour_plan({0, 2}, {1}, 2, 2);
   CHECK(plan.lower_bound_ns == 2'000'000);
@@ -51,7 +51,7 @@ TEST_CASE("a copy comes over a NIC as well where the lane inside limits", "[plan
 }
 
 TEST_CASE("receivers of a host share the NIC over which detours come", "[plan]") {
-  // Ranks 0 and 3 hold, 1 and 2 need: 12 MB over two lanes inside and a NIC, 1 byte/ns each.
+  // Ranks 0 and 3 hold, 1 and 2 need: 12 MB over two ports inside and a NIC, 1 byte/ns each.
   const Plan plan = detour_plan({0, 3}, {1, 2}, 3, 1);
   CHECK(plan.lower_bound_ns == 4'000'000);
   CHECK(ratio(plan) < 1.05);
@@ -79,7 +79,7 @@ TEST_CASE("a slow NIC at the other host sends what it can", "[plan]") {
   CHECK(check_plan(plan) == "");
 }
 
-TEST_CASE("there are no detours where lanes inside have time to spare", "[plan]") {
+TEST_CASE("there are no detours where ports inside have time to spare", "[plan]") {
   const Plan plan = detour_plan({0, 3}, {1, 2, 4}, 3, 100);
   CHECK(bytes_between_hosts(plan) == 0);
   CHECK(check_plan(plan) == "");
@@ -93,7 +93,7 @@ TEST_CASE("a host whose box nobody else has gets no detours", "[plan]") {
   CHECK(check_plan(plan) == "");
 }
 
-TEST_CASE("random pairs that lanes inside hosts limit are near the bound", "[plan]") {
+TEST_CASE("random pairs that ports inside hosts limit are near the bound", "[plan]") {
   // 1.12 to 2.00 without detours.
   for (const uint64_t seed :
        {50016, 50028, 50213, 50339, 50675, 50743, 51062, 51190, 51204, 51363, 51813, 51901}) {
@@ -120,9 +120,9 @@ TEST_CASE("random layouts without latency: no plan beats the bound, detours lose
       CHECK(plan.makespan_ns >= plan.lower_bound_ns);
       if (strategy != Strategy::Multicast || plan.tasks.empty()) continue;
       const Network network(plan.topology, plan.ranks);
-      LaneDemand detoured;
+      PortDemand detoured;
       with_detours += find_detours(
-          find_lane_demand(plan.tasks, bundle_tasks(plan.tasks, plan.problems), network), network, &detoured);
+          find_port_demand(plan.tasks, bundle_tasks(plan.tasks, plan.problems), network), network, &detoured);
     }
   }
   CHECK(with_detours >= 10);

@@ -70,7 +70,7 @@ TEST_CASE("chunks that are passed on stay as small as the chain wants them", "[p
   CHECK(plan.makespan_ns <= plan.lower_bound_ns + plan.lower_bound_ns / 50);
 }
 
-TEST_CASE("lanes on which something is passed on keep small messages", "[plan][joined]") {
+TEST_CASE("ports on which something is passed on keep small messages", "[plan][joined]") {
   // Rank 0 sends one tensor to rank 1 alone, the other to ranks 2 and 3, which is a chain.
   const Problem alone{{64 * 256, 1024}, 4, layout({1}, 0, {shard(0)}), layout({1}, 1, {shard(0)})};
   const Problem both{{64 * 256, 1024}, 4, layout({1}, 0, {kReplicate}), layout({2}, 2, {kReplicate})};
@@ -80,7 +80,7 @@ TEST_CASE("lanes on which something is passed on keep small messages", "[plan][j
   CHECK(plan.makespan_ns <= plan.lower_bound_ns + plan.lower_bound_ns / 50);
 }
 
-TEST_CASE("lanes that serve several others get messages of middling size", "[plan][joined]") {
+TEST_CASE("ports that serve several others get messages of middling size", "[plan][joined]") {
   // 64 MiB leave each of two ranks for two others.
   const Plan plan = plan_for({128 * 256, 1024}, layout({2}, 0, {shard(0)}), layout({2}, 2, {shard(1)}));
   int64_t largest = 0;

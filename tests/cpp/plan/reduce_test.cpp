@@ -14,7 +14,7 @@ using namespace meshcast::testing;
 
 namespace {
 
-// All chains of hosts that have every value and all trees after them, in words of lanes: what ReduceWays
+// All chains of hosts that have every value and all trees after them, in words of ports: what ReduceWays
 // searches.
 class BruteForce {
  public:
@@ -181,13 +181,13 @@ TEST_CASE("the cheapest way to reduce a box is the cheapest of all chains and tr
     ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
     const Network network(c.topology, ranks);
     if (network.host_count() > 6 || demand.tasks.empty() || demand.tasks[0].reduce == ReduceOp::None) continue;
-    ReduceWays::Prices price(static_cast<size_t>(network.lane_count()));
+    ReduceWays::Prices price(static_cast<size_t>(network.port_count()));
     for (__int128& p : price) p = random.between(0, 20);
     ReduceWays ways(demand.tasks[0], network);
     ReduceWay way;
     const auto found = static_cast<int64_t>(ways.cheapest(price, &way));
     int64_t paid = 0;
-    for (const int32_t lane : way.lanes()) paid += static_cast<int64_t>(price[static_cast<size_t>(lane)]);
+    for (const int32_t port : way.ports()) paid += static_cast<int64_t>(price[static_cast<size_t>(port)]);
     CHECK(paid == found);
     CHECK(found == static_cast<int64_t>(BruteForce(demand.tasks[0], network, price).least()));
     ++counted;

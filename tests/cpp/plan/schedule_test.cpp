@@ -46,7 +46,7 @@ TEST_CASE("the simulator times hand-made hops", "[plan]") {
   CHECK(chain.times[2].finish_ns == 320);
   CHECK(chain.times[3].start_ns == 310);  // waits for the incoming side of host 2
   CHECK(chain.makespan_ns == 520);
-  // Full duplex: both directions at once. Inside a host the local lanes are used.
+  // Full duplex: both directions at once. Inside a host the local ports are used.
   const Schedule duplex = simulate({hop(0, 2, 0, -1), hop(2, 0, 1, -1), hop(0, 1, 0, -1)}, chunks, network);
   CHECK(duplex.times[1].start_ns == 0);
   CHECK(duplex.times[2].start_ns == 0);
@@ -73,7 +73,7 @@ TEST_CASE("a rank uses the NIC of its position", "[plan]") {
   CHECK(network.nic(network.index(3)) == 1);
   CHECK(network.nic(network.index(5)) == 0);
   CHECK(network.nic(network.index(1)) == 2);
-  CHECK(network.lane_rate(network.nic_out(2)) == 3);
+  CHECK(network.port_rate(network.nic_out(2)) == 3);
   CHECK_THROWS_AS(Network(topology, {1, 2}), LayoutError);
 }
 

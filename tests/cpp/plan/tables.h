@@ -18,19 +18,19 @@ inline double tensor_seconds(const Problem& problem) {
   return bytes / static_cast<double>(kTenGbit);
 }
 
-// Busiest NIC lane of a strategy's plan, in that unit: what the paper's host-NIC model says of strategies
+// Busiest NIC port of a strategy's plan, in that unit: what the paper's host-NIC model says of strategies
 // that send without holding hosts exclusively.
 inline double nic_bound(const NamedCase& c, Strategy strategy) {
   const Plan plan = make_plan({c.problem}, c.topology, {strategy});
   const Network network(c.topology, plan.ranks);
-  std::vector<int64_t> busy(static_cast<size_t>(network.lane_count()), 0);
+  std::vector<int64_t> busy(static_cast<size_t>(network.port_count()), 0);
   int64_t most = 0;
   for (const Hop& hop : plan.hops) {
     const Network::Link link = network.link(network.index(hop.src), network.index(hop.dst));
-    for (const int32_t lane : {link.out, link.in}) {
-      if (lane >= 2 * network.nic_count()) continue;
-      busy[static_cast<size_t>(lane)] += plan.chunks[static_cast<size_t>(hop.chunk)].nbytes;
-      most = std::max(most, busy[static_cast<size_t>(lane)]);
+    for (const int32_t port : {link.out, link.in}) {
+      if (port >= 2 * network.nic_count()) continue;
+      busy[static_cast<size_t>(port)] += plan.chunks[static_cast<size_t>(hop.chunk)].nbytes;
+      most = std::max(most, busy[static_cast<size_t>(port)]);
     }
   }
   return static_cast<double>(most) / static_cast<double>(kTenGbit) / tensor_seconds(c.problem);

@@ -38,8 +38,8 @@ inline ReduceOp reduction_of(const Layout& layout) {
   return ReduceOp::None;
 }
 
-// As casts.py and tensor_move.py choose it: the narrower type travels, that of the result where both are as wide,
-// and what is reduced travels as it is.
+// As casts.py and tensor_move.py choose it: the narrower type travels, that of the result where both are as
+// wide, and what is reduced travels as it is.
 inline CastTypes random_types(std::mt19937& rng, const Problem& problem) {
   const bool reduced = reduction_of(problem.src) != ReduceOp::None;
   for (;;) {

@@ -237,7 +237,7 @@ def test_copies_need_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build without CUDA code under a CUDA torch with a GPU."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.delattr("meshcast._C.CudaGroup", raising=False)
+    monkeypatch.delattr("meshcast._C.GpuGroupCore", raising=False)
     require_gpu("reshard", copies_only=True)
     with pytest.raises(LayoutError, match="on cuda, but this build of meshcast has no CUDA code"):
         require_gpu("reshard")

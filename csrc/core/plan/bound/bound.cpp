@@ -3,20 +3,20 @@
 #include <algorithm>
 #include <map>
 
-#include "plan/bound/lane_flow.h"
+#include "plan/bound/port_flow.h"
 #include "plan/bound/reduce_mix.h"
 
 namespace meshcast {
 namespace {
 
-// Highest level of any lane of the items under their balanced shares: a time that is enough for them.
-int64_t enough_time(const std::vector<const LaneItem*>& items, const Network& network) {
+// Highest level of any port of the items under their balanced shares: a time that is enough for them.
+int64_t enough_time(const std::vector<const PortItem*>& items, const Network& network) {
   std::map<int32_t, int64_t> load;
-  for (const LaneItem* item : items) {
-    for (size_t k = 0; k < item->lanes.size(); ++k) load[item->lanes[k]] += item->share[k];
+  for (const PortItem* item : items) {
+    for (size_t k = 0; k < item->ports.size(); ++k) load[item->ports[k]] += item->share[k];
   }
   int64_t out = 0;
-  for (const auto& [lane, bytes] : load) out = std::max(out, transfer_ns(bytes, network.lane_rate(lane)));
+  for (const auto& [port, bytes] : load) out = std::max(out, transfer_ns(bytes, network.port_rate(port)));
   return out;
 }
 
@@ -27,9 +27,9 @@ struct HostInput {
 
 }  // namespace
 
-LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles,
+PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles,
                             const Network& network) {
-  LaneDemand out;
+  PortDemand out;
   const auto hosts = static_cast<size_t>(network.host_count());
   out.parties.resize(bundles.size());
   out.ways.resize(bundles.size());
@@ -38,15 +38,15 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
   std::vector<int64_t> inside(hosts, 0);  // most bytes that one rank of a host could have to pass on
   std::vector<int64_t> local_only(static_cast<size_t>(network.rank_count()), 0);
   std::vector<int64_t> received(static_cast<size_t>(network.rank_count()), 0);
-  std::vector<LaneItem> reducing, whole;  // two ways to count, which differ in the lanes in
-  std::vector<LaneItem> by_rank[2];       // the same by rank
+  std::vector<PortItem> reducing, whole;  // two ways to count, which differ in the ports in
+  std::vector<PortItem> by_rank[2];       // the same by rank
   std::vector<const Task*> reduced;
   std::vector<int64_t> reduced_bytes;
   std::vector<size_t> reduced_bundles;
   std::vector<char> seen(static_cast<size_t>(network.nic_count()), 0);
   for (int32_t r = 0; r < network.rank_count(); ++r) {
     if (seen[static_cast<size_t>(network.nic(r))]++) continue;
-    input[static_cast<size_t>(network.host(r))].rate += network.lane_rate(network.nic_in(network.nic(r)));
+    input[static_cast<size_t>(network.host(r))].rate += network.port_rate(network.nic_in(network.nic(r)));
   }
   for (size_t b = 0; b < bundles.size(); ++b) {
     const Task& task = tasks[static_cast<size_t>(bundles[b].tasks.front())];
@@ -76,25 +76,25 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
       }
     }
   }
-  balance_lanes(network, &out.items);
-  balance_lanes(network, &reducing);
+  balance_ports(network, &out.items);
+  balance_ports(network, &reducing);
 
   int64_t bound = 0;
-  std::vector<const LaneItem*> sending;
-  std::map<int32_t, std::vector<const LaneItem*>> entering;  // by host
-  for (const LaneItem& item : out.items) {
-    if (item.kind == LaneItem::Kind::NicOut) sending.push_back(&item);
-    if (item.kind == LaneItem::Kind::NicIn) {
+  std::vector<const PortItem*> sending;
+  std::map<int32_t, std::vector<const PortItem*>> entering;  // by host
+  for (const PortItem& item : out.items) {
+    if (item.kind == PortItem::Kind::NicOut) sending.push_back(&item);
+    if (item.kind == PortItem::Kind::NicIn) {
       const Parties& parties = out.parties[static_cast<size_t>(item.bundle)];
       entering[parties.receivers[static_cast<size_t>(item.party)].host].push_back(&item);
     }
   }
-  for (const std::vector<LaneItem>* counted : {&reducing, &whole}) {
-    std::vector<const LaneItem*> reduced_input, reduced_inside;
-    for (const LaneItem& item : *counted) {
-      if (item.kind == LaneItem::Kind::NicOut && counted == &reducing) sending.push_back(&item);
-      if (item.kind == LaneItem::Kind::NicIn) reduced_input.push_back(&item);
-      if (item.kind == LaneItem::Kind::Local) reduced_inside.push_back(&item);
+  for (const std::vector<PortItem>* counted : {&reducing, &whole}) {
+    std::vector<const PortItem*> reduced_input, reduced_inside;
+    for (const PortItem& item : *counted) {
+      if (item.kind == PortItem::Kind::NicOut && counted == &reducing) sending.push_back(&item);
+      if (item.kind == PortItem::Kind::NicIn) reduced_input.push_back(&item);
+      if (item.kind == PortItem::Kind::Local) reduced_inside.push_back(&item);
     }
     if (!reduced_input.empty()) {  // hops of a reduction may enter several hosts: one problem for all of them
       for (const auto& [host, items] : entering)
@@ -103,9 +103,9 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
     }
     if (!reduced_inside.empty()) bound = least_time(reduced_inside, network, bound);
   }
-  for (const std::vector<LaneItem>& items : by_rank) {
-    std::vector<const LaneItem*> counted;
-    for (const LaneItem& item : items) counted.push_back(&item);
+  for (const std::vector<PortItem>& items : by_rank) {
+    std::vector<const PortItem*> counted;
+    for (const PortItem& item : items) counted.push_back(&item);
     if (!counted.empty()) bound = least_time(counted, network, bound);
   }
   if (!reduced.empty()) {
@@ -123,34 +123,34 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
   if (enough_time(sending, network) > bound) bound = least_time(sending, network, bound);
 
   for (int32_t r = 0; r < network.rank_count(); ++r) {
-    const int64_t local = network.lane_rate(network.local_in(r));
+    const int64_t local = network.port_rate(network.local_in(r));
     bound = std::max(bound, transfer_ns(local_only[static_cast<size_t>(r)], local));
     bound = std::max(bound, transfer_ns(received[static_cast<size_t>(r)],
-                                        local + network.lane_rate(network.nic_in(network.nic(r)))));
+                                        local + network.port_rate(network.nic_in(network.nic(r)))));
   }
   std::vector<int64_t> local_rate(hosts, 0);
   for (int32_t r = 0; r < network.rank_count(); ++r) {
-    local_rate[static_cast<size_t>(network.host(r))] = network.lane_rate(network.local_out(r));
+    local_rate[static_cast<size_t>(network.host(r))] = network.port_rate(network.local_out(r));
   }
   for (size_t h = 0; h < hosts; ++h) {
     // Where half the time is enough for one rank to pass on everything, the order inside the host is free.
     out.hot_hosts[h] = inside[h] > 0 && transfer_ns(inside[h], local_rate[h]) > bound / 2;
   }
-  std::vector<LaneItem> local;
+  std::vector<PortItem> local;
   for (size_t b = 0; b < bundles.size(); ++b) {  // bundles to be reduced have no parties and add none
     append_local_items(static_cast<int32_t>(b), bundles[b].nbytes, out.parties[b], network, out.hot_hosts,
                        &local);
   }
-  balance_lanes(network, &local);
+  balance_ports(network, &local);
   for (const bool into : {false, true}) {
-    std::vector<LaneItem> arriving;
+    std::vector<PortItem> arriving;
     for (size_t b = 0; b < bundles.size(); ++b) {
       append_arrival_items(static_cast<int32_t>(b), bundles[b].nbytes, out.parties[b], network, out.hot_hosts,
                            into, &arriving);
     }
-    balance_lanes(network, &arriving);
-    std::map<int32_t, std::vector<const LaneItem*>> by_host;
-    for (const LaneItem& item : arriving) {
+    balance_ports(network, &arriving);
+    std::map<int32_t, std::vector<const PortItem*>> by_host;
+    for (const PortItem& item : arriving) {
       const Parties& parties = out.parties[static_cast<size_t>(item.bundle)];
       by_host[parties.receivers[static_cast<size_t>(item.party)].host].push_back(&item);
     }
@@ -160,12 +160,12 @@ LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bu
   }
   // All hosts together, since what comes to one over NICs keeps those of others busy.
   for (const bool into : {false, true}) {
-    std::vector<LaneItem> copied;
+    std::vector<PortItem> copied;
     for (size_t b = 0; b < bundles.size(); ++b)
       append_copy_items(static_cast<int32_t>(b), bundles[b].nbytes, out.parties[b], network, out.hot_hosts,
                         into, &copied);
-    std::vector<const LaneItem*> all = sending;
-    for (const LaneItem& item : copied) all.push_back(&item);
+    std::vector<const PortItem*> all = sending;
+    for (const PortItem& item : copied) all.push_back(&item);
     if (!copied.empty()) bound = least_time(all, network, bound);
   }
   out.items.insert(out.items.end(), local.begin(), local.end());

@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "plan/bound/lane_items.h"
 #include "plan/bound/parties.h"
+#include "plan/bound/port_items.h"
 #include "plan/bound/reduce_mix.h"
 #include "plan/draft.h"
 #include "plan/network.h"
@@ -12,12 +12,12 @@
 
 namespace meshcast {
 
-// What the lanes have to carry whatever the routes, and how soon they can be done.
-struct LaneDemand {
+// What the ports have to carry whatever the routes, and how soon they can be done.
+struct PortDemand {
   std::vector<Parties> parties;            // by bundle; empty for bundles to be reduced
   std::vector<std::vector<WayPart>> ways;  // by bundle, of those to be reduced: see find_reduce_mix
-  std::vector<char> hot_hosts;             // hosts whose internal lanes might limit the plan
-  std::vector<LaneItem> items;             // balanced: between all hosts, and inside the hot ones
+  std::vector<char> hot_hosts;             // hosts whose internal ports might limit the plan
+  std::vector<PortItem> items;             // balanced: between all hosts, and inside the hot ones
   int64_t bound_ns = 0;  // no plan can beat it in which only holders and receivers carry a box
 };
 
@@ -31,10 +31,10 @@ struct LaneDemand {
 // A box to be reduced counts as reduced first and sent on then: with Q hosts at least to visit for all partial
 // values and R hosts that need the result, Q - 1 + R hops between hosts (one less where a host is both), to be
 // shared by all NICs involved, and one into every host that needs it and cannot make it alone; where all of
-// it is on one host, the same for ranks. And so for all ranks together, whose hops take NICs or local lanes.
-// Each is the least T for which a flow exists (a lane carries rate * T), found by Newton's method on its
+// it is on one host, the same for ranks. And so for all ranks together, whose hops take NICs or local ports.
+// Each is the least T for which a flow exists (a port carries rate * T), found by Newton's method on its
 // minimum cut. All are relaxations: the time to fill a chain is not in them.
-LaneDemand find_lane_demand(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles,
+PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles,
                             const Network& network);
 
 }  // namespace meshcast

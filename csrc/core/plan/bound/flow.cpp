@@ -33,7 +33,7 @@ bool FlowNetwork::layer(int32_t source, int32_t sink) {
   return depth_[static_cast<size_t>(sink)] >= 0;
 }
 
-// Depth is at most the number of layers, and paths alternate between items and lanes: recursion stays shallow.
+// Depth is at most the number of layers, and paths alternate between items and ports: recursion stays shallow.
 int64_t FlowNetwork::push(int32_t node, int32_t sink, int64_t limit) {
   if (node == sink) return limit;
   int64_t sent = 0;

@@ -3,16 +3,16 @@
 #include <set>
 #include <tuple>
 
-#include "plan/bound/lane_items.h"
+#include "plan/bound/port_items.h"
 
 namespace meshcast {
 namespace {
 
 // One box to be reduced among places, which are hosts or, inside one host, its ranks. Every hop leads from one
-// place to another, over a lane out of the first and a lane into the second.
+// place to another, over a port out of the first and a port into the second.
 class ReduceCount {
  public:
-  ReduceCount(LaneItem::Kind out_kind, LaneItem::Kind in_kind, int32_t bundle, int64_t nbytes)
+  ReduceCount(PortItem::Kind out_kind, PortItem::Kind in_kind, int32_t bundle, int64_t nbytes)
       : out_kind_(out_kind), in_kind_(in_kind), bundle_(bundle), nbytes_(nbytes) {}
 
   void add_holder(int32_t place, int32_t value, int32_t out, int32_t in) {
@@ -27,29 +27,29 @@ class ReduceCount {
     into_receivers_[place].insert(in);
   }
 
-  // Entering lanes are counted in one of two ways, each valid alone: see append_reduce_items.
-  void append(int64_t all, bool whole_results, std::vector<LaneItem>* out) const;
+  // Entering ports are counted in one of two ways, each valid alone: see append_reduce_items.
+  void append(int64_t all, bool whole_results, std::vector<PortItem>* out) const;
 
  private:
   template <typename Takes>
-  void add(LaneItem::Kind kind, const std::map<int32_t, std::set<int32_t>>& lanes_of, int64_t copies,
-           const Takes& takes, std::vector<LaneItem>* out) const {
+  void add(PortItem::Kind kind, const std::map<int32_t, std::set<int32_t>>& ports_of, int64_t copies,
+           const Takes& takes, std::vector<PortItem>* out) const {
     if (copies <= 0) return;
-    std::set<int32_t> lanes;
-    for (const auto& [place, here] : lanes_of) {
-      if (takes(place)) lanes.insert(here.begin(), here.end());
+    std::set<int32_t> ports;
+    for (const auto& [place, here] : ports_of) {
+      if (takes(place)) ports.insert(here.begin(), here.end());
     }
-    LaneItem item;
+    PortItem item;
     item.kind = kind;
     item.bundle = bundle_;
     item.nbytes = nbytes_;
     item.copies = copies;
-    item.emitters = static_cast<int32_t>(lanes.size());
-    item.lanes.assign(lanes.begin(), lanes.end());
+    item.emitters = static_cast<int32_t>(ports.size());
+    item.ports.assign(ports.begin(), ports.end());
     out->push_back(std::move(item));
   }
 
-  const LaneItem::Kind out_kind_, in_kind_;
+  const PortItem::Kind out_kind_, in_kind_;
   const int32_t bundle_;
   const int64_t nbytes_;
   std::map<int32_t, std::set<int32_t>> values_, out_of_, into_, into_receivers_;  // by place
@@ -59,7 +59,7 @@ class ReduceCount {
 // With Q places to visit at least for all values and R places that have to be sent something because they need
 // the result and cannot make it alone: Q - 1 hops to bring the values together and R on, one less where a place
 // may be both the last of the first and the first of the second.
-void ReduceCount::append(int64_t all, bool whole_results, std::vector<LaneItem>* out) const {
+void ReduceCount::append(int64_t all, bool whole_results, std::vector<PortItem>* out) const {
   std::vector<int64_t> counts;
   std::map<int32_t, std::set<int32_t>> places_of;  // value -> places
   bool does_both = false;
@@ -134,9 +134,9 @@ void ReduceCount::append(int64_t all, bool whole_results, std::vector<LaneItem>*
 }  // namespace
 
 void append_reduce_items(int32_t bundle, int64_t nbytes, const Task& task, const Network& network,
-                         bool whole_results, std::vector<LaneItem>* out) {
+                         bool whole_results, std::vector<PortItem>* out) {
   const int64_t all = 1 + *std::max_element(task.contribution.begin(), task.contribution.end());
-  ReduceCount hosts(LaneItem::Kind::NicOut, LaneItem::Kind::NicIn, bundle, nbytes);
+  ReduceCount hosts(PortItem::Kind::NicOut, PortItem::Kind::NicIn, bundle, nbytes);
   std::map<int32_t, std::set<int32_t>> values;      // by host
   std::map<int32_t, std::vector<int32_t>> needing;  // by host
   for (size_t i = 0; i < task.holders.size(); ++i) {
@@ -156,7 +156,7 @@ void append_reduce_items(int32_t bundle, int64_t nbytes, const Task& task, const
   for (const auto& [host, receivers] : needing) {
     const auto here = values.find(host);
     if (here == values.end() || static_cast<int64_t>(here->second.size()) < all) continue;
-    ReduceCount ranks(LaneItem::Kind::Local, LaneItem::Kind::Local, bundle, nbytes);
+    ReduceCount ranks(PortItem::Kind::Local, PortItem::Kind::Local, bundle, nbytes);
     for (size_t i = 0; i < task.holders.size(); ++i) {
       const int32_t r = network.index(task.holders[i]);
       if (network.host(r) == host)
@@ -168,8 +168,8 @@ void append_reduce_items(int32_t bundle, int64_t nbytes, const Task& task, const
 }
 
 void append_reduce_rank_items(int32_t bundle, int64_t nbytes, const Task& task, const Network& network,
-                              bool whole_results, std::vector<LaneItem>* out) {
-  ReduceCount ranks(LaneItem::Kind::Local, LaneItem::Kind::Local, bundle, nbytes);
+                              bool whole_results, std::vector<PortItem>* out) {
+  ReduceCount ranks(PortItem::Kind::Local, PortItem::Kind::Local, bundle, nbytes);
   for (size_t i = 0; i < task.holders.size(); ++i) {
     const int32_t r = network.index(task.holders[i]);
     const int32_t nic = network.nic(r);

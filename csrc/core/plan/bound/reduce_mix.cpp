@@ -3,60 +3,60 @@
 #include <algorithm>
 #include <map>
 
-#include "plan/bound/lane_game.h"
+#include "plan/bound/port_game.h"
 
 namespace meshcast {
 namespace {
 
 constexpr int32_t kMostRounds = 64;         // of looking for cheapest ways
 constexpr int64_t kMostVisits = 2'000'000;  // pairs of ends that are looked at, all rounds together
-constexpr int64_t kMostSteps = 20'000'000;  // of the game, a lane of a way each
+constexpr int64_t kMostSteps = 20'000'000;  // of the game, a port of a way each
 constexpr int64_t kGameRounds = 200;        // between looks
-constexpr int64_t kPriceUnit = 1 << 24;     // of the dearest lane
+constexpr int64_t kPriceUnit = 1 << 24;     // of the dearest port
 constexpr int64_t kClose = 500;             // a bound this near to what the mixture takes is good enough: 1/500
 
-struct Flexible {  // something else that the lanes have to carry
-  const LaneItem* item = nullptr;
+struct Flexible {  // something else that the ports have to carry
+  const PortItem* item = nullptr;
   size_t box = 0;  // of the game
 };
 
-LaneGame::Use to_use(const std::vector<int32_t>& lanes, int64_t nbytes) {
-  std::map<int32_t, int64_t> by_lane;
-  for (const int32_t lane : lanes) by_lane[lane] += nbytes;
-  return {by_lane.begin(), by_lane.end()};
+PortGame::Use to_use(const std::vector<int32_t>& ports, int64_t nbytes) {
+  std::map<int32_t, int64_t> by_port;
+  for (const int32_t port : ports) by_port[port] += nbytes;
+  return {by_port.begin(), by_port.end()};
 }
 
-// One emission over the cheapest lane of an emitter, the other copies over the cheapest of all.
-__int128 cheapest_of(const LaneItem& item, const ReduceWays::Prices& price, LaneGame::Use* use) {
+// One emission over the cheapest port of an emitter, the other copies over the cheapest of all.
+__int128 cheapest_of(const PortItem& item, const ReduceWays::Prices& price, PortGame::Use* use) {
   const auto cheapest = [&](size_t end) {
     return *std::min_element(
-        item.lanes.begin(), item.lanes.begin() + static_cast<int64_t>(end),
+        item.ports.begin(), item.ports.begin() + static_cast<int64_t>(end),
         [&](int32_t a, int32_t b) { return price[static_cast<size_t>(a)] < price[static_cast<size_t>(b)]; });
   };
   const int32_t first = cheapest(static_cast<size_t>(item.emitters));
-  const int32_t other = cheapest(item.lanes.size());
-  std::map<int32_t, int64_t> by_lane{{first, item.nbytes}};
-  if (item.copies > 1) by_lane[other] += item.nbytes * (item.copies - 1);
-  use->assign(by_lane.begin(), by_lane.end());
+  const int32_t other = cheapest(item.ports.size());
+  std::map<int32_t, int64_t> by_port{{first, item.nbytes}};
+  if (item.copies > 1) by_port[other] += item.nbytes * (item.copies - 1);
+  use->assign(by_port.begin(), by_port.end());
   return (price[static_cast<size_t>(first)] + (item.copies - 1) * price[static_cast<size_t>(other)]) *
          item.nbytes;
 }
 
 }  // namespace
 
-// Let every lane have a price per nanosecond, and T be the time of a plan. Its lanes are busy for T at most, so
+// Let every port have a price per nanosecond, and T be the time of a plan. Its ports are busy for T at most, so
 // all that it uses is worth at most T times the sum of all prices. It is worth at least what the cheapest way
 // of every box costs; hence T is at least the one divided by the other, whatever the prices. By linear
 // programming duality the right prices make this as large as mixtures of ways allow. Both are found by column
-// generation: boxes divide themselves among the ways known so far (LaneGame), and at the prices that come of it
+// generation: boxes divide themselves among the ways known so far (PortGame), and at the prices that come of it
 // the cheapest ways of all join them.
 ReduceMix find_reduce_mix(const std::vector<const Task*>& tasks, const std::vector<int64_t>& nbytes,
-                          const std::vector<LaneItem>& items, const Network& network) {
-  const auto lanes = 2 * static_cast<size_t>(network.nic_count());
+                          const std::vector<PortItem>& items, const Network& network) {
+  const auto ports = 2 * static_cast<size_t>(network.nic_count());
   std::vector<ReduceWays> ways;
   int64_t visits = 0;
   int64_t slowest = INT64_MAX;
-  for (size_t l = 0; l < lanes; ++l) slowest = std::min(slowest, network.lane_rate(static_cast<int32_t>(l)));
+  for (size_t l = 0; l < ports; ++l) slowest = std::min(slowest, network.port_rate(static_cast<int32_t>(l)));
   int64_t most_ns = 0;
   for (size_t b = 0; b < tasks.size(); ++b) {
     ways.emplace_back(*tasks[b], network);
@@ -65,22 +65,22 @@ ReduceMix find_reduce_mix(const std::vector<const Task*>& tasks, const std::vect
     most_ns += transfer_ns(nbytes[b], slowest) * ranks;
   }
   std::vector<Flexible> others;
-  for (const LaneItem& item : items) {
-    if (item.kind == LaneItem::Kind::Local || item.copies == 0) continue;
+  for (const PortItem& item : items) {
+    if (item.kind == PortItem::Kind::Local || item.copies == 0) continue;
     others.push_back({&item, ways.size() + others.size()});
     most_ns += transfer_ns(item.nbytes, slowest) * item.copies;
   }
   ReduceMix out;
   out.ways.resize(ways.size());
-  LaneGame game(ways.size() + others.size(), network, most_ns);
-  std::vector<int64_t> worth(lanes, kPriceUnit);
-  ReduceWays::Prices price(lanes);
+  PortGame game(ways.size() + others.size(), network, most_ns);
+  std::vector<int64_t> worth(ports, kPriceUnit);
+  ReduceWays::Prices price(ports);
   int64_t steps = 0;
   for (int32_t round = 1; round <= kMostRounds && round * visits <= kMostVisits; ++round) {
     // Per byte: worth / rate, in fixed point, rounded down, so that what ways cost is never overrated.
     __int128 all = 0;
-    for (size_t l = 0; l < lanes; ++l) {
-      price[l] = (static_cast<__int128>(worth[l]) << 32) / network.lane_rate(static_cast<int32_t>(l));
+    for (size_t l = 0; l < ports; ++l) {
+      price[l] = (static_cast<__int128>(worth[l]) << 32) / network.port_rate(static_cast<int32_t>(l));
       all += worth[l];
     }
     __int128 value = 0;
@@ -89,11 +89,11 @@ ReduceMix find_reduce_mix(const std::vector<const Task*>& tasks, const std::vect
     for (size_t b = 0; b < ways.size(); ++b) {
       value += ways[b].cheapest(price, &way) * nbytes[b];
       if (way.chain.empty()) continue;
-      const auto [number, is_new] = game.add(b, to_use(way.lanes(), nbytes[b]));
+      const auto [number, is_new] = game.add(b, to_use(way.ports(), nbytes[b]));
       if (is_new) out.ways[b].push_back({way, 0});
       fresh = fresh || is_new;
     }
-    LaneGame::Use use;
+    PortGame::Use use;
     for (const Flexible& other : others) {
       value += cheapest_of(*other.item, price, &use);
       fresh = game.add(other.box, use).second || fresh;
@@ -108,9 +108,9 @@ ReduceMix find_reduce_mix(const std::vector<const Task*>& tasks, const std::vect
     if (fresh) game.forget();
     game.play(rounds);
     const int64_t most =
-        *std::max_element(game.prices().begin(), game.prices().begin() + static_cast<int64_t>(lanes));
+        *std::max_element(game.prices().begin(), game.prices().begin() + static_cast<int64_t>(ports));
     if (most == 0) break;
-    for (size_t l = 0; l < lanes; ++l)
+    for (size_t l = 0; l < ports; ++l)
       worth[l] = static_cast<int64_t>(static_cast<__int128>(game.prices()[l]) * kPriceUnit / most);
   }
   for (size_t b = 0; b < ways.size(); ++b) {

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "plan/bound/lane_items.h"
+#include "plan/bound/port_items.h"
 #include "plan/bound/reduce_ways.h"
 #include "plan/network.h"
 #include "plan/plan.h"
@@ -22,8 +22,8 @@ struct ReduceMix {
   int64_t bound_ns = 0;  // no plan can be faster that reduces every box at one place and sends the result on
 };
 
-// `items` are what the lanes have to carry beside.
+// `items` are what the ports have to carry beside.
 ReduceMix find_reduce_mix(const std::vector<const Task*>& tasks, const std::vector<int64_t>& nbytes,
-                          const std::vector<LaneItem>& items, const Network& network);
+                          const std::vector<PortItem>& items, const Network& network);
 
 }  // namespace meshcast

@@ -11,8 +11,8 @@ void sort_unique(std::vector<int32_t>* values) {
   values->erase(std::unique(values->begin(), values->end()), values->end());
 }
 
-int32_t cheapest_lane(const std::vector<int32_t>& lanes, const ReduceWays::Prices& price) {
-  return *std::min_element(lanes.begin(), lanes.end(), [&](int32_t a, int32_t b) {
+int32_t cheapest_port(const std::vector<int32_t>& ports, const ReduceWays::Prices& price) {
+  return *std::min_element(ports.begin(), ports.end(), [&](int32_t a, int32_t b) {
     return price[static_cast<size_t>(a)] < price[static_cast<size_t>(b)];
   });
 }
@@ -44,15 +44,15 @@ ReduceWays::ReduceWays(const Task& task, const Network& network) {
     site.host = host;
     site.root_out = site.out;
     site.root_out.insert(site.root_out.end(), site.need_out.begin(), site.need_out.end());
-    for (std::vector<int32_t>* lanes : {&site.out, &site.in, &site.need_out, &site.need_in, &site.root_out})
-      sort_unique(lanes);
+    for (std::vector<int32_t>* ports : {&site.out, &site.in, &site.need_out, &site.need_in, &site.root_out})
+      sort_unique(ports);
     travels_ = travels_ || (site.needs && site.values != all_);
     site.complete = site.values == all_;
     sites_.push_back(std::move(site));
   }
 }
 
-std::vector<int32_t> ReduceWay::lanes() const {
+std::vector<int32_t> ReduceWay::ports() const {
   std::vector<int32_t> out;
   for (const std::vector<Visit>* visits : {&chain, &results}) {
     for (const Visit& visit : *visits) {
@@ -67,7 +67,7 @@ __int128 ReduceWays::cheapest(const Prices& price, ReduceWay* way) {
   way->chain.clear();
   way->results.clear();
   if (!travels_ || !countable_) return 0;
-  const auto at = [&](int32_t lane) { return price[static_cast<size_t>(lane)]; };
+  const auto at = [&](int32_t port) { return price[static_cast<size_t>(port)]; };
   int32_t relay = -1;  // out of any host that gets the result or makes it alone
   size_t relay_site = 0;
   int32_t alone = -1;  // out of hosts that make it alone
@@ -77,13 +77,13 @@ __int128 ReduceWays::cheapest(const Prices& price, ReduceWay* way) {
   for (size_t h = 0; h < sites_.size(); ++h) {
     Site& site = sites_[h];
     if (site.values != 0) {
-      site.cheapest_out = cheapest_lane(site.out, price);
-      site.cheapest_in = cheapest_lane(site.in, price);
-      site.cheapest_root_out = cheapest_lane(site.root_out, price);
+      site.cheapest_out = cheapest_port(site.out, price);
+      site.cheapest_in = cheapest_port(site.in, price);
+      site.cheapest_root_out = cheapest_port(site.root_out, price);
       cover_.add(site.values, at(site.cheapest_out) + at(site.cheapest_in), static_cast<int32_t>(h));
     }
     if (!site.needs) continue;
-    const int32_t out = site.makes_it() ? site.cheapest_root_out : cheapest_lane(site.need_out, price);
+    const int32_t out = site.makes_it() ? site.cheapest_root_out : cheapest_port(site.need_out, price);
     if (relay < 0 || at(out) < at(relay)) {
       relay = out;
       relay_site = h;
@@ -92,7 +92,7 @@ __int128 ReduceWays::cheapest(const Prices& price, ReduceWay* way) {
       if (alone < 0 || at(out) < at(alone)) alone = out;
       continue;
     }
-    site.cheapest_need_in = cheapest_lane(site.need_in, price);
+    site.cheapest_need_in = cheapest_port(site.need_in, price);
     results += at(site.cheapest_need_in);
     ++results_count;
   }

@@ -9,25 +9,25 @@
 
 namespace meshcast {
 
-// A way to reduce a box and send the result on, in words of hosts and lanes of NICs.
+// A way to reduce a box and send the result on, in words of hosts and ports of NICs.
 struct ReduceWay {
   struct Visit {
     int32_t host = -1;
     int32_t in = -1, out = -1;
   };
-  std::vector<Visit> chain;  // in order; no lane into the first, none out of the last, where the box is reduced
+  std::vector<Visit> chain;  // in order; no port into the first, none out of the last, where the box is reduced
   std::vector<Visit>
-      results;  // to further hosts: the lane into each, and the lane out of a host that has it by then
+      results;  // to further hosts: the port into each, and the port out of a host that has it by then
 
-  std::vector<int32_t> lanes() const;  // with repeats
+  std::vector<int32_t> ports() const;  // with repeats
 };
 
-// The ways in which a box can be reduced and sent on, and the cheapest of them when every lane of a NIC has a
+// The ways in which a box can be reduced and sent on, and the cheapest of them when every port of a NIC has a
 // price. A way is: a chain of hosts that together have every value, then a tree from its end, the root, through
 // every further host that needs the result. Transfers inside hosts are free here.
 class ReduceWays {
  public:
-  // `price` is by lane, per byte.
+  // `price` is by port, per byte.
   using Prices = std::vector<__int128>;
 
   ReduceWays(const Task& task, const Network& network);
@@ -42,9 +42,9 @@ class ReduceWays {
     int32_t host = -1;
     uint64_t values = 0;
     bool needs = false;
-    std::vector<int32_t> out, in;            // lanes of ranks that have values
-    std::vector<int32_t> need_out, need_in;  // lanes of ranks that need the result
-    std::vector<int32_t> root_out;           // lanes of all of these
+    std::vector<int32_t> out, in;            // ports of ranks that have values
+    std::vector<int32_t> need_out, need_in;  // ports of ranks that need the result
+    std::vector<int32_t> root_out;           // ports of all of these
     bool complete = false;                   // has every value
     bool makes_it() const { return needs && complete; }
     // By the prices at hand.

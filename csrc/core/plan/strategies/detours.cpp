@@ -4,12 +4,12 @@
 #include <map>
 
 #include "plan/bound/flow.h"
-#include "plan/bound/lane_flow.h"
+#include "plan/bound/port_flow.h"
 
 namespace meshcast {
 namespace {
 
-constexpr size_t kMostEntries = 100'000;  // lanes of all items: the flows are solved some ten times
+constexpr size_t kMostEntries = 100'000;  // ports of all items: the flows are solved some ten times
 constexpr int kHalvings = 10;
 constexpr int64_t kLeastGain = 50;  // less than 1/50 of the bound is not worth the traffic between hosts
 
@@ -19,11 +19,11 @@ int64_t bytes_in(int64_t ns, int64_t rate) {
 
 class DetourSearch {
  public:
-  DetourSearch(const LaneDemand& plain, const Network& network)
+  DetourSearch(const PortDemand& plain, const Network& network)
       : plain_(plain), network_(network), hosts_(static_cast<size_t>(network.host_count())) {
     for (size_t i = 0; i < plain.items.size(); ++i) {
-      const LaneItem& item = plain.items[i];
-      if (item.kind == LaneItem::Kind::NicOut) sending_.push_back(&item);
+      const PortItem& item = plain.items[i];
+      if (item.kind == PortItem::Kind::NicOut) sending_.push_back(&item);
       if (item.party < 0) continue;
       Host& host = hosts_[static_cast<size_t>(party(item).host)];
       (item.inside() ? host.inside : host.entering).push_back(i);
@@ -31,24 +31,24 @@ class DetourSearch {
     for (Host& host : hosts_) measure(&host);
   }
 
-  // When the lanes inside hosts are done without detours.
+  // When the ports inside hosts are done without detours.
   int64_t level() const {
     int64_t out = 0;
     for (const Host& host : hosts_) out = std::max(out, host.level);
     return out;
   }
 
-  // Finds detours with which all lanes are done by `ns`. Appends them, and takes them off what is copied
+  // Finds detours with which all ports are done by `ns`. Appends them, and takes them off what is copied
   // inside.
-  bool fit(int64_t ns, std::vector<LaneItem>* items) const {
+  bool fit(int64_t ns, std::vector<PortItem>* items) const {
     *items = plain_.items;
-    std::vector<LaneItem> detours;
+    std::vector<PortItem> detours;
     for (const Host& host : hosts_) {
       if (host.level > ns && !relieve(host, ns, items, &detours)) return false;
     }
-    std::vector<const LaneItem*> sending = sending_;
-    for (const LaneItem& item : detours)
-      if (item.kind == LaneItem::Kind::DetourOut) sending.push_back(&item);
+    std::vector<const PortItem*> sending = sending_;
+    for (const PortItem& item : detours)
+      if (item.kind == PortItem::Kind::DetourOut) sending.push_back(&item);
     if (least_time(sending, network_, ns) > ns) return false;
     items->insert(items->end(), detours.begin(), detours.end());
     return true;
@@ -61,30 +61,30 @@ class DetourSearch {
     int64_t level = 0;                     // ns
   };
 
-  const Party& party(const LaneItem& item) const {
+  const Party& party(const PortItem& item) const {
     return plain_.parties[static_cast<size_t>(item.bundle)].receivers[static_cast<size_t>(item.party)];
   }
-  bool may_detour(const LaneItem& item) const {
+  bool may_detour(const PortItem& item) const {
     return !plain_.parties[static_cast<size_t>(item.bundle)].one_host;
   }
 
   void measure(Host* host) const {
     std::map<int32_t, int64_t> out;
     for (const size_t i : host->inside) {
-      const LaneItem& item = plain_.items[i];
-      for (size_t k = 0; k < item.lanes.size(); ++k) out[item.lanes[k]] += item.share[k];
+      const PortItem& item = plain_.items[i];
+      for (size_t k = 0; k < item.ports.size(); ++k) out[item.ports[k]] += item.share[k];
       // Each rank is the one at which the box enters a remote host about equally often.
       const std::vector<int32_t>& ranks = party(item).ranks;
       for (const int32_t r : ranks)
         host->local_in[r] += item.nbytes * item.copies / static_cast<int64_t>(ranks.size());
     }
-    for (const auto& [lane, nbytes] : out)
-      host->level = std::max(host->level, transfer_ns(nbytes, network_.lane_rate(lane)));
+    for (const auto& [port, nbytes] : out)
+      host->level = std::max(host->level, transfer_ns(nbytes, network_.port_rate(port)));
     for (const auto& [rank, nbytes] : host->local_in)
-      host->level = std::max(host->level, transfer_ns(nbytes, network_.lane_rate(network_.local_in(rank))));
+      host->level = std::max(host->level, transfer_ns(nbytes, network_.port_rate(network_.local_in(rank))));
   }
 
-  // Bytes that come by detours: by item of the host, by the lane of the NIC they come in at.
+  // Bytes that come by detours: by item of the host, by the port of the NIC they come in at.
   using Moved = std::vector<std::map<int32_t, int64_t>>;
 
   // What each receiver cannot take in from inside by `ns`, spread over its boxes in proportion to their size.
@@ -92,13 +92,13 @@ class DetourSearch {
   bool relieve_receivers(const Host& host, int64_t ns, Moved* moved) const {
     moved->assign(host.inside.size(), {});
     for (const auto& [rank, nbytes] : host.local_in) {
-      const int64_t over = nbytes - bytes_in(ns, network_.lane_rate(network_.local_in(rank)));
+      const int64_t over = nbytes - bytes_in(ns, network_.port_rate(network_.local_in(rank)));
       if (over <= 0) continue;
       int64_t all = 0;
       for (const bool counting : {true, false}) {
         if (!counting && over > all) return false;
         for (size_t n = 0; n < host.inside.size(); ++n) {
-          const LaneItem& item = plain_.items[host.inside[n]];
+          const PortItem& item = plain_.items[host.inside[n]];
           const std::vector<int32_t>& ranks = party(item).ranks;
           if (!may_detour(item) || !std::binary_search(ranks.begin(), ranks.end(), rank)) continue;
           const int64_t mine = item.total() / static_cast<int64_t>(ranks.size());
@@ -113,67 +113,67 @@ class DetourSearch {
     return true;
   }
 
-  // As few bytes as possible leave the lanes inside the host for its NICs, so that both are done by `ns`: the
-  // flow over lanes inside is made as large as it can be before NICs may take the rest.
-  bool relieve(const Host& host, int64_t ns, std::vector<LaneItem>* items,
-               std::vector<LaneItem>* detours) const {
+  // As few bytes as possible leave the ports inside the host for its NICs, so that both are done by `ns`: the
+  // flow over ports inside is made as large as it can be before NICs may take the rest.
+  bool relieve(const Host& host, int64_t ns, std::vector<PortItem>* items,
+               std::vector<PortItem>* detours) const {
     Moved moved;
     if (!relieve_receivers(host, ns, &moved)) return false;
-    std::map<int32_t, int64_t> taken;  // by lane of a NIC
+    std::map<int32_t, int64_t> taken;  // by port of a NIC
     std::vector<int64_t> left;         // by item
     for (size_t n = 0; n < host.inside.size(); ++n) {
       left.push_back(plain_.items[host.inside[n]].total());
-      for (const auto& [lane, nbytes] : moved[n]) {
-        taken[lane] += nbytes;
+      for (const auto& [port, nbytes] : moved[n]) {
+        taken[port] += nbytes;
         left[n] = std::max<int64_t>(0, left[n] - nbytes);
       }
     }
 
-    std::map<int32_t, int32_t> node_of;  // lane -> node
+    std::map<int32_t, int32_t> node_of;  // port -> node
     for (const std::vector<size_t>* some : {&host.inside, &host.entering}) {
       for (const size_t i : *some)
-        for (const int32_t lane : plain_.items[i].lanes) node_of.emplace(lane, 0);
+        for (const int32_t port : plain_.items[i].ports) node_of.emplace(port, 0);
     }
     for (const size_t i : host.inside)
       for (const int32_t r : party(plain_.items[i]).ranks) node_of.emplace(network_.nic_in(network_.nic(r)), 0);
     const int32_t source = 0;
     const int32_t sink = 1;
     int32_t nodes = 2;
-    for (auto& [lane, node] : node_of) node = nodes++;
+    for (auto& [port, node] : node_of) node = nodes++;
     FlowNetwork flow(nodes + static_cast<int32_t>(2 * host.inside.size() + host.entering.size()));
-    for (const auto& [lane, node] : node_of) {
-      const auto used = taken.find(lane);
+    for (const auto& [port, node] : node_of) {
+      const auto used = taken.find(port);
       const int64_t room =
-          bytes_in(ns, network_.lane_rate(lane)) - (used == taken.end() ? int64_t{0} : used->second);
+          bytes_in(ns, network_.port_rate(port)) - (used == taken.end() ? int64_t{0} : used->second);
       flow.add_edge(node, sink, std::max<int64_t>(0, room));
     }
     int64_t demand = 0;
     for (const size_t i : host.entering) {
-      const LaneItem& item = plain_.items[i];
+      const PortItem& item = plain_.items[i];
       demand += item.nbytes;
       flow.add_edge(source, nodes, item.nbytes);
-      for (const int32_t lane : item.lanes) flow.add_edge(nodes, node_of[lane], item.nbytes);
+      for (const int32_t port : item.ports) flow.add_edge(nodes, node_of[port], item.nbytes);
       ++nodes;
     }
     struct Way {
       size_t item;  // of the host
-      int32_t lane, edge;
+      int32_t port, edge;
       int64_t most;  // bytes: once for each of the receivers on the NIC
     };
     std::vector<Way> ways;
     for (size_t n = 0; n < host.inside.size(); ++n) {
-      const LaneItem& item = plain_.items[host.inside[n]];
+      const PortItem& item = plain_.items[host.inside[n]];
       demand += left[n];
       flow.add_edge(source, nodes, left[n]);
       const auto emitters = static_cast<size_t>(item.emitters);
-      for (size_t k = 0; k < item.lanes.size(); ++k)
-        flow.add_edge(k < emitters ? nodes : nodes + 1, node_of[item.lanes[k]], item.total());
-      if (emitters < item.lanes.size()) flow.add_edge(nodes, nodes + 1, item.total() - item.first());
+      for (size_t k = 0; k < item.ports.size(); ++k)
+        flow.add_edge(k < emitters ? nodes : nodes + 1, node_of[item.ports[k]], item.total());
+      if (emitters < item.ports.size()) flow.add_edge(nodes, nodes + 1, item.total() - item.first());
       if (may_detour(item)) {
-        std::map<int32_t, int64_t> on_lane;
-        for (const int32_t r : party(item).ranks) on_lane[network_.nic_in(network_.nic(r))] += item.nbytes;
-        for (const auto& [lane, most] : on_lane)
-          ways.push_back({n, lane, flow.add_edge(nodes, node_of[lane], 0), most});
+        std::map<int32_t, int64_t> on_port;
+        for (const int32_t r : party(item).ranks) on_port[network_.nic_in(network_.nic(r))] += item.nbytes;
+        for (const auto& [port, most] : on_port)
+          ways.push_back({n, port, flow.add_edge(nodes, node_of[port], 0), most});
       }
       nodes += 2;
     }
@@ -182,7 +182,7 @@ class DetourSearch {
     placed += flow.augment(source, sink);
     if (placed < demand) return false;
     for (const Way& way : ways)
-      if (flow.flow(way.edge) > 0) moved[way.item][way.lane] += flow.flow(way.edge);
+      if (flow.flow(way.edge) > 0) moved[way.item][way.port] += flow.flow(way.edge);
     for (size_t n = 0; n < host.inside.size(); ++n) {
       if (!moved[n].empty()) append(moved[n], &(*items)[host.inside[n]], detours);
     }
@@ -191,48 +191,48 @@ class DetourSearch {
 
   // The detours of one item, which they relieve: into NICs of its receivers, out of those of all other hosts
   // that have the box.
-  void append(const std::map<int32_t, int64_t>& moved, LaneItem* item, std::vector<LaneItem>* out) const {
+  void append(const std::map<int32_t, int64_t>& moved, PortItem* item, std::vector<PortItem>* out) const {
     const Parties& parties = plain_.parties[static_cast<size_t>(item->bundle)];
-    LaneItem in;
-    in.kind = LaneItem::Kind::DetourIn;
+    PortItem in;
+    in.kind = PortItem::Kind::DetourIn;
     in.bundle = item->bundle;
     in.party = item->party;
     in.nbytes = item->nbytes;
-    for (const auto& [lane, nbytes] : moved) {
+    for (const auto& [port, nbytes] : moved) {
       in.detour += nbytes;
-      in.lanes.push_back(lane);
+      in.ports.push_back(port);
     }
     in.detour = std::min(in.detour, item->total());
     item->detour -= in.detour;
-    LaneItem away = in;
-    away.kind = LaneItem::Kind::DetourOut;
-    away.lanes = lanes_from_elsewhere(parties, party(*item).host, network_);
-    for (LaneItem* made : {&in, &away}) {
-      made->emitters = static_cast<int32_t>(made->lanes.size());
+    PortItem away = in;
+    away.kind = PortItem::Kind::DetourOut;
+    away.ports = ports_from_elsewhere(parties, party(*item).host, network_);
+    for (PortItem* made : {&in, &away}) {
+      made->emitters = static_cast<int32_t>(made->ports.size());
       out->push_back(std::move(*made));
     }
   }
 
-  const LaneDemand& plain_;
+  const PortDemand& plain_;
   const Network& network_;
   std::vector<Host> hosts_;
-  std::vector<const LaneItem*> sending_;
+  std::vector<const PortItem*> sending_;
 };
 
 }  // namespace
 
-bool find_detours(const LaneDemand& plain, const Network& network, LaneDemand* out) {
+bool find_detours(const PortDemand& plain, const Network& network, PortDemand* out) {
   size_t entries = 0;
-  for (const LaneItem& item : plain.items) entries += item.lanes.size();
+  for (const PortItem& item : plain.items) entries += item.ports.size();
   for (size_t b = 0; b < plain.parties.size(); ++b)
     if (plain.parties[b].receivers.empty())
-      return false;  // to be reduced: how its lanes divide is not known yet
+      return false;  // to be reduced: how its ports divide is not known yet
   if (entries > kMostEntries) return false;
   const DetourSearch search(plain, network);
   int64_t low = plain.bound_ns - network.latency_ns();
   int64_t high = search.level();
   if (high <= low + low / kLeastGain) return false;
-  std::vector<LaneItem> items, best;
+  std::vector<PortItem> items, best;
   for (int i = 0; i < kHalvings; ++i) {
     const int64_t middle = low + (high - low) / 2;
     if (search.fit(middle, &items)) {
@@ -243,10 +243,10 @@ bool find_detours(const LaneDemand& plain, const Network& network, LaneDemand* o
     }
   }
   if (best.empty()) return false;
-  std::vector<LaneItem> inside, between;
-  for (LaneItem& item : best) (item.inside() ? inside : between).push_back(std::move(item));
-  balance_lanes(network, &inside);
-  balance_lanes(network, &between);
+  std::vector<PortItem> inside, between;
+  for (PortItem& item : best) (item.inside() ? inside : between).push_back(std::move(item));
+  balance_ports(network, &inside);
+  balance_ports(network, &between);
   *out = plain;
   out->items = std::move(between);
   out->items.insert(out->items.end(), std::make_move_iterator(inside.begin()),

@@ -8,30 +8,30 @@ namespace meshcast {
 
 namespace {
 
-// Bundles that hold a lane which limits the plan for longer than the lane at its other end; of these, the ones
-// with the slowest such lane, since they wait for the others.
-std::vector<char> find_slow(const LaneDemand& demand, const Network& network) {
-  std::vector<int64_t> load(static_cast<size_t>(network.lane_count()), 0);
-  for (const LaneItem& item : demand.items)
-    for (size_t k = 0; k < item.lanes.size(); ++k) load[static_cast<size_t>(item.lanes[k])] += item.share[k];
+// Bundles that hold a port which limits the plan for longer than the port at its other end; of these, the ones
+// with the slowest such port, since they wait for the others.
+std::vector<char> find_slow(const PortDemand& demand, const Network& network) {
+  std::vector<int64_t> load(static_cast<size_t>(network.port_count()), 0);
+  for (const PortItem& item : demand.items)
+    for (size_t k = 0; k < item.ports.size(); ++k) load[static_cast<size_t>(item.ports[k])] += item.share[k];
   std::vector<int64_t> rates(demand.parties.size(), INT64_MAX);
   std::vector<int64_t> fastest(demand.parties.size() * 2, 0);
-  const auto side = [](const LaneItem& item) { return static_cast<size_t>(item.bundle) * 2 + item.into(); };
-  for (const LaneItem& item : demand.items) {
+  const auto side = [](const PortItem& item) { return static_cast<size_t>(item.bundle) * 2 + item.into(); };
+  for (const PortItem& item : demand.items) {
     if (item.inside()) continue;
-    for (size_t k = 0; k < item.lanes.size(); ++k)
+    for (size_t k = 0; k < item.ports.size(); ++k)
       if (item.share[k] > 0)
-        fastest[side(item)] = std::max(fastest[side(item)], network.lane_rate(item.lanes[k]));
+        fastest[side(item)] = std::max(fastest[side(item)], network.port_rate(item.ports[k]));
   }
-  for (const LaneItem& item : demand.items) {
+  for (const PortItem& item : demand.items) {
     if (item.inside()) continue;
-    for (size_t k = 0; k < item.lanes.size(); ++k) {
-      const auto lane = item.lanes[k];
-      const auto ns = transfer_ns(load[static_cast<size_t>(lane)], network.lane_rate(lane));
+    for (size_t k = 0; k < item.ports.size(); ++k) {
+      const auto port = item.ports[k];
+      const auto ns = transfer_ns(load[static_cast<size_t>(port)], network.port_rate(port));
       if (item.share[k] > 0 && ns > demand.bound_ns / 20 * 19 &&
-          network.lane_rate(lane) < fastest[side(item) ^ 1]) {
+          network.port_rate(port) < fastest[side(item) ^ 1]) {
         int64_t& rate = rates[static_cast<size_t>(item.bundle)];
-        rate = std::min(rate, network.lane_rate(lane));
+        rate = std::min(rate, network.port_rate(port));
       }
     }
   }
@@ -42,14 +42,14 @@ std::vector<char> find_slow(const LaneDemand& demand, const Network& network) {
 }
 
 // Of the NICs that carry a share.
-std::pair<int64_t, int64_t> slowest_and_fastest(const LaneDemand& demand, const Network& network) {
+std::pair<int64_t, int64_t> slowest_and_fastest(const PortDemand& demand, const Network& network) {
   std::pair<int64_t, int64_t> out{INT64_MAX, 0};
-  for (const LaneItem& item : demand.items) {
+  for (const PortItem& item : demand.items) {
     if (item.inside()) continue;
-    for (size_t k = 0; k < item.lanes.size(); ++k) {
+    for (size_t k = 0; k < item.ports.size(); ++k) {
       if (item.share[k] == 0) continue;
-      out.first = std::min(out.first, network.lane_rate(item.lanes[k]));
-      out.second = std::max(out.second, network.lane_rate(item.lanes[k]));
+      out.first = std::min(out.first, network.port_rate(item.ports[k]));
+      out.second = std::max(out.second, network.port_rate(item.ports[k]));
     }
   }
   return out;
@@ -60,18 +60,18 @@ constexpr int64_t kFewestUnits = 8;
 constexpr int64_t kMostUnits = 32;
 constexpr int64_t kUnitsInAll = 65'536;
 
-// A hop holds its slower lane for as long as every other hop, whatever the rates. A fast NIC that takes in from
+// A hop holds its slower port for as long as every other hop, whatever the rates. A fast NIC that takes in from
 // slow ones then serves them in turn, each once in a period; with chunks of equal size the periods of unlike
 // senders do not divide each other, and the senders wait.
-Draft draft_timed(const Inputs& in, const LaneDemand& demand, TreeStyle style) {
+Draft draft_timed(const Inputs& in, const PortDemand& demand, TreeStyle style) {
   Drafter drafter(in.tasks, in.problems, in.network);
   TreeBuilder trees(demand, in.network, style.fan);
   std::vector<int64_t> in_rate(in.bundles.size(), INT64_MAX);  // of the slowest host that takes in
-  for (const LaneItem& item : demand.items) {
+  for (const PortItem& item : demand.items) {
     if (!item.into()) continue;
     int64_t rate = 0;
-    for (size_t k = 0; k < item.lanes.size(); ++k)
-      if (item.share[k] > 0) rate = std::max(rate, in.network.lane_rate(item.lanes[k]));
+    for (size_t k = 0; k < item.ports.size(); ++k)
+      if (item.share[k] > 0) rate = std::max(rate, in.network.port_rate(item.ports[k]));
     int64_t& slowest = in_rate[static_cast<size_t>(item.bundle)];
     slowest = std::min(slowest, rate);
   }
@@ -85,13 +85,13 @@ Draft draft_timed(const Inputs& in, const LaneDemand& demand, TreeStyle style) {
     UnitCutter cutter(bundle, in.tasks, in.problems, std::max<int64_t>(1, in.chunk_bytes / units));
     int64_t before = 0;
     while (!cutter.done()) {
-      const int32_t lane = trees.next_emitter(static_cast<int32_t>(b));
-      const int64_t rate = lane < 0 ? fastest : std::min(in.network.lane_rate(lane), in_rate[b]);
+      const int32_t port = trees.next_emitter(static_cast<int32_t>(b));
+      const int64_t rate = port < 0 ? fastest : std::min(in.network.port_rate(port), in_rate[b]);
       const auto want = static_cast<int64_t>(static_cast<__int128>(in.chunk_bytes) * rate / fastest);
       const int32_t c = cutter.next(std::max<int64_t>(want, 1), &drafter);
       const int64_t nbytes = drafter.chunk_bytes(c);
       const auto due = static_cast<int64_t>(static_cast<__int128>(before) * demand.bound_ns / bundle.nbytes);
-      drafter.send(c, trees.route(static_cast<int32_t>(b), bundle.nbytes, nbytes, lane), -1,
+      drafter.send(c, trees.route(static_cast<int32_t>(b), bundle.nbytes, nbytes, port), -1,
                    style.steady ? due : -1);
       before += nbytes;
     }
@@ -104,16 +104,16 @@ Draft draft_timed(const Inputs& in, const LaneDemand& demand, TreeStyle style) {
 
 }  // namespace
 
-bool has_slow_lanes(const LaneDemand& demand, const Network& network) {
+bool has_slow_ports(const PortDemand& demand, const Network& network) {
   const std::vector<char> slow = find_slow(demand, network);
   return std::find(slow.begin(), slow.end(), 1) != slow.end();
 }
 
-bool has_unlike_nics(const LaneDemand& demand, const Network& network) {
+bool has_unlike_nics(const PortDemand& demand, const Network& network) {
   return slowest_and_fastest(demand, network).first < slowest_and_fastest(demand, network).second;
 }
 
-Draft draft_multicast(const Inputs& in, const LaneDemand& demand, TreeStyle style) {
+Draft draft_multicast(const Inputs& in, const PortDemand& demand, TreeStyle style) {
   if (style.timed) return draft_timed(in, demand, style);
   Drafter drafter(in.tasks, in.problems, in.network);
   TreeBuilder trees(demand, in.network, style.fan);

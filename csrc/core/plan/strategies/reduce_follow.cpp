@@ -4,8 +4,8 @@
 
 namespace meshcast {
 
-// Along the chain of a way, over its lanes as far as one rank for each value allows: a rank behind the lane out
-// of every host gives a value first, then one behind the lane in, then the others. No stop where a host would
+// Along the chain of a way, over its ports as far as one rank for each value allows: a rank behind the port out
+// of every host gives a value first, then one behind the port in, then the others. No stop where a host would
 // have nothing to add.
 ReduceRouter::Stop ReduceRouter::reduce_along(const ReduceWay& way, ReduceOp op) {
   struct Host {
@@ -49,7 +49,7 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const ReduceWay& way, ReduceOp op)
     if (best >= 0) take(best, best_rank, &hosts[i]);
     return best_rank;
   };
-  // Lanes out first: a host that is left over another NIC than the way says shifts load between NICs.
+  // Ports out first: a host that is left over another NIC than the way says shifts load between NICs.
   for (size_t i = 0; i < hosts.size(); ++i)
     if (way.chain[i].out >= 0) hosts[i].leave = take_behind(i, way.chain[i].out / 2);
   for (size_t i = 0; i < hosts.size(); ++i) {

@@ -10,7 +10,7 @@ namespace meshcast {
 namespace {
 
 constexpr size_t kMostSizes = 64;          // of chunks whose times are kept
-constexpr int64_t kUnits = 4096;           // of the busiest lane
+constexpr int64_t kUnits = 4096;           // of the busiest port
 constexpr int64_t kMostUnits = 16 * 1024;  // eighth powers of these and sums of many fit into 128 bits
 constexpr size_t kMostRoots = 5;           // ends of the chain tried for one chunk
 constexpr size_t kManyRanks = 128;         // taking part: there only kFewRoots are tried
@@ -23,8 +23,8 @@ void ReduceRouter::measure(int64_t nbytes) {
   std::vector<int64_t>& out = hop_ns_of_[nbytes];
   hop_ns_ = &out;
   if (!out.empty()) return;
-  for (int32_t lane = 0; lane < network_.lane_count(); ++lane)
-    out.push_back(transfer_ns(nbytes, network_.lane_rate(lane)));
+  for (int32_t port = 0; port < network_.port_count(); ++port)
+    out.push_back(transfer_ns(nbytes, network_.port_rate(port)));
 }
 
 __int128 ReduceRouter::weigh(int64_t load_ns) const {
@@ -37,9 +37,9 @@ __int128 ReduceRouter::weigh(int64_t load_ns) const {
   return square * square * square * square;
 }
 
-__int128 ReduceRouter::cost_of(int32_t lane) const {
-  const int64_t at = load_[static_cast<size_t>(lane)];
-  return weigh(at + hop_ns(lane)) - weigh(at);
+__int128 ReduceRouter::cost_of(int32_t port) const {
+  const int64_t at = load_[static_cast<size_t>(port)];
+  return weigh(at + hop_ns(port)) - weigh(at);
 }
 
 void ReduceRouter::mind_the_busiest() {
@@ -66,7 +66,7 @@ int32_t ReduceRouter::cheapest(const std::vector<int32_t>& ranks, int32_t but, b
 void ReduceRouter::load(const Route& route, int64_t times) {
   for (const Edge& edge : route) {
     const Network::Link link = network_.link(edge.src, edge.dst);
-    for (const int32_t lane : {link.out, link.in}) load_[static_cast<size_t>(lane)] += times * hop_ns(lane);
+    for (const int32_t port : {link.out, link.in}) load_[static_cast<size_t>(port)] += times * hop_ns(port);
   }
 }
 
@@ -299,9 +299,9 @@ bool ReduceRouter::improve(const Task& task, int64_t nbytes, const Ways& ways, R
   __int128 old_cost = 0;
   for (const Edge& edge : *route) {
     const Network::Link link = network_.link(edge.src, edge.dst);
-    for (const int32_t lane : {link.out, link.in}) {
-      old_cost += cost_of(lane);
-      load_[static_cast<size_t>(lane)] += hop_ns(lane);
+    for (const int32_t port : {link.out, link.in}) {
+      old_cost += cost_of(port);
+      load_[static_cast<size_t>(port)] += hop_ns(port);
     }
   }
   load(*route, -1);

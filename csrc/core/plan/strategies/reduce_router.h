@@ -16,12 +16,12 @@ namespace meshcast {
 // the other receivers a chunk visits one holder of every value on a chain that adds as it goes, host by host;
 // the rank at its end has the result, from where a tree reaches all receivers. Which replicas are used, where
 // the chain begins and ends, and which NICs each host is entered and left by is chosen for every chunk: what
-// adds least to the sum of squared lane loads is taken (see mind_the_busiest for the end of the search).
+// adds least to the sum of squared port loads is taken (see mind_the_busiest for the end of the search).
 class ReduceRouter {
  public:
   explicit ReduceRouter(const Network& network)
       : network_(network),
-        load_(static_cast<size_t>(network.lane_count()), 0),
+        load_(static_cast<size_t>(network.port_count()), 0),
         nic_edge_(static_cast<size_t>(network.nic_count()), kUnseen) {}
 
   // The route of a chunk; its load counts for the routes after it. `ways` are tried beside what is found by
@@ -30,10 +30,10 @@ class ReduceRouter {
   const Route& route(const Task& task, int64_t nbytes, const Ways& ways, int32_t only = -1);
 
   // From now on the sum of the eighth powers of the loads counts in place of their squares: it follows the most
-  // loaded lanes even where sparing them makes detours.
+  // loaded ports even where sparing them makes detours.
   void mind_the_busiest();
 
-  // Of the busiest lane, by all routes so far.
+  // Of the busiest port, by all routes so far.
   int64_t busiest_ns() const { return load_.empty() ? 0 : *std::max_element(load_.begin(), load_.end()); }
 
   // Chooses the route of a chunk again, now that the load of all others is known. False if the old one stays.
@@ -49,9 +49,9 @@ class ReduceRouter {
   enum class Cover : uint8_t { FewHosts, LittleLoad, BestOfBoth, Cheapest };
 
   void measure(int64_t nbytes);
-  int64_t hop_ns(int32_t lane) const { return (*hop_ns_)[static_cast<size_t>(lane)]; }
+  int64_t hop_ns(int32_t port) const { return (*hop_ns_)[static_cast<size_t>(port)]; }
   __int128 weigh(int64_t load_ns) const;
-  __int128 cost_of(int32_t lane) const;  // what a hop on the lane adds to the weight of all loads
+  __int128 cost_of(int32_t port) const;  // what a hop on the port adds to the weight of all loads
   __int128 entry_cost(int32_t rank) const { return cost_of(network_.nic_in(network_.nic(rank))); }
   __int128 exit_cost(int32_t rank) const { return cost_of(network_.nic_out(network_.nic(rank))); }
   int32_t cheapest(const std::vector<int32_t>& ranks, int32_t but, bool entry) const;
@@ -71,12 +71,12 @@ class ReduceRouter {
   void spread_outside(std::vector<Stop> having, const std::vector<int32_t>& hosts);
 
   const Network& network_;
-  std::vector<int64_t> load_;  // by lane, ns
+  std::vector<int64_t> load_;  // by port, ns
   std::vector<int32_t> nic_edge_;
   uint64_t turn_ = 0;                                  // state of a generator: which ends are tried
   int64_t unit_ns_ = 0;                                // of loads whose eighth powers count; 0: squares
-  bool inside_limits_ = false;                         // a local lane is busiest
-  std::map<int64_t, std::vector<int64_t>> hop_ns_of_;  // chunk bytes -> time by lane
+  bool inside_limits_ = false;                         // a local port is busiest
+  std::map<int64_t, std::vector<int64_t>> hop_ns_of_;  // chunk bytes -> time by port
   // Of the current chunk.
   const std::vector<int64_t>* hop_ns_ = nullptr;
   std::map<int32_t, Values> hosts_;                    // that have values

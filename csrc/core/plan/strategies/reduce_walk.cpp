@@ -9,9 +9,9 @@ namespace meshcast {
 ReduceRouter::Stop ReduceRouter::go(Stop from, int32_t to, ReduceOp reduce) {
   route_.push_back({from.rank, to, from.edge, reduce, false});
   const Network::Link link = network_.link(from.rank, to);
-  for (const int32_t lane : {link.out, link.in}) {
-    cost_ += cost_of(lane);
-    load_[static_cast<size_t>(lane)] += hop_ns(lane);
+  for (const int32_t port : {link.out, link.in}) {
+    cost_ += cost_of(port);
+    load_[static_cast<size_t>(port)] += hop_ns(port);
   }
   return {to, static_cast<int32_t>(route_.size()) - 1};
 }
@@ -20,8 +20,8 @@ ReduceRouter::Stop ReduceRouter::go(Stop from, int32_t to, ReduceOp reduce) {
 void ReduceRouter::undo(size_t edges) {
   while (route_.size() > edges) {
     const Network::Link link = network_.link(route_.back().src, route_.back().dst);
-    for (const int32_t lane : {link.out, link.in}) {
-      load_[static_cast<size_t>(lane)] -= hop_ns(lane);
+    for (const int32_t port : {link.out, link.in}) {
+      load_[static_cast<size_t>(port)] -= hop_ns(port);
     }
     route_.pop_back();
   }
@@ -29,7 +29,7 @@ void ReduceRouter::undo(size_t edges) {
 
 // A chain through the given ranks that ends at `root`. It begins on the host that is most costly to enter; the
 // others follow each other in ring order up to the root's. Each host is entered and left over its least
-// loaded NICs. In several rounds, each through a part of every host's ranks, NICs do more and local lanes less.
+// loaded NICs. In several rounds, each through a part of every host's ranks, NICs do more and local ports less.
 ReduceRouter::Stop ReduceRouter::reduce_along(const std::vector<int32_t>& values, int32_t root, size_t rounds,
                                               ReduceOp op) {
   const int32_t home = network_.host(root);
@@ -101,7 +101,7 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const std::vector<int32_t>& values
   return at;
 }
 
-// Through the receivers of the host of `first`, from there on: as a chain, or, where local lanes limit, each
+// Through the receivers of the host of `first`, from there on: as a chain, or, where local ports limit, each
 // from the one that has least to send by then.
 ReduceRouter::Stop ReduceRouter::spread_inside(Stop from, int32_t first) {
   const auto it = receivers_.find(network_.host(first));

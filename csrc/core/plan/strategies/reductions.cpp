@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kMostPasses = 12;          // over all chunks, choosing again
 constexpr int64_t kMostEdges = 120'000;  // of routes chosen again, all passes together
-constexpr int64_t kClose = 256;          // a busiest lane this near to the bound is as good as can be: 1/256
+constexpr int64_t kClose = 256;          // a busiest port this near to the bound is as good as can be: 1/256
 constexpr int64_t kGain = 256;           // what a pass must save to be worth another: 1/256
 
 struct ReducedChunk {
@@ -49,7 +49,7 @@ class WayTurns {
   int64_t all_ = 0, sent_ = 0;
 };
 
-// Chosen in turn, a chunk of every bundle first, then again while the sum of squared lane loads falls. With
+// Chosen in turn, a chunk of every bundle first, then again while the sum of squared port loads falls. With
 // `mixed`, the first choice follows the mixture of ways that would be best for boxes as a whole.
 RoutedChunks choose_routes(const std::vector<ReducedChunk>& chunks, const std::vector<size_t>& order,
                            bool mixed, int64_t bound_ns, const Network& network) {
@@ -80,7 +80,7 @@ RoutedChunks choose_routes(const std::vector<ReducedChunk>& chunks, const std::v
   return out;
 }
 
-// The routes whose busiest lane is done first, or the others: which of them can be scheduled better, only
+// The routes whose busiest port is done first, or the others: which of them can be scheduled better, only
 // trying tells.
 const RoutedChunks& find_routes(const std::vector<ReducedChunk>& chunks, bool second, const Inputs& in) {
   std::vector<size_t> order(chunks.size());

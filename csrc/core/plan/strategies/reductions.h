@@ -15,7 +15,7 @@ struct Inputs;
 // chunk size, starting from rules or from the mixture of ways (see find_reduce_mix).
 struct RoutedChunks {
   std::vector<Route> routes;
-  int64_t busiest_ns = 0;  // lane
+  int64_t busiest_ns = 0;  // port
 };
 using ReductionRoutes = std::map<std::pair<int64_t, bool>, RoutedChunks>;
 

@@ -41,7 +41,7 @@ Draft draft_global_all_gather(const Inputs& in);
 Draft draft_broadcast(const Inputs& in);
 
 // Ours: every chunk takes a tree of its own, so that all NICs finish together (see TreeBuilder for `fan`).
-// `steady` asks the scheduler to let all tasks advance at the same pace; without it the busiest lanes come
+// `steady` asks the scheduler to let all tasks advance at the same pace; without it the busiest ports come
 // first throughout.
 struct TreeStyle {
   int64_t fan = 1;
@@ -49,17 +49,17 @@ struct TreeStyle {
   bool uneven = false;  // chunks of unlike size from bundle to bundle, so that NICs fall out of step
   bool timed = false;   // chunks in proportion to the rate at which they travel, so that hops last equally long
   int32_t patience = 0;  // as in Draft
-  int64_t finer = 1;     // bundles that do not hold a slow lane which limits the plan: chunks finer by this
+  int64_t finer = 1;     // bundles that do not hold a slow port which limits the plan: chunks finer by this
   bool second_routes = false;  // of chunks to be reduced: as in draft_reductions
 };
 
-// Whether `finer` has an effect: some bundle holds a lane that limits the plan for longer than the lane at its
+// Whether `finer` has an effect: some bundle holds a port that limits the plan for longer than the port at its
 // other end, as where a fast NIC serves a slow one.
-bool has_slow_lanes(const LaneDemand& demand, const Network& network);
+bool has_slow_ports(const PortDemand& demand, const Network& network);
 
 // Whether `timed` has an effect: NICs that carry a share differ in rate.
-bool has_unlike_nics(const LaneDemand& demand, const Network& network);
+bool has_unlike_nics(const PortDemand& demand, const Network& network);
 
-Draft draft_multicast(const Inputs& in, const LaneDemand& demand, TreeStyle style);
+Draft draft_multicast(const Inputs& in, const PortDemand& demand, TreeStyle style);
 
 }  // namespace meshcast

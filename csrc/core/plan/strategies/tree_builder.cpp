@@ -21,12 +21,12 @@ int32_t rank_on_nic(const std::vector<int32_t>& ranks, int32_t nic, int32_t bund
 
 }  // namespace
 
-TreeBuilder::TreeBuilder(const LaneDemand& demand, const Network& network, int64_t fan)
+TreeBuilder::TreeBuilder(const PortDemand& demand, const Network& network, int64_t fan)
     : demand_(demand),
       network_(network),
       credits_(network, fan),
       by_bundle_(demand.parties.size()),
-      emitted_(static_cast<size_t>(network.lane_count()), 0),
+      emitted_(static_cast<size_t>(network.port_count()), 0),
       local_in_(static_cast<size_t>(network.rank_count()), 0),
       due_in_(static_cast<size_t>(network.rank_count()), 0),
       arrived_(static_cast<size_t>(network.rank_count()), -1),
@@ -39,20 +39,20 @@ TreeBuilder::TreeBuilder(const LaneDemand& demand, const Network& network, int64
     mine.owed.assign(demand.parties[b].receivers.size(), 0);
   }
   for (size_t i = 0; i < demand.items.size(); ++i) {
-    const LaneItem& it = demand.items[i];
+    const PortItem& it = demand.items[i];
     BundleItems& mine = by_bundle_[static_cast<size_t>(it.bundle)];
     const auto index = static_cast<int32_t>(i);
     const auto p = static_cast<size_t>(std::max(it.party, 0));
     switch (it.kind) {
-      case LaneItem::Kind::NicOut: mine.out = index; break;
-      case LaneItem::Kind::NicIn: mine.in[p] = index; break;
-      case LaneItem::Kind::Local:
+      case PortItem::Kind::NicOut: mine.out = index; break;
+      case PortItem::Kind::NicIn: mine.in[p] = index; break;
+      case PortItem::Kind::Local:
         mine.local[p] = index;
         for (const int32_t r : demand.parties[static_cast<size_t>(it.bundle)].receivers[p].ranks)
           due_in_[static_cast<size_t>(r)] += it.nbytes;
         break;
-      case LaneItem::Kind::DetourOut: mine.detour_out[p] = index; break;
-      case LaneItem::Kind::DetourIn:
+      case PortItem::Kind::DetourOut: mine.detour_out[p] = index; break;
+      case PortItem::Kind::DetourIn:
         mine.detour_in[p] = index;
         mine.detours = true;
         break;
@@ -68,14 +68,14 @@ void TreeBuilder::add_edge(int32_t src, int32_t dst, int32_t parent) {
 // The rank at which the chunk enters a remote host.
 int32_t TreeBuilder::enter(const Parties& parties, size_t party, const BundleItems& items, int32_t bundle,
                            int64_t nbytes) {
-  const LaneItem& it = item(items.in[party]);
+  const PortItem& it = item(items.in[party]);
   const std::vector<int32_t>& counts = pick(items.in[party], nbytes, -1);
   const auto k = static_cast<size_t>(std::find(counts.begin(), counts.end(), 1) - counts.begin());
-  const int32_t nic = it.lanes[k] / 2;
+  const int32_t nic = it.ports[k] / 2;
   const std::vector<int32_t>& ranks = parties.receivers[party].ranks;
   int32_t root = rank_on_nic(ranks, nic, bundle, network_);
   if (items.local[party] >= 0) {
-    // What enters at a rank it need not take in over its local lane: the one with most of that gets it.
+    // What enters at a rank it need not take in over its local port: the one with most of that gets it.
     for (const int32_t r : ranks) {
       if (network_.nic(r) == nic && local_in_[static_cast<size_t>(r)] > local_in_[static_cast<size_t>(root)])
         root = r;
@@ -107,7 +107,7 @@ void TreeBuilder::spread_inside(const Parties& parties, size_t party, const Bund
     }
     return;
   }
-  const LaneItem& it = item(items.local[party]);
+  const PortItem& it = item(items.local[party]);
   const auto has_or_is_late = [&](int32_t r) { return r == root || is_late_[static_cast<size_t>(r)] != 0; };
   const int64_t copies =
       static_cast<int64_t>(ranks.size()) - std::count_if(ranks.begin(), ranks.end(), has_or_is_late);
@@ -117,8 +117,8 @@ void TreeBuilder::spread_inside(const Parties& parties, size_t party, const Bund
   std::deque<Slot> slots;
   std::vector<std::pair<int32_t, int32_t>> waiting;  // (-hops, rank): those that pass it on come first
   const int32_t base = network_.local_out(0);
-  for (size_t k = 0; k < it.lanes.size(); ++k) {
-    const int32_t rank = (it.lanes[k] - base) / 2;
+  for (size_t k = 0; k < it.ports.size(); ++k) {
+    const int32_t rank = (it.ports[k] - base) / 2;
     if (holders != nullptr && k < static_cast<size_t>(it.emitters)) {
       if (counts[k] > 0) slots.push_back({rank, -1, counts[k]});
     } else if (rank == root) {
@@ -127,9 +127,9 @@ void TreeBuilder::spread_inside(const Parties& parties, size_t party, const Bund
       waiting.emplace_back(-counts[k], rank);
     }
   }
-  // A receiver whose lane is not in the item (a single copy per holder) passes nothing on.
+  // A receiver whose port is not in the item (a single copy per holder) passes nothing on.
   for (const int32_t r : ranks) {
-    const bool listed = std::find(it.lanes.begin(), it.lanes.end(), network_.local_out(r)) != it.lanes.end();
+    const bool listed = std::find(it.ports.begin(), it.ports.end(), network_.local_out(r)) != it.ports.end();
     if (!listed && !has_or_is_late(r)) waiting.emplace_back(0, r);
   }
   std::sort(waiting.begin(), waiting.end());
@@ -144,17 +144,17 @@ void TreeBuilder::spread_inside(const Parties& parties, size_t party, const Bund
 int32_t TreeBuilder::next_emitter(int32_t bundle) const {
   const int32_t out = by_bundle_[static_cast<size_t>(bundle)].out;
   if (out < 0) return -1;
-  const LaneItem& it = item(out);
+  const PortItem& it = item(out);
   int32_t best = -1;
   __int128 best_emitted = 0;
   __int128 best_share = 1;
   for (size_t k = 0; k < static_cast<size_t>(it.emitters); ++k) {
-    const int32_t lane = it.lanes[k];
+    const int32_t port = it.ports[k];
     if (it.share[k] == 0) continue;
-    const int64_t emitted = emitting_bundle_ == bundle ? emitted_[static_cast<size_t>(lane)] : 0;
+    const int64_t emitted = emitting_bundle_ == bundle ? emitted_[static_cast<size_t>(port)] : 0;
     // Least emitted / share; multiplied out.
     if (best < 0 || emitted * best_share < best_emitted * it.share[k]) {
-      best = lane;
+      best = port;
       best_emitted = emitted;
       best_share = it.share[k];
     }
@@ -175,22 +175,22 @@ void TreeBuilder::accrue(int32_t bundle, int64_t bundle_bytes, int64_t nbytes) {
   }
 }
 
-const Route& TreeBuilder::route(int32_t bundle, int64_t bundle_bytes, int64_t nbytes, int32_t first_lane) {
+const Route& TreeBuilder::route(int32_t bundle, int64_t bundle_bytes, int64_t nbytes, int32_t first_port) {
   const Parties& parties = demand_.parties[static_cast<size_t>(bundle)];
   BundleItems& items = by_bundle_[static_cast<size_t>(bundle)];
   route_.clear();
   accrue(bundle, bundle_bytes, nbytes);
   if (items.out >= 0) {
-    const LaneItem& out = item(items.out);
-    if (first_lane >= 0) {
+    const PortItem& out = item(items.out);
+    if (first_port >= 0) {
       if (emitting_bundle_ != bundle) {
-        for (const int32_t lane : out.lanes) emitted_[static_cast<size_t>(lane)] = 0;
+        for (const int32_t port : out.ports) emitted_[static_cast<size_t>(port)] = 0;
         emitting_bundle_ = bundle;
       }
-      emitted_[static_cast<size_t>(first_lane)] += nbytes;
+      emitted_[static_cast<size_t>(first_port)] += nbytes;
     }
-    const std::vector<int32_t>& counts = pick(items.out, nbytes, first_lane);
-    for (size_t k = 0; k < out.lanes.size(); ++k) nic_hops_[static_cast<size_t>(out.lanes[k] / 2)] = counts[k];
+    const std::vector<int32_t>& counts = pick(items.out, nbytes, first_port);
+    for (size_t k = 0; k < out.ports.size(); ++k) nic_hops_[static_cast<size_t>(out.ports[k] / 2)] = counts[k];
   }
   if (items.detours) {
     late_.clear();
@@ -205,7 +205,7 @@ const Route& TreeBuilder::route(int32_t bundle, int64_t bundle_bytes, int64_t nb
   }
   if (items.out >= 0) {
     build_tree(bundle, nbytes);
-    for (const int32_t lane : item(items.out).lanes) nic_hops_[static_cast<size_t>(lane / 2)] = 0;
+    for (const int32_t port : item(items.out).ports) nic_hops_[static_cast<size_t>(port / 2)] = 0;
   }
   if (items.detours) enter_late(parties, items, bundle, nbytes);
   return route_;

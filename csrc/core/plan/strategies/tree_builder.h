@@ -6,25 +6,25 @@
 
 #include "plan/bound/bound.h"
 #include "plan/draft.h"
-#include "plan/strategies/lane_credits.h"
+#include "plan/strategies/port_credits.h"
 
 namespace meshcast {
 
-// Builds the route of one chunk after another so that, over all chunks, every lane carries its balanced share
-// (see LaneCredits). Receivers that the chunk reaches by a detour come last, when all hosts have it.
+// Builds the route of one chunk after another so that, over all chunks, every port carries its balanced share
+// (see PortCredits). Receivers that the chunk reaches by a detour come last, when all hosts have it.
 class TreeBuilder {
  public:
   // `fan`: how often a host that forwards a chunk sends it, as long as there are receivers left. With 1 the
   // trees are chains wherever shares are equal; with 2 every host forwards every other chunk twice, which
   // makes the same load in trees of logarithmic depth.
-  TreeBuilder(const LaneDemand& demand, const Network& network, int64_t fan);
+  TreeBuilder(const PortDemand& demand, const Network& network, int64_t fan);
 
   // The route of a chunk of `nbytes`. Hosts that forward come before those that do not, so the tree is as
   // shallow as the shares allow: with one sender it is a chain, with many it is nearly flat.
-  // The chunk leaves its holders over `first_lane` where that is given.
-  const Route& route(int32_t bundle, int64_t bundle_bytes, int64_t nbytes, int32_t first_lane = -1);
+  // The chunk leaves its holders over `first_port` where that is given.
+  const Route& route(int32_t bundle, int64_t bundle_bytes, int64_t nbytes, int32_t first_port = -1);
 
-  // For bundles whose chunks have the size that suits their sender: the lane over which the next chunk should
+  // For bundles whose chunks have the size that suits their sender: the port over which the next chunk should
   // leave its holders, so that each is used in proportion to its share; -1 where nothing leaves a host.
   int32_t next_emitter(int32_t bundle) const;
 
@@ -49,9 +49,9 @@ class TreeBuilder {
     bool spreads = false;  // it copies the chunk to the others of its host
   };
 
-  const LaneItem& item(int32_t index) const { return demand_.items[static_cast<size_t>(index)]; }
-  const std::vector<int32_t>& pick(int32_t index, int64_t nbytes, int32_t first_lane) {
-    return credits_.pick(item(index), item(index).copies, nbytes, first_lane);
+  const PortItem& item(int32_t index) const { return demand_.items[static_cast<size_t>(index)]; }
+  const std::vector<int32_t>& pick(int32_t index, int64_t nbytes, int32_t first_port) {
+    return credits_.pick(item(index), item(index).copies, nbytes, first_port);
   }
   int32_t enter(const Parties& parties, size_t party, const BundleItems& items, int32_t bundle, int64_t nbytes);
   void spread_inside(const Parties& parties, size_t party, const BundleItems& items, int32_t root,
@@ -62,15 +62,15 @@ class TreeBuilder {
 
   // Detours (tree_detours.cpp).
   void choose_late(const Parties& parties, size_t party, BundleItems* items, int32_t root, int64_t nbytes);
-  int32_t pick_late(const Parties& parties, size_t party, int32_t lane, int32_t root) const;
+  int32_t pick_late(const Parties& parties, size_t party, int32_t port, int32_t root) const;
   bool holder_waits(const Parties& parties, size_t party, const BundleItems& items);
   void enter_late(const Parties& parties, const BundleItems& items, int32_t bundle, int64_t nbytes);
 
-  const LaneDemand& demand_;
+  const PortDemand& demand_;
   const Network& network_;
-  LaneCredits credits_;
+  PortCredits credits_;
   std::vector<BundleItems> by_bundle_;
-  std::vector<int64_t> emitted_;  // by lane, bytes that left the holders of emitting_bundle_
+  std::vector<int64_t> emitted_;  // by port, bytes that left the holders of emitting_bundle_
   int32_t emitting_bundle_ = -1;
   std::vector<int64_t> local_in_;  // by rank, bytes so far, hot hosts only
   std::vector<int64_t> due_in_;    // by rank, bytes it takes in all in all but for what detours have brought

@@ -11,10 +11,10 @@ bool uses(const std::vector<int32_t>& ranks, int32_t nic, const Network& network
 
 }  // namespace
 
-// Which receiver of a party on the NIC of the given lane gets the chunk late, or -1: the one that still has
+// Which receiver of a party on the NIC of the given port gets the chunk late, or -1: the one that still has
 // most to take in. One that passes the chunk to other hosts over this NIC must have it early.
-int32_t TreeBuilder::pick_late(const Parties& parties, size_t party, int32_t lane, int32_t root) const {
-  const int32_t nic = lane / 2;
+int32_t TreeBuilder::pick_late(const Parties& parties, size_t party, int32_t port, int32_t root) const {
+  const int32_t nic = port / 2;
   const int32_t holders = parties.holder_party[party];
   const bool needed =
       nic_hops_[static_cast<size_t>(nic)] > 0 &&
@@ -33,20 +33,20 @@ int32_t TreeBuilder::pick_late(const Parties& parties, size_t party, int32_t lan
 // Marks the receivers of a party that get the chunk by detours, as many as are owed.
 void TreeBuilder::choose_late(const Parties& parties, size_t party, BundleItems* items, int32_t root,
                               int64_t nbytes) {
-  const LaneItem& it = item(items->detour_in[party]);
+  const PortItem& it = item(items->detour_in[party]);
   int64_t& owed = items->owed[party];
   while (owed >= nbytes - nbytes / 2) {
     int32_t best = -1;
-    int32_t best_lane = -1;
-    for (const int32_t lane : it.lanes) {
-      if (best >= 0 && credits_.of(lane) <= credits_.of(best_lane)) continue;
-      const int32_t rank = pick_late(parties, party, lane, root);
+    int32_t best_port = -1;
+    for (const int32_t port : it.ports) {
+      if (best >= 0 && credits_.of(port) <= credits_.of(best_port)) continue;
+      const int32_t rank = pick_late(parties, party, port, root);
       if (rank < 0) continue;
       best = rank;
-      best_lane = lane;
+      best_port = port;
     }
     if (best < 0) return;
-    credits_.take(best_lane, nbytes);
+    credits_.take(best_port, nbytes);
     credits_.block(network_.local_out(best), true);
     owed -= nbytes;
     due_in_[static_cast<size_t>(best)] -= nbytes;
@@ -56,7 +56,7 @@ void TreeBuilder::choose_late(const Parties& parties, size_t party, BundleItems*
 }
 
 // On a host that holds the box: true if all receivers wait for the detour, and the one that gets the chunk
-// first copies it to the others in place of the holders, whose lanes have had their part.
+// first copies it to the others in place of the holders, whose ports have had their part.
 bool TreeBuilder::holder_waits(const Parties& parties, size_t party, const BundleItems& items) {
   const std::vector<int32_t>& ranks = parties.receivers[party].ranks;
   const std::vector<int32_t>& holders = parties.holders[static_cast<size_t>(parties.holder_party[party])].ranks;
@@ -68,9 +68,9 @@ bool TreeBuilder::holder_waits(const Parties& parties, size_t party, const Bundl
       first = &late;
   }
   if (first == nullptr) return false;
-  const LaneItem& it = item(items.local[party]);
+  const PortItem& it = item(items.local[party]);
   for (int32_t k = 0; k < it.emitters; ++k)
-    if (credits_.of(it.lanes[static_cast<size_t>(k)]) >= credits_.of(network_.local_out(first->rank)))
+    if (credits_.of(it.ports[static_cast<size_t>(k)]) >= credits_.of(network_.local_out(first->rank)))
       return false;
   for (const int32_t r : ranks) {
     const int32_t nic = network_.nic(r);
@@ -87,11 +87,11 @@ void TreeBuilder::enter_late(const Parties& parties, const BundleItems& items, i
   for (const Late& late : late_) {
     const int32_t host = parties.receivers[late.party].host;
     Edge edge{-1, late.rank, -1};
-    int32_t lane = -1;
+    int32_t port = -1;
     const auto offer = [&](int32_t rank, int32_t parent) {
       const int32_t mine = network_.nic_out(network_.nic(rank));
-      if (lane >= 0 && credits_.of(mine) <= credits_.of(lane)) return;
-      lane = mine;
+      if (port >= 0 && credits_.of(mine) <= credits_.of(port)) return;
+      port = mine;
       edge.src = rank;
       edge.parent = parent;
     };
@@ -104,7 +104,7 @@ void TreeBuilder::enter_late(const Parties& parties, const BundleItems& items, i
       for (const int32_t r : party.ranks)
         if (arrived_[static_cast<size_t>(r)] >= 0) offer(r, arrived_[static_cast<size_t>(r)]);
     }
-    credits_.take(lane, nbytes);
+    credits_.take(port, nbytes);
     add_edge(edge.src, edge.dst, edge.parent);
     if (late.spreads)
       spread_inside(parties, late.party, items, late.rank, static_cast<int32_t>(route_.size()) - 1, bundle,

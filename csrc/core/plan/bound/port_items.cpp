@@ -1,4 +1,4 @@
-#include "plan/bound/lane_items.h"
+#include "plan/bound/port_items.h"
 
 #include <algorithm>
 #include <iterator>
@@ -7,7 +7,7 @@ namespace meshcast {
 namespace {
 
 constexpr int kMaxPasses = 64;
-constexpr int64_t kMaxSteps = 20'000'000;  // lane visits of all passes together
+constexpr int64_t kMaxSteps = 20'000'000;  // port visits of all passes together
 
 void sort_unique(std::vector<int32_t>* values) {
   std::sort(values->begin(), values->end());
@@ -15,31 +15,31 @@ void sort_unique(std::vector<int32_t>* values) {
 }
 
 // First `first`, then what of `second` is not in it. Both are sorted and made unique.
-void join(std::vector<int32_t> first, std::vector<int32_t> second, LaneItem* item) {
+void join(std::vector<int32_t> first, std::vector<int32_t> second, PortItem* item) {
   sort_unique(&first);
   sort_unique(&second);
   item->emitters = static_cast<int32_t>(first.size());
-  item->lanes = first;
+  item->ports = first;
   std::set_difference(second.begin(), second.end(), first.begin(), first.end(),
-                      std::back_inserter(item->lanes));
+                      std::back_inserter(item->ports));
 }
 
 class Balancer {
  public:
-  Balancer(const Network& network, std::vector<LaneItem>* items)
-      : network_(network), items_(*items), load_(static_cast<size_t>(network.lane_count()), 0) {}
+  Balancer(const Network& network, std::vector<PortItem>* items)
+      : network_(network), items_(*items), load_(static_cast<size_t>(network.port_count()), 0) {}
 
   int64_t run() {
     int64_t entries = 0;
-    for (LaneItem& item : items_) {
-      item.share.assign(item.lanes.size(), 0);
-      entries += static_cast<int64_t>(item.lanes.size());
+    for (PortItem& item : items_) {
+      item.share.assign(item.ports.size(), 0);
+      entries += static_cast<int64_t>(item.ports.size());
     }
     // Items with no choice first, so that the others see their load at once.
     order_.resize(items_.size());
     for (size_t i = 0; i < order_.size(); ++i) order_[i] = static_cast<int32_t>(i);
     std::stable_sort(order_.begin(), order_.end(), [&](int32_t a, int32_t b) {
-      return items_[static_cast<size_t>(a)].lanes.size() < items_[static_cast<size_t>(b)].lanes.size();
+      return items_[static_cast<size_t>(a)].ports.size() < items_[static_cast<size_t>(b)].ports.size();
     });
     int64_t before = INT64_MAX;
     for (int pass = 0; pass < kMaxPasses && pass * entries < kMaxSteps; ++pass) {
@@ -47,7 +47,7 @@ class Balancer {
       int64_t total = 0;
       for (const int32_t i : order_) moved += place(&items_[static_cast<size_t>(i)], &total);
       const int64_t now = highest();
-      // Bytes may still move between lanes that are not the busiest; a thousandth of them does not matter.
+      // Bytes may still move between ports that are not the busiest; a thousandth of them does not matter.
       if (moved <= total / 1000 && before - now <= now / 10000) break;
       before = now;
     }
@@ -55,70 +55,70 @@ class Balancer {
   }
 
  private:
-  int64_t level(int32_t lane) const {
-    return static_cast<int64_t>(static_cast<__int128>(load_[static_cast<size_t>(lane)]) * 1000000000 /
-                                network_.lane_rate(lane));
+  int64_t level(int32_t port) const {
+    return static_cast<int64_t>(static_cast<__int128>(load_[static_cast<size_t>(port)]) * 1000000000 /
+                                network_.port_rate(port));
   }
 
   int64_t highest() const {
     int64_t out = 0;
-    for (int32_t lane = 0; lane < network_.lane_count(); ++lane) out = std::max(out, level(lane));
+    for (int32_t port = 0; port < network_.port_count(); ++port) out = std::max(out, level(port));
     return out;
   }
 
-  // Adds `amount` to the lanes [begin, end) of an item so that the highest of them stays lowest.
-  void pour(LaneItem* item, size_t begin, size_t end, int64_t amount) {
+  // Adds `amount` to the ports [begin, end) of an item so that the highest of them stays lowest.
+  void pour(PortItem* item, size_t begin, size_t end, int64_t amount) {
     levels_.clear();
-    for (size_t i = begin; i < end; ++i) levels_.emplace_back(level(item->lanes[i]), static_cast<int32_t>(i));
+    for (size_t i = begin; i < end; ++i) levels_.emplace_back(level(item->ports[i]), static_cast<int32_t>(i));
     std::sort(levels_.begin(), levels_.end());
-    // Lanes below the final level: the longest prefix whose common level passes its own highest member.
+    // Ports below the final level: the longest prefix whose common level passes its own highest member.
     __int128 bytes = amount;
     __int128 rate = 0;
     int64_t final_level = 0;
     size_t used = 0;
     while (used < levels_.size()) {
       if (used > 0 && levels_[used].first >= final_level) break;
-      const int32_t lane = item->lanes[static_cast<size_t>(levels_[used].second)];
-      bytes += load_[static_cast<size_t>(lane)];
-      rate += network_.lane_rate(lane);
+      const int32_t port = item->ports[static_cast<size_t>(levels_[used].second)];
+      bytes += load_[static_cast<size_t>(port)];
+      rate += network_.port_rate(port);
       final_level = static_cast<int64_t>((bytes * 1000000000 + rate - 1) / rate);
       ++used;
     }
     int64_t left = amount;
     for (size_t k = 0; k < used; ++k) {
       const auto i = static_cast<size_t>(levels_[k].second);
-      const int32_t lane = item->lanes[i];
+      const int32_t port = item->ports[i];
       const auto room =
-          static_cast<int64_t>(static_cast<__int128>(final_level) * network_.lane_rate(lane) / 1000000000) -
-          load_[static_cast<size_t>(lane)];
+          static_cast<int64_t>(static_cast<__int128>(final_level) * network_.port_rate(port) / 1000000000) -
+          load_[static_cast<size_t>(port)];
       int64_t take = std::clamp<int64_t>(room, 0, left);
       if (k + 1 == used) take = left;
       item->share[i] += take;
-      load_[static_cast<size_t>(lane)] += take;
+      load_[static_cast<size_t>(port)] += take;
       left -= take;
     }
   }
 
-  void withdraw(LaneItem* item) {
-    for (size_t i = 0; i < item->lanes.size(); ++i) {
-      load_[static_cast<size_t>(item->lanes[i])] -= item->share[i];
+  void withdraw(PortItem* item) {
+    for (size_t i = 0; i < item->ports.size(); ++i) {
+      load_[static_cast<size_t>(item->ports[i])] -= item->share[i];
       item->share[i] = 0;
     }
   }
 
-  // Takes the item out and pours it in again. Returns the bytes that ended on another lane.
-  int64_t place(LaneItem* item, int64_t* total) {
+  // Takes the item out and pours it in again. Returns the bytes that ended on another port.
+  int64_t place(PortItem* item, int64_t* total) {
     old_ = item->share;
     withdraw(item);
     const int64_t all = item->total();
     const auto emitters = static_cast<size_t>(item->emitters);
-    pour(item, 0, item->lanes.size(), all);
+    pour(item, 0, item->ports.size(), all);
     int64_t emitted = 0;
     for (size_t i = 0; i < emitters; ++i) emitted += item->share[i];
-    if (emitted < item->first() && emitters < item->lanes.size()) {
+    if (emitted < item->first() && emitters < item->ports.size()) {
       withdraw(item);
       pour(item, 0, emitters, item->first());
-      pour(item, emitters, item->lanes.size(), all - item->first());
+      pour(item, emitters, item->ports.size(), all - item->first());
     }
     int64_t moved = 0;
     for (size_t i = 0; i < old_.size(); ++i) moved += std::max<int64_t>(0, item->share[i] - old_[i]);
@@ -127,7 +127,7 @@ class Balancer {
   }
 
   const Network& network_;
-  std::vector<LaneItem>& items_;
+  std::vector<PortItem>& items_;
   std::vector<int64_t> load_;
   std::vector<int32_t> order_;
   std::vector<std::pair<int64_t, int32_t>> levels_;
@@ -137,9 +137,9 @@ class Balancer {
 }  // namespace
 
 void append_network_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
-                          std::vector<LaneItem>* out) {
+                          std::vector<PortItem>* out) {
   if (parties.remote_hosts == 0) return;
-  LaneItem item;
+  PortItem item;
   item.bundle = bundle;
   item.nbytes = nbytes;
   // A receiver on a host that holds the box gets it locally, so its NIC may send as well as the holder's.
@@ -152,12 +152,12 @@ void append_network_items(int32_t bundle, int64_t nbytes, const Parties& parties
       (parties.remote(p) ? relay : emit).push_back(network.nic_out(network.nic(r)));
     }
   }
-  item.kind = LaneItem::Kind::NicOut;
+  item.kind = PortItem::Kind::NicOut;
   item.copies = parties.remote_hosts;
   if (item.copies == 1) relay.clear();
   join(std::move(emit), std::move(relay), &item);
   out->push_back(item);
-  item.kind = LaneItem::Kind::NicIn;
+  item.kind = PortItem::Kind::NicIn;
   item.copies = 1;
   for (size_t p = 0; p < parties.receivers.size(); ++p) {
     if (!parties.remote(p)) continue;
@@ -170,9 +170,9 @@ void append_network_items(int32_t bundle, int64_t nbytes, const Parties& parties
 }
 
 void append_local_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
-                        const std::vector<char>& hot_hosts, std::vector<LaneItem>* out) {
-  LaneItem item;
-  item.kind = LaneItem::Kind::Local;
+                        const std::vector<char>& hot_hosts, std::vector<PortItem>* out) {
+  PortItem item;
+  item.kind = PortItem::Kind::Local;
   item.bundle = bundle;
   item.nbytes = nbytes;
   for (size_t p = 0; p < parties.receivers.size(); ++p) {
@@ -197,9 +197,9 @@ void append_local_items(int32_t bundle, int64_t nbytes, const Parties& parties, 
 }
 
 void append_arrival_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
-                          const std::vector<char>& hot_hosts, bool into, std::vector<LaneItem>* out) {
-  LaneItem item;
-  item.kind = LaneItem::Kind::Local;
+                          const std::vector<char>& hot_hosts, bool into, std::vector<PortItem>* out) {
+  PortItem item;
+  item.kind = PortItem::Kind::Local;
   item.bundle = bundle;
   item.nbytes = nbytes;
   for (size_t p = 0; p < parties.receivers.size(); ++p) {
@@ -207,15 +207,15 @@ void append_arrival_items(int32_t bundle, int64_t nbytes, const Parties& parties
     if (!hot_hosts[static_cast<size_t>(party.host)]) continue;
     item.party = static_cast<int32_t>(p);
     item.copies = static_cast<int64_t>(party.ranks.size());
-    std::vector<int32_t> first, later;  // lanes that may bring the first copy, and those for others only
+    std::vector<int32_t> first, later;  // ports that may bring the first copy, and those for others only
     for (const int32_t r : party.ranks) {
       if (!parties.one_host) first.push_back(network.nic_in(network.nic(r)));
       if (!into) {
         later.push_back(network.local_out(r));
       } else if (parties.remote(p)) {
         later.push_back(network.local_in(r));
-      } else {  // whoever sends it: each receiver has one NIC and one local lane
-        LaneItem mine = item;
+      } else {  // whoever sends it: each receiver has one NIC and one local port
+        PortItem mine = item;
         mine.copies = 1;
         first.push_back(network.local_in(r));
         join(std::move(first), {}, &mine);
@@ -234,7 +234,7 @@ void append_arrival_items(int32_t bundle, int64_t nbytes, const Parties& parties
   }
 }
 
-std::vector<int32_t> lanes_from_elsewhere(const Parties& parties, int32_t host, const Network& network) {
+std::vector<int32_t> ports_from_elsewhere(const Parties& parties, int32_t host, const Network& network) {
   std::vector<int32_t> out;
   for (const std::vector<Party>* some : {&parties.holders, &parties.receivers}) {
     for (const Party& other : *some) {
@@ -247,15 +247,15 @@ std::vector<int32_t> lanes_from_elsewhere(const Parties& parties, int32_t host, 
 }
 
 void append_copy_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
-                       const std::vector<char>& hot_hosts, bool into, std::vector<LaneItem>* out) {
-  std::vector<LaneItem> inside;
+                       const std::vector<char>& hot_hosts, bool into, std::vector<PortItem>* out) {
+  std::vector<PortItem> inside;
   append_local_items(bundle, nbytes, parties, network, hot_hosts, &inside);
-  for (LaneItem& item : inside) {
+  for (PortItem& item : inside) {
     const auto p = static_cast<size_t>(item.party);
     const Party& party = parties.receivers[p];
-    const auto emitters = item.lanes.begin() + item.emitters;
-    std::vector<int32_t> first(item.lanes.begin(), emitters), later(emitters, item.lanes.end());
-    std::vector<int32_t> away = lanes_from_elsewhere(parties, party.host, network);
+    const auto emitters = item.ports.begin() + item.emitters;
+    std::vector<int32_t> first(item.ports.begin(), emitters), later(emitters, item.ports.end());
+    std::vector<int32_t> away = ports_from_elsewhere(parties, party.host, network);
     if (!into) {
       first.insert(first.end(), away.begin(), away.end());
       join(std::move(first), std::move(later), &item);
@@ -276,22 +276,22 @@ void append_copy_items(int32_t bundle, int64_t nbytes, const Parties& parties, c
   }
 }
 
-void prefer_emitters(const Network& network, int64_t level, std::vector<LaneItem>* items) {
-  std::vector<int64_t> load(static_cast<size_t>(network.lane_count()), 0);
-  for (const LaneItem& item : *items) {
-    for (size_t k = 0; k < item.lanes.size(); ++k) load[static_cast<size_t>(item.lanes[k])] += item.share[k];
+void prefer_emitters(const Network& network, int64_t level, std::vector<PortItem>* items) {
+  std::vector<int64_t> load(static_cast<size_t>(network.port_count()), 0);
+  for (const PortItem& item : *items) {
+    for (size_t k = 0; k < item.ports.size(); ++k) load[static_cast<size_t>(item.ports[k])] += item.share[k];
   }
-  for (LaneItem& item : *items) {
+  for (PortItem& item : *items) {
     const auto emitters = static_cast<size_t>(item.emitters);
     int64_t relayed = 0;
-    for (size_t k = emitters; k < item.lanes.size(); ++k) relayed += item.share[k];
+    for (size_t k = emitters; k < item.ports.size(); ++k) relayed += item.share[k];
     if (relayed == 0) continue;
     __int128 room = 0;  // of all emitters up to the level
     const auto room_of = [&](size_t k) {
-      const auto lane = item.lanes[k];
+      const auto port = item.ports[k];
       const auto most =
-          static_cast<int64_t>(static_cast<__int128>(level) * network.lane_rate(lane) / 1000000000);
-      return std::max<int64_t>(0, most - load[static_cast<size_t>(lane)]);
+          static_cast<int64_t>(static_cast<__int128>(level) * network.port_rate(port) / 1000000000);
+      return std::max<int64_t>(0, most - load[static_cast<size_t>(port)]);
     };
     for (size_t k = 0; k < emitters; ++k) room += room_of(k);
     if (room == 0) continue;
@@ -303,40 +303,40 @@ void prefer_emitters(const Network& network, int64_t level, std::vector<LaneItem
               ? left
               : std::min(left, static_cast<int64_t>(room_of(k) * static_cast<__int128>(moved) / room));
       item.share[k] += mine;
-      load[static_cast<size_t>(item.lanes[k])] += mine;
+      load[static_cast<size_t>(item.ports[k])] += mine;
       left -= mine;
     }
     left = moved;
-    for (size_t k = item.lanes.size(); k-- > emitters;) {  // all relays give in proportion to what they have
+    for (size_t k = item.ports.size(); k-- > emitters;) {  // all relays give in proportion to what they have
       const int64_t share = item.share[k];
       const int64_t mine = k == emitters ? std::min(left, share)
                                          : static_cast<int64_t>(static_cast<__int128>(share) * moved / relayed);
       item.share[k] -= mine;
-      load[static_cast<size_t>(item.lanes[k])] -= mine;
+      load[static_cast<size_t>(item.ports[k])] -= mine;
       left -= mine;
     }
     if (left > 0)
-      item.share[0] -= left, load[static_cast<size_t>(item.lanes[0])] -= left;  // rounding: sums stay exact
+      item.share[0] -= left, load[static_cast<size_t>(item.ports[0])] -= left;  // rounding: sums stay exact
   }
 }
 
-void pack_relays(const Network& network, int64_t level, std::vector<LaneItem>* items) {
-  std::vector<int64_t> load(static_cast<size_t>(network.lane_count()), 0);
-  for (const LaneItem& item : *items) {
-    for (size_t k = 0; k < item.lanes.size(); ++k) load[static_cast<size_t>(item.lanes[k])] += item.share[k];
+void pack_relays(const Network& network, int64_t level, std::vector<PortItem>* items) {
+  std::vector<int64_t> load(static_cast<size_t>(network.port_count()), 0);
+  for (const PortItem& item : *items) {
+    for (size_t k = 0; k < item.ports.size(); ++k) load[static_cast<size_t>(item.ports[k])] += item.share[k];
   }
-  for (LaneItem& item : *items) {
+  for (PortItem& item : *items) {
     int64_t left = 0;
-    for (auto k = static_cast<size_t>(item.emitters); k < item.lanes.size(); ++k) {
+    for (auto k = static_cast<size_t>(item.emitters); k < item.ports.size(); ++k) {
       left += item.share[k];
-      load[static_cast<size_t>(item.lanes[k])] -= item.share[k];
+      load[static_cast<size_t>(item.ports[k])] -= item.share[k];
       item.share[k] = 0;
     }
     // What relays had before fits again without the first limit.
     for (const int64_t most : {item.nbytes, INT64_MAX}) {
-      for (auto k = static_cast<size_t>(item.emitters); k < item.lanes.size() && left > 0; ++k) {
-        int64_t& here = load[static_cast<size_t>(item.lanes[k])];
-        const __int128 full = static_cast<__int128>(level) * network.lane_rate(item.lanes[k]) / 1000000000;
+      for (auto k = static_cast<size_t>(item.emitters); k < item.ports.size() && left > 0; ++k) {
+        int64_t& here = load[static_cast<size_t>(item.ports[k])];
+        const __int128 full = static_cast<__int128>(level) * network.port_rate(item.ports[k]) / 1000000000;
         const __int128 room = std::min<__int128>(full - here, most - item.share[k]);
         const auto take = static_cast<int64_t>(std::clamp<__int128>(room, 0, left));
         item.share[k] += take;
@@ -346,11 +346,11 @@ void pack_relays(const Network& network, int64_t level, std::vector<LaneItem>* i
     }
     if (left == 0) continue;  // rounding
     item.share.back() += left;
-    load[static_cast<size_t>(item.lanes.back())] += left;
+    load[static_cast<size_t>(item.ports.back())] += left;
   }
 }
 
-int64_t balance_lanes(const Network& network, std::vector<LaneItem>* items) {
+int64_t balance_ports(const Network& network, std::vector<PortItem>* items) {
   return Balancer(network, items).run();
 }
 

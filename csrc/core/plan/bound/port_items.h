@@ -9,11 +9,11 @@
 
 namespace meshcast {
 
-// A part of the demand that lanes of one kind have to share: `copies` transmissions of `nbytes` each. The
-// lanes [0, emitters) may take any of them and must take at least one copy's worth, since data first leaves
+// A part of the demand that ports of one kind have to share: `copies` transmissions of `nbytes` each. The
+// ports [0, emitters) may take any of them and must take at least one copy's worth, since data first leaves
 // its holders; the others relay at most copies - 1. DetourOut and DetourIn are for copies that come over a NIC
 // although they could have come from inside the host (see detours.h).
-struct LaneItem {
+struct PortItem {
   enum class Kind : uint8_t { NicOut, NicIn, Local, DetourOut, DetourIn };
   Kind kind = Kind::NicOut;
   int32_t bundle = -1;
@@ -22,8 +22,8 @@ struct LaneItem {
   int64_t copies = 0;
   int64_t detour = 0;  // bytes that detours add; negative for Local, which they relieve
   int32_t emitters = 0;
-  std::vector<int32_t> lanes;
-  std::vector<int64_t> share;  // bytes for each lane, filled by balance_lanes
+  std::vector<int32_t> ports;
+  std::vector<int64_t> share;  // bytes for each port, filled by balance_ports
 
   int64_t total() const { return nbytes * copies + detour; }
   // What has to come from emitters. A copy that came over a NIC may be passed on in place of the holder's.
@@ -32,52 +32,52 @@ struct LaneItem {
   bool into() const { return kind == Kind::NicIn || kind == Kind::DetourIn; }
 };
 
-// Between hosts: one item for the NIC out lanes of every host that takes part, and one for the NIC in lanes of
+// Between hosts: one item for the NIC out ports of every host that takes part, and one for the NIC in ports of
 // each remote host.
 void append_network_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
-                          std::vector<LaneItem>* out);
+                          std::vector<PortItem>* out);
 
-// Inside hosts: one item for the local out lanes of each receiving host that is marked hot.
+// Inside hosts: one item for the local out ports of each receiving host that is marked hot.
 void append_local_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
-                        const std::vector<char>& hot_hosts, std::vector<LaneItem>* out);
+                        const std::vector<char>& hot_hosts, std::vector<PortItem>* out);
 
 // For the bound: all copies that each receiving host that is marked hot takes in, whichever way. They come over
 // NICs, where other hosts have a part in the box, or from ranks of the host; the latter are counted by their
-// local lanes out or, with `into`, by those into the receivers.
+// local ports out or, with `into`, by those into the receivers.
 void append_arrival_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
-                          const std::vector<char>& hot_hosts, bool into, std::vector<LaneItem>* out);
+                          const std::vector<char>& hot_hosts, bool into, std::vector<PortItem>* out);
 
-// The NIC out lanes over which hosts other than `host` can send a box that they hold or get; ascending.
-std::vector<int32_t> lanes_from_elsewhere(const Parties& parties, int32_t host, const Network& network);
+// The NIC out ports over which hosts other than `host` can send a box that they hold or get; ascending.
+std::vector<int32_t> ports_from_elsewhere(const Parties& parties, int32_t host, const Network& network);
 
-// For the bound: what the receiving hosts that are marked hot copy inside, counted by their local lanes as
+// For the bound: what the receiving hosts that are marked hot copy inside, counted by their local ports as
 // above. It may come from other hosts that have a part in the box instead, which is counted by their NICs out.
 // Beside the NicOut items of append_network_items, which carry the copy that each remote host must get.
 void append_copy_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
-                       const std::vector<char>& hot_hosts, bool into, std::vector<LaneItem>* out);
+                       const std::vector<char>& hot_hosts, bool into, std::vector<PortItem>* out);
 
-// For a bundle to be reduced: items for the lanes out of and into all who take part (see find_lane_demand). The
-// lanes in are counted by host, each of which is entered once, or, with `whole_results`, by what may enter: all
+// For a bundle to be reduced: items for the ports out of and into all who take part (see find_port_demand). The
+// ports in are counted by host, each of which is entered once, or, with `whole_results`, by what may enter: all
 // receiving hosts but one get the result whole, over NICs of receivers.
 void append_reduce_items(int32_t bundle, int64_t nbytes, const Task& task, const Network& network,
-                         bool whole_results, std::vector<LaneItem>* out);
+                         bool whole_results, std::vector<PortItem>* out);
 
-// The same with ranks as places, whose hops take either their NIC or their local lanes.
+// The same with ranks as places, whose hops take either their NIC or their local ports.
 void append_reduce_rank_items(int32_t bundle, int64_t nbytes, const Task& task, const Network& network,
-                              bool whole_results, std::vector<LaneItem>* out);
+                              bool whole_results, std::vector<PortItem>* out);
 
-// Splits every item over its lanes so that the busiest lane finishes as early as possible, then the next
+// Splits every item over its ports so that the busiest port finishes as early as possible, then the next
 // busiest, and so on. Each item in turn pours its bytes where the levels (load / rate) are lowest; as the
 // items constrain only themselves and the sum of squared loads falls with each step, repeating this converges
 // to the one balanced split. Returns the highest level, ns.
-int64_t balance_lanes(const Network& network, std::vector<LaneItem>* items);
+int64_t balance_ports(const Network& network, std::vector<PortItem>* items);
 
 // Moves shares from relays to emitters while these stay below `level` ns: what holders send themselves arrives
 // sooner than what is forwarded. Expects balanced items.
-void prefer_emitters(const Network& network, int64_t level, std::vector<LaneItem>* items);
+void prefer_emitters(const Network& network, int64_t level, std::vector<PortItem>* items);
 
-// Gathers what relays send on as few lanes as can take it below `level` ns, at most the box once on each: the
+// Gathers what relays send on as few ports as can take it below `level` ns, at most the box once on each: the
 // trees of an item then differ little from chunk to chunk, and chains keep their order. Expects balanced items.
-void pack_relays(const Network& network, int64_t level, std::vector<LaneItem>* items);
+void pack_relays(const Network& network, int64_t level, std::vector<PortItem>* items);
 
 }  // namespace meshcast

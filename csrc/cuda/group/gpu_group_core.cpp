@@ -1,4 +1,4 @@
-#include "cuda/group/cuda_group.h"
+#include "cuda/group/gpu_group_core.h"
 
 #include <algorithm>
 #include <chrono>
@@ -48,9 +48,9 @@ int64_t bytes_of(ElementType type, ElementType wire, int64_t wire_bytes) {
 
 }  // namespace
 
-class CudaGroup::WatchedLanes final : public Watched {
+class GpuGroupCore::WatchedLanes final : public Watched {
  public:
-  explicit WatchedLanes(CudaGroup& group) : group_(group) {}
+  explicit WatchedLanes(GpuGroupCore& group) : group_(group) {}
 
   std::vector<std::shared_ptr<WatchedRun>> in_flight() override {
     std::vector<std::shared_ptr<WatchedRun>> out;
@@ -67,11 +67,11 @@ class CudaGroup::WatchedLanes final : public Watched {
   void fail(std::exception_ptr error) override { group_.fail(error); }
 
  private:
-  CudaGroup& group_;
+  GpuGroupCore& group_;
 };
 
-CudaGroup::CudaGroup(std::shared_ptr<ReshardGroup> control, const c10::intrusive_ptr<c10d::Store>& store,
-                     GroupIdentity identity, int device)
+GpuGroupCore::GpuGroupCore(std::shared_ptr<GroupCore> control, const c10::intrusive_ptr<c10d::Store>& store,
+                           GroupIdentity identity, int device)
     : control_(std::move(control)),
       identity_(std::move(identity)),
       device_(device),
@@ -86,9 +86,9 @@ CudaGroup::CudaGroup(std::shared_ptr<ReshardGroup> control, const c10::intrusive
   });
 }
 
-CudaGroup::~CudaGroup() { shutdown(); }
+GpuGroupCore::~GpuGroupCore() { shutdown(); }
 
-void CudaGroup::connect(int32_t lane, const std::string& unique_id, double timeout_seconds) {
+void GpuGroupCore::connect(int32_t lane, const std::string& unique_id, double timeout_seconds) {
   NcclMeeting meeting;
   if (unique_id.size() != sizeof(meeting.id.internal))
     throw LayoutError(fmt::format("the id of a communicator has {} bytes, found {}",
@@ -101,8 +101,8 @@ void CudaGroup::connect(int32_t lane, const std::string& unique_id, double timeo
   });
 }
 
-void CudaGroup::connect_ipc(int32_t lane, IpcMeeting& meeting, const std::vector<std::string>& addresses,
-                            double timeout_seconds) {
+void GpuGroupCore::connect_ipc(int32_t lane, IpcMeeting& meeting, const std::vector<std::string>& addresses,
+                               double timeout_seconds) {
   if (addresses.size() != identity_.ranks.size())
     throw LayoutError(
         fmt::format("{} ranks need as many addresses, found {}", identity_.ranks.size(), addresses.size()));
@@ -113,7 +113,7 @@ void CudaGroup::connect_ipc(int32_t lane, IpcMeeting& meeting, const std::vector
   round_options_ = ipc_round_options();  // all lanes of a group have one transport
 }
 
-void CudaGroup::add_lane(int32_t lane, double timeout_seconds, const Connect& connect) {
+void GpuGroupCore::add_lane(int32_t lane, double timeout_seconds, const Connect& connect) {
   refuse_if_failed();
   const auto me = std::lower_bound(identity_.ranks.begin(), identity_.ranks.end(), identity_.rank);
   const auto rank = static_cast<int32_t>(me - identity_.ranks.begin());
@@ -150,7 +150,7 @@ void CudaGroup::add_lane(int32_t lane, double timeout_seconds, const Connect& co
   lanes_.emplace(lane, Lane{std::move(device), std::move(engine)});
 }
 
-Error CudaGroup::connect_error(ErrorKind kind, const std::string& text, double limit) const {
+Error GpuGroupCore::connect_error(ErrorKind kind, const std::string& text, double limit) const {
   ErrorContext context;
   context.rank = identity_.rank;
   context.op = "connect";
@@ -162,7 +162,7 @@ Error CudaGroup::connect_error(ErrorKind kind, const std::string& text, double l
           context};
 }
 
-std::shared_ptr<CudaGroup::Compiled> CudaGroup::compile_locked(const std::shared_ptr<const Plan>& plan) {
+std::shared_ptr<GpuGroupCore::Compiled> GpuGroupCore::compile_locked(const std::shared_ptr<const Plan>& plan) {
   const auto hit =
       std::find_if(compiled_.begin(), compiled_.end(), [&](const auto& entry) { return entry->plan == plan; });
   if (hit != compiled_.end()) {
@@ -180,7 +180,8 @@ std::shared_ptr<CudaGroup::Compiled> CudaGroup::compile_locked(const std::shared
   return entry;
 }
 
-std::shared_ptr<const RankRounds> CudaGroup::rounds_locked(Compiled& compiled, const TensorForms& forms) const {
+std::shared_ptr<const RankRounds> GpuGroupCore::rounds_locked(Compiled& compiled,
+                                                              const TensorForms& forms) const {
   auto& kept = compiled.rounds;
   const auto hit = std::find_if(kept.begin(), kept.end(), [&](const auto& r) { return r->forms == forms; });
   if (hit != kept.end()) {
@@ -193,9 +194,9 @@ std::shared_ptr<const RankRounds> CudaGroup::rounds_locked(Compiled& compiled, c
   return kept.front();
 }
 
-c10::intrusive_ptr<c10d::Work> CudaGroup::start(const std::shared_ptr<const Plan>& plan, StartArgs args,
-                                                const std::vector<TensorTypes>& types,
-                                                RoundDevice::Event after) {
+c10::intrusive_ptr<c10d::Work> GpuGroupCore::start(const std::shared_ptr<const Plan>& plan, StartArgs args,
+                                                   const std::vector<TensorTypes>& types,
+                                                   RoundDevice::Event after) {
   bin_->empty();
   refuse_if_failed();
   check_counts(*plan, args);
@@ -262,14 +263,14 @@ c10::intrusive_ptr<c10d::Work> CudaGroup::start(const std::shared_ptr<const Plan
                                        std::move(outputs));
 }
 
-std::vector<std::shared_ptr<RoundEngine>> CudaGroup::engines() const {
+std::vector<std::shared_ptr<RoundEngine>> GpuGroupCore::engines() const {
   const std::lock_guard lock(mutex_);
   std::vector<std::shared_ptr<RoundEngine>> out;
   for (const auto& [lane, each] : lanes_) out.push_back(each.engine);
   return out;
 }
 
-void CudaGroup::fail(const std::exception_ptr& error) {
+void GpuGroupCore::fail(const std::exception_ptr& error) {
   {
     const std::lock_guard lock(mutex_);
     if (error_) return;
@@ -279,7 +280,7 @@ void CudaGroup::fail(const std::exception_ptr& error) {
   control_->abort(text_of(error));
 }
 
-void CudaGroup::refuse_if_failed() const {
+void GpuGroupCore::refuse_if_failed() const {
   std::optional<std::string> cause = error();
   if (!cause) cause = control_->error();
   if (!cause) return;
@@ -295,11 +296,11 @@ void CudaGroup::refuse_if_failed() const {
       context);
 }
 
-void CudaGroup::abort(const std::string& reason) {
+void GpuGroupCore::abort(const std::string& reason) {
   if (!error()) watcher_->abort(reason);
 }
 
-std::optional<std::string> CudaGroup::error() const {
+std::optional<std::string> GpuGroupCore::error() const {
   const std::lock_guard lock(mutex_);
   if (!error_) return std::nullopt;
   return text_of(error_);
@@ -307,7 +308,7 @@ std::optional<std::string> CudaGroup::error() const {
 
 // Ends what is through, frees its tensors and looks for errors of NCCL. Goes on after a failure, until the GPU
 // has let go of everything.
-void CudaGroup::poll_loop() {
+void GpuGroupCore::poll_loop() {
   std::unique_lock lock(poll_mutex_);
   while (!poll_stopping_) {
     const uint64_t seen = begun_;
@@ -330,7 +331,7 @@ void CudaGroup::poll_loop() {
   }
 }
 
-bool CudaGroup::poll_once() {
+bool GpuGroupCore::poll_once() {
   bool more = false;
   for (const auto& engine : engines()) {
     engine->poll(Clock::now());
@@ -339,7 +340,7 @@ bool CudaGroup::poll_once() {
   return more;
 }
 
-void CudaGroup::shutdown() {
+void GpuGroupCore::shutdown() {
   {
     const std::lock_guard lock(mutex_);
     if (shut_down_) return;

@@ -28,19 +28,19 @@ namespace meshcast {
 // it. Memory that cannot be exported is first copied into memory that can.
 //
 // Calls of CUDA that fail throw Error. No two threads are inside at a time.
-class IpcGroups {
+class IpcExchange {
  public:
   using Stream = RoundDevice::Stream;
   using Event = RoundDevice::Event;
 
   // Connects this rank with all others, as IpcMeeting::meet. All copies will be on the device's transfer
   // stream. `driver` and `device` outlive this.
-  static std::unique_ptr<IpcGroups> connect(IpcDriver& driver, RoundDevice& device, IpcMeeting& meeting,
-                                            const std::vector<std::string>& addresses, int32_t rank,
-                                            TimePoint deadline, const std::function<void()>& checkpoint);
-  ~IpcGroups();
-  IpcGroups(const IpcGroups&) = delete;
-  IpcGroups& operator=(const IpcGroups&) = delete;
+  static std::unique_ptr<IpcExchange> connect(IpcDriver& driver, RoundDevice& device, IpcMeeting& meeting,
+                                              const std::vector<std::string>& addresses, int32_t rank,
+                                              TimePoint deadline, const std::function<void()>& checkpoint);
+  ~IpcExchange();
+  IpcExchange(const IpcExchange&) = delete;
+  IpcExchange& operator=(const IpcExchange&) = delete;
 
   void start();
   GroupOutcome send(const std::byte* data, int64_t nbytes, int32_t peer);
@@ -86,7 +86,7 @@ class IpcGroups {
     bool has_copied = false;  // it said so, and the stream does not wait for `copied` yet
   };
 
-  IpcGroups(IpcDriver& driver, RoundDevice& device);
+  IpcExchange(IpcDriver& driver, RoundDevice& device);
   Peer& peer(int32_t number);
   void free_event(Event event) noexcept;
   void name_messages();

@@ -8,16 +8,16 @@
 
 namespace meshcast {
 
-// How boxes that can travel in several ways divide themselves among these, so that the busiest lane is done as
-// early as possible. It is a game: one player puts prices on lanes, each box another player who takes cheap
+// How boxes that can travel in several ways divide themselves among these, so that the busiest port is done as
+// early as possible. It is a game: one player puts prices on ports, each box another player who takes cheap
 // ways. Both play regret matching with regrets cut at zero, in turns, and what they play on average is close to
 // best (Tammelin et al., "Solving Heads-up Limit Texas Hold'em", IJCAI 2015). Integer arithmetic throughout.
-class LaneGame {
+class PortGame {
  public:
   // Times are rounded to 1 / 2^35 of `most_ns`, which is above the sum over boxes of the time of any way.
-  LaneGame(size_t boxes, const Network& network, int64_t most_ns);
+  PortGame(size_t boxes, const Network& network, int64_t most_ns);
 
-  // What a way holds: bytes by lane, lanes ascending. Returns its number, and whether it is new to the box.
+  // What a way holds: bytes by port, ports ascending. Returns its number, and whether it is new to the box.
   using Use = std::vector<std::pair<int32_t, int64_t>>;
   std::pair<size_t, bool> add(size_t box, Use use);
 
@@ -25,16 +25,16 @@ class LaneGame {
   void play(int64_t rounds);
   void forget();
 
-  // Prices of lanes on average; any scale.
+  // Prices of ports on average; any scale.
   const std::vector<int64_t>& prices() const { return price_sum_; }
 
   // Parts of a box, in the order in which its ways were added; any scale.
   std::vector<int64_t> parts(size_t box) const;
 
-  // Time of the busiest lane if boxes are divided so, ns.
+  // Time of the busiest port if boxes are divided so, ns.
   int64_t busiest_ns() const;
 
-  // Lanes of all ways of all boxes: what a round costs.
+  // Ports of all ways of all boxes: what a round costs.
   int64_t size() const { return size_; }
 
  private:
@@ -46,12 +46,12 @@ class LaneGame {
     int64_t part_sum = 0;
   };
   void choose_ways(std::vector<Way>* ways);
-  void price_lanes();
+  void price_ports();
 
   const Network& network_;
   const int64_t most_ns_;
   std::vector<std::vector<Way>> boxes_;
-  std::vector<int64_t> load_, regret_, price_, price_sum_;  // by lane
+  std::vector<int64_t> load_, regret_, price_, price_sum_;  // by port
   int64_t size_ = 0;
   int64_t round_ = 0;  // since averages began
 };

@@ -41,11 +41,11 @@ struct Rails {
 // One private group: the ranks that take part in a transfer, with connections of their own that no user
 // operation shares. Owns the engine that runs programs and the watcher that ends them when something breaks.
 // Thread-safe. No method may be called with the GIL held; start() never blocks on another rank.
-class ReshardGroup {
+class GroupCore {
  public:
-  ReshardGroup(Rails rails, const c10::intrusive_ptr<c10d::Store>& store, GroupIdentity identity,
-               LocalRanks local = {});
-  ~ReshardGroup();
+  GroupCore(Rails rails, const c10::intrusive_ptr<c10d::Store>& store, GroupIdentity identity,
+            LocalRanks local = {});
+  ~GroupCore();
 
   // Returns the slot for `descriptor`, which it keeps until release_slot(); see agreement.h. Blocks. Throws
   // LayoutError on all ranks where all slots are taken.

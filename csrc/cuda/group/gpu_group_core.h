@@ -17,7 +17,7 @@
 
 #include "c10d/agreement.h"
 #include "c10d/bulletin.h"
-#include "c10d/reshard_group.h"
+#include "c10d/group_core.h"
 #include "c10d/start_args.h"
 #include "c10d/watcher.h"
 #include "cuda/device/cuda_device.h"
@@ -40,12 +40,12 @@ struct TensorTypes {
 // one GPU of this rank. Agreement
 // on calls stays with the group itself, `control`; a failure here ends that too, and the other way round, since
 // they share the board with the first cause. Thread-safe; no method may be called with the GIL held.
-class CudaGroup {
+class GpuGroupCore {
  public:
   // `store`: that of the control group's board.
-  CudaGroup(std::shared_ptr<ReshardGroup> control, const c10::intrusive_ptr<c10d::Store>& store,
-            GroupIdentity identity, int device);
-  ~CudaGroup();
+  GpuGroupCore(std::shared_ptr<GroupCore> control, const c10::intrusive_ptr<c10d::Store>& store,
+               GroupIdentity identity, int device);
+  ~GpuGroupCore();
 
   // Makes the communicator of a lane together with all ranks of the group, which call this in one order with
   // one `unique_id`. Blocks. Throws DeadlineExceeded, Aborted with the first cause, or what NCCL says.
@@ -96,7 +96,7 @@ class CudaGroup {
   void poll_loop();
   bool poll_once();  // returns whether there is more to come
 
-  const std::shared_ptr<ReshardGroup> control_;
+  const std::shared_ptr<GroupCore> control_;
   const GroupIdentity identity_;
   const int device_;
   Bulletin bulletin_;

@@ -1,4 +1,4 @@
-#include "c10d/reshard_group.h"
+#include "c10d/group_core.h"
 
 #include <algorithm>
 #include <utility>
@@ -28,7 +28,7 @@ void check_rails(const Rails& rails, const GroupIdentity& group) {
 
 }  // namespace
 
-class ReshardGroup::WatchedEngine final : public Watched {
+class GroupCore::WatchedEngine final : public Watched {
  public:
   explicit WatchedEngine(const std::unique_ptr<Engine>& engine) : engine_(engine) {}
 
@@ -45,8 +45,8 @@ class ReshardGroup::WatchedEngine final : public Watched {
   const std::unique_ptr<Engine>& engine_;
 };
 
-ReshardGroup::ReshardGroup(Rails rails, const c10::intrusive_ptr<c10d::Store>& store, GroupIdentity identity,
-                           LocalRanks local)
+GroupCore::GroupCore(Rails rails, const c10::intrusive_ptr<c10d::Store>& store, GroupIdentity identity,
+                     LocalRanks local)
     : identity_(std::move(identity)),
       local_ranks_(std::move(local.ranks)),
       agreement_bulletin_(store),
@@ -65,9 +65,9 @@ ReshardGroup::ReshardGroup(Rails rails, const c10::intrusive_ptr<c10d::Store>& s
   watcher_ = std::make_unique<Watcher>(*watched_, identity_, store);
 }
 
-ReshardGroup::~ReshardGroup() { shutdown(); }
+GroupCore::~GroupCore() { shutdown(); }
 
-int32_t ReshardGroup::agree_on(CallId call, const std::string& descriptor, double timeout_seconds) {
+int32_t GroupCore::agree_on(CallId call, const std::string& descriptor, double timeout_seconds) {
   refuse_if_failed();
   const std::lock_guard lock(agree_mutex_);
   const bool leads = identity_.rank == identity_.ranks.front();
@@ -92,19 +92,19 @@ int32_t ReshardGroup::agree_on(CallId call, const std::string& descriptor, doubl
   return slot;
 }
 
-void ReshardGroup::release_slot(int32_t slot) {
+void GroupCore::release_slot(int32_t slot) {
   // The first rank's word counts for all: slots are given in turn, so a late rank is through with one long
   // before it comes up again.
   if (identity_.rank == identity_.ranks.front()) slots_.release(slot);
 }
 
-void ReshardGroup::reject(CallId call, const std::string& message) {
+void GroupCore::reject(CallId call, const std::string& message) {
   const std::lock_guard lock(agree_mutex_);
   agreement_bulletin_.post(Bulletin::Board::Agreement, call.lane, call.ordinal, identity_.rank,
                            {true, -1, message});
 }
 
-std::shared_ptr<const ReshardGroup::Compiled> ReshardGroup::compile(const std::shared_ptr<const Plan>& plan) {
+std::shared_ptr<const GroupCore::Compiled> GroupCore::compile(const std::shared_ptr<const Plan>& plan) {
   const std::lock_guard lock(mutex_);
   const auto hit =
       std::find_if(compiled_.begin(), compiled_.end(), [&](const auto& entry) { return entry->plan == plan; });
@@ -122,7 +122,7 @@ std::shared_ptr<const ReshardGroup::Compiled> ReshardGroup::compile(const std::s
   return entry;
 }
 
-c10::intrusive_ptr<c10d::Work> ReshardGroup::start(const std::shared_ptr<const Plan>& plan, StartArgs args) {
+c10::intrusive_ptr<c10d::Work> GroupCore::start(const std::shared_ptr<const Plan>& plan, StartArgs args) {
   bin_->empty();
   refuse_if_failed();
   const auto compiled = compile(plan);
@@ -151,8 +151,8 @@ c10::intrusive_ptr<c10d::Work> ReshardGroup::start(const std::shared_ptr<const P
   return c10::make_intrusive<ReshardWork>(identity_.rank, run, bin_, std::move(outputs), sequence);
 }
 
-std::shared_ptr<Run> ReshardGroup::start_run(const std::shared_ptr<const Program>& program, Buffers buffers,
-                                             RunLabel label, TimePoint deadline, bool driven) {
+std::shared_ptr<Run> GroupCore::start_run(const std::shared_ptr<const Program>& program, Buffers buffers,
+                                          RunLabel label, TimePoint deadline, bool driven) {
   try {
     return engine_->start(program, std::move(buffers), std::move(label), deadline, driven);
   } catch (const Error&) {
@@ -166,7 +166,7 @@ std::shared_ptr<Run> ReshardGroup::start_run(const std::shared_ptr<const Program
   }
 }
 
-void ReshardGroup::refuse_if_failed() const {
+void GroupCore::refuse_if_failed() const {
   const auto cause = error();
   if (!cause) return;
   throw raise_context(
@@ -176,7 +176,7 @@ void ReshardGroup::refuse_if_failed() const {
                   identity_.rank, identity_.name, *cause));
 }
 
-Error ReshardGroup::raise_context(ErrorKind kind, const std::string& text) const {
+Error GroupCore::raise_context(ErrorKind kind, const std::string& text) const {
   ErrorContext context;
   context.rank = identity_.rank;
   context.op = "reshard";
@@ -184,17 +184,17 @@ Error ReshardGroup::raise_context(ErrorKind kind, const std::string& text) const
   return {kind, text, context};
 }
 
-void ReshardGroup::abort(const std::string& reason) {
+void GroupCore::abort(const std::string& reason) {
   if (!error()) watcher_->abort(reason);
 }
 
-std::optional<std::string> ReshardGroup::error() const {
+std::optional<std::string> GroupCore::error() const {
   const auto error = engine_->error();
   if (!error) return std::nullopt;
   return text_of(error);
 }
 
-void ReshardGroup::shutdown() {
+void GroupCore::shutdown() {
   {
     const std::lock_guard lock(mutex_);
     if (shut_down_) return;

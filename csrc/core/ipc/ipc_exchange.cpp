@@ -1,4 +1,4 @@
-#include "ipc/ipc_groups.h"
+#include "ipc/ipc_exchange.h"
 
 #include <algorithm>
 #include <map>
@@ -21,19 +21,19 @@ constexpr int64_t aligned(int64_t nbytes) {
 
 }  // namespace
 
-IpcGroups::Peer::Peer(IpcPeer introduced, IpcDriver& driver, RoundDevice& device)
+IpcExchange::Peer::Peer(IpcPeer introduced, IpcDriver& driver, RoundDevice& device)
     : link(std::move(introduced.link)), imports(driver, device) {
   ready = driver.open_event(introduced.card.ready);
   copied = driver.open_event(introduced.card.copied);
 }
 
-IpcGroups::IpcGroups(IpcDriver& driver, RoundDevice& device)
+IpcExchange::IpcExchange(IpcDriver& driver, RoundDevice& device)
     : driver_(driver), device_(device), stream_(device.transfer_stream()), exports_(driver) {}
 
-std::unique_ptr<IpcGroups> IpcGroups::connect(IpcDriver& driver, RoundDevice& device, IpcMeeting& meeting,
-                                              const std::vector<std::string>& addresses, int32_t rank,
-                                              TimePoint deadline, const std::function<void()>& checkpoint) {
-  std::unique_ptr<IpcGroups> out(new IpcGroups(driver, device));
+std::unique_ptr<IpcExchange> IpcExchange::connect(IpcDriver& driver, RoundDevice& device, IpcMeeting& meeting,
+                                                  const std::vector<std::string>& addresses, int32_t rank,
+                                                  TimePoint deadline, const std::function<void()>& checkpoint) {
+  std::unique_ptr<IpcExchange> out(new IpcExchange(driver, device));
   IpcCard card;
   out->ready_ = driver.make_ipc_event(&card.ready);
   out->over_ = device.make_event();
@@ -54,7 +54,7 @@ std::unique_ptr<IpcGroups> IpcGroups::connect(IpcDriver& driver, RoundDevice& de
   return out;
 }
 
-IpcGroups::~IpcGroups() {
+IpcExchange::~IpcExchange() {
   abort();  // does nothing to what is closed
   bool passed = closed_;
   try {
@@ -74,41 +74,41 @@ IpcGroups::~IpcGroups() {
 }
 
 // One that was never made is 0.
-void IpcGroups::free_event(Event event) noexcept {
+void IpcExchange::free_event(Event event) noexcept {
   if (event != 0) device_.free_event(event);
 }
 
-IpcGroups::Peer& IpcGroups::peer(int32_t number) {
+IpcExchange::Peer& IpcExchange::peer(int32_t number) {
   for (Peer& each : peers_)
     if (each.link.peer() == number) return each;
   throw std::logic_error(fmt::format("rank {} of the group is no peer of this one", number));
 }
 
-void IpcGroups::start() {
+void IpcExchange::start() {
   if (in_progress_) throw std::logic_error("a group over CUDA IPC began inside another");
   in_progress_ = true;
   ++now_;
 }
 
-GroupOutcome IpcGroups::send(const std::byte* data, int64_t nbytes, int32_t number) {
+GroupOutcome IpcExchange::send(const std::byte* data, int64_t nbytes, int32_t number) {
   if (failure_.state == GroupState::Failed) return failure_;
   peer(number).sends.push_back({data, nbytes});
   return {};
 }
 
-GroupOutcome IpcGroups::recv(std::byte* data, int64_t nbytes, int32_t number) {
+GroupOutcome IpcExchange::recv(std::byte* data, int64_t nbytes, int32_t number) {
   if (failure_.state == GroupState::Failed) return failure_;
   peer(number).receives.push_back({data, nbytes});
   return {};
 }
 
-GroupOutcome IpcGroups::end() {
+GroupOutcome IpcExchange::end() {
   if (failure_.state == GroupState::Failed) return failure_;
   name_messages();
   return progress();
 }
 
-void IpcGroups::name_messages() {
+void IpcExchange::name_messages() {
   int64_t bounced = 0;
   bool any = false;
   for (const Peer& to : peers_) {
@@ -161,13 +161,13 @@ void IpcGroups::name_messages() {
 }
 
 // The stream has passed what it held of the group before when it comes to this one's copies.
-void IpcGroups::bounce(int64_t nbytes) {
+void IpcExchange::bounce(int64_t nbytes) {
   if (nbytes <= bounce_bytes_) return;
   bounce_bytes_ = std::max(nbytes, 2 * bounce_bytes_);
   bounces_.push_back(driver_.allocate_exportable(bounce_bytes_));
 }
 
-IpcExports::Place IpcGroups::place_of(const Outgoing& message, int64_t* bounced) {
+IpcExports::Place IpcExchange::place_of(const Outgoing& message, int64_t* bounced) {
   if (const auto place = exports_.find(message.data, now_)) return *place;
   std::byte* const to = bounces_.back().get() + *bounced;
   *bounced += aligned(message.nbytes);
@@ -177,16 +177,16 @@ IpcExports::Place IpcGroups::place_of(const Outgoing& message, int64_t* bounced)
   return *place;
 }
 
-void IpcGroups::tell(Peer& to, const IpcNote& note) {
+void IpcExchange::tell(Peer& to, const IpcNote& note) {
   flush(to);
   if (!to.outbox.empty() || !to.link.send(note)) to.outbox.push_back(note);
 }
 
-void IpcGroups::flush(Peer& to) {
+void IpcExchange::flush(Peer& to) {
   while (!to.outbox.empty() && to.link.send(to.outbox.front())) to.outbox.pop_front();
 }
 
-void IpcGroups::listen(Peer& from) {
+void IpcExchange::listen(Peer& from) {
   IpcNote note;
   while (!from.closed && !from.gone) {
     const IpcLink::Got got = from.link.receive(&note);
@@ -198,7 +198,7 @@ void IpcGroups::listen(Peer& from) {
   }
 }
 
-void IpcGroups::hear(Peer& from, const IpcNote& note) {
+void IpcExchange::hear(Peer& from, const IpcNote& note) {
   switch (note.kind) {
     case IpcNote::Kind::Memory: from.imports.add(note.memory, note.handle, note.nbytes); break;
     case IpcNote::Kind::Message: from.inbox.push_back(note); break;
@@ -212,13 +212,13 @@ void IpcGroups::hear(Peer& from, const IpcNote& note) {
 
 // Where the peer has closed its group since, its GPU is through and its event may be gone: all that it said
 // before is heard before this.
-void IpcGroups::await_copied(Peer& by) {
+void IpcExchange::await_copied(Peer& by) {
   if (!std::exchange(by.has_copied, false)) return;
   if (!by.closed) device_.wait(stream_, by.copied);
   by.waits_for_copied = false;
 }
 
-void IpcGroups::copy_messages(Peer& from) {
+void IpcExchange::copy_messages(Peer& from) {
   const bool any = !from.receives.empty();
   while (!from.receives.empty() && !from.inbox.empty()) {
     const IpcNote note = from.inbox.front();
@@ -250,7 +250,7 @@ void IpcGroups::copy_messages(Peer& from) {
   tell(from, note);
 }
 
-GroupOutcome IpcGroups::progress() {
+GroupOutcome IpcExchange::progress() {
   bool more = false;
   for (Peer& each : peers_) {
     if (failure_.state == GroupState::Failed) return failure_;
@@ -272,11 +272,11 @@ GroupOutcome IpcGroups::progress() {
   return {};
 }
 
-GroupOutcome IpcGroups::failed(const Peer& who, bool remote, const std::string& text) {
+GroupOutcome IpcExchange::failed(const Peer& who, bool remote, const std::string& text) {
   return {GroupState::Failed, remote, text, who.link.peer()};
 }
 
-void IpcGroups::close() noexcept {
+void IpcExchange::close() noexcept {
   if (aborted_ || std::exchange(closed_, true)) return;
   try {
     for (Peer& each : peers_) {
@@ -289,7 +289,7 @@ void IpcGroups::close() noexcept {
   for (const Peer& each : peers_) each.link.hang_up();
 }
 
-void IpcGroups::abort() noexcept {
+void IpcExchange::abort() noexcept {
   if (closed_ || std::exchange(aborted_, true)) return;
   for (const Peer& each : peers_) each.link.hang_up();
   if (failure_.state != GroupState::Failed) failure_ = {GroupState::Failed, false, "it was aborted", -1};

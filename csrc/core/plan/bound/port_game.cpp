@@ -1,4 +1,4 @@
-#include "plan/bound/lane_game.h"
+#include "plan/bound/port_game.h"
 
 #include <algorithm>
 
@@ -15,22 +15,22 @@ constexpr int64_t kMostWeight = 1 << 10;  // of a round, so that sums fit
 
 }  // namespace
 
-LaneGame::LaneGame(size_t boxes, const Network& network, int64_t most_ns)
+PortGame::PortGame(size_t boxes, const Network& network, int64_t most_ns)
     : network_(network), most_ns_(std::max<int64_t>(1, most_ns)), boxes_(boxes) {
-  const auto lanes = static_cast<size_t>(network.lane_count());
-  load_.assign(lanes, 0);
-  regret_.assign(lanes, 0);
-  price_.assign(lanes, kWhole / static_cast<int64_t>(std::max<size_t>(1, lanes)));
-  price_sum_.assign(lanes, 0);
+  const auto ports = static_cast<size_t>(network.port_count());
+  load_.assign(ports, 0);
+  regret_.assign(ports, 0);
+  price_.assign(ports, kWhole / static_cast<int64_t>(std::max<size_t>(1, ports)));
+  price_sum_.assign(ports, 0);
 }
 
-std::pair<size_t, bool> LaneGame::add(size_t box, Use use) {
+std::pair<size_t, bool> PortGame::add(size_t box, Use use) {
   std::vector<Way>& ways = boxes_[box];
   for (size_t i = 0; i < ways.size(); ++i)
     if (ways[i].use == use) return {i, false};
   Way way;
-  for (const auto& [lane, bytes] : use) {
-    const int64_t ns = transfer_ns(bytes, network_.lane_rate(lane));
+  for (const auto& [port, bytes] : use) {
+    const int64_t ns = transfer_ns(bytes, network_.port_rate(port));
     way.time.push_back(static_cast<int64_t>((static_cast<__int128>(ns) << kTimeBits) / most_ns_));
   }
   size_ += static_cast<int64_t>(use.size());
@@ -40,7 +40,7 @@ std::pair<size_t, bool> LaneGame::add(size_t box, Use use) {
   return {ways.size() - 1, true};
 }
 
-void LaneGame::forget() {
+void PortGame::forget() {
   round_ = 0;
   std::fill(price_sum_.begin(), price_sum_.end(), 0);
   for (std::vector<Way>& ways : boxes_)
@@ -48,7 +48,7 @@ void LaneGame::forget() {
 }
 
 // A way is regretted as much as it would have been cheaper than the mixture at the prices so far.
-void LaneGame::choose_ways(std::vector<Way>* ways) {
+void PortGame::choose_ways(std::vector<Way>* ways) {
   if (ways->size() > 1) {
     int64_t paid = 0;
     int64_t most = 0;
@@ -78,7 +78,7 @@ void LaneGame::choose_ways(std::vector<Way>* ways) {
   }
 }
 
-void LaneGame::price_lanes() {
+void PortGame::price_ports() {
   __int128 paid = 0;
   for (size_t l = 0; l < load_.size(); ++l) paid += static_cast<__int128>(load_[l]) * price_[l];
   const auto mean = static_cast<int64_t>(paid >> kWholeBits);
@@ -97,22 +97,22 @@ void LaneGame::price_lanes() {
 }
 
 // Later rounds count more: they are the better ones.
-void LaneGame::play(int64_t rounds) {
+void PortGame::play(int64_t rounds) {
   for (; rounds > 0; --rounds) {
     ++round_;
     std::fill(load_.begin(), load_.end(), 0);
     for (std::vector<Way>& ways : boxes_) choose_ways(&ways);
-    price_lanes();
+    price_ports();
   }
 }
 
-std::vector<int64_t> LaneGame::parts(size_t box) const {
+std::vector<int64_t> PortGame::parts(size_t box) const {
   std::vector<int64_t> out;
   for (const Way& way : boxes_[box]) out.push_back(way.part_sum);
   return out;
 }
 
-int64_t LaneGame::busiest_ns() const {
+int64_t PortGame::busiest_ns() const {
   std::vector<int64_t> busy(load_.size(), 0);
   for (const std::vector<Way>& ways : boxes_) {
     int64_t all = 0;
@@ -121,8 +121,8 @@ int64_t LaneGame::busiest_ns() const {
     for (const Way& way : ways) {
       for (size_t k = 0; k < way.use.size(); ++k) {
         const auto bytes = static_cast<int64_t>(static_cast<__int128>(way.use[k].second) * way.part_sum / all);
-        const int32_t lane = way.use[k].first;
-        busy[static_cast<size_t>(lane)] += transfer_ns(bytes, network_.lane_rate(lane));
+        const int32_t port = way.use[k].first;
+        busy[static_cast<size_t>(port)] += transfer_ns(bytes, network_.port_rate(port));
       }
     }
   }

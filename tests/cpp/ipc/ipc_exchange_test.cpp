@@ -24,8 +24,8 @@ struct Pair {
     IpcMeeting meetings[2];
     const std::vector<std::string> addresses{meetings[0].address(), meetings[1].address()};
     const auto connect = [&](FakeIpcDevice& device, int32_t rank) {
-      device.groups = IpcGroups::connect(device.driver, device, meetings[rank], addresses, rank,
-                                         Clock::now() + kLong, [] {});
+      device.groups = IpcExchange::connect(device.driver, device, meetings[rank], addresses, rank,
+                                           Clock::now() + kLong, [] {});
     };
     std::thread other([&] { connect(to, 1); });
     connect(from, 0);

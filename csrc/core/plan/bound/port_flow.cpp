@@ -1,4 +1,4 @@
-#include "plan/bound/lane_flow.h"
+#include "plan/bound/port_flow.h"
 
 #include <map>
 
@@ -7,7 +7,7 @@
 namespace meshcast {
 namespace {
 
-constexpr size_t kMaxFlowEntries = 2'000'000;  // lanes of all items of one flow problem
+constexpr size_t kMaxFlowEntries = 2'000'000;  // ports of all items of one flow problem
 
 int64_t ceil_time(__int128 nbytes, __int128 rate) {
   return static_cast<int64_t>((nbytes * 1000000000 + rate - 1) / rate);
@@ -15,60 +15,60 @@ int64_t ceil_time(__int128 nbytes, __int128 rate) {
 
 }  // namespace
 
-int64_t least_time(const std::vector<const LaneItem*>& items, const Network& network, int64_t floor) {
-  std::map<int32_t, int32_t> node_of;  // lane -> node
+int64_t least_time(const std::vector<const PortItem*>& items, const Network& network, int64_t floor) {
+  std::map<int32_t, int32_t> node_of;  // port -> node
   size_t entries = 0;
-  for (const LaneItem* item : items) {
-    entries += item->lanes.size();
-    for (const int32_t lane : item->lanes) node_of.emplace(lane, 0);
+  for (const PortItem* item : items) {
+    entries += item->ports.size();
+    for (const int32_t port : item->ports) node_of.emplace(port, 0);
   }
   if (entries > kMaxFlowEntries) return floor;  // still a bound, only a looser one
   const int32_t source = 0;
   const int32_t sink = 1;
   int32_t nodes = 2;
-  for (auto& [lane, node] : node_of) node = nodes++;
+  for (auto& [port, node] : node_of) node = nodes++;
   const int32_t first_item = nodes;
   FlowNetwork flow(nodes + 2 * static_cast<int32_t>(items.size()));
   __int128 demand = 0;
   for (size_t i = 0; i < items.size(); ++i) {
-    const LaneItem& item = *items[i];
+    const PortItem& item = *items[i];
     const int32_t node = first_item + 2 * static_cast<int32_t>(i);
     const int64_t all = item.total();
     demand += all;
     flow.add_edge(source, node, all);
     const auto emitters = static_cast<size_t>(item.emitters);
-    for (size_t k = 0; k < item.lanes.size(); ++k) {
-      flow.add_edge(k < emitters ? node : node + 1, node_of[item.lanes[k]], all);
+    for (size_t k = 0; k < item.ports.size(); ++k) {
+      flow.add_edge(k < emitters ? node : node + 1, node_of[item.ports[k]], all);
     }
-    if (emitters < item.lanes.size()) flow.add_edge(node, node + 1, all - item.nbytes);
+    if (emitters < item.ports.size()) flow.add_edge(node, node + 1, all - item.nbytes);
   }
   std::vector<int32_t> edge_of(static_cast<size_t>(nodes), -1);
-  for (const auto& [lane, node] : node_of) edge_of[static_cast<size_t>(node)] = flow.add_edge(node, sink, 0);
+  for (const auto& [port, node] : node_of) edge_of[static_cast<size_t>(node)] = flow.add_edge(node, sink, 0);
 
   int64_t time = floor;
   while (true) {
     const auto capacity = [&](int64_t rate) {
       return (static_cast<__int128>(rate) * time + 999999999) / 1000000000;
     };
-    for (const auto& [lane, node] : node_of) {
-      const __int128 room = std::min<__int128>(capacity(network.lane_rate(lane)), demand);
+    for (const auto& [port, node] : node_of) {
+      const __int128 room = std::min<__int128>(capacity(network.port_rate(port)), demand);
       flow.set_capacity(edge_of[static_cast<size_t>(node)], static_cast<int64_t>(room));
     }
     if (flow.maximum(source, sink) >= demand) return time;
-    // The lanes on the source's side must carry what the items there cannot put elsewhere.
+    // The ports on the source's side must carry what the items there cannot put elsewhere.
     __int128 need = 0;
     __int128 rate = 0;
     for (size_t i = 0; i < items.size(); ++i) {
       const int32_t node = first_item + 2 * static_cast<int32_t>(i);
       if (!flow.on_source_side(node)) continue;
       need += items[i]->total();
-      const bool relays = static_cast<size_t>(items[i]->emitters) < items[i]->lanes.size();
+      const bool relays = static_cast<size_t>(items[i]->emitters) < items[i]->ports.size();
       if (relays && !flow.on_source_side(node + 1)) {
         need -= static_cast<__int128>(items[i]->nbytes) * (items[i]->copies - 1);
       }
     }
-    for (const auto& [lane, node] : node_of) {
-      if (flow.on_source_side(node)) rate += network.lane_rate(lane);
+    for (const auto& [port, node] : node_of) {
+      if (flow.on_source_side(node)) rate += network.port_rate(port);
     }
     const int64_t next = ceil_time(need, rate);
     if (next <= time) return time;  // rounding of capacities: nothing left to gain

@@ -3,14 +3,14 @@
 #include <cstdint>
 #include <vector>
 
-#include "plan/bound/lane_items.h"
+#include "plan/bound/port_items.h"
 #include "plan/network.h"
 
 namespace meshcast {
 
-// Least T, ns, for which the items fit on their lanes, each of which carries rate * T: a flow problem, solved
+// Least T, ns, for which the items fit on their ports, each of which carries rate * T: a flow problem, solved
 // by Newton's method on its minimum cut. Starts at `floor`, which T is known to reach, and ends there where the
 // problem would be too large: still a bound, only a looser one.
-int64_t least_time(const std::vector<const LaneItem*>& items, const Network& network, int64_t floor);
+int64_t least_time(const std::vector<const PortItem*>& items, const Network& network, int64_t floor);
 
 }  // namespace meshcast

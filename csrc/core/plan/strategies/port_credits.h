@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "plan/bound/port_items.h"
+#include "plan/network.h"
+
+namespace meshcast {
+
+// Who carries the next chunk, so that over all chunks every port carries its balanced share
+// (PortItem::share). Each port keeps a credit: a chunk adds the part of it that the port should carry, and
+// every hop takes a whole chunk off. The next hop goes to the port with the most credit, which keeps all
+// ports within about one chunk of their share at every moment, not only at the end.
+class PortCredits {
+ public:
+  // `fan`: how often a port that is taken sends the chunk, as long as there are hops left.
+  PortCredits(const Network& network, int64_t fan);
+
+  // A chunk of `nbytes` of a bundle of `bundle_bytes` comes next.
+  void accrue(const PortItem& item, int64_t bundle_bytes, int64_t nbytes);
+
+  // Distributes `copies` (>= 1) hops of a chunk over the ports of an item; the first goes to an emitter, or to
+  // `first_port` where that is given. Ports that are blocked get none. Returns hops per port, parallel to the
+  // item's ports, until the next call.
+  const std::vector<int32_t>& pick(const PortItem& item, int64_t copies, int64_t nbytes, int32_t first_port);
+
+  int64_t of(int32_t port) const { return credit_[static_cast<size_t>(port)]; }
+  void take(int32_t port, int64_t nbytes) { credit_[static_cast<size_t>(port)] -= nbytes; }
+  void block(int32_t port, bool blocked) { blocked_[static_cast<size_t>(port)] = blocked; }
+
+ private:
+  const int64_t fan_;
+  std::vector<int64_t> credit_;  // by port, bytes
+  std::vector<char> blocked_;    // by port
+  std::vector<int32_t> count_;
+  std::vector<std::pair<int64_t, int32_t>> heap_;
+  std::vector<int32_t> nic_host_;     // by NIC
+  std::vector<int64_t> host_copies_;  // by host: copies of the current chunk that its NICs will send
+};
+
+}  // namespace meshcast
