@@ -1,5 +1,5 @@
-"""A made-up GPU side of private groups: what a build with CUDA does by GpuGroupCore.start, done over the CPU's
-transfer, so that calls between meshes on GPUs run without one. It casts as GpuGroupCore is asked to, checks
+"""A fake GPU side of private groups: what a build with CUDA does by GpuGroupCore.start, done over the transfer
+of the CPU, so that calls between meshes on GPUs run without one. It casts as GpuGroupCore is asked to, checks
 what it is given as that does, and writes it down."""
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from ..base.observe import Completable, log
 from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
 from ..topology import Topology
 from .agreements import Agreements
+from .board import Board, meet
 from .rails import agreed_count, connect, first_rails, interfaces
 from .shared_memory import LocalMemory
 
@@ -32,8 +33,6 @@ __all__ = ["Attachment", "Job", "PrivateGroup"]
 # A job gets the running group, or the error that ended it.
 Job = Callable[["_C.GroupCore | None", "Exception | None"], None]
 
-_POLL_LIMIT = 0.02  # seconds between two looks at the store while members are still missing
-_MET = "met"  # verdict: all members are here
 _DRAIN_LIMIT = 2.0  # seconds that a process that exits gives its transfers in flight
 
 
@@ -59,8 +58,8 @@ class PrivateGroup:
         self.interfaces = 1  # of each host, likewise
         self.agreements = Agreements()  # touched by jobs alone
         self.transfers: dict[Any, Any] = {}  # compiled ones, kept by make.py
-        self.board: Any = None  # store of this life of the group, once its ranks have met
-        self.control: Any = None  # likewise, that of the core
+        self.board: Board | None = None  # of this life of the group, once its ranks have met
+        self.control: Any = None  # store of the core, likewise
         self.attached: dict[str, Attachment] = {}
         self._store = store
         self._core: _C.GroupCore | None = None
@@ -144,12 +143,15 @@ class PrivateGroup:
             store: Any = dist.PrefixStore(f"{self.name}/{(arrivals - 1) // len(self.ranks)}", self._store)
             memory = LocalMemory(len(self.ranks))
             names, told = interfaces()
-            members = self._gather(store, deadline, memory.offer, told)
+            mine = json.dumps([host_identity(), memory.offer, told])
+            board = Board(store, self.rank)
+            said = meet(board, self.ranks, mine, deadline, lambda: self._closing)
+            members: dict[int, list[str]] = {rank: json.loads(text) for rank, text in said.items()}
             hosts = {rank: host for rank, (host, _, _) in members.items()}
             count = agreed_count({rank: text for rank, (_, _, text) in members.items()}, self.rank)
             self.topology = Topology.from_hosts(hosts, nics_per_host=count)
             self.interfaces = count
-            self.board = dist.PrefixStore("board", store)
+            self.board = Board(dist.PrefixStore("board", store), self.rank)
             self.control = dist.PrefixStore("control", store)
             offers = {rank: offer for rank, (host, offer, _) in members.items() if host == hosts[self.rank]}
             memory.meet(self.ranks, offers, self.rank, max(deadline - time.monotonic(), 0.001))
@@ -162,7 +164,7 @@ class PrivateGroup:
                 list(self.ranks),
                 self.rank,
                 self.name,
-                memory.settle(store, self.rank, deadline),
+                memory.settle(board, deadline),
             )
         except MeshcastError:
             raise
@@ -182,60 +184,6 @@ class PrivateGroup:
                 phase="connect",
             ) from cause
 
-    def _gather(
-        self, store: dist.Store, deadline: float, offer: str, interfaces: str
-    ) -> dict[int, tuple[str, str, str]]:
-        """Publishes this rank's host, its offer to the ranks there and what it says of its interfaces;
-        returns everybody's.
-
-        The first rank that sees all members, or gives up, decides for all: were each to judge for itself, one
-        could leave while the others already connect and wait for it until their deadline.
-        """
-        begin = time.monotonic()
-        late = store.check(["verdict"])
-        store.set(f"member/{self.rank}", json.dumps([host_identity(), offer, interfaces]))
-        missing = [rank for rank in self.ranks if rank != self.rank]
-        pause = 0.0005
-        while True:
-            missing = [rank for rank in missing if not store.check([f"member/{rank}"])]
-            verdict = store.get("verdict").decode() if store.check(["verdict"]) else ""
-            elapsed = time.monotonic() - begin
-            left = deadline - time.monotonic()
-            proposal = ""
-            if not missing:
-                proposal = _MET
-            elif self._closing:
-                proposal = f"aborted rank {self.rank}: {self._closing}"
-            elif left <= 0:
-                proposal = f"deadline {self._not_met(missing, elapsed)}"
-            if proposal and not verdict:
-                verdict = store.compare_set("verdict", "", proposal).decode()
-            if verdict == _MET:
-                return {rank: tuple(json.loads(store.get(f"member/{rank}"))) for rank in self.ranks}
-            if verdict:
-                # Who waited sees the failure itself, whoever found it first; who comes later finds a group
-                # that has failed.
-                kind, message = verdict.split(" ", 1)
-                error = DeadlineExceededError if kind == "deadline" and not late else AbortedError
-                raise error(
-                    message,
-                    rank=self.rank,
-                    peer=missing[0] if missing and kind == "deadline" else None,
-                    op="connect",
-                    phase="connect",
-                    elapsed=elapsed,
-                    limit=elapsed if kind == "deadline" else None,
-                )
-            time.sleep(min(pause, max(left, 0.0005)))
-            pause = min(pause * 1.5, _POLL_LIMIT)
-
-    def _not_met(self, missing: Sequence[int], elapsed: float) -> str:
-        return (
-            f"rank {self.rank}: ranks {list(missing)} did not call within {elapsed:.1f} s; the group "
-            f"of ranks {list(self.ranks)} exists only once each of them made its first call. Check "
-            "that every rank of both meshes makes the same calls in the same order."
-        )
-
     def watch(self, launch: Completable) -> None:
         """Remembers a transfer in flight, so that close() can let it finish."""
         self._flying.append(launch)
@@ -247,8 +195,12 @@ class PrivateGroup:
         """Why the group was aborted, by this rank or another; asks the store. None while it is whole."""
         core = self._core
         found = None if core is None else core.error()
-        if found is not None or self.control is None:
-            return found
+        return found if found is not None else self.posted_cause()
+
+    def posted_cause(self) -> str | None:
+        """The cause that a rank of the group posted in the store; None where there is none."""
+        if self.control is None:
+            return None
         try:
             if not self.control.check(["cause"]):
                 return None

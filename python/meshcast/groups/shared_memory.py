@@ -6,22 +6,17 @@ cannot. It is used by all ranks of a host that are in a private group, or by non
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from .. import _C
 from ..base import settings
 from ..errors import MeshcastError
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
+from .board import Board
 
 __all__ = ["LocalMemory"]
 
 _MEET_LIMIT = 30.0  # seconds; every member is in this call already
-_POLL_PAUSE = 0.001  # seconds between two looks at the store
 
 _warned: set[str] = set()  # reasons told so far: one warning for each
 
@@ -64,17 +59,13 @@ class LocalMemory:
             self._core = None  # closes its socket, so that nobody goes on waiting for this rank
             self._outcome = f"rank {rank}: {error}"
 
-    def settle(self, store: dist.Store, rank: int, deadline: float) -> _C.SharedMemory | None:
-        """The memory if every rank of this host connected, else None, with a warning. Raises TimeoutError
+    def settle(self, board: Board, deadline: float) -> _C.SharedMemory | None:
+        """The memory if every rank of this host connected, else None, with a warning. Raises NotPostedError
         where a rank does not tell before `deadline`."""
         if not self._ranks:
             return None
-        store.set(f"shm/{rank}", self._outcome)
-        while not store.check([f"shm/{other}" for other in self._ranks]):
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"the ranks of this host, {list(self._ranks)}, did not connect in time")
-            time.sleep(_POLL_PAUSE)
-        failures = [text for other in self._ranks if (text := store.get(f"shm/{other}").decode())]
+        board.post("shm", self._outcome)
+        failures = [text for text in board.gather("shm", self._ranks, deadline).values() if text]
         if not failures:
             return self._core
         self._core = None

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from meshcast.errors import AbortedError, DeadlineExceededError, MeshcastError
+from meshcast.groups.board import Board, NotPostedError
 
 __all__ = ["Exchange", "Refused", "refusals_told"]
 
@@ -55,10 +56,11 @@ class Exchange:
         # A store may outlive the process group. Every life adds as many arrivals as there are ranks.
         life = (int(store.add("arrivals", 1)) - 1) // len(self.ranks)
         self._store = dist.PrefixStore(str(life), store)
+        self._board = Board(self._store, self.rank, own_connection=True)
 
     def publish(self, topic: str, value: dict[str, Any]) -> None:
         self._published.add(topic)
-        self._store.set(f"{topic}/{self.rank}", json.dumps(value))
+        self._board.post(topic, json.dumps(value))
 
     def fail(self, topic: str, message: str) -> None:
         """Says under `topic` that this rank has only an error. What it published there before stays."""
@@ -103,26 +105,27 @@ class Exchange:
             self._store.delete_key(f"{topic}/answer")
 
     def _of_all(self, topic: str, begin: float) -> dict[int, dict[str, Any]]:
-        keys = [f"{topic}/{rank}" for rank in self.ranks]
-        while True:
-            left = self.timeout - (time.monotonic() - begin)
-            try:
-                # Not the whole time at once: a rank that failed says so, but others may never come.
-                self._store.wait(keys, timedelta(seconds=max(0.001, min(left, 1.0))))
-                break
-            except dist.DistStoreError as cause:
-                for key in keys:
-                    if self._store.check([key]) and "error" in json.loads(self._store.get(key)):
-                        return {0: json.loads(self._store.get(key))}
-                if left <= 0:
-                    raise self._late(topic, self.ranks, begin) from cause
-        store: Any = self._store
-        many = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
-        return {rank: json.loads(said) for rank, said in zip(self.ranks, many, strict=True)}
+        """What every rank gave, or the error of one that failed: others may then never come."""
+        failed: list[dict[str, Any]] = []
+
+        def check() -> None:
+            present = [rank for rank in self.ranks if self._board.has(topic, rank)]
+            said = [json.loads(text) for text in self._board.read(topic, present).values()]
+            failed.extend(each for each in said if "error" in each)
+            if failed:
+                raise Refused(MeshcastError(failed[0]["error"]))
+
+        try:
+            said = self._board.gather(topic, self.ranks, begin + self.timeout, check)
+        except Refused:
+            return {0: failed[0]}
+        except NotPostedError as cause:
+            raise self._late(topic, self.ranks, begin) from cause
+        return {rank: json.loads(text) for rank, text in said.items()}
 
     def forget(self, topic: str) -> None:
         self._published.discard(topic)
-        self._store.delete_key(f"{topic}/{self.rank}")
+        self._board.forget(topic)
 
     def collect(self, topic: str, ranks: Iterable[int] | None = None) -> dict[int, dict[str, Any]]:
         """What `ranks` (all by default) published. Raises AbortedError with the message of a rank that
@@ -131,13 +134,11 @@ class Exchange:
         begin = time.monotonic()
         found: dict[int, dict[str, Any]] = {}
         for rank in wanted:
-            key = f"{topic}/{rank}"
-            left = max(self.timeout - (time.monotonic() - begin), 0.001)
             try:
-                self._store.wait([key], timedelta(seconds=left))
-            except dist.DistStoreError as cause:
+                said = self._board.gather(topic, [rank], begin + self.timeout)
+            except NotPostedError as cause:
                 raise self._late(topic, wanted, begin) from cause
-            found[rank] = json.loads(self._store.get(key))
+            found[rank] = json.loads(said[rank])
             # Checked at once: the ranks after a failed one may be waiting for it in turn.
             if "error" in found[rank] and rank != self.rank:
                 raise AbortedError(
@@ -146,7 +147,7 @@ class Exchange:
         return found
 
     def _late(self, topic: str, wanted: list[int], begin: float) -> MeshcastError:
-        missing = [rank for rank in wanted if not self._store.check([f"{topic}/{rank}"])]
+        missing = [rank for rank in wanted if not self._board.has(topic, rank)]
         elapsed = time.monotonic() - begin
         return DeadlineExceededError(
             f"rank {self.rank}: ranks {missing} of the pipeline did not reach {topic!r} within "

@@ -3,7 +3,6 @@ that there is one."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from ..errors import DeadlineExceededError
+from ..groups.board import Board, NotPostedError
 from ..layout import Layout
 from ..transfers.make import agreed_transfer
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["Rounds"]
 
 _OP = "reshard_state_dict"
-_PAUSE = 0.002  # seconds between two looks at the store
 
 
 class Rounds:
@@ -38,6 +37,11 @@ class Rounds:
     def connect(self, limit: float) -> None:
         if self._group.board is None:
             self._group.connect(limit)
+
+    @property
+    def _board(self) -> Board:
+        assert self._group.board is not None  # connect() came before
+        return self._group.board
 
     def gather(self, row: Sequence[int], limit: float) -> dict[int, list[int]]:
         """Every rank's row, all of one length."""
@@ -57,29 +61,25 @@ class Rounds:
         return dict(zip(self.ranks, rows.tolist(), strict=True))
 
     def post(self, topic: str, text: str) -> None:
-        key = f"{topic}/{self._parent.rank}"
-        self._group.board.set(key, text)
-        self._posted.append(key)
+        self._board.post(topic, text)
+        self._posted.append(topic)
 
     def read(self, topic: str, rank: int, deadline: float) -> str:
         """What `rank` posted, or will post at once."""
-        key = f"{topic}/{rank}"
-        begin = time.monotonic()
-        while not self._group.board.check([key]):
-            if time.monotonic() >= deadline:
-                raise DeadlineExceededError(
-                    f"{_OP}: rank {rank} did not say what it holds",
-                    rank=self._parent.rank,
-                    peer=rank,
-                    op=_OP,
-                    phase="agree",
-                    elapsed=time.monotonic() - begin,
-                )
-            time.sleep(_PAUSE)
-        return self._group.board.get(key).decode()
+        try:
+            return self._board.gather(topic, [rank], deadline)[rank]
+        except NotPostedError as late:
+            raise DeadlineExceededError(
+                f"{_OP}: rank {rank} did not say what it holds",
+                rank=self._parent.rank,
+                peer=rank,
+                op=_OP,
+                phase="agree",
+                elapsed=late.elapsed,
+            ) from None
 
     def forget(self) -> None:
         """Deletes what this rank posted. Only after a round that followed the reading of it."""
-        for key in self._posted:
-            self._group.board.delete_key(key)
+        for topic in self._posted:
+            self._board.forget(topic)
         self._posted.clear()

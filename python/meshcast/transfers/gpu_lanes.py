@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from .. import _C
 from ..base.observe import log
 from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
+from ..groups.board import NotPostedError
 from ..groups.private import PrivateGroup
 from .gpu_offer import CUDA_IPC, NCCL, GpuOffer, own_offer
 from .gpu_transport import choose_transport
@@ -21,7 +20,6 @@ from .gpu_transport import choose_transport
 __all__ = ["CudaLanes", "attach_gpu", "connect_lanes", "gpu_of"]
 
 _KEY = "gpu"  # among what is attached to a group
-_POLL_LIMIT = 0.02  # seconds between two looks at the store while offers are missing
 
 
 class Place(Protocol):
@@ -87,7 +85,7 @@ def connect_lanes(
     missing = [lane for lane in lanes if lane not in known]
     if not missing:
         return
-    store: Any = dist.PrefixStore(f"gpu/{call[0]}/{call[1]}", group.board)
+    topic = f"gpu/{call[0]}/{call[1]}"
     offer = own_offer(place.device) if place.problem is None else GpuOffer(obstacle=str(place.problem))
     ids: list[str] = []
     if group.rank == group.ranks[0] and not offer.obstacle and not offer.no_nccl:
@@ -96,7 +94,7 @@ def connect_lanes(
         except MeshcastError as error:
             offer = replace(offer, no_nccl=str(error))
     try:
-        told = _gather(group, control, store, json.dumps([offer.as_text(), ids]), deadline)
+        told = _gather(group, control, topic, json.dumps([offer.as_text(), ids]), deadline)
     except MeshcastError as error:
         control.abort(str(error))  # the ranks no longer count calls alike
         raise
@@ -104,7 +102,9 @@ def connect_lanes(
         {rank: GpuOffer.from_text(text) for rank, (text, _) in told.items()}, group.rank
     )
     if gpu is None:
-        core = _C.GpuGroupCore(control, group.control, list(group.ranks), group.rank, group.name, place.device)
+        core = _C.GpuGroupCore(
+            control, group.control, list(group.ranks), group.rank, group.name, place.device
+        )
         gpu = CudaLanes(core, place.device, transport)
         attach_gpu(group, gpu)
     try:
@@ -113,7 +113,7 @@ def connect_lanes(
                 gpu.core.connect(lane, bytes.fromhex(text), max(deadline - time.monotonic(), 1e-3))
                 gpu.lanes.add(lane)
         else:
-            _connect_ipc(group, control, gpu, missing, dist.PrefixStore(CUDA_IPC, store), deadline)
+            _connect_ipc(group, control, gpu, missing, f"{topic}/{CUDA_IPC}", deadline)
     except MeshcastError as error:
         control.abort(str(error))
         raise
@@ -131,13 +131,13 @@ def _connect_ipc(
     control: _C.GroupCore,
     gpu: CudaLanes,
     lanes: Sequence[int],
-    store: Any,
+    topic: str,
     deadline: float,
 ) -> None:
     """Every rank listens, tells where, and connects with all others, lane by lane."""
     meetings = [_C.IpcMeeting() for _ in lanes]
     addresses = json.dumps([meeting.address for meeting in meetings])
-    told = _gather(group, control, store, addresses, deadline)
+    told = _gather(group, control, topic, addresses, deadline)
     for number, (lane, meeting) in enumerate(zip(lanes, meetings, strict=True)):
         of_lane = [told[rank][number] for rank in group.ranks]
         gpu.core.connect_ipc(lane, meeting, of_lane, max(deadline - time.monotonic(), 1e-3))
@@ -145,20 +145,13 @@ def _connect_ipc(
 
 
 def _gather(
-    group: PrivateGroup, control: _C.GroupCore, store: Any, mine: str, deadline: float
+    group: PrivateGroup, control: _C.GroupCore, topic: str, mine: str, deadline: float
 ) -> dict[int, list[Any]]:
-    """Publishes what this rank says, a list as JSON, and returns what all of them said."""
+    """Posts what this rank says, a list as JSON, and returns what all of them said."""
     begin = time.monotonic()
-    store.set(str(group.rank), mine)
-    missing = [rank for rank in group.ranks if rank != group.rank]
-    pause = 0.0005
-    while True:
-        missing = [rank for rank in missing if not store.check([str(rank)])]
-        if not missing:
-            return {rank: json.loads(store.get(str(rank))) for rank in group.ranks}
-        cause = control.error()
-        if cause is None and group.control.check(["cause"]):
-            cause = group.control.get("cause").decode(errors="replace").partition("\n")[2]
+
+    def check() -> None:
+        cause = control.error() or group.posted_cause()
         if cause is not None:
             raise AbortedError(
                 f"rank {group.rank}: group {group.name} was aborted while its GPUs were being connected: "
@@ -167,17 +160,20 @@ def _gather(
                 op="connect",
                 phase="connect",
             )
-        now = time.monotonic()
-        if now >= deadline:
-            raise DeadlineExceededError(
-                f"rank {group.rank}: ranks {missing} did not come to connect their GPUs within "
-                f"{now - begin:.1f} s (stuck elsewhere, or dead)",
-                rank=group.rank,
-                peer=missing[0],
-                op="connect",
-                phase="connect",
-                elapsed=now - begin,
-                limit=deadline - begin,
-            )
-        time.sleep(pause)
-        pause = min(pause * 1.5, _POLL_LIMIT)
+
+    assert group.board is not None
+    group.board.post(topic, mine)
+    try:
+        said = group.board.gather(topic, group.ranks, deadline, check)
+    except NotPostedError as late:
+        raise DeadlineExceededError(
+            f"rank {group.rank}: ranks {late.ranks} did not come to connect their GPUs within "
+            f"{late.elapsed:.1f} s (stuck elsewhere, or dead)",
+            rank=group.rank,
+            peer=late.ranks[0],
+            op="connect",
+            phase="connect",
+            elapsed=late.elapsed,
+            limit=deadline - begin,
+        ) from None
+    return {rank: json.loads(text) for rank, text in said.items()}

@@ -1,0 +1,137 @@
+"""Board: what the ranks of a group tell each other through a store, beside the data path."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import AbortedError, DeadlineExceededError
+
+__all__ = ["Board", "NotPostedError", "meet"]
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02  # seconds between two polls of the store
+_SLICE = 1.0  # seconds of one wait in the store, after which the caller may find a reason to give up
+_MET = "met"  # verdict of a meeting: all ranks are here
+
+
+class NotPostedError(TimeoutError):
+    """Ranks that posted nothing within the limit. elapsed: seconds since the gathering began."""
+
+    def __init__(self, ranks: Sequence[int], elapsed: float) -> None:
+        super().__init__(f"ranks {list(ranks)} posted nothing within {elapsed:.1f} s")
+        self.ranks = list(ranks)
+        self.elapsed = elapsed
+
+
+class Board:
+    """Texts by topic and rank. A rank posts without waiting, and gathers with a deadline.
+
+    own_connection: the store's connection is used by nobody else. Then a gathering waits in the store, which
+    locks out every other user of the connection; else it polls.
+    """
+
+    def __init__(self, store: Any, rank: int, *, own_connection: bool = False) -> None:
+        self.store = store
+        self.rank = rank
+        self._own_connection = own_connection
+
+    def post(self, topic: str, text: str) -> None:
+        self.store.set(f"{topic}/{self.rank}", text)
+
+    def forget(self, topic: str) -> None:
+        """Deletes what this rank posted. Only once nobody reads it any more."""
+        self.store.delete_key(f"{topic}/{self.rank}")
+
+    def has(self, topic: str, rank: int) -> bool:
+        return bool(self.store.check([f"{topic}/{rank}"]))
+
+    def read(self, topic: str, ranks: Sequence[int]) -> dict[int, str]:
+        """What ranks posted that have posted."""
+        keys = [f"{topic}/{rank}" for rank in ranks]
+        many = self.store.multi_get(keys) if self.store.has_extended_api() else map(self.store.get, keys)
+        return {rank: text.decode() for rank, text in zip(ranks, many, strict=True)}
+
+    def gather(
+        self,
+        topic: str,
+        ranks: Iterable[int],
+        deadline: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> dict[int, str]:
+        """What `ranks` posted, once all have. deadline: by time.monotonic(). check(): called between polls,
+        raises where waiting has lost its sense. Raises NotPostedError past the deadline."""
+        begin = time.monotonic()
+        wanted, pause = list(ranks), _FIRST_PAUSE
+        missing = wanted
+        while True:
+            left = deadline - time.monotonic()
+            if self._own_connection:
+                with suppress(dist.DistStoreError):
+                    limit = timedelta(seconds=max(0.001, min(left, _SLICE)))
+                    self.store.wait([f"{topic}/{rank}" for rank in missing], limit)
+                    return self.read(topic, wanted)
+            missing = [rank for rank in missing if not self.has(topic, rank)]
+            if not missing:
+                return self.read(topic, wanted)
+            check()
+            if left <= 0:
+                raise NotPostedError(missing, time.monotonic() - begin)
+            if not self._own_connection:
+                time.sleep(min(pause, max(left, _FIRST_PAUSE)))
+                pause = min(pause * 1.5, _LONGEST_PAUSE)
+
+
+def meet(
+    board: Board, ranks: Sequence[int], text: str, deadline: float, closing: Callable[[], str]
+) -> dict[int, str]:
+    """Posts `text` and returns everybody's, once all ranks of a group are here.
+
+    The first rank that sees all, or gives up, decides for all: were each to judge for itself, one could leave
+    while the others already connect and wait for it until their deadline. closing(): why this rank ends the
+    group, "" while it does not. Raises DeadlineExceededError or AbortedError.
+    """
+    begin, rank, store = time.monotonic(), board.rank, board.store
+    late = store.check(["verdict"])
+    board.post("member", text)
+    missing = [other for other in ranks if other != rank]
+    pause = _FIRST_PAUSE
+    while True:
+        missing = [other for other in missing if not board.has("member", other)]
+        verdict = store.get("verdict").decode() if store.check(["verdict"]) else ""
+        elapsed, left = time.monotonic() - begin, deadline - time.monotonic()
+        proposal = ""
+        if not missing:
+            proposal = _MET
+        elif closing():
+            proposal = f"aborted rank {rank}: {closing()}"
+        elif left <= 0:
+            proposal = (
+                f"deadline rank {rank}: ranks {missing} did not call within {elapsed:.1f} s; the group of "
+                f"ranks {list(ranks)} exists only once each of them made its first call. Check that every "
+                "rank of both meshes makes the same calls in the same order."
+            )
+        if proposal and not verdict:
+            verdict = store.compare_set("verdict", "", proposal).decode()
+        if verdict == _MET:
+            return board.read("member", ranks)
+        if verdict:
+            # A rank that waited sees the failure itself, whichever found it first; one that comes later finds
+            # a group that has failed.
+            kind, message = verdict.split(" ", 1)
+            error = DeadlineExceededError if kind == "deadline" and not late else AbortedError
+            raise error(
+                message,
+                rank=rank,
+                peer=missing[0] if missing and kind == "deadline" else None,
+                op="connect",
+                phase="connect",
+                elapsed=elapsed,
+                limit=elapsed if kind == "deadline" else None,
+            )
+        time.sleep(min(pause, max(left, _FIRST_PAUSE)))
+        pause = min(pause * 1.5, _LONGEST_PAUSE)
