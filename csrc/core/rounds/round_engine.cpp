@@ -113,7 +113,8 @@ RoundEngine::~RoundEngine() {
     fail(std::make_exception_ptr(Error(ErrorKind::Aborted, fmt::format("rank {}: the group was closed while "
                                                                        "transfers were under way",
                                                                        rank_))));
-  queue_.reset();  // what has failed ends at once
+  // What has failed ends at once. Its jobs look at queue_ itself, so it stays where it is until they are done.
+  if (queue_) queue_->finish();
   for (const auto& run : runs_) {
     keep_for_good(std::move(run->memory_.keepalive));
     keep_for_good(std::move(run->staging_));

@@ -12,13 +12,15 @@ StartQueue::StartQueue()
         loop();
       }) {}
 
-StartQueue::~StartQueue() {
+StartQueue::~StartQueue() { finish(); }
+
+void StartQueue::finish() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
     changed_.notify_all();
   }
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void StartQueue::push(std::function<void()> job) {

@@ -12,11 +12,14 @@ namespace meshcast {
 class StartQueue {
  public:
   StartQueue();
-  ~StartQueue();  // when all jobs are done; not from one of them
+  ~StartQueue();  // as finish()
   StartQueue(const StartQueue&) = delete;
   StartQueue& operator=(const StartQueue&) = delete;
 
   void push(std::function<void()> job);
+
+  // Returns when all jobs are done; there are no further ones. Not from one of them.
+  void finish();
 
  private:
   void loop();
