@@ -39,12 +39,10 @@ if TYPE_CHECKING:
     from .layout import Layout
     from .planning.plan import Plan, plan, plan_cache_clear, plan_cache_info, plan_many
     from .resharding.autograd import backward
-    from .resharding.in_place import reshard_
     from .resharding.local import reshard_local
-    from .resharding.many import reshard_many
     from .resharding.measure import measure_topology
     from .resharding.redistribute import enable_dtensor_redistribute
-    from .resharding.reshard import reshard
+    from .resharding.reshard import reshard, reshard_, reshard_many
     from .resharding.resharder import Resharder
     from .resharding.state_dict import reshard_state_dict
     from .spec import TensorSpec
@@ -103,9 +101,9 @@ _HOME = {
     "plan_many": "planning.plan",
     "prepare": "groups.prepare",
     "reshard": "resharding.reshard",
-    "reshard_": "resharding.in_place",
+    "reshard_": "resharding.reshard",
     "reshard_local": "resharding.local",
-    "reshard_many": "resharding.many",
+    "reshard_many": "resharding.reshard",
     "reshard_state_dict": "resharding.state_dict",
 }
 

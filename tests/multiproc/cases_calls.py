@@ -140,10 +140,12 @@ def transfers(context) -> None:
     """Two tensors at once in a lane of their own, started many times; the plan can be read."""
     src, dst = layouts()
     transfer = PersistentTransfer(
+        parent_group(None, "edge"),
         [((6, 7), torch.float32, src, dst), ((5,), torch.int64, src, meshcast.Layout(B, [Replicate()]))],
+        "edge",
         lane=7,
-        op="edge",
     )
+    transfer.agree_ahead()
     assert {t.nbytes for t in transfer.plan.tasks}
     vector = torch.arange(5)
     for step in range(5):
@@ -201,7 +203,8 @@ def abort_wakes_everybody(context) -> None:
     """Transfer.abort on one rank ends the waits of all, with its reason."""
     src, dst = layouts()
     group = _spare()
-    transfer = PersistentTransfer([((6, 7), torch.float32, src, dst)], group=group)
+    transfer = PersistentTransfer(parent_group(group, "reshard"), [((6, 7), torch.float32, src, dst)])
+    transfer.agree_ahead()
     target = torch.zeros_like(FULL[:, COLUMNS[context.rank]]) if context.rank in B else None
     assert transfer.plan.tasks
     if context.rank == 0:  # holds what all of B wait for, and does not start

@@ -9,7 +9,7 @@ import os
 import meshcast
 import torch
 from meshcast.resharding.compile_op import new_token, register_call
-from meshcast.transfers.persistent import PersistentTransfer
+from meshcast.transfers.persistent import PersistentTransfer, PlanOptions
 from multiproc.meshes import sharded
 from multiproc.oracle import coordinates, cut
 from torch.distributed.device_mesh import DeviceMesh
@@ -67,7 +67,7 @@ def operator_call() -> int:
     spec = meshcast.TensorSpec((6, 4), torch.float32, a, [Shard(0)], True)
     source = source_of(spec, parent.rank, True, "reshard", spec_inside=True)
     destination = Destination(b, (Shard(1),))
-    compiled = compile_call(parent, [source], [destination], op="reshard", strategy="auto", topology=None)
+    compiled = compile_call(parent, [source], [destination], "reshard", PlanOptions())
     _kept.append(compiled)
     return register_call(compiled, 60.0)
 

@@ -68,24 +68,36 @@ def cause_of(name: str) -> str:
 
 
 def connect(ordinal: int, place: Place, limit: float, name: str = "") -> Exception | None:
-    """connect_lanes() as a job of the group runs it; its error. name: of a group of its own."""
+    """connect_lanes() as a command of the group runs it; its error. name: of a group of its own."""
     group = group_of(name)
     group.connect(GROUP_TIMEOUT)
-    found: list[Exception | None] = []
-    done = threading.Event()
+    command = _Connecting(group, ordinal, place, time.monotonic() + limit)
+    group.submit(command)
+    assert command.done.wait(GROUP_TIMEOUT)
+    return command.error
 
-    def job(core, error) -> None:
+
+class _Connecting:
+    """The command of a group that connects its GPUs."""
+
+    lane = 0
+
+    def __init__(self, group: PrivateGroup, ordinal: int, place: Place, deadline: float) -> None:
+        self.group, self.ordinal, self.place, self.deadline = group, ordinal, place, deadline
+        self.done = threading.Event()
+        self.error: Exception | None = None
+
+    def ready(self) -> bool:
+        return False
+
+    def begin(self, core, error) -> None:
         try:
             assert error is None
-            gpu_lanes.connect_lanes(group, core, (0, 1), place, (0, ordinal), time.monotonic() + limit)
-            found.append(None)
+            number = (0, self.ordinal)
+            gpu_lanes.connect_lanes(self.group, core, (0, 1), self.place, number, self.deadline)
         except Exception as raised:
-            found.append(raised)
-        done.set()
-
-    group.replay(time.monotonic() + limit, job, ready=lambda: False)
-    assert done.wait(GROUP_TIMEOUT)
-    return found[0]
+            self.error = raised
+        self.done.set()
 
 
 def a_cuda_mesh_without_gpu_is_refused(context) -> None:

@@ -14,7 +14,7 @@ import meshcast
 import torch
 import torch.distributed as dist
 from meshcast.base.observe import Flight
-from meshcast.transfers.handle import Launch
+from meshcast.transfers.call import Call
 from multiproc.meshes import quiet_mesh, sharded
 from torch.distributed.tensor import Replicate, Shard
 
@@ -63,7 +63,7 @@ def keeps_nothing_alive(context) -> None:
     assert result() is None
     assert meshcast.flight_record()[-1]["state"] == "ended"
     for _ in range(2500):
-        Flight("filler", "nobody", context.rank, Launch("filler", 1.0))
+        Flight("filler", "nobody", context.rank, Call("filler", 1.0))
     assert len(meshcast.flight_record()) == 2000
 
 

@@ -1,5 +1,5 @@
-"""A fake GPU side of private groups: what a build with CUDA does by GpuGroupCore.start, done over the transfer
-of the CPU, so that calls between meshes on GPUs run without one. It casts as GpuGroupCore is asked to, checks
+"""A fake GPU side of private groups: what a build with CUDA does by GpuGroupCore.start, done over the CPU's
+transfer, so that calls between meshes on GPUs run without one. It casts as GpuGroupCore is asked to, checks
 what it is given as that does, and writes it down."""
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Core:
         dst: Sequence[torch.Tensor | None],
         **others: Any,
     ) -> _Work:
-        assert after == _Place.EVENT
+        assert after == _Mark.EVENT
         given = Start(list(types), list(src), list(dst), others["reverse"], others["descriptor"])
         self._made_up.starts.append(given)
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -102,7 +102,7 @@ class _Core:
         pass
 
 
-class _Place:
+class _Mark:
     """As gpu_medium's: every tensor of this process is on its one GPU."""
 
     EVENT = 77
@@ -137,7 +137,7 @@ def made_up_rounds() -> Iterator[MadeUpRounds]:
         mock.patch.object(gpu_offer, "gpu_obstacle", return_value=""),
         mock.patch.object(persistent, "check_shards", check_on_cpu),
         mock.patch.object(gpu_medium, "connect_lanes", connect),
-        mock.patch.object(gpu_medium, "_Place", _Place),
+        mock.patch.object(gpu_medium, "_Mark", _Mark),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):
         yield made_up

@@ -37,25 +37,24 @@ STEPS = 3
 def starts_late(seed: int) -> Iterator[None]:
     """Of the transfers that could start at once every second one, by chance, is left to the control thread,
     which starts each up to 6 ms late."""
-    chance, own = random.Random(seed), PrivateGroup._dispatch
+    chance, own = random.Random(seed), PrivateGroup.submit
 
-    def dispatch(group: PrivateGroup, deadline: float, job: Any, ready: Callable[[], bool]) -> None:
-        pause = 0.006 * chance.random()
+    def submit(group: PrivateGroup, command: Any) -> None:
+        pause, begin = 0.006 * chance.random(), command.begin
 
         def late(core: Any, error: Exception | None) -> None:
             time.sleep(pause)
-            job(core, error)
+            begin(core, error)
 
         if chance.random() < 0.5:
-            own(group, deadline, late, lambda: False)
-        else:
-            own(group, deadline, job, ready)
+            command.begin, command.ready = late, lambda: False
+        own(group, command)
 
-    PrivateGroup._dispatch = dispatch
+    PrivateGroup.submit = submit
     try:
         yield
     finally:
-        PrivateGroup._dispatch = own
+        PrivateGroup.submit = own
 
 
 # Ends only while the process runs: when its input ends, or the process has.

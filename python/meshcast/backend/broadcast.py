@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate
 from ..errors import MeshcastError
 from ..groups.parent import ParentGroup, parent_group
 from ..layout import Layout
-from ..transfers.make import agreed_transfer
+from ..transfers.make import kept_transfer
 
 if TYPE_CHECKING:
     from .. import _C
@@ -37,17 +37,17 @@ class Broadcasts:
         source = self._ranks[root]
         others = Layout([rank for rank in self._ranks if rank != source], [Replicate()])
         problem = ((data.numel(),), torch.uint8, Layout([source], [Replicate()]), others)
-        transfer = agreed_transfer(parent, [problem], None, op="broadcast", strategy="auto", topology=None)
+        transfer = kept_transfer(parent, [problem], "broadcast")
         sends = parent.rank == source
-        launch, _ = transfer.launch([data if sends else None], [None if sends else data], timeout)
+        call = transfer.launch([data if sends else None], [None if sends else data], timeout)
 
         def begun() -> None:
-            if launch.error is None:
-                work.settle(launch.work)
+            if call.error is None:
+                work.settle(call.work)
             else:
-                work.fail(launch.error)
+                work.fail(call.error)
 
-        launch.when_settled(begun)
+        call.when_settled(begun)
 
     def _find_parent(self) -> ParentGroup:
         parent = None if self._parent is None else self._parent()

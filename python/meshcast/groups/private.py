@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -28,10 +28,7 @@ from .board import Board, meet
 from .rails import agreed_count, connect, first_rails, interfaces
 from .shared_memory import LocalMemory
 
-__all__ = ["Attachment", "Job", "PrivateGroup"]
-
-# A job gets the running group, or the error that ended it.
-Job = Callable[["_C.GroupCore | None", "Exception | None"], None]
+__all__ = ["Attachment", "Command", "PrivateGroup"]
 
 _DRAIN_LIMIT = 2.0  # seconds that a process that exits gives its transfers in flight
 
@@ -44,6 +41,21 @@ class Attachment(Protocol):
 
     def close(self) -> None:
         """The group ends, and nothing new comes: lets go also what waits inside."""
+
+
+class Command(Protocol):
+    """Something that a group does in call order. ordinal: its position in `lane`, None until it is counted.
+    deadline: by time.monotonic()."""
+
+    lane: int
+    ordinal: int | None
+    deadline: float
+
+    def ready(self) -> bool:
+        """Whether begin() would not have to wait. Only asked while no command is running."""
+
+    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> None:
+        """Does it with the running group; without one, `error` says why. Raises nothing."""
 
 
 class PrivateGroup:
@@ -67,52 +79,41 @@ class PrivateGroup:
         self._closing = ""  # why, once the group is being ended
         self._ordinals: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._queue: deque[tuple[float, Job]] = deque()
+        self._queue: deque[Command] = deque()
         self._thread: threading.Thread | None = None
         self._flying: list[Completable] = []
         self._flying_limit = 64
 
-    def call(
-        self, lane: int, deadline: float, job: Callable[[int], Job], *, ready: Callable[[], bool]
-    ) -> int:
-        """Takes the next ordinal of `lane` and runs job(ordinal) behind all earlier jobs: at once in this
-        thread if nothing is queued, the group is up and ready() holds; else on the control thread. Returns
-        the ordinal."""
+    def submit(self, command: Command) -> None:
+        """Counts a command, unless it has its ordinal already, and begins it behind all earlier ones: at once
+        in this thread if nothing is queued, the group is up and it is ready; else on the control thread."""
         with self._lock:
-            ordinal = self._ordinals.get(lane, 0)
-            self._ordinals[lane] = ordinal + 1
-            self._dispatch(deadline, job(ordinal), ready)
-            return ordinal
+            if command.ordinal is None:
+                ordinal = self._ordinals.get(command.lane, 0)
+                self._ordinals[command.lane] = ordinal + 1
+                command.ordinal = ordinal
+            if self._thread is None and self._core is not None and command.ready():
+                command.begin(self._core, None)
+                return
+            self._queue.append(command)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name=f"meshcast-control {self.name}", daemon=True
+                )
+                self._thread.start()
 
-    def replay(self, deadline: float, job: Job, *, ready: Callable[[], bool]) -> None:
-        """Runs a job that has its ordinal already (a reverse transfer has that of its forward call)."""
-        with self._lock:
-            self._dispatch(deadline, job, ready)
+    def refuse(self, lane: int, error: Exception, timeout: float, *, ordinal: int | None = None) -> None:
+        """Tells the other ranks, in the background, that this rank refused its arguments of a call: they
+        raise at once instead of waiting. ordinal: of a call that has been counted."""
+        self.submit(_Refusal(lane, ordinal, time.monotonic() + timeout, f"rank {self.rank}: {error}"))
 
     def connect(self, timeout: float) -> None:
         """Brings the group up, unless it is; blocks. Raises what keeps it from coming up."""
-        done = threading.Event()
-        found: list[Exception | None] = []
-
-        def job(_: _C.GroupCore | None, error: Exception | None) -> None:
-            found.append(error)
-            done.set()
-
-        self.replay(time.monotonic() + timeout, job, ready=lambda: True)
-        done.wait()
-        if found[0] is not None:
-            raise found[0]
-
-    def _dispatch(self, deadline: float, job: Job, ready: Callable[[], bool]) -> None:
-        if self._thread is None and self._core is not None and ready():
-            job(self._core, None)
-            return
-        self._queue.append((deadline, job))
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name=f"meshcast-control {self.name}", daemon=True
-            )
-            self._thread.start()
+        command = _Connection(time.monotonic() + timeout)
+        self.submit(command)
+        command.done.wait()
+        if command.error is not None:
+            raise command.error
 
     def _run(self) -> None:
         while True:
@@ -120,20 +121,20 @@ class PrivateGroup:
                 if not self._queue:
                     self._thread = None
                     return
-                deadline, job = self._queue.popleft()
+                command = self._queue.popleft()
             if self._core is None and self._error is None:
                 try:
-                    self._core = self._meet(deadline)
+                    self._core = self._meet(command.deadline)
                     if self._closing:  # abort() came while it connected and found nothing to abort
                         self._core.abort(self._closing)
                 except Exception as error:
                     self._error = error
             core = self._core
             if core is None:
-                job(None, self._error)
+                command.begin(None, self._error)
                 self._error = _as_first_cause(self._error, self.rank)
             else:
-                job(core, None)
+                command.begin(core, None)
 
     def _meet(self, deadline: float) -> _C.GroupCore:
         """Waits until every member is here, then connects. All members of one life of the parent group come
@@ -231,8 +232,8 @@ class PrivateGroup:
             queue, self._queue = self._queue, deque()
             thread = self._thread
             self._error = self._error or AbortedError(self._closing, rank=self.rank, phase="connect")
-        for _, job in queue:
-            job(None, self._error)
+        for command in queue:
+            command.begin(None, self._error)
         if self._core is not None:
             self._core.shutdown()
         if thread is not None and thread is not threading.current_thread():
@@ -244,6 +245,40 @@ class PrivateGroup:
             self.attached.clear()
         self._flying.clear()
         self.transfers.clear()
+
+
+class _Refusal:
+    """A rank refused its arguments of a call."""
+
+    def __init__(self, lane: int, ordinal: int | None, deadline: float, message: str) -> None:
+        self.lane, self.ordinal, self.deadline = lane, ordinal, deadline
+        self._message = message
+
+    def ready(self) -> bool:
+        return True
+
+    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> None:  # noqa: ARG002
+        if core is not None and self.ordinal is not None:
+            core.reject(self.lane, self.ordinal, self._message)
+
+
+class _Connection:
+    """The group comes up, if it is not; counted in no lane."""
+
+    lane = 0
+    ordinal: int | None = 0
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.done = threading.Event()
+        self.error: Exception | None = None
+
+    def ready(self) -> bool:
+        return True
+
+    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> None:  # noqa: ARG002
+        self.error = error
+        self.done.set()
 
 
 def _group_name(ranks: tuple[int, ...]) -> str:

@@ -12,13 +12,12 @@ import torch.distributed as dist
 from meshcast.errors import LayoutError
 from meshcast.groups.parent import parent_group
 from meshcast.transfers.gpu_offer import own_obstacle
-from meshcast.transfers.make import unagreed_transfer
-from meshcast.transfers.persistent import PersistentTransfer, Problem
+from meshcast.transfers.make import new_transfer
+from meshcast.transfers.persistent import PersistentTransfer, PlanOptions, Problem
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from meshcast.topology import Topology
 
 __all__ = ["current", "make_transfer", "stage_device"]
 
@@ -56,29 +55,13 @@ def make_transfer(
     lane: int,
     op: str,
     timeout: float,
-    *,
-    strategy: str = "auto",
-    topology: Topology | None = None,
+    options: PlanOptions = PlanOptions(),  # noqa: B008  frozen
 ) -> PersistentTransfer:
     """A transfer of the pipeline's for tensors on the device of a stage. The ranks agree on it in the
-    background, those on GPUs in its first call, which `Lane.warm_up` makes."""
-    if device.type != "cuda":
-        return PersistentTransfer(
-            problems,
-            group=group,
-            lane=lane,
-            op=op,
-            strategy=strategy,
-            topology=topology,
-            timeout=timeout,
-        )
-    return unagreed_transfer(
-        parent_group(group, op),
-        problems,
-        None,
-        op=op,
-        strategy=strategy,
-        topology=topology,
-        device_types=("cuda", "cuda"),
-        lane=lane,
-    )
+    background, those on GPUs in its first call, which `EdgeTransfers.warm_up` makes."""
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    parent = parent_group(group, op)
+    transfer = new_transfer(parent, problems, op, options, device_types=(kind, kind), lane=lane)
+    if kind == "cpu":
+        transfer.agree_ahead(timeout)
+    return transfer

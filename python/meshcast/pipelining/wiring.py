@@ -26,7 +26,7 @@ from meshcast.pipelining.shared import SharedGradients
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.wire import decode_value, encode_value
-from meshcast.transfers.persistent import PersistentTransfer, Problem
+from meshcast.transfers.persistent import PersistentTransfer, PlanOptions, Problem
 
 __all__ = ["StageValue", "Wiring", "connect", "gradient_layout"]
 
@@ -378,8 +378,7 @@ def _edge_transfers(
         number,
         op,
         timeout,
-        strategy=stage.strategy,
-        topology=stage.topology,
+        PlanOptions(stage.strategy, stage.topology),
     )
     sources = [(shape, dtype, source) for shape, dtype, source, _ in problems]
     targets = [(shape, dtype, target) for shape, dtype, _, target in problems]

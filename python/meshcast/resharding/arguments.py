@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,17 +13,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..errors import LayoutError
 from ..groups.parent import ParentGroup
-from ..groups.rejection import publish_rejection
 from ..layout import Layout
 from ..spec import TensorSpec
-from ..transfers.handle import Handle, Launch
+from ..transfers.call import Call
+from ..transfers.handle import Handle
+from ..transfers.persistent import PlanOptions
 from .autograd import differentiable_call
 from .compiled_call import Compiled, compile_call
 from .memory import storage_of
 from .tensor_move import Destination, Source, positive_placements
-
-if TYPE_CHECKING:
-    from ..topology import Topology
 
 __all__ = ["Request", "call_key", "compiled_call", "handle_of", "source_of", "start", "tell_others"]
 
@@ -64,10 +62,8 @@ def compiled_call(
     requests: Sequence[Request],
     key: Any,
     limit: float,
-    *,
     op: str,
-    strategy: str,
-    topology: Topology | None,
+    options: PlanOptions,
 ) -> Compiled:
     """Compiles the requests under `key` (None: not kept). A rank that refuses its arguments tells the
     others."""
@@ -75,7 +71,7 @@ def compiled_call(
         needs_grad = torch.is_grad_enabled()
         sources = [source_of(request.x, parent.rank, needs_grad, op) for request in requests]
         destinations = [_destination(request, op) for request in requests]
-        compiled = compile_call(parent, sources, destinations, op=op, strategy=strategy, topology=topology)
+        compiled = compile_call(parent, sources, destinations, op, options)
     except LayoutError as error:
         tell_others(parent, requests, error, limit, op)
         raise
@@ -93,16 +89,15 @@ def start(
     outs: Sequence[DTensor | None] | None = None,
     *,
     driven: bool,
-) -> tuple[list[DTensor], Launch | None]:
+) -> tuple[list[DTensor], Call | None]:
     """Starts a compiled call, with autograd where it was compiled for it. driven: who calls waits at once."""
     if compiled.differentiable and outs is None:
         return differentiable_call(compiled, xs, limit, driven=driven)
-    results, launch, _ = compiled.begin(xs, limit, outs, driven=driven)
-    return results, launch
+    return compiled.begin(xs, limit, outs, driven=driven)
 
 
 def handle_of(
-    launch: Launch | None,
+    call: Call | None,
     result: Any,
     compiled: Compiled,
     xs: Sequence[DTensor | None],
@@ -115,7 +110,7 @@ def handle_of(
         written = storage_of(out._local_tensor)
         given = [x for x in given if storage_of(x._local_tensor) != written]
     sources = [tensor for x in given for tensor in (x, x._local_tensor)]
-    return Handle(launch, result, compiled.bound, sources)
+    return Handle(call, result, compiled.bound, sources)
 
 
 def source_of(x: Any, rank: int, needs_grad: bool, op: str, *, spec_inside: bool = False) -> Source:
@@ -175,4 +170,4 @@ def tell_others(
             return
         ranks.update(origin.mesh.flatten().tolist(), mesh.mesh.flatten().tolist())
     if parent.rank in ranks and parent.ranks.issuperset(ranks):
-        publish_rejection(parent.private(sorted(ranks), op), 0, error, limit)
+        parent.private(sorted(ranks), op).refuse(0, error, limit)

@@ -24,8 +24,7 @@ from ..errors import LayoutError, MeshcastError
 from ..transfers.shards import settled
 
 if TYPE_CHECKING:
-    from ..transfers.handle import Launch
-    from ..transfers.persistent import CallNumber
+    from ..transfers.call import Call, CallNumber
     from .compiled_call import Compiled
     from .tensor_move import TensorMove
 
@@ -36,7 +35,7 @@ class _Chain:
     """Calls that one backward pass visits, in call order; the last token leads to all of them."""
 
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[_Visit] = []
         self.token = torch.zeros((), requires_grad=True)
 
 
@@ -47,7 +46,7 @@ _retained: _Chain | None = (
 )
 
 
-class _Call:
+class _Visit:
     """One differentiable reshard on this rank."""
 
     def __init__(self, compiled: Compiled, timeout: float, chain: _Chain | None, driven: bool) -> None:
@@ -56,7 +55,7 @@ class _Call:
         self.driven = driven
         self.chain = chain  # None on a rank of neither mesh
         self.position = len(chain.calls) if chain is not None else 0
-        self.launch: Launch | None = None
+        self.launch: Call | None = None
         self.number: CallNumber | None = None
 
     def check_order(self, grad_token: torch.Tensor | None) -> None:
@@ -166,13 +165,14 @@ class _Reshard(torch.autograd.Function):
     """token, call, *xs -> next token, *ys"""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, call: _Call, *xs: DTensor | None) -> tuple[Any, ...]:
+    def forward(ctx: Any, token: torch.Tensor, call: _Visit, *xs: DTensor | None) -> tuple[Any, ...]:
         ctx.call = call
         ctx.has_input = [x is not None for x in xs]
         ctx.set_materialize_grads(False)
         # Saved so that a second backward without retain_graph raises here as well, alike on every rank.
         ctx.save_for_backward(token)
-        ys, call.launch, call.number = call.compiled.begin(xs, call.timeout, driven=call.driven)
+        ys, call.launch = call.compiled.begin(xs, call.timeout, driven=call.driven)
+        call.number = None if call.launch is None else call.launch.number
         carried = set(call.compiled.differentiable)
         if len(carried) < len(ys):
             ctx.mark_non_differentiable(*(y for i, y in enumerate(ys) if i not in carried))
@@ -185,7 +185,7 @@ class _Reshard(torch.autograd.Function):
                 "reshard has no second derivative: create_graph=True is not supported", op="reshard backward"
             )
         (token,) = ctx.saved_tensors
-        call: _Call = ctx.call
+        call: _Visit = ctx.call
         call.check_order(grad_token)
         _end(call.chain)
         grad_xs: list[Any] = [None] * len(ctx.has_input)
@@ -198,17 +198,17 @@ class _Reshard(torch.autograd.Function):
 
 def differentiable_call(
     compiled: Compiled, xs: Sequence[DTensor | None], timeout: float, *, driven: bool
-) -> tuple[list[DTensor], Launch | None]:
+) -> tuple[list[DTensor], Call | None]:
     """Begins a call whose results carry the graph; an x is None on ranks that know only its spec. driven: the
     caller waits at once."""
     global _current, _retained
     if compiled.transfer is None:
-        alone = _Call(compiled, timeout, None, driven)
+        alone = _Visit(compiled, timeout, None, driven)
         _, *ys = _Reshard.apply(torch.zeros((), requires_grad=True), alone, *xs)
         return ys, None
     with _lock:
         chain = _current if _current is not None else _Chain()
-        call = _Call(compiled, timeout, chain, driven)
+        call = _Visit(compiled, timeout, chain, driven)
         token, *ys = _Reshard.apply(chain.token, call, *xs)
         chain.token = token
         chain.calls.append(call)

@@ -4,7 +4,7 @@
 
 local: this rank's shard of the source, or any tensor outside its mesh; the result: this rank's shard
 under the destination, or an empty one, on the GPU or CPU of its mesh. call: a number from register_call().
-token: two int64 on the CPU, mutated: as a pure operator, the compiler would merge two equal calls and drop
+token: three int64 on the CPU, mutated: as a pure operator, the compiler would merge two equal calls and drop
 one whose result is unused here but not on other ranks. The call leaves its own number in the token, by which
 its backward finds its peers: so two equal backwards are not merged either.
 
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import LayoutError, MeshcastError
+from ..transfers.call import CallNumber
 
 if TYPE_CHECKING:
     from .compiled_call import Compiled
@@ -85,8 +86,9 @@ def _run(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
     if move.local_shape is not None:
         kind = move.ends.destination
         target = out if kind == move.dtype else torch.empty_like(out, dtype=kind)
-    launch, number = compiled.transfer.launch([source], [target], limit, driven=True)
-    launch.wait()
+    started = compiled.transfer.launch([source], [target], limit, driven=True)
+    started.wait()
+    number = started.number
     if target is not None and target is not out:
         out.copy_(target)
     token.copy_(torch.tensor([number.ordinal, number.slot, number.run]))
@@ -94,8 +96,6 @@ def _run(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
 
 
 def _run_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch.Tensor:
-    from ..transfers.persistent import CallNumber
-
     compiled, limit = _called(call)
     move = compiled.moves[0]
     gradient = move.gradient
@@ -105,10 +105,9 @@ def _run_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch.
     if compiled.transfer is not None:
         outgoing = None if gradient.destination_shape is None else grad.to(gradient.ends.source)
         target = None if gradient.source_shape is None else incoming
-        launch = compiled.transfer.launch_reverse(
+        compiled.transfer.launch_reverse(
             CallNumber(*number.tolist()), [outgoing], [target], limit, driven=True
-        )
-        launch.wait()
+        ).wait()
     if gradient.scale != 1.0:
         incoming.mul_(gradient.scale)
     return incoming.to(gradient.dtype)

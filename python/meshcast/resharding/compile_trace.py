@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import LayoutError
 from ..groups.parent import parent_group, seconds
 from ..spec import TensorSpec
+from ..transfers.persistent import PlanOptions
 from .arguments import source_of
 from .compile_op import new_token, register_call
 from .compiled_call import compile_call
@@ -89,9 +90,7 @@ def _constant_call(
         spec = TensorSpec(shape, dtype, source_mesh, source_placements, needs_grad)
         source = source_of(spec, parent.rank, True, "reshard", spec_inside=True)
         destination = Destination(mesh, placements, result_dtype)
-        compiled = compile_call(
-            parent, [source], [destination], op="reshard", strategy=strategy, topology=None
-        )
+        compiled = compile_call(parent, [source], [destination], "reshard", PlanOptions(strategy))
         found = known[(*key, limit)] = (register_call(compiled, limit), compiled)
     return found[0]
 

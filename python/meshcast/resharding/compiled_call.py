@@ -11,17 +11,16 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError
 from ..transfers.casts import Casts
-from ..transfers.make import agreed_transfer
-from ..transfers.persistent import CallNumber, PersistentTransfer, Problem, ranks_of
+from ..transfers.make import kept_transfer, new_transfer
+from ..transfers.persistent import PersistentTransfer, PlanOptions, Problem, ranks_of
 from .memory import note_written, overlaps
 from .tensor_move import Destination, Source, TensorMove, compile_move
 
 if TYPE_CHECKING:
     from ..groups.parent import ParentGroup
-    from ..topology import Topology
-    from ..transfers.handle import Launch
+    from ..transfers.call import Call
 
-__all__ = ["Compiled", "casts_of", "compile_call", "compile_moves"]
+__all__ = ["Compiled", "compile_call"]
 
 
 class Compiled:
@@ -48,9 +47,9 @@ class Compiled:
         observe: Callable[[int, torch.Tensor], None] | None = None,
         *,
         driven: bool = False,
-    ) -> tuple[list[DTensor], Launch | None, CallNumber | None]:
+    ) -> tuple[list[DTensor], Call | None]:
         """Starts the transfer of xs, one per move (None on ranks outside the source). The results' local
-        tensors are filled once the launch has been waited for: new ones, or those of `outs`.
+        tensors are filled once the call has been waited for: new ones, or those of `outs`.
         observe(i, shard) sees what travels from here, in the type it travels in, before it does. driven: the
         caller waits at once."""
         results, sources, targets = [], [], []
@@ -78,14 +77,14 @@ class Compiled:
             sources.append(source)
             targets.append(target)
         if self.transfer is None:
-            return results, None, None
-        launch, number = self.transfer.launch(sources, targets, timeout, driven=driven)
+            return results, None
+        call = self.transfer.launch(sources, targets, timeout, driven=driven)
         if last_steps:
-            launch.on_success(lambda: _run_all(last_steps))
-        return results, launch, number
+            call.on_success(lambda: _run_all(last_steps))
+        return results, call
 
 
-def compile_moves(
+def _moves(
     parent: ParentGroup, sources: Sequence[Source], destinations: Sequence[Destination], op: str
 ) -> tuple[list[TensorMove], list[Problem], list[Problem] | None]:
     """Moves, their problems, and those of the backward transfer (None without any gradient). Raises
@@ -107,31 +106,32 @@ def compile_call(
     parent: ParentGroup,
     sources: Sequence[Source],
     destinations: Sequence[Destination],
-    *,
     op: str,
-    strategy: str,
-    topology: Topology | None,
+    options: PlanOptions,
+    *,
+    kept: bool = True,
 ) -> Compiled:
-    """Checks the arguments and compiles. Raises LayoutError before any byte moves."""
-    moves, problems, backward = compile_moves(parent, sources, destinations, op)
+    """Checks the arguments and compiles. kept: other calls of this kind share the transfer and what was
+    agreed on. Raises LayoutError before any byte moves."""
+    moves, problems, backward = _moves(parent, sources, destinations, op)
     transfer = None
     if any(move.takes_part for move in moves):
-        transfer = agreed_transfer(
+        make = kept_transfer if kept else new_transfer
+        transfer = make(
             parent,
             problems,
-            backward,
-            op=op,
-            strategy=strategy,
-            topology=topology,
+            op,
+            options,
+            backward=backward,
             device_types=moves[0].device_types,
-            casts=casts_of(moves),
+            casts=_casts(moves),
         )
     else:
         parent.private(ranks_of(problems), op)  # the ranks must exist here as well
     return Compiled(moves, transfer, problems)
 
 
-def casts_of(moves: Sequence[TensorMove]) -> Casts | None:
+def _casts(moves: Sequence[TensorMove]) -> Casts | None:
     """What the transfer of these moves casts itself, and its backward; None where that is nothing."""
     forth = tuple(move.ends for move in moves)
     back = tuple(move.gradient.ends for move in moves if move.gradient is not None)

@@ -11,11 +11,11 @@ import torch
 from ..base import checks
 from ..errors import LayoutError
 from ..groups.parent import parent_group, seconds
-from ..groups.rejection import publish_rejection
 from ..layout import Layout
 from ..transfers.gpu_offer import DeviceTypes, device_types_of, require_gpu
 from ..transfers.handle import Handle
-from ..transfers.make import agreed_transfer
+from ..transfers.make import kept_transfer
+from ..transfers.persistent import PlanOptions
 from .memory import check_storage, note_written, overlaps, storage_of
 from .reduction import check_reducible
 
@@ -110,13 +110,12 @@ def reshard_local(
         if ("cuda", True) in zip(device_types, holds, strict=True):
             require_gpu(_OP, copies_only=device_types != ("cuda", "cuda"))
         problem = (tuple(shape), dtype, src_layout, dst_layout)
-        transfer = agreed_transfer(
-            parent, [problem], None, op=_OP, strategy=strategy, topology=topology, device_types=device_types
-        )
+        options = PlanOptions(strategy, topology)
+        transfer = kept_transfer(parent, [problem], _OP, options, device_types=device_types)
         if dst is not None:
             check_storage(dst, _OP)
     except LayoutError as error:
-        publish_rejection(private, 0, error, limit)
+        private.refuse(0, error, limit)
         raise
     if dst is None:
         local_shape = dst_layout.local_shapes(shape).get(parent.rank)
@@ -129,11 +128,11 @@ def reshard_local(
             given = src.clone()  # neighbours would read what already came in from others
         if storage_of(src) == storage_of(dst):
             watched = []  # this very call writes there
-    launch, _ = transfer.launch([given], [dst], limit, driven=not async_op)
+    call = transfer.launch([given], [dst], limit, driven=not async_op)
     if dst is not None:
         written = dst
-        launch.on_success(lambda: note_written(written))
-    handle = Handle(launch, dst, lambda: transfer.plan.lower_bound, watched)
+        call.on_success(lambda: note_written(written))
+    handle = Handle(call, dst, lambda: transfer.plan.lower_bound, watched)
     return handle if async_op else handle.wait()
 
 

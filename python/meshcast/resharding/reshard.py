@@ -1,32 +1,45 @@
-"""reshard: a DTensor on one mesh becomes the same tensor on another."""
+"""reshard, reshard_many and reshard_: tensors on one mesh become the same tensors on another."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError
 from ..groups.parent import parent_group, seconds
+from ..spec import TensorSpec
 from ..transfers.handle import Handle
-from .arguments import Request, call_key, compiled_call, handle_of, start
+from ..transfers.persistent import PlanOptions
+from .arguments import Request, call_key, compiled_call, handle_of, start, tell_others
 from .compile_trace import traced_reshard
 from .compiled_call import Compiled
+from .memory import check_storage
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from ..spec import TensorSpec
     from ..topology import Topology
 
-__all__ = ["reshard"]
+__all__ = ["reshard", "reshard_", "reshard_many"]
 
-_OP = "reshard"
+Out = DTensor | TensorSpec
+T = TypeVar("T")
+
+
+class CallOptions(TypedDict, total=False):
+    """What these functions take alike; documented at reshard."""
+
+    group: dist.ProcessGroup | None
+    strategy: str
+    topology: Topology | None
+    timeout: float | timedelta | None
 
 
 @overload
@@ -35,13 +48,10 @@ def reshard(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     *,
-    group: dist.ProcessGroup | None = None,
     dtype: torch.dtype | None = None,
     grad_placements: Sequence[Placement] | None = None,
-    strategy: str = "auto",
-    topology: Topology | None = None,
     async_op: Literal[False] = False,
-    timeout: float | timedelta | None = None,
+    **options: Unpack[CallOptions],
 ) -> DTensor: ...
 @overload
 def reshard(
@@ -49,13 +59,10 @@ def reshard(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     *,
-    group: dist.ProcessGroup | None = None,
     dtype: torch.dtype | None = None,
     grad_placements: Sequence[Placement] | None = None,
-    strategy: str = "auto",
-    topology: Topology | None = None,
     async_op: Literal[True],
-    timeout: float | timedelta | None = None,
+    **options: Unpack[CallOptions],
 ) -> Handle[DTensor]: ...
 def reshard(
     x: DTensor | TensorSpec,
@@ -106,18 +113,214 @@ def reshard(
                 "reshard under torch.compile: async_op, topology and grad_placements are not supported"
             )
         return traced_reshard(x, mesh, placements, group, dtype, strategy, timeout)
-    parent = parent_group(group, _OP)
+    return run_call(
+        "reshard",
+        [Request(x, mesh, placements, dtype, grad_placements)],
+        lambda results: results[0],
+        async_op=async_op,
+        group=group,
+        strategy=strategy,
+        topology=topology,
+        timeout=timeout,
+    )
+
+
+@overload
+def reshard_many(
+    xs: Sequence[DTensor | TensorSpec],
+    mesh: DeviceMesh,
+    placements: Sequence[Sequence[Placement]],
+    *,
+    dtype: torch.dtype | None = None,
+    grad_placements: Sequence[Sequence[Placement]] | None = None,
+    async_op: Literal[False] = False,
+    **options: Unpack[CallOptions],
+) -> list[DTensor]: ...
+@overload
+def reshard_many(
+    xs: Sequence[DTensor | TensorSpec],
+    mesh: DeviceMesh,
+    placements: Sequence[Sequence[Placement]],
+    *,
+    dtype: torch.dtype | None = None,
+    grad_placements: Sequence[Sequence[Placement]] | None = None,
+    async_op: Literal[True],
+    **options: Unpack[CallOptions],
+) -> Handle[list[DTensor]]: ...
+def reshard_many(
+    xs: Sequence[DTensor | TensorSpec],
+    mesh: DeviceMesh,
+    placements: Sequence[Sequence[Placement]],
+    *,
+    group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
+    grad_placements: Sequence[Sequence[Placement]] | None = None,
+    strategy: str = "auto",
+    topology: Topology | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> list[DTensor] | Handle[list[DTensor]]:
+    """Moves every tensor of xs to `mesh`, the i-th with placements[i], under one plan and one deadline.
+
+    Called by every rank of all meshes involved, with the tensors in one order. The sources may be on
+    different meshes, and of different shapes and dtypes. dtype, if given, is that of every result.
+    grad_placements: one layout per tensor. The other arguments, gradients and errors are those of
+    meshcast.reshard; a rank that is outside the mesh of one source passes a shell or a TensorSpec for it.
+
+    Returns the results in the order of xs, or with async_op a Handle whose wait() returns them.
+    """
+    op = "reshard_many"
+    parent_group(group, op)  # without a process group nothing else is worth telling
+    listed = _listed("xs", xs)
+    layouts = _listed("placements", placements)
+    gradients: list[Any] = (
+        [None] * len(listed) if grad_placements is None else _listed("grad_placements", grad_placements)
+    )
+    for name, given in (("placements", layouts), ("grad_placements", gradients)):
+        if len(given) != len(listed):
+            raise LayoutError(f"{op}: {len(given)} {name} for {len(listed)} tensors; give one for each")
+    if not listed:
+        raise LayoutError(f"{op}: nothing to transfer; give at least one tensor")
+    return run_call(
+        op,
+        [
+            Request(x, mesh, where, dtype, gradient)
+            for x, where, gradient in zip(listed, layouts, gradients, strict=True)
+        ],
+        lambda results: results,
+        async_op=async_op,
+        group=group,
+        strategy=strategy,
+        topology=topology,
+        timeout=timeout,
+    )
+
+
+@overload
+def reshard_(
+    out: Out,
+    x: DTensor | TensorSpec,
+    *,
+    async_op: Literal[False] = False,
+    **options: Unpack[CallOptions],
+) -> Out: ...
+@overload
+def reshard_(
+    out: Out,
+    x: DTensor | TensorSpec,
+    *,
+    async_op: Literal[True],
+    **options: Unpack[CallOptions],
+) -> Handle[Out]: ...
+def reshard_(
+    out: Out,
+    x: DTensor | TensorSpec,
+    *,
+    group: dist.ProcessGroup | None = None,
+    strategy: str = "auto",
+    topology: Topology | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> Out | Handle[Out]:
+    """Fills `out` with the values of x; mesh, placements and dtype are those of `out`.
+
+    Args:
+        out: DTensor of the global shape of x, any strides under which each element of a local tensor has an
+            address of its own. On ranks outside its mesh a shell or a TensorSpec.
+        x: as for meshcast.reshard. It may share memory with `out`: this rank's shard is then copied first.
+            In one storage with `out`, it is not watched for changes before wait().
+
+    No gradient is recorded: outside torch.no_grad(), neither may require one. The version counter of `out`
+    goes up, so that a graph that saved its old values raises. After an error the contents of `out` are
+    undefined. Returns `out`, or with async_op a Handle whose wait() returns it.
+
+    Raises:
+        LayoutError: also where shapes differ, or several elements of `out` share an address; and where that
+            takes too long to find out, as it can for strides that are no view's.
+        Others as meshcast.reshard.
+    """
+    op = "reshard_"
+    parent_group(group, op)
+    request = _request(out, x)
+    return run_call(
+        op,
+        [request],
+        lambda _: out,
+        async_op=async_op,
+        out=out,
+        check=lambda: _check(out, x),
+        group=group,
+        strategy=strategy,
+        topology=topology,
+        timeout=timeout,
+    )
+
+
+def run_call(
+    op: str,
+    requests: Sequence[Request],
+    answer: Callable[[list[DTensor]], T],
+    *,
+    async_op: bool,
+    out: Out | None = None,
+    check: Callable[[], None] | None = None,
+    group: dist.ProcessGroup | None,
+    timeout: float | timedelta | None,
+    **planned: Any,
+) -> T | Handle[T]:
+    """The body of the three: checks, compiles once per kind of call, starts and, unless async_op, waits.
+
+    answer: from the results what the caller returns. out: takes the one result; no gradient is recorded.
+    check: further checks, of which the other ranks hear. planned: the fields of PlanOptions.
+    """
+    parent = parent_group(group, op)
     limit = seconds(timeout, parent.timeout)
-    request = Request(x, mesh, placements, dtype, grad_placements)
-    kind = call_key(request, torch.is_grad_enabled())
-    key = None if kind is None else (_OP, kind, strategy, topology)
-    compiled: Compiled | None = parent.compiled.get(key) if key is not None else None
-    if compiled is None:
-        compiled = compiled_call(parent, [request], key, limit, op=_OP, strategy=strategy, topology=topology)
-    xs = [x if isinstance(x, DTensor) else None]
-    results, launch = start(compiled, xs, limit, driven=not async_op)
+    options = PlanOptions(**planned)
+    records = torch.is_grad_enabled() and out is None
+    if check is not None:
+        try:
+            check()
+        except LayoutError as error:
+            tell_others(parent, requests, error, limit, op)
+            raise
+    kinds = tuple(call_key(request, records) for request in requests)
+    key = None if None in kinds else (op, kinds, options)
+    with nullcontext() if out is None else torch.no_grad():
+        compiled: Compiled | None = parent.compiled.get(key) if key is not None else None
+        if compiled is None:
+            compiled = compiled_call(parent, requests, key, limit, op, options)
+        xs = [request.x if isinstance(request.x, DTensor) else None for request in requests]
+        given = out if isinstance(out, DTensor) else None
+        results, call = start(compiled, xs, limit, None if out is None else [given], driven=not async_op)
     if async_op:
-        return handle_of(launch, results[0], compiled, xs)
-    if launch is not None:
-        launch.wait()
-    return results[0]
+        return handle_of(call, answer(results), compiled, xs, given)
+    if call is not None:
+        call.wait()
+    return answer(results)
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    if isinstance(value, str | torch.Tensor) or not isinstance(value, Iterable):
+        raise LayoutError(f"reshard_many: {name} must be a sequence, found {type(value).__name__}")
+    return list(value)
+
+
+def _request(out: Any, x: Any) -> Request:
+    if isinstance(out, DTensor):
+        return Request(x, out.device_mesh, out.placements, out.dtype)
+    if isinstance(out, TensorSpec):
+        return Request(x, out.mesh, out.placements, out.dtype)
+    raise LayoutError(f"reshard_: out must be a DTensor or a meshcast.TensorSpec, found {type(out).__name__}")
+
+
+def _check(out: Out, x: Any) -> None:
+    if isinstance(x, DTensor | TensorSpec):
+        if tuple(out.shape) != tuple(x.shape):
+            raise LayoutError(f"reshard_: out has shape {tuple(out.shape)}, but x {tuple(x.shape)}")
+        if torch.is_grad_enabled() and (out.requires_grad or x.requires_grad):
+            raise LayoutError(
+                "reshard_ records no gradient, but one is asked for; call it under torch.no_grad(), or use "
+                "reshard"
+            )
+    if isinstance(out, DTensor):
+        check_storage(out._local_tensor, "reshard_")

@@ -10,14 +10,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ..errors import LayoutError
 from ..groups.parent import parent_group, seconds
-from ..groups.rejection import publish_rejection
 from ..spec import TensorSpec
-from ..transfers.handle import Handle, Launch
-from ..transfers.make import unagreed_transfer
-from ..transfers.persistent import ranks_of
+from ..transfers.call import Call
+from ..transfers.handle import Handle
+from ..transfers.persistent import PlanOptions
 from .arguments import Request, handle_of, source_of, tell_others
 from .autograd import differentiable_call
-from .compiled_call import Compiled, casts_of, compile_moves
+from .compiled_call import compile_call
 from .memory import check_storage
 from .repeat import Repeat
 from .tensor_move import Destination, positive_placements
@@ -79,27 +78,14 @@ class Resharder:
         try:
             source = source_of(self._src, parent.rank, True, _OP, spec_inside=True)
             destination = Destination(self._dst.mesh, tuple(self._dst.placements), self._dst.dtype)
-            moves, problems, backward = compile_moves(parent, [source], [destination], _OP)
+            options = PlanOptions(strategy, topology)
+            self._compiled = compile_call(parent, [source], [destination], _OP, options, kept=False)
         except LayoutError as error:  # of this rank alone, where it has no GPU: the others raise as they call
             request = Request(self._src, self._dst.mesh, self._dst.placements)
             tell_others(parent, [request], error, self._limit, _OP)
             raise
-        parent.private(ranks_of(problems), _OP)  # the ranks must exist, also for a rank of neither mesh
-        transfer = None
-        if moves[0].takes_part:
-            transfer = unagreed_transfer(
-                parent,
-                problems,
-                backward,
-                op=_OP,
-                strategy=strategy,
-                topology=topology,
-                device_types=moves[0].device_types,
-                casts=casts_of(moves),
-            )
-        self._compiled = Compiled(moves, transfer, problems)
         self._known_spec: Any = None  # the spec object that the last source came with
-        self._kept = moves[0].allocate() if reuse_output else None
+        self._kept = self._compiled.moves[0].allocate() if reuse_output else None
         self._repeat = Repeat.of(self._compiled, self._kept, _OP, self._limit)
         self._reverse: Resharder | None = None
 
@@ -114,17 +100,17 @@ class Resharder:
     def start(self, x: DTensor | None = None, *, out: DTensor | None = None) -> Handle[DTensor]:
         """Starts one call and returns at once. x: the source on the ranks of its mesh; others may pass None.
         out: where the result goes, under dst_spec; what reshard_ says of its own holds for it."""
-        result, launch = self._begin(x, out, driven=False)
-        return handle_of(launch, result, self._compiled, [x], result)
+        result, call = self._begin(x, out, driven=False)
+        return handle_of(call, result, self._compiled, [x], result)
 
     def run(self, x: DTensor | None = None, *, out: DTensor | None = None) -> DTensor:
         """start() and wait in one; costs less than both."""
         if out is None and self._repeat is not None and self._is_plain(x) and self._repeat.run(x):
             assert self._kept is not None
             return self._kept
-        result, launch = self._begin(x, out, driven=True)
-        if launch is not None:
-            launch.wait()
+        result, call = self._begin(x, out, driven=True)
+        if call is not None:
+            call.wait()
         return result
 
     def _is_plain(self, x: DTensor | None) -> bool:
@@ -147,9 +133,7 @@ class Resharder:
             self._reverse = Resharder(origin, target, **self._options)
         return self._reverse
 
-    def _begin(
-        self, x: DTensor | None, out: DTensor | None, *, driven: bool
-    ) -> tuple[DTensor, Launch | None]:
+    def _begin(self, x: DTensor | None, out: DTensor | None, *, driven: bool) -> tuple[DTensor, Call | None]:
         compiled = self._compiled
         differentiable = bool(compiled.differentiable) and torch.is_grad_enabled()
         try:
@@ -160,15 +144,15 @@ class Resharder:
                 self._check_out(out)
         except LayoutError as error:
             if compiled.transfer is not None:
-                publish_rejection(compiled.transfer._group, 0, error, self._limit)
+                compiled.transfer._group.refuse(0, error, self._limit)
             raise
         if differentiable:
-            (result,), launch = differentiable_call(compiled, [x], self._limit, driven=driven)
-            return result, launch
+            (result,), call = differentiable_call(compiled, [x], self._limit, driven=driven)
+            return result, call
         if out is None:
             out = self._kept
-        (result,), launch, _ = compiled.begin([x], self._limit, None if out is None else [out], driven=driven)
-        return result, launch
+        (result,), call = compiled.begin([x], self._limit, None if out is None else [out], driven=driven)
+        return result, call
 
     def _check_gradient(self, x: DTensor | None, out: DTensor | None, differentiable: bool) -> None:
         if differentiable and (out is not None or self._kept is not None):

@@ -25,9 +25,8 @@ from ..errors import DeadlineExceededError, LayoutError, MeshcastError, PlanMism
 from ..groups.parent import ParentGroup, parent_group, seconds
 from ..layout import Layout
 from ..spec import TensorSpec
-from ..transfers.make import unagreed_transfer
-from ..transfers.persistent import ranks_of
-from .compiled_call import Compiled, casts_of, compile_moves
+from ..transfers.persistent import PlanOptions
+from .compiled_call import Compiled, compile_call
 from .digest import shard_digest
 from .state_arguments import StateCall, checked_call, floating_name
 from .state_rows import Rounds
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     from ..topology import Topology
-    from ..transfers.handle import Launch
+    from ..transfers.call import Call
 
 __all__ = ["ReshardedState", "reshard_state_dict"]
 
@@ -263,22 +262,8 @@ def _compile(
             )
             for entry in chosen
         ]
-        moves, problems, _ = compile_moves(parent, sources, targets, _OP)
-        transfer = None
-        if any(move.takes_part for move in moves):
-            transfer = unagreed_transfer(
-                parent,
-                problems,
-                None,
-                op=_OP,
-                strategy=call.options["strategy"],
-                topology=call.topology,
-                device_types=chosen[0].device_types,
-                casts=casts_of(moves),
-            )
-        else:
-            parent.private(ranks_of(problems), _OP)
-        batches.append((indices, Compiled(moves, transfer, problems)))
+        options = PlanOptions(call.options["strategy"], call.topology)
+        batches.append((indices, compile_call(parent, sources, targets, _OP, options, kept=False)))
     return batches
 
 
@@ -307,7 +292,7 @@ def _move(
         xs = [sent.get(name) for name in names]
         outs = [call.outs.get(name) for name in names]
         observe = None if digests is None else _observer(indices, compiled, rank, digests)
-        moved, launch, _ = compiled.begin(xs, _left(deadline), outs, observe)
+        moved, launch = compiled.begin(xs, _left(deadline), outs, observe)
         if launch is not None:
             launch.wait()
             if known.entries[indices[0]].device_types != ("cpu", "cpu"):
@@ -322,10 +307,10 @@ def _move(
     return [results[index] for index in range(len(known.entries))]
 
 
-def _end_on_gpu(launch: Launch, deadline: float) -> None:
+def _end_on_gpu(call: Call, deadline: float) -> None:
     """Blocks until the GPU is through as well: what fails there must be known before any rank returns."""
     begin = time.monotonic()
-    while not launch.is_completed():
+    while not call.is_completed():
         if time.monotonic() >= deadline:
             raise DeadlineExceededError(
                 f"{_OP}: the GPU was not through with what arrived by the limit of the call",
@@ -334,7 +319,7 @@ def _end_on_gpu(launch: Launch, deadline: float) -> None:
                 elapsed=time.monotonic() - begin,
             )
         time.sleep(_PAUSE)
-    launch.wait()  # raises what failed meanwhile
+    call.wait()  # raises what failed meanwhile
 
 
 def _observer(

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from ..errors import DeadlineExceededError
 from ..groups.board import Board, NotPostedError
 from ..layout import Layout
-from ..transfers.make import agreed_transfer
+from ..transfers.make import kept_transfer
 
 if TYPE_CHECKING:
     from ..groups.parent import ParentGroup
@@ -46,18 +46,10 @@ class Rounds:
     def gather(self, row: Sequence[int], limit: float) -> dict[int, list[int]]:
         """Every rank's row, all of one length."""
         shape = (len(self.ranks), len(row))
-        transfer = agreed_transfer(
-            self._parent,
-            [(shape, torch.int64, self._rows, self._all)],
-            None,
-            op=_OP,
-            strategy="auto",
-            topology=None,
-        )
+        transfer = kept_transfer(self._parent, [(shape, torch.int64, self._rows, self._all)], _OP)
         mine = torch.tensor([list(row)], dtype=torch.int64)
         rows = torch.empty(shape, dtype=torch.int64)
-        launch, _ = transfer.launch([mine], [rows], limit, driven=True)
-        launch.wait()
+        transfer.launch([mine], [rows], limit, driven=True).wait()
         return dict(zip(self.ranks, rows.tolist(), strict=True))
 
     def post(self, topic: str, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -33,6 +34,10 @@ DeviceTypes = tuple[str, str]  # of the source and the destination of a call: "c
 AUTO, NCCL, CUDA_IPC = "auto", "nccl", "cuda_ipc"
 TRANSPORT_SWITCH = settings.CUDA_TRANSPORT.name
 
+CAPTURED = (
+    "the current stream is being captured into a CUDA graph, which a reshard cannot be part of: call it "
+    "outside of the capture"
+)
 SHARING_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
@@ -80,6 +85,14 @@ def require_gpu(op: str, *, copies_only: bool = False) -> None:
     if reason:
         meshes = "one of the meshes is" if copies_only else "the meshes are"
         raise LayoutError(f"{op}: {meshes} on cuda, but {reason}", op=op)
+
+
+def several_gpus(devices: Sequence[int]) -> str:
+    """What is wrong with tensors of one call on several GPUs of a rank."""
+    return (
+        f"the tensors of one call are on several GPUs of this rank, {sorted(devices)}; results are made on "
+        "the current one: call torch.cuda.set_device with that of the source first"
+    )
 
 
 def own_obstacle(*, copies_only: bool) -> str:

@@ -1,80 +1,101 @@
-"""Makes the transfer of a call: one kept from before, or a new one of the kind that its devices ask for."""
+"""Makes the transfer of a call: one kept from before, or a new one over the medium that its devices need."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..groups.parent import ParentGroup
-from .gpu_medium import CudaTransfer
+from .casts import types_of
+from .gpu_medium import GpuMedium
 from .gpu_offer import DeviceTypes
-from .persistent import PersistentTransfer, Problem, ranks_of
-from .pinned_medium import StagedTransfer
+from .medium import HostMedium, Medium
+from .persistent import REVERSE_LANE, PersistentTransfer, PlanOptions, Problem, ranks_of
+from .pinned_medium import PinnedMedium
 
 if TYPE_CHECKING:
-    from ..topology import Topology
     from .casts import Casts
 
-__all__ = ["agreed_transfer", "unagreed_transfer"]
+__all__ = ["kept_transfer", "new_transfer"]
 
-_KEPT = 256  # compiled transfers of a group, which this rank keeps for later calls
+_KEPT = 256  # transfers of a group, which this rank keeps for later calls
 
 
-def agreed_transfer(
+def kept_transfer(
     parent: ParentGroup,
     problems: Sequence[Problem],
-    backward: Sequence[Problem] | None,
-    *,
     op: str,
-    strategy: str,
-    topology: Topology | None,
+    options: PlanOptions = PlanOptions(),  # noqa: B008  frozen
+    *,
+    backward: Sequence[Problem] | None = None,
     device_types: DeviceTypes = ("cpu", "cpu"),
     casts: Casts | None = None,
 ) -> PersistentTransfer:
     """The transfer of an ordinary call: one kept from before, or a new one. It agrees within a launch, unless
     the ranks have agreed on one of its kind, so that every call takes one ordinal in either case."""
     kept = parent.private(ranks_of(problems), op).transfers
-    reverse = None if backward is None else tuple(backward)
-    kind = (op, tuple(problems), reverse, strategy, topology, device_types, casts)
-    transfer = kept.get(kind)
+    kind = (op, tuple(problems), None if backward is None else tuple(backward), options, device_types, casts)
+    transfer: PersistentTransfer | None = kept.get(kind)
     if transfer is None:
-        transfer = unagreed_transfer(
+        transfer = new_transfer(
             parent,
             problems,
-            backward,
-            op=op,
-            strategy=strategy,
-            topology=topology,
+            op,
+            options,
+            backward=backward,
             device_types=device_types,
             casts=casts,
+            kind=kind,
         )
-        transfer._kind = kind
         if len(kept) >= _KEPT:
             kept.pop(next(iter(kept)), None)
         kept[kind] = transfer
     return transfer
 
 
-def unagreed_transfer(
+def new_transfer(
     parent: ParentGroup,
     problems: Sequence[Problem],
-    backward: Sequence[Problem] | None,
-    *,
     op: str,
-    strategy: str,
-    topology: Topology | None,
+    options: PlanOptions = PlanOptions(),  # noqa: B008  frozen
+    *,
+    backward: Sequence[Problem] | None = None,
     device_types: DeviceTypes = ("cpu", "cpu"),
     casts: Casts | None = None,
-    lane: int = 0,
+    **more: Any,
 ) -> PersistentTransfer:
-    """A new transfer with a slot of its own, which it agrees on within its first launch.
-    device_types: see gpu_offer.device_types_of; casts: what it casts, between GPUs alone."""
+    """A transfer with a slot of its own, which it agrees on within its first launch. device_types: see
+    gpu_offer.device_types_of; casts: what it casts, between GPUs alone; more: lane, kind of
+    PersistentTransfer."""
+    medium: Medium
     if device_types == ("cpu", "cpu"):
-        transfer = PersistentTransfer.__new__(PersistentTransfer)
-    elif device_types == ("cuda", "cuda"):
-        transfer = CudaTransfer.__new__(CudaTransfer)
+        medium = HostMedium()
     else:
-        transfer = StagedTransfer.__new__(StagedTransfer)
-    transfer._device_types = device_types
-    transfer._setup(parent, problems, backward, lane, op, strategy, topology, casts)
-    return transfer
+        group = parent.private(ranks_of(problems), op)
+        if device_types == ("cuda", "cuda"):
+            lane = more.get("lane", 0)
+            # Of both directions: in a backward, ranks may come by too late to make one.
+            lanes = (lane,) if backward is None else (lane, REVERSE_LANE)
+            medium = GpuMedium(group, op, lanes, _types(problems, backward, casts))
+        else:
+            medium = PinnedMedium(group, device_types)
+    return PersistentTransfer(
+        parent,
+        problems,
+        op,
+        options,
+        backward=backward,
+        medium=medium,
+        device_types=device_types,
+        casts=casts,
+        **more,
+    )
+
+
+def _types(problems: Sequence[Problem], backward: Sequence[Problem] | None, casts: Casts | None) -> Any:
+    """Of the tensors on the way there and, in the backward, back; see types_of."""
+    if casts is None:
+        return (), ()
+    forth = [dtype for _, dtype, _, _ in problems]
+    back = [dtype for _, dtype, _, _ in backward or ()]
+    return types_of(forth, casts.forth), types_of(back, casts.back)

@@ -1,11 +1,10 @@
-"""Transfer: one or many tensors from layout to layout, compiled once, started any number of times."""
+"""PersistentTransfer: tensors from layout to layout, planned and agreed on once, started often."""
 
 from __future__ import annotations
 
 import threading
-import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,108 +16,72 @@ from ..base.checks import dtype_name
 from ..base.observe import Flight, log, profiled
 from ..errors import DeadlineExceededError, LayoutError, MeshcastError
 from ..groups.agreements import Agreed
-from ..groups.parent import ParentGroup, parent_group, seconds
-from ..groups.private import Job
-from ..groups.rejection import publish_rejection, rejection_job
+from ..groups.parent import ParentGroup, seconds
 from ..planning.plan import Plan, plan_many
+from .call import Call, CallNumber
 from .gpu_offer import DeviceTypes
-from .handle import Handle, Launch
+from .handle import Handle
+from .medium import HostMedium, Medium
 from .shards import Shards, check_shards, filled, resolved, tensor_text
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from .. import _C
     from ..layout import Layout
     from ..topology import Topology
     from .casts import Casts
 
-__all__ = ["REVERSE_LANE", "CallNumber", "Problem", "PersistentTransfer", "ranks_of"]
+__all__ = ["REVERSE_LANE", "PersistentTransfer", "PlanOptions", "Problem", "ranks_of"]
 
 Problem = tuple[Sequence[int], torch.dtype, "Layout", "Layout"]  # global shape, dtype, source, destination
 
 REVERSE_LANE = 1  # backward of lane 0
 
 
-@dataclass
-class CallNumber:
-    """Names one call alike on all its ranks: its position in the lane and, once it has been started, the
-    slot of its transfer and how often that had run before."""
+@dataclass(frozen=True)
+class PlanOptions:
+    """How the calls of a transfer are planned; the values are those of meshcast.plan."""
 
-    ordinal: int
-    slot: int = -1
-    run: int = -1
+    strategy: str = "auto"
+    topology: Topology | None = None  # None: that of the group, once its ranks have met
+    balance: str = "greedy"
 
 
 class PersistentTransfer:
-    """Compiled plan, private group and agreement of all ranks on both.
+    """The moves of a call: their plan, their private group, and the agreement of all ranks on both.
 
-    problems: [(global shape, dtype, source Layout, destination Layout)]; all ranks of both meshes construct
-    it in the same order, and construction agrees on it in the background: ranks that disagree get
-    PlanMismatchError from start(). lane: ordering domain, see start(). strategy, balance: as for plan().
-    Raises LayoutError if a layout does not fit its shape, a rank is outside `group`, or this rank is in no
-    mesh.
+    problems: [(global shape, dtype, source Layout, destination Layout)]; backward: those of the gradients.
+    lane: ordering domain, see start(). medium: where the tensors are, of device_types. casts: what it casts
+    itself. kind: transfers of one kind share an agreement; None: this one has its own, made in its first call
+    or by agree_ahead(). All ranks of both meshes make the same calls in one order.
+
+    Raises LayoutError if a layout does not fit its shape, a rank is outside the parent group, or this rank is
+    in no mesh.
     """
-
-    _error: Exception | None  # why the transfer cannot run
-    _failure: Exception | None  # of the last attempt to agree
-    _balance = "greedy"
-    _device_types: DeviceTypes = ("cpu", "cpu")  # where source and destination are
-    _by_host = True  # the host moves the bytes; between GPUs it does not: gpu_medium.py
 
     def __init__(
         self,
-        problems: Sequence[Problem],
-        *,
-        group: dist.ProcessGroup | None = None,
-        lane: int = 0,
-        op: str = "reshard",
-        strategy: str = "auto",
-        balance: str = "greedy",
-        topology: Topology | None = None,
-        timeout: float | timedelta | None = None,
-    ) -> None:
-        parent = parent_group(group, op)
-        self._balance = balance
-        self._setup(parent, problems, None, lane, op, strategy, topology)
-        self._agree_in_background(Launch(op, seconds(timeout, parent.timeout)))
-
-    def _agree_in_background(self, launch: Launch) -> None:
-
-        def job_of(ordinal: int) -> Job:
-            def job(core: _C.GroupCore | None, error: Exception | None) -> None:
-                try:
-                    self._agreed(_running(core, error), ordinal, launch)
-                except Exception as cause:
-                    self._error = cause
-                finally:
-                    self._compiled.set()
-
-            return job
-
-        self._group.call(self._lane, launch.deadline, job_of, ready=lambda: False)
-
-    def _setup(
-        self,
         parent: ParentGroup,
         problems: Sequence[Problem],
-        backward: Sequence[Problem] | None,
-        lane: int,
-        op: str,
-        strategy: str,
-        topology: Topology | None,
+        op: str = "reshard",
+        options: PlanOptions = PlanOptions(),
+        *,
+        backward: Sequence[Problem] | None = None,
+        medium: Medium | None = None,
+        device_types: DeviceTypes = ("cpu", "cpu"),
         casts: Casts | None = None,
+        lane: int = 0,
+        kind: Hashable = None,
     ) -> None:
         if not problems:
             raise LayoutError(f"{op}: nothing to transfer; give at least one tensor")
         self.problems = [(tuple(shape), dtype, src, dst) for shape, dtype, src, dst in problems]
         wires = [dtype for _, dtype, _, _ in self.problems]
-        # Of the shards on either side; they differ where the transfer itself casts (casts.py).
+        # Of the shards at either end; they differ where the transfer itself casts (casts.py).
         self._source_dtypes = wires if casts is None else [ends.source for ends in casts.forth]
         self._destination_dtypes = wires if casts is None else [ends.destination for ends in casts.forth]
-        self._casts = casts
         self._backward = backward
-        self._lane, self._op, self._strategy, self._topology = lane, op, strategy, topology
+        self._op, self._options, self._lane, self._kind = op, options, lane, kind
+        self._medium, self._device_types = medium or HostMedium(), device_types
         # local_shapes() also checks the layout against the shape.
         self._source = [src.local_shapes(shape).get(parent.rank) for shape, _, src, _ in self.problems]
         self._destination = [dst.local_shapes(shape).get(parent.rank) for shape, _, _, dst in self.problems]
@@ -130,10 +93,10 @@ class PersistentTransfer:
         self._reverse_plan: Plan | None = None
         self._facts: dict[str, Any] | None = None
         self._reverse_facts: dict[str, Any] | None = None
-        self._kind: Hashable = None  # calls of one kind share an agreement; None: this one has its own
         self._own: Agreed | None = None
         self._descriptor = ""
-        self._error = self._failure = None
+        self._error: Exception | None = None  # why the transfer cannot run
+        self._failure: Exception | None = None  # of the last attempt to agree
         self._compiled = threading.Event()
 
     @property
@@ -145,6 +108,11 @@ class PersistentTransfer:
             raise self._error or self._failure or MeshcastError(f"{self._op}: no plan yet", op=self._op)
         return self._plan
 
+    def agree_ahead(self, timeout: float | timedelta | None = None) -> None:
+        """Agrees in the background, before the first call: ranks that disagree get PlanMismatchError from
+        that."""
+        self._group.submit(_Agreement(self, Call(self._op, seconds(timeout, self._parent.timeout))))
+
     def start(
         self, src: Shards, dst: Shards, *, timeout: float | timedelta | None = None
     ) -> Handle[list[torch.Tensor | None]]:
@@ -152,9 +120,9 @@ class PersistentTransfer:
         strides; None where the rank is not in that mesh or its shard is empty. Starts of one lane arrive in
         the order in which they were made, alike on all ranks. Raises LayoutError if a shard does not have the
         shape or dtype of its layout; the other ranks then raise as well."""
-        launch, _ = self.launch(src, dst, seconds(timeout, self._parent.timeout))
+        call = self.launch(src, dst, seconds(timeout, self._parent.timeout))
         return Handle(
-            launch, list(dst), lambda: self.plan.lower_bound, [tensor for tensor in src if tensor is not None]
+            call, list(dst), lambda: self.plan.lower_bound, [tensor for tensor in src if tensor is not None]
         )
 
     def abort(self, reason: str) -> None:
@@ -166,120 +134,61 @@ class PersistentTransfer:
         """Drops the plan; transfers in flight go on. Later starts raise."""
         self._error = self._error or MeshcastError(f"{self._op}: the transfer was closed", op=self._op)
 
-    def launch(
-        self, src: Shards, dst: Shards, timeout: float, *, driven: bool = False
-    ) -> tuple[Launch, CallNumber]:
+    def launch(self, src: Shards, dst: Shards, timeout: float, *, driven: bool = False) -> Call:
         """start() below the handle. driven: the caller waits at once, and lends a hand in that."""
         with profiled("launch", self._op):
-            return self._launch(src, dst, timeout, driven)
-
-    def _launch(self, src: Shards, dst: Shards, timeout: float, driven: bool) -> tuple[Launch, CallNumber]:
-        launch = Launch(self._op, timeout, driven)
-        launch.flight = Flight(launch.op, self._group.name, self._group.rank, launch)
-        try:
-            self._check("source", src, self._source)
-            self._check("destination", dst, self._destination)
-            src, dst = self._staged(launch, resolved(src), dst, reverse=False)
-        except MeshcastError as error:
-            launch.flight.failed(error)
-            publish_rejection(self._group, self._lane, error, timeout)
-            raise
-
-        number = CallNumber(-1)
-
-        def job_of(ordinal: int) -> Job:
-            number.ordinal = ordinal
-            return self._start_job(launch, number, src, dst, reverse=False)
-
-        self._group.call(self._lane, launch.deadline, job_of, ready=self._ready(launch, reverse=False))
-        return launch, number
+            call = self._new_call(self._op, timeout, driven)
+            try:
+                self._check("source", src, self._source)
+                self._check("destination", dst, self._destination)
+                self._medium.check((*src, *dst))
+                src, dst = self._medium.bring(call, resolved(src), dst, reverse=False)
+            except MeshcastError as error:
+                call.failed(error)
+                self._group.refuse(self._lane, error, timeout)
+                raise
+            command = _Start(self, call, src, dst, reverse=False)
+            self._group.submit(command)
+            call.number.ordinal = command.ordinal if command.ordinal is not None else -1
+            return call
 
     def launch_reverse(
-        self, call: CallNumber, src: Shards, dst: Shards, timeout: float, *, driven: bool = False
-    ) -> Launch:
-        """The backward transfer of `call`: src are gradients in the destination layout, dst receives those of
-        the source. driven: as in launch()."""
-        launch = Launch(f"{self._op} backward", timeout, driven)
-        launch.flight = Flight(launch.op, self._group.name, self._group.rank, launch)
-        src, dst = self._staged(launch, resolved(src), dst, reverse=True)
-        job = self._start_job(launch, call, src, dst, reverse=True)
-        self._group.replay(launch.deadline, job, ready=self._ready(launch, reverse=True))
-        return launch
+        self, number: CallNumber, src: Shards, dst: Shards, timeout: float, *, driven: bool = False
+    ) -> Call:
+        """The backward transfer of the call `number`: src are gradients in the destination layout, dst
+        receives those of the source. driven: as in launch()."""
+        call = self._new_call(f"{self._op} backward", timeout, driven)
+        call.number = number
+        try:
+            src, dst = self._medium.bring(call, resolved(src), dst, reverse=True)
+        except MeshcastError as error:  # the others wait for this rank
+            self.reject_reverse(number, error, timeout)
+            raise
+        self._group.submit(_Start(self, call, src, dst, reverse=True))
+        return call
 
-    def reject_reverse(self, call: CallNumber, error: Exception, timeout: float) -> None:
-        """Lets the ranks that wait in the backward transfer of `call` raise: this rank does not take part."""
-        job = rejection_job(self._group, REVERSE_LANE, call.ordinal, error)
-        self._group.replay(time.monotonic() + timeout, job, ready=lambda: True)
+    def reject_reverse(self, number: CallNumber, error: Exception, timeout: float) -> None:
+        """Lets the ranks that wait in the backward transfer of a call raise: this rank does not take part."""
+        self._group.refuse(REVERSE_LANE, error, timeout, ordinal=number.ordinal)
 
-    def _staged(
-        self,
-        launch: Launch,  # noqa: ARG002
-        src: Shards,
-        dst: Shards,
-        *,
-        reverse: bool,  # noqa: ARG002
-    ) -> tuple[Shards, Shards]:
-        """The shards where this transfer can move them, in the caller's thread, before the call is counted:
-        an error is told to the others."""
-        return src, dst
-
-    def _ready(self, launch: Launch, *, reverse: bool) -> Callable[[], bool]:  # noqa: ARG002
-        """Tells, while the call is being counted, whether its start would not have to wait."""
-        return _always if reverse else self._has_agreed
-
-    def _start_job(self, launch: Launch, call: CallNumber, src: Shards, dst: Shards, *, reverse: bool) -> Job:
-        def job(core: _C.GroupCore | None, error: Exception | None) -> None:
-            try:
-                group = _running(core, error)
-                if self._error is not None:
-                    raise self._error
-                if not reverse:
-                    agreed = self._agreed(group, call.ordinal, launch)
-                    call.slot, call.run = agreed.slot, agreed.runs
-                    agreed.runs += 1
-                elif call.slot < 0:
-                    raise self._failure or MeshcastError(
-                        f"{self._op}: the call itself has failed", op=launch.op
-                    )
-                plan = self._reverse_plan if reverse else self._plan
-                assert plan is not None  # _agreed() compiled it
-                if launch.flight is not None:
-                    lane = REVERSE_LANE if reverse else self._lane
-                    launch.flight.plan = self._reverse_facts if reverse else self._facts
-                    launch.flight.number = (lane, call.ordinal, call.run)
-                work = group.start(
-                    plan._core,
-                    slot=call.slot,
-                    reverse=reverse,
-                    lane=REVERSE_LANE if reverse else self._lane,
-                    ordinal=call.ordinal,
-                    descriptor=self._descriptor,
-                    src=filled(src),
-                    dst=filled(dst),
-                    timeout=max(launch.remaining(), 1e-3),
-                    op=launch.op,
-                    driven=launch.driven,
-                )
-            except Exception as cause:
-                self._failure = cause
-                launch.failed(cause)
-            else:
-                launch.started(work, lambda: group.stats(work))
-                self._group.watch(launch)
-            finally:
-                if not self._compiled.is_set():  # worth it: set() takes a lock and looks for who waits
-                    self._compiled.set()
-
-        return job
+    def _new_call(self, op: str, timeout: float, driven: bool) -> Call:
+        call = Call(op, timeout, driven)
+        call.flight = Flight(op, self._group.name, self._group.rank, call)
+        return call
 
     def _has_agreed(self) -> bool:
-        """Whether a start would not have to wait. Only while no job of the group is running."""
+        """Whether a start would not have to wait. Only while no command of the group is running."""
         agreed = self._own is not None if self._kind is None else self._kind in self._group.agreements
         return agreed and self._plan is not None
 
-    def _agreed(self, core: _C.GroupCore, ordinal: int, launch: Launch) -> Agreed:
+    def _agreed(self, core: _C.GroupCore, ordinal: int, call: Call) -> Agreed:
         """What the ranks agreed on. First use: compile, and compare with the other ranks before any byte
         moves."""
+        agreed = self._agreement(core, ordinal, call)
+        self._medium.connect(core, call, ordinal)
+        return agreed
+
+    def _agreement(self, core: _C.GroupCore, ordinal: int, call: Call) -> Agreed:
         kinds = self._group.agreements
         found = self._own if self._kind is None else kinds.use(self._kind)
         try:
@@ -291,7 +200,7 @@ class PersistentTransfer:
         if found is not None:
             return found
         try:
-            slot = core.agree(self._lane, ordinal, self._descriptor, max(launch.remaining(), 1e-3))
+            slot = core.agree(self._lane, ordinal, self._descriptor, max(call.remaining(), 1e-3))
         except DeadlineExceededError as error:
             core.abort(str(error))  # a rank is missing: the ranks no longer count calls alike
             raise
@@ -309,18 +218,19 @@ class PersistentTransfer:
     def _compile(self) -> None:
         if self._plan is not None:
             return
-        topology = self._topology or self._group.topology
-        if topology is not None and self._by_host and self._group.interfaces > 1:
+        options, group = self._options, self._group
+        topology = options.topology or group.topology
+        if topology is not None and self._medium.by_host and group.interfaces > 1:
             topology = topology.striped()
-        plan = plan_many(self.problems, topology=topology, strategy=self._strategy, balance=self._balance)
-        self._facts = _facts(plan, self._group.rank)
+        plan = plan_many(self.problems, topology=topology, strategy=options.strategy, balance=options.balance)
+        self._facts = _facts(plan, group.rank)
         if self._backward is not None:
-            self._reverse_plan = plan_many(self._backward, topology=topology, strategy=self._strategy)
-            self._reverse_facts = _facts(self._reverse_plan, self._group.rank)
+            self._reverse_plan = plan_many(self._backward, topology=topology, strategy=options.strategy)
+            self._reverse_facts = _facts(self._reverse_plan, group.rank)
         self._plan = plan
-        self._descriptor = self._describe()
+        self._descriptor = self._describe(plan)
 
-    def _describe(self) -> str:
+    def _describe(self, plan: Plan) -> str:
         tensors = "; ".join(
             f"{tensor_text(shape, dtype)}: {src} -> {dst}" for shape, dtype, src, dst in self.problems[:3]
         )
@@ -329,8 +239,8 @@ class PersistentTransfer:
         if self._backward is not None and self._reverse_plan is not None:
             _, _, src, dst = self._backward[0]
             gradient = f"gradient {src} -> {dst}, plan {self._reverse_plan.hash}"
-        assert self._plan is not None
-        return f"{self._op} {tensors}{more}; {gradient}; strategy {self._strategy}; plan {self._plan.hash}"
+        planned = f"strategy {self._options.strategy}; plan {plan.hash}"
+        return f"{self._op} {tensors}{more}; {gradient}; {planned}{self._medium.text()}"
 
     def _check(self, side: str, shards: Shards, expected: Sequence[tuple[int, ...] | None]) -> None:
         check_shards(
@@ -342,6 +252,91 @@ class PersistentTransfer:
             side=side,
             on_cpu=self._device_types[side == "destination"] == "cpu",
         )
+
+
+class _Agreement:
+    """Command of a group: the ranks agree on a transfer that nobody has started yet."""
+
+    ordinal: int | None = None
+
+    def __init__(self, transfer: PersistentTransfer, call: Call) -> None:
+        self._transfer, self._call = transfer, call
+        self.lane, self.deadline = transfer._lane, call.deadline
+
+    def ready(self) -> bool:
+        return False
+
+    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> None:
+        transfer = self._transfer
+        assert self.ordinal is not None  # submit() has counted it
+        try:
+            transfer._agreed(_running(core, error), self.ordinal, self._call)
+        except Exception as cause:
+            transfer._error = cause
+        finally:
+            transfer._compiled.set()
+
+
+class _Start:
+    """Command of a group: one start of a transfer, which the ranks agree on first where they have not."""
+
+    def __init__(
+        self, transfer: PersistentTransfer, call: Call, src: Shards, dst: Shards, *, reverse: bool
+    ) -> None:
+        self._transfer, self._call, self._src, self._dst = transfer, call, src, dst
+        self._reverse = reverse
+        self.lane, self.deadline = REVERSE_LANE if reverse else transfer._lane, call.deadline
+        # A reverse transfer has the ordinal of its forward call, in a lane of its own.
+        self.ordinal = call.number.ordinal if reverse else None
+
+    def ready(self) -> bool:
+        transfer = self._transfer
+        return transfer._medium.ready(self._call) and (self._reverse or transfer._has_agreed())
+
+    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> None:
+        transfer, call, reverse = self._transfer, self._call, self._reverse
+        number = call.number
+        assert self.ordinal is not None  # submit() has counted it
+        try:
+            running = _running(core, error)
+            if transfer._error is not None:
+                raise transfer._error
+            if not reverse:
+                agreed = transfer._agreed(running, self.ordinal, call)
+                number.slot, number.run = agreed.slot, agreed.runs
+                agreed.runs += 1
+            elif number.slot < 0:
+                raise transfer._failure or MeshcastError(
+                    f"{transfer._op}: the call itself has failed", op=call.op
+                )
+            plan = transfer._reverse_plan if reverse else transfer._plan
+            assert plan is not None  # _agreed() compiled it
+            if call.flight is not None:
+                call.flight.plan = transfer._reverse_facts if reverse else transfer._facts
+                call.flight.number = (self.lane, self.ordinal, number.run)
+            work, statistics = transfer._medium.start(
+                running,
+                call,
+                plan._core,
+                reverse=reverse,
+                slot=number.slot,
+                lane=self.lane,
+                ordinal=self.ordinal,
+                descriptor=transfer._descriptor,
+                src=filled(self._src),
+                dst=filled(self._dst),
+                timeout=max(call.remaining(), 1e-3),
+                op=call.op,
+            )
+        except Exception as cause:
+            transfer._failure = cause
+            call.failed(cause)
+        else:
+            call.started(work, statistics)
+            transfer._group.watch(call)
+        finally:
+            if not transfer._compiled.is_set():  # worth it: set() takes a lock and looks for who waits
+                transfer._compiled.set()
 
 
 def _more_text(problems: Sequence[Problem]) -> str:
@@ -360,10 +355,6 @@ def _facts(plan: Plan, rank: int) -> dict[str, Any]:
         "bytes_received": plan.bytes_received(rank),
         "bound": plan.lower_bound,  # seconds
     }
-
-
-def _always() -> bool:
-    return True
 
 
 def _release_slot(core: weakref.ref[_C.GroupCore], slot: int) -> None:

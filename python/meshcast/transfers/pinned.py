@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from .handle import Launch
+    from .call import Call
 
 __all__ = ["PinnedPool"]
 
@@ -27,7 +27,7 @@ class PinnedPool:
     def __init__(self, pinned: Callable[[int], torch.Tensor]) -> None:
         self._pinned = pinned  # allocates so many bytes
         self._free: dict[int, list[torch.Tensor]] = {}
-        self._loans: list[tuple[Launch, list[torch.Tensor]]] = []
+        self._loans: list[tuple[Call, list[torch.Tensor]]] = []
         self._lock = threading.Lock()
 
     def lend(self, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -37,10 +37,10 @@ class PinnedPool:
             self._collect()
             return [self._block(size) for size in sizes]
 
-    def watch(self, launch: Launch, blocks: list[torch.Tensor]) -> None:
+    def watch(self, call: Call, blocks: list[torch.Tensor]) -> None:
         """The blocks are the call's until it has ended, on the GPU as well."""
         with self._lock:
-            self._loans.append((launch, blocks))
+            self._loans.append((call, blocks))
 
     def abort(self, reason: str) -> None:
         """Nothing: the calls that failed are told apart when memory is collected."""
@@ -50,10 +50,10 @@ class PinnedPool:
 
     def _collect(self) -> None:
         in_use = []
-        for launch, blocks in self._loans:
-            if not launch.is_completed():
-                in_use.append((launch, blocks))
-            elif _succeeded(launch):
+        for call, blocks in self._loans:
+            if not call.is_completed():
+                in_use.append((call, blocks))
+            elif _succeeded(call):
                 for block in blocks:
                     self._free.setdefault(block.numel(), []).append(block)
         self._loans = in_use
@@ -64,12 +64,12 @@ class PinnedPool:
         return free.pop() if free else self._pinned(rounded)
 
 
-def _succeeded(launch: Launch) -> bool:
+def _succeeded(call: Call) -> bool:
     """Of a call that has ended."""
-    if launch.error is not None:
+    if call.error is not None:
         return False
     try:
-        launch.work.wait()  # does not block any more
+        call.work.wait()  # does not block any more
     except Exception:
         return False
     return True

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
+from .gpu_offer import CAPTURED, several_gpus
 from .shards import Shards, filled
 
 if TYPE_CHECKING:
+    from .call import Call
     from .gpu_copies import Copies, Event
-    from .handle import Launch
     from .pinned import PinnedPool
 
 __all__ = ["LandingWork", "Passage"]
@@ -43,14 +44,14 @@ class Passage:
         self,
         copies: Copies,
         pool: PinnedPool,
-        launch: Launch,
+        call: Call,
         rank: int,
         src: Shards,
         dst: Shards,
         on_gpu: tuple[bool, bool],
     ) -> None:
-        self._copies, self._op, self._rank = copies, launch.op, rank
-        self._deadline, self._limit = launch.deadline, launch.timeout
+        self._copies, self._op, self._rank = copies, call.op, rank
+        self._deadline, self._limit = call.deadline, call.timeout
         self.src, self.dst = filled(src), filled(dst)
         self._left: Event | None = None  # behind the copy to the host
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []  # (on the GPU, on the host)
@@ -60,12 +61,7 @@ class Passage:
             return
         self._device = self._one_device(given)
         if copies.capturing():
-            raise LayoutError(
-                f"{launch.op}: the current stream is being captured into a CUDA graph, which a reshard "
-                "cannot be part of: call it outside of the capture",
-                rank=rank,
-                op=launch.op,
-            )
+            raise LayoutError(f"{call.op}: {CAPTURED}", rank=rank, op=call.op)
         try:
             self._behind = copies.mark(self._device)
             blocks = pool.lend([tensor.nbytes for tensor in given])
@@ -76,24 +72,18 @@ class Passage:
                 self._left = copies.copy(self._device, pairs, self._behind)
         except Exception as error:  # of CUDA: the other ranks must hear of it
             raise MeshcastError(
-                f"{launch.op}: {sum(tensor.nbytes for tensor in given)} bytes could not be brought to pinned "
+                f"{call.op}: {sum(tensor.nbytes for tensor in given)} bytes could not be brought to pinned "
                 f"host memory: {error}",
                 rank=rank,
-                op=launch.op,
+                op=call.op,
                 phase="start",
             ) from error
-        pool.watch(launch, blocks)
+        pool.watch(call, blocks)
 
     def _one_device(self, tensors: list[torch.Tensor]) -> int:
         devices = {tensor.device.index for tensor in tensors}
         if len(devices) > 1:
-            raise LayoutError(
-                f"{self._op}: the tensors of one call are on several GPUs of this rank, "
-                f"{sorted(devices)}; results are made on the current one: call torch.cuda.set_device with "
-                "that of the source first",
-                rank=self._rank,
-                op=self._op,
-            )
+            raise LayoutError(f"{self._op}: {several_gpus(sorted(devices))}", rank=self._rank, op=self._op)
         return devices.pop()
 
     def has_left(self) -> bool:

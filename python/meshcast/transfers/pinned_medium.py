@@ -1,51 +1,48 @@
-"""StagedTransfer: a transfer between a mesh on CPUs and one on GPUs. Between ranks it is that of CPUs; what a
-rank has on its GPU goes through pinned host memory (pinned_copy.py)."""
+"""PinnedMedium: transfers between a mesh on CPUs and one on GPUs.
+
+Between ranks they are those of CPUs; what a rank has on its GPU goes through pinned memory (pinned_copy.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MeshcastError
 from . import gpu_copies
-from .persistent import CallNumber, PersistentTransfer
+from .call import Call
+from .gpu_offer import DeviceTypes
+from .medium import Started
 from .pinned import PinnedPool
 from .pinned_copy import Passage
+from .shards import Shards
 
 if TYPE_CHECKING:
     from .. import _C
-    from ..groups.agreements import Agreed
-    from ..groups.private import Job, PrivateGroup
-    from .handle import Launch
-    from .shards import Shards
+    from ..groups.private import PrivateGroup
 
-__all__ = ["StagedTransfer"]
+__all__ = ["PinnedMedium"]
 
 
-class StagedTransfer(PersistentTransfer):
-    """A PersistentTransfer one of whose ends is on GPUs."""
+class PinnedMedium:
+    """One end of the transfer is on GPUs."""
 
-    def _describe(self) -> str:
-        return f"{super()._describe()}; from {self._device_types[0]} to {self._device_types[1]}"
+    by_host = True
 
-    def launch_reverse(
-        self, call: CallNumber, src: Shards, dst: Shards, timeout: float, *, driven: bool = False
-    ) -> Launch:
-        try:
-            return super().launch_reverse(call, src, dst, timeout, driven=driven)
-        except MeshcastError as error:  # of the passage: the others wait for this rank
-            self.reject_reverse(call, error, timeout)
-            raise
+    def __init__(self, group: PrivateGroup, device_types: DeviceTypes) -> None:
+        self._group, self._device_types = group, device_types
 
-    def _staged(self, launch: Launch, src: Shards, dst: Shards, *, reverse: bool) -> tuple[Shards, Shards]:
-        source, destination = (side == "cuda" for side in self._device_types)
+    def check(self, shards: Shards) -> None:
+        pass
+
+    def bring(self, call: Call, src: Shards, dst: Shards, *, reverse: bool) -> tuple[Shards, Shards]:
+        source, destination = (kind == "cuda" for kind in self._device_types)
         on_gpu = (destination, source) if reverse else (source, destination)
         group, copies = self._group, gpu_copies.COPIES
         pool = group.attached.get("pinned")
         if not isinstance(pool, PinnedPool):
             pool = group.attached["pinned"] = PinnedPool(copies.pinned)
-        passage = launch.passage = Passage(copies, pool, launch, group.rank, src, dst, on_gpu)
-        if launch.driven:  # who waits anyhow spares the group's thread, and others the wait for its lock
+        passage = call.brought = Passage(copies, pool, call, group.rank, src, dst, on_gpu)
+        if call.driven:  # who waits anyhow spares the group's thread, and others the wait for its lock
             try:
                 passage.leave(group.cause)
             except MeshcastError as error:
@@ -53,41 +50,22 @@ class StagedTransfer(PersistentTransfer):
                 raise
         return passage.src, passage.dst
 
-    def _ready(self, launch: Launch, *, reverse: bool) -> Callable[[], bool]:
-        ready, passage = super()._ready(launch, reverse=reverse), launch.passage
-        return lambda: passage.has_left() and ready()
+    def ready(self, call: Call) -> bool:
+        return bool(call.brought.has_left())
 
-    def _start_job(self, launch: Launch, call: CallNumber, src: Shards, dst: Shards, *, reverse: bool) -> Job:
-        start = super()._start_job(launch, call, src, dst, reverse=reverse)
+    def connect(self, core: _C.GroupCore, call: Call, ordinal: int) -> None:
+        pass
 
-        def job(core: _C.GroupCore | None, error: Exception | None) -> None:
-            start(None if core is None else _StagedCall(core, launch, self._group), error)  # type: ignore[arg-type]
-
-        return job
-
-    def _agreed(self, core: Any, ordinal: int, launch: Launch) -> Agreed:
-        return super()._agreed(core.control, ordinal, launch)
-
-
-class _StagedCall:
-    """One call as the job of a transfer sees its group: a start waits for the copy to the host."""
-
-    def __init__(self, control: _C.GroupCore, launch: Launch, group: PrivateGroup) -> None:
-        self.control = control
-        self._launch = launch
-        self._group = group
-        self._work: Any = None
-
-    def start(self, plan: Any, **arguments: Any) -> Any:
-        passage: Passage = self._launch.passage
+    def start(self, core: _C.GroupCore, call: Call, plan: Any, *, reverse: bool, **arguments: Any) -> Started:
+        passage: Passage = call.brought
         try:
             passage.leave(self._group.cause)
         except MeshcastError as error:
-            self.control.abort(str(error))  # the others have started it
+            core.abort(str(error))  # the others have started it
             raise
-        arguments["timeout"] = max(self._launch.remaining(), 1e-3)
-        self._work = self.control.start(plan, **arguments)
-        return passage.landing(self._work)
+        arguments["timeout"] = max(call.remaining(), 1e-3)
+        work = core.start(plan, reverse=reverse, driven=call.driven, **arguments)
+        return passage.landing(work), lambda: core.stats(work)
 
-    def stats(self, _: Any) -> dict[str, float]:
-        return self.control.stats(self._work)
+    def text(self) -> str:
+        return f"; from {self._device_types[0]} to {self._device_types[1]}"

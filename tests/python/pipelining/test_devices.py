@@ -19,8 +19,9 @@ from meshcast.pipelining.edge_transfers import EdgeTransfers, LocalShape
 from meshcast.pipelining.exchange import Exchange
 from meshcast.pipelining.table import agree_on_stages, describe_stages
 from meshcast.pipelining.wiring import Wiring
-from meshcast.transfers import gpu_medium, make
-from meshcast.transfers.persistent import PersistentTransfer
+from meshcast.transfers.gpu_medium import GpuMedium
+from meshcast.transfers.medium import HostMedium
+from meshcast.transfers.persistent import PersistentTransfer, PlanOptions
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -88,30 +89,17 @@ def test_ranks_on_unlike_devices_are_told_alike() -> None:
 
 def test_transfers_are_those_of_the_device() -> None:
     """Only those on the CPU agree before their first call, which blocks the host for NCCL's connections."""
-    found: list[tuple[Any, ...]] = []
-
-    class Fake(gpu_medium.CudaTransfer):
-        def _setup(self, *arguments: Any) -> None:
-            found.append(arguments)
-
-    there = stage()
-    there.device = GPU
-    with mock.patch.object(make, "CudaTransfer", Fake):
-        made = make_transfer(there.device, there.group, [], 5, "pipeline", 3.0, strategy="broadcast")
-    assert isinstance(made, Fake)
-    assert made._device_types == ("cuda", "cuda")
-    assert found[0][1:] == ([], None, 5, "pipeline", "broadcast", None, None)  # no topology, no casts
-    with mock.patch.object(PersistentTransfer, "__init__", return_value=None) as init:
-        assert type(make_transfer(CPU, None, [], 7, "pipeline", 3.0)) is PersistentTransfer
-    expected = {
-        "group": None,
-        "lane": 7,
-        "op": "pipeline",
-        "strategy": "auto",
-        "topology": None,
-        "timeout": 3.0,
-    }
-    init.assert_called_once_with([], **expected)
+    layout = Layout([0], [Replicate()])
+    problems = [((2,), torch.float32, layout, layout)]
+    options = PlanOptions("broadcast")
+    with mock.patch.object(PersistentTransfer, "agree_ahead") as ahead:
+        made = make_transfer(GPU, None, problems, 5, "pipeline", 3.0, options)
+        assert isinstance(made._medium, GpuMedium) and made._device_types == ("cuda", "cuda")
+        assert (made._lane, made._op, made._options, made._backward) == (5, "pipeline", options, None)
+        ahead.assert_not_called()
+        made = make_transfer(CPU, None, problems, 7, "pipeline", 3.0)
+        assert isinstance(made._medium, HostMedium) and made._lane == 7
+        ahead.assert_called_once_with(3.0)
 
 
 def test_a_step_on_the_cpu_touches_no_gpu() -> None:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from meshcast.errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
-from meshcast.transfers.handle import Launch
+from meshcast.transfers.call import Call
 from meshcast.transfers.pinned import PinnedPool
 from meshcast.transfers.pinned_copy import Passage
 from multiproc.fake_gpu import FakeGpu
@@ -35,15 +35,15 @@ class Work:
             raise self.error
 
 
-def launch(timeout: float = 30.0) -> Launch:
-    return Launch("reshard", timeout)
+def new_call(timeout: float = 30.0) -> Call:
+    return Call("reshard", timeout)
 
 
 def passage(
-    gpu: FakeGpu, tensor: torch.Tensor, way: tuple[bool, bool], call: Launch | None = None, pool: Any = None
+    gpu: FakeGpu, tensor: torch.Tensor, way: tuple[bool, bool], call: Call | None = None, pool: Any = None
 ) -> Passage:
     sides = ([tensor], [None]) if way == TO_HOST else ([None], [tensor])
-    return Passage(gpu, pool or PinnedPool(gpu.pinned), call or launch(), 3, *sides, way)
+    return Passage(gpu, pool or PinnedPool(gpu.pinned), call or new_call(), 3, *sides, way)
 
 
 def arriving(gpu: FakeGpu, tensor: torch.Tensor, work: Work) -> tuple[torch.Tensor, Any]:
@@ -72,7 +72,7 @@ def test_a_block_holds_what_was_asked_for_and_less_than_twice_that(size: int) ->
 
 
 def test_blocks_are_lent_to_one_call_at_a_time_and_nobody_waits_for_them() -> None:
-    gpu, call, work = FakeGpu(0), launch(), Work()
+    gpu, call, work = FakeGpu(0), new_call(), Work()
     pool = PinnedPool(gpu.pinned)
     lent = pool.lend([5000, 8192, 100])
     pool.watch(call, lent)
@@ -93,7 +93,7 @@ def test_blocks_are_lent_to_one_call_at_a_time_and_nobody_waits_for_them() -> No
 @pytest.mark.parametrize("started", [True, False])
 def test_blocks_of_a_call_that_failed_are_given_up(started: bool) -> None:
     """Nobody knows what still writes to them."""
-    gpu, call = FakeGpu(0), launch()
+    gpu, call = FakeGpu(0), new_call()
     pool = PinnedPool(gpu.pinned)
     lent = pool.lend([9000])
     pool.watch(call, lent)
@@ -108,7 +108,7 @@ def test_blocks_of_a_call_that_failed_are_given_up(started: bool) -> None:
 
 
 def test_the_memory_of_a_call_is_its_own_until_it_has_landed() -> None:
-    gpu, call, work = FakeGpu(2), launch(), Work()
+    gpu, call, work = FakeGpu(2), new_call(), Work()
     pool = PinnedPool(gpu.pinned)
     made = passage(gpu, torch.zeros(2000), TO_GPU, call, pool)
     (host,) = made.dst
@@ -127,7 +127,7 @@ def test_a_source_leaves_behind_the_stream_and_its_limit_is_kept() -> None:
     gpu.enqueue(lambda: x.fill_(7))
     made = passage(gpu, x, TO_HOST)
     assert not made.has_left()
-    short = passage(gpu, x, TO_HOST, launch(0.05))
+    short = passage(gpu, x, TO_HOST, new_call(0.05))
     with pytest.raises(DeadlineExceededError, match=r"rank 3: reshard: the GPU had not .* within 0.05 s"):
         short.leave(lambda: None)
     with pytest.raises(AbortedError, match="while the GPU copied the source to the host: the job is over"):
@@ -232,7 +232,7 @@ def test_tensors_on_two_gpus_and_captures_are_refused_before_anything_is_enqueue
     pool = PinnedPool(gpu.pinned)
     sides: Any = [[mock.Mock(**{"device.index": index, "numel.return_value": 2})] for index in (1, 0)]
     with pytest.raises(LayoutError, match=r"on several GPUs of this rank, \[0, 1\]"):
-        Passage(gpu, pool, launch(), 3, *sides, (True, True))
+        Passage(gpu, pool, new_call(), 3, *sides, (True, True))
     gpu.captures = True
     with pytest.raises(LayoutError, match="is being captured into a CUDA graph"):
         passage(gpu, torch.ones(2), TO_HOST, pool=pool)

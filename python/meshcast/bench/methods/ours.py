@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshcast.groups.parent import parent_group
 from meshcast.resharding.local import reshard_local
-from meshcast.transfers.persistent import PersistentTransfer
+from meshcast.transfers.make import new_transfer
+from meshcast.transfers.persistent import PersistentTransfer, PlanOptions, Problem
 
 from ..cases import Case
 from ..groups import Groups
@@ -35,14 +37,17 @@ def reshard(batch: Batch, strategy: str) -> None:
             group=batch.group, strategy=strategy, topology=batch.topology, timeout=LIMIT,
         )  # fmt: skip
     else:
-        problems = [(move.shape, torch.int32, move.src, move.dst) for move in batch.moves]
-        transfer = batch.keep(
-            strategy,
-            lambda: PersistentTransfer(
-                problems, group=batch.group, strategy=strategy, topology=batch.topology, timeout=LIMIT
-            ),
-        )
+        problems: list[Problem] = [(move.shape, torch.int32, move.src, move.dst) for move in batch.moves]
+        options = PlanOptions(strategy, batch.topology)
+        transfer = batch.keep(strategy, lambda: agreed_transfer(batch, problems, options))
         start(transfer, [move.source for move in batch.moves], [move.destination for move in batch.moves])
+
+
+def agreed_transfer(batch: Batch, problems: list[Problem], options: PlanOptions) -> PersistentTransfer:
+    """A transfer that its ranks agree on at once, so that no measured round does."""
+    transfer = new_transfer(parent_group(batch.group, "reshard"), problems, "reshard", options)
+    transfer.agree_ahead(LIMIT)
+    return transfer
 
 
 def start(
@@ -54,7 +59,7 @@ def start(
 def _reshard_dtensor(batch: Batch, move: Move, strategy: str) -> None:
     from torch.distributed.tensor import DTensor
 
-    from meshcast.resharding.in_place import reshard_
+    from meshcast.resharding.reshard import reshard_
     from meshcast.spec import TensorSpec
 
     assert move.source_mesh is not None and move.destination_mesh is not None
@@ -78,12 +83,9 @@ def _reshard_dtensor(batch: Batch, move: Move, strategy: str) -> None:
 
 
 def balanced(batch: Batch, name: str, balance: str) -> None:
-    problems = [(move.shape, torch.int32, move.summed, move.dst) for move in batch.moves]
-    transfer = batch.keep(
-        name,
-        lambda: PersistentTransfer(problems, group=batch.group, strategy="broadcast", balance=balance,
-                         topology=batch.topology, timeout=LIMIT),
-    )  # fmt: skip
+    problems: list[Problem] = [(move.shape, torch.int32, move.summed, move.dst) for move in batch.moves]
+    options = PlanOptions("broadcast", batch.topology, balance)
+    transfer = batch.keep(name, lambda: agreed_transfer(batch, problems, options))
     start(transfer, [move.source for move in batch.moves], [move.destination for move in batch.moves])
 
 

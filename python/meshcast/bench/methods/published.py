@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
 from meshcast.layout import Layout
-from meshcast.transfers.persistent import PersistentTransfer
+from meshcast.transfers.persistent import PersistentTransfer, PlanOptions, Problem
 
 from ..move import Batch, Box, Move, cuts, extent, intersection, turns
 from .method import Method
-from .ours import LIMIT, start
+from .ours import agreed_transfer, start
 
 
 class Message(NamedTuple):
@@ -84,7 +84,7 @@ class _Phase:
         rank = dist.get_rank()
         self.src: list[torch.Tensor | None] = []
         self.dst: list[torch.Tensor | None] = []
-        problems = []
+        problems: list[Problem] = []
         for message in messages:
             move = batch.moves[message.move]
             src = Layout([message.sender], [Replicate()])
@@ -95,10 +95,7 @@ class _Phase:
             self.dst.append(move.place(message.box) if rank in message.receivers else None)
         self._transfer: PersistentTransfer | None = None
         if any(tensor is not None for tensor in (*self.src, *self.dst)):
-            self._transfer = PersistentTransfer(
-                problems, group=batch.group, strategy=strategy, balance=balance, topology=batch.topology,
-                timeout=LIMIT,
-            )  # fmt: skip
+            self._transfer = agreed_transfer(batch, problems, PlanOptions(strategy, batch.topology, balance))
 
     def run(self) -> None:
         if self._transfer is not None:

@@ -1,0 +1,126 @@
+"""Call: one start of a persistent transfer, from the moment it is made to its end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..base.observe import Flight, profiled
+from ..errors import DeadlineExceededError
+
+__all__ = ["Call", "CallNumber"]
+
+# A call waits behind others on its group's control thread, which applies the deadline itself; the waiter
+# allows it this much more (seconds) so that the typed error of the control thread arrives first.
+_GRACE = 2.0
+
+
+@dataclass
+class CallNumber:
+    """Names one call alike on all its ranks: its position in the lane and, once it has been started, the
+    slot of its transfer and how often that had run before."""
+
+    ordinal: int = -1
+    slot: int = -1
+    run: int = -1
+
+
+class Call:
+    """At first queued, then a running work of the C++ engine, or an error.
+
+    driven: the caller waits at once. timeout: seconds, from now. number: where it stands in its lane.
+    """
+
+    def __init__(self, op: str, timeout: float, driven: bool = False) -> None:
+        self.op = op
+        self.driven = driven
+        self.timeout = timeout
+        self.deadline = time.monotonic() + timeout
+        self.number = CallNumber()
+        self.work: Any = None
+        self.error: Exception | None = None
+        self.statistics: Callable[[], dict[str, Any]] | None = None
+        self.flight: Flight | None = None  # its entry in the flight record
+        self.brought: Any = None  # what its medium keeps for it
+        self._lock = threading.Lock()
+        self._settled: threading.Event | None = None
+        self._success: Callable[[], None] | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    def on_success(self, step: Callable[[], None]) -> None:
+        """A last step that the first successful wait() runs. Set before anybody can wait."""
+        self._success = step
+
+    def remaining(self) -> float:
+        return max(0.0, self.deadline - time.monotonic())
+
+    def started(self, work: Any, statistics: Callable[[], dict[str, Any]]) -> None:
+        self.statistics = statistics
+        self._settle(work, None)
+
+    def failed(self, error: Exception) -> None:
+        if self.flight is not None:
+            self.flight.failed(error)
+        self._settle(None, error)
+
+    def _settle(self, work: Any, error: Exception | None) -> None:
+        with self._lock:
+            self.work, self.error = work, error
+            callbacks, self._callbacks = self._callbacks, []
+            if self._settled is not None:
+                self._settled.set()
+        for callback in callbacks:
+            callback()
+
+    @property
+    def settled(self) -> bool:
+        return self.work is not None or self.error is not None
+
+    def when_settled(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if not self.settled:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def is_completed(self) -> bool:
+        return self.error is not None or (self.work is not None and self.work.is_completed())
+
+    def wait(self) -> None:
+        """Blocks until the transfer ended; raises its typed error, each time it is called."""
+        with profiled("wait", self.op):
+            self._wait()
+
+    def _wait(self) -> None:
+        if not self.settled:
+            with self._lock:
+                if not self.settled and self._settled is None:
+                    self._settled = threading.Event()
+                event = self._settled
+            if event is not None and not event.wait(self.remaining() + _GRACE):
+                raise DeadlineExceededError(
+                    f"{self.op} was still queued behind earlier calls of its group after {self.timeout:g} s",
+                    op=self.op,
+                    phase="agree",
+                    elapsed=self.timeout,
+                    limit=self.timeout,
+                )
+        if self.error is not None:
+            raise self.error.with_traceback(None)  # else each raise would add to the last one's
+        try:
+            self.work.wait()
+        except Exception as error:
+            self.error = error
+            if self.flight is not None:
+                self.flight.failed(error)
+            raise
+        if self._success is not None:
+            with self._lock:
+                step, self._success = self._success, None
+                if step is not None:
+                    step()
+        if self.flight is not None:
+            self.flight.ended()
