@@ -160,6 +160,7 @@ void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
   const bool fixed_chunk = options.chunk_bytes > 0;
   const int64_t chunk_bytes = in.chunk_bytes;
   BestPlan best(plan);
+  // Where one gather alone would use up all attempts, strategies are tried from the cheapest on.
   const bool large = count_gather_hops(in) > kRetryHops;
   for (const Strategy strategy : candidates(options.strategy, large)) {
     if (large && best.good()) break;
@@ -171,6 +172,7 @@ void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
         for (const Balance balance : {Balance::None, Balance::Size, Balance::Greedy, Balance::Search})
           if (balance != options.balance) balances.push_back(balance);
       }
+      // Twice where staging is too high: once to see how high, once with chunks that keep to the goal.
       for (const Balance balance : balances) {
         in.balance = balance;
         in.chunk_bytes = chunk_bytes;
@@ -207,15 +209,18 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
   plan.topology = topology;
   plan.options = options;
   plan.strategy = options.strategy == Strategy::Auto ? Strategy::SendRecv : options.strategy;
+  // Phase 1: what has to move, and over which ports.
   Demand demand = intersect_layouts(problems);
   plan.ranks = all_ranks(problems);
   plan.local_copies = std::move(demand.local_copies);
   plan.tasks = std::move(demand.tasks);
   const Network network(topology, plan.ranks);
   check_times(plan.tasks, network);
+  // Phase 2: the bound, which the chunk size and every strategy start from.
   const std::vector<Bundle> bundles = bundle_tasks(plan.tasks, problems);
   const PortDemand ports = find_port_demand(plan.tasks, bundles, network);
   plan.lower_bound_ns = ports.bound_ns;
+  // Phase 3: the strategies; then fewer and larger messages, where the size is ours to choose.
   if (!bundles.empty()) {
     const int64_t chunk =
         options.chunk_bytes > 0 ? options.chunk_bytes : choose_chunk_bytes(plan.lower_bound_ns, network);
@@ -228,6 +233,7 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
     find_best(in, ports, &plan);
     if (options.chunk_bytes == 0) join_chunks(&plan, network);
   }
+  // Over all that ranks must agree on. Times of hops are not in it, as they follow from what is.
   plan.hash = hash_plan(plan);
   return plan;
 }

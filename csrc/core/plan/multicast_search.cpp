@@ -17,12 +17,16 @@ constexpr int64_t kMulticastGain = 100;
 // Several kinds of trees, scheduled by either rule; then those that did best with finer and finer chunks (which
 // fill the chains sooner), until the bound is near or the hops get too many to try again.
 void try_multicast(Inputs in, const PortDemand& balanced, bool fixed_chunk, BestPlan* best) {
+  // Phase 1: three ways to share the ports. In `direct` emitters take over from relays up to 9/10 of the
+  // bound; in `packed` few ports relay.
   PortDemand direct = balanced;
   prefer_emitters(in.network, balanced.bound_ns / 10 * 9, &direct.items);
   PortDemand packed = balanced;
   pack_relays(in.network, balanced.bound_ns, &packed.items);
   int64_t most_hosts = 0;
   for (const Parties& parties : balanced.parties) most_hosts = std::max(most_hosts, parties.remote_hosts);
+  // Phase 2: kinds of trees, in the order in which they are tried. That matters, since the search ends at the
+  // first plan near the bound.
   struct Attempt {
     const PortDemand* ports;
     TreeStyle style;
@@ -72,6 +76,8 @@ void try_multicast(Inputs in, const PortDemand& balanced, bool fixed_chunk, Best
       if (attempts[i].ports == &balanced) attempts.push_back({&detoured, attempts[i].style});
     std::rotate(attempts.begin(), attempts.begin() + static_cast<std::ptrdiff_t>(before), attempts.end());
   }
+  // Phase 3: all kinds at the coarse size, the best few at finer ones. `spent` bounds the work of planning in
+  // hops, not in seconds: all ranks must end at the same plan.
   const int64_t coarse = in.chunk_bytes;
   int64_t spent = 0;  // hops scheduled so far
   for (const int64_t finer : {1, 2, 4, 8}) {
