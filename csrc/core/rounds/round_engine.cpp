@@ -129,6 +129,8 @@ std::shared_ptr<RoundRun> RoundEngine::start(std::shared_ptr<const RankRounds> r
   return run;
 }
 
+// The other ranks wait for what this one has not enqueued. So the engine fails as a whole; the observer may
+// find a better name for it first. finish() still orders the caller's stream behind what has been enqueued.
 // Called where an exception is being handled: the ranks would no longer agree on what has been sent.
 void RoundEngine::cut_short(const std::shared_ptr<RoundRun>& run, RoundDevice::Stream caller) {
   const std::exception_ptr cause = std::current_exception();
@@ -174,11 +176,13 @@ void RoundEngine::ask_observer(const Error& error, const std::shared_ptr<RoundRu
 void RoundEngine::follow(const RoundRun& run, RoundDevice::Stream stream) {
   std::unique_lock lock(mutex_);
   if (queue_) settled_.wait(lock, [&] { return run.settled_; });
+  // A run that is over needs no wait, and its event may be another run's by now.
   const bool over = std::none_of(runs_.begin(), runs_.end(), [&](const auto& r) { return r.get() == &run; });
   if (!over && run.enqueued_) device_->wait(stream, run.over_);
 }
 
 void RoundEngine::poll(TimePoint now) {
+  // Phase 1: under the lock, what has ended and what has failed.
   std::vector<std::shared_ptr<RoundRun>> over;
   std::optional<Error> failure;
   std::shared_ptr<RoundRun> failed;
@@ -208,11 +212,13 @@ void RoundEngine::poll(TimePoint now) {
       std::erase(runs_, run);
     }
   }
+  // Phase 2: the ends, without the lock: who is told of one may call the engine.
   for (const auto& run : over) {
     run->end(nullptr);  // does nothing where it has failed before
     run->memory_.keepalive.reset();
     run->staging_.reset();
   }
+  // Phase 3: the failure, without the lock: who is told may call back.
   if (!failure) return;
   if (observer_.failed)
     observer_.failed(*failure, failed);

@@ -36,6 +36,8 @@ StridedView packed_view(const Part& part, std::byte* data) {
 
 }  // namespace
 
+// The lock is taken step by step: fail() must get in between, since a group may wait for its peers. A step
+// looks at error_ first, so nothing is enqueued on a communicator that has been aborted.
 void RoundEngine::enqueue(RoundRun& run, RoundDevice::Stream caller, RoundDevice::Event after) {
   if (after != 0) {
     const std::lock_guard lock(mutex_);
@@ -74,6 +76,8 @@ void RoundEngine::begin(RoundRun& run) {
   }
   run.staging_ = staging_;
   if (!ran_) return;
+  // The run before reads and writes the same staging on both streams. Each stream is in order by itself, so
+  // what is missing is the order across the two.
   device_->wait(device_->kernel_stream(), transfer_over_);
   device_->wait(device_->transfer_stream(), kernels_over_);
 }
@@ -107,6 +111,7 @@ void RoundEngine::launch(const RoundRun& run, const RoundStep& step) {
       moves_.push_back({view(run, copy.from), view(run, copy.to), type(copy.from), type(copy.to)});
       continue;
     }
+    // Parts lie one behind the other in staging, each row-major in the wire type.
     std::byte* at = run.staging_.get() + op.staging;
     for (int32_t p = op.parts.begin; p < op.parts.end; ++p) {
       const Part& part = rounds.program->parts[static_cast<size_t>(p)];
