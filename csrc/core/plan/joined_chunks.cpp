@@ -113,7 +113,7 @@ class Joiner {
     const int32_t out = partner_[static_cast<size_t>(link.out)], in = partner_[static_cast<size_t>(link.in)];
     if (out == kPassedOn || in == kPassedOn) return 0;
     const int64_t most = pair_bytes_.at(pair_of(hop)) / kFewestMessages;
-    // The two ports serve nobody else: no order can be blurred.
+    // The two ports serve no others: no order can be blurred.
     if (out == link.in && in == link.out) return most;
     const int64_t busier =
         std::max(port_bytes_[static_cast<size_t>(link.out)], port_bytes_[static_cast<size_t>(link.in)]);

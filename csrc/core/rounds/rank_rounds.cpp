@@ -53,8 +53,8 @@ int32_t number_events(std::vector<RoundStep>* steps) {
 }
 
 // Two streams run beside each other: kernels (pack, reduce, unpack, copy) and transfer (exchanges). Each is
-// in order, so who has waited for exchange i, or for the kernel step of mark m, has waited for all before it:
-// the *_saw_ numbers are all that is needed to leave out waits.
+// in order, so a stream that has waited for exchange i, or for the kernel step of mark m, has waited for all
+// before it: the *_saw_ numbers are all that is needed to leave out waits.
 //
 // Three exchanges of a rank, as enqueued; what stands in one column may overlap on the GPU:
 //   kernels    pack 0   copies, pack 1   take in 0, pack 2   take in 1         take in 2

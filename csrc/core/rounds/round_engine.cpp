@@ -212,13 +212,13 @@ void RoundEngine::poll(TimePoint now) {
       std::erase(runs_, run);
     }
   }
-  // Phase 2: the ends, without the lock: who is told of one may call the engine.
+  // Phase 2: the ends, without the lock: a callback may call the engine.
   for (const auto& run : over) {
     run->end(nullptr);  // does nothing where it has failed before
     run->memory_.keepalive.reset();
     run->staging_.reset();
   }
-  // Phase 3: the failure, without the lock: who is told may call back.
+  // Phase 3: the failure, without the lock: the observer may call back.
   if (!failure) return;
   if (observer_.failed)
     observer_.failed(*failure, failed);

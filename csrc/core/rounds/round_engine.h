@@ -76,8 +76,8 @@ struct RoundObserver {
   std::function<void(const Error&, const std::shared_ptr<RoundRun>&)> failed;  // the observer calls fail() soon
 };
 
-// An observer asks other ranks before it decides. Who waits for that gives it so long, also beyond a deadline,
-// which the observer sees as well.
+// An observer asks other ranks before it decides. A thread that waits for that gives it so long, also beyond
+// a deadline, which the observer sees as well.
 inline constexpr auto kObserverGrace = std::chrono::seconds(4);
 
 // Enqueues rounds on one communicator, which is that of one lane: all ranks start its runs in one order. Runs

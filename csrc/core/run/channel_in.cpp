@@ -152,8 +152,8 @@ void InChannel::drop(std::deque<Entry> entries) {
   }
 }
 
-// The thread wakes up from the aborted request, or from changed_, and drops the rest itself: who closes never
-// waits.
+// The thread wakes up from the aborted request, or from changed_, and drops the rest itself: the thread that
+// closes never waits.
 void InChannel::close() {
   const std::lock_guard lock(mutex_);
   if (closed_) return;

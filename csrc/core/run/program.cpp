@@ -55,8 +55,8 @@ struct Message {
   int32_t hop = -1;  // its first one
 };
 
-// Worked example. A is elsewhere; B, C and D share memory. The plan has hop 0: A -> B, hop 1: B -> C after 0,
-// and hop 2: C -> D after 1, of one chunk.
+// Example. A is elsewhere; B, C and D share memory. The plan has hop 0: A -> B, hop 1: B -> C after 0, and
+// hop 2: C -> D after 1, of one chunk.
 //   hop 0   over the network: a message of its own
 //   hop 1   local: begins the message B -> {C}
 //   hop 2   its `after` is hop 1, which is in that message: D joins it, B -> {C, D}
@@ -78,7 +78,7 @@ std::vector<Message> join_hops(const Plan& plan, int32_t rank, const std::vector
     const Hop& hop = plan.hops[i];
     const auto index = static_cast<int32_t>(i);
     const bool inside = !local.empty() && is_local(hop.src) && is_local(hop.dst);
-    // Only those that concern `rank`: over the network nobody counts the messages of others.
+    // Only those that concern `rank`: over the network no rank counts the messages of others.
     if (!inside || hop.reduce != ReduceOp::None) {
       if (hop.src == rank || hop.dst == rank) {
         messages.push_back(

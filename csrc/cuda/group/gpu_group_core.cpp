@@ -349,7 +349,7 @@ void GpuGroupCore::shutdown() {
     if (shut_down_) return;
     shut_down_ = true;
   }
-  // Threads first, the watcher's and the poller: nobody else may look at an engine while it is given up.
+  // Threads first, the watcher's and the poller: no other thread may look at an engine while it is given up.
   watcher_->stop();
   {
     const std::lock_guard lock(poll_mutex_);

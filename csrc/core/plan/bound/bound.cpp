@@ -34,8 +34,8 @@ PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bu
   out.parties.resize(bundles.size());
   out.ways.resize(bundles.size());
   out.hot_hosts.assign(hosts, 0);
-  // Phase 1: who takes part in each bundle, and the simple sums: bytes that must enter a host or reach a
-  // rank.
+  // Phase 1: the hosts that take part in each bundle, and the simple sums: bytes that must enter a host or
+  // reach a rank.
   std::vector<HostInput> input(hosts);
   std::vector<int64_t> inside(hosts, 0);  // most bytes that one rank of a host could have to pass on
   std::vector<int64_t> local_only(static_cast<size_t>(network.rank_count()), 0);

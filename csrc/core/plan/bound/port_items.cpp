@@ -132,10 +132,9 @@ class Balancer {
   // its holders before anybody can relay it. Where the free optimum breaks that, the optimum under it has
   // exactly first() bytes on the emitters, as the sum is convex. Both groups are then poured on their own.
   //
-  // Worked example. 100 bytes go to three remote hosts: 300 bytes on emitter E and relays R, S of equal
-  // rates, E with 200 bytes of other items. Poured freely, R and S get 150 each and E nothing, since it lies
-  // at 200. But someone has to emit the box once: E gets 100 (level 300), R and S share the other 200 as 100
-  // each.
+  // Example. 100 bytes go to three remote hosts: 300 bytes on emitter E and relays R, S of equal rates, E
+  // with 200 bytes of other items. Poured freely, R and S get 150 each and E nothing, since it lies at 200.
+  // But the box has to be emitted once: E gets 100 (level 300), R and S share the other 200 as 100 each.
   // Takes the item out and pours it in again. Returns the bytes that ended on another port.
   int64_t place(PortItem* item, int64_t* total) {
     old_ = item->share;
@@ -166,8 +165,8 @@ class Balancer {
 
 }  // namespace
 
-// The NIC that takes a box into a remote host is chosen per host (one NicIn item each); who sends it there is
-// not, so all emissions and relays of a box are one NicOut item of one copy per remote host.
+// The NIC that takes a box into a remote host is chosen per host (one NicIn item each); the NIC that sends it
+// there is not, so all emissions and relays of a box are one NicOut item of one copy per remote host.
 void append_network_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
                           std::vector<PortItem>* out) {
   if (parties.remote_hosts == 0) return;
@@ -186,7 +185,7 @@ void append_network_items(int32_t bundle, int64_t nbytes, const Parties& parties
   }
   item.kind = PortItem::Kind::NicOut;
   item.copies = parties.remote_hosts;
-  // A relay sends to another remote host: with one of them there is nobody to relay to.
+  // A relay sends to another remote host: with one of them there is no other to relay to.
   if (item.copies == 1) relay.clear();
   join(std::move(emit), std::move(relay), &item);
   out->push_back(item);

@@ -101,9 +101,8 @@ class DetourSearch {
   using Moved = std::vector<std::map<int32_t, int64_t>>;
 
   // What each receiver cannot take in from inside by `ns`, spread over its boxes in proportion to their size.
-  // False where that is not possible.
-  // A receiver has one port in from inside. What that cannot take in by `ns` has to come over its NIC,
-  // whatever the senders do: no choice is left but of which boxes.
+  // False where that is not possible. A receiver has one port in from inside. What that cannot take in by
+  // `ns` has to come over its NIC, whatever the senders do; only which boxes these are is left to choose.
   bool relieve_receivers(const Host& host, int64_t ns, Moved* moved) const {
     moved->assign(host.inside.size(), {});
     for (const auto& [rank, nbytes] : host.local_in) {
