@@ -52,10 +52,10 @@ class Joiner {
     }
   }
 
-  // Only neighbours in plan order between two ranks are joined, so the order of messages on either port
-  // stays. What a hop may join is open until a hop comes that does not fit; that one opens the next message.
-  // The chunk that each chunk becomes part of: itself, or that of an earlier hop between the same ranks. Empty
-  // where none is joined.
+  // The chunk that each chunk becomes part of: itself, or that of an earlier hop between the same ranks.
+  // Empty where none is joined. Only neighbours in plan order between two ranks are joined, so the order of
+  // their own messages stays; those of other ranks at a port may be overtaken (kTolerance). What a hop may
+  // join is open until a hop comes that does not fit; that one opens the next message.
   std::vector<int32_t> find(int64_t largest) {
     joined_.clear();
     heads_.clear();
@@ -86,8 +86,8 @@ class Joiner {
     int64_t nbytes = 0;
   };
 
-  // The states only ever rise: none, one, several, passed on. So the order of hops does not matter.
   // What a port exchanges data with: one other port, or these.
+  // The states only ever rise: none, one, several, passed on. So the order of hops does not matter.
   static constexpr int32_t kNoPartner = -1;
   static constexpr int32_t kPartners = -2;  // several, but nothing is passed on
   static constexpr int32_t kPassedOn = -3;  // or goes to several, or is reduced, or has several boxes

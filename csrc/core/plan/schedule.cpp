@@ -168,8 +168,8 @@ class ListScheduler {
     }
   }
 
-  // Both ports are the same for all hops of a pair, so their work does not tell these apart.
   // True if `a` should go after `b` on the same pair (heap order of the standard library).
+  // Both ports are the same for all hops of a pair, so their work does not tell these apart.
   bool worse(int32_t a, int32_t b) const {
     const auto i = static_cast<size_t>(a);
     const auto j = static_cast<size_t>(b);
@@ -208,11 +208,11 @@ class ListScheduler {
 
   bool idle(int32_t port) const { return ports_[static_cast<size_t>(port)].free_at <= now_; }
 
+  // Lower goes first. Work that is left on the two ports counts against the time at which the hop is due:
+  // a hop may be late by as much as its ports are behind the others.
   // Three rules, in this order. What Draft::order says counts before all else. Without due times the pair
   // with the most work left goes first (the port that is busiest for the rest of the plan must not idle),
   // then the longest rest of a route. With them a stream advances steadily, unless its ports are behind.
-  // Lower goes first. Work that is left on the two ports counts against the time at which the hop is due:
-  // a hop may be late by as much as its ports are behind the others.
   using Key = std::tuple<int64_t, int64_t, int64_t, int32_t>;
   Key key(int32_t p) const {
     const Pair& pair = pairs_[static_cast<size_t>(p)];
@@ -224,10 +224,10 @@ class ListScheduler {
     return {order, due_ns_[hop] + depth_ns_[hop] - (out + in), -std::min(out, in), p};
   }
 
+  // Whether one of the ports of a pair had better wait for a port with more work left, which falls free soon.
   // The wait is bounded: the wanted port is busy now, so an event ends it, and at most patience / kPatience
   // of the time that the better hop would hold this port. A gap of that length is paid for once; then the
   // senders have shifted against each other and meet no more.
-  // Whether one of the ports of a pair had better wait for a port with more work left, which falls free soon.
   bool should_wait(const Pair& pair) const {
     return waits_for(pair, pair.out, pair.in, &Pair::in, out_ns_) ||
            waits_for(pair, pair.in, pair.out, &Pair::out, in_ns_);
@@ -357,8 +357,8 @@ class ListScheduler {
   std::vector<int32_t> held_;  // pairs that could have started and wait
 };
 
-// The order of hops in a plan is that in which ranks issue them, so it must follow the times.
 // Hops by start time again, as where one of them now starts earlier.
+// The order of hops in a plan is that in which ranks issue them, so it must follow the times.
 Schedule sort_by_start(const Schedule& made) {
   std::vector<int32_t> order(made.hops.size());
   std::iota(order.begin(), order.end(), 0);

@@ -16,11 +16,11 @@ namespace {
 // it later packs it again, from where it was unpacked to: staging stays bounded however late that is.
 constexpr int32_t kHeldExchanges = 2;
 
+// Drops what nobody waits for and numbers the others so that an event is recorded anew once nothing will wait
+// for what it recorded before. Returns how many there are.
 // A wait takes what was last recorded when the wait was enqueued. So one event serves many records, one after
 // the other, as long as each is waited for before the next is made: a register allocation over the list of
 // steps.
-// Drops what nobody waits for and numbers the others so that an event is recorded anew once nothing will wait
-// for what it recorded before. Returns how many there are.
 int32_t number_events(std::vector<RoundStep>* steps) {
   std::vector<int32_t> last_wait;  // by event as it is: position of the last step that waits for it
   for (size_t i = 0; i < steps->size(); ++i) {

@@ -129,9 +129,9 @@ std::shared_ptr<RoundRun> RoundEngine::start(std::shared_ptr<const RankRounds> r
   return run;
 }
 
+// Called where an exception is being handled: the ranks would no longer agree on what has been sent.
 // The other ranks wait for what this one has not enqueued. So the engine fails as a whole; the observer may
 // find a better name for it first. finish() still orders the caller's stream behind what has been enqueued.
-// Called where an exception is being handled: the ranks would no longer agree on what has been sent.
 void RoundEngine::cut_short(const std::shared_ptr<RoundRun>& run, RoundDevice::Stream caller) {
   const std::exception_ptr cause = std::current_exception();
   try {

@@ -110,11 +110,12 @@ class Rounds {
     for (Carries& carries : carries_) carries.most += static_cast<int32_t>(kMessageWindow);
   }
 
+  // With L the time of the busiest link, d the hops of the longest chain and g what a round costs beside its
+  // bytes, rounds of T take about (L / T + d - 1) * (T + g), which is least at T = sqrt(L g / (d - 1)).
+  //
   // The product is L + L g / T + (d - 1) T + (d - 1) g; its derivative is zero at that T. Example: L = 100
   // ms, g = 0.03 ms and d = 4 give T = 1 ms and (100 + 3) * 1.03 = 106 ms; rounds of 0.1 ms would take 130
   // ms, of 10 ms also 130.
-  // With L the time of the busiest link, d the hops of the longest chain and g what a round costs beside its
-  // bytes, rounds of T take about (L / T + d - 1) * (T + g), which is least at T = sqrt(L g / (d - 1)).
   int64_t best_round_ns(const RoundOptions& options) const {
     std::vector<int64_t> busy(static_cast<size_t>(network_.port_count()), 0);
     std::vector<int32_t> depth(plan_.hops.size(), 1);
@@ -178,10 +179,10 @@ class Rounds {
     if (carried_[before] && --leaves_left_[before] == 0) released_.push_back(index(hop.src));
   }
 
+  // Puts into the round what fits, in plan order over all pairs.
   // Phase 1: hops whose chunk is there by this round join the queues of their pairs. Phase 2: from the first
   // of every queue, in plan order, those that fit; one that does not holds back only its own pair, since the
   // messages of a pair match in order. Phase 3: what did not fit is looked at again in the next round.
-  // Puts into the round what fits, in plan order over all pairs.
   size_t fill(int32_t round) {
     while (!waiting_.empty() && waiting_.front().first <= round) {
       make_ready(waiting_.front().second);

@@ -78,10 +78,10 @@ void InChannel::drive(const Run& run) noexcept {
   if (closed_ || posted_ > 0) changed_.notify_all();
 }
 
-// Phase 1: wait, without the lock. Phase 2: take it off and post the next. Phase 3: put it in place and tell
-// those that forward it. `taking_` stays set throughout, so that arrivals are put in place one at a time.
 // Waits for the front message, which is posted, and puts it into place. By one thread at a time, which alone
 // pops; a deque keeps references across push_back.
+// Phase 1: wait, without the lock. Phase 2: take it off and post the next. Phase 3: put it in place and tell
+// those that forward it. `taking_` stays set throughout, so that arrivals are put in place one at a time.
 void InChannel::take_front(std::unique_lock<std::mutex>& lock) {
   taking_ = true;
   Entry& front = entries_.front();

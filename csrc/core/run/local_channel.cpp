@@ -7,9 +7,9 @@
 namespace meshcast {
 namespace {
 
+// Gives the parts of [offset, offset + nbytes) of a message to `visit`: view, offset in it, bytes.
 // A message is its parts packed one behind the other; a fragment is any range of that, across parts if need
 // be.
-// Gives the parts of [offset, offset + nbytes) of a message to `visit`: view, offset in it, bytes.
 template <typename Visit>
 void visit_parts(const Run& run, PartRange parts, int64_t offset, int64_t nbytes, const Visit& visit) {
   for (int32_t i = parts.begin; i < parts.end && nbytes > 0; ++i) {

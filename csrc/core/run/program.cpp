@@ -55,17 +55,18 @@ struct Message {
   int32_t hop = -1;  // its first one
 };
 
+// Hops between ranks that share memory join the message that their sender got the chunk by; hops of one chunk
+// that leave one rank join each other. A message stands where its first hop stood, so every rank sees the
+// messages in the same order, and the rank that sends one has the chunk by then. Receiving earlier than planned
+// does no harm: nothing is sent before the message that it waits for. Hops that reduce stay as they are.
+// Returns those messages that `rank` may have a part in.
+//
 // Example. A is elsewhere; B, C and D share memory. The plan has hop 0: A -> B, hop 1: B -> C after 0, and
 // hop 2: C -> D after 1, of one chunk.
 //   hop 0   over the network: a message of its own
 //   hop 1   local: begins the message B -> {C}
 //   hop 2   its `after` is hop 1, which is in that message: D joins it, B -> {C, D}
 // So C forwards nothing: D reads what B has copied in once.
-// Hops between ranks that share memory join the message that their sender got the chunk by; hops of one chunk
-// that leave one rank join each other. A message stands where its first hop stood, so every rank sees the
-// messages in the same order, and the rank that sends one has the chunk by then. Receiving earlier than planned
-// does no harm: nothing is sent before the message that it waits for. Hops that reduce stay as they are.
-// Returns those messages that `rank` may have a part in.
 std::vector<Message> join_hops(const Plan& plan, int32_t rank, const std::vector<int32_t>& local) {
   const auto is_local = [&](int32_t rank) {
     return std::find(local.begin(), local.end(), rank) != local.end();

@@ -224,8 +224,8 @@ void ShmSender::loop() {
   tell_broken(lock);
 }
 
-// Called without the lock held in the end: failed() may call back into this object. Everything that is told
-// has been taken off all lists first, so each message hears of its end once.
+// failed() is called without the lock, since it may call back into this object. Everything that is told has
+// been taken off all lists first, so each message hears of its end once.
 void ShmSender::tell_broken(std::unique_lock<std::mutex>& lock) {
   if (aborted_) {
     for (auto& message : ready_) broken_.push_back({std::move(message), 0, aborted_error()});

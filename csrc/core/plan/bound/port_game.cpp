@@ -47,10 +47,10 @@ void PortGame::forget() {
     for (Way& way : ways) way.part_sum = 0;
 }
 
+// A way is regretted as much as it would have been cheaper than the mixture at the prices so far.
 // Regret matching plus: a player takes each choice with a probability in proportion to how much it regrets
 // not having taken it so far; negative regrets are cut at zero at once. In a game of two sides whose gain is
 // the other's loss the averages of what both play approach an equilibrium as 1 / sqrt(rounds).
-// A way is regretted as much as it would have been cheaper than the mixture at the prices so far.
 void PortGame::choose_ways(std::vector<Way>* ways) {
   if (ways->size() > 1) {
     // What the box pays at present, and what each way alone would cost, in units of the game times prices.

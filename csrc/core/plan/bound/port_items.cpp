@@ -14,9 +14,9 @@ void sort_unique(std::vector<int32_t>* values) {
   values->erase(std::unique(values->begin(), values->end()), values->end());
 }
 
+// First `first`, then what of `second` is not in it. Both are sorted and made unique.
 // The order is part of the plan: all ranks must see the same ports in the same places. So both parts ascend,
 // and a port that could do either counts as an emitter, which may do more.
-// First `first`, then what of `second` is not in it. Both are sorted and made unique.
 void join(std::vector<int32_t> first, std::vector<int32_t> second, PortItem* item) {
   sort_unique(&first);
   sort_unique(&second);
@@ -128,6 +128,7 @@ class Balancer {
     }
   }
 
+  // Takes the item out and pours it in again. Returns the bytes that ended on another port.
   // Beside the ports' levels there is one constraint: emitters take first() bytes at least, since data leaves
   // its holders before anybody can relay it. Where the free optimum breaks that, the optimum under it has
   // exactly first() bytes on the emitters, as the sum is convex. Both groups are then poured on their own.
@@ -135,7 +136,6 @@ class Balancer {
   // Example. 100 bytes go to three remote hosts: 300 bytes on emitter E and relays R, S of equal rates, E
   // with 200 bytes of other items. Poured freely, R and S get 150 each and E nothing, since it lies at 200.
   // But the box has to be emitted once: E gets 100 (level 300), R and S share the other 200 as 100 each.
-  // Takes the item out and pours it in again. Returns the bytes that ended on another port.
   int64_t place(PortItem* item, int64_t* total) {
     old_ = item->share;
     withdraw(item);

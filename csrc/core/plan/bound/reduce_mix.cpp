@@ -44,16 +44,17 @@ __int128 cheapest_of(const PortItem& item, const ReduceWays::Prices& price, Port
 
 }  // namespace
 
-// Example. Two boxes of 10 s each can go over port A or port B. Prices 1 and 1: each box costs 10 whatever
-// its way, 20 in all, over a sum of prices of 2: no plan takes less than 10 s. Prices 1 and 0: the cheapest
-// way of both is B for nothing, so the bound is 0: true, but useless. Regret matching finds prices of the
-// first kind.
 // Let every port have a price per nanosecond, and T be the time of a plan. Its ports are busy for T at most, so
 // all that it uses is worth at most T times the sum of all prices. It is worth at least what the cheapest way
 // of every box costs; hence T is at least the one divided by the other, whatever the prices. By linear
 // programming duality the right prices make this as large as mixtures of ways allow. Both are found by column
 // generation: boxes divide themselves among the ways known so far (PortGame), and at the prices that come of it
 // the cheapest ways of all join them.
+//
+// Example. Two boxes of 10 s each can go over port A or port B. Prices 1 and 1: each box costs 10 whatever
+// its way, 20 in all, over a sum of prices of 2: no plan takes less than 10 s. Prices 1 and 0: the cheapest
+// way of both is B for nothing, so the bound is 0: true, but useless. Regret matching finds prices of the
+// first kind.
 ReduceMix find_reduce_mix(const std::vector<const Task*>& tasks, const std::vector<int64_t>& nbytes,
                           const std::vector<PortItem>& items, const Network& network) {
   const auto ports = 2 * static_cast<size_t>(network.nic_count());

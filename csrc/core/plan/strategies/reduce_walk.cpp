@@ -19,8 +19,8 @@ ReduceRouter::Stop ReduceRouter::go(Stop from, int32_t to, ReduceOp reduce) {
   return {to, static_cast<int32_t>(route_.size()) - 1};
 }
 
-// Loads only: whoever tries routes has noted cost_ before and puts it back.
 // Takes back the edges of the route from the given number on.
+// Loads only: whoever tries routes has noted cost_ before and puts it back.
 void ReduceRouter::undo(size_t edges) {
   while (route_.size() > edges) {
     const Network::Link link = network_.link(route_.back().src, route_.back().dst);

@@ -130,6 +130,7 @@ void TreeBuilder::spread_inside(const Parties& parties, size_t party, const Bund
       credits_.pick(it, copies, nbytes, root < 0 ? -1 : network_.local_out(root));
   std::deque<Slot> slots;
   std::vector<std::pair<int32_t, int32_t>> waiting;  // (-hops, rank): those that pass it on come first
+  // The ports of a rank are a pair, out and in: see Network.
   const int32_t base = network_.local_out(0);
   for (size_t k = 0; k < it.ports.size(); ++k) {
     const int32_t rank = (it.ports[k] - base) / 2;
@@ -141,7 +142,6 @@ void TreeBuilder::spread_inside(const Parties& parties, size_t party, const Bund
       waiting.emplace_back(-counts[k], rank);
     }
   }
-  // Ports are numbered alike on all ranks (Network): out ports of ranks are even, `base` is that of rank 0.
   // A receiver whose port is not in the item (a single copy per holder) passes nothing on.
   for (const int32_t r : ranks) {
     const bool listed = std::find(it.ports.begin(), it.ports.end(), network_.local_out(r)) != it.ports.end();

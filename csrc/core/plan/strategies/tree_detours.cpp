@@ -11,10 +11,10 @@ bool uses(const std::vector<int32_t>& ranks, int32_t nic, const Network& network
 
 }  // namespace
 
-// A detour turns the tree inside out: the receiver is left out of the copies made on its host, and another
-// host sends it the chunk once the tree is drawn. So no host may hang below it in the tree.
 // Which receiver of a party on the NIC of the given port gets the chunk late, or -1: the one that still has
 // most to take in. One that passes the chunk to other hosts over this NIC must have it early.
+// A detour turns the tree inside out: the receiver is left out of the copies made on its host, and another
+// host sends it the chunk once the tree is drawn. So no host may hang below it in the tree.
 int32_t TreeBuilder::pick_late(const Parties& parties, size_t party, int32_t port, int32_t root) const {
   const int32_t nic = port / 2;
   const int32_t holders = parties.holder_party[party];
