@@ -62,6 +62,7 @@ std::string format_ranks(const std::vector<int32_t>& ranks) {
 std::vector<int32_t> compare_postings(Bulletin& bulletin, const GroupIdentity& group, CallId call,
                                       const std::string& descriptor) {
   std::vector<int32_t> silent;
+  // Both boards: a rank to which the call is not new has posted on the board of stalls alone.
   for (const int32_t other : group.ranks) {
     if (other == group.rank) continue;
     const auto stalled = bulletin.read(Board::Stall, call.lane, call.ordinal, other);
@@ -114,6 +115,8 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
         if (stalled) check_posting(group, call, descriptor, other, *stalled);
       }
     }
+    // 100 us, doubled up to 20 ms: ranks mostly come together, and a store must not be flooded by those that
+    // wait long.
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, std::chrono::microseconds(20000));
   }

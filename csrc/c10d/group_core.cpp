@@ -70,6 +70,7 @@ GroupCore::~GroupCore() { shutdown(); }
 int32_t GroupCore::agree_on(CallId call, const std::string& descriptor, double timeout_seconds) {
   refuse_if_failed();
   const std::lock_guard lock(agree_mutex_);
+  // The first rank gives the slots, so no two ranks can give one slot to two plans.
   const bool leads = identity_.rank == identity_.ranks.front();
   const std::optional<int32_t> offered = leads ? slots_.next() : -1;
   if (!offered) {
@@ -143,6 +144,8 @@ c10::intrusive_ptr<c10d::Work> GroupCore::start(const std::shared_ptr<const Plan
     if (dst) bag.tensors.push_back(*dst);
     if (dst) outputs.push_back(*dst);
   }
+  // The engine's threads drop it when the run has ended. Tensors may need the GIL to be freed, so they land
+  // in the bin.
   buffers.keepalive = bin_->bag(std::move(bag));
   const auto sequence = static_cast<uint64_t>(args.label.ordinal);
   const auto run = start_run(compiled->program, std::move(buffers), std::move(args.label),
@@ -200,6 +203,8 @@ void GroupCore::shutdown() {
     if (shut_down_) return;
     shut_down_ = true;
   }
+  // Before the engine: it still tells the others the first cause, which has to be on the board before
+  // connections close.
   watcher_->stop();
   engine_->shutdown(std::make_exception_ptr(raise_context(
       ErrorKind::Aborted, fmt::format("rank {}: group {} was shut down", identity_.rank, identity_.name))));

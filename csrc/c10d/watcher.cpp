@@ -120,6 +120,8 @@ void Watcher::abort(const std::string& reason) {
   give_up(cause);
 }
 
+// What this rank saw gives the numbers (elapsed, bytes); the first cause, perhaps another rank's, gives kind
+// and text.
 void Watcher::give_up(const Cause& cause) {
   Local local;
   {
@@ -232,6 +234,9 @@ void Watcher::erase_old_postings(TimePoint now) {
   }
 }
 
+// Phase 1: a call that stands still says what it is, once. Phase 2: it compares what others said; a mismatch
+// throws. Phase 3: past the deadline those that are not in the call are named, since they are the ones it
+// waits for.
 void Watcher::look_for_stalls(const std::shared_ptr<WatchedRun>& run, TimePoint now) {
   if (now < stall_time(*run)) return;
   const RunLabel& label = run->label();
@@ -257,6 +262,8 @@ void Watcher::look_for_stalls(const std::shared_ptr<WatchedRun>& run, TimePoint 
       run.get());
 }
 
+// The order of the grace periods is what keeps names right: the reporter acts at the deadline, this thread
+// kStoreGrace later, and the transport's own limits (kWaitSlack) after both.
 void Watcher::timer_loop() {
   std::unique_lock lock(mutex_);
   TimePoint failed_at{};

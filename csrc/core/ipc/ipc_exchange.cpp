@@ -109,6 +109,7 @@ GroupOutcome IpcExchange::end() {
 }
 
 void IpcExchange::name_messages() {
+  // Phase 1: how much of it cannot be exported, so that one buffer holds all copies of the group.
   int64_t bounced = 0;
   bool any = false;
   for (const Peer& to : peers_) {
@@ -120,11 +121,13 @@ void IpcExchange::name_messages() {
   if (!any) return;
   bounce(bounced);
   bounced = 0;
+  // Phase 2: where each message lies. This enqueues the copies into the buffer, so the event comes after it.
   std::vector<std::vector<IpcExports::Place>> places;
   for (const Peer& to : peers_) {
     auto& mine = places.emplace_back();
     for (const Outgoing& message : to.sends) mine.push_back(place_of(message, &bounced));
   }
+  // Phase 3: one event for all messages of the group, whoever gets them.
   device_.record(ready_, stream_);
   for (const uint64_t memory : exports_.take_forgotten()) {
     IpcNote note;
@@ -133,6 +136,8 @@ void IpcExchange::name_messages() {
     for (Peer& to : peers_)
       if (to.told.erase(memory) != 0) tell(to, note);
   }
+  // Phase 4: the notes. Those about memory come before the first message that names it, on the same socket,
+  // so the receiver never meets a name that it does not know.
   for (size_t p = 0; p < peers_.size(); ++p) {
     Peer& to = peers_[p];
     if (to.sends.empty()) continue;
@@ -219,6 +224,8 @@ void IpcExchange::await_copied(Peer& by) {
 }
 
 void IpcExchange::copy_messages(Peer& from) {
+  // What is in the inbox may be of a group that this rank has not begun: then nothing is expected, and it
+  // stays there.
   const bool any = !from.receives.empty();
   while (!from.receives.empty() && !from.inbox.empty()) {
     const IpcNote note = from.inbox.front();

@@ -46,6 +46,8 @@ void BestPlan::urge(const Network& network) {
   std::vector<int32_t> urgency(static_cast<size_t>(network.port_count()), kUrgency);
   Schedule now{plan_.hops, plan_.times, plan_.makespan_ns};
   const auto hops = static_cast<int64_t>(last_.hops.size());
+  // Urgency multiplies the work that a port has left, as the scheduler sees it (schedule.h). It only ever
+  // rises, and the best of all rounds is kept, so a round that makes things worse does no harm.
   if (2 * hops > kRetryHops) return;  // one round alone seldom helps
   for (int64_t round = 1; round <= kUrgeRounds && !good() && round * hops <= kRetryHops; ++round) {
     raise_urgency(now, network, &urgency);
@@ -87,6 +89,7 @@ void BestPlan::improve(const Network& network) {
   const auto hops = static_cast<int64_t>(now.hops.size());
   for (int64_t round = 1; round <= kImproveRounds && !good() && 2 * round * hops <= kRetryHops; ++round) {
     Schedule next = reschedule(now, plan_.chunks, network);
+    // The order has settled: another round would hardly find anything else.
     if (next.makespan_ns == now.makespan_ns) return;
     if (next.makespan_ns < plan_.makespan_ns) {
       plan_.hops = next.hops;
@@ -112,6 +115,8 @@ void BestPlan::raise_urgency(const Schedule& made, const Network& network,
     }
   }
   for (size_t l = 0; l < busy.size(); ++l) {
+    // Ports with work for 4/5 of the bound at least that still end after it: they idled when they should not
+    // have.
     const int64_t late = end[l] - plan_.lower_bound_ns;
     if (late <= 0 || busy[l] < plan_.lower_bound_ns / 10 * 8) continue;
     const int64_t more = 1 + std::min<int64_t>(15, late * 64 / std::max<int64_t>(1, plan_.lower_bound_ns));

@@ -63,6 +63,9 @@ std::vector<Bundle> bundle_tasks(const std::vector<Task>& tasks, const std::vect
 }
 
 std::vector<Box> cut_box(const Box& box, int64_t max_elements) {
+  // Example. A box of 6 x 10 elements in pieces of 25: a row has 10, so 2 rows fit, and 6 rows make 3 parts
+  // of 2 x 10. In pieces of 4 not even a row fits: first 6 parts of one row each, then each row in 3 parts,
+  // which is 10 / 4 rounded up, of 4, 3 and 3 elements.
   std::vector<Box> open{box};
   for (int d = 0; d < box.ndim && !open.empty(); ++d) {
     if (open.front().volume() <= max_elements) break;
@@ -115,6 +118,7 @@ Drafter::Range Drafter::cut(const Bundle& bundle, int64_t chunk_bytes) {
     for (const Box& box : boxes) {
       draft_.pieces.push_back({task.tensor, t, box});
       open_bytes += box.volume() * element;
+      // A box that had to be cut fills its chunks alone; only small ones share.
       if (boxes.size() > 1) {
         close_chunk(open_piece, open_bytes);
         open_piece = static_cast<int32_t>(draft_.pieces.size());

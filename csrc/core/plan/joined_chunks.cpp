@@ -52,8 +52,10 @@ class Joiner {
     }
   }
 
-  // The chunk that each chunk becomes part of: itself, or that of an earlier hop between the same ranks. Empty
-  // where none is joined.
+  // The chunk that each chunk becomes part of: itself, or that of an earlier hop between the same ranks.
+  // Empty where none is joined. Only neighbours in plan order between two ranks are joined, so the order of
+  // their own messages stays; those of other ranks at a port may be overtaken (kTolerance). What a hop may
+  // join is open until a hop comes that does not fit; that one opens the next message.
   std::vector<int32_t> find(int64_t largest) {
     joined_.clear();
     heads_.clear();
@@ -85,6 +87,7 @@ class Joiner {
   };
 
   // What a port exchanges data with: one other port, or these.
+  // The states only ever rise: none, one, several, passed on. So the order of hops does not matter.
   static constexpr int32_t kNoPartner = -1;
   static constexpr int32_t kPartners = -2;  // several, but nothing is passed on
   static constexpr int32_t kPassedOn = -3;  // or goes to several, or is reduced, or has several boxes
@@ -110,6 +113,7 @@ class Joiner {
     const int32_t out = partner_[static_cast<size_t>(link.out)], in = partner_[static_cast<size_t>(link.in)];
     if (out == kPassedOn || in == kPassedOn) return 0;
     const int64_t most = pair_bytes_.at(pair_of(hop)) / kFewestMessages;
+    // The two ports serve no others: no order can be blurred.
     if (out == link.in && in == link.out) return most;
     const int64_t busier =
         std::max(port_bytes_[static_cast<size_t>(link.out)], port_bytes_[static_cast<size_t>(link.in)]);
@@ -133,6 +137,8 @@ class Joiner {
     const auto found = joined_.find(head.chunk);
     const Joined first = found == joined_.end() ? as_is(head) : found->second;
     const Joined second = as_is(next);
+    // Of one task and side by side, so that the message stays one box; and no rank may come to pack, since
+    // that costs a copy of every byte.
     Joined both{first.piece, first.nbytes + second.nbytes};
     if (both.nbytes > largest) return false;
     if (first.piece.task != second.piece.task || !join_boxes(second.piece.box, &both.piece.box)) return false;
@@ -166,6 +172,7 @@ Plan joined_plan(const Plan& plan, const std::vector<int32_t>& heads, const Join
   Plan out = plan;
   out.pieces.clear();
   out.chunks.clear();
+  // Phase 1: chunks, in the order of their first parts.
   std::vector<int32_t> number(plan.chunks.size(), -1);  // of those that remain
   for (size_t c = 0; c < plan.chunks.size(); ++c) {
     const auto head = static_cast<int32_t>(c);
@@ -182,6 +189,8 @@ Plan joined_plan(const Plan& plan, const std::vector<int32_t>& heads, const Join
     out.chunks.push_back({begin, static_cast<int32_t>(out.pieces.size()),
                           joiner.grown(head) ? joiner.nbytes(head) : chunk.nbytes});
   }
+  // Phase 2: hops. A joined message stands where its first hop stood. `after` always points to a hop that
+  // remains: chunks that are passed on are never joined.
   std::vector<Hop> hops;
   std::vector<int32_t> place(plan.hops.size(), -1);
   for (size_t i = 0; i < plan.hops.size(); ++i) {
@@ -192,6 +201,7 @@ Plan joined_plan(const Plan& plan, const std::vector<int32_t>& heads, const Join
     if (hop.after >= 0) hop.after = place[static_cast<size_t>(hop.after)];
     hops.push_back(hop);
   }
+  // Phase 3: its times, in the same order on every port.
   Schedule made = simulate(hops, out.chunks, network);
   out.hops = std::move(made.hops);
   out.times = std::move(made.times);
@@ -211,6 +221,8 @@ void join_chunks(Plan* plan, const Network& network) {
   Joiner joiner(*plan, network);
   const int64_t allowed_ns = plan->makespan_ns + plan->makespan_ns / kTolerance;
   int64_t allowed_staging = -1;
+  // Ends at the latest when messages would have to be smaller than two chunks: then nothing is joined any
+  // more.
   for (int64_t largest = kLargestJoined;; largest /= 2) {
     const std::vector<int32_t> heads = joiner.find(largest);
     if (heads.empty()) return;

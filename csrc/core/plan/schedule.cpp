@@ -21,6 +21,7 @@ struct Pair {
   int32_t in_slot = kNone;
 };
 
+// A port carries one hop at a time. It is idle at `now` where free_at <= now.
 struct Port {
   int64_t free_at = 0;
   int64_t work_left = 0;  // ns of hops that have not started
@@ -29,6 +30,18 @@ struct Port {
   std::vector<int32_t> waiting;  // pairs with ready hops
 };
 
+// List scheduling (Graham, 1966) driven by events: a port falls free, or a chunk arrives. Time jumps from
+// event to event; at each one all hops start that may, best first. A port is idle beside a hop that could use
+// it only out of patience, or beyond the candidates that are looked at. All times are ns, and every choice
+// ends in a comparison of indices: the same hops give the same schedule on every rank.
+//
+// Worked example. Two chunks take the chain A -> B -> C; a hop holds its ports for 1 s, the latency is 0.1 s.
+// Hops 0 and 1 carry the first chunk, 2 and 3 the second; hop 1 comes after 0, and 3 after 2.
+//   t = 0.0   hops 0 and 2 are ready on one pair of ports; equal in all else, the lower index goes: hop 0
+//   t = 1.0   out of A and into B are free again: hop 2 starts
+//   t = 1.1   hop 0 has arrived, so hop 1 is ready: it starts, while B takes in hop 2
+//   t = 2.1   hop 2 has arrived and B's port out falls free: hop 3 starts
+//   t = 3.2   hop 3 has arrived. The makespan is 1 s to fill the chain, 2 s of hops and 0.2 s of latency.
 class ListScheduler {
  public:
   // `backwards`: time runs from the end to the start, a hop comes after all hops that follow it in the plan.
@@ -53,6 +66,7 @@ class ListScheduler {
   }
 
   Schedule run() {
+    // Phase 1: hops that wait for no other hop are ready. Backwards these are the last ones of every route.
     const size_t n = hops_.size();
     Schedule result;
     result.hops.reserve(n);
@@ -63,10 +77,13 @@ class ListScheduler {
       if (backwards_ ? child_begin_[i] == child_begin_[i + 1] : hops_[i].after < 0)
         make_ready(static_cast<int32_t>(i));
     }
+    // Phase 2: start what may start, go on to the next event, and note what it frees or brings.
     while (true) {
       start_all(&result);
       if (events_.empty()) break;
       now_ = std::get<0>(events_.top());
+      // All events of one moment are taken before anything starts, so that the choice sees all that is ready
+      // by then.
       while (!events_.empty() && std::get<0>(events_.top()) == now_) {
         const auto [time, kind, id] = events_.top();
         events_.pop();
@@ -94,6 +111,7 @@ class ListScheduler {
   using Event = std::tuple<int64_t, int32_t, int32_t>;
 
   void prepare(const Network& network) {
+    // Phase 1: how long each hop holds either port, and the work that each port has before it.
     const size_t n = hops_.size();
     std::vector<std::pair<int64_t, int32_t>> keys(n);
     for (size_t i = 0; i < n; ++i) {
@@ -106,6 +124,9 @@ class ListScheduler {
       ports_[static_cast<size_t>(link.in)].work_left += in_ns_[i];
       keys[i] = {static_cast<int64_t>(link.out) * network.port_count() + link.in, static_cast<int32_t>(i)};
     }
+    // Phase 2: one Pair for each two ports that have a hop in common. Hops of a pair exclude each other, so
+    // only the best one of them is ever compared with those of other pairs: a heap each instead of a list of
+    // all hops.
     std::sort(keys.begin(), keys.end());
     for (size_t k = 0; k < n; ++k) {
       if (k == 0 || keys[k].first != keys[k - 1].first) {
@@ -116,6 +137,7 @@ class ListScheduler {
       }
       pair_[static_cast<size_t>(keys[k].second)] = static_cast<int32_t>(pairs_.size()) - 1;
     }
+    // Phase 3: the children of every hop, as ranges of one array (counted here, filled at the end).
     child_begin_.assign(n + 1, 0);
     for (const Hop& hop : hops_) {
       if (hop.after >= 0) ++child_begin_[static_cast<size_t>(hop.after) + 1];
@@ -127,6 +149,8 @@ class ListScheduler {
       for (size_t i = 0; i < n; ++i) open_children_[i] = child_begin_[i + 1] - child_begin_[i];
     }
     std::vector<int32_t> fill(child_begin_.begin(), child_begin_.end() - 1);
+    // Phase 4: the time before a hop and behind it on its route, if no port were ever busy. A parent has a
+    // lower index than its children, so one pass forwards and one backwards are enough.
     depth_ns_.assign(n, 0);
     for (size_t i = 0; i < n; ++i) {
       if (hops_[i].after < 0) continue;
@@ -145,6 +169,7 @@ class ListScheduler {
   }
 
   // True if `a` should go after `b` on the same pair (heap order of the standard library).
+  // Both ports are the same for all hops of a pair, so their work does not tell these apart.
   bool worse(int32_t a, int32_t b) const {
     const auto i = static_cast<size_t>(a);
     const auto j = static_cast<size_t>(b);
@@ -154,6 +179,7 @@ class ListScheduler {
     return a > b;
   }
 
+  // A pair is listed at both of its ports exactly while it has a ready hop.
   void make_ready(int32_t hop) {
     const int32_t p = pair_[static_cast<size_t>(hop)];
     Pair& pair = pairs_[static_cast<size_t>(p)];
@@ -172,6 +198,7 @@ class ListScheduler {
     list.push_back(p);
   }
 
+  // In constant time: the last pair of the list takes the place that falls free, and is told so.
   void remove(int32_t slot, int32_t port, int32_t Pair::*slot_of) {
     auto& list = ports_[static_cast<size_t>(port)].waiting;
     list[static_cast<size_t>(slot)] = list.back();
@@ -183,6 +210,9 @@ class ListScheduler {
 
   // Lower goes first. Work that is left on the two ports counts against the time at which the hop is due:
   // a hop may be late by as much as its ports are behind the others.
+  // Three rules, in this order. What Draft::order says counts before all else. Without due times the pair
+  // with the most work left goes first (the port that is busiest for the rest of the plan must not idle),
+  // then the longest rest of a route. With them a stream advances steadily, unless its ports are behind.
   using Key = std::tuple<int64_t, int64_t, int64_t, int32_t>;
   Key key(int32_t p) const {
     const Pair& pair = pairs_[static_cast<size_t>(p)];
@@ -195,6 +225,9 @@ class ListScheduler {
   }
 
   // Whether one of the ports of a pair had better wait for a port with more work left, which falls free soon.
+  // The wait is bounded: the wanted port is busy now, so an event ends it, and at most patience / kPatience
+  // of the time that the better hop would hold this port. A gap of that length is paid for once; then the
+  // senders have shifted against each other and meet no more.
   bool should_wait(const Pair& pair) const {
     return waits_for(pair, pair.out, pair.in, &Pair::in, out_ns_) ||
            waits_for(pair, pair.in, pair.out, &Pair::out, in_ns_);
@@ -203,6 +236,8 @@ class ListScheduler {
   bool waits_for(const Pair& pair, int32_t port, int32_t partner, int32_t Pair::*other_end,
                  const std::vector<int64_t>& port_ns) const {
     const auto mine = static_cast<size_t>(pair.ready.front());
+    // The other one must have clearly more work left than the partner at hand, two hops more, else ports that
+    // are alike would wait for each other in turns.
     const int64_t enough = ports_[static_cast<size_t>(partner)].work_left + 2 * port_ns[mine];
     size_t looked_at = 0;
     for (const int32_t q : ports_[static_cast<size_t>(port)].waiting) {
@@ -218,6 +253,8 @@ class ListScheduler {
   }
 
   void start_all(Schedule* result) {
+    // Phase 1: candidates. Besides pairs that became ready (make_ready) only pairs at a port that just fell
+    // free can start now when they could not before.
     for (const int32_t port : freed_) {
       size_t found = 0;
       for (const int32_t p : ports_[static_cast<size_t>(port)].waiting) {
@@ -228,6 +265,7 @@ class ListScheduler {
       }
     }
     freed_.clear();
+    // Phase 2: those that can start, with their keys. Pairs that waited out of patience are looked at anew.
     ranked_.clear();
     candidates_.insert(candidates_.end(), held_.begin(), held_.end());
     held_.clear();
@@ -240,6 +278,7 @@ class ListScheduler {
         ranked_.push_back(key(p));
       }
     }
+    // Phase 3: start the best, then the best of what can still start.
     candidates_.clear();
     if (ranked_.size() > kMostCandidates) {  // many ports fell free at once
       std::sort(ranked_.begin(), ranked_.end());
@@ -249,6 +288,8 @@ class ListScheduler {
       }
       return;
     }
+    // The keys are those of the beginning of the phase, though each start takes work off two ports. A hop
+    // that the start blocks is dropped; its pair comes back when the port falls free.
     // Few start, since most share the port that fell free: cheaper to look for the best each time.
     while (!ranked_.empty()) {
       start(std::get<3>(*std::min_element(ranked_.begin(), ranked_.end())), result);
@@ -270,6 +311,8 @@ class ListScheduler {
       remove(pair.out_slot, pair.out, &Pair::out_slot);
       remove(pair.in_slot, pair.in, &Pair::in_slot);
     }
+    // The slower port holds the hop longer; the faster one is free for others meanwhile. Latency delays the
+    // arrival and holds neither.
     Port& out = ports_[static_cast<size_t>(pair.out)];
     Port& in = ports_[static_cast<size_t>(pair.in)];
     out.free_at = now_ + out_ns_[i];
@@ -315,6 +358,7 @@ class ListScheduler {
 };
 
 // Hops by start time again, as where one of them now starts earlier.
+// The order of hops in a plan is that in which ranks issue them, so it must follow the times.
 Schedule sort_by_start(const Schedule& made) {
   std::vector<int32_t> order(made.hops.size());
   std::iota(order.begin(), order.end(), 0);
@@ -348,11 +392,15 @@ Schedule schedule(const Draft& draft, const std::vector<Chunk>& chunks, const Ne
 }
 
 Schedule reschedule(const Schedule& before, const std::vector<Chunk>& chunks, const Network& network) {
+  // Forward-backward improvement (Li and Willis, 1992). Phase 1: the reversed problem, in which those that
+  // finished last go first. So hops move towards the end of the plan, and room is left where they were.
   const std::vector<int64_t> none;
   std::vector<int64_t> order(before.hops.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = -before.times[i].finish_ns;
   ListScheduler back(before.hops, chunks, order, none, network, true);
   back.run();
+  // Phase 2: forwards again, in the order of the reversed times. A hop that ends at time t of the reversed
+  // run has to start t before the end of the plan, so the largest t goes first.
   for (size_t i = 0; i < order.size(); ++i) {
     // Hops that end together in reversed time start together.
     const Hop& hop = before.hops[i];

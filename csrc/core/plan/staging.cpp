@@ -22,6 +22,8 @@ struct Carried {
 std::unordered_map<int32_t, Carried> carried_by_rank(const std::vector<Chunk>& chunks,
                                                      const std::vector<Hop>& hops,
                                                      const std::vector<char>& is_carried) {
+  // As in run/program.cpp and rounds/round_table.cpp: a value is held from the hop that brings it to the last
+  // one that takes it on, in plan order.
   std::vector<int32_t> last_use(hops.size(), -1);  // the last hop that takes it on
   for (size_t i = 0; i < hops.size(); ++i) {
     if (hops[i].after >= 0) last_use[static_cast<size_t>(hops[i].after)] = static_cast<int32_t>(i);
@@ -74,6 +76,7 @@ std::unordered_map<int32_t, int64_t> staging_by_rank(const std::vector<Problem>&
   for (const auto* side : {&out, &in}) {
     for (const auto& [pair, largest] : *side) {
       int64_t& bytes = total[static_cast<int32_t>(pair >> 32)];
+      // A window of messages is posted; receiving has one more, which is unpacked meanwhile.
       for (size_t i = 0; i < largest.size() - (side == &out); ++i) bytes += largest[i];
     }
   }

@@ -18,6 +18,9 @@ constexpr int32_t kHeldExchanges = 2;
 
 // Drops what nobody waits for and numbers the others so that an event is recorded anew once nothing will wait
 // for what it recorded before. Returns how many there are.
+// A wait takes what was last recorded when the wait was enqueued. So one event serves many records, one after
+// the other, as long as each is waited for before the next is made: a register allocation over the list of
+// steps.
 int32_t number_events(std::vector<RoundStep>* steps) {
   std::vector<int32_t> last_wait;  // by event as it is: position of the last step that waits for it
   for (size_t i = 0; i < steps->size(); ++i) {
@@ -49,6 +52,13 @@ int32_t number_events(std::vector<RoundStep>* steps) {
   return count;
 }
 
+// Two streams run beside each other: kernels (pack, reduce, unpack, copy) and transfer (exchanges). Each is
+// in order, so a stream that has waited for exchange i, or for the kernel step of mark m, has waited for all
+// before it: the *_saw_ numbers are all that is needed to leave out waits.
+//
+// Three exchanges of a rank, as enqueued; what stands in one column may overlap on the GPU:
+//   kernels    pack 0   copies, pack 1   take in 0, pack 2   take in 1         take in 2
+//   transfer            exchange 0       exchange 1          exchange 2
 class RankScheduler {
  public:
   RankScheduler(const Plan& plan, const RoundTable& table, int32_t rank, std::shared_ptr<const Program> program,
@@ -62,8 +72,11 @@ class RankScheduler {
   }
 
   RankRounds run() {
+    // Phase 1: the caller's earlier work, behind which both streams begin.
     start_event_ = new_event();
     out_.steps.push_back({StepKind::Record, StreamRole::Caller, start_event_});
+    // Phase 2: the exchanges. Packing for the next comes before taking in of this one, as the next exchange
+    // waits for it.
     const auto count = static_cast<int32_t>(exchanges_.size());
     if (count > 0) pack_for(0);
     copy_local();
@@ -72,6 +85,7 @@ class RankScheduler {
       if (i + 1 < count) pack_for(i + 1);  // while exchange i is under way
       take_in(i);
     }
+    // Phase 3: the caller's stream comes behind both; then events and staging are counted.
     join_caller();
     out_.staging_bytes = arena_.size();
     out_.events = number_events(&out_.steps);
@@ -239,6 +253,7 @@ class RankScheduler {
         }
       }
       if (direct(op.parts)) continue;
+      // In use from the packing, beside exchange i - 1, to the end of exchange i.
       const StagingArena::Buffer buffer = arena_.take(op.nbytes, i - 1, i);
       send.staging = buffer.offset;
       send.packed = static_cast<int32_t>(mark_event_.size());  // of the launch below

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -74,6 +75,10 @@ struct RoundObserver {
   std::function<void()> begun;                                                 // a run is in flight
   std::function<void(const Error&, const std::shared_ptr<RoundRun>&)> failed;  // the observer calls fail() soon
 };
+
+// An observer asks other ranks before it decides. A thread that waits for that gives it so long, also beyond
+// a deadline, which the observer sees as well.
+inline constexpr auto kObserverGrace = std::chrono::seconds(4);
 
 // Enqueues rounds on one communicator, which is that of one lane: all ranks start its runs in one order. Runs
 // of an engine share staging, so each begins on the engine's streams where the one before ended. Somebody calls

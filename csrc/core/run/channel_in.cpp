@@ -33,6 +33,7 @@ void InChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const
   if (!driven) changed_.notify_all();
 }
 
+// In order and without gaps, so that what is posted is the front of the window that the sender counts on too.
 void InChannel::post_locked() {
   while (!closed_ && posted_ < kWindow && posted_ < entries_.size()) {
     Entry& entry = entries_[posted_];
@@ -79,6 +80,8 @@ void InChannel::drive(const Run& run) noexcept {
 
 // Waits for the front message, which is posted, and puts it into place. By one thread at a time, which alone
 // pops; a deque keeps references across push_back.
+// Phase 1: wait, without the lock. Phase 2: take it off and post the next. Phase 3: put it in place and tell
+// those that forward it. `taking_` stays set throughout, so that arrivals are put in place one at a time.
 void InChannel::take_front(std::unique_lock<std::mutex>& lock) {
   taking_ = true;
   Entry& front = entries_.front();
@@ -149,6 +152,8 @@ void InChannel::drop(std::deque<Entry> entries) {
   }
 }
 
+// The thread wakes up from the aborted request, or from changed_, and drops the rest itself: the thread that
+// closes never waits.
 void InChannel::close() {
   const std::lock_guard lock(mutex_);
   if (closed_) return;

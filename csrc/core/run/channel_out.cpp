@@ -44,6 +44,9 @@ void OutChannel::mark_ready(int64_t position) {
   pump();
 }
 
+// Any thread may be here, several at a time. Packing is done without the lock; the state Packing reserves the
+// entry, and a deque keeps its place while others are pushed and popped. Entries within the window may be
+// issued out of order: their positions are in their tags.
 void OutChannel::pump(bool driven) {
   std::unique_lock lock(mutex_);
   while (!closed_) {
@@ -53,6 +56,7 @@ void OutChannel::pump(bool driven) {
     Entry* next = &entries_[at];
     const int64_t position = first_ + static_cast<int64_t>(at);
     next->state = State::Packing;  // nobody pops or issues it meanwhile
+    // The tensors must stay until the request has gone: take_front() or drop() lets go of them.
     next->run->pin();
     if (!pool_.empty()) {
       next->staging = std::move(pool_.back());
@@ -166,6 +170,7 @@ void OutChannel::loop() {
     }
     take_front(lock);
   }
+  // Closed: a thread that still packs has a pointer to its entry, so entries are dropped when none does.
   changed_.wait(lock, [this] {
     return std::none_of(entries_.begin(), entries_.end(),
                         [](const Entry& e) { return e.state == State::Packing; });

@@ -55,6 +55,7 @@ std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffe
 }
 
 void Engine::hand_out(const std::shared_ptr<Run>& run, bool driven) {
+  // Phase 1: the operations by peer, in plan order.
   const Program* program = &run->program();
   const int32_t lane = run->label().lane;
 
@@ -70,6 +71,8 @@ void Engine::hand_out(const std::shared_ptr<Run>& run, bool driven) {
     send_index[op.targets.front().peer].push_back(i);
   }
 
+  // Phase 2: all of them into their channels, under one lock; the channels' threads may begin with them at
+  // once.
   std::vector<OutChannel*> to_pump;
   std::shared_ptr<LocalTransport> local;
   {
@@ -114,6 +117,7 @@ void Engine::hand_out(const std::shared_ptr<Run>& run, bool driven) {
     }
     for (const auto& [peer, ops] : local_recvs) local_channel_locked({lane, peer}).enqueue(run, ops);
   }
+  // Phase 3: without the lock, what this thread does itself: small first messages, local sends, small copies.
   for (OutChannel* channel : to_pump) channel->pump(channel == run->driven_out);
   for (const SendOp& op : program->sends) {
     if (op.local && !op.forward) send_local(*local, run, op, failure_);
@@ -168,6 +172,7 @@ void Engine::forward(const std::shared_ptr<Run>& run, const RecvOp& op) {
       send_local(*local_, run, out, failure_);
       continue;
     }
+    // Position, not pointer: the entry moves up in its channel as others go.
     const SendTicket& ticket = run->send_tickets[static_cast<size_t>(send)];
     ticket.channel->mark_ready(ticket.position);
   }

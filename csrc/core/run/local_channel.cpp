@@ -8,6 +8,8 @@ namespace meshcast {
 namespace {
 
 // Gives the parts of [offset, offset + nbytes) of a message to `visit`: view, offset in it, bytes.
+// A message is its parts packed one behind the other; a fragment is any range of that, across parts if need
+// be.
 template <typename Visit>
 void visit_parts(const Run& run, PartRange parts, int64_t offset, int64_t nbytes, const Visit& visit) {
   for (int32_t i = parts.begin; i < parts.end && nbytes > 0; ++i) {
@@ -24,6 +26,7 @@ void visit_parts(const Run& run, PartRange parts, int64_t offset, int64_t nbytes
   }
 }
 
+// Read by whichever thread copies; the pin of send_local keeps the tensors until finished() or failed().
 class LocalSend final : public Outgoing {
  public:
   LocalSend(std::shared_ptr<Run> run, const SendOp& op, const ChannelFailure& failure)
@@ -138,6 +141,8 @@ void LocalInChannel::post_locked() {
   }
 }
 
+// The next receive is posted before this arrival is told: its sender need not wait for what the arrival sets
+// off.
 void LocalInChannel::arrived(const std::shared_ptr<Run>& run, const RecvOp& op) {
   {
     const std::lock_guard lock(mutex_);

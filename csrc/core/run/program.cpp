@@ -60,6 +60,13 @@ struct Message {
 // messages in the same order, and the rank that sends one has the chunk by then. Receiving earlier than planned
 // does no harm: nothing is sent before the message that it waits for. Hops that reduce stay as they are.
 // Returns those messages that `rank` may have a part in.
+//
+// Example. A is elsewhere; B, C and D share memory. The plan has hop 0: A -> B, hop 1: B -> C after 0, and
+// hop 2: C -> D after 1, of one chunk.
+//   hop 0   over the network: a message of its own
+//   hop 1   local: begins the message B -> {C}
+//   hop 2   its `after` is hop 1, which is in that message: D joins it, B -> {C, D}
+// So C forwards nothing: D reads what B has copied in once.
 std::vector<Message> join_hops(const Plan& plan, int32_t rank, const std::vector<int32_t>& local) {
   const auto is_local = [&](int32_t rank) {
     return std::find(local.begin(), local.end(), rank) != local.end();
@@ -72,6 +79,7 @@ std::vector<Message> join_hops(const Plan& plan, int32_t rank, const std::vector
     const Hop& hop = plan.hops[i];
     const auto index = static_cast<int32_t>(i);
     const bool inside = !local.empty() && is_local(hop.src) && is_local(hop.dst);
+    // Only those that concern `rank`: over the network no rank counts the messages of others.
     if (!inside || hop.reduce != ReduceOp::None) {
       if (hop.src == rank || hop.dst == rank) {
         messages.push_back(
@@ -185,6 +193,8 @@ class Projection {
     op.local = message.local;
     op.number = message.local ? -1 : program_.network_recvs++;
     op.reduce = message.reduce;
+    // Three cases: a value that is kept as it comes; the end of a reduction, kept as well; a partial value
+    // that is only passed on, which needs a buffer of its own (carry).
     const bool belongs_here = message.reduce == ReduceOp::None || (message.last_reduce && needs(chunk));
     if (belongs_here) op.parts = chunk_parts(chunk, Side::Destination);
     if (message.reduce != ReduceOp::None) {
@@ -226,6 +236,7 @@ class Projection {
     op.number = message.local ? -1 : program_.network_sends++;
     op.forward = forward;
     if (forward) {
+      // Where the data comes from: the reduction that ended with that hop, else the one receive of the chunk.
       const auto reduction = reduction_of_hop_.find(message.after);
       RecvOp& source = program_.recvs[reduction == reduction_of_hop_.end() ? recv_of_chunk_.at(message.chunk)
                                                                            : reduction->second];

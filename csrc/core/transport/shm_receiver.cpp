@@ -83,6 +83,7 @@ void ShmReceiver::loop() {
 }
 
 // One round: no peer can keep the others waiting.
+// As many fragments as a peer has slots.
 bool ShmReceiver::drain(Peer& peer) {
   if (peer.broken) return false;
   Fragment fragment;
@@ -114,6 +115,8 @@ bool ShmReceiver::take(Peer& peer, const Fragment& fragment) {
   if (fragment.offset < 0 || fragment.offset > message.nbytes - fragment.nbytes) return false;
   message.payload->write(fragment.offset, fragment.nbytes, region.slot(fragment.slot));
   message.received += fragment.nbytes;
+  // The last reader frees the slot. A sender without slots announces in wake_at the count at which it wants
+  // to be woken, then looks again: one of the two sees the other (see Bell).
   ShmHeader& header = region.header();
   if (header.readers[fragment.slot].left.fetch_sub(1) == 1 &&
       header.freed.fetch_add(1) + 1 >= header.wake_at.load()) {

@@ -54,11 +54,13 @@ void ShmSender::send(std::vector<LocalTarget> targets, int64_t nbytes, std::uniq
   waiting_.push_back(std::move(message));
   const MessageIt it = std::prev(waiting_.end());
   if (aborted_) return break_locked(it, (*it)->targets.front().first, aborted_error());
+  // Phase 1: which receives the message waits for.
   for (const PostKey& target : (*it)->targets) {
     if (gone_[target.first]) return break_locked(it, target.first, gone_error());
     if (!awaited_.emplace(target, it).second) return break_locked(it, target.first, duplicate_error());
     ++(*it)->missing;
   }
+  // Phase 2: receives that were posted before.
   // match_locked may move the message out of the list.
   Message& here = **it;
   const auto all = here.targets;
@@ -70,6 +72,7 @@ void ShmSender::send(std::vector<LocalTarget> targets, int64_t nbytes, std::uniq
     match_locked(target, posted);
   }
   if (ready_.empty()) return;
+  // Phase 3: a small message is copied at once, but only where none is before it.
   if (ready_.size() == 1 && ready_.front().get() == &here && copy_small_locked(here)) {
     const std::unique_ptr<Message> done = std::move(ready_.front());
     ready_.pop_front();
@@ -128,6 +131,8 @@ void ShmSender::break_locked(MessageIt it, uint32_t link, const TransportError& 
 }
 
 void ShmSender::reclaim_locked() {
+  // Each turn clears the lowest bit that is set. The acquire pairs with the reader's decrement: its copy is
+  // over.
   for (uint64_t rest = in_use_; rest != 0; rest &= rest - 1) {
     const auto slot = static_cast<uint32_t>(std::countr_zero(rest));
     if (own_.header().readers[slot].left.load(std::memory_order_acquire) != 0) continue;
@@ -150,6 +155,7 @@ bool ShmSender::copy_small_locked(Message& message) {
 
 void ShmSender::publish_locked(const Message& message, int64_t offset, uint32_t slot, uint32_t nbytes) {
   in_use_ |= uint64_t{1} << slot;
+  // Before any receiver is told: the first of them may be done before the second is.
   own_.header().readers[slot].left.store(static_cast<uint32_t>(message.targets.size()));
   for (const auto& [link, key] : message.targets) {
     own_.mailbox(link).fragments.push({key, offset, slot, nbytes});
@@ -218,6 +224,8 @@ void ShmSender::loop() {
   tell_broken(lock);
 }
 
+// failed() is called without the lock, since it may call back into this object. Everything that is told has
+// been taken off all lists first, so each message hears of its end once.
 void ShmSender::tell_broken(std::unique_lock<std::mutex>& lock) {
   if (aborted_) {
     for (auto& message : ready_) broken_.push_back({std::move(message), 0, aborted_error()});

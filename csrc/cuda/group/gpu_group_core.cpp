@@ -118,6 +118,7 @@ void GpuGroupCore::add_lane(int32_t lane, double timeout_seconds, const Connect&
   const auto me = std::lower_bound(identity_.ranks.begin(), identity_.ranks.end(), identity_.rank);
   const auto rank = static_cast<int32_t>(me - identity_.ranks.begin());
   TimePoint last_look = Clock::now();
+  // Called again and again while ranks connect. The board is on the network, so it is asked every kLook only.
   const auto checkpoint = [&] {
     refuse_if_failed();
     if (Clock::now() - last_look < kLook) return;
@@ -248,6 +249,8 @@ c10::intrusive_ptr<c10d::Work> GpuGroupCore::start(const std::shared_ptr<const P
                                                   identity_.rank, args.label.lane, identity_.name));
     lane = found->second;
   }
+  // The gate is a stream that stands for the caller's: `after` puts it behind the caller's work, and wait()
+  // joins the caller's stream to it.
   const auto gate = CudaDevice::take_gate(lane.device);
   memory.keepalive = std::make_shared<Kept>(Kept{bin_->bag(std::move(bag)), gate});
   std::shared_ptr<RoundRun> run;
@@ -346,6 +349,7 @@ void GpuGroupCore::shutdown() {
     if (shut_down_) return;
     shut_down_ = true;
   }
+  // Threads first, the watcher's and the poller: no other thread may look at an engine while it is given up.
   watcher_->stop();
   {
     const std::lock_guard lock(poll_mutex_);

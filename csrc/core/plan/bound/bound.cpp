@@ -34,6 +34,8 @@ PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bu
   out.parties.resize(bundles.size());
   out.ways.resize(bundles.size());
   out.hot_hosts.assign(hosts, 0);
+  // Phase 1: the hosts that take part in each bundle, and the simple sums: bytes that must enter a host or
+  // reach a rank.
   std::vector<HostInput> input(hosts);
   std::vector<int64_t> inside(hosts, 0);  // most bytes that one rank of a host could have to pass on
   std::vector<int64_t> local_only(static_cast<size_t>(network.rank_count()), 0);
@@ -54,6 +56,8 @@ PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bu
       reduced.push_back(&task);
       reduced_bytes.push_back(bundles[b].nbytes);
       reduced_bundles.push_back(b);
+      // Both ways of counting hold of every plan, but not both at once in one flow problem: their items would
+      // count the same hop twice. So each is a problem of its own, and the larger time counts.
       append_reduce_items(static_cast<int32_t>(b), bundles[b].nbytes, task, network, false, &reducing);
       append_reduce_items(static_cast<int32_t>(b), bundles[b].nbytes, task, network, true, &whole);
       for (const bool whole_results : {false, true})
@@ -76,10 +80,14 @@ PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bu
       }
     }
   }
+  // Phase 2: ports between hosts. `bound` only grows: least_time starts from it, and a problem whose balanced
+  // shares fit into it needs no flow at all.
   balance_ports(network, &out.items);
   balance_ports(network, &reducing);
 
   int64_t bound = 0;
+  // All emissions of all bundles are one problem, as hosts share what they relay. What enters a host concerns
+  // that host alone.
   std::vector<const PortItem*> sending;
   std::map<int32_t, std::vector<const PortItem*>> entering;  // by host
   for (const PortItem& item : out.items) {
@@ -108,6 +116,7 @@ PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bu
     for (const PortItem& item : items) counted.push_back(&item);
     if (!counted.empty()) bound = least_time(counted, network, bound);
   }
+  // Phase 3: the linear program over ways (find_reduce_mix), which knows which hosts can be on one chain.
   if (!reduced.empty()) {
     ReduceMix mix = find_reduce_mix(reduced, reduced_bytes, out.items, network);
     bound = std::max(bound, mix.bound_ns);
@@ -122,12 +131,15 @@ PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bu
   }
   if (enough_time(sending, network) > bound) bound = least_time(sending, network, bound);
 
+  // Phase 4: single ranks: what can only come from inside, and all that they receive over both ways in.
   for (int32_t r = 0; r < network.rank_count(); ++r) {
     const int64_t local = network.port_rate(network.local_in(r));
     bound = std::max(bound, transfer_ns(local_only[static_cast<size_t>(r)], local));
     bound = std::max(bound, transfer_ns(received[static_cast<size_t>(r)],
                                         local + network.port_rate(network.nic_in(network.nic(r)))));
   }
+  // Phase 5: ports inside hosts, as far as they might limit. Items of all hosts would be many, and most hosts
+  // have time to spare.
   std::vector<int64_t> local_rate(hosts, 0);
   for (int32_t r = 0; r < network.rank_count(); ++r) {
     local_rate[static_cast<size_t>(network.host(r))] = network.port_rate(network.local_out(r));
@@ -138,6 +150,7 @@ PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bu
   }
   std::vector<PortItem> local;
   for (size_t b = 0; b < bundles.size(); ++b) {  // bundles to be reduced have no parties and add none
+    // The plan's shares; the bound counts arrivals and copies, below.
     append_local_items(static_cast<int32_t>(b), bundles[b].nbytes, out.parties[b], network, out.hot_hosts,
                        &local);
   }
@@ -158,6 +171,7 @@ PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bu
       if (enough_time(items, network) > bound) bound = least_time(items, network, bound);
     }
   }
+  // Phase 6: as before, but in one flow problem.
   // All hosts together, since what comes to one over NICs keeps those of others busy.
   for (const bool into : {false, true}) {
     std::vector<PortItem> copied;
@@ -168,6 +182,7 @@ PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bu
     for (const PortItem& item : copied) all.push_back(&item);
     if (!copied.empty()) bound = least_time(all, network, bound);
   }
+  // One latency is in every plan, as the last hop takes it; a plan without hops takes no time.
   out.items.insert(out.items.end(), local.begin(), local.end());
   out.bound_ns = bundles.empty() ? 0 : bound + network.latency_ns();
   return out;

@@ -15,7 +15,17 @@ int64_t ceil_time(__int128 nbytes, __int128 rate) {
 
 }  // namespace
 
+// Newton's method (Dinkelbach): at time T let a cut be too small for the demand. Its ports together must
+// carry `need` bytes at `rate` bytes/s, so no time below need / rate is enough; that is the next T. Each step
+// is from a bound to a larger one and never passes the answer, and every cut comes up once at most.
+//
+// Example. 100 bytes over a port of 10 bytes/s or one of 30, and 100 over the first alone. From T = 0 the cut
+// holds both ports: 200 / 40 = 5 s. At 5 s the second item finds only 50 bytes of room: its cut gives 100 /
+// 10 = 10 s, at which everything fits.
 int64_t least_time(const std::vector<const PortItem*>& items, const Network& network, int64_t floor) {
+  // Phase 1: the network. Source -> item -> ports of emitters, item -> relays of it -> their ports, port ->
+  // sink. The edge between the two nodes of an item lets through all but one copy, since one has to be
+  // emitted.
   std::map<int32_t, int32_t> node_of;  // port -> node
   size_t entries = 0;
   for (const PortItem* item : items) {
@@ -45,6 +55,8 @@ int64_t least_time(const std::vector<const PortItem*>& items, const Network& net
   std::vector<int32_t> edge_of(static_cast<size_t>(nodes), -1);
   for (const auto& [port, node] : node_of) edge_of[static_cast<size_t>(node)] = flow.add_edge(node, sink, 0);
 
+  // Phase 2: cuts, until everything fits. Capacities are rounded up and so never lie: what does not fit then
+  // does not fit at all.
   int64_t time = floor;
   while (true) {
     const auto capacity = [&](int64_t rate) {

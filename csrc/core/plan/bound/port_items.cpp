@@ -15,6 +15,8 @@ void sort_unique(std::vector<int32_t>* values) {
 }
 
 // First `first`, then what of `second` is not in it. Both are sorted and made unique.
+// The order is part of the plan: all ranks must see the same ports in the same places. So both parts ascend,
+// and a port that could do either counts as an emitter, which may do more.
 void join(std::vector<int32_t> first, std::vector<int32_t> second, PortItem* item) {
   sort_unique(&first);
   sort_unique(&second);
@@ -24,12 +26,24 @@ void join(std::vector<int32_t> first, std::vector<int32_t> second, PortItem* ite
                       std::back_inserter(item->ports));
 }
 
+// Water-filling, item by item. With the load of every other item fixed, one item is placed best where the
+// levels (load / rate, in ns) of all ports that take some of it are equal and no other port lies lower. That
+// lowers the sum of load^2 / rate over all ports, whose derivative by a port's load is twice its level. The
+// sum is convex and items are bound only by constraints of their own. So placing them in turns (block
+// coordinate descent) ends at its minimum, where the busiest port is as early as it can be.
+//
+// Worked example. 70 bytes are poured over ports A (10 bytes/s, 20 bytes on it, level 2 s), B (20 bytes/s,
+// empty, level 0 s) and C (10 bytes/s, 90 bytes, level 9 s). From the lowest level on:
+//   B alone   (70 + 0) / 20            = 3.5 s, above A's level: A joins
+//   B and A   (70 + 0 + 20) / (20 + 10) = 3 s, below C's level: C stays out
+// B is filled to 3 * 20 = 60 bytes and gets 60; A is filled to 3 * 10 = 30 and gets 10. Both end at 3 s.
 class Balancer {
  public:
   Balancer(const Network& network, std::vector<PortItem>* items)
       : network_(network), items_(*items), load_(static_cast<size_t>(network.port_count()), 0) {}
 
   int64_t run() {
+    // Phase 1: empty shares, and the order in which items are placed.
     int64_t entries = 0;
     for (PortItem& item : items_) {
       item.share.assign(item.ports.size(), 0);
@@ -38,9 +52,12 @@ class Balancer {
     // Items with no choice first, so that the others see their load at once.
     order_.resize(items_.size());
     for (size_t i = 0; i < order_.size(); ++i) order_[i] = static_cast<int32_t>(i);
+    // Stable, so that items of one length keep the order of the bundles on every platform.
     std::stable_sort(order_.begin(), order_.end(), [&](int32_t a, int32_t b) {
       return items_[static_cast<size_t>(a)].ports.size() < items_[static_cast<size_t>(b)].ports.size();
     });
+    // Phase 2: passes over all items until shares stand still. Both limits bound the work only; a split that
+    // is not quite balanced is still a split, and only costs time on the busiest port.
     int64_t before = INT64_MAX;
     for (int pass = 0; pass < kMaxPasses && pass * entries < kMaxSteps; ++pass) {
       int64_t moved = 0;
@@ -55,6 +72,7 @@ class Balancer {
   }
 
  private:
+  // Nanoseconds until the port is done with what it has, rounded down.
   int64_t level(int32_t port) const {
     return static_cast<int64_t>(static_cast<__int128>(load_[static_cast<size_t>(port)]) * 1000000000 /
                                 network_.port_rate(port));
@@ -68,9 +86,11 @@ class Balancer {
 
   // Adds `amount` to the ports [begin, end) of an item so that the highest of them stays lowest.
   void pour(PortItem* item, size_t begin, size_t end, int64_t amount) {
+    // Phase 1: ports by level, the lower index first among equals, so that all ranks pour alike.
     levels_.clear();
     for (size_t i = begin; i < end; ++i) levels_.emplace_back(level(item->ports[i]), static_cast<int32_t>(i));
     std::sort(levels_.begin(), levels_.end());
+    // Phase 2: the final level.
     // Ports below the final level: the longest prefix whose common level passes its own highest member.
     __int128 bytes = amount;
     __int128 rate = 0;
@@ -84,6 +104,8 @@ class Balancer {
       final_level = static_cast<int64_t>((bytes * 1000000000 + rate - 1) / rate);
       ++used;
     }
+    // Phase 3: each of them is filled up to it. The level was rounded up and the room is rounded down, so a
+    // few bytes are left over; the last port takes them, since shares must add up to the item exactly.
     int64_t left = amount;
     for (size_t k = 0; k < used; ++k) {
       const auto i = static_cast<size_t>(levels_[k].second);
@@ -107,6 +129,13 @@ class Balancer {
   }
 
   // Takes the item out and pours it in again. Returns the bytes that ended on another port.
+  // Beside the ports' levels there is one constraint: emitters take first() bytes at least, since data leaves
+  // its holders before anybody can relay it. Where the free optimum breaks that, the optimum under it has
+  // exactly first() bytes on the emitters, as the sum is convex. Both groups are then poured on their own.
+  //
+  // Example. 100 bytes go to three remote hosts: 300 bytes on emitter E and relays R, S of equal rates, E
+  // with 200 bytes of other items. Poured freely, R and S get 150 each and E nothing, since it lies at 200.
+  // But the box has to be emitted once: E gets 100 (level 300), R and S share the other 200 as 100 each.
   int64_t place(PortItem* item, int64_t* total) {
     old_ = item->share;
     withdraw(item);
@@ -136,6 +165,8 @@ class Balancer {
 
 }  // namespace
 
+// The NIC that takes a box into a remote host is chosen per host (one NicIn item each); the NIC that sends it
+// there is not, so all emissions and relays of a box are one NicOut item of one copy per remote host.
 void append_network_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
                           std::vector<PortItem>* out) {
   if (parties.remote_hosts == 0) return;
@@ -154,6 +185,7 @@ void append_network_items(int32_t bundle, int64_t nbytes, const Parties& parties
   }
   item.kind = PortItem::Kind::NicOut;
   item.copies = parties.remote_hosts;
+  // A relay sends to another remote host: with one of them there is no other to relay to.
   if (item.copies == 1) relay.clear();
   join(std::move(emit), std::move(relay), &item);
   out->push_back(item);
@@ -182,6 +214,8 @@ void append_local_items(int32_t bundle, int64_t nbytes, const Parties& parties, 
     std::vector<int32_t> relay, emit;
     for (const int32_t r : party.ranks) relay.push_back(network.local_out(r));
     item.copies = static_cast<int64_t>(party.ranks.size());
+    // A host of k receivers copies k times inside, or k - 1 times where the box comes over a NIC to one of
+    // them. In the latter case any receiver may be that one, so all of them are emitters.
     if (parties.remote(p)) {  // whichever rank the box enters at, the others get it from inside
       --item.copies;
       emit = relay;
@@ -207,6 +241,8 @@ void append_arrival_items(int32_t bundle, int64_t nbytes, const Parties& parties
     if (!hot_hosts[static_cast<size_t>(party.host)]) continue;
     item.party = static_cast<int32_t>(p);
     item.copies = static_cast<int64_t>(party.ranks.size());
+    // Every receiver takes one copy in. Counting by senders or by receivers are two relaxations of the same
+    // thing: either leaves the other direction free, so the bound may take the larger time of the two.
     std::vector<int32_t> first, later;  // ports that may bring the first copy, and those for others only
     for (const int32_t r : party.ranks) {
       if (!parties.one_host) first.push_back(network.nic_in(network.nic(r)));
@@ -248,6 +284,8 @@ std::vector<int32_t> ports_from_elsewhere(const Parties& parties, int32_t host, 
 
 void append_copy_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
                        const std::vector<char>& hot_hosts, bool into, std::vector<PortItem>* out) {
+  // An item of append_local_items, with the NICs of other hosts as further ports that may send a copy. They
+  // are emitters, since another host needs no copy from this one before it sends.
   std::vector<PortItem> inside;
   append_local_items(bundle, nbytes, parties, network, hot_hosts, &inside);
   for (PortItem& item : inside) {
@@ -276,6 +314,7 @@ void append_copy_items(int32_t bundle, int64_t nbytes, const Parties& parties, c
   }
 }
 
+// Sums stay exact throughout: each item keeps its total(), whatever moves within it.
 void prefer_emitters(const Network& network, int64_t level, std::vector<PortItem>* items) {
   std::vector<int64_t> load(static_cast<size_t>(network.port_count()), 0);
   for (const PortItem& item : *items) {
@@ -286,6 +325,7 @@ void prefer_emitters(const Network& network, int64_t level, std::vector<PortItem
     int64_t relayed = 0;
     for (size_t k = emitters; k < item.ports.size(); ++k) relayed += item.share[k];
     if (relayed == 0) continue;
+    // Phase 1: what relays have, and the room of the emitters, in bytes.
     __int128 room = 0;  // of all emitters up to the level
     const auto room_of = [&](size_t k) {
       const auto port = item.ports[k];
@@ -295,6 +335,7 @@ void prefer_emitters(const Network& network, int64_t level, std::vector<PortItem
     };
     for (size_t k = 0; k < emitters; ++k) room += room_of(k);
     if (room == 0) continue;
+    // Phase 2: emitters take as much as there is of both.
     const auto moved = static_cast<int64_t>(std::min<__int128>(room, relayed));
     int64_t left = moved;
     for (size_t k = 0; k < emitters; ++k) {  // in proportion to the room, so that emitters stay level
@@ -306,6 +347,8 @@ void prefer_emitters(const Network& network, int64_t level, std::vector<PortItem
       load[static_cast<size_t>(item.ports[k])] += mine;
       left -= mine;
     }
+    // Phase 3: relays give the same bytes. They are visited from the last to the first, which settles the
+    // rounding.
     left = moved;
     for (size_t k = item.ports.size(); k-- > emitters;) {  // all relays give in proportion to what they have
       const int64_t share = item.share[k];
@@ -320,18 +363,23 @@ void prefer_emitters(const Network& network, int64_t level, std::vector<PortItem
   }
 }
 
+// First fit in the order of ports. Balanced shares spread a relay's work thinly over many ports, so that
+// every chunk would take a tree of its own; packed, a few ports relay every chunk.
 void pack_relays(const Network& network, int64_t level, std::vector<PortItem>* items) {
   std::vector<int64_t> load(static_cast<size_t>(network.port_count()), 0);
   for (const PortItem& item : *items) {
     for (size_t k = 0; k < item.ports.size(); ++k) load[static_cast<size_t>(item.ports[k])] += item.share[k];
   }
   for (PortItem& item : *items) {
+    // Phase 1: relays give back all that they have; `left` is what has to find a place again.
     int64_t left = 0;
     for (auto k = static_cast<size_t>(item.emitters); k < item.ports.size(); ++k) {
       left += item.share[k];
       load[static_cast<size_t>(item.ports[k])] -= item.share[k];
       item.share[k] = 0;
     }
+    // Phase 2: at most one box on each port, since a second copy from the same port makes a bush out of a
+    // chain.
     // What relays had before fits again without the first limit.
     for (const int64_t most : {item.nbytes, INT64_MAX}) {
       for (auto k = static_cast<size_t>(item.emitters); k < item.ports.size() && left > 0; ++k) {

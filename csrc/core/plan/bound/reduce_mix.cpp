@@ -50,6 +50,11 @@ __int128 cheapest_of(const PortItem& item, const ReduceWays::Prices& price, Port
 // programming duality the right prices make this as large as mixtures of ways allow. Both are found by column
 // generation: boxes divide themselves among the ways known so far (PortGame), and at the prices that come of it
 // the cheapest ways of all join them.
+//
+// Example. Two boxes of 10 s each can go over port A or port B. Prices 1 and 1: each box costs 10 whatever
+// its way, 20 in all, over a sum of prices of 2: no plan takes less than 10 s. Prices 1 and 0: the cheapest
+// way of both is B for nothing, so the bound is 0: true, but useless. Regret matching finds prices of the
+// first kind.
 ReduceMix find_reduce_mix(const std::vector<const Task*>& tasks, const std::vector<int64_t>& nbytes,
                           const std::vector<PortItem>& items, const Network& network) {
   const auto ports = 2 * static_cast<size_t>(network.nic_count());
@@ -57,6 +62,7 @@ ReduceMix find_reduce_mix(const std::vector<const Task*>& tasks, const std::vect
   int64_t visits = 0;
   int64_t slowest = INT64_MAX;
   for (size_t l = 0; l < ports; ++l) slowest = std::min(slowest, network.port_rate(static_cast<int32_t>(l)));
+  // Above the time of any mixture, so that times in the game are fractions of it below one.
   int64_t most_ns = 0;
   for (size_t b = 0; b < tasks.size(); ++b) {
     ways.emplace_back(*tasks[b], network);
@@ -76,6 +82,8 @@ ReduceMix find_reduce_mix(const std::vector<const Task*>& tasks, const std::vect
   std::vector<int64_t> worth(ports, kPriceUnit);
   ReduceWays::Prices price(ports);
   int64_t steps = 0;
+  // Phases of a round: price the ports, look for the cheapest way of every box, take the bound, play the
+  // game.
   for (int32_t round = 1; round <= kMostRounds && round * visits <= kMostVisits; ++round) {
     // Per byte: worth / rate, in fixed point, rounded down, so that what ways cost is never overrated.
     __int128 all = 0;
@@ -98,13 +106,18 @@ ReduceMix find_reduce_mix(const std::vector<const Task*>& tasks, const std::vect
       value += cheapest_of(*other.item, price, &use);
       fresh = game.add(other.box, use).second || fresh;
     }
+    // Shifted by 16 bits before and after, since value * 10^9 could pass 127 bits; both shifts round the
+    // bound down.
     if (all > 0)
       out.bound_ns = std::max(out.bound_ns, static_cast<int64_t>(((value >> 16) * 1000000000 / all) >> 16));
     if (game.size() == 0) break;
+    // The mixture takes at least the optimum of the linear program, the bound is at most that. Where they
+    // meet, neither can become better.
     if (!fresh && out.bound_ns >= game.busiest_ns() - game.busiest_ns() / kClose) break;
     const int64_t rounds = fresh ? kGameRounds : 2 * kGameRounds;
     steps += rounds * game.size();
     if (round > 1 && steps > kMostSteps) break;
+    // Averages over rounds in which a way was missing would keep its part too small.
     if (fresh) game.forget();
     game.play(rounds);
     const int64_t most =

@@ -19,6 +19,8 @@ int32_t cheapest_port(const std::vector<int32_t>& ports, const ReduceWays::Price
 
 }  // namespace
 
+// Sites are the hosts that have values or need the result, ascending. Values are bits of a word, which is
+// what limits a box to 64 of them.
 ReduceWays::ReduceWays(const Task& task, const Network& network) {
   std::map<int32_t, Site> sites;
   for (size_t i = 0; i < task.holders.size(); ++i) {
@@ -68,6 +70,8 @@ __int128 ReduceWays::cheapest(const Prices& price, ReduceWay* way) {
   way->results.clear();
   if (!travels_ || !countable_) return 0;
   const auto at = [&](int32_t port) { return price[static_cast<size_t>(port)]; };
+  // Phase 1: by the prices at hand, each site's cheapest ports; the price of a set of sites as a chain's
+  // middle; and what the spreading costs, as if the root were on none of the hosts that need the result.
   int32_t relay = -1;  // out of any host that gets the result or makes it alone
   size_t relay_site = 0;
   int32_t alone = -1;  // out of hosts that make it alone
@@ -96,13 +100,18 @@ __int128 ReduceWays::cheapest(const Prices& price, ReduceWay* way) {
     results += at(site.cheapest_need_in);
     ++results_count;
   }
+  // The first copy of the result leaves the root, or a host that made it alone.
   const auto emit = [&](const Site& root) {
     const int32_t own = root.cheapest_root_out;
     return alone >= 0 && at(alone) < at(own) ? alone : own;
   };
+  // Phase 2: all pairs of a root z and a first host f, since the chain does not leave the one and does not
+  // enter the other. The rest of the chain is a set cover of what these two do not have. Its price does not
+  // depend on the order of the chain: each host in the middle is entered once and left once.
   __int128 best = -1;
   size_t best_root = 0, best_first = 0;
   std::vector<int32_t> best_others;
+  // Many pairs miss the same values, so covers are kept for the length of the call.
   std::map<uint64_t, std::pair<__int128, std::vector<int32_t>>> covers;  // by what is missing at both ends
   for (size_t z = 0; z < sites_.size(); ++z) {
     const Site& root = sites_[z];
@@ -115,8 +124,11 @@ __int128 ReduceWays::cheapest(const Prices& price, ReduceWay* way) {
     }
     if (count > 0) {
       const __int128 first = at(emit(root));
+      // One emission, then every further copy from whoever sends it cheaper: the emitter, or a host that
+      // relays.
       sent += first + (count - 1) * std::min(first, at(relay));
     }
+    // A chain of one host. Longer ones that end there would only cost more.
     if (root.values == all_) {
       if (best < 0 || sent < best) {
         best = sent;
@@ -141,6 +153,7 @@ __int128 ReduceWays::cheapest(const Prices& price, ReduceWay* way) {
       best_others = known->second.second;
     }
   }
+  // Phase 3: the way in full: the chain, then the results with the relay's host first.
   const Site& root = sites_[best_root];
   if (best_first != best_root)
     way->chain.push_back({sites_[best_first].host, -1, sites_[best_first].cheapest_out});

@@ -33,6 +33,13 @@ void ValueCover::choose_useful(uint64_t wanted) {
 
 // Dual ascent: every value in turn is given as much as the sets that contain it have left of their prices. What
 // is given to all values together, no cover can undercut.
+// This is a feasible dual of the linear program of set cover: weights of values such that no set's values
+// weigh more than its price. Weak duality: their sum is a lower bound. Values in few sets come first, since
+// only these sets lose what is given to them.
+//
+// Example. Sets {0, 1} at 3, {1, 2} at 3, {0, 2} at 3. Every value is in two sets. 0 is given 3, which uses
+// up the first and the third set; 1 gets min(0, 3) = 0, and 2 as well. The floor is 3, the cheapest cover 6,
+// and the best dual 4.5 (1.5 each).
 __int128 ValueCover::floor_of(uint64_t wanted) const {
   std::vector<__int128> left(sets_.size());
   for (size_t i = 0; i < sets_.size(); ++i) left[i] = sets_[i].price;
@@ -69,7 +76,10 @@ void ValueCover::search(uint64_t wanted, __int128 price) {
     }
     return;
   }
+  // Bound: nothing below this node can beat the best cover.
   if (found_ && price + floor_of(wanted) >= best_price_) return;
+  // Branch on the value that is in the fewest sets: one of these must be taken, so the branches are few and
+  // complete.
   uint64_t rarest = 0;
   size_t fewest = SIZE_MAX;
   for (uint64_t rest = wanted; rest != 0; rest &= rest - 1) {
@@ -98,6 +108,7 @@ __int128 ValueCover::solve(uint64_t wanted, std::vector<int32_t>* chosen) {
   nodes_ = 0;
   search(wanted, 0);
   for (const size_t i : best_) chosen->push_back(sets_[i].id);
+  // Out of budget the best cover may not be the cheapest, so its price is no lower bound; the dual always is.
   return nodes_ > kMostNodes ? floor_of(wanted) : best_price_;
 }
 

@@ -30,6 +30,8 @@ int64_t part_bytes(const Inputs& in, const Bundle& bundle, size_t parts) {
 
 }  // namespace
 
+// The scatter is in the first edge of each route, the ring in the others: part p of the box goes to member p,
+// and from there round the ring. With k members every link of the ring carries (k - 1) / k of the box.
 Draft draft_local_all_gather(const Inputs& in) {
   Drafter drafter(in.tasks, in.problems, in.network);
   SenderLoads loads(in.network);

@@ -17,6 +17,15 @@ int64_t bytes_in(int64_t ns, int64_t rate) {
   return static_cast<int64_t>(static_cast<__int128>(ns) * rate / 1000000000);
 }
 
+// Worked example. Host H has ranks 0 to 3 and one NIC of 10 bytes/s; inside, every rank sends and takes in 10
+// bytes/s. Rank 0 holds a box of 100 bytes that ranks 1 to 3 need; another host has it too, and a NIC like
+// H's.
+//   without     each of the three takes in 100 bytes from inside: done at 10 s
+//   T = 7.5 s   each takes in 75 bytes from inside, so 25 are over. Three times 25 are the 75 bytes that
+//               H's NIC takes in by then, and that the other host's NIC sends. Inside, 225 bytes are left
+//               for four ports out, of 75 each. All fits.
+//   T < 7.5 s   all ways in together (3 * 10 + 10 bytes/s) carry less than the 300 bytes that are needed
+// The bisection ends within 1/1024 of 2.5 s above 7.5 s.
 class DetourSearch {
  public:
   DetourSearch(const PortDemand& plain, const Network& network)
@@ -40,12 +49,16 @@ class DetourSearch {
 
   // Finds detours with which all ports are done by `ns`. Appends them, and takes them off what is copied
   // inside.
+  // Hosts are looked at one by one: their ports in and inside are their own. Only ports out are shared, as
+  // those of one host send the detours of another; they are checked once for all hosts in the end.
   bool fit(int64_t ns, std::vector<PortItem>* items) const {
     *items = plain_.items;
     std::vector<PortItem> detours;
     for (const Host& host : hosts_) {
       if (host.level > ns && !relieve(host, ns, items, &detours)) return false;
     }
+    // All that leaves hosts, detours included, as one flow problem. least_time starts at `ns`: it returns
+    // more where that is not enough.
     std::vector<const PortItem*> sending = sending_;
     for (const PortItem& item : detours)
       if (item.kind == PortItem::Kind::DetourOut) sending.push_back(&item);
@@ -88,13 +101,15 @@ class DetourSearch {
   using Moved = std::vector<std::map<int32_t, int64_t>>;
 
   // What each receiver cannot take in from inside by `ns`, spread over its boxes in proportion to their size.
-  // False where that is not possible.
+  // False where that is not possible. A receiver has one port in from inside. What that cannot take in by
+  // `ns` has to come over its NIC, whatever the senders do; only which boxes these are is left to choose.
   bool relieve_receivers(const Host& host, int64_t ns, Moved* moved) const {
     moved->assign(host.inside.size(), {});
     for (const auto& [rank, nbytes] : host.local_in) {
       const int64_t over = nbytes - bytes_in(ns, network_.port_rate(network_.local_in(rank)));
       if (over <= 0) continue;
       int64_t all = 0;
+      // Twice over the same boxes: first their sum, then each one's part of `over`.
       for (const bool counting : {true, false}) {
         if (!counting && over > all) return false;
         for (size_t n = 0; n < host.inside.size(); ++n) {
@@ -117,6 +132,8 @@ class DetourSearch {
   // flow over ports inside is made as large as it can be before NICs may take the rest.
   bool relieve(const Host& host, int64_t ns, std::vector<PortItem>* items,
                std::vector<PortItem>* detours) const {
+    // Phase 1: what has to come over NICs because receivers cannot take it in otherwise. Held against the
+    // NICs as load that is there already, and taken off the demand.
     Moved moved;
     if (!relieve_receivers(host, ns, &moved)) return false;
     std::map<int32_t, int64_t> taken;  // by port of a NIC
@@ -129,6 +146,7 @@ class DetourSearch {
       }
     }
 
+    // Phase 2: the ports as nodes, each with an edge to the sink of what it can carry by `ns` beside that.
     std::map<int32_t, int32_t> node_of;  // port -> node
     for (const std::vector<size_t>* some : {&host.inside, &host.entering}) {
       for (const size_t i : *some)
@@ -147,6 +165,7 @@ class DetourSearch {
           bytes_in(ns, network_.port_rate(port)) - (used == taken.end() ? int64_t{0} : used->second);
       flow.add_edge(node, sink, std::max<int64_t>(0, room));
     }
+    // Phase 3: what must enter the host over NICs: one copy of each such box, over any NIC of its receivers.
     int64_t demand = 0;
     for (const size_t i : host.entering) {
       const PortItem& item = plain_.items[i];
@@ -155,6 +174,9 @@ class DetourSearch {
       for (const int32_t port : item.ports) flow.add_edge(nodes, node_of[port], item.nbytes);
       ++nodes;
     }
+    // Phase 4: the copies made inside. One node for the box with edges to its emitters, one behind it for
+    // relays, as wide as what emitters need not send. The ways over NICs exist from the start, but are
+    // closed.
     struct Way {
       size_t item;  // of the host
       int32_t port, edge;
@@ -177,6 +199,8 @@ class DetourSearch {
       }
       nodes += 2;
     }
+    // Phase 5: all that ports inside can do, then the rest over NICs. Augmenting never takes flow off the
+    // edges into the sink, so the ports inside stay as full as they were: detours are as few as possible.
     int64_t placed = flow.maximum(source, sink);
     for (const Way& way : ways) flow.raise_capacity(way.edge, way.most);
     placed += flow.augment(source, sink);
@@ -192,6 +216,8 @@ class DetourSearch {
   // The detours of one item, which they relieve: into NICs of its receivers, out of those of all other hosts
   // that have the box.
   void append(const std::map<int32_t, int64_t>& moved, PortItem* item, std::vector<PortItem>* out) const {
+    // Bytes are counted twice on purpose: into a NIC of the host (DetourIn) and out of one elsewhere
+    // (DetourOut). The item inside gets as many fewer; its sum stays what the receivers need.
     const Parties& parties = plain_.parties[static_cast<size_t>(item->bundle)];
     PortItem in;
     in.kind = PortItem::Kind::DetourIn;
@@ -222,16 +248,20 @@ class DetourSearch {
 }  // namespace
 
 bool find_detours(const PortDemand& plain, const Network& network, PortDemand* out) {
+  // Phase 1: leave it where flows would be too large, or where reductions share the ports.
   size_t entries = 0;
   for (const PortItem& item : plain.items) entries += item.ports.size();
   for (size_t b = 0; b < plain.parties.size(); ++b)
     if (plain.parties[b].receivers.empty())
       return false;  // to be reduced: how its ports divide is not known yet
   if (entries > kMostEntries) return false;
+  // Phase 2: the range of T. Below the bound nothing fits; at `level` everything fits without detours.
+  // Latency is in the bound once, and not in what ports carry.
   const DetourSearch search(plain, network);
   int64_t low = plain.bound_ns - network.latency_ns();
   int64_t high = search.level();
   if (high <= low + low / kLeastGain) return false;
+  // Phase 3: bisection. Whether T is enough is monotone in T, as all capacities grow with it.
   std::vector<PortItem> items, best;
   for (int i = 0; i < kHalvings; ++i) {
     const int64_t middle = low + (high - low) / 2;
@@ -243,6 +273,8 @@ bool find_detours(const PortDemand& plain, const Network& network, PortDemand* o
     }
   }
   if (best.empty()) return false;
+  // Phase 4: balance what was found. The flow says that it fits, not how ports share it evenly. Inside and
+  // between hosts no port is the same, so each is balanced alone.
   std::vector<PortItem> inside, between;
   for (PortItem& item : best) (item.inside() ? inside : between).push_back(std::move(item));
   balance_ports(network, &inside);

@@ -43,6 +43,9 @@ PaperOrder natural_order(const std::vector<PaperWork>& works, int32_t hosts, boo
   return out;
 }
 
+// The randomized greedy of the paper (Zhuang et al., arXiv 2211.05322): sets of works that share no host run
+// side by side, one set behind the other. Here a set only fixes the order of submission, since ours are
+// pipelined.
 class Greedy {
  public:
   Greedy(const std::vector<PaperWork>& works, int32_t hosts, uint64_t seed)
@@ -57,12 +60,15 @@ class Greedy {
     std::vector<char> taken(works_.size(), 0);
     int32_t next = 0;
     int64_t steps = kGreedySteps;
+    // Phase 1 of a step: works to draw from, and how often that is affordable. Each step takes a quarter of
+    // the visits that are left at most, but one draw at least.
     while (true) {
       while (open.size() < kGreedyWindow && static_cast<size_t>(next) < works_.size()) open.push_back(next++);
       if (open.empty()) break;
       const int64_t affordable = steps / (4 * static_cast<int64_t>(open.size()) + 1);
       const int64_t rounds = std::clamp<int64_t>(affordable, 1, kGreedyRounds);
       steps -= std::min(steps, rounds * static_cast<int64_t>(open.size()));
+      // Phase 2: the best of several draws. More works side by side come first, then even loads of senders.
       PaperOrder best;
       __int128 best_spread = 0;
       for (int64_t r = 0; r < rounds; ++r) {
@@ -74,6 +80,8 @@ class Greedy {
           best_spread = even;
         }
       }
+      // Phase 3: it is appended. At least one work is in it, since the first that is drawn meets no busy
+      // host.
       for (size_t i = 0; i < best.work.size(); ++i) {
         load_[static_cast<size_t>(best.sender[i])] += works_[static_cast<size_t>(best.work[i])].nbytes;
         out.work.push_back(best.work[i]);
@@ -88,6 +96,8 @@ class Greedy {
   }
 
  private:
+  // A maximal set in random order (Fisher-Yates, from the end). busy_ holds the number of the round, so that
+  // nothing has to be cleared between draws.
   PaperOrder draw(std::vector<int32_t> open) {
     PaperOrder out;
     ++round_;
@@ -151,6 +161,9 @@ class Greedy {
   int64_t round_ = 0;
 };
 
+// Branch and bound over orders. A host's clock plus what it still has to do is a lower bound on the end.
+// Every sender of every work is tried at every depth, so on large problems the budget of nodes ends it early;
+// greedy's result is what it then has at least.
 class Search {
  public:
   Search(const std::vector<PaperWork>& works, int32_t hosts, PaperOrder start)
@@ -183,6 +196,7 @@ class Search {
       }
       return;
     }
+    // A budget of nodes and not of time: all ranks must stop at the same place.
     if (--nodes_ < 0) return;
     for (size_t h = 0; h < clock_.size(); ++h) {
       if (clock_[h] + rest_[h] >= best_end_) return;

@@ -16,6 +16,7 @@ PortCredits::PortCredits(const Network& network, int64_t fan)
 
 void PortCredits::accrue(const PortItem& item, int64_t bundle_bytes, int64_t nbytes) {
   for (size_t k = 0; k < item.ports.size(); ++k) {
+    // Rounded down, so a port may end a byte per chunk behind its share; all ports of an item alike.
     const auto part = static_cast<__int128>(item.share[k]) * nbytes / bundle_bytes;
     credit_[static_cast<size_t>(item.ports[k])] += static_cast<int64_t>(part);
   }
@@ -61,6 +62,8 @@ const std::vector<int32_t>& PortCredits::pick(const PortItem& item, int64_t copi
     for (int64_t n = 1; n < copies;) {
       std::pop_heap(heap_.begin(), heap_.end());
       const auto k = static_cast<size_t>(-heap_.back().second);
+      // A key that is out of date goes back with its present one (keys only fall, so the top is right when it
+      // is fresh).
       const int64_t key = rank_port(k);
       if (key == heap_.back().first) {
         for (int64_t times = std::min(fan_, copies - n); times > 0; --times, ++n) take(k);

@@ -8,6 +8,9 @@ namespace meshcast {
 // of every host gives a value first, then one behind the port in, then the others. No stop where a host would
 // have nothing to add.
 ReduceRouter::Stop ReduceRouter::reduce_along(const ReduceWay& way, ReduceOp op) {
+  // The way names hosts and ports, the chain needs one rank for every value: ranks are chosen here so that
+  // the ports of the way are used. Each value is taken once, from one rank of one host; values are numbered
+  // from 0.
   struct Host {
     std::vector<int32_t> ranks;
     int32_t enter = -1, leave = -1;
@@ -49,6 +52,8 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const ReduceWay& way, ReduceOp op)
     if (best >= 0) take(best, best_rank, &hosts[i]);
     return best_rank;
   };
+  // Phase 1: ranks behind the ports of the way. A rank may only be passed if it gives a value, so a port
+  // whose ranks have nothing left to give cannot be used, and the host is entered or left over another.
   // Ports out first: a host that is left over another NIC than the way says shifts load between NICs.
   for (size_t i = 0; i < hosts.size(); ++i)
     if (way.chain[i].out >= 0) hosts[i].leave = take_behind(i, way.chain[i].out / 2);
@@ -58,6 +63,7 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const ReduceWay& way, ReduceOp op)
     if (way.chain[i].in < 0) continue;
     hosts[i].enter = take_behind(i, way.chain[i].in / 2);
   }
+  // Phase 2: the values that are left, from ranks whose ports inside carry least.
   for (int32_t pass = 0; pass < 2; ++pass) {  // what only one of them has; what is left
     for (size_t i = 0; i < hosts.size(); ++i) {
       for (const auto& [value, ranks] : hosts_.at(way.chain[i].host)) {
@@ -72,9 +78,11 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const ReduceWay& way, ReduceOp op)
       }
     }
   }
+  // Phase 3: draw the chain: in at `enter`, round the ranks, out at `leave`.
   Stop at;
   for (size_t i = 0; i < hosts.size(); ++i) {
     Host& host = hosts[i];
+    // Each value is given to one host: where several have it, a host of the way may be left with none.
     if (host.ranks.empty()) return {};
     std::sort(host.ranks.begin(), host.ranks.end());
     if (host.leave < 0) host.leave = cheapest(host.ranks, host.ranks.size() > 1 ? host.enter : -1, false);
@@ -101,6 +109,8 @@ bool ReduceRouter::follow(const ReduceWay& way, ReduceOp op) {
     return std::any_of(having_.begin(), having_.end(),
                        [&](const Stop& s) { return network_.host(s.rank) == host; });
   };
+  // A way of one host means that this host makes the result alone. Where it has done so (phase 2 of route()),
+  // only the spreading is left.
   const bool makes_it = way.chain.size() == 1 && has_it(way.chain.back().host);
   if (!makes_it) {  // hosts that reduced for themselves have nothing left to give
     if (std::any_of(way.chain.begin(), way.chain.end(),
@@ -112,6 +122,9 @@ bool ReduceRouter::follow(const ReduceWay& way, ReduceOp op) {
     spread_inside(root, root.rank);
     having.insert(having.end(), visited_.begin(), visited_.end());
   }
+  // In the order of the way, which puts a host before those that it relays to. The sender is looked up by its
+  // NIC. Where no rank of that NIC has the result, since the chain ended behind another one, the way cannot
+  // be followed.
   for (const ReduceWay::Visit& result : way.results) {
     const auto sender = std::find_if(having.begin(), having.end(), [&](const Stop& s) {
       return network_.nic_out(network_.nic(s.rank)) == result.out;

@@ -18,7 +18,20 @@ constexpr size_t kFewRoots = 1;
 
 }  // namespace
 
+// Greedy routing by potential: the cost of a hop is the growth of sum over ports of f(load), f = square at
+// first and the eighth power in the end (the higher the power, the closer to the load of the busiest port
+// alone). A port becomes dearer with every hop it carries, so routes keep away from it.
+//
+// Worked example. Ranks 0, 1 and 2 are on hosts A, B and C of one NIC each; 0 and 1 hold the two values, 2
+// needs the sum, and a hop holds each of its ports for 10 us. The chain is 1 -> 0 -> 2 or 0 -> 1 -> 2.
+//   chunk 1  all ports empty: both cost 4 * 10^2 = 400; the first one tried stays, 1 -> 0 -> 2
+//   now      out of A, into A, out of B and into C carry 10 us each
+//   chunk 2  a port with 10 us costs 20^2 - 10^2 = 300, an empty one 100.
+//            1 -> 0 -> 2 (out of B, into A, out of A, into C) costs 4 * 300 = 1200
+//            0 -> 1 -> 2 (out of A, into B, out of B, into C) costs 3 * 300 + 100 = 1000, and is taken
+// So the ends of chains take turns, and the ports into A and B share the work.
 void ReduceRouter::measure(int64_t nbytes) {
+  // Chunks of one plan have few sizes: the times of a size are worked out once for all ports.
   if (hop_ns_of_.size() > kMostSizes) hop_ns_of_.clear();
   std::vector<int64_t>& out = hop_ns_of_[nbytes];
   hop_ns_ = &out;
@@ -32,6 +45,8 @@ __int128 ReduceRouter::weigh(int64_t load_ns) const {
     const auto us = static_cast<__int128>(load_ns / 1000);
     return us * us;
   }
+  // At most 2^14 units: their eighth power is 2^112, and a sum of thousands of those still fits into 127
+  // bits.
   const auto units = static_cast<__int128>(std::min(load_ns / unit_ns_, kMostUnits));
   const __int128 square = units * units;
   return square * square * square * square;
@@ -43,6 +58,7 @@ __int128 ReduceRouter::cost_of(int32_t port) const {
 }
 
 void ReduceRouter::mind_the_busiest() {
+  // The busiest port has about 4,096 units now. Loads may grow fourfold before kMostUnits cuts them.
   unit_ns_ = std::max<int64_t>(1, busiest_ns() / kUnits);
   const auto busiest = std::max_element(load_.begin(), load_.end()) - load_.begin();
   inside_limits_ = busiest >= 2 * network_.nic_count();
@@ -73,6 +89,8 @@ void ReduceRouter::load(const Route& route, int64_t times) {
 // The hosts whose entering and leaving costs least among all that together have every value; none where there
 // are too many values to tell.
 std::vector<int32_t> ReduceRouter::cheapest_hosts(const std::map<int32_t, Values>& hosts) const {
+  // Every host that gives values is entered once and left once, so the set of hosts is a weighted set cover
+  // with these two as prices. Exact up to the budget of ValueCover.
   ValueCover cover;
   uint64_t all = 0;
   for (const auto& [host, values] : hosts) {
@@ -100,6 +118,7 @@ std::vector<int32_t> ReduceRouter::cheapest_hosts(const std::map<int32_t, Values
 // whose load is least for each value that they add; or by the set of hosts that costs least altogether.
 std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& hosts, Cover cover) const {
   const std::vector<int32_t> nobody;
+  // Phase 1: what has to be covered; with Cover::Cheapest also the order, since the set is known beforehand.
   std::set<int32_t> missing;
   for (const auto& [host, values] : hosts) {
     for (const auto& [value, ranks] : values) missing.insert(value);
@@ -107,6 +126,7 @@ std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& h
   std::vector<int32_t> order;
   if (cover == Cover::Cheapest) order = cheapest_hosts(hosts);
   std::vector<int32_t> out;
+  // Phase 2: one host after the other, each of which gives all that it has of what is still missing.
   for (size_t turn = 0; !missing.empty(); ++turn) {
     int32_t best = turn < order.size() ? order[turn] : -1;
     std::tuple<__int128, __int128> best_key;
@@ -173,6 +193,8 @@ void ReduceRouter::reduce_best(const std::map<int32_t, Values>& hosts, const std
     undo(begin);
     cost_ = cost;
   };
+  // Every attempt is drawn in full, measured and taken back: costs depend on the hops before, so they are not
+  // known without drawing. Equal choices of replicas are tried once.
   std::vector<std::vector<int32_t>> tried;
   for (const Cover cover : {Cover::FewHosts, Cover::LittleLoad, Cover::BestOfBoth, Cover::Cheapest}) {
     const std::vector<int32_t> values = pick_ranks(hosts, cover);
@@ -203,6 +225,9 @@ void ReduceRouter::spread_or_reduce(const std::vector<int32_t>& others, ReduceOp
     reduce_best(hosts_, others, op);
     return;
   }
+  // Two ways: a host that made the result sends it on (a hop for each of the others), or the others reduce
+  // once more among themselves (needs all values outside of those hosts, but spares their NICs). The cheaper
+  // one stays.
   std::map<int32_t, Values> elsewhere = hosts_;  // their values are not used up
   for (const Stop& stop : having_) elsewhere.erase(network_.host(stop.rank));
   std::set<int32_t> values;
@@ -223,7 +248,10 @@ void ReduceRouter::spread_or_reduce(const std::vector<int32_t>& others, ReduceOp
   spread_outside(having_, others);
 }
 
+// Costs are compared within one call only, and the loads of all chunks before are in them. Invariant: load_
+// is the sum over all routes returned so far, plus route_ while it is being drawn.
 const Route& ReduceRouter::route(const Task& task, int64_t nbytes, const Ways& ways, int32_t only) {
+  // Phase 1: the ranks of the chunk by host, those that have values and those that need the result.
   measure(nbytes);
   route_.clear();
   cost_ = 0;
@@ -240,6 +268,8 @@ const Route& ReduceRouter::route(const Task& task, int64_t nbytes, const Ways& w
     values.insert(task.contribution[i]);
   }
   values_ = values.size();
+  // Phase 2: hosts that have every value and need the result reduce inside. They are independent of the
+  // others, but the first may serve these as well, so it waits for phase 3.
   having_.clear();
   std::vector<int32_t> others;
   std::vector<int32_t> makers;  // hosts that need the result and make it alone
@@ -257,11 +287,13 @@ const Route& ReduceRouter::route(const Task& task, int64_t nbytes, const Ways& w
   const __int128 before = cost_;
   Route best;
   __int128 best_cost = -1;
+  // Phase 3: the other hosts. Candidates are drawn one by one behind what stands, and the cheapest is kept.
   const auto keep = [&] {
     if (best_cost >= 0 && cost_ >= best_cost) return;
     best_cost = cost_;
     best.assign(route_.begin() + static_cast<int64_t>(begin), route_.end());
   };
+  // Candidate: the first host that makes the result sends it to all others itself.
   if (!makers.empty()) {  // the first of them where that suits the others, or where it suits itself
     reduce_best({*hosts_.find(makers.front())}, others, task.reduce);
     keep();
@@ -269,6 +301,8 @@ const Route& ReduceRouter::route(const Task& task, int64_t nbytes, const Ways& w
     cost_ = before;
     make(makers.front());
   }
+  // Candidates: the ways of the linear program. Ways with no part in its mixture are left out unless asked
+  // for.
   const size_t made = route_.size();
   const __int128 made_cost = cost_;
   bool followed = false;
@@ -281,10 +315,12 @@ const Route& ReduceRouter::route(const Task& task, int64_t nbytes, const Ways& w
     undo(made);
     cost_ = made_cost;
   }
+  // Candidate: the rules of thumb; also the way out where ranks do not allow the way that was asked for.
   if (only < 0 || !followed) {
     spread_or_reduce(others, task.reduce);
     keep();
   }
+  // Phase 4: the cheapest becomes part of the route, and of the load that later chunks see.
   undo(begin);
   route_.insert(route_.end(), best.begin(), best.end());
   load(best, 1);
@@ -305,6 +341,7 @@ bool ReduceRouter::improve(const Task& task, int64_t nbytes, const Ways& ways, R
     }
   }
   load(*route, -1);
+  // Only a cheaper route is taken: two routes of one cost never replace each other in turns.
   this->route(task, nbytes, ways);
   if (cost_ < old_cost) {
     *route = route_;

@@ -51,6 +51,8 @@ class WayTurns {
 
 // Chosen in turn, a chunk of every bundle first, then again while the sum of squared port loads falls. With
 // `mixed`, the first choice follows the mixture of ways that would be best for boxes as a whole.
+// Phase 1 routes every chunk beside those before it. Phase 2 takes each out and routes it again beside all
+// others, as the first ones were chosen when the ports were still empty.
 RoutedChunks choose_routes(const std::vector<ReducedChunk>& chunks, const std::vector<size_t>& order,
                            bool mixed, int64_t bound_ns, const Network& network) {
   ReduceRouter router(network);
@@ -97,6 +99,8 @@ const RoutedChunks& find_routes(const std::vector<ReducedChunk>& chunks, bool se
       std::any_of(chunks.begin(), chunks.end(), [](const ReducedChunk& chunk) { return chunk.way >= 0; });
   if (!any_ways) return by_rules;
   const bool close = by_rules.busiest_ns <= in.bound_ns + in.bound_ns / kClose;
+  // Ways of the linear program are right for boxes as a whole; chunk by chunk the rules may do as well, and
+  // they cost less time.
   const bool mixed = !close && find(true).busiest_ns < by_rules.busiest_ns;
   return find(mixed != second);
 }

@@ -21,6 +21,15 @@ int32_t rank_on_nic(const std::vector<int32_t>& ranks, int32_t nic, int32_t bund
 
 }  // namespace
 
+// Worked example. Host 0 holds a box that hosts 1, 2 and 3 need; all have one NIC of one rate, and the box is
+// three chunks of c bytes. Each chunk is sent three times, 9 c in all. Host 0 has to emit all of it (3 c),
+// the others relay 2 c each. So every chunk adds c to the credit of NIC 0 and 2/3 c to those of the others; a
+// send takes c off.
+//   chunk 1   credits 1, 2/3, 2/3, 2/3   senders 0, 1, 2   chain 0 -> 1 -> 2 -> 3
+//   chunk 2   credits 1, 1/3, 1/3, 4/3   senders 0, 3, 1   chain 0 -> 1 -> 3 -> 2
+//   chunk 3   credits 1,   0,   1,   1   senders 0, 2, 3   chain 0 -> 2 -> 3 -> 1
+// Those that send come first, those that do not come last. In the end all credits are 0: each relay has sent
+// two chunks of three, and all four NICs have carried their shares.
 TreeBuilder::TreeBuilder(const PortDemand& demand, const Network& network, int64_t fan)
     : demand_(demand),
       network_(network),
@@ -60,6 +69,7 @@ TreeBuilder::TreeBuilder(const PortDemand& demand, const Network& network, int64
   }
 }
 
+// Edges are added parents first, as Route asks: a sender is in arrived_ or holds the chunk.
 void TreeBuilder::add_edge(int32_t src, int32_t dst, int32_t parent) {
   arrived_[static_cast<size_t>(dst)] = static_cast<int32_t>(route_.size());
   route_.push_back({src, dst, parent});
@@ -68,6 +78,7 @@ void TreeBuilder::add_edge(int32_t src, int32_t dst, int32_t parent) {
 // The rank at which the chunk enters a remote host.
 int32_t TreeBuilder::enter(const Parties& parties, size_t party, const BundleItems& items, int32_t bundle,
                            int64_t nbytes) {
+  // One copy enters, so one port of the item has a count of 1.
   const PortItem& it = item(items.in[party]);
   const std::vector<int32_t>& counts = pick(items.in[party], nbytes, -1);
   const auto k = static_cast<size_t>(std::find(counts.begin(), counts.end(), 1) - counts.begin());
@@ -93,6 +104,8 @@ void TreeBuilder::spread_inside(const Parties& parties, size_t party, const Bund
   const std::vector<int32_t>* holders =
       parties.remote(party) ? nullptr
                             : &parties.holders[static_cast<size_t>(parties.holder_party[party])].ranks;
+  // Phase 1: a host whose ports do not limit. A chain in ring order of ranks, always the same one, keeps
+  // pairs of ranks few and each rank's load at one copy in and one out.
   if (items.local[party] < 0) {  // a host with time to spare, or nothing to copy: always the same chain
     int32_t at = root;
     if (root < 0 && holders != nullptr) at = (*holders)[static_cast<size_t>(bundle) % holders->size()];
@@ -107,6 +120,7 @@ void TreeBuilder::spread_inside(const Parties& parties, size_t party, const Bund
     }
     return;
   }
+  // Phase 2: a hot host. Credits say how often each rank copies the chunk to another.
   const PortItem& it = item(items.local[party]);
   const auto has_or_is_late = [&](int32_t r) { return r == root || is_late_[static_cast<size_t>(r)] != 0; };
   const int64_t copies =
@@ -116,6 +130,7 @@ void TreeBuilder::spread_inside(const Parties& parties, size_t party, const Bund
       credits_.pick(it, copies, nbytes, root < 0 ? -1 : network_.local_out(root));
   std::deque<Slot> slots;
   std::vector<std::pair<int32_t, int32_t>> waiting;  // (-hops, rank): those that pass it on come first
+  // The ports of a rank are a pair, out and in: see Network.
   const int32_t base = network_.local_out(0);
   for (size_t k = 0; k < it.ports.size(); ++k) {
     const int32_t rank = (it.ports[k] - base) / 2;
@@ -132,6 +147,10 @@ void TreeBuilder::spread_inside(const Parties& parties, size_t party, const Bund
     const bool listed = std::find(it.ports.begin(), it.ports.end(), network_.local_out(r)) != it.ports.end();
     if (!listed && !has_or_is_late(r)) waiting.emplace_back(0, r);
   }
+  // Phase 3: hand the chunk round, those first that pass it on most often. There is always a slot: counts add
+  // up to the receivers, and the first sender has one at least. Were all slots used up early, the counts so
+  // far would equal the receivers so far. One of them is the first sender's, so the last of these receivers
+  // would have none, nor would any after it, and the sum would be too small.
   std::sort(waiting.begin(), waiting.end());
   for (const auto& [hops, rank] : waiting) {
     Slot& slot = slots.front();
@@ -141,6 +160,8 @@ void TreeBuilder::spread_inside(const Parties& parties, size_t party, const Bund
   }
 }
 
+// Deficit counting: the port that is furthest behind its share of the bundle. emitted / share is compared by
+// cross-multiplication, exact in 128 bits.
 int32_t TreeBuilder::next_emitter(int32_t bundle) const {
   const int32_t out = by_bundle_[static_cast<size_t>(bundle)].out;
   if (out < 0) return -1;
@@ -179,7 +200,9 @@ const Route& TreeBuilder::route(int32_t bundle, int64_t bundle_bytes, int64_t nb
   const Parties& parties = demand_.parties[static_cast<size_t>(bundle)];
   BundleItems& items = by_bundle_[static_cast<size_t>(bundle)];
   route_.clear();
+  // Phase 1: the chunk's part of all shares becomes credit.
   accrue(bundle, bundle_bytes, nbytes);
+  // Phase 2: which NICs send it, and how often. nic_hops_ is what build_tree hands out.
   if (items.out >= 0) {
     const PortItem& out = item(items.out);
     if (first_port >= 0) {
@@ -192,6 +215,7 @@ const Route& TreeBuilder::route(int32_t bundle, int64_t bundle_bytes, int64_t nb
     const std::vector<int32_t>& counts = pick(items.out, nbytes, first_port);
     for (size_t k = 0; k < out.ports.size(); ++k) nic_hops_[static_cast<size_t>(out.ports[k] / 2)] = counts[k];
   }
+  // Phase 3: hosts that hold the chunk, which need nothing from outside; then the tree through the others.
   if (items.detours) {
     late_.clear();
     for (const Party& party : parties.receivers)
@@ -207,6 +231,7 @@ const Route& TreeBuilder::route(int32_t bundle, int64_t bundle_bytes, int64_t nb
     build_tree(bundle, nbytes);
     for (const int32_t port : item(items.out).ports) nic_hops_[static_cast<size_t>(port / 2)] = 0;
   }
+  // Phase 4: detours last. No other host waits for their receivers, so the tree comes first.
   if (items.detours) enter_late(parties, items, bundle, nbytes);
   return route_;
 }
@@ -244,6 +269,8 @@ void TreeBuilder::build_tree(int32_t bundle, int64_t nbytes) {
       slots.push_back({sender, arrived_[static_cast<size_t>(sender)], hops});
     }
   };
+  // Phase 1: slots of the hosts that hold the chunk. At a NIC of several ranks a holder sends, else a
+  // receiver that got it inside.
   const Party nobody;
   for (size_t h = 0; h < parties.holders.size(); ++h) {
     const auto local =
@@ -254,6 +281,8 @@ void TreeBuilder::build_tree(int32_t bundle, int64_t nbytes) {
     open_slots(receivers, &parties.holders[h].ranks);
   }
   const int32_t home = network_.host(slots.front().rank);
+  // Phase 2: the order in which hosts get the chunk: those that send most often come first, which keeps the
+  // tree shallow and slots available (as inside a host, spread_inside).
   // Round the hosts from the sender on, so that where every host is a sender they form a ring.
   std::vector<std::tuple<int32_t, int32_t, int32_t>> waiting;  // (-hops, ring, party)
   for (size_t p = 0; p < parties.receivers.size(); ++p) {
@@ -267,6 +296,8 @@ void TreeBuilder::build_tree(int32_t bundle, int64_t nbytes) {
     const int32_t host = parties.receivers[p].host;
     waiting.emplace_back(-hops, host < home ? host + network_.host_count() : host, static_cast<int32_t>(p));
   }
+  // Phase 3: each host hangs below the first open slot, spreads the chunk inside and opens the slots of its
+  // own NICs. Slots are first in, first out: the tree grows in breadth.
   std::sort(waiting.begin(), waiting.end());
   for (const auto& [hops, ring, p] : waiting) {
     const auto party = static_cast<size_t>(p);

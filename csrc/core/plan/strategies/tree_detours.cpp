@@ -13,6 +13,8 @@ bool uses(const std::vector<int32_t>& ranks, int32_t nic, const Network& network
 
 // Which receiver of a party on the NIC of the given port gets the chunk late, or -1: the one that still has
 // most to take in. One that passes the chunk to other hosts over this NIC must have it early.
+// A detour turns the tree inside out: the receiver is left out of the copies made on its host, and another
+// host sends it the chunk once the tree is drawn. So no host may hang below it in the tree.
 int32_t TreeBuilder::pick_late(const Parties& parties, size_t party, int32_t port, int32_t root) const {
   const int32_t nic = port / 2;
   const int32_t holders = parties.holder_party[party];
@@ -35,6 +37,8 @@ void TreeBuilder::choose_late(const Parties& parties, size_t party, BundleItems*
                               int64_t nbytes) {
   const PortItem& it = item(items->detour_in[party]);
   int64_t& owed = items->owed[party];
+  // Rounded: a detour carries a whole chunk, and `owed` grows by fractions of one. It may go negative by half
+  // a chunk, so detours keep to their share within that.
   while (owed >= nbytes - nbytes / 2) {
     int32_t best = -1;
     int32_t best_port = -1;
@@ -47,6 +51,7 @@ void TreeBuilder::choose_late(const Parties& parties, size_t party, BundleItems*
     }
     if (best < 0) return;
     credits_.take(best_port, nbytes);
+    // It has the chunk too late to copy it to others inside.
     credits_.block(network_.local_out(best), true);
     owed -= nbytes;
     due_in_[static_cast<size_t>(best)] -= nbytes;
@@ -72,6 +77,8 @@ bool TreeBuilder::holder_waits(const Parties& parties, size_t party, const Bundl
   for (int32_t k = 0; k < it.emitters; ++k)
     if (credits_.of(it.ports[static_cast<size_t>(k)]) >= credits_.of(network_.local_out(first->rank)))
       return false;
+  // A NIC of the host that only receivers use sends the chunk to other hosts: then one of these must have it
+  // early.
   for (const int32_t r : ranks) {
     const int32_t nic = network_.nic(r);
     if (nic_hops_[static_cast<size_t>(nic)] > 0 && !uses(holders, nic, network_)) return false;

@@ -1,31 +1,21 @@
-#include "plan/plan.h"
-
 #include <algorithm>
+#include <string>
 
-#include "common/checked.h"
 #include "common/error.h"
 #include "plan/best_plan.h"
 #include "plan/bound/bound.h"
+#include "plan/chunk_size.h"
 #include "plan/draft.h"
 #include "plan/hash.h"
 #include "plan/joined_chunks.h"
+#include "plan/multicast_search.h"
 #include "plan/network.h"
-#include "plan/staging.h"
-#include "plan/strategies/detours.h"
+#include "plan/plan.h"
 #include "plan/strategies/strategies.h"
 #include "plan/tasks.h"
 
 namespace meshcast {
 namespace {
-
-constexpr int64_t kSmallestChunk = 64 * 1024;
-constexpr int64_t kLargestChunk = 4096 * 1024;
-constexpr int64_t kMostHops = 300'000;  // of a plan whose chunk size is ours to choose
-constexpr size_t kBeam = 3;             // kinds of trees that are tried again with finer chunks
-constexpr int64_t kLongChain = 16;      // hosts
-// One part in so many of the makespan is what the search among trees has to gain over the paper's strategies:
-// measured, docs/planner.md.
-constexpr int64_t kMulticastGain = 100;
 
 std::vector<int32_t> all_ranks(const std::vector<Problem>& problems) {
   std::vector<int32_t> out;
@@ -59,15 +49,6 @@ void check_times(const std::vector<Task>& tasks, const Network& network) {
       bytes * 1000000000 / slowest + static_cast<__int128>(hops + kMaxHops) * (network.latency_ns() + 1);
   if (ns >> 62 != 0 || bytes >> 62 != 0)
     throw LayoutError("the transfer would take more than a century at the rates of the topology");
-}
-
-// About 1/128 of the bound on the fastest port: small enough that filling a chain costs little.
-int64_t choose_chunk_bytes(int64_t bound_ns, const Network& network) {
-  int64_t rate = 0;
-  for (int32_t n = 0; n < network.nic_count(); ++n)
-    rate = std::max(rate, network.port_rate(network.nic_out(n)));
-  const auto bytes = static_cast<__int128>(bound_ns) * rate / 1000000000 / 128;
-  return static_cast<int64_t>(std::clamp<__int128>(bytes, kSmallestChunk, kLargestChunk));
 }
 
 void hash_layout(const Layout& layout, Hasher* hasher) {
@@ -142,103 +123,6 @@ std::string hash_plan(const Plan& plan) {
   return hasher.hex();
 }
 
-// Hops of all chunks if bundles are cut into chunks of the given size.
-int64_t count_hops(int64_t chunk_bytes, const std::vector<Task>& tasks, const std::vector<Bundle>& bundles) {
-  int64_t out = 0;
-  for (const Bundle& bundle : bundles) {
-    const Task& task = tasks[static_cast<size_t>(bundle.tasks.front())];
-    out += (bundle.nbytes / chunk_bytes + 1) *
-           static_cast<int64_t>(task.receivers.size() + task.contribution.size());
-  }
-  return out;
-}
-
-// The size itself, or the smallest doubling of it that keeps the plan within `most` hops.
-int64_t fit_chunk_bytes(int64_t chunk_bytes, const std::vector<Task>& tasks, const std::vector<Bundle>& bundles,
-                        int64_t most) {
-  while (chunk_bytes < (int64_t{1} << 60) && count_hops(chunk_bytes, tasks, bundles) > most) chunk_bytes *= 2;
-  return chunk_bytes;
-}
-
-// Several kinds of trees, scheduled by either rule; then those that did best with finer and finer chunks (which
-// fill the chains sooner), until the bound is near or the hops get too many to try again.
-void try_multicast(Inputs in, const PortDemand& balanced, bool fixed_chunk, BestPlan* best) {
-  PortDemand direct = balanced;
-  prefer_emitters(in.network, balanced.bound_ns / 10 * 9, &direct.items);
-  PortDemand packed = balanced;
-  pack_relays(in.network, balanced.bound_ns, &packed.items);
-  int64_t most_hosts = 0;
-  for (const Parties& parties : balanced.parties) most_hosts = std::max(most_hosts, parties.remote_hosts);
-  struct Attempt {
-    const PortDemand* ports;
-    TreeStyle style;
-    int64_t makespan_ns = 0;  // of the last time
-  };
-  std::vector<Attempt> attempts{
-      {&balanced, {1, true, false, false, 0, 1}},  {&packed, {1, true, false, false, 0, 1}},
-      {&balanced, {1, false, false, false, 0, 1}}, {&direct, {2, true, false, false, 0, 1}},
-      {&direct, {1, false, false, false, 0, 1}},   {&balanced, {2, true, false, false, 0, 1}},
-      {&balanced, {3, false, false, false, 0, 1}}, {&packed, {1, false, false, false, 0, 1}}};
-  // Kinds of trees make no difference to reductions: their routes, and the rules of scheduling, do.
-  const bool reduced = std::all_of(in.bundles.begin(), in.bundles.end(),
-                                   [&](const Bundle& b) { return in.lead(b).reduce != ReduceOp::None; });
-  if (reduced) {
-    attempts.clear();
-    for (const bool second : {false, true})
-      for (const int32_t patience : {0, kPatience / 4})
-        for (const bool steady : {true, false})
-          attempts.push_back({&balanced, {1, steady, false, false, patience, 1, second}});
-  }
-  // Long chains take too long to fill: there, start with shallow trees.
-  if (!reduced && most_hosts > kLongChain) std::swap(attempts[0], attempts[3]);
-  if (!fixed_chunk && has_slow_ports(balanced, in.network)) {
-    attempts.push_back({&balanced, {1, true, false, false, 0, 4}});
-    attempts.push_back({&balanced, {1, false, false, false, 0, 4}});
-  }
-  if (!fixed_chunk && !reduced && has_unlike_nics(balanced, in.network)) {
-    attempts.push_back({&balanced, {1, true, false, true, 0, 1}});
-    attempts.push_back({&balanced, {1, false, false, true, 0, 1}});
-    // Ports that may wait find their places in the common period; without it many senders keep missing one
-    // receiver that is busy all the time.
-    attempts.push_back({&balanced, {1, true, false, true, kPatience / 4, 1}});
-    attempts.push_back({&balanced, {1, false, false, true, kPatience / 4, 1}});
-  }
-  // Where all chunks take equally long, ports fall into step and meet at the same NIC again and again.
-  if (!fixed_chunk && !reduced && in.bundles.size() > 1 &&
-      count_hops(in.chunk_bytes, in.tasks, in.bundles) < kRetryHops / 32) {
-    attempts.push_back({&balanced, {1, true, true, false, 0, 1}});
-    attempts.push_back({&balanced, {1, false, true, false, 0, 1}});
-    attempts.push_back({&balanced, {1, true, true, false, 0, 4}});
-  }
-  // Before all others: those without are seldom better, but may be where few hops leave little to choose.
-  PortDemand detoured;
-  if (!reduced && find_detours(balanced, in.network, &detoured)) {
-    const size_t before = attempts.size();
-    for (size_t i = 0; i < before; ++i)
-      if (attempts[i].ports == &balanced) attempts.push_back({&detoured, attempts[i].style});
-    std::rotate(attempts.begin(), attempts.begin() + static_cast<std::ptrdiff_t>(before), attempts.end());
-  }
-  const int64_t coarse = in.chunk_bytes;
-  int64_t spent = 0;  // hops scheduled so far
-  for (const int64_t finer : {1, 2, 4, 8}) {
-    in.chunk_bytes = std::max(coarse / finer, std::min(coarse, kSmallestChunk));
-    if (finer > 1 && (fixed_chunk || in.chunk_bytes >= coarse)) return;
-    const int64_t hops = count_hops(in.chunk_bytes, in.tasks, in.bundles);
-    for (Attempt& attempt : attempts) {
-      if (spent > 0 && spent + hops > kRetryHops) return;
-      Draft draft = draft_multicast(in, *attempt.ports, attempt.style);
-      spent += static_cast<int64_t>(draft.hops.size());
-      attempt.makespan_ns = best->offer(Strategy::Multicast, std::move(draft), in.network);
-      if (best->good()) return;
-    }
-    // Small plans can afford to try all of them again.
-    if (static_cast<int64_t>(attempts.size()) * hops < kRetryHops / 8) continue;
-    std::stable_sort(attempts.begin(), attempts.end(),
-                     [](const Attempt& a, const Attempt& b) { return a.makespan_ns < b.makespan_ns; });
-    attempts.resize(std::min(attempts.size(), kBeam));
-  }
-}
-
 // The strategies to try. All of the paper's come before the search among trees, which ends early where one of
 // them is good. Plans too large to be made many times start with the cheapest and end with the first good one.
 std::vector<Strategy> candidates(Strategy asked, bool large) {
@@ -270,46 +154,13 @@ Draft make_draft(Strategy strategy, const Inputs& in) {
   throw LayoutError(std::string("strategy ") + to_string(strategy) + " has no fixed routes");
 }
 
-// Smaller chunks for a strategy by which a rank would need more staging than it should; 0 where these would not
-// mend it.
-int64_t shrink_chunks(const Inputs& in, const std::vector<Chunk>& chunks, int64_t staging) {
-  if (staging <= kStagingGoal) return 0;
-  int64_t largest = 0;
-  for (const Chunk& chunk : chunks) largest = std::max(largest, chunk.nbytes);
-  largest = std::min(in.chunk_bytes, largest);
-  // Staging follows the size of chunks, but for the ranks that trees of other chunks meet: some room for those.
-  const auto fitting = static_cast<int64_t>(static_cast<__int128>(largest) * kStagingGoal / staging / 8 * 7);
-  const int64_t chunk = fit_chunk_bytes(std::max(fitting, kSmallestChunk), in.tasks, in.bundles, kMostHops);
-  return chunk < largest ? chunk : 0;
-}
-
-// Tries the search among trees. Where others have been tried before, it has to be well ahead of the best of
-// them: its chunks take many ways, which meet at ports in orders that the network does not keep to.
-void add_multicast(Inputs in, const PortDemand& ports, bool fixed_chunk, bool large, BestPlan* best,
-                   Plan* plan) {
-  const BestPlan::State before = best->save();
-  try_multicast(in, ports, fixed_chunk, best);
-  if (plan->strategy != Strategy::Multicast) return;
-  if (!fixed_chunk) {
-    const std::vector<int64_t> staging = peak_staging(*plan);
-    const int64_t smaller = shrink_chunks(in, plan->chunks, *std::max_element(staging.begin(), staging.end()));
-    if (smaller > 0) {
-      best->restore(before);
-      in.chunk_bytes = smaller;
-      try_multicast(in, ports, fixed_chunk, best);
-    }
-  }
-  if (before.empty || large) return;
-  const int64_t gained = before.plan.makespan_ns - plan->makespan_ns;
-  if (gained < before.plan.makespan_ns / kMulticastGain) best->restore(before);
-}
-
 // Fills in the best plan of the strategies that are asked for. Each has the chunks that it would have alone.
 void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
   const PlanOptions& options = plan->options;
   const bool fixed_chunk = options.chunk_bytes > 0;
   const int64_t chunk_bytes = in.chunk_bytes;
   BestPlan best(plan);
+  // Where one gather alone would use up all attempts, strategies are tried from the cheapest on.
   const bool large = count_gather_hops(in) > kRetryHops;
   for (const Strategy strategy : candidates(options.strategy, large)) {
     if (large && best.good()) break;
@@ -321,6 +172,7 @@ void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
         for (const Balance balance : {Balance::None, Balance::Size, Balance::Greedy, Balance::Search})
           if (balance != options.balance) balances.push_back(balance);
       }
+      // Twice where staging is too high: once to see how high, once with chunks that keep to the goal.
       for (const Balance balance : balances) {
         in.balance = balance;
         in.chunk_bytes = chunk_bytes;
@@ -357,15 +209,18 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
   plan.topology = topology;
   plan.options = options;
   plan.strategy = options.strategy == Strategy::Auto ? Strategy::SendRecv : options.strategy;
+  // Phase 1: what has to move, and over which ports.
   Demand demand = intersect_layouts(problems);
   plan.ranks = all_ranks(problems);
   plan.local_copies = std::move(demand.local_copies);
   plan.tasks = std::move(demand.tasks);
   const Network network(topology, plan.ranks);
   check_times(plan.tasks, network);
+  // Phase 2: the bound, which the chunk size and every strategy start from.
   const std::vector<Bundle> bundles = bundle_tasks(plan.tasks, problems);
   const PortDemand ports = find_port_demand(plan.tasks, bundles, network);
   plan.lower_bound_ns = ports.bound_ns;
+  // Phase 3: the strategies; then fewer and larger messages, where the size is ours to choose.
   if (!bundles.empty()) {
     const int64_t chunk =
         options.chunk_bytes > 0 ? options.chunk_bytes : choose_chunk_bytes(plan.lower_bound_ns, network);
@@ -378,6 +233,7 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
     find_best(in, ports, &plan);
     if (options.chunk_bytes == 0) join_chunks(&plan, network);
   }
+  // Over all that ranks must agree on. Times of hops are not in it, as they follow from what is.
   plan.hash = hash_plan(plan);
   return plan;
 }

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/draft.h"
+#include "plan/network.h"
+#include "plan/plan.h"
+#include "plan/strategies/strategies.h"
+
+namespace meshcast {
+
+// How large chunks are. Small ones fill a chain sooner, large ones make fewer hops; staging and the number of
+// hops set limits from either side. All sizes are bytes.
+
+inline constexpr int64_t kSmallestChunk = 64 * 1024;
+inline constexpr int64_t kMostHops = 300'000;  // of a plan whose chunk size is ours to choose
+
+// About 1/128 of the bound on the fastest port: small enough that filling a chain costs little.
+int64_t choose_chunk_bytes(int64_t bound_ns, const Network& network);
+
+// Hops of all chunks if bundles are cut into chunks of the given size.
+int64_t count_hops(int64_t chunk_bytes, const std::vector<Task>& tasks, const std::vector<Bundle>& bundles);
+
+// The size itself, or the smallest doubling of it that keeps the plan within `most` hops.
+int64_t fit_chunk_bytes(int64_t chunk_bytes, const std::vector<Task>& tasks, const std::vector<Bundle>& bundles,
+                        int64_t most);
+
+// Smaller chunks for a strategy by which a rank would need more staging than it should; 0 where these would not
+// mend it.
+int64_t shrink_chunks(const Inputs& in, const std::vector<Chunk>& chunks, int64_t staging);
+
+}  // namespace meshcast

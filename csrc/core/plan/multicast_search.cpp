@@ -1,0 +1,123 @@
+#include "plan/multicast_search.h"
+
+#include <algorithm>
+
+#include "plan/chunk_size.h"
+#include "plan/staging.h"
+#include "plan/strategies/detours.h"
+
+namespace meshcast {
+namespace {
+
+constexpr size_t kBeam = 3;         // kinds of trees that are tried again with finer chunks
+constexpr int64_t kLongChain = 16;  // hosts
+// One part in so many of the makespan is what the search among trees has to gain over the paper's strategies:
+// measured, docs/planner.md.
+constexpr int64_t kMulticastGain = 100;
+// Several kinds of trees, scheduled by either rule; then those that did best with finer and finer chunks (which
+// fill the chains sooner), until the bound is near or the hops get too many to try again.
+void try_multicast(Inputs in, const PortDemand& balanced, bool fixed_chunk, BestPlan* best) {
+  // Phase 1: three ways to share the ports. In `direct` emitters take over from relays up to 9/10 of the
+  // bound; in `packed` few ports relay.
+  PortDemand direct = balanced;
+  prefer_emitters(in.network, balanced.bound_ns / 10 * 9, &direct.items);
+  PortDemand packed = balanced;
+  pack_relays(in.network, balanced.bound_ns, &packed.items);
+  int64_t most_hosts = 0;
+  for (const Parties& parties : balanced.parties) most_hosts = std::max(most_hosts, parties.remote_hosts);
+  // Phase 2: kinds of trees, in the order in which they are tried. That matters, since the search ends at the
+  // first plan near the bound.
+  struct Attempt {
+    const PortDemand* ports;
+    TreeStyle style;
+    int64_t makespan_ns = 0;  // of the last time
+  };
+  std::vector<Attempt> attempts{
+      {&balanced, {1, true, false, false, 0, 1}},  {&packed, {1, true, false, false, 0, 1}},
+      {&balanced, {1, false, false, false, 0, 1}}, {&direct, {2, true, false, false, 0, 1}},
+      {&direct, {1, false, false, false, 0, 1}},   {&balanced, {2, true, false, false, 0, 1}},
+      {&balanced, {3, false, false, false, 0, 1}}, {&packed, {1, false, false, false, 0, 1}}};
+  // Kinds of trees make no difference to reductions: their routes, and the rules of scheduling, do.
+  const bool reduced = std::all_of(in.bundles.begin(), in.bundles.end(),
+                                   [&](const Bundle& b) { return in.lead(b).reduce != ReduceOp::None; });
+  if (reduced) {
+    attempts.clear();
+    for (const bool second : {false, true})
+      for (const int32_t patience : {0, kPatience / 4})
+        for (const bool steady : {true, false})
+          attempts.push_back({&balanced, {1, steady, false, false, patience, 1, second}});
+  }
+  // Long chains take too long to fill: there, start with shallow trees.
+  if (!reduced && most_hosts > kLongChain) std::swap(attempts[0], attempts[3]);
+  if (!fixed_chunk && has_slow_ports(balanced, in.network)) {
+    attempts.push_back({&balanced, {1, true, false, false, 0, 4}});
+    attempts.push_back({&balanced, {1, false, false, false, 0, 4}});
+  }
+  if (!fixed_chunk && !reduced && has_unlike_nics(balanced, in.network)) {
+    attempts.push_back({&balanced, {1, true, false, true, 0, 1}});
+    attempts.push_back({&balanced, {1, false, false, true, 0, 1}});
+    // Ports that may wait find their places in the common period; without it many senders keep missing one
+    // receiver that is busy all the time.
+    attempts.push_back({&balanced, {1, true, false, true, kPatience / 4, 1}});
+    attempts.push_back({&balanced, {1, false, false, true, kPatience / 4, 1}});
+  }
+  // Where all chunks take equally long, ports fall into step and meet at the same NIC again and again.
+  if (!fixed_chunk && !reduced && in.bundles.size() > 1 &&
+      count_hops(in.chunk_bytes, in.tasks, in.bundles) < kRetryHops / 32) {
+    attempts.push_back({&balanced, {1, true, true, false, 0, 1}});
+    attempts.push_back({&balanced, {1, false, true, false, 0, 1}});
+    attempts.push_back({&balanced, {1, true, true, false, 0, 4}});
+  }
+  // Before all others: those without are seldom better, but may be where few hops leave little to choose.
+  PortDemand detoured;
+  if (!reduced && find_detours(balanced, in.network, &detoured)) {
+    const size_t before = attempts.size();
+    for (size_t i = 0; i < before; ++i)
+      if (attempts[i].ports == &balanced) attempts.push_back({&detoured, attempts[i].style});
+    std::rotate(attempts.begin(), attempts.begin() + static_cast<std::ptrdiff_t>(before), attempts.end());
+  }
+  // Phase 3: all kinds at the coarse size, the best few at finer ones. `spent` bounds the work of planning in
+  // hops, not in seconds: all ranks must end at the same plan.
+  const int64_t coarse = in.chunk_bytes;
+  int64_t spent = 0;  // hops scheduled so far
+  for (const int64_t finer : {1, 2, 4, 8}) {
+    in.chunk_bytes = std::max(coarse / finer, std::min(coarse, kSmallestChunk));
+    if (finer > 1 && (fixed_chunk || in.chunk_bytes >= coarse)) return;
+    const int64_t hops = count_hops(in.chunk_bytes, in.tasks, in.bundles);
+    for (Attempt& attempt : attempts) {
+      if (spent > 0 && spent + hops > kRetryHops) return;
+      Draft draft = draft_multicast(in, *attempt.ports, attempt.style);
+      spent += static_cast<int64_t>(draft.hops.size());
+      attempt.makespan_ns = best->offer(Strategy::Multicast, std::move(draft), in.network);
+      if (best->good()) return;
+    }
+    // Small plans can afford to try all of them again.
+    if (static_cast<int64_t>(attempts.size()) * hops < kRetryHops / 8) continue;
+    std::stable_sort(attempts.begin(), attempts.end(),
+                     [](const Attempt& a, const Attempt& b) { return a.makespan_ns < b.makespan_ns; });
+    attempts.resize(std::min(attempts.size(), kBeam));
+  }
+}
+
+}  // namespace
+
+void add_multicast(Inputs in, const PortDemand& ports, bool fixed_chunk, bool large, BestPlan* best,
+                   Plan* plan) {
+  const BestPlan::State before = best->save();
+  try_multicast(in, ports, fixed_chunk, best);
+  if (plan->strategy != Strategy::Multicast) return;
+  if (!fixed_chunk) {
+    const std::vector<int64_t> staging = peak_staging(*plan);
+    const int64_t smaller = shrink_chunks(in, plan->chunks, *std::max_element(staging.begin(), staging.end()));
+    if (smaller > 0) {
+      best->restore(before);
+      in.chunk_bytes = smaller;
+      try_multicast(in, ports, fixed_chunk, best);
+    }
+  }
+  if (before.empty || large) return;
+  const int64_t gained = before.plan.makespan_ns - plan->makespan_ns;
+  if (gained < before.plan.makespan_ns / kMulticastGain) best->restore(before);
+}
+
+}  // namespace meshcast

@@ -1,0 +1,17 @@
+#pragma once
+
+#include "plan/best_plan.h"
+#include "plan/bound/bound.h"
+#include "plan/plan.h"
+#include "plan/strategies/strategies.h"
+
+namespace meshcast {
+
+// Tries the search among trees. Where others have been tried before, it has to be well ahead of the best of
+// them: its chunks take many ways, which meet at ports in orders that the network does not keep to.
+// `fixed_chunk`: the chunk size is the caller's and stays. `large`: a plan that is too large to be made many
+// times. `plan` is that of `best`.
+void add_multicast(Inputs in, const PortDemand& ports, bool fixed_chunk, bool large, BestPlan* best,
+                   Plan* plan);
+
+}  // namespace meshcast
