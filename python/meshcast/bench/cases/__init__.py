@@ -1,32 +1,17 @@
-"""What is moved. One file for each kind of case; every process builds the same list."""
+"""What is moved. Every process builds the same list."""
 
 from __future__ import annotations
 
-from . import (
-    backend_broadcast,
-    in_host,
-    n_to_m,
-    nics,
-    odd,
-    one_to_m,
-    partial,
-    random_layouts,
-    scaling,
-    sizes,
-    small,
-    state_dict,
-    unequal,
-)
+from . import random_layouts, tables
 from .case import RANKS_PER_HOST, Case, Setting, Tensor
 
 __all__ = ["CASES", "RANKS_PER_HOST", "Case", "Setting", "Tensor", "find"]
 
-_KINDS = (
-    n_to_m, one_to_m, random_layouts, odd, partial, nics, unequal, state_dict, small, sizes,
-    backend_broadcast, scaling, in_host,
-)  # fmt: skip
-
-CASES: list[Case] = [case for kind in _KINDS for case in kind.CASES]
+CASES: list[Case] = [
+    *tables.N_TO_M, *tables.ONE_TO_M, *random_layouts.CASES, *tables.ODD, *tables.PARTIAL, *tables.NICS,
+    *tables.UNEQUAL, *tables.STATE_DICT, *tables.SMALL, *tables.SIZES, *tables.BACKEND, *tables.SCALING,
+    *tables.IN_HOST,
+]  # fmt: skip
 
 
 def find(names: list[str]) -> list[Case]:
