@@ -24,5 +24,5 @@ train unet --model nano --schedule Eager1F1B --steps 30 --eval-every 10 --verify
 for name in gpt unet; do
   "$PYTHON" examples/training/summary.py "$OUT/$name.jsonl" --plot "$OUT/$name.png"
 done
-echo "one step of the U-Transformer on its five ranks: $OUT/unet-step.png"
+echo "one training step of the U-Transformer on its five ranks, forward and backward: $OUT/unet-step.png"
 echo "whole demo: $((SECONDS - begin)) s"

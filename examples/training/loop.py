@@ -56,6 +56,8 @@ def _train(options: Options, trainer: Trainer, folder: Path | None, first_step: 
         update = trainer.update(step)
         seconds += time.perf_counter() - begin
         done = step + 1
+        if options.profile is not None and done == options.steps:  # before an evaluation, which is a step too
+            trainer.profile(options.profile)
         record: dict[str, Any] = {"step": done, **asdict(result), **asdict(update)}
         record |= {"seconds": seconds, "units_per_s": units / seconds}
         if done == options.steps or (options.eval_every and done % options.eval_every == 0):
@@ -70,11 +72,11 @@ def _train(options: Options, trainer: Trainer, folder: Path | None, first_step: 
         if options.checkpoint is not None and due:
             checkpoint.save(options, trainer, done)
         if stopping:
+            if options.profile is not None and done < options.steps:
+                trainer.profile(options.profile)
             if reporter is not None:
                 reporter.stopped(done)
             break
-    if options.profile is not None:
-        trainer.profile(options.profile)
     if reporter is not None:
         reporter.close()
         if differences:

@@ -155,5 +155,10 @@ def _parser(job_type: JobType) -> argparse.ArgumentParser:
     add("--resume", action="store_true", help="go on from the newest checkpoint in DIR")
     add("--metrics", type=Path, metavar="FILE", help="append one JSON object per step")
     add("--tensorboard", type=Path, metavar="DIR", help="write the same for TensorBoard")
-    add("--profile", type=Path, metavar="DIR", help="write there what every rank did in the last step")
+    add(
+        "--profile",
+        type=Path,
+        metavar="DIR",
+        help="write there what every rank did in the last training step",
+    )
     return parser

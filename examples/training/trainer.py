@@ -108,7 +108,7 @@ class Trainer:
         return self._sum_over_ranks(total)[0] / EVAL_BATCHES
 
     def profile(self, folder: Path) -> None:
-        """Write what this rank did in the last step, as a Chrome trace; collective."""
+        """Write what this rank did in the step that ran last, as a Chrome trace; collective."""
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()

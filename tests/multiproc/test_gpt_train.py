@@ -1,5 +1,6 @@
 """The GPT example and the quickstart under torchrun, 2 + 3 ranks: equal to one process, and resumable."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,7 +83,11 @@ def test_tensor_parallel_tied_and_recomputed_trains_like_one_process(tmp_path: P
         assert abs(record["loss"] - record["reference_loss"]) <= 1e-5
         assert max(record["gradient_differences"]) <= 1e-5
     assert list((tmp_path / "board").glob("events.*"))
-    assert len(list((tmp_path / "profile").glob("rank?.json"))) == 5
+    traces = [json.loads(path.read_text()) for path in (tmp_path / "profile").glob("rank?.json")]
+    assert len(traces) == 5
+    for trace in traces:  # of the last training step, not of the evaluation behind it
+        names = {event["name"] for event in trace["traceEvents"]}
+        assert any(re.fullmatch(r"\d+B\d+", name) for name in names), names
 
 
 @pytest.mark.slow
