@@ -22,9 +22,9 @@ class TensorSpec:
     """Stands for a DTensor on a rank outside its mesh, where no DTensor object exists.
 
     shape: global shape. placements: one per dimension of `mesh`. requires_grad must be what the DTensor says
-    on the ranks inside: it is part of what the ranks agree on. device: where this rank wants its shard of a
-    result, default the mesh's device type. Raises LayoutError for a negative size or something that is not a
-    dtype.
+    on the ranks inside: it is part of what the ranks agree on. device: of this rank's shard, where results
+    are made: of the mesh's device type, and of GPUs the current one; None says the same. Raises LayoutError
+    for another device, a negative size, or something that is not a dtype.
     """
 
     shape: Sequence[int]
@@ -45,5 +45,17 @@ class TensorSpec:
             raise LayoutError(f"TensorSpec: sizes must not be negative, found {tuple(shape)}")
         if not isinstance(self.dtype, torch.dtype):
             raise LayoutError(f"TensorSpec: dtype must be a torch.dtype, found {self.dtype!r}")
+        if self.device is not None:
+            _check_device(torch.device(self.device), self.mesh)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "placements", tuple(self.placements))
+
+
+def _check_device(device: torch.device, mesh: DeviceMesh) -> None:
+    if device.type != mesh.device_type:
+        raise LayoutError(f"TensorSpec: device is {device}, but the mesh is on {mesh.device_type}")
+    if device.index is not None and device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise LayoutError(
+            f"TensorSpec: device is {device}, but results are made on the current GPU, "
+            f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device first"
+        )

@@ -39,7 +39,7 @@ class ParentGroup:
         self.timeout = timeout
         self.name = name
         self.closed = False
-        self.compiled: dict[Any, Any] = {}  # calls seen before, kept by reshard.py and local.py
+        self.compiled: dict[Any, Any] = {}  # kinds of call seen before, kept by resharding/arguments.py
         self.extras: dict[str, Any] = {}  # what single operations keep
         self._store = store
         self._groups: dict[tuple[int, ...], PrivateGroup] = {}

@@ -77,7 +77,7 @@ def compiled_call(
         raise
     if key is not None:
         if len(parent.compiled) >= _KEPT_CALLS:
-            parent.compiled.clear()
+            parent.compiled.pop(next(iter(parent.compiled)), None)  # the oldest
         parent.compiled[key] = compiled
     return compiled
 

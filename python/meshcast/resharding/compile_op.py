@@ -13,7 +13,7 @@ The operator takes no part in the chain of order tokens (autograd.py): the compi
 
 from __future__ import annotations
 
-import threading
+import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["new_token", "register", "register_call"]
 
 _library: torch.library.Library | None = None
-_lock = threading.Lock()
 # By number: what to run, which its process group keeps alive, and its limit in seconds.
-_calls: list[tuple[weakref.ref[Compiled], float]] = []
+_calls: dict[int, tuple[weakref.ref[Compiled], float]] = {}
+_numbers = itertools.count()
 
 
 def register() -> None:
@@ -55,9 +55,9 @@ def register() -> None:
 
 def register_call(compiled: Compiled, limit: float) -> int:
     """A number under which the operator runs `compiled`, for as long as that lives."""
-    with _lock:
-        _calls.append((weakref.ref(compiled), limit))
-        return len(_calls) - 1
+    number = next(_numbers)
+    _calls[number] = (weakref.ref(compiled, lambda _: _calls.pop(number, None)), limit)
+    return number
 
 
 def new_token() -> torch.Tensor:
@@ -66,13 +66,14 @@ def new_token() -> torch.Tensor:
 
 
 def _called(call: int) -> tuple[Compiled, float]:
-    compiled = _calls[call][0]() if 0 <= call < len(_calls) else None
-    if compiled is None:
+    known = _calls.get(call)
+    compiled = None if known is None else known[0]()
+    if known is None or compiled is None:
         raise LayoutError(
             f"torch.ops.meshcast.reshard: there is no call {call}, or its process group was destroyed; calls "
             "are numbered while torch.compile traces meshcast.reshard"
         )
-    return compiled, _calls[call][1]
+    return compiled, known[1]
 
 
 def _run(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:

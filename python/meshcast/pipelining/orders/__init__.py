@@ -24,6 +24,7 @@ __all__ = [
     "eager_1f1b",
     "forward_only",
     "gpipe",
+    "has_open_ranks",
     "interleaved_1f1b",
     "one_f_one_b",
     "zb_h1",
@@ -90,6 +91,11 @@ def canonical_name(name: str) -> str:
         if known.lower() == name.lower():
             return known
     raise ScheduleError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
+
+
+def has_open_ranks(name: str) -> bool:
+    """Whether a schedule leaves the number of ranks open: `build` then takes ``ranks``."""
+    return canonical_name(name) == _INTERLEAVED
 
 
 def forward_only(actions: Actions) -> Actions:
