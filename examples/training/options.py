@@ -159,6 +159,6 @@ def _parser(job_type: JobType) -> argparse.ArgumentParser:
         "--profile",
         type=Path,
         metavar="DIR",
-        help="write there what every rank did in the last training step",
+        help="write there what each rank did in the last training step",
     )
     return parser

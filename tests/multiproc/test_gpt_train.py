@@ -1,5 +1,6 @@
 """The GPT example and the quickstart under torchrun, 2 + 3 ranks: equal to one process, and resumable."""
 
+import json
 import re
 import subprocess
 import sys
