@@ -1,0 +1,66 @@
+"""What users can call: names, commands, options, variables and operators may be added, but none may go."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+import meshcast
+import pytest
+import torch
+from meshcast import pipelining
+from meshcast.base import settings
+
+MESHCAST = (
+    "AbortedError DeadlineExceededError Layout LayoutError MeshcastError PeerLostError Plan "
+    "PlanMismatchError Resharder TensorSpec Topology __version__ backward dump_flight_record "
+    "enable_dtensor_redistribute flight_record measure_topology plan plan_cache_clear plan_cache_info "
+    "plan_many prepare reshard reshard_ reshard_local reshard_many reshard_state_dict"
+)
+PIPELINING = (
+    "Action ActionKind Edge GradScaler Layer Partition Pipe PipelineStage Schedule1F1B "
+    "ScheduleDualPipeV ScheduleEager1F1B ScheduleError ScheduleGPipe ScheduleInterleaved1F1B "
+    "ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleZBH1 ScheduleZBH2 ScheduleZBV "
+    "ScheduleZBVZeroBubble SimulationReport SplitPoint Value build_stage clip_grad_norm_ dump_csv "
+    "get_schedule_class grad_norm load_csv lower microbatch_seed partition pipe_split pipeline "
+    "simulate validate"
+)
+COMMANDS = {
+    "bench": "--methods --seconds --repeats",
+    "doctor": "--json",
+    "plan": "--shape --dtype --src --dst --topology --ranks-per-host --nic-gbps --nics-per-host --local-gbps"
+    " --latency-us --strategy --balance --chunk-bytes --seed --draw --json --compare",
+    "simulate": "--schedule --stages --microbatches --ranks --warmup --memory-budget --delay-weight-grad"
+    " --forward --backward --weight --transfer --send-model --shared-links --buffers --compare --draw",
+    "timeline": "--output",
+}
+VARIABLES = (
+    "MESHCAST_BROADCAST_BYTES MESHCAST_CUDA_TRANSPORT MESHCAST_FLIGHT_RECORD MESHCAST_HOST_ID"
+    " MESHCAST_IFNAMES MESHCAST_LOG MESHCAST_SHM MESHCAST_SHM_MB"
+)
+OPERATORS = (
+    "meshcast::reshard(Tensor local, Tensor(a!) token, int call) -> Tensor",
+    "meshcast::reshard_backward(Tensor grad, Tensor(a!) number, int call) -> Tensor",
+)
+
+
+@pytest.mark.parametrize(("package", "names"), [(meshcast, MESHCAST), (pipelining, PIPELINING)], ids=str)
+def test_no_name_is_gone(package: object, names: str) -> None:
+    for name in names.split():
+        assert name in package.__all__, name  # type: ignore[attr-defined]
+        assert getattr(package, name) is not None
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_option_is_gone(command: str) -> None:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"meshcast.cli.{command}").add_arguments(parser)
+    assert set(COMMANDS[command].split()) <= set(parser._option_string_actions)
+
+
+def test_no_variable_is_gone() -> None:
+    assert set(VARIABLES.split()) <= {each.name for each in settings.ALL}
+
+
+def test_no_operator_is_gone() -> None:
+    assert set(OPERATORS) <= {str(schema) for schema in torch._C._jit_get_all_schemas()}
