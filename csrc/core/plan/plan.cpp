@@ -24,7 +24,7 @@ constexpr int64_t kMostHops = 300'000;  // of a plan whose chunk size is ours to
 constexpr size_t kBeam = 3;             // kinds of trees that are tried again with finer chunks
 constexpr int64_t kLongChain = 16;      // hosts
 // One part in so many of the makespan is what the search among trees has to gain over the paper's strategies:
-// measured, docs/planner.md.
+// measured, docs/planner_results.md.
 constexpr int64_t kMulticastGain = 100;
 
 std::vector<int32_t> all_ranks(const std::vector<Problem>& problems) {
