@@ -1,4 +1,4 @@
-"""Pages of docs/ whose tables are written by programs."""
+"""Pages whose tables are written by programs."""
 
 from __future__ import annotations
 

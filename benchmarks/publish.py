@@ -1,5 +1,6 @@
-"""python -m benchmarks.publish: draws the chart of the README and writes the tables of docs/benchmarks.md
-from the raw results. Results that must not be reported are named with the reason, and not shown."""
+"""python -m benchmarks.publish: draws the chart of the README and writes the tables of
+benchmarks/results/README.md from the raw results beside it. Results that must not be reported are named with
+the reason, and not shown."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _RESULTS = {
     "scaling": "Scaling",
 }
 _OWN = [method.name for method in ours.METHODS]
-_PAGE = _ROOT / "docs" / "benchmarks.md"
+_PAGE = _FOLDER / "README.md"
 _README = _ROOT / "README.md"
 _PICTURE = _ROOT / "docs" / "images" / "benchmarks.svg"
 _MARK = "<!-- {} of what python -m benchmarks.publish writes -->"
@@ -138,7 +139,7 @@ def _summary(results: Results) -> str:
         f"Resharding on an emulated cluster ({head['cores']} cores, links of {head['link_mbit']:g} Mbit/s, "
         f"{len(cases)} cases of arXiv 2211.05322, every byte checked): time over the lower bound, median "
         f"{statistics.median(own):.3f}, worst {max(own):.3f}. [docs/benchmarks.md](docs/benchmarks.md) has "
-        "the method and all figures.\n\n"
+        "the method, [benchmarks/results](benchmarks/results/README.md) all figures.\n\n"
         "![Time over the lower bound, case by case](docs/images/benchmarks.svg)\n\n"
     )
     return text + "\n".join(

@@ -59,6 +59,7 @@ def checks(jobs: int) -> dict[str, Callable[[], tuple[int, str]]]:
     return {
         "file size": lambda: run([sys.executable, "tools/check_file_size.py"]),
         "layers": lambda: run([sys.executable, "tools/check_layers.py"]),
+        "docs width": lambda: run([sys.executable, "tools/check_docs.py"]),
         "ruff check": lambda: run([BIN / "ruff", "check", "."]),
         "ruff format": lambda: run([BIN / "ruff", "format", "--check", "."]),
         "mypy": lambda: run([sys.executable, "-m", "mypy"]),

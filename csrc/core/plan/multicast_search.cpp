@@ -12,7 +12,7 @@ namespace {
 constexpr size_t kBeam = 3;         // kinds of trees that are tried again with finer chunks
 constexpr int64_t kLongChain = 16;  // hosts
 // One part in so many of the makespan is what the search among trees has to gain over the paper's strategies:
-// measured, docs/planner.md.
+// measured, docs/planner_results.md.
 constexpr int64_t kMulticastGain = 100;
 // Several kinds of trees, scheduled by either rule; then those that did best with finer and finer chunks (which
 // fill the chains sooner), until the bound is near or the hops get too many to try again.

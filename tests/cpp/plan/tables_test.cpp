@@ -11,7 +11,7 @@
 #include "plan/random_problems.h"
 #include "plan/schedule.h"
 
-// The tables of docs/planner.md. Hidden: run with `meshcast_tests "[tables]"`, or one of them by name.
+// The tables of docs/planner_results.md. Hidden: run with `meshcast_tests "[tables]"`, or one of them by name.
 using namespace meshcast;
 using namespace meshcast::testing;
 

@@ -177,6 +177,12 @@ def test_publish_writes_between_the_marks(tmp_path: Path, monkeypatch: pytest.Mo
     assert "Not reported" not in page.read_text()
 
 
+def test_the_pages_have_their_marks() -> None:
+    for page in (publish._PAGE, publish._README):
+        begin, end = (page.read_text().find(publish._MARK.format(word)) for word in ("Begin", "End"))
+        assert 0 <= begin < end, page
+
+
 def test_publish_wants_its_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("no marks")
