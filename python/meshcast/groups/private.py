@@ -68,7 +68,7 @@ class PrivateGroup:
         self.name = _group_name(self.ranks)
         self.topology: Topology | None = None  # of these ranks, known once they have met
         self.interfaces = 1  # of each host, likewise
-        self.agreements = Agreements()  # touched by jobs alone
+        self.agreements = Agreements()  # touched by commands alone
         self.transfers: dict[Any, Any] = {}  # compiled ones, kept by make.py
         self.board: Board | None = None  # of this life of the group, once its ranks have met
         self.control: Any = None  # store of the core, likewise
@@ -221,7 +221,7 @@ class PrivateGroup:
 
     def close(self) -> None:
         """Ends the group in any state. Transfers in flight get a short time to finish: a rank that only sends
-        returns from its call before its peers have the data. Queued jobs fail."""
+        returns from its call before its peers have the data. Queued commands fail."""
         limit = time.monotonic() + _DRAIN_LIMIT
         while time.monotonic() < limit and not all(launch.is_completed() for launch in self._flying):
             time.sleep(0.002)
