@@ -30,7 +30,7 @@ class Place(Protocol):
 
 
 class CudaLanes:
-    """The communicators of a group by lane, all on GPU `device` of this process. Touched by commands alone."""
+    """The communicators of a group by lane, all on GPU `device` of this process. Only commands touch them."""
 
     def __init__(self, core: Any, device: int, transport: str) -> None:
         self.core = core
