@@ -13,7 +13,7 @@ from meshcast.errors import LayoutError
 from meshcast.groups.parent import parent_group
 from meshcast.transfers.gpu_offer import own_obstacle
 from meshcast.transfers.make import new_transfer
-from meshcast.transfers.persistent import PersistentTransfer, PlanOptions, Problem
+from meshcast.transfers.persistent import DEFAULT_OPTIONS, PersistentTransfer, PlanOptions, Problem
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,7 +55,7 @@ def make_transfer(
     lane: int,
     op: str,
     timeout: float,
-    options: PlanOptions = PlanOptions(),  # noqa: B008  frozen
+    options: PlanOptions = DEFAULT_OPTIONS,
 ) -> PersistentTransfer:
     """A transfer of the pipeline's for tensors on the device of a stage. The ranks agree on it in the
     background, those on GPUs in its first call, which `EdgeTransfers.warm_up` makes."""

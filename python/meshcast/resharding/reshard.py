@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
@@ -240,20 +239,25 @@ def reshard_(
         Others as meshcast.reshard.
     """
     op = "reshard_"
-    parent_group(group, op)
+    parent = parent_group(group, op)
     request = _request(out, x)
-    return run_call(
-        op,
-        [request],
-        lambda _: out,
-        async_op=async_op,
-        out=out,
-        check=lambda: _check(out, x),
-        group=group,
-        strategy=strategy,
-        topology=topology,
-        timeout=timeout,
-    )
+    try:
+        _check(out, x)
+    except LayoutError as error:
+        tell_others(parent, [request], error, seconds(timeout, parent.timeout), op)
+        raise
+    with torch.no_grad():
+        return run_call(
+            op,
+            [request],
+            lambda _: out,
+            async_op=async_op,
+            out=out,
+            group=group,
+            timeout=timeout,
+            strategy=strategy,
+            topology=topology,
+        )
 
 
 def run_call(
@@ -263,35 +267,26 @@ def run_call(
     *,
     async_op: bool,
     out: Out | None = None,
-    check: Callable[[], None] | None = None,
     group: dist.ProcessGroup | None,
     timeout: float | timedelta | None,
     **planned: Any,
 ) -> T | Handle[T]:
     """The body of the three: checks, compiles once per kind of call, starts and, unless async_op, waits.
 
-    answer: from the results what the caller returns. out: takes the one result; no gradient is recorded.
-    check: further checks, of which the other ranks hear. planned: the fields of PlanOptions.
+    answer: from the results what the caller returns. out: takes the one result. planned: the fields of
+    PlanOptions.
     """
     parent = parent_group(group, op)
     limit = seconds(timeout, parent.timeout)
-    options = PlanOptions(**planned)
-    records = torch.is_grad_enabled() and out is None
-    if check is not None:
-        try:
-            check()
-        except LayoutError as error:
-            tell_others(parent, requests, error, limit, op)
-            raise
-    kinds = tuple(call_key(request, records) for request in requests)
-    key = None if None in kinds else (op, kinds, options)
-    with nullcontext() if out is None else torch.no_grad():
-        compiled: Compiled | None = parent.compiled.get(key) if key is not None else None
-        if compiled is None:
-            compiled = compiled_call(parent, requests, key, limit, op, options)
-        xs = [request.x if isinstance(request.x, DTensor) else None for request in requests]
-        given = out if isinstance(out, DTensor) else None
-        results, call = start(compiled, xs, limit, None if out is None else [given], driven=not async_op)
+    records = torch.is_grad_enabled()
+    kinds = [call_key(request, records) for request in requests]
+    key = None if None in kinds else (op, *kinds, *planned.values())
+    compiled: Compiled | None = parent.compiled.get(key) if key is not None else None
+    if compiled is None:
+        compiled = compiled_call(parent, requests, key, limit, op, PlanOptions(**planned))
+    xs = [request.x if isinstance(request.x, DTensor) else None for request in requests]
+    given = out if isinstance(out, DTensor) else None
+    results, call = start(compiled, xs, limit, None if out is None else [given], driven=not async_op)
     if async_op:
         return handle_of(call, answer(results), compiled, xs, given)
     if call is not None:

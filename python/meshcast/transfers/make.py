@@ -10,7 +10,7 @@ from .casts import types_of
 from .gpu_medium import GpuMedium
 from .gpu_offer import DeviceTypes
 from .medium import HostMedium, Medium
-from .persistent import REVERSE_LANE, PersistentTransfer, PlanOptions, Problem, ranks_of
+from .persistent import DEFAULT_OPTIONS, REVERSE_LANE, PersistentTransfer, PlanOptions, Problem, ranks_of
 from .pinned_medium import PinnedMedium
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def kept_transfer(
     parent: ParentGroup,
     problems: Sequence[Problem],
     op: str,
-    options: PlanOptions = PlanOptions(),  # noqa: B008  frozen
+    options: PlanOptions = DEFAULT_OPTIONS,
     *,
     backward: Sequence[Problem] | None = None,
     device_types: DeviceTypes = ("cpu", "cpu"),
@@ -57,7 +57,7 @@ def new_transfer(
     parent: ParentGroup,
     problems: Sequence[Problem],
     op: str,
-    options: PlanOptions = PlanOptions(),  # noqa: B008  frozen
+    options: PlanOptions = DEFAULT_OPTIONS,
     *,
     backward: Sequence[Problem] | None = None,
     device_types: DeviceTypes = ("cpu", "cpu"),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -30,20 +29,22 @@ if TYPE_CHECKING:
     from ..topology import Topology
     from .casts import Casts
 
-__all__ = ["REVERSE_LANE", "PersistentTransfer", "PlanOptions", "Problem", "ranks_of"]
+__all__ = ["DEFAULT_OPTIONS", "REVERSE_LANE", "PersistentTransfer", "PlanOptions", "Problem", "ranks_of"]
 
 Problem = tuple[Sequence[int], torch.dtype, "Layout", "Layout"]  # global shape, dtype, source, destination
 
 REVERSE_LANE = 1  # backward of lane 0
 
 
-@dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(NamedTuple):
     """How the calls of a transfer are planned; the values are those of meshcast.plan."""
 
     strategy: str = "auto"
     topology: Topology | None = None  # None: that of the group, once its ranks have met
     balance: str = "greedy"
+
+
+DEFAULT_OPTIONS = PlanOptions()
 
 
 class PersistentTransfer:
@@ -63,7 +64,7 @@ class PersistentTransfer:
         parent: ParentGroup,
         problems: Sequence[Problem],
         op: str = "reshard",
-        options: PlanOptions = PlanOptions(),
+        options: PlanOptions = DEFAULT_OPTIONS,
         *,
         backward: Sequence[Problem] | None = None,
         medium: Medium | None = None,
