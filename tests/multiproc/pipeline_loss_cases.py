@@ -141,7 +141,33 @@ def sequence_case(tensor_parallel: bool, weighted: bool):
     return case
 
 
+def one_loss_case(rows: int, tokens: int):
+    """Data and tensor parallelism of one degree, losses alike on tensor-parallel ranks: whatever the sizes,
+    the outputs of a data-parallel rank are not taken for parts of a tensor-parallel one."""
+
+    def case(_) -> None:
+        here = place([[0], [[1, 2], [3, 4]]])
+        if here is None:
+            return
+        reference, mine = mlp(2, hidden=8), mlp(2, hidden=8)
+        torch.manual_seed(1)
+        shape = (rows, tokens, 6) if tokens else (rows, 6)
+        x, y = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+        nn.functional.mse_loss(nn.Sequential(*reference)(x), y).backward()
+        module = mine[here.stage]
+        if here.stage:
+            ways = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(module, here.mesh["tensor"], ways)
+        stage = PipelineStage(module, here.stage, 2, CPU, group=here.group, mesh=here.mesh)
+        schedule_for("1F1B", stage, 2, nn.functional.mse_loss).step(x, target=y)
+        check_gradients(module, reference[here.stage])
+
+    case.__name__ = f"one_loss_{rows}_{tokens}"
+    return case
+
+
 CASES = [
+    *[one_loss_case(*sizes) for sizes in ((8, 0), (8, 2), (4, 4), (6, 3))],
     weighted_case("1F1B"),
     weighted_case("1F1B", sizes=(1, 2)),
     weighted_case("Eager1F1B", delay_weight_grad=True),

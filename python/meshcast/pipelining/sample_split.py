@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from meshcast.errors import LayoutError
 from meshcast.layout import Layout
@@ -98,15 +98,15 @@ def _check_loss_dim(
     placement = value.layout.placements[dim]
     tokens = 1 if len(value.shape) > 2 else 0  # else dimension 1 is of features
     dims = [placement.dim % len(value.shape)] if isinstance(placement, Shard) else range(tokens + 1)
+    # Other dimensions of the mesh may cut the value as well: a data-parallel rank has its samples anyhow.
+    whole = _local_shape(stage, value, dim, Replicate())
     for along in dims if value.shape else ():
-        part, _ = Shard.local_shard_size_and_offset(
-            value.shape[along], stage.mesh.shape[dim], stage.mesh.coordinate[dim]
-        )
+        part = _local_shape(stage, value, dim, Shard(along))
         for output in outputs:
             if (
                 output.placements is None
                 and len(output.shape) > along
-                and output.shape[along] == part != value.shape[along]
+                and output.shape[along] == part[along] != whole[along]
             ):
                 both = [*stage.loss_dims, dim]
                 raise LayoutError(
@@ -116,6 +116,13 @@ def _check_loss_dim(
                     "data_dims= where parameters are whole on these ranks (context parallelism, modules that "
                     f"take their part by themselves); if all have the same loss, loss_dims={stage.loss_dims}"
                 )
+
+
+def _local_shape(stage: PipelineStage, value: _Value, dim: int, placement: Placement) -> tuple[int, ...]:
+    """Of the value on this rank, were `placement` its placement over dimension `dim` of the mesh."""
+    others = value.layout.placements
+    placements = (*others[:dim], placement, *others[dim + 1 :])
+    return stage.mesh.layout(placements).local_shapes(value.shape)[stage.rank]
 
 
 def _is_cut(placement: object) -> bool:
