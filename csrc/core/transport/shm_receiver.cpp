@@ -7,7 +7,7 @@
 
 namespace meshcast {
 
-ShmReceiver::ShmReceiver(ShmMembership& membership) : own_(*membership.own), rank_(membership.rank) {
+ShmReceiver::ShmReceiver(ShmMembership& membership) : own_(*membership.own) {
   for (size_t i = 0; i < membership.links.size(); ++i) {
     auto peer = std::make_unique<Peer>();
     peer->link = membership.links[i].get();

@@ -56,7 +56,6 @@ class ShmReceiver {
   void ring_own();
 
   ShmRegion& own_;
-  const int rank_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<Peer>> peers_;
   std::atomic<bool> news_{false};

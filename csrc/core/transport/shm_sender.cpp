@@ -27,8 +27,7 @@ TransportError gone_error() {
 
 }  // namespace
 
-ShmSender::ShmSender(ShmMembership& membership)
-    : own_(*membership.own), rank_(membership.rank), gone_(membership.links.size(), false) {
+ShmSender::ShmSender(ShmMembership& membership) : own_(*membership.own), gone_(membership.links.size(), false) {
   for (const auto& link : membership.links) links_.push_back(link.get());
   for (uint32_t slot = own_.slots(); slot-- > 0;) free_.push_back(slot);
   thread_ = std::thread([this] {

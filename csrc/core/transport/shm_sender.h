@@ -57,7 +57,6 @@ class ShmSender {
 
   ShmRegion& own_;
   std::vector<ShmLink*> links_;
-  const int rank_;
 
   std::mutex mutex_;
   std::map<PostKey, int64_t> posts_;             // bytes of receives that wait for their message
