@@ -29,10 +29,10 @@ def die() -> NoReturn:
 def die_in_step(number: int) -> None:
     update = trainer.Trainer.update
 
-    def dying(self: trainer.Trainer, step: int, norm: float) -> float:
+    def dying(self: trainer.Trainer, step: int) -> trainer.UpdateResult:
         if step + 1 == number:
             die()
-        return update(self, step, norm)
+        return update(self, step)
 
     trainer.Trainer.update = dying
 
