@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ..topology import Topology
+    from .reshard import CallOptions
 
 __all__ = ["reshard_local"]
 
@@ -39,11 +40,8 @@ def reshard_local(
     shape: Sequence[int],
     dtype: torch.dtype,
     device: str | tuple[str, str] = "cpu",
-    group: dist.ProcessGroup | None = None,
-    strategy: str = "auto",
-    topology: Topology | None = None,
     async_op: Literal[False] = False,
-    timeout: float | timedelta | None = None,
+    **options: Unpack[CallOptions],
 ) -> torch.Tensor | None: ...
 @overload
 def reshard_local(
@@ -55,11 +53,8 @@ def reshard_local(
     shape: Sequence[int],
     dtype: torch.dtype,
     device: str | tuple[str, str] = "cpu",
-    group: dist.ProcessGroup | None = None,
-    strategy: str = "auto",
-    topology: Topology | None = None,
     async_op: Literal[True],
-    timeout: float | timedelta | None = None,
+    **options: Unpack[CallOptions],
 ) -> Handle[torch.Tensor | None]: ...
 @torch.no_grad()
 def reshard_local(

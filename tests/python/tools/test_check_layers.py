@@ -1,0 +1,47 @@
+"""tools/check_layers.py finds what it is there for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+import check_layers
+import import_graph
+
+
+@pytest.mark.parametrize(
+    ("graph", "expected"),
+    [
+        ({"base.checks": {"groups.board"}, "groups.board": set()}, ["python: base.checks > groups.board"]),
+        ({"backend.x": {"pipelining.y"}, "pipelining.y": set()}, ["python: backend.x > pipelining.y"]),
+        ({"resharding.x": {"_C"}, "_C": set()}, ["python: resharding.x > _C"]),
+        ({"base.a": {"base.b"}, "base.b": {"base.a"}}, ["python: circle of base.a base.b"]),
+        ({"groups.board": {"base.checks"}, "base.checks": {"errors"}, "errors": set()}, []),
+    ],
+)
+def test_python(monkeypatch: pytest.MonkeyPatch, graph: import_graph.Graph, expected: list[str]) -> None:
+    monkeypatch.setattr(check_layers, "python_graph", lambda: graph)
+    assert check_layers.python_violations() == expected
+
+
+@pytest.mark.parametrize(
+    ("graph", "expected"),
+    [
+        ({"run/a.h": {"rounds/b.h"}, "rounds/b.h": set()}, ["csrc: run/a.h > rounds/b.h"]),
+        ({"plan/a.h": {"ATen/core/Tensor.h"}}, ["csrc: plan/a.h > ATen/core/Tensor.h"]),
+        ({"plan/bound/a.h": {"plan/strategies/b.h"}, "plan/strategies/b.h": set()},
+         ["csrc: plan/bound/a.h > plan/strategies/b.h"]),
+        ({"c10d/a.h": {"torch/x.h", "run/b.h"}, "run/b.h": {"vector"}}, []),
+    ],
+)  # fmt: skip
+def test_cpp(monkeypatch: pytest.MonkeyPatch, graph: import_graph.Graph, expected: list[str]) -> None:
+    monkeypatch.setattr(check_layers, "cpp_graph", lambda: graph)
+    assert check_layers.cpp_violations() == expected
+
+
+def test_the_longest_chain_counts_a_circle_once() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
+    assert import_graph.longest_chain(graph, graph) == ["a", "b", "d"]
