@@ -7,6 +7,8 @@
 // The files of this folder are the only ones that know Python. Each adds its part of the module _C.
 namespace meshcast {
 
+namespace py = pybind11;
+
 // meshcast::Error and its kinds become the classes of meshcast.errors, also where they pass through torch's
 // bindings.
 void bind_errors(pybind11::module_& m);

@@ -3,8 +3,6 @@
 #include "binding/bind.h"
 #include "common/error.h"
 
-namespace py = pybind11;
-
 namespace meshcast {
 namespace {
 

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <map>
 #include <memory>
 #include <optional>
@@ -13,33 +12,16 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "binding/bind.h"
+#include "binding/core_binding.h"
 #include "c10d/group_core.h"
 #include "c10d/process_group/pending_work.h"
 #include "c10d/process_group/process_group.h"
-#include "c10d/reshard_work.h"
 #include "plan/plan.h"
 #include "transport/shm_link.h"
 #include "transport/shm_transport.h"
 
 namespace meshcast {
 namespace {
-
-// Limits come from Python as seconds. Zero and negative ones have expired already; NaN is a mistake.
-double checked_timeout(double seconds) {
-  if (std::isnan(seconds)) throw LayoutError("timeout must be a number of seconds, found NaN");
-  return std::max(seconds, 0.0);
-}
-
-py::dict stats_of(const c10::intrusive_ptr<c10d::Work>& work) {
-  const auto* reshard = dynamic_cast<const ReshardWork*>(work.get());
-  if (!reshard) throw LayoutError("stats are kept for works that GroupCore.start returned");
-  const Run& run = reshard->run();
-  py::dict out;
-  out["bytes_sent"] = run.program().bytes_sent;
-  out["bytes_received"] = run.program().bytes_received;
-  out["seconds"] = run.seconds();
-  return out;
-}
 
 // A Python object that a group may keep and let go of on any thread, also while the interpreter ends.
 std::shared_ptr<PyObject> kept(py::object object) {
@@ -129,14 +111,10 @@ class SharedMemory {
   std::vector<int32_t> ranks_;
 };
 
-using OptionalTensors = std::vector<std::optional<at::Tensor>>;
-
 }  // namespace
 
-// Every method that may block or free tensors runs without the GIL; the engine's threads never take it.
 void bind_runtime(py::module_& m) {
   py::module_::import("torch.distributed");  // registers Backend, Store and Work
-  using NoGil = py::call_guard<py::gil_scoped_release>;
 
   py::class_<SharedMemory>(m, "SharedMemory")
       .def(py::init<uint32_t>(), py::arg("ranks"))
@@ -145,33 +123,31 @@ void bind_runtime(py::module_& m) {
            py::arg("timeout"), NoGil())
       .def_static("set_budget", &set_shm_budget, py::arg("nbytes"));
 
-  py::class_<GroupCore, std::shared_ptr<GroupCore>>(m, "GroupCore")
+  py::class_<AgreedPlan, std::shared_ptr<AgreedPlan>>(m, "AgreedPlan")
+      .def_property_readonly("slot", &AgreedPlan::slot)
+      .def("next_run", &AgreedPlan::next_run)
+      .def_property_readonly_static("REVERSE_LANE", [](const py::object&) { return AgreedPlan::kReverseLane; });
+
+  bind_core<GroupCore>(m, "GroupCore")
       .def(py::init([](std::vector<c10::intrusive_ptr<c10d::Backend>> rails, std::vector<int32_t> first_rail,
                        const c10::intrusive_ptr<c10d::Store>& store, std::vector<int32_t> ranks, int32_t rank,
                        std::string name, SharedMemory* local) {
              const py::gil_scoped_release construct_without_gil;
-             // The deleter joins threads, which must not wait for the GIL that the interpreter holds there.
-             return std::shared_ptr<GroupCore>(
-                 new GroupCore({std::move(rails), std::move(first_rail)}, store,
-                               {std::move(ranks), rank, std::move(name)}, local ? local->take() : LocalRanks{}),
-                 [](GroupCore* group) {
-                   if (PyGILState_Check() != 0) {
-                     const py::gil_scoped_release release;
-                     delete group;
-                   } else {
-                     delete group;
-                   }
-                 });
+             return owned(new GroupCore({std::move(rails), std::move(first_rail)}, store,
+                                        {std::move(ranks), rank, std::move(name)},
+                                        local ? local->take() : LocalRanks{}));
            }),
            py::arg("rails"), py::arg("first_rail"), py::arg("store"), py::arg("ranks"), py::arg("rank"),
            py::arg("name"), py::arg("shared_memory") = nullptr)
       .def(
           "agree",
-          [](GroupCore& self, int32_t lane, int64_t ordinal, const std::string& descriptor, double timeout) {
-            return self.agree_on({lane, ordinal}, descriptor, checked_timeout(timeout));
+          [](GroupCore& self, int32_t lane, int64_t ordinal, std::string op, std::string descriptor,
+             std::shared_ptr<Plan> plan, std::shared_ptr<Plan> reverse_plan, double timeout) {
+            return self.agree_on({lane, ordinal}, {std::move(op), std::move(descriptor)}, std::move(plan),
+                                 std::move(reverse_plan), checked_timeout(timeout));
           },
-          py::arg("lane"), py::arg("ordinal"), py::arg("descriptor"), py::arg("timeout"), NoGil())
-      .def("release_slot", &GroupCore::release_slot, py::arg("slot"))
+          py::arg("lane"), py::arg("ordinal"), py::arg("op"), py::arg("descriptor"), py::arg("plan"),
+          py::arg("reverse_plan"), py::arg("timeout"), NoGil())
       .def_property_readonly("slots_taken", &GroupCore::slots_taken)
       .def(
           "reject",
@@ -181,20 +157,13 @@ void bind_runtime(py::module_& m) {
           py::arg("lane"), py::arg("ordinal"), py::arg("message"), NoGil())
       .def(
           "start",
-          [](GroupCore& self, const std::shared_ptr<Plan>& plan, int32_t slot, bool reverse, int32_t lane,
-             int64_t ordinal, std::string descriptor, OptionalTensors src, OptionalTensors dst, double timeout,
-             std::string op, bool driven) {
-            RunLabel label{slot, reverse, lane, ordinal, std::move(descriptor), std::move(op)};
+          [](GroupCore& self, const AgreedPlan& agreed, int64_t ordinal, bool reverse, OptionalTensors src,
+             OptionalTensors dst, double timeout, bool driven) {
             return self.start(
-                plan, {std::move(label), std::move(src), std::move(dst), checked_timeout(timeout), driven});
+                agreed, {ordinal, reverse, std::move(src), std::move(dst), checked_timeout(timeout), driven});
           },
-          py::arg("plan"), py::kw_only(), py::arg("slot"), py::arg("reverse"), py::arg("lane"),
-          py::arg("ordinal"), py::arg("descriptor"), py::arg("src"), py::arg("dst"), py::arg("timeout"),
-          py::arg("op"), py::arg("driven") = false, NoGil())
-      .def("stats", [](GroupCore&, const c10::intrusive_ptr<c10d::Work>& work) { return stats_of(work); })
-      .def("abort", &GroupCore::abort, py::arg("reason"), NoGil())
-      .def("error", &GroupCore::error, NoGil())
-      .def("shutdown", &GroupCore::shutdown, NoGil());
+          py::arg("agreed"), py::arg("ordinal"), py::arg("reverse"), py::arg("src"), py::arg("dst"),
+          py::arg("timeout"), py::arg("driven") = false, NoGil());
 
   py::class_<PendingWork, c10d::Work, c10::intrusive_ptr<PendingWork>>(m, "PendingWork")
       .def("settle", &PendingWork::settle, py::arg("work"), NoGil())

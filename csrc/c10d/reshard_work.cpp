@@ -24,25 +24,14 @@ void RecycleBin::empty() {
   // Freed here, without the lock.
 }
 
-ReshardWork::ReshardWork(int rank, std::shared_ptr<Run> run, std::shared_ptr<RecycleBin> bin,
-                         std::vector<at::Tensor> outputs, uint64_t sequence)
+ReshardWork::ReshardWork(int rank, std::shared_ptr<RunState> run, std::shared_ptr<RecycleBin> bin,
+                         std::vector<at::Tensor> outputs)
     : Work(rank, c10d::OpType::UNKNOWN, "meshcast:reshard"),
       run_(std::move(run)),
       bin_(std::move(bin)),
-      outputs_(std::move(outputs)),
-      sequence_(sequence) {}
-
-bool ReshardWork::isCompleted() { return run_->ended(); }
-
-bool ReshardWork::isSuccess() const { return run_->ended() && !run_->error(); }
-
-std::exception_ptr ReshardWork::exception() const { return run_->ended() ? run_->error() : nullptr; }
+      outputs_(std::move(outputs)) {}
 
 int ReshardWork::sourceRank() const { throw Error(ErrorKind::Generic, "a reshard has no single source rank"); }
-
-std::vector<at::Tensor> ReshardWork::result() { return outputs_; }
-
-void ReshardWork::synchronize() { wait(kNoTimeout); }
 
 bool ReshardWork::wait(std::chrono::milliseconds timeout) {
   // The watcher ends every run soon after its deadline; the minute only guards against its own failure.
@@ -54,7 +43,7 @@ bool ReshardWork::wait(std::chrono::milliseconds timeout) {
     const RunLabel& label = run_->label();
     ErrorContext context;
     context.rank = rank_;
-    context.op = label.op;
+    context.op = label.op();
     context.sequence = label.ordinal;
     context.phase = "wait";
     context.elapsed = run_->seconds();
@@ -62,29 +51,39 @@ bool ReshardWork::wait(std::chrono::milliseconds timeout) {
     throw Error(
         ErrorKind::DeadlineExceeded,
         fmt::format("{} call {}: not through after {:.2f} s, the limit given to wait(); the transfer goes on",
-                    label.op, label.ordinal, run_->seconds()),
+                    label.op(), label.ordinal, run_->seconds()),
         context);
   }
+  return raise_or_true();
+}
+
+bool ReshardWork::raise_or_true() const {
   bin_->empty();
   if (const auto error = run_->error()) std::rethrow_exception(error);
   return true;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> ReshardWork::getFuture() {
-  const std::lock_guard lock(future_mutex_);
+  const std::lock_guard lock(mutex_);
   if (future_) return future_;
-  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-  run_->on_end([bag = bin_->bag({outputs_, future_}), run = std::weak_ptr<Run>(run_)] {
+  Promise made = promise();
+  future_ = made.future;
+  // The run holds the callback, and its engine holds the run until it has ended.
+  run_->on_end([bag = bin_->bag({outputs_, future_}), complete = std::move(made.complete),
+                run = std::weak_ptr<RunState>(run_)] {
     const auto self = run.lock();
-    if (const auto error = self ? self->error() : nullptr) {
+    const auto error = self ? self->error() : nullptr;
+    if (error)
       bag->future->setError(error);
-    } else {
-      bag->future->markCompleted(c10::IValue(bag->tensors));
-    }
+    else
+      complete(*bag);
   });
   return future_;
 }
 
-uint64_t ReshardWork::getSequencenumber() const { return sequence_; }
+ReshardWork::Promise ReshardWork::promise() const {
+  return {c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get())),
+          [](const RecycleBin::Bag& bag) { bag.future->markCompleted(c10::IValue(bag.tensors)); }};
+}
 
 }  // namespace meshcast

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <chrono>
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -8,7 +11,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "run/run.h"
+#include "run/run_state.h"
 
 namespace meshcast {
 
@@ -32,32 +35,43 @@ class RecycleBin : public std::enable_shared_from_this<RecycleBin> {
 };
 
 // The Work of one reshard. Unlike gloo's it can be polled, has a future, and keeps the type of its error.
-class ReshardWork final : public c10d::Work {
+class ReshardWork : public c10d::Work {
  public:
-  // `tensors`: everything the run touches, outputs last; `outputs`: how many of them are results.
-  ReshardWork(int rank, std::shared_ptr<Run> run, std::shared_ptr<RecycleBin> bin,
-              std::vector<at::Tensor> outputs, uint64_t sequence);
+  // `outputs`: those of the run's tensors that are results.
+  ReshardWork(int rank, std::shared_ptr<RunState> run, std::shared_ptr<RecycleBin> bin,
+              std::vector<at::Tensor> outputs);
 
-  bool isCompleted() override;
-  bool isSuccess() const override;
-  std::exception_ptr exception() const override;
+  bool isCompleted() override { return run_->ended(); }
+  bool isSuccess() const override { return run_->ended() && !run_->error(); }
+  std::exception_ptr exception() const override { return run_->ended() ? run_->error() : nullptr; }
   int sourceRank() const override;
-  std::vector<at::Tensor> result() override;
-  void synchronize() override;
+  std::vector<at::Tensor> result() override { return outputs_; }
+  void synchronize() override { wait(kNoTimeout); }
   // 0 = as long as the call's own limit allows, which bounds it. A shorter limit that expires raises
   // DeadlineExceeded and leaves the transfer running.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  uint64_t getSequencenumber() const override;
+  uint64_t getSequencenumber() const override { return static_cast<uint64_t>(run_->label().ordinal); }
 
-  const Run& run() const { return *run_; }
+  const RunState& run() const { return *run_; }
+
+ protected:
+  // A future, and how it is completed once the run has ended well. That holds nothing of this Work, which may
+  // be gone by then.
+  struct Promise {
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    std::function<void(const RecycleBin::Bag& bag)> complete;
+  };
+  virtual Promise promise() const;
+
+  bool raise_or_true() const;  // the run's error, if it has one by now
+
+  const std::shared_ptr<RunState> run_;
+  const std::shared_ptr<RecycleBin> bin_;
 
  private:
-  const std::shared_ptr<Run> run_;
-  const std::shared_ptr<RecycleBin> bin_;
   const std::vector<at::Tensor> outputs_;
-  const uint64_t sequence_;
-  std::mutex future_mutex_;
+  std::mutex mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // null until somebody asks: most never do
 };
 

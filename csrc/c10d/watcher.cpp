@@ -20,9 +20,9 @@ constexpr auto kStoreGrace = milliseconds(1000);  // the store may take this lon
 constexpr auto kPostingLife = std::chrono::seconds(60);
 constexpr auto kPinGrace = milliseconds(2000);  // an aborted request may take this long to let go
 
-double limit_of(const WatchedRun& run) { return Seconds(run.deadline() - run.started()).count(); }
+double limit_of(const RunState& run) { return Seconds(run.deadline() - run.started()).count(); }
 
-TimePoint stall_time(const WatchedRun& run) {
+TimePoint stall_time(const RunState& run) {
   const auto quarter = (run.deadline() - run.started()) / 4;
   return run.started() + std::min<Clock::duration>(kStall, quarter);
 }
@@ -69,8 +69,7 @@ void Watcher::wake() {
   if (idle_ > 0) changed_.notify_all();
 }
 
-Cause Watcher::describe_transport_error(int32_t peer, const TransportError& error,
-                                        const WatchedRun& run) const {
+Cause Watcher::describe_transport_error(int32_t peer, const TransportError& error, const RunState& run) const {
   const int32_t peer_rank = group_.ranks[static_cast<size_t>(peer)];
   const RunLabel& label = run.label();
   const auto kind =
@@ -79,11 +78,11 @@ Cause Watcher::describe_transport_error(int32_t peer, const TransportError& erro
           fmt::format(
               "{} call {} of {}: rank {} lost rank {} in phase transfer after {:.2f} s of {:.1f} s, {} of {} "
               "bytes received there: {}. Look at that rank's own output first.",
-              label.op, label.ordinal, group_.name, group_.rank, peer_rank, run.seconds(), limit_of(run),
+              label.op(), label.ordinal, group_.name, group_.rank, peer_rank, run.seconds(), limit_of(run),
               run.received_bytes(), run.expected_bytes(), error.what())};
 }
 
-void Watcher::note_local(Cause cause, const WatchedRun* run) {
+void Watcher::note_local(Cause cause, const RunState* run) {
   const std::lock_guard lock(mutex_);
   if (!local_) {
     local_.emplace();
@@ -94,19 +93,19 @@ void Watcher::note_local(Cause cause, const WatchedRun* run) {
       local_->limit = limit_of(*run);
       local_->bytes_done = run->received_bytes();
       local_->bytes_expected = run->expected_bytes();
-      local_->op = run->label().op;
+      local_->op = run->label().op();
       local_->ordinal = run->label().ordinal;
     }
   }
   changed_.notify_all();
 }
 
-void Watcher::transport_failed(int32_t peer, const TransportError& error, const WatchedRun& run) {
+void Watcher::transport_failed(int32_t peer, const TransportError& error, const RunState& run) {
   if (failed()) return;  // an echo of our own abort
   note_local(describe_transport_error(peer, error, run), &run);
 }
 
-void Watcher::run_failed(const Error& error, const WatchedRun& run) {
+void Watcher::run_failed(const Error& error, const RunState& run) {
   if (failed()) return;
   std::string text = error.what();
   const std::string me = fmt::format("rank {}: ", group_.rank);  // which give_up() puts there
@@ -237,15 +236,16 @@ void Watcher::erase_old_postings(TimePoint now) {
 // Phase 1: a call that stands still says what it is, once. Phase 2: it compares what others said; a mismatch
 // throws. Phase 3: past the deadline those that are not in the call are named, since they are the ones it
 // waits for.
-void Watcher::look_for_stalls(const std::shared_ptr<WatchedRun>& run, TimePoint now) {
+void Watcher::look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint now) {
   if (now < stall_time(*run)) return;
   const RunLabel& label = run->label();
   const CallId call{label.lane, label.ordinal};
   const auto [it, fresh] = posted_.try_emplace({call.lane, call.ordinal}, Posted{now, run});
   if (fresh) {
-    bulletin_.post(Bulletin::Board::Stall, call.lane, call.ordinal, group_.rank, {false, -1, label.descriptor});
+    bulletin_.post(Bulletin::Board::Stall, call.lane, call.ordinal, group_.rank,
+                   {false, -1, label.descriptor()});
   }
-  const std::vector<int32_t> silent = compare_postings(bulletin_, group_, call, label.descriptor);
+  const std::vector<int32_t> silent = compare_postings(bulletin_, group_, call, label.descriptor());
   if (now < run->deadline()) return;
   const std::string who = silent.empty()
                               ? "every rank is in this call, so the network is too slow or the limit too short"
@@ -257,7 +257,7 @@ void Watcher::look_for_stalls(const std::shared_ptr<WatchedRun>& run, TimePoint 
       {static_cast<int32_t>(ErrorKind::DeadlineExceeded), group_.rank, silent.empty() ? -1 : silent.front(),
        fmt::format(
            "{} call {} of {} exceeded its limit of {:.1f} s in phase transfer, {} of {} bytes received; {}",
-           label.op, label.ordinal, group_.name, limit_of(*run), run->received_bytes(), run->expected_bytes(),
+           label.op(), label.ordinal, group_.name, limit_of(*run), run->received_bytes(), run->expected_bytes(),
            who)},
       run.get());
 }
@@ -299,7 +299,7 @@ void Watcher::timer_loop() {
         lock.unlock();
         note_local({static_cast<int32_t>(ErrorKind::DeadlineExceeded), group_.rank, -1,
                     fmt::format("{} call {} of {} exceeded its limit of {:.1f} s, {} of {} bytes received",
-                                run->label().op, run->label().ordinal, group_.name, limit_of(*run),
+                                run->label().op(), run->label().ordinal, group_.name, limit_of(*run),
                                 run->received_bytes(), run->expected_bytes())},
                    run.get());
         lock.lock();

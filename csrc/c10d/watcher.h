@@ -15,7 +15,7 @@
 #include "c10d/agreement.h"
 #include "c10d/bulletin.h"
 #include "common/error.h"
-#include "run/watched_run.h"
+#include "run/run_state.h"
 
 namespace meshcast {
 
@@ -23,7 +23,7 @@ namespace meshcast {
 class Watched {
  public:
   virtual ~Watched() = default;
-  virtual std::vector<std::shared_ptr<WatchedRun>> in_flight() = 0;
+  virtual std::vector<std::shared_ptr<RunState>> in_flight() = 0;
   virtual std::exception_ptr error() const = 0;
   virtual void fail(std::exception_ptr error) = 0;  // the first call counts
   virtual void check_peers() {}                     // now and then, while runs are in flight
@@ -43,8 +43,8 @@ class Watcher {
   ~Watcher();
 
   void wake();  // a run was started
-  void transport_failed(int32_t peer, const TransportError& error, const WatchedRun& run);
-  void run_failed(const Error& error, const WatchedRun& run);  // with a text that names all there is to name
+  void transport_failed(int32_t peer, const TransportError& error, const RunState& run);
+  void run_failed(const Error& error, const RunState& run);  // with a text that names all there is to name
   void abort(const std::string& reason);
   void stop();  // joins the threads; not from one of them
 
@@ -63,11 +63,11 @@ class Watcher {
   void report_loop();
   void report_once();
   void erase_old_postings(TimePoint now);
-  void look_for_stalls(const std::shared_ptr<WatchedRun>& run, TimePoint now);
+  void look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint now);
   void timer_loop();
 
-  Cause describe_transport_error(int32_t peer, const TransportError& error, const WatchedRun& run) const;
-  void note_local(Cause cause, const WatchedRun* run);
+  Cause describe_transport_error(int32_t peer, const TransportError& error, const RunState& run) const;
+  void note_local(Cause cause, const RunState* run);
   void give_up(const Cause& cause);  // fails the engine, under the first cause
   bool failed() const { return engine_.error() != nullptr; }
 
@@ -86,7 +86,7 @@ class Watcher {
   // The reporter's own notes, touched by no other thread.
   struct Posted {
     TimePoint when;
-    std::weak_ptr<WatchedRun> run;
+    std::weak_ptr<RunState> run;
   };
   std::map<std::pair<int32_t, int64_t>, Posted> posted_;  // calls (lane, ordinal) that are on the bulletin
   TimePoint last_look_{};

@@ -13,6 +13,10 @@ _Host = tuple[list[int], list[tuple[int, int]], int]  # ranks, (out rate, in rat
 
 cuda: Any  # the kernels, for kernels.py; only builds with CUDA code have it
 
+STRATEGIES: tuple[str, ...]  # "auto" first
+BALANCES: tuple[str, ...]
+ELEMENT_TYPES: tuple[tuple[str, tuple[str, ...], bool], ...]  # dtype, its reductions, whether kernels cast it
+
 class Layout:
     def __init__(self, mesh_shape: list[int], ranks: bytes, placements: list[_Placement]) -> None: ...
     def shards(
@@ -93,6 +97,16 @@ class SharedMemory:
     @staticmethod
     def set_budget(nbytes: int) -> None: ...
 
+class AgreedPlan:
+    """A plan that all ranks of a group have agreed on, with that of its backward. Its slot is free again when
+    this is dropped."""
+
+    REVERSE_LANE: int
+    @property
+    def slot(self) -> int: ...
+    def next_run(self) -> int:
+        """How often it had been run before, alike on all ranks."""
+
 class GroupCore:
     """A private group: the ranks of a transfer with a gloo context of their own."""
 
@@ -106,24 +120,27 @@ class GroupCore:
         name: str,
         shared_memory: SharedMemory | None = None,
     ) -> None: ...
-    def agree(self, lane: int, ordinal: int, descriptor: str, timeout: float) -> int: ...
-    def release_slot(self, slot: int) -> None: ...
+    def agree(
+        self,
+        lane: int,
+        ordinal: int,
+        op: str,
+        descriptor: str,
+        plan: Plan,
+        reverse_plan: Plan | None,
+        timeout: float,
+    ) -> AgreedPlan: ...
     @property
     def slots_taken(self) -> int: ...
     def reject(self, lane: int, ordinal: int, message: str) -> None: ...
     def start(
         self,
-        plan: Plan,
-        *,
-        slot: int,
-        reverse: bool,
-        lane: int,
+        agreed: AgreedPlan,
         ordinal: int,
-        descriptor: str,
+        reverse: bool,
         src: Sequence[Tensor | None],
         dst: Sequence[Tensor | None],
         timeout: float,
-        op: str,
         driven: bool = False,
     ) -> Work: ...
     def stats(self, work: Work) -> dict[str, float]: ...
@@ -152,17 +169,12 @@ class GpuGroupCore:
     def connect_ipc(self, lane: int, meeting: IpcMeeting, addresses: list[str], timeout: float) -> None: ...
     def start(
         self,
-        plan: Plan,
-        *,
-        slot: int,
-        reverse: bool,
-        lane: int,
+        agreed: AgreedPlan,
         ordinal: int,
-        descriptor: str,
+        reverse: bool,
         src: Sequence[Tensor | None],
         dst: Sequence[Tensor | None],
         timeout: float,
-        op: str,
         types: Sequence[tuple[dtype, dtype, dtype]],  # source, on the way, destination
         after: int,
     ) -> Work: ...

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -51,5 +52,16 @@ class LayoutError : public Error {
  public:
   explicit LayoutError(const std::string& message) : Error(ErrorKind::Layout, message) {}
 };
+
+// What an exception says.
+inline std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "an unknown error";
+  }
+}
 
 }  // namespace meshcast

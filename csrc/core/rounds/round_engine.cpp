@@ -17,54 +17,16 @@ constexpr auto kObserverPause = std::chrono::milliseconds(1);
 
 }  // namespace
 
-RoundRun::RoundRun(std::shared_ptr<const RankRounds> rounds, RoundMemory memory, RunLabel label,
-                   TimePoint deadline)
-    : rounds_(std::move(rounds)),
-      memory_(std::move(memory)),
-      label_(std::move(label)),
-      started_(Clock::now()),
-      deadline_(deadline) {}
-
-bool RoundRun::ended() const {
-  const std::lock_guard lock(mutex_);
-  return ended_;
-}
-
-std::exception_ptr RoundRun::error() const {
-  const std::lock_guard lock(mutex_);
-  return error_;
-}
-
-double RoundRun::seconds() const {
-  const std::lock_guard lock(mutex_);
-  return std::chrono::duration<double>((ended_ ? ended_at_ : Clock::now()) - started_).count();
-}
-
 int64_t RoundRun::received_bytes() const {
   const std::lock_guard lock(mutex_);
   return ended_ && !error_ ? expected_bytes() : 0;
 }
 
-void RoundRun::on_end(std::function<void()> callback) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (!ended_) {
-      callbacks_.push_back(std::move(callback));
-      return;
-    }
-  }
-  callback();
-}
-
-void RoundRun::end(const std::exception_ptr& error) {
+void RoundRun::end_with(const std::exception_ptr& error) {
   std::unique_lock lock(mutex_);
   if (ended_) return;
-  ended_ = true;
-  ended_at_ = Clock::now();
   error_ = error;
-  const auto callbacks = std::exchange(callbacks_, {});
-  lock.unlock();
-  for (const auto& callback : callbacks) callback();
+  end(std::move(lock), nullptr);
 }
 
 RoundEngine::RoundEngine(std::shared_ptr<RoundDevice> device, int32_t rank, std::vector<int32_t> group,
@@ -144,7 +106,7 @@ void RoundEngine::cut_short(const std::shared_ptr<RoundRun>& run, RoundDevice::S
     if (queue_)
       ask_observer(
           Error(ErrorKind::Generic, fmt::format("rank {}: {} number {} could not be enqueued: {}", rank_,
-                                                run->label_.op, run->label_.ordinal, error.what())),
+                                                run->label_.op(), run->label_.ordinal, error.what())),
           run);
   }
   fail(cause);
@@ -215,7 +177,7 @@ void RoundEngine::poll(TimePoint now) {
   }
   // Phase 2: the ends, without the lock: a callback may call the engine.
   for (const auto& run : over) {
-    run->end(nullptr);  // does nothing where it has failed before
+    run->end_with(nullptr);  // does nothing where it has failed before
     run->memory_.keepalive.reset();
     run->staging_.reset();
   }
@@ -237,7 +199,7 @@ void RoundEngine::fail(std::exception_ptr error) {
     ending.assign(runs_.begin(), runs_.end());
   }
   // Their memory stays theirs until the GPU has let go of it, see poll().
-  for (const auto& run : ending) run->end(error);
+  for (const auto& run : ending) run->end_with(error);
 }
 
 void RoundEngine::drain() {
@@ -275,26 +237,20 @@ RoundDevice::Event RoundEngine::take_event() {
 
 void RoundEngine::refuse_if_failed(const RunLabel& label) const {
   if (!error_) return;
-  std::string cause = "an unknown error";
-  try {
-    std::rethrow_exception(error_);
-  } catch (const std::exception& error) {
-    cause = error.what();
-  }
   ErrorContext where;
   where.rank = rank_;
-  where.op = label.op;
+  where.op = label.op();
   where.sequence = label.ordinal;
   throw Error(ErrorKind::Aborted,
               fmt::format("rank {}: {} was not started, because its group has failed before: {}", rank_,
-                          label.op, cause),
+                          label.op(), text_of(error_)),
               where);
 }
 
 ErrorContext RoundEngine::context(const RoundRun& run) const {
   ErrorContext out;
   out.rank = rank_;
-  out.op = run.label_.op;
+  out.op = run.label_.op();
   out.sequence = run.label_.ordinal;
   out.phase = "transfer";
   out.elapsed = std::chrono::duration<double>(Clock::now() - run.started_).count();
@@ -311,7 +267,7 @@ Error RoundEngine::group_error(const RoundRun& run, const GroupOutcome& outcome,
     who = fmt::format("rank {} ", where.peer);
   }
   return {outcome.remote ? ErrorKind::PeerLost : ErrorKind::Generic,
-          fmt::format("rank {}: {} number {} failed in {} while {}: {}{}", rank_, run.label_.op,
+          fmt::format("rank {}: {} number {} failed in {} while {}: {}{}", rank_, run.label_.op(),
                       run.label_.ordinal, device_->transport(), doing, who, outcome.text),
           where};
 }
@@ -322,7 +278,7 @@ Error RoundEngine::deadline_error(const RoundRun& run, const std::string& doing)
       ErrorKind::DeadlineExceeded,
       fmt::format("rank {}: {} number {} was not through after {:.3g} s while {}: a rank has not called it, is "
                   "slow or is gone; give it more time, or look at what the other ranks are doing",
-                  rank_, run.label_.op, run.label_.ordinal, where.limit, doing),
+                  rank_, run.label_.op(), run.label_.ordinal, where.limit, doing),
       where};
 }
 

@@ -27,46 +27,32 @@ struct RoundMemory {
   std::shared_ptr<void> keepalive;
 };
 
-// One execution of a rank's rounds. What it enqueued is over once `ended`; thread-safe.
-class RoundRun final : public WatchedRun {
+// One execution of a rank's rounds. What it enqueued is over once it has ended; a failed run ends at once, and
+// its memory is kept for as long as the GPU needs it. Thread-safe.
+class RoundRun final : public RunState {
  public:
-  RoundRun(std::shared_ptr<const RankRounds> rounds, RoundMemory memory, RunLabel label, TimePoint deadline);
+  RoundRun(std::shared_ptr<const RankRounds> rounds, RoundMemory memory, RunLabel label, TimePoint deadline)
+      : RunState(rounds->program, std::move(label), deadline),
+        rounds_(std::move(rounds)),
+        memory_(std::move(memory)) {}
 
   const RankRounds& rounds() const { return *rounds_; }
-  const RunLabel& label() const override { return label_; }
-  TimePoint deadline() const override { return deadline_; }
-  TimePoint started() const override { return started_; }
 
-  bool ended() const override;
-  double seconds() const override;
   // A GPU tells nothing before it is through.
   int64_t received_bytes() const override;
-  int64_t expected_bytes() const override { return rounds_->program->bytes_received; }
-  void force_end() override {}  // a failed run ends at once; its memory is kept as long as the GPU needs it
-  std::exception_ptr error() const;
-  void on_end(std::function<void()> callback);  // at once if it has ended
 
  private:
   friend class RoundEngine;
-  void end(const std::exception_ptr& error);
+  void end_with(const std::exception_ptr& error);  // the first call counts
 
   const std::shared_ptr<const RankRounds> rounds_;
   RoundMemory memory_;  // the engine's, see below
-  const RunLabel label_;
-  const TimePoint started_;
-  const TimePoint deadline_;
 
   // The engine's, guarded by its mutex.
   std::shared_ptr<std::byte> staging_;
   RoundDevice::Event over_ = 0;  // on the caller's stream, behind everything
   bool enqueued_ = false;        // over_ has been recorded
   bool settled_ = false;         // enqueued, or given up
-
-  mutable std::mutex mutex_;
-  bool ended_ = false;
-  TimePoint ended_at_{};
-  std::exception_ptr error_;
-  std::vector<std::function<void()>> callbacks_;
 };
 
 // Somebody who knows more than one rank's engine and decides what a failure is called. Called from any thread

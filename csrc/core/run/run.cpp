@@ -15,22 +15,15 @@ constexpr int64_t kCacheBytes = int64_t{2} << 20;
 }  // namespace
 
 Run::Run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label, TimePoint deadline)
-    : recv_order(program->network_recvs, program->relayed ? kRecvsAhead : program->network_recvs),
-      send_order(program->network_sends, program->relayed ? kSendsAhead : kDirectSendsAhead),
-      carries(*program),
-      program_(std::move(program)),
+    : RunState(std::move(program), std::move(label), deadline),
+      recv_order(program_->network_recvs, program_->relayed ? kRecvsAhead : program_->network_recvs),
+      send_order(program_->network_sends, program_->relayed ? kSendsAhead : kDirectSendsAhead),
+      carries(*program_),
       buffers_(std::move(buffers)),
-      label_(std::move(label)),
-      started_(Clock::now()),
-      deadline_(deadline),
       write_(program_->bytes_received > kCacheBytes ? Write::Streamed : Write::Cached),
       remaining_(
           static_cast<int64_t>(program_->recvs.size() + program_->sends.size() + program_->copies.size())) {
-  if (remaining_ == 0) {
-    ended_ = true;
-    ended_at_ = started_;
-    buffers_.keepalive.reset();
-  }
+  if (remaining_ == 0) end_if_due(std::unique_lock(mutex_), false);
 }
 
 StridedView Run::view(const Part& part) const {
@@ -106,31 +99,13 @@ void Run::end_if_due(std::unique_lock<std::mutex> lock, bool forced) {
   const bool complete = remaining_ == 0 && pins_ == 0 && !error_;
   const bool given_up = error_ && (pins_ == 0 || forced);
   if (ended_ || !(complete || given_up)) return;
-  ended_ = true;
-  ended_at_ = Clock::now();
-  const auto callbacks = std::move(callbacks_);
-  callbacks_.clear();
   // A forced end leaves a request that may still write: the memory then stays with the run for good.
-  std::shared_ptr<void> keepalive = forced ? nullptr : std::move(buffers_.keepalive);
-  lock.unlock();
-  changed_.notify_all();
-  keepalive.reset();
-  for (const auto& callback : callbacks) callback();
-}
-
-bool Run::ended() const {
-  const std::lock_guard lock(mutex_);
-  return ended_;
+  end(std::move(lock), forced ? nullptr : std::move(buffers_.keepalive));
 }
 
 bool Run::failed() const {
   const std::lock_guard lock(mutex_);
   return error_ != nullptr;
-}
-
-bool Run::wait_until(TimePoint limit) const {
-  std::unique_lock lock(mutex_);
-  return changed_.wait_until(lock, limit, [&] { return ended_; });
 }
 
 void Run::drive() noexcept {
@@ -142,30 +117,9 @@ void Run::drive() noexcept {
   if (driven_out) driven_out->drive(*this);
 }
 
-std::exception_ptr Run::error() const {
-  const std::lock_guard lock(mutex_);
-  return error_;
-}
-
 int64_t Run::received_bytes() const {
   const std::lock_guard lock(mutex_);
   return received_bytes_;
-}
-
-double Run::seconds() const {
-  const std::lock_guard lock(mutex_);
-  return std::chrono::duration<double>((ended_ ? ended_at_ : Clock::now()) - started_).count();
-}
-
-void Run::on_end(std::function<void()> callback) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (!ended_) {
-      callbacks_.push_back(std::move(callback));
-      return;
-    }
-  }
-  callback();
 }
 
 }  // namespace meshcast

@@ -2,14 +2,11 @@
 
 #include <array>
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <vector>
 
 #include "memory/reduce.h"
@@ -18,7 +15,7 @@
 #include "run/carries.h"
 #include "run/plan_order.h"
 #include "run/program.h"
-#include "run/watched_run.h"
+#include "run/run_state.h"
 #include "transport/transport.h"
 
 namespace meshcast {
@@ -71,14 +68,9 @@ inline uint64_t message_key(const RunLabel& label, int64_t position) {
 
 // One execution of a program. Threads of the engine report progress; anybody may wait. It ends when every
 // operation is through, or, once failed, when no transport request touches the tensors any more.
-class Run final : public WatchedRun {
+class Run final : public RunState {
  public:
   Run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label, TimePoint deadline);
-
-  const Program& program() const { return *program_; }
-  const RunLabel& label() const override { return label_; }
-  TimePoint started() const override { return started_; }
-  TimePoint deadline() const override { return deadline_; }
 
   StridedView view(const Part& part) const;
   const Part& part(int32_t index) const { return program_->parts[static_cast<size_t>(index)]; }
@@ -97,21 +89,15 @@ class Run final : public WatchedRun {
   void fail(std::exception_ptr error);  // the first failure counts
   void force_end() override;            // after fail: do not wait for pins any longer
 
-  bool ended() const override;
-  bool failed() const;
-  bool wait_until(TimePoint limit) const;  // false: still running at `limit`
+  bool failed() const;  // maybe before it has ended
 
   // For the thread that is about to wait: does what the thread of one channel would do for this run, as long as
   // that thread does not do it, so that no thread has to be woken to wake this one. Returns when there is
   // nothing (more) to do, which is not always the end of the run. Nothing unless the run was started as driven.
-  void drive() noexcept;
+  void drive() noexcept override;
   bool driving() const { return driving_.load(); }  // somebody has come to do so
 
-  std::exception_ptr error() const;
   int64_t received_bytes() const override;
-  int64_t expected_bytes() const override { return program_->bytes_received; }
-  double seconds() const override;
-  void on_end(std::function<void()> callback);  // at once if it has ended
 
   // Written by Engine::start before the run is known to any other thread: one ticket for each send of the
   // program, the channels that it sends to and receives from, and the position of the first message to each
@@ -144,23 +130,14 @@ class Run final : public WatchedRun {
  private:
   void end_if_due(std::unique_lock<std::mutex> lock, bool forced);
 
-  const std::shared_ptr<const Program> program_;
   Buffers buffers_;
-  const RunLabel label_;
-  const TimePoint started_;
-  const TimePoint deadline_;
   const Write write_;
   std::atomic<bool> driving_{false};
 
-  mutable std::mutex mutex_;
-  mutable std::condition_variable changed_;
+  // Guarded by mutex_.
   int64_t remaining_ = 0;
   int64_t pins_ = 0;
   int64_t received_bytes_ = 0;
-  bool ended_ = false;
-  TimePoint ended_at_{};
-  std::exception_ptr error_;
-  std::vector<std::function<void()>> callbacks_;
 };
 
 }  // namespace meshcast

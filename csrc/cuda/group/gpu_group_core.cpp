@@ -15,8 +15,6 @@
 namespace meshcast {
 namespace {
 
-constexpr size_t kCompiledPlans = 128;  // kept per group
-constexpr size_t kKeptForms = 8;        // per plan: a caller's tensors rarely change their strides
 constexpr auto kTick = std::chrono::milliseconds(1);
 constexpr auto kLook = std::chrono::milliseconds(200);  // between looks at the board while ranks connect
 
@@ -52,18 +50,15 @@ class GpuGroupCore::WatchedLanes final : public Watched {
  public:
   explicit WatchedLanes(GpuGroupCore& group) : group_(group) {}
 
-  std::vector<std::shared_ptr<WatchedRun>> in_flight() override {
-    std::vector<std::shared_ptr<WatchedRun>> out;
+  std::vector<std::shared_ptr<RunState>> in_flight() override {
+    std::vector<std::shared_ptr<RunState>> out;
     for (const auto& engine : group_.engines()) {
       const auto runs = engine->in_flight();
       out.insert(out.end(), runs.begin(), runs.end());
     }
     return out;
   }
-  std::exception_ptr error() const override {
-    const std::lock_guard lock(group_.mutex_);
-    return group_.error_;
-  }
+  std::exception_ptr error() const override { return group_.failure(); }
   void fail(std::exception_ptr error) override { group_.fail(error); }
 
  private:
@@ -72,11 +67,10 @@ class GpuGroupCore::WatchedLanes final : public Watched {
 
 GpuGroupCore::GpuGroupCore(std::shared_ptr<GroupCore> control, const c10::intrusive_ptr<c10d::Store>& store,
                            GroupIdentity identity, int device)
-    : control_(std::move(control)),
-      identity_(std::move(identity)),
+    : GroupBase(std::move(identity)),
+      control_(std::move(control)),
       device_(device),
       bulletin_(store),
-      bin_(std::make_shared<RecycleBin>()),
       watched_(std::make_unique<WatchedLanes>(*this)) {
   // Both begin to look at once, at all that is here.
   watcher_ = std::make_unique<Watcher>(*watched_, identity_, store);
@@ -95,7 +89,7 @@ void GpuGroupCore::connect(int32_t lane, const std::string& unique_id, double ti
                                   sizeof(meeting.id.internal), unique_id.size()));
   std::memcpy(meeting.id.internal, unique_id.data(), unique_id.size());
   meeting.ranks = static_cast<int>(identity_.ranks.size());
-  add_lane(lane, timeout_seconds, [&](int32_t rank, TimePoint deadline, const auto& checkpoint) {
+  add_lane(lane, timeout_seconds, {}, [&](int32_t rank, TimePoint deadline, const auto& checkpoint) {
     meeting.rank = rank;
     return NcclDevice::connect(meeting, device_, deadline, checkpoint);
   });
@@ -106,20 +100,22 @@ void GpuGroupCore::connect_ipc(int32_t lane, IpcMeeting& meeting, const std::vec
   if (addresses.size() != identity_.ranks.size())
     throw LayoutError(
         fmt::format("{} ranks need as many addresses, found {}", identity_.ranks.size(), addresses.size()));
-  add_lane(lane, timeout_seconds, [&](int32_t rank, TimePoint deadline, const auto& checkpoint) {
+  const auto connect = [&](int32_t rank, TimePoint deadline, const auto& checkpoint) {
     return IpcDevice::connect(meeting, addresses, rank, device_, deadline, checkpoint);
-  });
-  const std::lock_guard lock(mutex_);
-  round_options_ = ipc_round_options();  // all lanes of a group have one transport
+  };
+  add_lane(lane, timeout_seconds, ipc_round_options(), connect);
 }
 
-void GpuGroupCore::add_lane(int32_t lane, double timeout_seconds, const Connect& connect) {
+void GpuGroupCore::add_lane(int32_t lane, double timeout_seconds, const RoundOptions& options,
+                            const Connect& connect) {
+  control_->refuse_if_failed();
   refuse_if_failed();
   const auto me = std::lower_bound(identity_.ranks.begin(), identity_.ranks.end(), identity_.rank);
   const auto rank = static_cast<int32_t>(me - identity_.ranks.begin());
   TimePoint last_look = Clock::now();
   // Called again and again while ranks connect. The board is on the network, so it is asked every kLook only.
   const auto checkpoint = [&] {
+    control_->refuse_if_failed();
     refuse_if_failed();
     if (Clock::now() - last_look < kLook) return;
     last_look = Clock::now();
@@ -148,7 +144,7 @@ void GpuGroupCore::add_lane(int32_t lane, double timeout_seconds, const Connect&
   auto engine = std::make_shared<RoundEngine>(device, identity_.rank, identity_.ranks, std::move(observer));
   const std::lock_guard lock(mutex_);
   if (shut_down_) std::rethrow_exception(error_);
-  lanes_.emplace(lane, Lane{std::move(device), std::move(engine)});
+  lanes_.emplace(lane, Lane{std::move(device), std::move(engine), options});
 }
 
 Error GpuGroupCore::connect_error(ErrorKind kind, const std::string& text, double limit) const {
@@ -163,107 +159,75 @@ Error GpuGroupCore::connect_error(ErrorKind kind, const std::string& text, doubl
           context};
 }
 
-std::shared_ptr<GpuGroupCore::Compiled> GpuGroupCore::compile_locked(const std::shared_ptr<const Plan>& plan) {
-  const auto hit =
-      std::find_if(compiled_.begin(), compiled_.end(), [&](const auto& entry) { return entry->plan == plan; });
-  if (hit != compiled_.end()) {
-    compiled_.splice(compiled_.begin(), compiled_, hit);
-    return compiled_.front();
-  }
-  auto entry = std::make_shared<Compiled>();
-  entry->plan = plan;
-  // Without local ranks: NCCL itself finds the links inside a host, and over CUDA IPC nobody is elsewhere.
-  entry->program = std::make_shared<const Program>(project(*plan, identity_.rank, identity_.ranks));
-  entry->table = make_rounds(*plan, round_options_);
-  entry->tensors = expected_tensors(*plan, identity_.rank);
-  compiled_.push_front(entry);
-  if (compiled_.size() > kCompiledPlans) compiled_.pop_back();
-  return entry;
-}
-
-std::shared_ptr<const RankRounds> GpuGroupCore::rounds_locked(Compiled& compiled,
-                                                              const TensorForms& forms) const {
-  auto& kept = compiled.rounds;
-  const auto hit = std::find_if(kept.begin(), kept.end(), [&](const auto& r) { return r->forms == forms; });
-  if (hit != kept.end()) {
-    kept.splice(kept.begin(), kept, hit);
-    return kept.front();
-  }
-  kept.push_front(std::make_shared<const RankRounds>(
-      schedule_rank(*compiled.plan, compiled.table, identity_.rank, compiled.program, forms)));
-  if (kept.size() > kKeptForms) kept.pop_back();
-  return kept.front();
-}
-
-c10::intrusive_ptr<c10d::Work> GpuGroupCore::start(const std::shared_ptr<const Plan>& plan, StartArgs args,
+c10::intrusive_ptr<c10d::Work> GpuGroupCore::start(const AgreedPlan& agreed, StartArgs args,
                                                    const std::vector<TensorTypes>& types,
                                                    RoundDevice::Event after) {
   bin_->empty();
+  control_->refuse_if_failed();
   refuse_if_failed();
-  check_counts(*plan, args);
-  if (!types.empty() && types.size() != plan->problems.size())
+  PlanDirection& direction = agreed.direction(args.reverse);
+  const auto& problems = direction.plan->problems;
+  Taken taken = take(direction, args);
+  if (!types.empty() && types.size() != problems.size())
     throw LayoutError(
-        fmt::format("the plan has {} tensors, types are given of {}", plan->problems.size(), types.size()));
+        fmt::format("the plan has {} tensors, types are given of {}", problems.size(), types.size()));
   const at::Device device(at::kCUDA, static_cast<at::DeviceIndex>(device_));
   RoundMemory memory;
   TensorForms forms;
-  RecycleBin::Bag bag;
-  std::vector<at::Tensor> outputs;
-  std::shared_ptr<const RankRounds> rounds;
-  Lane lane;
-  {
-    const std::lock_guard lock(mutex_);
-    const auto compiled = compile_locked(plan);
-    for (size_t i = 0; i < plan->problems.size(); ++i) {
-      const auto& src = args.source[i];
-      const auto& dst = args.destination[i];
-      const TensorTypes of = types.empty() ? types_of(src, dst) : types[i];
-      check_type("source", src, of.source, i);
-      check_type("destination", dst, of.destination, i);
-      const ElementType wire = element_type(of.wire);
-      TensorForm source{{}, 0, element_type(of.source)};
-      TensorForm destination{{}, 0, element_type(of.destination)};
-      source.element_bytes = bytes_of(source.type, wire, plan->problems[i].element_bytes);
-      destination.element_bytes = bytes_of(destination.type, wire, plan->problems[i].element_bytes);
-      const TensorMemory from =
-          source_memory(src, compiled->tensors.source_shapes[i], source.element_bytes, i, device);
-      const TensorMemory to = destination_memory(dst, compiled->tensors.destination_shapes[i],
-                                                 destination.element_bytes, i, device);
-      checked_type(src, compiled->tensors.reductions[i], i);
-      refuse_overlap(src, dst, i);
-      source.stride = from.stride;
-      destination.stride = to.stride;
-      memory.source.push_back(from.data);
-      memory.destination.push_back(to.data);
-      forms.source.push_back(source);
-      forms.destination.push_back(destination);
-      forms.wire.push_back(wire);
-      if (src) bag.tensors.push_back(*src);
-      if (dst) bag.tensors.push_back(*dst);
-      if (dst) outputs.push_back(*dst);
-    }
-    rounds = rounds_locked(*compiled, forms);
-    const auto found = lanes_.find(args.label.lane);
-    if (found == lanes_.end())
-      throw Error(ErrorKind::Generic, fmt::format("rank {}: lane {} of group {} has no communicator",
-                                                  identity_.rank, args.label.lane, identity_.name));
-    lane = found->second;
+  for (size_t i = 0; i < problems.size(); ++i) {
+    const auto& src = args.source[i];
+    const auto& dst = args.destination[i];
+    const TensorTypes of = types.empty() ? types_of(src, dst) : types[i];
+    check_type("source", src, of.source, i);
+    check_type("destination", dst, of.destination, i);
+    const ElementType wire = element_type(of.wire);
+    TensorForm source{{}, 0, element_type(of.source)};
+    TensorForm destination{{}, 0, element_type(of.destination)};
+    source.element_bytes = bytes_of(source.type, wire, problems[i].element_bytes);
+    destination.element_bytes = bytes_of(destination.type, wire, problems[i].element_bytes);
+    const TensorMemory from =
+        source_memory(src, direction.tensors.source_shapes[i], source.element_bytes, i, device);
+    const TensorMemory to =
+        destination_memory(dst, direction.tensors.destination_shapes[i], destination.element_bytes, i, device);
+    source.stride = from.stride;
+    destination.stride = to.stride;
+    memory.source.push_back(from.data);
+    memory.destination.push_back(to.data);
+    forms.source.push_back(source);
+    forms.destination.push_back(destination);
+    forms.wire.push_back(wire);
   }
+  RunLabel label = agreed.label(args.reverse, args.ordinal);
+  const Lane lane = lane_of(label.lane);
   // The gate is a stream that stands for the caller's: `after` puts it behind the caller's work, and wait()
   // joins the caller's stream to it.
   const auto gate = CudaDevice::take_gate(lane.device);
-  memory.keepalive = std::make_shared<Kept>(Kept{bin_->bag(std::move(bag)), gate});
+  memory.keepalive = std::make_shared<Kept>(Kept{bin_->bag(std::move(taken.bag)), gate});
   std::shared_ptr<RoundRun> run;
   try {
-    run = lane.engine->start(std::move(rounds), std::move(memory), gate->stream(), std::move(args.label),
-                             deadline_after(args.timeout_seconds), after);
+    run = lane.engine->start(direction.rounds(lane.options).of(forms), std::move(memory), gate->stream(),
+                             std::move(label), deadline_after(args.timeout_seconds), after);
   } catch (const std::exception& error) {
     // The others must not wait for the rest. What the watcher has seen is on the board already.
     if (lane.engine->error()) abort(fmt::format("a call could not be started: {}", error.what()));
     throw;
   }
   return c10::make_intrusive<CudaWork>(identity_.rank, std::move(run), lane.engine, lane.device, bin_,
-                                       std::move(outputs));
+                                       std::move(taken.outputs));
+}
+
+GpuGroupCore::Lane GpuGroupCore::lane_of(int32_t number) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = lanes_.find(number);
+  if (found == lanes_.end())
+    throw Error(ErrorKind::Generic, fmt::format("rank {}: lane {} of group {} has no communicator",
+                                                identity_.rank, number, identity_.name));
+  return found->second;
+}
+
+std::exception_ptr GpuGroupCore::failure() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
 }
 
 std::vector<std::shared_ptr<RoundEngine>> GpuGroupCore::engines() const {
@@ -281,32 +245,6 @@ void GpuGroupCore::fail(const std::exception_ptr& error) {
   }
   for (const auto& engine : engines()) engine->fail(error);
   control_->abort(text_of(error));
-}
-
-void GpuGroupCore::refuse_if_failed() const {
-  std::optional<std::string> cause = error();
-  if (!cause) cause = control_->error();
-  if (!cause) return;
-  ErrorContext context;
-  context.rank = identity_.rank;
-  context.op = "reshard";
-  context.phase = "start";
-  throw Error(
-      ErrorKind::Aborted,
-      fmt::format("rank {}: group {} was aborted by an earlier failure: {}. Destroy the process group and "
-                  "build it again.",
-                  identity_.rank, identity_.name, *cause),
-      context);
-}
-
-void GpuGroupCore::abort(const std::string& reason) {
-  if (!error()) watcher_->abort(reason);
-}
-
-std::optional<std::string> GpuGroupCore::error() const {
-  const std::lock_guard lock(mutex_);
-  if (!error_) return std::nullopt;
-  return text_of(error_);
 }
 
 // Ends what is through, frees its tensors and looks for errors of NCCL. Goes on after a failure, until the GPU
@@ -360,15 +298,8 @@ void GpuGroupCore::shutdown() {
   std::map<int32_t, Lane> lanes;
   {
     const std::lock_guard lock(mutex_);
-    ErrorContext context;
-    context.rank = identity_.rank;
-    context.op = "reshard";
-    if (!error_)
-      error_ = std::make_exception_ptr(
-          Error(ErrorKind::Aborted,
-                fmt::format("rank {}: group {} was shut down", identity_.rank, identity_.name), context));
+    if (!error_) error_ = shut_down_error();
     lanes.swap(lanes_);
-    compiled_.clear();
   }
   // Works keep their engine alive: what is still in flight ends here, and the communicators go, not when they
   // do.

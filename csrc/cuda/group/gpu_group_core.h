@@ -3,11 +3,9 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -15,14 +13,12 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "c10d/agreement.h"
+#include "c10d/agreed_plan.h"
 #include "c10d/bulletin.h"
+#include "c10d/group_base.h"
 #include "c10d/group_core.h"
-#include "c10d/start_args.h"
-#include "c10d/watcher.h"
 #include "cuda/device/cuda_device.h"
 #include "cuda/device/ipc_device.h"
-#include "rounds/rank_rounds.h"
 #include "rounds/round_engine.h"
 #include "rounds/round_table.h"
 
@@ -37,15 +33,15 @@ struct TensorTypes {
 };
 
 // The GPU side of a private group: for each lane a communicator of NCCL, or connections over CUDA IPC, all on
-// one GPU of this rank. Agreement
-// on calls stays with the group itself, `control`; a failure here ends that too, and the other way round, since
-// they share the board with the first cause. Thread-safe; no method may be called with the GIL held.
-class GpuGroupCore {
+// one GPU of this rank. Agreement on calls stays with the group itself, `control`; a failure here ends that
+// too, and the other way round, since they share the board with the first cause. Thread-safe; no method may be
+// called with the GIL held.
+class GpuGroupCore final : public GroupBase {
  public:
   // `store`: that of the control group's board.
   GpuGroupCore(std::shared_ptr<GroupCore> control, const c10::intrusive_ptr<c10d::Store>& store,
                GroupIdentity identity, int device);
-  ~GpuGroupCore();
+  ~GpuGroupCore() override;
 
   // Makes the communicator of a lane together with all ranks of the group, which call this in one order with
   // one `unique_id`. Blocks. Throws DeadlineExceeded, Aborted with the first cause, or what NCCL says.
@@ -60,54 +56,38 @@ class GpuGroupCore {
   // other ranks, but the wait() of its Work. `types`: by problem, alike on all ranks; empty where nothing is
   // cast. Throws LayoutError where a tensor does not fit the plan, before anything is enqueued, and
   // AbortedError with the first cause where the group has failed.
-  c10::intrusive_ptr<c10d::Work> start(const std::shared_ptr<const Plan>& plan, StartArgs args,
+  c10::intrusive_ptr<c10d::Work> start(const AgreedPlan& agreed, StartArgs args,
                                        const std::vector<TensorTypes>& types, RoundDevice::Event after);
 
-  void abort(const std::string& reason);
-  std::optional<std::string> error() const;  // the first cause
-  void shutdown();                           // any state, idempotent
+  void shutdown();  // any state, idempotent
 
  private:
   struct Lane {
     std::shared_ptr<CudaDevice> device;
     std::shared_ptr<RoundEngine> engine;
+    RoundOptions options;  // of its transport; one for all lanes of a group
   };
   class WatchedLanes;
 
-  // A plan projected on this rank, in rounds for each form that its tensors came in.
-  struct Compiled {
-    std::shared_ptr<const Plan> plan;
-    std::shared_ptr<const Program> program;
-    RoundTable table;
-    ExpectedTensors tensors;
-    std::list<std::shared_ptr<const RankRounds>> rounds;  // most recently used first
-  };
-
-  std::shared_ptr<Compiled> compile_locked(const std::shared_ptr<const Plan>& plan);
-  std::shared_ptr<const RankRounds> rounds_locked(Compiled& compiled, const TensorForms& forms) const;
   using Connect = std::function<std::shared_ptr<CudaDevice>(int32_t rank, TimePoint deadline,
                                                             const std::function<void()>& checkpoint)>;
 
-  void add_lane(int32_t lane, double timeout_seconds, const Connect& connect);
+  void add_lane(int32_t lane, double timeout_seconds, const RoundOptions& options, const Connect& connect);
   std::vector<std::shared_ptr<RoundEngine>> engines() const;
+  std::exception_ptr failure() const override;
   void fail(const std::exception_ptr& error);
-  void refuse_if_failed() const;
+  Lane lane_of(int32_t number) const;
   Error connect_error(ErrorKind kind, const std::string& text, double limit) const;
   void poll_loop();
   bool poll_once();  // returns whether there is more to come
 
   const std::shared_ptr<GroupCore> control_;
-  const GroupIdentity identity_;
   const int device_;
   Bulletin bulletin_;
-  const std::shared_ptr<RecycleBin> bin_;
   const std::unique_ptr<Watched> watched_;  // the lanes as the watcher sees them
-  std::unique_ptr<Watcher> watcher_;
 
   mutable std::mutex mutex_;
   std::map<int32_t, Lane> lanes_;
-  RoundOptions round_options_;
-  std::list<std::shared_ptr<Compiled>> compiled_;  // most recently used first
   std::exception_ptr error_;
   bool shut_down_ = false;
 

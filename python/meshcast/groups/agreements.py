@@ -1,24 +1,18 @@
-"""What the ranks of a private group have agreed on: which kinds of transfer, and the slot that each goes
-by."""
+"""What the ranks of a private group have agreed on, by kind of transfer."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["Agreed", "Agreements"]
+if TYPE_CHECKING:
+    from .. import _C
+
+__all__ = ["Agreements"]
 
 # Kinds that a group remembers; far fewer than it has slots.
 _KEPT = 256
-
-
-@dataclass
-class Agreed:
-    """A kind of transfer under its agreed slot; runs: how often it has been started, alike on all ranks."""
-
-    slot: int
-    runs: int = 0
 
 
 class Agreements:
@@ -26,16 +20,16 @@ class Agreements:
 
     Every rank of a group runs its calls in one order, and this is only touched while one of them is being
     started, after it is known to start. So all ranks remember and forget the same kinds at the same calls,
-    whatever else they have queued, refused or dropped.
+    whatever else they have queued, refused or dropped. What is forgotten gives its slot back.
     """
 
     def __init__(self) -> None:
-        self._kinds: OrderedDict[Hashable, Agreed] = OrderedDict()
+        self._kinds: OrderedDict[Hashable, _C.AgreedPlan] = OrderedDict()
 
     def __contains__(self, kind: Hashable) -> bool:
         return kind in self._kinds
 
-    def use(self, kind: Hashable) -> Agreed | None:
+    def use(self, kind: Hashable) -> _C.AgreedPlan | None:
         """What was agreed on `kind`, from now on the one used last; None if nothing was, or if it is
         forgotten."""
         found = self._kinds.get(kind)
@@ -43,9 +37,8 @@ class Agreements:
             self._kinds.move_to_end(kind)
         return found
 
-    def add(self, kind: Hashable, slot: int) -> tuple[Agreed, int | None]:
-        """A new agreement, and the slot of the one that it drives out."""
-        agreed = self._kinds[kind] = Agreed(slot)
-        if len(self._kinds) <= _KEPT:
-            return agreed, None
-        return agreed, self._kinds.popitem(last=False)[1].slot
+    def add(self, kind: Hashable, agreed: _C.AgreedPlan) -> None:
+        """A new agreement, which may drive out another."""
+        self._kinds[kind] = agreed
+        if len(self._kinds) > _KEPT:
+            self._kinds.popitem(last=False)

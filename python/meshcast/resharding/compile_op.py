@@ -28,8 +28,35 @@ if TYPE_CHECKING:
 __all__ = ["new_token", "register", "register_call"]
 
 _library: torch.library.Library | None = None
-# By number: what to run, which its process group keeps alive, and its limit in seconds.
-_calls: dict[int, tuple[weakref.ref[Compiled], float]] = {}
+# Slots of one call whose backwards may be to come. It has another one only after its group has forgotten it.
+_SLOTS = 4
+
+
+class _Registered:
+    """A call that the operator runs. Its process group keeps `compiled` alive; limit: seconds.
+
+    A graph holds numbers alone: so what was agreed on is kept here for backwards, by slot."""
+
+    def __init__(self, compiled: weakref.ref[Compiled], limit: float) -> None:
+        self.compiled, self.limit = compiled, limit
+        self._agreed: dict[int, Any] = {}  # AgreedPlan
+
+    def token(self, number: CallNumber) -> torch.Tensor:
+        """The number of a call for its backward, if it has one."""
+        slot = -1
+        if number.agreed is not None:
+            slot = number.agreed.slot
+            self._agreed[slot] = number.agreed
+            if len(self._agreed) > _SLOTS:
+                del self._agreed[next(iter(self._agreed))]
+        return torch.tensor([number.ordinal, number.run, slot])
+
+    def number(self, token: torch.Tensor) -> CallNumber:
+        ordinal, run, slot = token.tolist()
+        return CallNumber(ordinal, run, self._agreed.get(slot))
+
+
+_calls: dict[int, _Registered] = {}
 _numbers = itertools.count()
 
 
@@ -56,7 +83,7 @@ def register() -> None:
 def register_call(compiled: Compiled, limit: float) -> int:
     """A number under which the operator runs `compiled`, for as long as that lives."""
     number = next(_numbers)
-    _calls[number] = (weakref.ref(compiled, lambda _: _calls.pop(number, None)), limit)
+    _calls[number] = _Registered(weakref.ref(compiled, lambda _: _calls.pop(number, None)), limit)
     return number
 
 
@@ -65,19 +92,19 @@ def new_token() -> torch.Tensor:
     return torch.zeros(3, dtype=torch.int64)
 
 
-def _called(call: int) -> tuple[Compiled, float]:
+def _called(call: int) -> tuple[Compiled, _Registered]:
     known = _calls.get(call)
-    compiled = None if known is None else known[0]()
+    compiled = None if known is None else known.compiled()
     if known is None or compiled is None:
         raise LayoutError(
             f"torch.ops.meshcast.reshard: there is no call {call}, or its process group was destroyed; calls "
             "are numbered while torch.compile traces meshcast.reshard"
         )
-    return compiled, known[1]
+    return compiled, known
 
 
 def _run(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
-    compiled, limit = _called(call)
+    compiled, known = _called(call)
     move = compiled.moves[0]
     out = _empty(move.local_shape, move.dtype, len(move.shape), move.device)
     if compiled.transfer is None:
@@ -87,17 +114,16 @@ def _run(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
     if move.local_shape is not None:
         kind = move.ends.destination
         target = out if kind == move.dtype else torch.empty_like(out, dtype=kind)
-    started = compiled.transfer.launch([source], [target], limit, driven=True)
+    started = compiled.transfer.launch([source], [target], known.limit, driven=True)
     started.wait()
-    number = started.number
     if target is not None and target is not out:
         out.copy_(target)
-    token.copy_(torch.tensor([number.ordinal, number.slot, number.run]))
+    token.copy_(known.token(started.number))
     return out
 
 
 def _run_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch.Tensor:
-    compiled, limit = _called(call)
+    compiled, known = _called(call)
     move = compiled.moves[0]
     gradient = move.gradient
     if gradient is None:
@@ -107,7 +133,7 @@ def _run_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch.
         outgoing = None if gradient.destination_shape is None else grad.to(gradient.ends.source)
         target = None if gradient.source_shape is None else incoming
         compiled.transfer.launch_reverse(
-            CallNumber(*number.tolist()), [outgoing], [target], limit, driven=True
+            known.number(number), [outgoing], [target], known.limit, driven=True
         ).wait()
     if gradient.scale != 1.0:
         incoming.mul_(gradient.scale)

@@ -99,35 +99,16 @@ class Repeat:
     def _start(self, sources: list[torch.Tensor | None]) -> tuple[Any, Flight] | None:
         """As PrivateGroup.call and Transfer do; under the lock of the group."""
         group, transfer = self._group, self._transfer
-        core, agreed, plan = group._core, transfer._own, transfer._plan
-        if (
-            core is None
-            or agreed is None
-            or plan is None
-            or transfer._error is not None
-            or group._thread is not None
-        ):
+        core, agreed = group._core, transfer._own
+        if core is None or agreed is None or transfer._error is not None or group._thread is not None:
             return None
         lane = transfer._lane
         ordinal = group._ordinals.get(lane, 0)
-        run = agreed.runs
-        group._ordinals[lane], agreed.runs = ordinal + 1, run + 1
+        group._ordinals[lane] = ordinal + 1
         flight = Flight(self._op, group.name, group.rank)
-        flight.plan, flight.number = transfer._facts, (lane, ordinal, run)
+        flight.plan, flight.number = transfer._facts, (lane, ordinal, agreed.next_run())
         try:
-            work = core.start(
-                plan._core,
-                slot=agreed.slot,
-                reverse=False,
-                lane=lane,
-                ordinal=ordinal,
-                descriptor=transfer._descriptor,
-                src=sources,
-                dst=self._outputs,
-                timeout=self._limit,
-                op=self._op,
-                driven=True,
-            )
+            work = core.start(agreed, ordinal, False, sources, self._outputs, self._limit, True)
         except Exception as error:
             transfer._failure = error
             flight.failed(error)

@@ -6,10 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..base.observe import Flight, profiled
 from ..errors import DeadlineExceededError
+
+if TYPE_CHECKING:
+    from .. import _C
 
 __all__ = ["Call", "CallNumber"]
 
@@ -20,12 +23,12 @@ _GRACE = 2.0
 
 @dataclass
 class CallNumber:
-    """Names one call alike on all its ranks: its position in the lane and, once it has been started, the
-    slot of its transfer and how often that had run before."""
+    """Names one call alike on all its ranks: its position in the lane and, once it has been started, how
+    often its plan had run before. agreed: that plan, where a backward may come."""
 
     ordinal: int = -1
-    slot: int = -1
     run: int = -1
+    agreed: _C.AgreedPlan | None = None
 
 
 class Call:

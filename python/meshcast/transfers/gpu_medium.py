@@ -64,7 +64,7 @@ class GpuMedium:
         number = (self._lanes[0], ordinal)
         connect_lanes(self._group, core, self._lanes, call.brought, number, call.deadline)
 
-    def start(self, core: _C.GroupCore, call: Call, plan: Any, *, reverse: bool, **arguments: Any) -> Started:  # noqa: ARG002
+    def start(self, core: _C.GroupCore, call: Call, agreed: _C.AgreedPlan, **arguments: Any) -> Started:  # noqa: ARG002
         mark, gpu = call.brought, gpu_of(self._group)
         if mark.problem is not None:
             raise MeshcastError(f"{call.op}: {mark.problem}", op=call.op) from mark.problem
@@ -72,9 +72,8 @@ class GpuMedium:
             raise MeshcastError(f"{call.op}: the call itself has failed", op=call.op)
         gpu.check_device(mark.device, call.op)
         gpu_core = gpu.core  # also after the group was closed
-        work = gpu_core.start(
-            plan, types=self._types[reverse], after=mark.event.cuda_event, reverse=reverse, **arguments
-        )
+        types = self._types[arguments["reverse"]]
+        work = gpu_core.start(agreed, types=types, after=mark.event.cuda_event, **arguments)
         return work, lambda: gpu_core.stats(work)
 
     def text(self) -> str:

@@ -35,7 +35,7 @@ class Medium(Protocol):
     def connect(self, core: _C.GroupCore, call: Call, ordinal: int) -> None:
         """Once the ranks have agreed on the call `ordinal`: makes connections of its own, where some lack."""
 
-    def start(self, core: _C.GroupCore, call: Call, plan: Any, *, reverse: bool, **arguments: Any) -> Started:
+    def start(self, core: _C.GroupCore, call: Call, agreed: _C.AgreedPlan, **arguments: Any) -> Started:
         """Starts the plan; the arguments are those of GroupCore.start."""
 
     def text(self) -> str:
@@ -59,8 +59,8 @@ class HostMedium:
     def connect(self, core: _C.GroupCore, call: Call, ordinal: int) -> None:
         pass
 
-    def start(self, core: _C.GroupCore, call: Call, plan: Any, *, reverse: bool, **arguments: Any) -> Started:
-        work = core.start(plan, reverse=reverse, driven=call.driven, **arguments)
+    def start(self, core: _C.GroupCore, call: Call, agreed: _C.AgreedPlan, **arguments: Any) -> Started:
+        work = core.start(agreed, driven=call.driven, **arguments)
         return work, lambda: core.stats(work)
 
     def text(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,10 +10,10 @@ from zlib import crc32
 
 import torch
 
+from .. import _C
 from ..base.checks import dtype_name
 from ..base.observe import Flight, log, profiled
 from ..errors import DeadlineExceededError, LayoutError, MeshcastError
-from ..groups.agreements import Agreed
 from ..groups.parent import ParentGroup, seconds
 from ..planning.plan import Plan, plan_many
 from .call import Call, CallNumber
@@ -24,7 +23,6 @@ from .medium import HostMedium, Medium
 from .shards import Shards, check_shards, filled, resolved, tensor_text
 
 if TYPE_CHECKING:
-    from .. import _C
     from ..layout import Layout
     from ..topology import Topology
     from .casts import Casts
@@ -33,7 +31,7 @@ __all__ = ["DEFAULT_OPTIONS", "REVERSE_LANE", "PersistentTransfer", "PlanOptions
 
 Problem = tuple[Sequence[int], torch.dtype, "Layout", "Layout"]  # global shape, dtype, source, destination
 
-REVERSE_LANE = 1  # backward of lane 0
+REVERSE_LANE = _C.AgreedPlan.REVERSE_LANE  # of all backwards; their forwards have lane 0
 
 
 class PlanOptions(NamedTuple):
@@ -94,7 +92,7 @@ class PersistentTransfer:
         self._reverse_plan: Plan | None = None
         self._facts: dict[str, Any] | None = None
         self._reverse_facts: dict[str, Any] | None = None
-        self._own: Agreed | None = None
+        self._own: _C.AgreedPlan | None = None
         self._descriptor = ""
         self._error: Exception | None = None  # why the transfer cannot run
         self._failure: Exception | None = None  # of the last attempt to agree
@@ -182,14 +180,14 @@ class PersistentTransfer:
         agreed = self._own is not None if self._kind is None else self._kind in self._group.agreements
         return agreed and self._plan is not None
 
-    def _agreed(self, core: _C.GroupCore, ordinal: int, call: Call) -> Agreed:
+    def _agreed(self, core: _C.GroupCore, ordinal: int, call: Call) -> _C.AgreedPlan:
         """What the ranks agreed on. First use: compile, and compare with the other ranks before any byte
         moves."""
         agreed = self._agreement(core, ordinal, call)
         self._medium.connect(core, call, ordinal)
         return agreed
 
-    def _agreement(self, core: _C.GroupCore, ordinal: int, call: Call) -> Agreed:
+    def _agreement(self, core: _C.GroupCore, ordinal: int, call: Call) -> _C.AgreedPlan:
         kinds = self._group.agreements
         found = self._own if self._kind is None else kinds.use(self._kind)
         try:
@@ -200,20 +198,26 @@ class PersistentTransfer:
             raise
         if found is not None:
             return found
+        assert self._plan is not None
+        reverse = None if self._reverse_plan is None else self._reverse_plan._core
         try:
-            slot = core.agree(self._lane, ordinal, self._descriptor, max(call.remaining(), 1e-3))
+            agreed = core.agree(
+                self._lane,
+                ordinal,
+                self._op,
+                self._descriptor,
+                self._plan._core,
+                reverse,
+                max(call.remaining(), 1e-3),
+            )
         except DeadlineExceededError as error:
             core.abort(str(error))  # a rank is missing: the ranks no longer count calls alike
             raise
         log.info("rank %d: agreed on %s", self._group.rank, self._descriptor)
         if self._kind is None:
-            self._own = Agreed(slot)
-            # Free again once nobody can start this transfer any more.
-            weakref.finalize(self, _release_slot, weakref.ref(core), slot).atexit = False
-            return self._own
-        agreed, driven_out = kinds.add(self._kind, slot)
-        if driven_out is not None:
-            core.release_slot(driven_out)
+            self._own = agreed
+        else:
+            kinds.add(self._kind, agreed)
         return agreed
 
     def _compile(self) -> None:
@@ -302,32 +306,27 @@ class _Start:
             running = _running(core, error)
             if transfer._error is not None:
                 raise transfer._error
-            if not reverse:
-                agreed = transfer._agreed(running, self.ordinal, call)
-                number.slot, number.run = agreed.slot, agreed.runs
-                agreed.runs += 1
-            elif number.slot < 0:
+            agreed = number.agreed if reverse else transfer._agreed(running, self.ordinal, call)
+            if agreed is None:
                 raise transfer._failure or MeshcastError(
                     f"{transfer._op}: the call itself has failed", op=call.op
                 )
-            plan = transfer._reverse_plan if reverse else transfer._plan
-            assert plan is not None  # _agreed() compiled it
+            if not reverse:
+                number.run = agreed.next_run()
+                if transfer._backward is not None:
+                    number.agreed = agreed
             if call.flight is not None:
                 call.flight.plan = transfer._reverse_facts if reverse else transfer._facts
                 call.flight.number = (self.lane, self.ordinal, number.run)
             work, statistics = transfer._medium.start(
                 running,
                 call,
-                plan._core,
-                reverse=reverse,
-                slot=number.slot,
-                lane=self.lane,
+                agreed,
                 ordinal=self.ordinal,
-                descriptor=transfer._descriptor,
+                reverse=reverse,
                 src=filled(self._src),
                 dst=filled(self._dst),
                 timeout=max(call.remaining(), 1e-3),
-                op=call.op,
             )
         except Exception as cause:
             transfer._failure = cause
@@ -356,12 +355,6 @@ def _facts(plan: Plan, rank: int) -> dict[str, Any]:
         "bytes_received": plan.bytes_received(rank),
         "bound": plan.lower_bound,  # seconds
     }
-
-
-def _release_slot(core: weakref.ref[_C.GroupCore], slot: int) -> None:
-    group = core()
-    if group is not None:
-        group.release_slot(slot)
 
 
 def ranks_of(problems: Sequence[Problem]) -> list[int]:

@@ -56,7 +56,7 @@ class PinnedMedium:
     def connect(self, core: _C.GroupCore, call: Call, ordinal: int) -> None:
         pass
 
-    def start(self, core: _C.GroupCore, call: Call, plan: Any, *, reverse: bool, **arguments: Any) -> Started:
+    def start(self, core: _C.GroupCore, call: Call, agreed: _C.AgreedPlan, **arguments: Any) -> Started:
         passage: Passage = call.brought
         try:
             passage.leave(self._group.cause)
@@ -64,7 +64,7 @@ class PinnedMedium:
             core.abort(str(error))  # the others have started it
             raise
         arguments["timeout"] = max(call.remaining(), 1e-3)
-        work = core.start(plan, reverse=reverse, driven=call.driven, **arguments)
+        work = core.start(agreed, driven=call.driven, **arguments)
         return passage.landing(work), lambda: core.stats(work)
 
     def text(self) -> str:

@@ -5,6 +5,8 @@
 #include <vector>
 
 #include "catch.h"
+#include "rounds/cases.h"
+#include "rounds/planned_rounds.h"
 #include "rounds/rank_rounds.h"
 #include "rounds/staging_arena.h"
 #include "rounds/start_queue.h"
@@ -50,4 +52,25 @@ TEST_CASE("memory that is taken again in pieces tells each of them what used it"
   const StagingArena::Buffer behind = arena.take(1, 4, 9);  // where nothing has been
   CHECK(behind.offset == 5 * kUnit);
   CHECK(behind.before.exchange == -1);
+}
+
+TEST_CASE("a plan's rounds are made once for each form of its tensors, as long as it is used", "[rounds]") {
+  const auto plan = std::make_shared<const Plan>(testing::chain_plan(3, 1000));
+  PlannedRounds planned(plan, 1, {0, 1, 2}, {});
+  TensorForms forms = testing::row_major_forms(*plan, 1);
+  const auto first = planned.of(forms);
+  CHECK(first->forms == forms);
+  CHECK(planned.of(forms) == first);
+  TensorForms other = forms;
+  for (int64_t stride = 2; stride < 9; ++stride) {
+    other.destination[0].stride[0] = stride * 8;
+    CHECK(planned.of(other)->forms == other);
+    CHECK(planned.of(forms) == first);
+  }
+  // Eight are kept: of eight new ones, the last takes the place of the first.
+  for (int64_t stride = 10; stride < 18; ++stride) {
+    other.destination[0].stride[0] = stride * 8;
+    planned.of(other);
+  }
+  CHECK(planned.of(forms) != first);
 }

@@ -51,7 +51,7 @@ inline RunLabel label(int number, int32_t lane = 0) {
   RunLabel out;
   out.lane = lane;
   out.ordinal = number;
-  out.op = "test";
+  out.text = std::make_shared<const PlanText>(PlanText{"test", "a test's plan"});
   return out;
 }
 

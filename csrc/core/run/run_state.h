@@ -1,0 +1,89 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "run/program.h"
+#include "transport/transport.h"
+
+namespace meshcast {
+
+// What messages and other ranks call a plan that was agreed on.
+struct PlanText {
+  std::string op;
+  std::string descriptor;  // what the ranks agreed on, in words
+};
+
+// Names a run towards the other ranks and in messages.
+struct RunLabel {
+  int32_t slot = 0;      // agreed number of the plan in the group
+  bool reverse = false;  // backward direction of the same call
+  int32_t lane = 0;
+  int64_t ordinal = 0;                   // number of the call in the lane, those that a rank refused included
+  std::shared_ptr<const PlanText> text;  // never null in a run; shared by all runs of a plan
+
+  const std::string& op() const { return text->op; }
+  const std::string& descriptor() const { return text->descriptor; }
+};
+
+// From now on, in seconds. Capped at a year, so that "no limit" in any spelling cannot overflow the clock.
+TimePoint deadline_after(double seconds);
+
+// What a run is wherever its tensors are: one execution of a program that has a deadline, ends once, with an
+// error or without, and then wakes whoever waits. Thread-safe.
+class RunState {
+ public:
+  RunState(std::shared_ptr<const Program> program, RunLabel label, TimePoint deadline)
+      : program_(std::move(program)), label_(std::move(label)), started_(Clock::now()), deadline_(deadline) {}
+  virtual ~RunState() = default;
+  RunState(const RunState&) = delete;
+  RunState& operator=(const RunState&) = delete;
+
+  const Program& program() const { return *program_; }
+  const RunLabel& label() const { return label_; }
+  TimePoint started() const { return started_; }
+  TimePoint deadline() const { return deadline_; }
+
+  bool ended() const;
+  double seconds() const;  // start to end, or to now
+  std::exception_ptr error() const;
+  bool wait_until(TimePoint limit) const;       // false: still running at `limit`
+  void on_end(std::function<void()> callback);  // at once if it has ended
+
+  virtual int64_t received_bytes() const = 0;
+  int64_t expected_bytes() const { return program_->bytes_received; }
+
+  // After a failure: ends without waiting for what still touches the tensors.
+  virtual void force_end() {}
+
+  // For a thread that is about to wait: lends a hand, see Run.
+  virtual void drive() noexcept {}
+
+ protected:
+  // Marks the end, lets go of the tensors and tells everybody, the last two without the lock. `lock` holds
+  // mutex_.
+  void end(std::unique_lock<std::mutex> lock, std::shared_ptr<void> tensors);
+
+  const std::shared_ptr<const Program> program_;
+  const RunLabel label_;
+  const TimePoint started_;
+  const TimePoint deadline_;
+
+  mutable std::mutex mutex_;  // guards what is below, and what a run adds
+  bool ended_ = false;
+  std::exception_ptr error_;
+
+ private:
+  TimePoint ended_at_{};
+  mutable std::condition_variable changed_;
+  std::vector<std::function<void()>> callbacks_;
+};
+
+}  // namespace meshcast
