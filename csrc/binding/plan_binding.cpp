@@ -6,11 +6,10 @@
 
 #include "binding/bind.h"
 #include "common/error.h"
+#include "memory/element_type.h"
 #include "plan/figures.h"
 #include "plan/plan.h"
 #include "plan/staging.h"
-
-namespace py = pybind11;
 
 namespace meshcast {
 namespace {
@@ -184,9 +183,26 @@ py::tuple copy_tuple(const Plan& plan, int64_t index) {
   return py::make_tuple(copy.rank, copy.tensor, box_tuple(copy.box));
 }
 
+// (dtype, reductions it has, whether kernels cast it) of every row of memory/element_types.def
+py::tuple element_types() {
+  py::list out;
+  for (const ElementTraits& each : kElementTypes) {
+    if (each.type == ElementType::None) continue;
+    py::list reductions;
+    for (const ReduceOp op : {ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product})
+      if (can_reduce(each.type, op)) reductions.append(to_string(op));
+    out.append(py::make_tuple(each.dtype, py::tuple(reductions), each.casts));
+  }
+  return py::tuple(out);
+}
+
 }  // namespace
 
 void bind_plan(py::module_& m) {
+  m.attr("STRATEGIES") = py::tuple(py::cast(strategy_names()));
+  m.attr("BALANCES") = py::tuple(py::cast(balance_names()));
+  m.attr("ELEMENT_TYPES") = element_types();
+
   py::class_<Layout>(m, "Layout")
       .def(py::init(&layout_from), py::arg("mesh_shape"), py::arg("ranks"), py::arg("placements"))
       .def("shards", &shards_list, py::arg("shape"))

@@ -54,23 +54,10 @@ TensorMemory checked_memory(const char* side, const std::optional<at::Tensor>& t
 }  // namespace
 
 ElementType element_type(at::ScalarType type) {
-  switch (type) {
-    case at::kDouble: return ElementType::Float64;
-    case at::kFloat: return ElementType::Float32;
-    case at::kHalf: return ElementType::Float16;
-    case at::kBFloat16: return ElementType::BFloat16;
-    case at::kLong: return ElementType::Int64;
-    case at::kInt: return ElementType::Int32;
-    case at::kShort: return ElementType::Int16;
-    case at::kChar: return ElementType::Int8;
-    case at::kByte: return ElementType::UInt8;
-    case at::kBool: return ElementType::Bool;
-    case at::kComplexFloat: return ElementType::Complex64;
-    case at::kComplexDouble: return ElementType::Complex128;
-    case at::kFloat8_e4m3fn: return ElementType::Float8E4m3;
-    case at::kFloat8_e5m2: return ElementType::Float8E5m2;
-    default: return ElementType::None;
-  }
+#define MESHCAST_ELEMENT_TYPE(name, cpp_type, reductions, casts, at_type, ...) \
+  if (type == at::ScalarType::at_type) return ElementType::name;
+#include "memory/element_types.def"
+  return ElementType::None;
 }
 
 TensorMemory source_memory(const std::optional<at::Tensor>& tensor,

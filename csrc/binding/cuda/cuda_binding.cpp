@@ -5,8 +5,6 @@
 #include "binding/bind.h"
 #include "cuda/kernels/launch.h"
 
-namespace py = pybind11;
-
 namespace meshcast {
 namespace {
 
@@ -47,25 +45,9 @@ cuda::Target target_of(int device, uint64_t stream, int most_blocks) {
 
 void bind_cuda(py::module_& parent) {
   py::module_ m = parent.def_submodule("cuda", "Kernels on strided boxes. Used by meshcast.bench.kernels.");
-  py::enum_<cuda::CastType>(m, "CastType")
-      .value("float32", cuda::CastType::Float32)
-      .value("bfloat16", cuda::CastType::BFloat16)
-      .value("float16", cuda::CastType::Float16)
-      .value("float8_e4m3fn", cuda::CastType::Float8E4m3)
-      .value("float8_e5m2", cuda::CastType::Float8E5m2);
-  py::enum_<ElementType>(m, "ElementType")
-      .value("float64", ElementType::Float64)
-      .value("float32", ElementType::Float32)
-      .value("float16", ElementType::Float16)
-      .value("bfloat16", ElementType::BFloat16)
-      .value("int64", ElementType::Int64)
-      .value("int32", ElementType::Int32)
-      .value("int16", ElementType::Int16)
-      .value("int8", ElementType::Int8)
-      .value("uint8", ElementType::UInt8)
-      .value("bool", ElementType::Bool)
-      .value("complex64", ElementType::Complex64)
-      .value("complex128", ElementType::Complex128);
+  py::enum_<ElementType> types(m, "ElementType");
+  for (const ElementTraits& each : kElementTypes)
+    if (each.type != ElementType::None) types.value(each.dtype, each.type);
   py::enum_<ReduceOp>(m, "ReduceOp")
       .value("sum", ReduceOp::Sum)
       .value("avg", ReduceOp::Avg)
@@ -75,8 +57,8 @@ void bind_cuda(py::module_& parent) {
   m.def("copy_boxes", [](const std::vector<PairNumbers>& pairs, int device, uint64_t stream, int most_blocks) {
     cuda::copy_boxes(pairs_of(pairs), target_of(device, stream, most_blocks));
   });
-  m.def("cast_boxes", [](const std::vector<PairNumbers>& pairs, cuda::CastType from, cuda::CastType to,
-                         int device, uint64_t stream, int most_blocks) {
+  m.def("cast_boxes", [](const std::vector<PairNumbers>& pairs, ElementType from, ElementType to, int device,
+                         uint64_t stream, int most_blocks) {
     cuda::cast_boxes(pairs_of(pairs), from, to, target_of(device, stream, most_blocks));
   });
   m.def("reduce_boxes", [](const std::vector<PairNumbers>& pairs, ElementType type, ReduceOp op, int device,

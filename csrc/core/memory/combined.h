@@ -6,18 +6,11 @@
 #include "common/host_device.h"
 #include "common/numbers.h"
 #include "layout/layout.h"
+#include "memory/element_type.h"
 
 // One step of a reduction, shared by the CPU and the kernels, so that both give the same bits.
 
 namespace meshcast {
-
-// Not std::complex, whose product has special rules for infinities that torch does not follow and that a
-// kernel cannot call.
-template <typename T>
-struct Complex {
-  T re;
-  T im;
-};
 
 template <typename T>
 constexpr bool is_small_float = std::is_same_v<T, BFloat16> || std::is_same_v<T, Half>;

@@ -1,37 +1,88 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
+
+#include "common/error.h"
+#include "common/numbers.h"
+#include "layout/layout.h"
 
 namespace meshcast {
 
 // What the elements of a tensor are: only reductions and casts ask.
 enum class ElementType : uint8_t {
   None,  // unknown, or one that can be neither reduced nor cast
-  Float64,
-  Float32,
-  Float16,
-  BFloat16,
-  Int64,
-  Int32,
-  Int16,
-  Int8,
-  UInt8,
-  Bool,
-  Complex64,
-  Complex128,
-  Float8E4m3,  // torch's float8_e4m3fn
-  Float8E5m2,
+#define MESHCAST_ELEMENT_TYPE(name, ...) name,
+#include "memory/element_types.def"
 };
 
-// Of one element in bytes; 0 for None.
-int64_t size_of(ElementType type);
+// Not std::complex, whose product has special rules for infinities that torch does not follow and that a
+// kernel cannot call.
+template <typename T>
+struct Complex {
+  T re;
+  T im;
+};
 
-// Whether packing and unpacking can cast one into the other: between unlike ones of float32, bfloat16, float16,
-// float8_e4m3fn and float8_e5m2.
+// What reductions a type has.
+enum class Reductions : uint8_t { Never, All, NoMean, NoOrder };
+
+struct ElementTraits {
+  ElementType type = ElementType::None;
+  const char* dtype = "";  // torch's name
+  int64_t bytes = 0;       // of one element
+  Reductions reductions = Reductions::Never;
+  bool casts = false;  // kernels can
+};
+
+inline constexpr ElementTraits kElementTypes[] = {
+    {},
+#define MESHCAST_ELEMENT_TYPE(name, cpp_type, reductions, casts, at_type, dtype) \
+  {ElementType::name, dtype, int64_t{sizeof(cpp_type)}, Reductions::reductions, casts},
+#include "memory/element_types.def"
+};
+
+constexpr const ElementTraits& traits_of(ElementType type) { return kElementTypes[static_cast<size_t>(type)]; }
+
+// Of one element in bytes; 0 for None.
+constexpr int64_t size_of(ElementType type) { return traits_of(type).bytes; }
+
+// Whether partial values of this type have this reduction.
+bool can_reduce(ElementType type, ReduceOp op);
+
+// Whether packing and unpacking can cast one into the other: between unlike floats of 32 bits or less.
 bool can_cast(ElementType from, ElementType to);
 
 // Whether every `wire` that became a `type` is the same `type` again after one more way through `wire`: a rank
 // that forwards what it has unpacked may have to pack it again from there.
 bool returns_through(ElementType wire, ElementType type);
+
+// Calls visit with a value of the C++ type of a type that some reduction takes; all others throw.
+template <typename Visit>
+void visit_reduced(ElementType type, const Visit& visit) {
+  switch (type) {
+#define MESHCAST_ELEMENT_TYPE(name, cpp_type, reductions, ...)                           \
+  case ElementType::name:                                                                \
+    if constexpr (Reductions::reductions != Reductions::Never) return visit(cpp_type{}); \
+    break;
+#include "memory/element_types.def"
+    case ElementType::None: break;
+  }
+  throw Error(ErrorKind::Generic, "a reduction of elements of a type that has none was started");
+}
+
+// The same for types that kernels cast.
+template <typename Visit>
+void visit_cast(ElementType type, const Visit& visit) {
+  switch (type) {
+#define MESHCAST_ELEMENT_TYPE(name, cpp_type, reductions, casts, ...) \
+  case ElementType::name:                                             \
+    if constexpr (casts) return visit(cpp_type{});                    \
+    break;
+#include "memory/element_types.def"
+    case ElementType::None: break;
+  }
+  throw Error(ErrorKind::Generic, "no kernel casts between these types: cast before the transfer");
+}
 
 }  // namespace meshcast

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <type_traits>
 
-#include "common/error.h"
 #include "memory/combined.h"
 
 namespace meshcast {
@@ -48,47 +47,12 @@ void divide_block(std::byte* carried, int64_t n, int64_t count) {
   }
 }
 
-// Calls visit with a value of the C++ type.
-template <typename Visit>
-void with_type(ElementType type, const Visit& visit) {
-  switch (type) {
-    case ElementType::Float64: return visit(double{});
-    case ElementType::Float32: return visit(float{});
-    case ElementType::Float16: return visit(Half{});
-    case ElementType::BFloat16: return visit(BFloat16{});
-    case ElementType::Int64: return visit(int64_t{});
-    case ElementType::Int32: return visit(int32_t{});
-    case ElementType::Int16: return visit(int16_t{});
-    case ElementType::Int8: return visit(int8_t{});
-    case ElementType::UInt8: return visit(uint8_t{});
-    case ElementType::Bool: return visit(bool{});
-    case ElementType::Complex64: return visit(Complex<float>{});
-    case ElementType::Complex128: return visit(Complex<double>{});
-    case ElementType::Float8E4m3:
-    case ElementType::Float8E5m2:
-    case ElementType::None: break;
-  }
-  throw Error(ErrorKind::Generic, "a reduction of elements of a type that has none was started");
-}
-
 }  // namespace
-
-bool can_reduce(ElementType type, ReduceOp op) {
-  switch (type) {
-    case ElementType::Float8E4m3:
-    case ElementType::Float8E5m2:
-    case ElementType::None: return false;
-    case ElementType::Bool: return op != ReduceOp::Avg;
-    case ElementType::Complex64:
-    case ElementType::Complex128: return op != ReduceOp::Min && op != ReduceOp::Max;
-    default: return true;
-  }
-}
 
 void combine(const StridedView& own, std::byte* carried, ElementType type, ReduceOp op) {
   const int64_t nbytes = own.nbytes();
   const auto combine_range = [&](const std::byte* from, int64_t offset, int64_t n) {
-    with_type(type, [&](auto element) {
+    visit_reduced(type, [&](auto element) {
       combine_block<decltype(element)>(op, from, carried + offset, n / static_cast<int64_t>(sizeof(element)));
     });
   };
@@ -104,7 +68,7 @@ void combine(const StridedView& own, std::byte* carried, ElementType type, Reduc
 }
 
 void divide(std::byte* carried, int64_t nbytes, ElementType type, int64_t count) {
-  with_type(type, [&](auto element) {
+  visit_reduced(type, [&](auto element) {
     if constexpr (!std::is_same_v<decltype(element), bool>)
       divide_block<decltype(element)>(carried, nbytes / static_cast<int64_t>(sizeof(element)), count);
   });

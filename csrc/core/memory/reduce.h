@@ -9,9 +9,6 @@
 
 namespace meshcast {
 
-// Complex numbers have no order, truth values no mean, and the narrowest floats are not added up.
-bool can_reduce(ElementType type, ReduceOp op);
-
 // carried = op(own, carried), element by element; `carried` is packed like `own`. Avg adds, see divide(). Each
 // step is rounded to the type, as in a collective of torch; min and max pass a NaN on; sums of integers wrap
 // around; those of truth values are "or".

@@ -123,13 +123,21 @@ std::string hash_plan(const Plan& plan) {
   return hasher.hex();
 }
 
-// The strategies to try. All of the paper's come before the search among trees, which ends early where one of
-// them is good. Plans too large to be made many times start with the cheapest and end with the first good one.
+// The strategies to try, in this order.
 std::vector<Strategy> candidates(Strategy asked, bool large) {
   if (asked != Strategy::Auto) return {asked};
-  if (large) return {Strategy::SendRecv, Strategy::Multicast, Strategy::Broadcast};
-  return {Strategy::SendRecv, Strategy::Broadcast, Strategy::LocalAllGather, Strategy::GlobalAllGather,
-          Strategy::Multicast};
+  std::vector<std::pair<int, Strategy>> turns;
+  const auto add = [&](Strategy strategy, int turn, int turn_if_large) {
+    const int mine = large ? turn_if_large : turn;
+    if (mine > 0) turns.emplace_back(mine, strategy);
+  };
+#define MESHCAST_STRATEGY(name, text, draft, ...) add(Strategy::name, __VA_ARGS__);
+#define MESHCAST_SEARCH(name, text, ...) add(Strategy::name, __VA_ARGS__);
+#include "plan/strategies.def"
+  std::sort(turns.begin(), turns.end());
+  std::vector<Strategy> out;
+  for (const auto& [turn, strategy] : turns) out.push_back(strategy);
+  return out;
 }
 
 // Hops of the gathers, which cut a box into a part for every receiver and pass each part to all of them.
@@ -143,14 +151,9 @@ int64_t count_gather_hops(const Inputs& in) {
 }
 
 Draft make_draft(Strategy strategy, const Inputs& in) {
-  switch (strategy) {
-    case Strategy::SendRecv: return draft_send_recv(in);
-    case Strategy::Broadcast: return draft_broadcast(in);
-    case Strategy::LocalAllGather: return draft_local_all_gather(in);
-    case Strategy::GlobalAllGather: return draft_global_all_gather(in);
-    case Strategy::Multicast:
-    case Strategy::Auto: break;
-  }
+#define MESHCAST_STRATEGY(name, text, draft, ...) \
+  if (strategy == Strategy::name) return draft(in);
+#include "plan/strategies.def"
   throw LayoutError(std::string("strategy ") + to_string(strategy) + " has no fixed routes");
 }
 

@@ -1,6 +1,7 @@
 #include <array>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "common/error.h"
 #include "plan/plan.h"
@@ -8,13 +9,11 @@
 namespace meshcast {
 namespace {
 
-constexpr std::array<std::pair<Strategy, const char*>, 6> kStrategies{
-    {{Strategy::Auto, "auto"},
-     {Strategy::Multicast, "multicast"},
-     {Strategy::Broadcast, "broadcast"},
-     {Strategy::SendRecv, "send_recv"},
-     {Strategy::LocalAllGather, "local_all_gather"},
-     {Strategy::GlobalAllGather, "global_all_gather"}}};
+constexpr std::pair<Strategy, const char*> kStrategies[] = {
+#define MESHCAST_STRATEGY(name, text, ...) {Strategy::name, text},
+#define MESHCAST_SEARCH(name, text, ...) {Strategy::name, text},
+#include "plan/strategies.def"
+};
 constexpr std::array<std::pair<Balance, const char*>, 4> kBalances{{{Balance::None, "none"},
                                                                     {Balance::Size, "size"},
                                                                     {Balance::Greedy, "greedy"},
@@ -35,21 +34,28 @@ auto parse(const Table& table, const std::string& name, const char* what) {
   throw LayoutError(std::string("unknown ") + what + " '" + name + "': allowed are " + allowed);
 }
 
+template <typename Table, typename Value>
+const char* text_of(const Table& table, Value wanted) {
+  for (const auto& [value, text] : table) {
+    if (value == wanted) return text;
+  }
+  return "unknown";
+}
+
+template <typename Table>
+std::vector<std::string> names_of(const Table& table) {
+  std::vector<std::string> out;
+  for (const auto& [value, text] : table) out.emplace_back(text);
+  return out;
+}
+
 }  // namespace
 
-const char* to_string(Strategy strategy) {
-  for (const auto& [value, text] : kStrategies) {
-    if (value == strategy) return text;
-  }
-  return "unknown";
-}
+const char* to_string(Strategy strategy) { return text_of(kStrategies, strategy); }
+const char* to_string(Balance balance) { return text_of(kBalances, balance); }
 
-const char* to_string(Balance balance) {
-  for (const auto& [value, text] : kBalances) {
-    if (value == balance) return text;
-  }
-  return "unknown";
-}
+std::vector<std::string> strategy_names() { return names_of(kStrategies); }
+std::vector<std::string> balance_names() { return names_of(kBalances); }
 
 Strategy parse_strategy(const std::string& name) { return parse(kStrategies, name, "strategy"); }
 Balance parse_balance(const std::string& name) { return parse(kBalances, name, "balance"); }

@@ -10,7 +10,11 @@
 
 namespace meshcast {
 
-enum class Strategy : uint8_t { Auto, Multicast, Broadcast, SendRecv, LocalAllGather, GlobalAllGather };
+enum class Strategy : uint8_t {
+#define MESHCAST_STRATEGY(name, ...) name,
+#define MESHCAST_SEARCH(name, ...) name,
+#include "plan/strategies.def"
+};
 enum class Balance : uint8_t { None, Size, Greedy, Search };
 
 // One tensor to move. A plan moves one or many.
@@ -116,6 +120,8 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
 
 const char* to_string(Strategy strategy);
 const char* to_string(Balance balance);
+std::vector<std::string> strategy_names();  // "auto" first
+std::vector<std::string> balance_names();
 Strategy parse_strategy(const std::string& name);  // throws LayoutError naming what is allowed
 Balance parse_balance(const std::string& name);
 ReduceOp parse_reduce_op(const std::string& name);

@@ -10,17 +10,6 @@
 namespace meshcast {
 namespace {
 
-cuda::CastType cast_type(ElementType type) {
-  switch (type) {
-    case ElementType::Float32: return cuda::CastType::Float32;
-    case ElementType::BFloat16: return cuda::CastType::BFloat16;
-    case ElementType::Float16: return cuda::CastType::Float16;
-    case ElementType::Float8E4m3: return cuda::CastType::Float8E4m3;
-    case ElementType::Float8E5m2: return cuda::CastType::Float8E5m2;
-    default: throw Error(ErrorKind::Generic, "no kernel casts between these types: cast before the transfer");
-  }
-}
-
 // Calls `launch(begin, end)` for each longest range of equal keys.
 template <class Item, class Key, class Launch>
 void by_key(std::span<const Item> items, const Key& key, const Launch& launch) {
@@ -149,7 +138,7 @@ void CudaDevice::move_boxes(Stream stream, std::span<const BoxMove> boxes) {
     if (first.from_type == first.to_type)
       cuda::copy_boxes(pairs_, target(stream));
     else
-      cuda::cast_boxes(pairs_, cast_type(first.from_type), cast_type(first.to_type), target(stream));
+      cuda::cast_boxes(pairs_, first.from_type, first.to_type, target(stream));
   });
 }
 

@@ -21,16 +21,13 @@ struct Target {
   bool load_only = false;  // see load_kernels()
 };
 
-// The formats that cast_boxes converts between.
-enum class CastType : uint8_t { Float32, BFloat16, Float16, Float8E4m3, Float8E5m2 };
-
 // to = from, byte by byte; the elements of a pair have one size, any size. Pack and unpack are the cases where
 // one side is packed (packed_like). A plain run or wide rows go to the copy engine, all others share launches.
 void copy_boxes(std::span<const BoxPair> pairs, const Target& target);
 
 // The same with a conversion on the way, rounded to nearest even as by torch.Tensor.to of the torch that
-// this was built for. Types must differ.
-void cast_boxes(std::span<const BoxPair> pairs, CastType from, CastType to, const Target& target);
+// this was built for. can_cast(from, to) must hold.
+void cast_boxes(std::span<const BoxPair> pairs, ElementType from, ElementType to, const Target& target);
 
 // to = op(from, to), element by element: what combine() of memory/reduce.h does on the CPU, bit for bit except
 // in NaNs. Avg adds; divide_boxes ends it. can_reduce(type, op) must hold.

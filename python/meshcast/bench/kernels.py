@@ -15,6 +15,7 @@ import torch
 from .. import _C
 from ..base.checks import dtype_name
 from ..errors import LayoutError
+from ..transfers.element_types import CASTS, REDUCTIONS
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -45,7 +46,8 @@ def cast(pairs: Sequence[Pair], most_blocks: int = 0) -> None:
     """
     if not pairs:
         return
-    types = _kernels().CastType.__members__
+    known = _kernels().ElementType.__members__
+    types = {name: known[name] for name in map(dtype_name, CASTS)}
     source, destination = (_only_dtype([pair[side] for pair in pairs], types, "cast") for side in (0, 1))
     _kernels().cast_boxes(_pairs(pairs), source, destination, *_target(pairs[0][1], most_blocks))
 
@@ -55,9 +57,7 @@ def reduce(pairs: Sequence[Pair], op: str, most_blocks: int = 0) -> None:
     if not pairs:
         return
     kernels = _kernels()
-    dtype = _only_dtype(
-        [tensor for pair in pairs for tensor in pair], kernels.ElementType.__members__, "reduce"
-    )
+    dtype = _only_dtype([tensor for pair in pairs for tensor in pair], _reduced(), "reduce")
     operation = kernels.ReduceOp.__members__[op]
     kernels.reduce_boxes(_pairs(pairs), dtype, operation, *_target(pairs[0][1], most_blocks))
 
@@ -66,7 +66,7 @@ def divide(tensors: Sequence[torch.Tensor], count: int, most_blocks: int = 0) ->
     """Divide every element in place by `count`; integers round towards zero."""
     if not tensors:
         return
-    dtype = _only_dtype(tensors, _kernels().ElementType.__members__, "divide")
+    dtype = _only_dtype(tensors, _reduced(), "divide")
     views = [_view(tensor) for tensor in tensors]
     _kernels().divide_boxes(views, dtype, count, *_target(tensors[0], most_blocks))
 
@@ -75,6 +75,11 @@ def _kernels() -> Any:
     if not available():
         raise LayoutError("this build of meshcast has no CUDA code: build it with a CUDA torch and nvcc")
     return _C.cuda
+
+
+def _reduced() -> dict[str, Any]:
+    known = _kernels().ElementType.__members__
+    return {name: known[name] for name in map(dtype_name, REDUCTIONS)}
 
 
 def _view(tensor: torch.Tensor) -> tuple[int, int, list[int], list[int]]:

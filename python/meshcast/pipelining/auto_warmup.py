@@ -14,7 +14,8 @@ from meshcast.pipelining.costs import Costs
 from meshcast.pipelining.errors import ScheduleError
 from meshcast.pipelining.event_simulation import Simulation
 from meshcast.pipelining.lower import Link, lower
-from meshcast.pipelining.orders import Warmup, build, canonical_name
+from meshcast.pipelining.orders import build, spec_of
+from meshcast.pipelining.orders.warmup import Warmup
 
 __all__ = ["AutoWarmup", "Budget", "check_budget", "resolve_warmup"]
 
@@ -40,7 +41,7 @@ def resolve_warmup(
     """
     if not isinstance(warmup, str) or warmup != "auto":
         return warmup
-    if canonical_name(name) not in ("1F1B", "Eager1F1B"):
+    if not spec_of(name).warmup_by_stage:
         raise ScheduleError(f'warmup="auto" chooses between 1F1B and Eager1F1B, {name} has no such choice')
     limits = _limits(budget, stages)
     for stage, limit in enumerate(limits):

@@ -135,15 +135,8 @@ class ScheduleInterleaved1F1B(PipelineScheduleMulti):
 
 _CLASSES: dict[str, type[PipelineSchedule]] = {
     cls.name.lower(): cls
-    for cls in (
-        ScheduleGPipe,
-        Schedule1F1B,
-        ScheduleEager1F1B,
-        ScheduleZBH1,
-        ScheduleZBH2,
-        ScheduleZBV,
-        ScheduleInterleaved1F1B,
-    )
+    for base in (PipelineScheduleSingle, PipelineScheduleMulti)
+    for cls in base.__subclasses__()
 }
 _CLASSES["zbvzerobubble"] = ScheduleZBV  # torch's name for it
 

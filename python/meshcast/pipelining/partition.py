@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 from meshcast.layout import Layout
 from meshcast.pipelining.errors import ScheduleError
 from meshcast.pipelining.lower import Link
+from meshcast.pipelining.orders import spec_of
 from meshcast.pipelining.partition_search import Cut, best_cut, even
 from meshcast.pipelining.simulate import SimulationReport, simulate
 from meshcast.planning.plan import plan_many
@@ -133,7 +134,7 @@ def partition(
         )
     if samples < 1:
         raise ScheduleError(f"samples must be at least 1, found {samples}")
-    if schedule in ("Interleaved1F1B", "ZBV"):
+    if spec_of(schedule).stacked:
         raise ScheduleError(f"{schedule} has several stages on a rank; partition() gives each stage its own")
     uses = _uses(layers)
     evaluator = _Evaluator(layers, uses, topology, microbatches, samples, schedule, delay_weight_grad)

@@ -12,7 +12,7 @@ from meshcast.pipelining.action import Actions
 from meshcast.pipelining.auto_warmup import AutoWarmup, Budget, check_budget, resolve_warmup
 from meshcast.pipelining.costs import Costs
 from meshcast.pipelining.lower import AHEAD, Link, lower, stage_ranks
-from meshcast.pipelining.orders import build, forward_only, has_open_ranks
+from meshcast.pipelining.orders import build, forward_only, spec_of
 from meshcast.pipelining.simulate import SimulationReport, simulate_actions
 from meshcast.pipelining.validate import validate
 
@@ -89,7 +89,7 @@ class Recipe:
             self.name,
             self.stages,
             self.microbatches,
-            ranks=rows if has_open_ranks(self.name) else None,
+            ranks=rows if spec_of(self.name).open_ranks else None,
             warmup=warmup,
             delay_weight_grad=self.delayed,
         )

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from .. import _C
 from ..base import checks
 from ..errors import LayoutError
 from ..layout import Layout
@@ -17,9 +18,6 @@ from ..topology import DEFAULT, Host, Nic, Topology
 from . import cache, views
 from .cache import PlanCacheInfo, plan_cache_clear, plan_cache_info
 from .views import LocalCopy, Task, Transfer
-
-if TYPE_CHECKING:
-    from .. import _C
 
 __all__ = [
     "LocalCopy",
@@ -34,8 +32,7 @@ __all__ = [
     "plan_many",
 ]
 
-STRATEGIES = ("auto", "multicast", "broadcast", "send_recv", "local_all_gather", "global_all_gather")
-BALANCES = ("none", "size", "greedy", "search")
+STRATEGIES, BALANCES = _C.STRATEGIES, _C.BALANCES
 
 
 class Problem(NamedTuple):
@@ -61,8 +58,6 @@ class Plan:
     `Plan.from_json`."""
 
     def __init__(self, problems: Sequence[Problem], topology: Topology, options: Options) -> None:
-        from .. import _C
-
         self.problems: tuple[Problem, ...] = tuple(problems)
         self.topology = topology
         self.options = options

@@ -13,27 +13,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..errors import LayoutError
 from ..layout import Layout
+from ..transfers.element_types import REDUCTIONS
 from ..transfers.shards import settled
 
 __all__ = ["Reduction", "check_reducible", "reduced_layout", "reduction_inside", "tensor_spec"]
-
-# Types of which partial values can be reduced (csrc/core/memory/reduce.h), and operations that some lack:
-# truth values have no mean, complex numbers no order.
-_REDUCED = {
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-}
-_NOT_FOR = {torch.bool: {"avg"}, torch.complex64: {"min", "max"}, torch.complex128: {"min", "max"}}
 
 
 def check_reducible(layout: Layout, dtype: torch.dtype, op: str) -> None:
@@ -42,7 +25,7 @@ def check_reducible(layout: Layout, dtype: torch.dtype, op: str) -> None:
     for size, placement in zip(layout.mesh_shape, layout.placements, strict=True):
         if not isinstance(placement, Partial) or size == 1:
             continue
-        if dtype not in _REDUCED or placement.reduce_op in _NOT_FOR.get(dtype, ()):
+        if placement.reduce_op not in REDUCTIONS.get(dtype, ()):
             raise LayoutError(
                 f"{op}: a source of dtype {dtype} cannot be reduced by Partial({placement.reduce_op!r})"
             )

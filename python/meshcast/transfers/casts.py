@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..base.checks import dtype_name
+from .element_types import CASTS
 
 if TYPE_CHECKING:
     from .gpu_offer import DeviceTypes
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["Casts", "Ends", "Types", "ends_of", "types_of", "types_text"]
 
 Types = tuple[torch.dtype, torch.dtype, torch.dtype]  # of a tensor: source, on the way, destination
-
-# Between these, kernels cast while they pack and unpack (csrc/core/memory/element_type.h has the same list).
-_FORMATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
 
 
 class Ends(NamedTuple):
@@ -50,7 +48,7 @@ def ends_of(
     that travelled. float16 that becomes bfloat16 only where it arrives, as after a sum in float16, is left to
     torch too: a rank forwards what it has unpacked, and 65504 would become infinite there.
     """
-    cast_by_kernels = device_types == ("cuda", "cuda") and _FORMATS.issuperset({source, destination})
+    cast_by_kernels = device_types == ("cuda", "cuda") and CASTS.issuperset({source, destination})
     too_wide = source == wire == torch.float16 and destination == torch.bfloat16
     if not cast_by_kernels or too_wide or scale != 1.0:
         return Ends(wire, wire)

@@ -183,22 +183,12 @@ class FakeCluster {
 
 // One number into another format, as torch does it where too large ones for float8_e4m3fn become 448.
 inline void cast_element(const std::byte* from, ElementType from_type, std::byte* to, ElementType to_type) {
-  const auto with = [](ElementType type, const auto& visit) {
-    switch (type) {
-      case ElementType::Float32: return visit(float{});
-      case ElementType::BFloat16: return visit(BFloat16{});
-      case ElementType::Float16: return visit(Half{});
-      case ElementType::Float8E4m3: return visit(Float8E4m3<true>{});
-      case ElementType::Float8E5m2: return visit(Float8E5m2{});
-      default: throw Error(ErrorKind::Generic, "a cast that no kernel does was started");
-    }
-  };
   float number = 0;
-  with(from_type, [&](auto value) {
+  visit_cast(from_type, [&](auto value) {
     std::memcpy(&value, from, sizeof value);
     number = to_float(value);
   });
-  with(to_type, [&](auto value) {
+  visit_cast(to_type, [&](auto value) {
     round_to(number, &value);
     std::memcpy(to, &value, sizeof value);
   });

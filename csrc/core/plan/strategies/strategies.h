@@ -27,20 +27,10 @@ struct Inputs {
   const Task& lead(const Bundle& bundle) const { return tasks[static_cast<size_t>(bundle.tasks.front())]; }
 };
 
-// One unicast per receiver from the least loaded holder; a holder on the receiver's host comes first.
-Draft draft_send_recv(const Inputs& in);
+#define MESHCAST_STRATEGY(name, text, draft, ...) Draft draft(const Inputs& in);
+#include "plan/strategies.def"
 
-// Each receiving host gets every box once, its ranks a part each, which then go round a ring inside the host.
-Draft draft_local_all_gather(const Inputs& in);
-
-// Each receiver gets a part of every box; the parts then go round a ring of all receivers, host by host.
-Draft draft_global_all_gather(const Inputs& in);
-
-// One chunk-pipelined chain per task from one holder through all receivers, host by host; senders and order as
-// in the paper (see solve_paper_order).
-Draft draft_broadcast(const Inputs& in);
-
-// Ours: every chunk takes a tree of its own, so that all NICs finish together (see TreeBuilder for `fan`).
+// A kind of trees, one for every chunk, see TreeBuilder for `fan`.
 // `steady` asks the scheduler to let all tasks advance at the same pace; without it the busiest ports come
 // first throughout.
 struct TreeStyle {

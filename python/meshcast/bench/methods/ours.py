@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshcast.groups.parent import parent_group
+from meshcast.planning.plan import STRATEGIES
 from meshcast.resharding.local import reshard_local
 from meshcast.transfers.make import new_transfer
 from meshcast.transfers.persistent import PersistentTransfer, PlanOptions, Problem
@@ -18,7 +19,6 @@ from ..groups import Groups
 from ..move import Batch, Move
 from .method import Method
 
-STRATEGIES = ("auto", "multicast", "broadcast", "send_recv", "local_all_gather", "global_all_gather")
 BALANCES = ("none", "size", "search")  # of broadcast, beside the usual "greedy"
 LIMIT = (
     90.0  # seconds; less than a session waits (benchmarks/session.py), so that the error says who is missing

@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 from meshcast.pipelining.action import ActionKind, Actions
 from meshcast.pipelining.errors import ScheduleError
+from meshcast.pipelining.orders import eager_1f1b, gpipe, interleaved, one_f_one_b, zb_v, zero_bubble
 from meshcast.pipelining.orders.delay import delay_weights
-from meshcast.pipelining.orders.eager_1f1b import eager_1f1b
-from meshcast.pipelining.orders.gpipe import gpipe
-from meshcast.pipelining.orders.interleaved import interleaved_1f1b
-from meshcast.pipelining.orders.one_f_one_b import one_f_one_b
+from meshcast.pipelining.orders.spec import OrderSpec
 from meshcast.pipelining.orders.warmup import Warmup
-from meshcast.pipelining.orders.zb_v import zb_v
-from meshcast.pipelining.orders.zero_bubble import zb_h1, zb_h2
 
-__all__ = [
-    "SCHEDULES",
-    "Warmup",
-    "build",
-    "canonical_name",
-    "delay_weights",
-    "eager_1f1b",
-    "forward_only",
-    "gpipe",
-    "has_open_ranks",
-    "interleaved_1f1b",
-    "one_f_one_b",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-]
+__all__ = ["SCHEDULES", "build", "delay_weights", "forward_only", "spec_of"]
 
-_FIXED: dict[str, Callable[[int, int], Actions]] = {
-    "GPipe": gpipe,
-    "ZBH1": zb_h1,
-    "ZBH2": zb_h2,
-    "ZBV": zb_v,
+
+def forward_only(actions: Actions) -> Actions:
+    """What evaluation runs of a schedule: its forwards in their order."""
+    return {rank: [action for action in row if action.kind is ActionKind.F] for rank, row in actions.items()}
+
+
+def _forward_only(stages: int, microbatches: int) -> Actions:
+    return forward_only(gpipe.gpipe(stages, microbatches))
+
+
+_SPECS = {
+    spec.name: spec
+    for spec in (
+        gpipe.SPEC,
+        one_f_one_b.SPEC,
+        eager_1f1b.SPEC,
+        zero_bubble.SPEC_H1,
+        zero_bubble.SPEC_H2,
+        zb_v.SPEC,
+        interleaved.SPEC,
+        OrderSpec("ForwardOnly", _forward_only),
+    )
 }
-_WARMED: dict[str, Callable[..., Actions]] = {"1F1B": one_f_one_b, "Eager1F1B": eager_1f1b}
-_INTERLEAVED = "Interleaved1F1B"
 
-SCHEDULES = ("GPipe", "1F1B", "Eager1F1B", "ZBH1", "ZBH2", "ZBV", _INTERLEAVED, "ForwardOnly")
+SCHEDULES = tuple(_SPECS)
 
 
 def build(
@@ -64,40 +60,25 @@ def build(
     Raises:
         ScheduleError: unknown name (lists those there are), or an option that the schedule does not have.
     """
-    known = canonical_name(name)
-    given = {} if warmup is None else {"warmup": warmup}
-    if known == _INTERLEAVED:
-        if ranks is None and stages % 2:
-            raise ScheduleError(
-                f"{known}: {stages} stages are not two on each rank; say how many ranks there are (ranks=)"
-            )
-        actions = interleaved_1f1b(stages, microbatches, stages // 2 if ranks is None else ranks, **given)
-    elif known in _WARMED:
-        actions = _WARMED[known](stages, microbatches, **given)
-    elif given:
-        raise ScheduleError(f"{known} has no warm-up to choose, found {warmup!r}")
-    elif known in _FIXED:
-        actions = _FIXED[known](stages, microbatches)
-    else:
-        actions = forward_only(gpipe(stages, microbatches))
+    spec = spec_of(name)
+    options: dict[str, Any] = {}
+    if warmup is not None:
+        if not spec.has_warmup:
+            raise ScheduleError(f"{spec.name} has no warm-up to choose, found {warmup!r}")
+        options["warmup"] = warmup
+    if spec.open_ranks:
+        options["ranks"] = ranks
+    actions = spec.order(stages, microbatches, **options)
     if ranks is not None and len(actions) != ranks:
-        raise ScheduleError(f"{known} with {stages} stages runs on {len(actions)} ranks, found ranks={ranks}")
+        raise ScheduleError(
+            f"{spec.name} with {stages} stages runs on {len(actions)} ranks, found ranks={ranks}"
+        )
     return delay_weights(actions) if delay_weight_grad else actions
 
 
-def canonical_name(name: str) -> str:
-    """The name as written in `SCHEDULES`. Raises ScheduleError that lists them."""
-    for known in SCHEDULES:
+def spec_of(name: str) -> OrderSpec:
+    """Of a schedule; case does not matter. Raises ScheduleError that lists those there are."""
+    for known, spec in _SPECS.items():
         if known.lower() == name.lower():
-            return known
+            return spec
     raise ScheduleError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
-
-
-def has_open_ranks(name: str) -> bool:
-    """Whether a schedule leaves the number of ranks open: `build` then takes ``ranks``."""
-    return canonical_name(name) == _INTERLEAVED
-
-
-def forward_only(actions: Actions) -> Actions:
-    """What evaluation runs of a schedule: its forwards in their order."""
-    return {rank: [action for action in row if action.kind is ActionKind.F] for rank, row in actions.items()}

@@ -24,9 +24,13 @@ from __future__ import annotations
 
 from meshcast.pipelining.action import Actions
 from meshcast.pipelining.orders.one_f_one_b import one_f_one_b
+from meshcast.pipelining.orders.spec import OrderSpec
 from meshcast.pipelining.orders.warmup import Warmup
 
 
 def eager_1f1b(stages: int, microbatches: int, warmup: Warmup = "eager") -> Actions:
     """Compute actions of each rank; rank i runs stage i. For `warmup` see `warmup_of_stages`."""
     return one_f_one_b(stages, microbatches, warmup)
+
+
+SPEC = OrderSpec("Eager1F1B", eager_1f1b, has_warmup=True, warmup_by_stage=True)

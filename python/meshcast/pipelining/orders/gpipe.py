@@ -18,6 +18,7 @@ data.
 from __future__ import annotations
 
 from meshcast.pipelining.action import ActionKind, Actions
+from meshcast.pipelining.orders.spec import OrderSpec
 from meshcast.pipelining.orders.warmup import check_sizes, microbatches_of
 
 
@@ -29,3 +30,6 @@ def gpipe(stages: int, microbatches: int) -> Actions:
         + microbatches_of(stage, ActionKind.B, microbatches)
         for stage in range(stages)
     }
+
+
+SPEC = OrderSpec("GPipe", gpipe)

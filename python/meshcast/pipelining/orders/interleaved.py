@@ -24,17 +24,26 @@ from __future__ import annotations
 
 from meshcast.pipelining.action import Action, ActionKind, Actions
 from meshcast.pipelining.errors import ScheduleError
+from meshcast.pipelining.orders.spec import OrderSpec
 from meshcast.pipelining.orders.warmup import Warmup, alternate, check_sizes
 
 _PER_HOP = {"1f1b": 1, "eager": 2}
 
 
-def interleaved_1f1b(stages: int, microbatches: int, ranks: int, warmup: Warmup = "eager") -> Actions:
+def interleaved_1f1b(
+    stages: int, microbatches: int, ranks: int | None = None, warmup: Warmup = "eager"
+) -> Actions:
     """Compute actions of each rank; rank r runs stages r, r + ranks, r + 2 ranks, ...
 
-    Raises ScheduleError unless the ranks divide the stages.
+    ranks: default half the stages, two on each. Raises ScheduleError unless the ranks divide the stages.
     """
     check_sizes(stages, microbatches)
+    if ranks is None and stages % 2:
+        raise ScheduleError(
+            f"Interleaved1F1B: {stages} stages are not two on each rank; say how many ranks there are "
+            "(ranks=)"
+        )
+    ranks = stages // 2 if ranks is None else ranks
     if ranks < 1 or stages % ranks:
         raise ScheduleError(
             f"interleaved 1F1B has equally many stages on each rank: {ranks} ranks do not divide "
@@ -61,3 +70,6 @@ def _at(step: int, rank: int, ranks: int, chunks: int, kind: ActionKind) -> Acti
     if kind is ActionKind.B:
         chunk = chunks - 1 - chunk
     return Action(chunk * ranks + rank, kind, group * ranks + microbatch)
+
+
+SPEC = OrderSpec("Interleaved1F1B", interleaved_1f1b, has_warmup=True, open_ranks=True, stacked=True)

@@ -19,6 +19,7 @@ Fewer micro-batches than stages are allowed (torch's class refuses them); the wa
 from __future__ import annotations
 
 from meshcast.pipelining.action import ActionKind, Actions
+from meshcast.pipelining.orders.spec import OrderSpec
 from meshcast.pipelining.orders.warmup import (
     Warmup,
     alternate,
@@ -39,3 +40,6 @@ def one_f_one_b(stages: int, microbatches: int, warmup: Warmup = "1f1b") -> Acti
         )
         for stage, count in enumerate(warmup_of_stages(warmup, stages, microbatches))
     }
+
+
+SPEC = OrderSpec("1F1B", one_f_one_b, has_warmup=True, warmup_by_stage=True)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from meshcast.pipelining.action import Action, ActionKind, Actions
 from meshcast.pipelining.errors import ScheduleError
+from meshcast.pipelining.orders.spec import OrderSpec
 from meshcast.pipelining.orders.warmup import check_sizes
 
 F, I, W = ActionKind.F, ActionKind.I, ActionKind.W  # noqa: E741
@@ -88,3 +89,6 @@ class _Row:
 
     def _left(self, stage: int, kind: ActionKind) -> bool:
         return self._next[stage, kind] < self._microbatches
+
+
+SPEC = OrderSpec("ZBV", zb_v, stacked=True)

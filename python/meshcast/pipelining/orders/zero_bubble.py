@@ -34,6 +34,7 @@ and 3.
 from __future__ import annotations
 
 from meshcast.pipelining.action import Action, ActionKind, Actions
+from meshcast.pipelining.orders.spec import OrderSpec
 from meshcast.pipelining.orders.warmup import check_sizes
 
 
@@ -65,3 +66,7 @@ def _row(stage: int, warmup: int, lag: int, stages: int, microbatches: int) -> l
         if microbatch + warmup < length:
             row.append(Action(stage, ActionKind.F, microbatch + warmup))
     return [action for action in row if action.microbatch < microbatches]
+
+
+SPEC_H1 = OrderSpec("ZBH1", zb_h1)
+SPEC_H2 = OrderSpec("ZBH2", zb_h2)
