@@ -1,9 +1,17 @@
-"""The examples of docs/resharding.md, in four processes, in the order of the page."""
+"""The examples of docs/resharding.md, in their order, and those of the docstrings; on four ranks."""
 
 from __future__ import annotations
 
+import inspect
 import re
+import textwrap
 from pathlib import Path
+
+import meshcast
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "resharding.md"
 _names: dict = {}
@@ -22,4 +30,42 @@ def _running(index: int, text: str):
     return case
 
 
-CASES = [_running(index, text) for index, text in enumerate(blocks())]
+# Functions whose docstrings have an example. It may use what a script of this kind has imported anyhow.
+DOCUMENTED = (
+    "backward",
+    "measure_topology",
+    "plan",
+    "plan_many",
+    "prepare",
+    "reshard",
+    "reshard_",
+    "reshard_local",
+    "reshard_many",
+    "reshard_state_dict",
+)
+IMPORTED = {
+    "torch": torch,
+    "dist": dist,
+    "meshcast": meshcast,
+    "DeviceMesh": DeviceMesh,
+    "Replicate": Replicate,
+    "Shard": Shard,
+    "distribute_tensor": distribute_tensor,
+}
+
+
+def _documented(name: str):
+    text = inspect.getdoc(getattr(meshcast, name)) or ""
+    (example,) = re.findall(r"^Example.*::\n\n((?:    .*\n|\n)+)", text + "\n", re.MULTILINE)
+
+    def case(context) -> None:  # noqa: ARG001
+        exec(compile(textwrap.dedent(example), f"meshcast.{name}", "exec"), dict(IMPORTED))
+
+    case.__name__ = f"docstring_of_{name}"
+    return case
+
+
+CASES = [
+    *[_running(index, text) for index, text in enumerate(blocks())],
+    *[_documented(name) for name in DOCUMENTED],
+]

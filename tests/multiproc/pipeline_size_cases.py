@@ -148,6 +148,42 @@ def a_module_that_would_take_a_made_up_sample_for_one_of_the_batch(_) -> None:
     schedule.step(*batch(6)[:1], target=batch(6)[1])
 
 
+class OneLooks(nn.Module):
+    """Communicates, and fake tensors tell its shapes on all ranks but the second."""
+
+    def __init__(self, body: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.body, self.group = body, group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.group.rank() == 1 and float(x.detach().sum()) == 1e9:
+            return x
+        total = functional.all_reduce(x.detach().sum(0), "sum", self.group)
+        return self.body(x) + 0 * functional.wait_tensor(total)
+
+
+def a_module_that_one_rank_alone_cannot_fake(_) -> None:
+    """All ranks of the stage run it on data then: what one of them waits for the others bring."""
+    here = place(in_a_row([3, 1]))
+    if here is None:
+        return
+    reference, module = mlp(2), mlp(2)[here.stage]
+    body = module if here.stage else OneLooks(module, here.mesh.get_group())
+    stage = PipelineStage(body, here.stage, 2, CPU, group=here.group, mesh=here.mesh)
+    schedule = schedule_for("1F1B", stage, 2)
+    for rows in (12, 4):  # the second time one rank has no samples of a micro-batch
+        x, y = batch(rows)
+        for each in (*reference, module):
+            each.zero_grad()
+        train_alone(nn.Sequential(*reference), x, y, 2)
+        schedule.step(x, target=y)
+        check_gradients(module, reference[here.stage])
+    if here.stage == 0:
+        one = torch.ones(1)
+        dist.all_reduce(one, group=here.mesh.get_group())
+        assert one == 3
+
+
 def evaluation_in_inference_mode(_) -> None:
     here = place(in_a_row([2, 3]))
     if here is None:
@@ -265,6 +301,7 @@ CASES = [
     sizes_case("1F1B", Mixed),
     sizes_case("ZBH1", Heads),
     a_module_that_would_take_a_made_up_sample_for_one_of_the_batch,
+    a_module_that_one_rank_alone_cannot_fake,
     evaluation_in_inference_mode,
     what_a_constructor_refuses_on_one_rank,
     a_plain_reshard_after_a_refusal,

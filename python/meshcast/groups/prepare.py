@@ -31,6 +31,13 @@ def prepare(
     destination together, or simply its global ranks. Blocks until every rank is connected.
 
     Raises LayoutError for ranks outside `group`, DeadlineExceededError naming the ranks that did not come.
+
+    Example, on the four ranks of ``torchrun --nproc-per-node 4``::
+
+        meshcast.prepare([0, 1, 3])
+        source, target = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [3])
+        x = distribute_tensor(torch.ones(4, 2), source, [Shard(0)])
+        y = meshcast.reshard(x, target, [Replicate()])  # finds its connections there
     """
     parent = parent_group(group, _OP)
     limit = seconds(timeout, parent.timeout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values
 from meshcast.pipelining.wrappers import fsdp_parts
 
 __all__ = [
+    "DataUse",
     "Inferred",
     "Way",
     "infer_outputs",
@@ -32,6 +33,8 @@ __all__ = [
     "writes_on_input",
 ]
 
+DataUse = Literal["if needed", "never", "always"]
+
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
@@ -40,11 +43,13 @@ class Inferred:
     outputs: None where the rank has no samples and only those that have some can tell.
     stand_in: the rank has no samples, and the module cannot run without: it runs on one that is made up.
     copies: the module writes on its inputs in place, so it gets copies.
+    needs_data: fake tensors did not tell, and the module has not been run on others yet.
     """
 
     outputs: list[LocalValue] | None
     stand_in: bool = False
     copies: bool = False
+    needs_data: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,7 @@ def infer_outputs(
     what: str,
     everywhere_empty: bool = False,
     peers: Sequence[int] = (),
+    data: DataUse = "if needed",
 ) -> Inferred:
     """Runs `module` on fake tensors of the shapes of `args`: no data, no arithmetic, no change of buffers or
     random state. Where that fails, and under FSDP2 with casts, it runs on zeros and on ones, as
@@ -92,7 +98,9 @@ def infer_outputs(
 
     Args:
         everywhere_empty: no rank has samples of this micro-batch. Shapes then follow from those of one and of
-            two samples. All ranks of a stage run the module equally often, so that it may communicate.
+            two samples.
+        data: whether it may run on zeros and ones. On data it communicates, so all ranks of a stage do so
+            equally often or none: "never", until all of them know that one has to, then "always".
         peers: see `needs_stand_in`.
 
     Raises:
@@ -107,13 +115,18 @@ def infer_outputs(
         cause: Exception | None = None
         for copies in (False, True) if faked else ():
             try:
-                return _on_fakes(plain, given, named, with_grad, copies, what)
+                found = _on_fakes(plain, given, named, with_grad, copies, what)
+                if data != "always":
+                    return found
+                break
             except LayoutError:
                 raise
             except Exception as error:
                 cause = error
                 if not writes_on_input(error):
                     break
+        if data == "never":
+            return Inferred(None, needs_data=True)
         try:
             # Copies: without gradients it does not show whether the module writes on its inputs.
             return Inferred(_on_data(plain, given, named, trained, what), copies=True)
@@ -126,13 +139,15 @@ def infer_outputs(
         return run(args, kwargs)
     # Whether it cannot run without samples shows on fakes alone; else it is run without.
     stand_in = needs_stand_in(plain, args, kwargs, with_grad=with_grad, peers=peers, what=what)
-    if faked and not stand_in:
+    if faked and not stand_in and data != "always":
         try:
             return _on_fakes(plain, args, kwargs, with_grad, False, what)
         except Exception:  # it needs data
             pass
     found = [run(*stand_ins((args, dict(kwargs)), rows)) for rows in ((1, 2) if everywhere_empty else (1,))]
     copies = found[0].copies
+    if any(each.needs_data for each in found):
+        return Inferred(None, stand_in, needs_data=True)
     if not everywhere_empty:
         return Inferred(None, stand_in, copies)
     one, two = (each.outputs for each in found)

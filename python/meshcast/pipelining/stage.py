@@ -20,6 +20,7 @@ from meshcast.pipelining.edge import Edge, check_edges
 from meshcast.pipelining.exchange import refusals_told
 from meshcast.pipelining.gradients import average_gradients, sum_gradients
 from meshcast.pipelining.inference import (
+    DataUse,
     Inferred,
     Way,
     infer_outputs,
@@ -254,15 +255,17 @@ class PipelineStage:
         return local.placements
 
     def infer(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], with_grad: bool, everywhere_empty: bool = False
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], with_grad: bool, empty: bool, data: DataUse
     ) -> Inferred:
-        """Local shapes of the outputs of one micro-batch, and how to run the module for it."""
+        """Local shapes of the outputs of one micro-batch, and how to run the module for it. empty, data:
+        everywhere_empty, data of `infer_outputs`."""
         rows, what = rows_of(args), f"rank {self.rank}, stage {self.stage_index}"
         peers = self.mesh.along([dim for dim in range(len(self.mesh.shape)) if dim not in self.data_dims])
         if self._example_rows is None:
             self._example_rows = rows_of(self.input_examples) if self.input_examples else rows
         known = self.output_examples is not None and rows == self._example_rows
-        if not self.is_last and not known:
+        found = None
+        if not self.is_last and not (known and data != "always"):
             try:
                 found = infer_outputs(
                     self.submod,
@@ -270,13 +273,14 @@ class PipelineStage:
                     kwargs,
                     with_grad=with_grad,
                     what=what,
-                    everywhere_empty=everywhere_empty,
+                    everywhere_empty=empty,
                     peers=peers,
+                    data=data,
                 )
             except LayoutError:
                 if self.output_examples is None:
                     raise
-            else:
+            if found is not None and (self.output_examples is None or not found.needs_data):
                 self._writes_on_inputs = self._writes_on_inputs or found.copies
                 return found
         stand_in = is_empty((args, kwargs)) and needs_stand_in(
@@ -288,10 +292,14 @@ class PipelineStage:
                 outputs = outputs_on_fakes(self.submod, args, kwargs, with_grad=with_grad)
             tensors = [each for each in tree_flatten(outputs)[0] if isinstance(each, torch.Tensor)]
             return Inferred(describe_values(tensors, with_grad), stand_in)
-        examples = [
-            value.detach().requires_grad_(with_grad and value.is_floating_point())
-            for value in self._examples(rows)
-        ]
+        try:
+            examples = self._examples(rows)
+        except LayoutError:
+            if found is None:
+                raise
+            return found  # which needs data
+        for index, value in enumerate(examples):
+            examples[index] = value.detach().requires_grad_(with_grad and value.is_floating_point())
         return Inferred(describe_values(examples, with_grad), stand_in)
 
     def _may_split_loss(self) -> bool:

@@ -164,7 +164,8 @@ class Wirings:
                     everywhere_empty,
                 )
         except BaseException as error:
-            for name in (*(f"shapes/{index}" for index in self._stages), "checked"):
+            shapes = [f"shapes/{index}{which}" for index in self._stages for which in ("", "/data")]
+            for name in (*shapes, "checked"):
                 self._exchange.fail(f"{topic}{name}", str(error) or type(error).__name__)
             raise
 

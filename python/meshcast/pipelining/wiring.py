@@ -17,7 +17,7 @@ from meshcast.pipelining.devices import make_transfer
 from meshcast.pipelining.edge import Edge, check_edges, links_of
 from meshcast.pipelining.edge_transfers import EdgeTransfers, LocalShape
 from meshcast.pipelining.exchange import Exchange, Refused
-from meshcast.pipelining.inference import Inferred, Way
+from meshcast.pipelining.inference import DataUse, Inferred, Way
 from meshcast.pipelining.layouts import gradient_placements
 from meshcast.pipelining.lower import Link
 from meshcast.pipelining.sample_split import check_split
@@ -159,14 +159,20 @@ def _agree(
     inferred: dict[int, Inferred] = {}
     num_stages = len(table.ranks)
     for index in range(num_stages):
-        if index in stages:
-            stage = stages[index]
-            inputs = _inputs(stage, table, table.edges, values)
-            given = _examples(stage, inputs) if index else list(args)
-            inferred[index] = stage.infer(given, kwargs[index], table.trains, everywhere_empty)
-            _publish_shapes(stage, exchange, f"{topic}shapes", inferred[index])
-        # The last stage only tells whether it came this far: nobody must wait for it in vain.
-        found = exchange.collect(f"{topic}shapes/{index}", table.ranks[index])
+        where = f"{topic}shapes/{index}"
+        data: DataUse = "never" if len(table.ranks[index]) > 1 else "if needed"
+        while True:
+            if index in stages:
+                stage = stages[index]
+                inputs = _inputs(stage, table, table.edges, values)
+                given = _examples(stage, inputs) if index else list(args)
+                inferred[index] = stage.infer(given, kwargs[index], table.trains, everywhere_empty, data)
+                _publish_shapes(stage, exchange, where, inferred[index])
+            # The last stage only tells whether it came this far: nobody must wait for it in vain.
+            found = exchange.collect(where, table.ranks[index])
+            if data != "never" or not any(published["needs_data"] for published in found.values()):
+                break
+            data, where = "always", f"{where}/data"  # all of its ranks, since modules communicate
         values.append(_values(index, found, table))
     del values[-1]
     edges = table.edges
@@ -200,7 +206,7 @@ def _publish_shapes(stage: PipelineStage, exchange: Exchange, topic: str, inferr
             encode_value(local, stage.mesh.layout(stage.output_layout(index, local)))
             for index, local in enumerate(outputs)
         ]
-    exchange.publish(f"{topic}/{stage.stage_index}", {"outputs": encoded})
+    exchange.publish(topic, {"outputs": encoded, "needs_data": inferred.needs_data})
 
 
 def _values(index: int, found: Mapping[int, Mapping[str, Any]], table: StageTable) -> list[StageValue]:

@@ -250,6 +250,15 @@ def plan(
 
     Raises:
         LayoutError: naming the argument and what is allowed.
+
+    Example::
+
+        from torch.distributed.tensor import Replicate, Shard
+
+        rows, copies = meshcast.Layout([0, 1], [Shard(0)]), meshcast.Layout([2, 3, 4, 5], [Replicate()])
+        plan = meshcast.plan((1024, 1024), torch.float32, rows, copies, meshcast.Topology.uniform(2))
+        print(plan.describe())
+        assert plan.lower_bound <= plan.makespan  # seconds
     """
     if isinstance(dtype, str):
         dtype = checks.dtype(dtype)
@@ -271,7 +280,17 @@ def plan_many(
     chunk_bytes: int | None = None,
     seed: int = 0,
 ) -> Plan:
-    """Plan many tensors as one: [(shape, dtype, src, dst), ...]. The other parameters are those of `plan`."""
+    """Plan many tensors as one: [(shape, dtype, src, dst), ...]. The other parameters are those of `plan`.
+
+    Example::
+
+        from torch.distributed.tensor import Replicate, Shard
+
+        rows, copies = meshcast.Layout([0, 1], [Shard(0)]), meshcast.Layout([2, 3, 4, 5], [Replicate()])
+        problems = [((1024, 1024), torch.bfloat16, rows, copies), ((1024,), "float32", copies, rows)]
+        plan = meshcast.plan_many(problems)
+        assert len(plan.problems) == 2
+    """
     listed = list(problems)
     if not listed:
         raise LayoutError("plan_many: an empty list; give at least one (shape, dtype, src, dst)")

@@ -226,6 +226,14 @@ def backward(*roots: torch.Tensor | None, retain_graph: bool = False) -> None:
     over. Every rank of all meshes involved calls it once per step. Each reshard of the step runs its reverse
     exactly once, in reverse call order, with zeros for results that no root uses here. Raises what
     torch.autograd.backward raises, and the typed errors of the reverse transfers.
+
+    Example, on the four ranks of ``torchrun --nproc-per-node 4``::
+
+        source, target = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+        w = distribute_tensor(torch.ones(4, 2), source, [Shard(0)]).requires_grad_()
+        y = meshcast.reshard(w, target, [Replicate()])
+        meshcast.backward((3 * y.to_local()).sum())  # on all ranks; those of `source` add nothing
+        assert bool((w.grad.to_local() == 3).all())
     """
     global _retained
     tensors = [root for root in roots if isinstance(root, torch.Tensor) and root.requires_grad]

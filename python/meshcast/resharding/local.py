@@ -15,7 +15,7 @@ from ..layout import Layout
 from ..transfers.gpu_offer import DeviceTypes, device_types_of, require_gpu
 from ..transfers.handle import Handle
 from ..transfers.make import kept_transfer
-from ..transfers.persistent import PlanOptions
+from ..transfers.persistent import CallOptions, PlanOptions
 from .memory import check_storage, note_written, overlaps, storage_of
 from .reduction import check_reducible
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ..topology import Topology
-    from .reshard import CallOptions
 
 __all__ = ["reshard_local"]
 
@@ -84,6 +83,16 @@ def reshard_local(
     contents of dst are undefined.
 
     Raises the errors of meshcast.reshard.
+
+    Example, on the four ranks of ``torchrun --nproc-per-node 4``::
+
+        rows = meshcast.Layout([0, 1], [Shard(0)])
+        columns = meshcast.Layout([1, 2, 3], [Shard(1)])
+        rank = dist.get_rank()
+        mine = torch.full((2, 6), float(rank)) if rank in (0, 1) else None
+        column = meshcast.reshard_local(mine, rows, None, columns, shape=(4, 6), dtype=torch.float32)
+        if rank in (1, 2, 3):
+            assert column[:, 0].tolist() == [0, 0, 1, 1]
     """
     parent = parent_group(group, _OP)
     limit = seconds(timeout, parent.timeout)

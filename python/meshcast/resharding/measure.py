@@ -44,6 +44,13 @@ def measure_topology(group: dist.ProcessGroup | None = None, *, seconds: float =
     Raises:
         LayoutError: `seconds` is not positive.
         MeshcastError: no process group, or the errors of meshcast.reshard_local.
+
+    Example, on the four ranks of ``torchrun --nproc-per-node 4``::
+
+        topology = meshcast.measure_topology(seconds=0.01)
+        source, target = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+        x = distribute_tensor(torch.ones(4, 2), source, [Shard(0)])
+        y = meshcast.reshard(x, target, [Shard(1)], topology=topology)
     """
     checks.positive("seconds", seconds)
     facts = gather_facts((host_identity(),), group)

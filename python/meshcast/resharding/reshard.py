@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,7 +13,7 @@ from ..errors import LayoutError
 from ..groups.parent import parent_group, seconds
 from ..spec import TensorSpec
 from ..transfers.handle import Handle
-from ..transfers.persistent import PlanOptions
+from ..transfers.persistent import CallOptions, PlanOptions
 from .arguments import Request, call_key, compiled_call, handle_of, start, tell_others
 from .compile_trace import traced_reshard
 from .compiled_call import Compiled
@@ -30,15 +30,6 @@ __all__ = ["reshard", "reshard_", "reshard_many"]
 
 Out = DTensor | TensorSpec
 T = TypeVar("T")
-
-
-class CallOptions(TypedDict, total=False):
-    """What these functions take alike; documented at reshard."""
-
-    group: dist.ProcessGroup | None
-    strategy: str
-    topology: Topology | None
-    timeout: float | timedelta | None
 
 
 @overload
@@ -105,6 +96,14 @@ def reshard(
             that called.
         PlanMismatchError: the ranks called with different arguments; prints both sides.
         DeadlineExceededError, PeerLostError, AbortedError: see meshcast.errors.
+
+    Example, on the four ranks of ``torchrun --nproc-per-node 4``::
+
+        source, target = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+        x = distribute_tensor(torch.arange(8.0).reshape(4, 2), source, [Shard(0)])
+        y = meshcast.reshard(x, target, [Replicate()])
+        if dist.get_rank() in (2, 3):
+            assert torch.equal(y.to_local(), torch.arange(8.0).reshape(4, 2))
     """
     if torch.compiler.is_compiling():
         if async_op or topology is not None or grad_placements is not None:
@@ -167,6 +166,14 @@ def reshard_many(
     meshcast.reshard; a rank that is outside the mesh of one source passes a shell or a TensorSpec for it.
 
     Returns the results in the order of xs, or with async_op a Handle whose wait() returns them.
+
+    Example, on the four ranks of ``torchrun --nproc-per-node 4``::
+
+        source, target = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2, 3])
+        weight = distribute_tensor(torch.ones(6, 4), source, [Shard(0)])
+        bias = distribute_tensor(torch.ones(6), source, [Replicate()])
+        weight, bias = meshcast.reshard_many([weight, bias], target, [[Shard(1)], [Shard(0)]])
+        assert weight.device_mesh == bias.device_mesh == target
     """
     op = "reshard_many"
     parent_group(group, op)  # without a process group nothing else is worth telling
@@ -237,6 +244,14 @@ def reshard_(
         LayoutError: also where shapes differ, or several elements of `out` share an address; and where that
             takes too long to find out, as it can for strides that are no view's.
         Others as meshcast.reshard.
+
+    Example, on the four ranks of ``torchrun --nproc-per-node 4``::
+
+        source, target = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+        x = distribute_tensor(torch.ones(4, 2), source, [Shard(0)])
+        out = distribute_tensor(torch.zeros(4, 2), target, [Shard(1)])
+        meshcast.reshard_(out, x)
+        assert bool((out.to_local() == 1).all())
     """
     op = "reshard_"
     parent = parent_group(group, op)

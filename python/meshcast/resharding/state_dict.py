@@ -124,6 +124,14 @@ def reshard_state_dict(
         PlanMismatchError: ranks or versions disagree.
         MeshcastError: a source was changed while it travelled, or a digest differs: the results are torn and
             no rank returns them. Outputs are then undefined.
+
+    Example, on the four ranks of ``torchrun --nproc-per-node 4``::
+
+        training, serving = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+        weights = {"w": distribute_tensor(torch.ones(4, 2), training, [Shard(0)])}
+        held = weights if dist.get_rank() in (0, 1) else None
+        received = meshcast.reshard_state_dict(held, {"w": (serving, [Shard(1)])}, digest=True)
+        assert bool((received["w"].to_local() == 1).all())
     """
     parent = parent_group(group, _OP)
     limit = seconds(timeout, parent.timeout)

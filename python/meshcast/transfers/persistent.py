@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from zlib import crc32
 
 import torch
@@ -23,15 +23,34 @@ from .medium import HostMedium, Medium
 from .shards import Shards, check_shards, filled, resolved, tensor_text
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from ..layout import Layout
     from ..topology import Topology
     from .casts import Casts
 
-__all__ = ["DEFAULT_OPTIONS", "REVERSE_LANE", "PersistentTransfer", "PlanOptions", "Problem", "ranks_of"]
+__all__ = [
+    "DEFAULT_OPTIONS",
+    "REVERSE_LANE",
+    "CallOptions",
+    "PersistentTransfer",
+    "PlanOptions",
+    "Problem",
+    "ranks_of",
+]
 
 Problem = tuple[Sequence[int], torch.dtype, "Layout", "Layout"]  # global shape, dtype, source, destination
 
 REVERSE_LANE = _C.AgreedPlan.REVERSE_LANE  # of all backwards; their forwards have lane 0
+
+
+class CallOptions(TypedDict, total=False):
+    """What the functions that reshard take alike; documented at meshcast.reshard."""
+
+    group: dist.ProcessGroup | None
+    strategy: str
+    topology: Topology | None
+    timeout: float | timedelta | None
 
 
 class PlanOptions(NamedTuple):
