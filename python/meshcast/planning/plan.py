@@ -256,7 +256,8 @@ def plan(
         from torch.distributed.tensor import Replicate, Shard
 
         rows, copies = meshcast.Layout([0, 1], [Shard(0)]), meshcast.Layout([2, 3, 4, 5], [Replicate()])
-        plan = meshcast.plan((1024, 1024), torch.float32, rows, copies, meshcast.Topology.uniform(2))
+        hosts = meshcast.Topology.uniform(ranks_per_host=4, nic_gbps=25)
+        plan = meshcast.plan((1024, 1024), torch.float32, rows, copies, hosts)
         print(plan.describe())
         assert plan.lower_bound <= plan.makespan  # seconds
     """
