@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate
 from ..errors import MeshcastError
 from ..groups.parent import ParentGroup, parent_group
 from ..layout import Layout
+from ..planning.plan import Problem
 from ..transfers.make import kept_transfer
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Broadcasts:
         parent = self._find_parent()
         source = self._ranks[root]
         others = Layout([rank for rank in self._ranks if rank != source], [Replicate()])
-        problem = ((data.numel(),), torch.uint8, Layout([source], [Replicate()]), others)
+        problem = Problem((data.numel(),), torch.uint8, Layout([source], [Replicate()]), others)
         transfer = kept_transfer(parent, [problem], "broadcast")
         sends = parent.rank == source
         call = transfer.launch([data if sends else None], [None if sends else data], timeout)

@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from meshcast.errors import LayoutError
 from meshcast.groups.parent import parent_group
+from meshcast.planning.plan import Problem
 from meshcast.transfers.gpu_offer import own_obstacle
 from meshcast.transfers.make import new_transfer
-from meshcast.transfers.persistent import DEFAULT_OPTIONS, PersistentTransfer, PlanOptions, Problem
+from meshcast.transfers.persistent import DEFAULT_OPTIONS, PersistentTransfer, PlanOptions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,6 +13,7 @@ from meshcast.layout import Layout
 from meshcast.pipelining.devices import make_transfer
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.table import StageTable
+from meshcast.planning.plan import Problem
 from meshcast.transfers.persistent import PersistentTransfer
 
 __all__ = ["SharedGradients"]
@@ -93,7 +94,7 @@ def _transfer(
     """From one row to all others that share."""
     source = sorted(table.ranks[table.rows[row][0]])
     target = sorted(rank for other in rows if other != row for rank in table.ranks[table.rows[other][0]])
-    problem = (
+    problem = Problem(
         tuple(parameter.shape),
         parameter.dtype,
         Layout(source, [Replicate()]),

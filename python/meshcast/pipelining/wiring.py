@@ -26,7 +26,8 @@ from meshcast.pipelining.shared import SharedGradients
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.wire import decode_value, encode_value
-from meshcast.transfers.persistent import PersistentTransfer, PlanOptions, Problem
+from meshcast.planning.plan import Problem
+from meshcast.transfers.persistent import PersistentTransfer, PlanOptions
 
 __all__ = ["StageValue", "Wiring", "connect", "gradient_layout"]
 
@@ -326,7 +327,7 @@ def _compile_bundle(
     problems: list[Problem] = []
     for each in bundle.deliveries:
         value = wiring.values[bundle.source][each.output]
-        problems.append((value.shape, value.dtype, value.layout, each.layout))
+        problems.append(Problem(value.shape, value.dtype, value.layout, each.layout))
     name = f"pipeline {bundle.source}->{','.join(map(str, bundle.consumers))} forward"
     transfers = _edge_transfers(
         stages[own[0]], problems, bundle.consumers, bundle.deliveries, number, name, timeout
@@ -347,7 +348,7 @@ def _returned(
         value = values[source][each.output]
         if value.requires_grad:
             layouts = gradient_layout(each.layout, table.summed[consumer]), gradient_layout(value.layout)
-            returned.append((each, (value.shape, value.dtype, *layouts)))
+            returned.append((each, Problem(value.shape, value.dtype, *layouts)))
     return returned
 
 

@@ -12,12 +12,13 @@ from torch.distributed.tensor import DTensor
 from ..errors import LayoutError
 from ..transfers.casts import Casts
 from ..transfers.make import kept_transfer, new_transfer
-from ..transfers.persistent import PersistentTransfer, PlanOptions, Problem, ranks_of
+from ..transfers.persistent import PersistentTransfer, PlanOptions, ranks_of
 from .memory import note_written, overlaps
 from .tensor_move import Destination, Source, TensorMove, compile_move
 
 if TYPE_CHECKING:
     from ..groups.parent import ParentGroup
+    from ..planning.plan import Problem
     from ..transfers.call import Call
 
 __all__ = ["Compiled", "compile_call"]

@@ -12,6 +12,7 @@ from ..base import checks
 from ..errors import LayoutError
 from ..groups.parent import parent_group, seconds
 from ..layout import Layout
+from ..planning.plan import Problem
 from ..transfers.gpu_offer import DeviceTypes, device_types_of, require_gpu
 from ..transfers.handle import Handle
 from ..transfers.make import kept_transfer
@@ -113,7 +114,7 @@ def reshard_local(
         holds = (parent.rank in src_layout.ranks, parent.rank in dst_layout.ranks)
         if ("cuda", True) in zip(device_types, holds, strict=True):
             require_gpu(_OP, copies_only=device_types != ("cuda", "cuda"))
-        problem = (tuple(shape), dtype, src_layout, dst_layout)
+        problem = Problem(tuple(shape), dtype, src_layout, dst_layout)
         options = PlanOptions(strategy, topology)
         transfer = kept_transfer(parent, [problem], _OP, options, device_types=device_types)
         if dst is not None:

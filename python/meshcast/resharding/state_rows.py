@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from ..errors import DeadlineExceededError
 from ..groups.board import Board, NotPostedError
 from ..layout import Layout
+from ..planning.plan import Problem
 from ..transfers.make import kept_transfer
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Rounds:
     def gather(self, row: Sequence[int], limit: float) -> dict[int, list[int]]:
         """Every rank's row, all of one length."""
         shape = (len(self.ranks), len(row))
-        transfer = kept_transfer(self._parent, [(shape, torch.int64, self._rows, self._all)], _OP)
+        transfer = kept_transfer(self._parent, [Problem(shape, torch.int64, self._rows, self._all)], _OP)
         mine = torch.tensor([list(row)], dtype=torch.int64)
         rows = torch.empty(shape, dtype=torch.int64)
         transfer.launch([mine], [rows], limit, driven=True).wait()

@@ -13,9 +13,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ..errors import LayoutError
 from ..layout import Layout
+from ..planning.plan import Problem
 from ..transfers.casts import Ends, ends_of
 from ..transfers.gpu_offer import DeviceTypes, device_types_of, require_gpu
-from ..transfers.persistent import Problem
 from ..transfers.shards import settled
 from .reduction import Reduction, check_reducible, reduced_layout, reduction_inside, tensor_spec
 
@@ -164,7 +164,7 @@ def compile_move(
         device_types,
         _devices(device_types),
     )
-    return move, (shape, wire, src, dst), backward
+    return move, Problem(shape, wire, src, dst), backward
 
 
 def _devices(device_types: DeviceTypes) -> tuple[str | None, str | None]:
@@ -225,7 +225,7 @@ def _gradient(
         ends=ends_of(dtype, wire, source.dtype, (mesh.device_type, source.device_type), scale),
         scale=scale,
     )
-    return gradient, (source.shape, wire, outgoing, incoming)
+    return gradient, Problem(source.shape, wire, outgoing, incoming)
 
 
 def positive_placements(placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:

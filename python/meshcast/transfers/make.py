@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..groups.parent import ParentGroup
+from ..planning.plan import Problem
 from .casts import types_of
 from .gpu_medium import GpuMedium
 from .gpu_offer import DeviceTypes
 from .medium import HostMedium, Medium
-from .persistent import DEFAULT_OPTIONS, REVERSE_LANE, PersistentTransfer, PlanOptions, Problem, ranks_of
+from .persistent import DEFAULT_OPTIONS, REVERSE_LANE, PersistentTransfer, PlanOptions, ranks_of
 from .pinned_medium import PinnedMedium
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from ..base.checks import dtype_name
 from ..base.observe import Flight, log, profiled
 from ..errors import DeadlineExceededError, LayoutError, MeshcastError
 from ..groups.parent import ParentGroup, seconds
-from ..planning.plan import Plan, plan_many
+from ..planning.plan import Plan, Problem, plan_many
 from .call import Call, CallNumber
 from .gpu_offer import DeviceTypes
 from .handle import Handle
@@ -25,7 +25,6 @@ from .shards import Shards, check_shards, filled, resolved, tensor_text
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from ..layout import Layout
     from ..topology import Topology
     from .casts import Casts
 
@@ -35,11 +34,8 @@ __all__ = [
     "CallOptions",
     "PersistentTransfer",
     "PlanOptions",
-    "Problem",
     "ranks_of",
 ]
-
-Problem = tuple[Sequence[int], torch.dtype, "Layout", "Layout"]  # global shape, dtype, source, destination
 
 REVERSE_LANE = _C.AgreedPlan.REVERSE_LANE  # of all backwards; their forwards have lane 0
 
@@ -67,7 +63,7 @@ DEFAULT_OPTIONS = PlanOptions()
 class PersistentTransfer:
     """The moves of a call: their plan, their private group, and the agreement of all ranks on both.
 
-    problems: [(global shape, dtype, source Layout, destination Layout)]; backward: those of the gradients.
+    problems: what moves; backward: those of the gradients.
     lane: ordering domain, see start(). medium: where the tensors are, of device_types. casts: what it casts
     itself. kind: transfers of one kind share an agreement; None: this one has its own, made in its first call
     or by agree_ahead(). All ranks of both meshes make the same calls in one order.
@@ -92,7 +88,7 @@ class PersistentTransfer:
     ) -> None:
         if not problems:
             raise LayoutError(f"{op}: nothing to transfer; give at least one tensor")
-        self.problems = [(tuple(shape), dtype, src, dst) for shape, dtype, src, dst in problems]
+        self.problems = [Problem(tuple(shape), dtype, src, dst) for shape, dtype, src, dst in problems]
         wires = [dtype for _, dtype, _, _ in self.problems]
         # Of the shards at either end; they differ where the transfer itself casts (casts.py).
         self._source_dtypes = wires if casts is None else [ends.source for ends in casts.forth]

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from meshcast.groups.parent import parent_group
-from meshcast.planning.plan import STRATEGIES
+from meshcast.planning.plan import STRATEGIES, Problem
 from meshcast.resharding.local import reshard_local
 from meshcast.transfers.make import new_transfer
-from meshcast.transfers.persistent import PersistentTransfer, PlanOptions, Problem
+from meshcast.transfers.persistent import PersistentTransfer, PlanOptions
 
 from ..cases import Case
 from ..groups import Groups
@@ -37,7 +37,7 @@ def reshard(batch: Batch, strategy: str) -> None:
             group=batch.group, strategy=strategy, topology=batch.topology, timeout=LIMIT,
         )  # fmt: skip
     else:
-        problems: list[Problem] = [(move.shape, torch.int32, move.src, move.dst) for move in batch.moves]
+        problems = [Problem(move.shape, torch.int32, move.src, move.dst) for move in batch.moves]
         options = PlanOptions(strategy, batch.topology)
         transfer = batch.keep(strategy, lambda: agreed_transfer(batch, problems, options))
         start(transfer, [move.source for move in batch.moves], [move.destination for move in batch.moves])
@@ -83,7 +83,7 @@ def _reshard_dtensor(batch: Batch, move: Move, strategy: str) -> None:
 
 
 def balanced(batch: Batch, name: str, balance: str) -> None:
-    problems: list[Problem] = [(move.shape, torch.int32, move.summed, move.dst) for move in batch.moves]
+    problems = [Problem(move.shape, torch.int32, move.summed, move.dst) for move in batch.moves]
     options = PlanOptions("broadcast", batch.topology, balance)
     transfer = batch.keep(name, lambda: agreed_transfer(batch, problems, options))
     start(transfer, [move.source for move in batch.moves], [move.destination for move in batch.moves])

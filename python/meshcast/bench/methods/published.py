@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
 from meshcast.layout import Layout
-from meshcast.transfers.persistent import PersistentTransfer, PlanOptions, Problem
+from meshcast.planning.plan import Problem
+from meshcast.transfers.persistent import PersistentTransfer, PlanOptions
 
 from ..move import Batch, Box, Move, cuts, extent, intersection, turns
 from .method import Method
@@ -89,7 +90,7 @@ class _Phase:
             move = batch.moves[message.move]
             src = Layout([message.sender], [Replicate()])
             dst = Layout(message.receivers, [Replicate()])
-            problems.append((extent(message.box), torch.int32, src, dst))
+            problems.append(Problem(extent(message.box), torch.int32, src, dst))
             read = move.place if message.placed else move.cut
             self.src.append(read(message.box) if rank == message.sender else None)
             self.dst.append(move.place(message.box) if rank in message.receivers else None)
