@@ -1,4 +1,4 @@
-"""Calls between GPUs that change the dtype, over made-up GPUs (fake_rounds.py): what is left to the transfer
+"""Calls between GPUs that change the dtype, over fake GPUs (fake_rounds.py): what is left to the transfer
 and what to torch, on which side the transfer casts, and that the numbers are those of the CPU's path. Five
 processes."""
 
@@ -11,7 +11,7 @@ import torch
 from meshcast.errors import PlanMismatchError
 from meshcast.resharding.compile_op import new_token, register_call
 from multiproc.fake_gpu import held, mesh_on
-from multiproc.fake_rounds import Dispatched, Start, made_up_rounds
+from multiproc.fake_rounds import Dispatched, Start, fake_rounds
 from multiproc.floats import BF16, E4M3, E5M2, F16, F32, FORMATS, numbers, same
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -45,7 +45,7 @@ def touches(start: Start, x: DTensor, y: DTensor) -> bool:
 def every_pair_of_floats_is_cast_within_the_transfer(context) -> None:
     for number, (source, destination) in enumerate(itertools.permutations(FORMATS, 2)):
         full = numbers((11, 7), source, number)
-        with made_up_rounds() as gpu:
+        with fake_rounds() as gpu:
             x = held(full, mesh_on("cuda", SOURCE), [Shard(0)], context.rank)
             y = meshcast.reshard(x, mesh_on("cuda", DESTINATION), [Shard(1)], dtype=destination)
             if context.rank == 0 or context.rank in DESTINATION:
@@ -71,7 +71,7 @@ def other_types_are_left_to_torch(context) -> None:
     ]
     for source, destination in pairs:
         full = (torch.arange(60) % 100).reshape(12, 5).to(source)
-        with made_up_rounds() as gpu:
+        with fake_rounds() as gpu:
 
             def call(x, mesh, destination=destination):
                 return meshcast.reshard(x, mesh, [Shard(1)], dtype=destination)
@@ -89,7 +89,7 @@ def sums_are_cast_where_they_arrive(context) -> None:
     full = torch.arange(-40, 37).reshape(11, 7)
     for source, destination in itertools.permutations((F32, BF16, F16), 2):
         for op in ("sum", "avg", "max"):
-            with made_up_rounds() as gpu:
+            with fake_rounds() as gpu:
 
                 def call(x, mesh, destination=destination):
                     x._local_tensor.mul_(context.rank + 1)
@@ -106,7 +106,7 @@ def a_batch_has_types_of_its_own_for_each_tensor(context) -> None:
     sources = (F32, BF16, torch.float64, BF16, E5M2)
     fulls = [numbers((4 + i, 6), dtype, i) for i, dtype in enumerate(sources)]
     results = {}
-    with made_up_rounds() as gpu:
+    with fake_rounds() as gpu:
         for device in ("cuda", "cpu"):
             src, dst = mesh_on(device, SOURCE), mesh_on(device, DESTINATION)
             xs = [held(full, src, [Shard(0)], context.rank) for full in fulls]
@@ -134,7 +134,7 @@ def state_dicts_are_cast_on_the_way(context) -> None:
     versions = itertools.count(1)
     for digest in (False, True):
         moved = {}
-        with made_up_rounds() as gpu:
+        with fake_rounds() as gpu:
             for device in ("cuda", "cpu"):
                 src, dst = mesh_on(device, SOURCE), mesh_on(device, DESTINATION)
                 state = {
@@ -165,7 +165,7 @@ def gradients_come_back_in_the_type_of_the_source(context) -> None:
     for source, destination in ((F32, BF16), (BF16, F32), (F16, BF16), (BF16, F16)):
         for placement in (Shard(0), Partial("sum"), Partial("avg")):
             grads = []
-            with made_up_rounds() as gpu:
+            with fake_rounds() as gpu:
                 for device in ("cuda", "cpu"):
                     src, dst = mesh_on(device, SOURCE), mesh_on(device, DESTINATION)
                     x = held(full.to(source), src, [placement], context.rank).requires_grad_()
@@ -192,7 +192,7 @@ def a_cached_resharder_makes_no_tensor(context) -> None:
             meshcast.TensorSpec((11, 8), dtype, mesh, [Shard(dim)])
             for dtype, mesh, dim in ((source, src, 0), (destination, dst, 1))
         ]
-        with made_up_rounds() as gpu, torch.no_grad():
+        with fake_rounds() as gpu, torch.no_grad():
             call = meshcast.Resharder(*specs, reuse_output=True)
             for step in range(4):
                 full = numbers((11, 8), source, step)
@@ -216,7 +216,7 @@ def results_over_their_own_source(context) -> None:
     """A narrower result in the memory of its source: that is copied first."""
     src = mesh_on("cuda", SOURCE)
     full = numbers((12, 6), F32, 4)
-    with made_up_rounds() as gpu:
+    with fake_rounds() as gpu:
         x = held(full, src, [Shard(0)], context.rank)
         expected = held(full.to(BF16), src, [Shard(0)], context.rank)._local_tensor
         if context.rank in SOURCE:
@@ -235,7 +235,7 @@ def the_operator_casts_within_the_transfer(context) -> None:
     """torch.ops.meshcast.reshard, as compiled functions call it, there and back."""
     ranks = list(range(context.world))
     full = torch.arange(1, 36).reshape(7, 5).float()
-    with made_up_rounds() as gpu:
+    with fake_rounds() as gpu:
         src, dst = mesh_on("cuda", ranks), mesh_on("cuda", ranks[::-1])
         specs = [
             meshcast.TensorSpec((7, 5), dtype, mesh, [Shard(dim)], True)
@@ -256,7 +256,7 @@ def ranks_that_cast_otherwise_are_found(context) -> None:
     """Before a byte moves, on all of them, also where what travels is the same; the group lives on."""
     ranks = list(range(context.world))
     full = numbers((9, 4), BF16, 6)
-    with made_up_rounds() as gpu:
+    with fake_rounds() as gpu:
         mesh = mesh_on("cuda", ranks)
         x = held(full, mesh, [Shard(0)], context.rank)
         dtype = F32 if context.rank == 3 else None

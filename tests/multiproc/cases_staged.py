@@ -1,4 +1,4 @@
-"""reshard between meshes on CPUs and on GPUs: the real transfer between seven processes, with a made-up GPU
+"""reshard between meshes on CPUs and on GPUs: the real transfer between seven processes, with a fake GPU
 behind the staging of each (fake_gpu.py)."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from meshcast.errors import MeshcastError
 from meshcast.resharding.compile_op import new_token, register_call
-from multiproc.fake_gpu import FakeGpu, check, held, made_up_gpu, mesh_on
+from multiproc.fake_gpu import FakeGpu, check, fake_gpu, held, mesh_on
 from multiproc.meshes import spread
 from multiproc.oracle import unique_fill
 from multiproc.random_layouts import draw
@@ -40,7 +40,7 @@ def random_layouts(context) -> None:
         src, dst = mesh_on(way[0], problem.src_mesh), mesh_on(way[1], problem.dst_mesh)
         src_placements = positive(problem.src_placements, ndim)
         dst_placements = positive(problem.dst_placements, ndim)
-        with made_up_gpu(seed) as gpu:
+        with fake_gpu(seed) as gpu:
             x = held(full, src, src_placements, context.rank)
             if problem.strided and x._local_tensor.numel():
                 x = DTensor(spread(x._local_tensor), x._spec, requires_grad=False)
@@ -60,7 +60,7 @@ def calls_in_flight_end_out_of_order(context) -> None:
     """Both ways at once, waited for in another order on every rank, some by polling, some by their future."""
     here, there = mesh_on("cpu", [0, 1, 2, 3]), mesh_on("cuda", [2, 3, 4, 5, 6])
     rng = random.Random(context.rank)
-    with made_up_gpu(context.rank) as gpu:
+    with fake_gpu(context.rank) as gpu:
         pending = []
         for number in range(30):
             full = unique_fill((5 + number % 4, 7), torch.float32, number)
@@ -90,7 +90,7 @@ def behind_what_the_stream_holds(context) -> None:
     here, there = mesh_on("cpu", [0, 1]), mesh_on("cuda", [1, 2, 3, 4])
     full = unique_fill((9, 4), torch.int64, 3)
     for async_op in (False, True):
-        with made_up_gpu(7) as gpu:
+        with fake_gpu(7) as gpu:
             x = held(full, there, [Shard(0)], context.rank)
             values = x._local_tensor.clone()
             x._local_tensor.fill_(-7)
@@ -114,7 +114,7 @@ def an_asynchronous_call_does_not_wait_for_the_gpu(context) -> None:
     here, there = mesh_on("cpu", [0, 1, 2]), mesh_on("cuda", [3, 4])
     for seed in range(3):
         full = unique_fill((6, 4), torch.float32, 11 + seed)
-        with made_up_gpu(seed) as gpu:
+        with fake_gpu(seed) as gpu:
             gpu.stalled = context.rank == 3
             handle = meshcast.reshard(
                 held(full, there, [Shard(0)], context.rank), here, [Shard(1)], async_op=True
@@ -129,7 +129,7 @@ def memory_is_pinned_once(context) -> None:
     """By a Resharder, by calls of one kind, and by others that need as much."""
     here, there = mesh_on("cpu", [0, 1, 2]), mesh_on("cuda", [0, 3, 4, 5, 6])
     group = dist.new_group()
-    with made_up_gpu(2) as gpu:  # the shard of rank 6 is empty
+    with fake_gpu(2) as gpu:  # the shard of rank 6 is empty
         for way, (src, dst) in enumerate(((here, there), (there, here))):
             spec = [meshcast.TensorSpec((11, 300), torch.float32, mesh, [Shard(0)]) for mesh in (src, dst)]
             call = meshcast.Resharder(*spec, group, reuse_output=True)
@@ -159,7 +159,7 @@ def gradients_come_back(context) -> None:
         src, dst = ((here, there), (there, here))[way]
         for dtype in (None, torch.bfloat16):
             for placement in (Shard(0), Partial("sum")):
-                with made_up_gpu(way) as gpu:
+                with fake_gpu(way) as gpu:
                     single = full.clone().requires_grad_()
                     summands = len(src.mesh) if placement == Partial("sum") else 1
                     value = single * summands
@@ -177,7 +177,7 @@ def gradients_come_back(context) -> None:
                         check(gpu, x.grad, expected, src, back)
                     forth_and_back = ["out", "in"] if src is there else ["in", "out"]
                     assert gpu.ways == (forth_and_back if context.rank in there.mesh else [])
-                with torch.no_grad(), made_up_gpu(way) as gpu:
+                with torch.no_grad(), fake_gpu(way) as gpu:
                     assert not meshcast.reshard(x, dst, [Shard(1)]).requires_grad
 
 
@@ -186,7 +186,7 @@ def no_second_derivative(context) -> None:
     if context.rank > 2:
         return
     full = unique_fill((6, 4), torch.float32, 8)
-    with made_up_gpu(3) as gpu:
+    with fake_gpu(3) as gpu:
         x = held(full, there, [Shard(0)], context.rank).requires_grad_()
         y = meshcast.reshard(x, here, [Shard(1)])
         loss = y.pow(2).sum()
@@ -203,7 +203,7 @@ def no_second_derivative(context) -> None:
 
 def a_changed_source_is_noticed(context) -> None:
     here, there = mesh_on("cpu", [0, 1]), mesh_on("cuda", [2, 3, 4])
-    with made_up_gpu(5):
+    with fake_gpu(5):
         x = held(unique_fill((9, 2), torch.float32, 5), there, [Shard(0)], context.rank)
         handle = meshcast.reshard(x, here, [Shard(0)], async_op=True)
         changes = context.rank == 3
@@ -221,7 +221,7 @@ def many_and_plain_tensors(context) -> None:
     here, there = mesh_on("cpu", [0, 1, 2, 3, 4]), mesh_on("cuda", [4, 5, 6])
     dtypes = [torch.float32, torch.bfloat16, torch.bool, torch.int64]
     for src, dst in ((here, there), (there, here)):
-        with made_up_gpu(6) as gpu:
+        with fake_gpu(6) as gpu:
             fulls = [unique_fill((3 + i, 6), dtype, i) for i, dtype in enumerate(dtypes)]
             xs = [held(full, src, [Shard(0)], context.rank) for full in fulls]
             ys = meshcast.reshard_many(xs, dst, [[Shard(1)]] * 4)
@@ -244,7 +244,7 @@ def state_dicts(context) -> None:
     fulls = {name: unique_fill((5 + i, 4), torch.float32, i) for i, name in enumerate("abc")}
     homes = {"a": here, "b": there, "c": here}
     where = {"a": (there, [Shard(1)]), "b": (here, [Shard(0)]), "c": (here, [Replicate()])}
-    with made_up_gpu(8) as gpu:
+    with fake_gpu(8) as gpu:
         for version in (1, 2, 3):
             state = {
                 name: held(full + version, homes[name], [Shard(0)], context.rank)
@@ -261,7 +261,7 @@ def state_dicts(context) -> None:
 def weights_are_on_the_gpu_when_the_call_returns(context) -> None:
     """Not only behind the current stream: what fails there must be known before any rank returns them."""
     here, there = mesh_on("cpu", [0, 1, 2]), mesh_on("cuda", [2, 3, 4, 5, 6])
-    with made_up_gpu(11) as gpu, mock.patch.object(gpu, "follow"):
+    with fake_gpu(11) as gpu, mock.patch.object(gpu, "follow"):
         for step in range(4):
             full = unique_fill((9, 12), torch.float32, step)
             state = {"w": held(full, here, [Shard(0)], context.rank)} if context.rank < 3 else None
@@ -276,7 +276,7 @@ def the_operator_moves_between_devices(context) -> None:
         return
     here, there = mesh_on("cpu", [0, 1, 2, 3, 4]), mesh_on("cuda", [4, 3, 2, 1, 0])
     full = unique_fill((7, 3), torch.float32, 9)
-    with made_up_gpu(9) as gpu:
+    with fake_gpu(9) as gpu:
         for src, dst in ((here, there), (there, here)):
             specs = [
                 meshcast.TensorSpec((7, 3), torch.float32, mesh, [Shard(0)], True) for mesh in (src, dst)
@@ -299,7 +299,7 @@ def on_the_host(gpu: FakeGpu, rank: int) -> None:
 
 
 def calls_between_cpus_pin_nothing(context) -> None:
-    with made_up_gpu(0) as gpu:
+    with fake_gpu(0) as gpu:
         on_the_host(gpu, context.rank)
         assert not gpu.pinned_bytes and not gpu.ways
 

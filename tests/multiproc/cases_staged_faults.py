@@ -1,5 +1,5 @@
 """Calls between CPUs and GPUs that fail: what is refused, and what the other ranks hear of it. Five processes
-with made-up GPUs."""
+with fake GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from meshcast.errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
 from meshcast.groups.parent import parent_group
 from meshcast.transfers import gpu_offer
-from multiproc.fake_gpu import FakeGpu, check, held, made_up_gpu, mesh_on
+from multiproc.fake_gpu import FakeGpu, check, fake_gpu, held, mesh_on
 from multiproc.oracle import unique_fill
 from torch.distributed.tensor import Replicate, Shard
 
@@ -47,7 +47,7 @@ def a_copy_that_fails_is_told(context) -> None:
     """While the ranks agree: the group lives on."""
     for async_op in (False, True):
         group = dist.new_group()
-        with made_up_gpu(1) as gpu:
+        with fake_gpu(1) as gpu:
             if context.rank == 3:
                 gpu.failure = "CUDA error: out of memory"
 
@@ -66,7 +66,7 @@ def a_copy_that_fails_is_told(context) -> None:
 def a_copy_that_fails_in_a_known_call_ends_the_group(context) -> None:
     """As every refusal does once the ranks no longer ask one another."""
     group = dist.new_group()
-    with made_up_gpu(2) as gpu:
+    with fake_gpu(2) as gpu:
         works(context, gpu, group)
         if context.rank == 3:
             gpu.failure = "CUDA error: out of memory"
@@ -80,7 +80,7 @@ def a_copy_that_fails_in_a_known_call_ends_the_group(context) -> None:
 def a_copy_that_fails_backwards_is_told(context) -> None:
     group = dist.new_group()
     src, dst = mesh_on("cpu", HERE), mesh_on("cuda", THERE)
-    with made_up_gpu(2) as gpu:
+    with fake_gpu(2) as gpu:
         x = held(FULL, src, [Shard(0)], context.rank).requires_grad_()
         y = meshcast.reshard(x, dst, [Shard(1)], group=group)
         losses = [y.sum()] if y._local_tensor.numel() else []
@@ -96,7 +96,7 @@ def a_copy_that_fails_after_the_transfer_is_raised(context) -> None:
     """The others have what they need."""
     group = dist.new_group()
     src, dst = mesh_on("cpu", HERE), mesh_on("cuda", THERE)
-    with made_up_gpu(3) as gpu:
+    with fake_gpu(3) as gpu:
         x = held(FULL, src, [Shard(0)], context.rank)
         handle = meshcast.reshard(x, dst, [Shard(1)], group=group, async_op=True)
         if context.rank == 3:
@@ -114,7 +114,7 @@ def a_gpu_that_stalls_runs_into_the_limit(context) -> None:
     """It names itself, and ends the group; others go on."""
     for async_op in (False, True):
         group, other = dist.new_group(), dist.new_group()
-        with made_up_gpu(4) as gpu:
+        with fake_gpu(4) as gpu:
             works(context, gpu, group)
             gpu.stalled = context.rank == 4
             limit = 1.0 if context.rank == 4 else 20.0
@@ -137,7 +137,7 @@ def a_gpu_that_stalls_runs_into_the_limit(context) -> None:
 
 def a_call_given_up_while_the_gpu_is_busy_ends(context) -> None:
     group = dist.new_group()
-    with made_up_gpu(5) as gpu:
+    with fake_gpu(5) as gpu:
         works(context, gpu, group)
         dist.barrier()
         gpu.stalled = context.rank == 3
@@ -155,7 +155,7 @@ def a_call_given_up_while_the_gpu_is_busy_ends(context) -> None:
 
 def a_capture_is_refused(context) -> None:
     group = dist.new_group()
-    with made_up_gpu(6) as gpu:
+    with fake_gpu(6) as gpu:
         gpu.captures = context.rank == 2
         error = error_of(lambda: call(context, group))
         assert "captured into a CUDA graph" in str(error)
@@ -167,7 +167,7 @@ def a_capture_is_refused(context) -> None:
 def meshes_on_other_devices_are_told_apart(context) -> None:
     """A rank whose mesh is on the CPU, where that of the others is on GPUs."""
     group = dist.new_group()
-    with made_up_gpu(7) as gpu:
+    with fake_gpu(7) as gpu:
         error = error_of(lambda: call(context, group, "cpu" if context.rank == 3 else "cuda"))
         assert isinstance(error, PlanMismatchError) and "from cuda to cpu" in str(error), error
         works(context, gpu, group)
@@ -179,7 +179,7 @@ def a_rank_without_gpu_is_named(context) -> None:
     reason = "torch sees no GPU here" if context.rank == 3 else ""
     src, dst = mesh_on("cpu", HERE), mesh_on("cuda", THERE)
     x = held(FULL, src, [Shard(0)], context.rank)
-    with made_up_gpu(8), mock.patch.object(gpu_offer, "gpu_obstacle", return_value=reason):
+    with fake_gpu(8), mock.patch.object(gpu_offer, "gpu_obstacle", return_value=reason):
         error = error_of(lambda: meshcast.reshard(x, dst, [Shard(1)], group=group))
         assert "one of the meshes is on cuda, but torch sees no GPU here" in str(error)
         assert isinstance(error, LayoutError if reason else PlanMismatchError)
@@ -187,7 +187,7 @@ def a_rank_without_gpu_is_named(context) -> None:
         error = error_of(lambda: meshcast.reshard_state_dict(weights, where, group=group))
         assert isinstance(error, LayoutError) and error.peer == 3
         assert "'x' is to be on cuda on rank 3, but there torch sees no GPU here" in str(error)
-    with made_up_gpu(8) as gpu:
+    with fake_gpu(8) as gpu:
         works(context, gpu, group)
 
 
@@ -196,7 +196,7 @@ def a_rank_on_the_host_needs_no_gpu(context) -> None:
     group = dist.new_group()
     reason = "torch sees no GPU here" if context.rank < 2 else ""
     src, dst = mesh_on("cpu", HERE), mesh_on("cuda", THERE)
-    with made_up_gpu(10) as gpu, mock.patch.object(gpu_offer, "gpu_obstacle", return_value=reason):
+    with fake_gpu(10) as gpu, mock.patch.object(gpu_offer, "gpu_obstacle", return_value=reason):
         works(context, gpu, group)
         x = held(FULL, src, [Shard(0)], context.rank)
         spec = meshcast.TensorSpec(FULL.shape, FULL.dtype, dst, [Shard(1)])
@@ -208,7 +208,7 @@ def a_rank_on_the_host_needs_no_gpu(context) -> None:
 
 def unlike_sources_go_in_separate_calls(context) -> None:
     here, there, dst = mesh_on("cpu", HERE), mesh_on("cuda", THERE), mesh_on("cpu", [0, 1, 2, 3, 4])
-    with made_up_gpu(9) as gpu:
+    with fake_gpu(9) as gpu:
         xs = [held(FULL, mesh, [Shard(0)], context.rank) for mesh in (here, there)]
         error = error_of(lambda: meshcast.reshard_many(xs, dst, [[Replicate()]] * 2))
         assert isinstance(error, LayoutError) and "move them in separate calls" in str(error)

@@ -1,4 +1,4 @@
-"""A made-up GPU: tensors "on" it are ordinary ones, but what is enqueued runs only when somebody asks for an
+"""A fake GPU: tensors "on" it are ordinary ones, but what is enqueued runs only when somebody asks for an
 event behind it, and then after a while. It stands where staged transfers ask CUDA for copies
 (gpu_copies.Copies)."""
 
@@ -157,7 +157,7 @@ def _copying(to: torch.Tensor, from_: torch.Tensor) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def made_up_gpu(seed: int) -> Iterator[FakeGpu]:
+def fake_gpu(seed: int) -> Iterator[FakeGpu]:
     """This process has a GPU for staged transfers. New results on it hold rubbish until something is copied
     there."""
     gpu = FakeGpu(seed)

@@ -28,7 +28,7 @@ class Start:
 
 
 @dataclass
-class MadeUpRounds:
+class FakeRounds:
     """All starts of this process, over all groups."""
 
     starts: list[Start] = field(default_factory=list)
@@ -57,9 +57,9 @@ class _Work:
 
 
 class _Core:
-    def __init__(self, control: Any, made_up: MadeUpRounds) -> None:
+    def __init__(self, control: Any, fake: FakeRounds) -> None:
         self._control = control
-        self._made_up = made_up
+        self._made_up = fake
 
     def start(
         self,
@@ -117,9 +117,9 @@ class _Mark:
 
 
 @contextlib.contextmanager
-def made_up_rounds() -> Iterator[MadeUpRounds]:
+def fake_rounds() -> Iterator[FakeRounds]:
     """This process has a GPU for calls between GPUs, on which tensors are ordinary ones."""
-    made_up = MadeUpRounds()
+    fake = FakeRounds()
     check = persistent.check_shards
 
     def check_on_cpu(*arguments, **options) -> None:
@@ -128,10 +128,10 @@ def made_up_rounds() -> Iterator[MadeUpRounds]:
     def connect(group, control, lanes, place, call, deadline) -> None:  # noqa: ARG001
         gpu = gpu_of(group)
         if gpu is None:
-            gpu = CudaLanes(_Core(control, made_up), None, "made up")  # type: ignore[arg-type]
+            gpu = CudaLanes(_Core(control, fake), None, "fake")  # type: ignore[arg-type]
             attach_gpu(group, gpu)
         gpu.lanes.update(lanes)
-        gpu.core._made_up = made_up
+        gpu.core._made_up = fake
 
     with (
         mock.patch.object(gpu_offer, "gpu_obstacle", return_value=""),
@@ -140,11 +140,11 @@ def made_up_rounds() -> Iterator[MadeUpRounds]:
         mock.patch.object(gpu_medium, "_Mark", _Mark),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):
-        yield made_up
+        yield fake
 
 
 class Dispatched(TorchDispatchMode):
-    """Which operators of torch make or convert a tensor meanwhile, but for those of the made-up GPU."""
+    """Which operators of torch make or convert a tensor meanwhile, but for those of the fake GPU."""
 
     def __init__(self) -> None:
         super().__init__()

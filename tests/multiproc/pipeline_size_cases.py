@@ -39,7 +39,7 @@ class Heads(nn.Module):
         self.register_buffer("rows", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.rows += len(x)  # a made-up row does not count
+        self.rows += len(x)  # a fake row does not count
         heads = x.view(x.shape[0], -1, 2, 3).softmax(dim=2)
         return self.body(x) + heads.reshape(x.shape)
 
@@ -118,7 +118,7 @@ def sizes_case(name: str, kind: type[nn.Module], **options: Any):
 
 
 class Averaged(Heads):
-    """Also takes part in a mean over the rows of all ranks, in which no made-up sample may count."""
+    """Also takes part in a mean over the rows of all ranks, in which no fake sample may count."""
 
     group: dist.ProcessGroup | None = None
 

@@ -1,4 +1,4 @@
-"""Calls between GPUs that change the dtype, over made-up GPUs; see cases_casts.py. tests/cuda has the same
+"""Calls between GPUs that change the dtype, over fake GPUs; see cases_casts.py. tests/cuda has the same
 numbers on hardware."""
 
 from __future__ import annotations

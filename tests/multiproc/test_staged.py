@@ -1,4 +1,4 @@
-"""reshard between CPUs and GPUs, with made-up GPUs: what it moves (cases_staged.py), and what it refuses and
+"""reshard between CPUs and GPUs, with fake GPUs: what it moves (cases_staged.py), and what it refuses and
 how it fails (cases_staged_faults.py). tests/cuda runs the same on hardware."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a stage's module returns, found before a step: on fake tensors, else on made-up values."""
+"""What a stage's module returns, found before a step: on fake tensors, else on fake values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Inferred:
     """How this rank runs its module on micro-batches of some shape, and what comes out.
 
     outputs: None where the rank has no samples and only those that have some can tell.
-    stand_in: the rank has no samples, and the module cannot run without: it runs on one that is made up.
+    stand_in: the rank has no samples, and the module cannot run without: it runs on a fake one.
     copies: the module writes on its inputs in place, so it gets copies.
     needs_data: fake tensors did not tell, and the module has not been run on others yet.
     """
@@ -173,11 +173,11 @@ def needs_stand_in(
     peers: Sequence[int],
     what: str,
 ) -> bool:
-    """Whether a module runs with a made-up sample, but not without any: on fake tensors, or, where these do
+    """Whether a module runs with a fake sample, but not without any: on fake tensors, or, where these do
     not tell (and without FSDP2, which communicates), on ones.
 
     peers: the ranks that have the same samples. Raises LayoutError if the module communicates with others:
-    the made-up sample would be taken for one of the batch.
+    the fake sample would be taken for one of the batch.
     """
     plain = getattr(module, "_orig_mod", module)
 
@@ -205,7 +205,7 @@ def needs_stand_in(
         if outcome == "communicates":
             raise LayoutError(
                 f"{what}: this rank has no samples of a micro-batch, the module does not run without, and it "
-                "communicates with ranks that have some, which would take a made-up sample for one of the "
+                "communicates with ranks that have some, which would take a fake sample for one of the "
                 "batch: let it run on an empty batch, or give more samples than there are ranks"
             )
         if outcome == "runs":
@@ -257,7 +257,7 @@ class _Collectives(TorchDispatchMode):
 
 def without_stand_in(output: Any, way: Way) -> Any:
     """The outputs of a module that ran on `stand_ins`, as of no samples, still joined to what made them."""
-    if way.outputs is None:  # of the last stage nobody knows the shapes: the made-up sample is the first row
+    if way.outputs is None:  # of the last stage nobody knows the shapes: the fake sample is the first row
         return tree_map_only(
             torch.Tensor, lambda value: value[:0] if value.dim() and value.shape[0] == 1 else value, output
         )
@@ -388,6 +388,6 @@ def _refusal(what: str, fake: Exception, real: Exception) -> LayoutError:
     also = "" if fake is real else f"; on zeros {type(real).__name__}: {real}"
     return LayoutError(
         f"{what}: its output shapes could not be inferred ({type(fake).__name__}: {fake}{also}). Mend the "
-        "module, or, if only made-up values are at fault, give output_args= with tensors (meta device will "
+        "module, or, if only fake values are at fault, give output_args= with tensors (meta device will "
         "do) of the local shapes of one micro-batch"
     )

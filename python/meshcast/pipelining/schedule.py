@@ -16,11 +16,11 @@ from meshcast.errors import AbortedError, DeadlineExceededError, LayoutError, Me
 from meshcast.groups.parent import parent_group, seconds
 from meshcast.pipelining.action import Action, Actions
 from meshcast.pipelining.auto_warmup import AutoWarmup, Budget
+from meshcast.pipelining.board import PipelineBoard, Refused
 from meshcast.pipelining.devices import current
 from meshcast.pipelining.draw import draw_panels, panel_of
 from meshcast.pipelining.edge import links_of
 from meshcast.pipelining.estimate import transfer_times
-from meshcast.pipelining.exchange import Exchange, Refused
 from meshcast.pipelining.lower import Link
 from meshcast.pipelining.measured import Event, exposed_seconds
 from meshcast.pipelining.microbatches import Pieces
@@ -107,7 +107,7 @@ class PipelineSchedule:
     ) -> None:
         group = next((stage.group for stage in stages if isinstance(stage, PipelineStage)), None)
         self._timeout = seconds(timeout, parent_group(group, "pipeline").timeout)
-        self._exchange = Exchange(group, self._timeout)
+        self._board = PipelineBoard(group, self._timeout)
         self._microbatches = n_microbatches
         self._overlap = overlap
         try:
@@ -130,7 +130,7 @@ class PipelineSchedule:
             self._recipe.check_options()
             reduce_once(self._stages.values())
         except Exception as error:
-            self._exchange.fail("stage", str(error))
+            self._board.fail("stage", str(error))
             raise
         self._rank = first.rank
         self._device = first.device
@@ -140,7 +140,7 @@ class PipelineSchedule:
         self._scale_grads = scale_grads
         self._sync_gradients = sync_gradients
         self._table: StageTable | None = None
-        self._wirings = Wirings(self._stages, self._exchange, self._timeout, varying_shapes)
+        self._wirings = Wirings(self._stages, self._board, self._timeout, varying_shapes)
         self._runtime: Runtime | None = None
         self._rows: dict[bool, list[Action]] = {}  # this rank's lowered actions; key: training
         self._seed = seed
@@ -152,7 +152,7 @@ class PipelineSchedule:
         self._failed: str | None = None
         options = f"{self.name}, warm-up {warmup}, budget {memory_budget}, delayed {delay_weight_grad}"
         options += f", varying shapes {varying_shapes}, seed {seed}"
-        self._exchange.publish(
+        self._board.publish(
             "stage",
             describe_stages(list(self._stages.values()), options, n_microbatches, loss_fn is not None),
         )
@@ -253,10 +253,10 @@ class PipelineSchedule:
         mine = trace.on_the_clock(self._rank)
         sends = [[each.name, each.begin, each.end] for each in mine if "SEND" in each.name]
         topic = f"sends/{self._summaries}"
-        self._exchange.publish(topic, {"sends": sends})
-        found = self._exchange.collect(topic)
+        self._board.publish(topic, {"sends": sends})
+        found = self._board.collect(topic)
         if self._summaries:  # all have read that one, or they would not be here
-            self._exchange.forget(f"sends/{self._summaries - 1}")
+            self._board.forget(f"sends/{self._summaries - 1}")
         self._summaries += 1
         others = [
             Event(rank, *send) for rank, said in found.items() if rank != self._rank for send in said["sends"]
@@ -349,7 +349,7 @@ class PipelineSchedule:
     def _agreed(self) -> StageTable:
         """Raises the same LayoutError on every rank where the ranks contradict each other."""
         if self._table is None:
-            table = agree_on_stages(self._exchange)
+            table = agree_on_stages(self._board)
             self._recipe.check_placement(table.rows, self._rank)
             self._table = table
             for stage in self._stages.values():
@@ -383,9 +383,9 @@ class PipelineSchedule:
             }
         else:
             said = {"refused": str(mine) or type(mine).__name__}
-        answer = self._exchange.agree(f"call/{self._calls}", said, agree_on_step)
+        answer = self._board.agree(f"call/{self._calls}", said, agree_on_step)
         if self._calls:
-            self._exchange.forget_agreement(f"call/{self._calls - 1}")
+            self._board.forget_agreement(f"call/{self._calls - 1}")
         self._calls += 1
         if "refused" in answer:
             rank, text = answer["refused"][0]
@@ -442,13 +442,13 @@ class PipelineSchedule:
         if len(members) > 1:
             # The collectives below are those of the user's mesh and cannot be aborted: nobody enters them
             # unless all got here.
-            self._exchange.publish(f"step/{self._steps}", {})
-            self._exchange.collect(f"step/{self._steps}", members)
+            self._board.publish(f"step/{self._steps}", {})
+            self._board.collect(f"step/{self._steps}", members)
             if self._steps:
-                self._exchange.forget(f"step/{self._steps - 1}")
+                self._board.forget(f"step/{self._steps - 1}")
         weight: float | None = None
         for stage in self._stages.values() if train else ():
-            stage.drop_made_up()
+            stage.drop_stand_ins()
         for index, stage in self._stages.items():
             if stage.is_last:
                 means, weight = feeds[index].loss.finish()
@@ -476,11 +476,11 @@ class PipelineSchedule:
         last = self._agreed().ranks[-1]
         topic = f"weight/{self._weighings}"
         if self._rank == last[0]:
-            self._exchange.publish(topic, {"weight": own})
+            self._board.publish(topic, {"weight": own})
             if self._weighings:  # all have read that one, or they would not have begun this step
-                self._exchange.forget(f"weight/{self._weighings - 1}")
+                self._board.forget(f"weight/{self._weighings - 1}")
         self._weighings += 1
-        found = self._exchange.collect(topic, last[:1])[last[0]]["weight"]
+        found = self._board.collect(topic, last[:1])[last[0]]["weight"]
         self._weighted = found is not None
         return found
 
@@ -488,11 +488,11 @@ class PipelineSchedule:
         """Takes the other ranks along, in bounded time, with the first cause."""
         cause = f"rank {self._rank}: {type(error).__name__}" if not str(error) else str(error)
         self._failed = cause
-        self._exchange.fail_agreement(f"call/{self._calls}", cause)
-        self._exchange.fail(f"weight/{self._weighings}", cause)
+        self._board.fail_agreement(f"call/{self._calls}", cause)
+        self._board.fail(f"weight/{self._weighings}", cause)
         self._wirings.abort(cause)
         if self._runtime is None:
             return
         self._runtime.clear()
         if next(iter(self._stages.values())).mesh.size > 1:
-            self._exchange.fail(f"step/{self._steps}", cause)
+            self._board.fail(f"step/{self._steps}", cause)

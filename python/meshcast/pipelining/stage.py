@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_flatten
 
 from meshcast.base import checks
 from meshcast.errors import LayoutError
+from meshcast.pipelining.board import refusals_told
 from meshcast.pipelining.devices import stage_device
 from meshcast.pipelining.edge import Edge, check_edges
-from meshcast.pipelining.exchange import refusals_told
 from meshcast.pipelining.gradients import average_gradients, sum_gradients
 from meshcast.pipelining.inference import (
     DataUse,
@@ -201,7 +201,7 @@ class PipelineStage:
             self.shared = shared_parameters_of(stage_index, shared_parameters or {}, self.submod)
             # The stages of each shared parameter, ascending; the schedule tells once the ranks agreed.
             self.sharing: Mapping[str, Sequence[int]] | None = None
-            self._made_up = False  # whether a micro-batch of this step ran on stand_ins
+            self._stood_in = False  # whether a micro-batch of this step ran on stand_ins
             self._kept: dict[int, _Kept] = {}
             self._late: dict[int, SplitBackward] = {}  # micro-batches whose weight gradients are to come
             self._told = False  # that this module's backward cannot be split
@@ -336,14 +336,14 @@ class PipelineStage:
         """Before the first action of a step that trains."""
         self._last_backward.begin_step(microbatches)
 
-    def drop_made_up(self) -> None:
-        """After the last action of a step that trains: what only a made-up sample met has gradients
+    def drop_stand_ins(self) -> None:
+        """After the last action of a step that trains: what only a fake sample met has gradients
         of zeros, and an optimizer would take it for used."""
-        if self._made_up and not self._last_backward.active:
+        if self._stood_in and not self._last_backward.active:
             for parameter in self.submod.parameters():
                 if parameter.grad is not None and not local_values(parameter.grad).any():
                     parameter.grad = None
-        self._made_up = False
+        self._stood_in = False
 
     def end_evaluation(self) -> None:
         """After the last action of a step without backward."""
@@ -362,7 +362,7 @@ class PipelineStage:
         given = inputs
         buffers: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         if way.stand_in:
-            self._made_up = self._made_up or keep
+            self._stood_in = self._stood_in or keep
             given, kwargs = stand_ins((inputs, dict(kwargs)), 1)
             buffers = [(each, each.clone(), each._version) for each in self.submod.buffers()]
         try:
@@ -490,7 +490,7 @@ class PipelineStage:
         """Drops what a step that failed had kept."""
         self._kept.clear()
         self._late.clear()
-        self._made_up = False
+        self._stood_in = False
 
 
 def _copied(values: Sequence[Any]) -> list[Any]:

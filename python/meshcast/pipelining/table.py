@@ -9,8 +9,8 @@ from typing import Any
 from meshcast.base.json_reader import Reader
 from meshcast.errors import LayoutError
 from meshcast.layout import Layout
+from meshcast.pipelining.board import PipelineBoard
 from meshcast.pipelining.edge import Edge
-from meshcast.pipelining.exchange import Exchange
 from meshcast.pipelining.stage import PipelineStage
 
 __all__ = ["StageTable", "agree_on_stages", "describe_stages"]
@@ -73,11 +73,11 @@ def describe_stages(
     }
 
 
-def agree_on_stages(exchange: Exchange) -> StageTable:
+def agree_on_stages(board: PipelineBoard) -> StageTable:
     """Reads what all ranks published. Raises LayoutError, the same on every rank, where they contradict each
     other."""
-    described = exchange.collect("stage")
-    first_rank = exchange.ranks[0]
+    described = board.collect("stage")
+    first_rank = board.ranks[0]
     first = described[first_rank]
     for rank, found in described.items():
         for field in ("stages", "device", "edges", "schedule", "microbatches"):
@@ -96,7 +96,7 @@ def agree_on_stages(exchange: Exchange) -> StageTable:
         members = [rank for rank, found in described.items() if str(stage) in found["mine"]]
         if not members:
             raise LayoutError(
-                f"stage {stage} is on no rank; ranks {exchange.ranks} hold stages "
+                f"stage {stage} is on no rank; ranks {board.ranks} hold stages "
                 f"{[', '.join(found['mine']) for found in described.values()]}"
             )
         chosen = _same_on(described, members, stage)

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from meshcast.errors import LayoutError
-from meshcast.pipelining.exchange import Exchange
+from meshcast.pipelining.board import PipelineBoard
 from meshcast.pipelining.shared import SharedGradients
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.step import StepFeed
@@ -70,10 +70,10 @@ class Wirings:
     """
 
     def __init__(
-        self, stages: Mapping[int, PipelineStage], exchange: Exchange, timeout: float, varying: bool
+        self, stages: Mapping[int, PipelineStage], board: PipelineBoard, timeout: float, varying: bool
     ) -> None:
         self._stages = stages
-        self._exchange = exchange
+        self._board = board
         self._timeout = timeout
         self._varying = varying
         self._rank = next(iter(stages.values())).rank
@@ -155,7 +155,7 @@ class Wirings:
                 return connect(
                     self._stages,
                     table,
-                    self._exchange,
+                    self._board,
                     given,
                     named,
                     self._timeout,
@@ -166,7 +166,7 @@ class Wirings:
         except BaseException as error:
             shapes = [f"shapes/{index}{which}" for index in self._stages for which in ("", "/data")]
             for name in (*shapes, "checked"):
-                self._exchange.fail(f"{topic}{name}", str(error) or type(error).__name__)
+                self._board.fail(f"{topic}{name}", str(error) or type(error).__name__)
             raise
 
 

@@ -12,11 +12,11 @@ from torch.distributed.tensor.placement_types import Partial, Placement
 
 from meshcast.errors import DeadlineExceededError, LayoutError, MeshcastError
 from meshcast.layout import Layout
+from meshcast.pipelining.board import PipelineBoard, Refused
 from meshcast.pipelining.deliveries import Bundle, Delivery, bundles, returns
 from meshcast.pipelining.devices import make_transfer
 from meshcast.pipelining.edge import Edge, check_edges, links_of
 from meshcast.pipelining.edge_transfers import EdgeTransfers, LocalShape
-from meshcast.pipelining.exchange import Exchange, Refused
 from meshcast.pipelining.inference import DataUse, Inferred, Way
 from meshcast.pipelining.layouts import gradient_placements
 from meshcast.pipelining.lower import Link
@@ -85,7 +85,7 @@ _Agreed = tuple[
 def connect(
     stages: Mapping[int, PipelineStage],
     table: StageTable,
-    exchange: Exchange,
+    board: PipelineBoard,
     args: Sequence[Any],
     kwargs: Mapping[int, Mapping[str, Any]],
     timeout: float,
@@ -108,7 +108,7 @@ def connect(
         Refused: on all ranks, before a transfer was made: a shape, layout or module that does not fit.
     """
     try:
-        agreed = _agree(stages, table, exchange, args, kwargs, topic, shared is None, everywhere_empty)
+        agreed = _agree(stages, table, board, args, kwargs, topic, shared is None, everywhere_empty)
     except MeshcastError as error:
         if isinstance(error, DeadlineExceededError):  # who is missing knows of nothing
             raise
@@ -148,7 +148,7 @@ def connect(
 def _agree(
     stages: Mapping[int, PipelineStage],
     table: StageTable,
-    exchange: Exchange,
+    board: PipelineBoard,
     args: Sequence[Any],
     kwargs: Mapping[int, Mapping[str, Any]],
     topic: str,
@@ -168,9 +168,9 @@ def _agree(
                 inputs = _inputs(stage, table, table.edges, values)
                 given = _examples(stage, inputs) if index else list(args)
                 inferred[index] = stage.infer(given, kwargs[index], table.trains, everywhere_empty, data)
-                _publish_shapes(stage, exchange, where, inferred[index])
+                _publish_shapes(stage, board, where, inferred[index])
             # The last stage only tells whether it came this far: nobody must wait for it in vain.
-            found = exchange.collect(where, table.ranks[index])
+            found = board.collect(where, table.ranks[index])
             if data != "never" or not any(published["needs_data"] for published in found.values()):
                 break
             data, where = "always", f"{where}/data"  # all of its ranks, since modules communicate
@@ -194,12 +194,12 @@ def _agree(
         for link in (links_of(edges) if table.trains else [])
     }
     # A rank whose own checks failed stays away from the transfers, which the others would wait for.
-    exchange.publish(f"{topic}checked", {})
-    exchange.collect(f"{topic}checked")
+    board.publish(f"{topic}checked", {})
+    board.collect(f"{topic}checked")
     return values, edges, inputs_of, inferred, found_bundles, returned
 
 
-def _publish_shapes(stage: PipelineStage, exchange: Exchange, topic: str, inferred: Inferred) -> None:
+def _publish_shapes(stage: PipelineStage, board: PipelineBoard, topic: str, inferred: Inferred) -> None:
     outputs = [] if stage.is_last else inferred.outputs
     encoded = None
     if outputs is not None:
@@ -207,7 +207,7 @@ def _publish_shapes(stage: PipelineStage, exchange: Exchange, topic: str, inferr
             encode_value(local, stage.mesh.layout(stage.output_layout(index, local)))
             for index, local in enumerate(outputs)
         ]
-    exchange.publish(topic, {"outputs": encoded, "needs_data": inferred.needs_data})
+    board.publish(topic, {"outputs": encoded, "needs_data": inferred.needs_data})
 
 
 def _values(index: int, found: Mapping[int, Mapping[str, Any]], table: StageTable) -> list[StageValue]:

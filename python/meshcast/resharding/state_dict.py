@@ -29,7 +29,7 @@ from ..transfers.persistent import PlanOptions
 from .compiled_call import Compiled, compile_call
 from .digest import shard_digest
 from .state_arguments import StateCall, checked_call, floating_name
-from .state_rows import Rounds
+from .state_rows import Rows
 from .state_specs import Entry, decode, merge
 from .tensor_move import Destination, Source, wire_dtype
 
@@ -69,7 +69,7 @@ class _State:
     """Everything a process group keeps for its calls."""
 
     def __init__(self, parent: ParentGroup) -> None:
-        self.rounds = Rounds(parent)
+        self.rows = Rows(parent)
         self.calls = 0
         self.versions: dict[tuple[str, ...], int] = {}  # the last that arrived, by the names of the tensors
         self.known: OrderedDict[Any, _Known] = OrderedDict()
@@ -140,7 +140,7 @@ def reshard_state_dict(
     if state is None:
         state = parent.extras[_OP] = _State(parent)
     state.calls += 1
-    state.rounds.connect(limit)
+    state.rows.connect(limit)
     refused: LayoutError | None = None
     call: StateCall | None = None
     known: _Known | None = None
@@ -164,23 +164,23 @@ def reshard_state_dict(
     exchange = f"specs {state.calls}"
     names = () if call is None else tuple(call.destinations)
     if refused is not None:
-        state.rounds.post(exchange, str(refused))
+        state.rows.post(exchange, str(refused))
     elif known is None:
         assert call is not None
-        state.rounds.post(exchange, call.text())
+        state.rows.post(exchange, call.text())
     row = [
         _REFUSED if refused is not None else _NONE if known is None else known.number,
         _NONE if version is None else number,
         state.versions.get(names, _NONE),
         int(call is not None and bool(call.held)),
     ]
-    rows = state.rounds.gather(row, _left(deadline))
+    rows = state.rows.gather(row, _left(deadline))
     for other, theirs in rows.items():
         if theirs[0] == _REFUSED:
             if refused is not None:
                 raise refused
             raise PlanMismatchError(
-                f"{_OP}: rank {other} refused its arguments: {state.rounds.read(exchange, other, deadline)}",
+                f"{_OP}: rank {other} refused its arguments: {state.rows.read(exchange, other, deadline)}",
                 rank=parent.rank,
                 peer=other,
                 op=_OP,
@@ -190,8 +190,8 @@ def reshard_state_dict(
     agreed = _agreed_version(rows, parent.rank)
     if known is None or any(theirs[0] != known.number for theirs in rows.values()):
         if known is not None:
-            state.rounds.post(exchange, call.text())
-        said = {other: decode(state.rounds.read(exchange, other, deadline)) for other in state.rounds.ranks}
+            state.rows.post(exchange, call.text())
+        said = {other: decode(state.rows.read(exchange, other, deadline)) for other in state.rows.ranks}
         entries = merge(said, parent.rank)
         known = _Known(state.calls, entries, _compile(parent, entries, call))
         state.known[call.key()] = known
@@ -212,8 +212,8 @@ def reshard_state_dict(
     row = [changed[0] if changed else _NONE]
     if digest:
         row += [digests.get((side, i), 0) for side in ("src", "dst") for i in range(len(known.entries))]
-    rows = state.rounds.gather(row, _left(deadline))
-    state.rounds.forget()
+    rows = state.rows.gather(row, _left(deadline))
+    state.rows.forget()
     _check_whole(known.entries, rows, parent.rank, digest)
     if agreed != _NONE:
         state.versions[names] = agreed

@@ -1,4 +1,4 @@
-"""Rounds of reshard_state_dict: a row of integers from every rank to every rank, and texts where a row says
+"""Rows of reshard_state_dict: a row of integers from every rank to every rank, and texts where a row says
 that there is one."""
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ..groups.parent import ParentGroup
     from ..groups.private import PrivateGroup
 
-__all__ = ["Rounds"]
+__all__ = ["Rows"]
 
 _OP = "reshard_state_dict"
 
 
-class Rounds:
+class Rows:
     """The conversation of one group of ranks. All ranks make the same calls in one order."""
 
     def __init__(self, parent: ParentGroup) -> None:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from meshcast import Layout
 from meshcast.errors import LayoutError
 from meshcast.pipelining import Edge, PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B, devices
+from meshcast.pipelining.board import PipelineBoard
 from meshcast.pipelining.deliveries import Delivery
 from meshcast.pipelining.devices import make_transfer, stage_device
 from meshcast.pipelining.edge_transfers import EdgeTransfers, LocalShape
-from meshcast.pipelining.exchange import Exchange
 from meshcast.pipelining.table import agree_on_stages, describe_stages
 from meshcast.pipelining.wiring import Wiring
 from meshcast.transfers.gpu_medium import GpuMedium
@@ -76,15 +76,15 @@ def test_stages_of_one_rank_share_a_device() -> None:
 
 
 def test_ranks_on_unlike_devices_are_told_alike() -> None:
-    exchange = mock.Mock(spec=Exchange)
-    exchange.ranks = [0, 1]
+    board = mock.Mock(spec=PipelineBoard)
+    board.ranks = [0, 1]
     here, there = stage(0, 2), stage(1, 2)
     there.device = GPU
-    exchange.collect.return_value = {
+    board.collect.return_value = {
         rank: describe_stages([each], "GPipe", 2, False) for rank, each in enumerate((here, there))
     }
     with pytest.raises(LayoutError, match="disagree on device: rank 0 has cpu, rank 1 has cuda"):
-        agree_on_stages(exchange)
+        agree_on_stages(board)
 
 
 def test_transfers_are_those_of_the_device() -> None:

@@ -1,5 +1,5 @@
 """What a call between CPUs and GPUs does with pinned memory and its GPU, part by part, in one process: a
-made-up GPU (fake_gpu.py), and a transfer between ranks that is over when the test says so."""
+fake GPU (fake_gpu.py), and a transfer between ranks that is over when the test says so."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from meshcast.errors import AbortedError, DeadlineExceededError, MeshcastError
 from meshcast.groups.board import Board, NotPostedError
 
-__all__ = ["Exchange", "Refused", "refusals_told"]
+__all__ = ["PipelineBoard", "Refused", "refusals_told"]
 
 _made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -35,7 +35,7 @@ class Refused(Exception):  # noqa: N818  no error of its own: it never leaves th
         self.error = error
 
 
-class Exchange:
+class PipelineBoard:
     """One conversation of all ranks of a group. Every rank opens its conversations in the same order."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
@@ -172,5 +172,5 @@ def refusals_told(group: Any) -> Iterator[None]:
         # A rank that is not in the group shares no conversation with those that are.
         if dist.is_initialized() and (group is None or isinstance(group, dist.ProcessGroup)):
             with suppress(Exception):  # the refusal is what the caller is to see
-                Exchange(group, 0.0).fail("stage", str(error))
+                PipelineBoard(group, 0.0).fail("stage", str(error))
         raise
