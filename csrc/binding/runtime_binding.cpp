@@ -125,6 +125,8 @@ void bind_runtime(py::module_& m) {
 
   py::class_<AgreedPlan, std::shared_ptr<AgreedPlan>>(m, "AgreedPlan")
       .def_property_readonly("slot", &AgreedPlan::slot)
+      .def_property_readonly("descriptor",
+                             [](const AgreedPlan& self) { return self.direction(false).text->descriptor; })
       .def("next_run", &AgreedPlan::next_run)
       .def_property_readonly_static("REVERSE_LANE", [](const py::object&) { return AgreedPlan::kReverseLane; });
 

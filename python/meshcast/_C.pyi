@@ -104,6 +104,8 @@ class AgreedPlan:
     REVERSE_LANE: int
     @property
     def slot(self) -> int: ...
+    @property
+    def descriptor(self) -> str: ...
     def next_run(self) -> int:
         """How often it had been run before, alike on all ranks."""
 

@@ -59,11 +59,11 @@ class _Work:
 class _Core:
     def __init__(self, control: Any, fake: FakeRounds) -> None:
         self._control = control
-        self._made_up = fake
+        self._fake = fake
 
     def start(
         self,
-        plan: Any,
+        agreed: Any,
         *,
         types: Sequence[tuple[torch.dtype, torch.dtype, torch.dtype]],
         after: int,
@@ -72,8 +72,8 @@ class _Core:
         **others: Any,
     ) -> _Work:
         assert after == _Mark.EVENT
-        given = Start(list(types), list(src), list(dst), others["reverse"], others["descriptor"])
-        self._made_up.starts.append(given)
+        given = Start(list(types), list(src), list(dst), others["reverse"], agreed.descriptor)
+        self._fake.starts.append(given)
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         sources, destinations = list(src), list(dst)
         assert not types or len(types) == len(src) == len(dst)
@@ -89,7 +89,7 @@ class _Core:
                     if destination != wire:
                         arrived = destinations[index] = torch.empty(y.shape, dtype=wire)
                         pairs.append((y, arrived))
-            work = self._control.start(plan, src=sources, dst=destinations, driven=False, **others)
+            work = self._control.start(agreed, src=sources, dst=destinations, driven=False, **others)
         return _Work(work, pairs)
 
     def stats(self, work: _Work) -> dict[str, float]:
@@ -131,7 +131,7 @@ def fake_rounds() -> Iterator[FakeRounds]:
             gpu = CudaLanes(_Core(control, fake), None, "fake")  # type: ignore[arg-type]
             attach_gpu(group, gpu)
         gpu.lanes.update(lanes)
-        gpu.core._made_up = fake
+        gpu.core._fake = fake
 
     with (
         mock.patch.object(gpu_offer, "gpu_obstacle", return_value=""),

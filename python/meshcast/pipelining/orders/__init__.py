@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
-from meshcast.pipelining.action import ActionKind, Actions
+from meshcast.pipelining.action import Actions
 from meshcast.pipelining.errors import ScheduleError
-from meshcast.pipelining.orders import eager_1f1b, gpipe, interleaved, one_f_one_b, zb_v, zero_bubble
 from meshcast.pipelining.orders.delay import delay_weights
+from meshcast.pipelining.orders.forward_only import forward_only
 from meshcast.pipelining.orders.spec import OrderSpec
 from meshcast.pipelining.orders.warmup import Warmup
 
 __all__ = ["SCHEDULES", "build", "delay_weights", "forward_only", "spec_of"]
 
 
-def forward_only(actions: Actions) -> Actions:
-    """What evaluation runs of a schedule: its forwards in their order."""
-    return {rank: [action for action in row if action.kind is ActionKind.F] for rank, row in actions.items()}
+def _specs() -> dict[str, OrderSpec]:
+    """Of every module here that has one: a new schedule is a new file."""
+    modules = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
+    specs = [value for module in modules for value in vars(module).values() if isinstance(value, OrderSpec)]
+    return {spec.name: spec for spec in sorted(specs, key=lambda spec: spec.name)}
 
 
-def _forward_only(stages: int, microbatches: int) -> Actions:
-    return forward_only(gpipe.gpipe(stages, microbatches))
-
-
-_SPECS = {
-    spec.name: spec
-    for spec in (
-        gpipe.SPEC,
-        one_f_one_b.SPEC,
-        eager_1f1b.SPEC,
-        zero_bubble.SPEC_H1,
-        zero_bubble.SPEC_H2,
-        zb_v.SPEC,
-        interleaved.SPEC,
-        OrderSpec("ForwardOnly", _forward_only),
-    )
-}
-
+_SPECS = _specs()
 SCHEDULES = tuple(_SPECS)
 
 
