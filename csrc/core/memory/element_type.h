@@ -60,28 +60,22 @@ bool returns_through(ElementType wire, ElementType type);
 // Calls visit with a value of the C++ type of a type that some reduction takes; all others throw.
 template <typename Visit>
 void visit_reduced(ElementType type, const Visit& visit) {
-  switch (type) {
-#define MESHCAST_ELEMENT_TYPE(name, cpp_type, reductions, ...)                           \
-  case ElementType::name:                                                                \
-    if constexpr (Reductions::reductions != Reductions::Never) return visit(cpp_type{}); \
-    break;
-#include "memory/element_types.def"
-    case ElementType::None: break;
+#define MESHCAST_ELEMENT_TYPE(name, cpp_type, reductions, ...) \
+  if constexpr (Reductions::reductions != Reductions::Never) { \
+    if (type == ElementType::name) return visit(cpp_type{});   \
   }
+#include "memory/element_types.def"
   throw Error(ErrorKind::Generic, "a reduction of elements of a type that has none was started");
 }
 
 // The same for types that kernels cast.
 template <typename Visit>
 void visit_cast(ElementType type, const Visit& visit) {
-  switch (type) {
 #define MESHCAST_ELEMENT_TYPE(name, cpp_type, reductions, casts, ...) \
-  case ElementType::name:                                             \
-    if constexpr (casts) return visit(cpp_type{});                    \
-    break;
-#include "memory/element_types.def"
-    case ElementType::None: break;
+  if constexpr (casts) {                                              \
+    if (type == ElementType::name) return visit(cpp_type{});          \
   }
+#include "memory/element_types.def"
   throw Error(ErrorKind::Generic, "no kernel casts between these types: cast before the transfer");
 }
 
