@@ -14,7 +14,7 @@
 #include "c10d/group_base.h"
 
 // What the two cores of a private group look like in Python alike. Every method that may block or free tensors
-// runs without the GIL; no thread of theirs ever takes it.
+// runs without the GIL; no thread of theirs takes it, but in a future's callback that is Python's.
 namespace meshcast {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;

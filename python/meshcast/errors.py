@@ -29,8 +29,8 @@ class MeshcastError(_Base):  # type: ignore[misc, valid-type]
     """Base of all errors of meshcast.
 
     Fields: `rank` that raises, `peer` it was dealing with (both global), `op` ("reshard", "plan", ...),
-    `sequence` number of the call in its group, `phase` ("connect", "agree", "transfer"), seconds `elapsed`
-    since the call was made, and its `limit`.
+    `sequence` number of the call in its lane, `phase` ("connect", "agree", "start", "transfer", "wait"),
+    seconds `elapsed` since the call was made, and its `limit`.
     """
 
     _fields: tuple[str, ...] = ("rank", "peer", "op", "sequence", "phase", "elapsed", "limit")
@@ -80,8 +80,8 @@ class DeadlineExceededError(MeshcastError, TimeoutError):
 class PeerLostError(MeshcastError):
     """A peer died or closed its connection.
 
-    Fields beside those of `MeshcastError`: `bytes_done` of `bytes_expected` with that peer in this call, and
-    its `address`.
+    Fields beside those of `MeshcastError`: `bytes_done` of `bytes_expected`, which this rank receives in the
+    call from all its peers, and the peer's `address`.
     """
 
     _fields = (*MeshcastError._fields, "bytes_done", "bytes_expected", "address")

@@ -36,7 +36,7 @@ class Admission {
   bool closed_ = false;
 };
 
-// Inside a admission, if it let us in.
+// Inside an admission, if it let us in.
 class Entered {
  public:
   explicit Entered(Admission& admission) : admission_(admission.enter() ? &admission : nullptr) {}

@@ -81,8 +81,8 @@ class InChannel {
 };
 
 // Everything that goes to one peer in one lane. A message is issued as soon as its data is there and it is
-// within the window and its PlanOrder, by whichever thread learns of it first; the channel's own thread only
-// waits.
+// within the window and its PlanOrder, by whichever thread learns of it first. The channel's own thread waits
+// for the front message, and issues what no other thread has.
 class OutChannel {
  public:
   OutChannel(std::shared_ptr<Transport> transport, int peer, ChannelFailure failure);
