@@ -10,7 +10,8 @@
 
 namespace meshcast {
 
-// Hops that may be scheduled in search of a better plan, all attempts together.
+// Hops that may be scheduled in one search for a better plan (kinds of trees, urgency, forward-backward), all
+// its attempts together.
 inline constexpr int64_t kRetryHops = 100'000;
 
 // Keeps the plan with the least makespan; the first of equals.

@@ -16,7 +16,7 @@ namespace meshcast {
 inline constexpr int64_t kSmallestChunk = 64 * 1024;
 inline constexpr int64_t kMostHops = 300'000;  // of a plan whose chunk size is ours to choose
 
-// About 1/128 of the bound on the fastest port: small enough that filling a chain costs little.
+// About what the fastest NIC sends in 1/128 of the bound: small enough that filling a chain costs little.
 int64_t choose_chunk_bytes(int64_t bound_ns, const Network& network);
 
 // Hops of all chunks if bundles are cut into chunks of the given size.

@@ -59,7 +59,7 @@ class Drafter {
   };
   Range cut(const Bundle& bundle, int64_t chunk_bytes);
 
-  // Adds a chunk of pieces made by cut_units.
+  // Adds a chunk of the given pieces (UnitCutter).
   int32_t add_chunk(const ChunkPiece* begin, const ChunkPiece* end, int64_t nbytes);
 
   // Adds one hop for each edge of the route. Throws LayoutError beyond the largest number of hops.

@@ -9,8 +9,8 @@ namespace meshcast {
 
 // Tries the search among trees. Where others have been tried before, it has to be well ahead of the best of
 // them: its chunks take many ways, which meet at ports in orders that the network does not keep to.
-// `fixed_chunk`: the chunk size is the caller's and stays. `large`: a plan that is too large to be made many
-// times. `plan` is that of `best`.
+// `fixed_chunk`: the chunk size comes from the caller, so no other is tried. `large`: a plan that is too large
+// to be made many times. `plan` is that of `best`.
 void add_multicast(Inputs in, const PortDemand& ports, bool fixed_chunk, bool large, BestPlan* best,
                    Plan* plan);
 

@@ -14,7 +14,7 @@ inline int64_t transfer_ns(int64_t nbytes, int64_t rate) {
 }
 
 // The topology seen from the ranks of one plan: dense indices instead of global ranks, and ports. A port is
-// one direction of one link and carries one byte at a time: for every NIC an out and an in port, for every
+// one direction of one link and carries one hop at a time: for every NIC an out and an in port, for every
 // rank a local out and a local in port. A hop between hosts takes the sender's NIC out port and the
 // receiver's NIC in port, a hop inside a host the two local ports.
 class Network {

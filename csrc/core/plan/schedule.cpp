@@ -357,7 +357,7 @@ class ListScheduler {
   std::vector<int32_t> held_;  // pairs that could have started and wait
 };
 
-// Hops by start time again, as where one of them now starts earlier.
+// Puts hops in order of their start again, where one of them now starts earlier.
 // The order of hops in a plan is that in which ranks issue them, so it must follow the times.
 Schedule sort_by_start(const Schedule& made) {
   std::vector<int32_t> order(made.hops.size());
@@ -387,13 +387,13 @@ Schedule schedule(const Draft& draft, const std::vector<Chunk>& chunks, const Ne
   Schedule made =
       ListScheduler(draft.hops, chunks, draft.order, draft.due_ns, network, false, urgency, draft.patience)
           .run();
-  // A port that waited for nothing may start earlier after all, in the same order.
+  // A hop before which a port waited in vain may start earlier after all, in the same order.
   return draft.patience > 0 ? sort_by_start(simulate(made.hops, chunks, network)) : made;
 }
 
 Schedule reschedule(const Schedule& before, const std::vector<Chunk>& chunks, const Network& network) {
-  // Forward-backward improvement (Li and Willis, 1992). Phase 1: the reversed problem, in which those that
-  // finished last go first. So hops move towards the end of the plan, and room is left where they were.
+  // Forward-backward improvement (after Li and Willis, 1992). Phase 1: the reversed problem, in which those
+  // that finished last go first. So hops move towards the end of the plan, and room is left where they were.
   const std::vector<int64_t> none;
   std::vector<int64_t> order(before.hops.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = -before.times[i].finish_ns;

@@ -17,7 +17,8 @@ struct Schedule {
 
 // List scheduling: a hop may start when its chunk is there and both its ports are free. Among the hops that
 // may, Draft::order decides first; then the work left on the two ports (most goes first), against the time
-// at which the hop is due where the draft says so; then the rest of the route.
+// at which the hop is due where the draft says so; then the rest of the route, or the work left on the lesser
+// port where there are such times.
 // `urgency` by port (or empty) multiplies the work left, in units of kUrgency. `chunks` are those of the draft.
 inline constexpr int32_t kUrgency = 64;
 Schedule schedule(const Draft& draft, const std::vector<Chunk>& chunks, const Network& network,

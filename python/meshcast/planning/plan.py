@@ -89,8 +89,7 @@ class Plan:
         """Seconds that no plan can beat in which only holders and receivers of a box carry it.
 
         An idle third party can sometimes help: with tasks A -> {B, C}, B -> D, C -> E and an idle X, relaying
-            through X lowers
-        the time from 4/3 to 1.2 of a unit. Such plans are not counted.
+        through X lowers the time from 4/3 to 8/7 of a unit. Such plans are not counted.
         """
         return self._core.lower_bound_ns / 1e9
 

@@ -29,9 +29,9 @@ struct PortDemand {
 //   - for all ranks together: the copies beside the one that a remote host must get come from ranks of the
 //     host, or leave NICs of others.
 // A box to be reduced counts as reduced first and sent on then: with Q hosts at least to visit for all partial
-// values and R hosts that need the result, Q - 1 + R hops between hosts (one less where a host is both), to be
-// shared by all NICs involved, and one into every host that needs it and cannot make it alone; where all of
-// it is on one host, the same for ranks. And so for all ranks together, whose hops take NICs or local ports.
+// values and R hosts that need the result and cannot make it alone, Q - 1 + R hops between hosts (one less
+// where a host is both), to be shared by all NICs involved, and one into each of the R; where all of it is on
+// one host, the same for ranks. And so for all ranks together, whose hops take NICs or local ports.
 // Each is the least T for which a flow exists (a port carries rate * T), found by Newton's method on its
 // minimum cut. All are relaxations: the time to fill a chain is not in them.
 PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles,

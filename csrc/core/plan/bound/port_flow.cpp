@@ -15,7 +15,7 @@ int64_t ceil_time(__int128 nbytes, __int128 rate) {
 
 }  // namespace
 
-// Newton's method (Dinkelbach): at time T let a cut be too small for the demand. Its ports together must
+// Newton's method (Dinkelbach, 1967): at time T let a cut be too small for the demand. Its ports together must
 // carry `need` bytes at `rate` bytes/s, so no time below need / rate is enough; that is the next T. Each step
 // is from a bound to a larger one and never passes the answer, and every cut comes up once at most.
 //

@@ -68,8 +68,8 @@ void append_reduce_rank_items(int32_t bundle, int64_t nbytes, const Task& task, 
 
 // Splits every item over its ports so that the busiest port finishes as early as possible, then the next
 // busiest, and so on. Each item in turn pours its bytes where the levels (load / rate) are lowest; as the
-// items constrain only themselves and the sum of squared loads falls with each step, repeating this converges
-// to the one balanced split. Returns the highest level, ns.
+// items constrain only themselves and the sum of load^2 / rate falls with each step, repeating this converges
+// to balanced loads. Returns the highest level, ns.
 int64_t balance_ports(const Network& network, std::vector<PortItem>* items);
 
 // Moves shares from relays to emitters while these stay below `level` ns: what holders send themselves arrives

@@ -75,13 +75,12 @@ void ReduceCount::append(int64_t all, bool whole_results, std::vector<PortItem>*
   int64_t visits = 0;
   for (int64_t covered = 0; covered < all; ++visits) covered -= counts[static_cast<size_t>(visits)];
   // The second count is a packing: of a set of values of which no place has two, one visit serves one at
-  // most.
+  // most, so each has to be fetched from a place of its own. Values that few places have come first. A value
+  // is wanted elsewhere where a place needs the result and is not among those that have the value.
   //
   // Example. Places A {0, 1}, B {1, 2}, C {2, 3}, D {3, 0}: counts of two, so Q is at least 2 of four values.
   // 0 is with A and D, 2 with B and C: apart, two visits as well. If C had {2} and D {3} only, 2 (B, C) and 3
-  // (D) and 0 (A) would be apart: three visits, while the counts 2 + 2 still say two. Values that no place
-  // has both of: each has to be fetched from a place of its own. Those that few places have come first. A
-  // value is wanted elsewhere where a place needs the result and is not among those that have the value.
+  // (D) and 0 (A) would be apart: three visits, while the counts 2 + 2 still say two.
   const auto wanted = [&](const std::set<int32_t>& places) {
     return std::any_of(needing_.begin(), needing_.end(), [&](int32_t p) { return places.count(p) == 0; });
   };

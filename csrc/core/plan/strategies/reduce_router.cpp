@@ -12,7 +12,7 @@ namespace {
 constexpr size_t kMostSizes = 64;          // of chunks whose times are kept
 constexpr int64_t kUnits = 4096;           // of the busiest port
 constexpr int64_t kMostUnits = 16 * 1024;  // eighth powers of these and sums of many fit into 128 bits
-constexpr size_t kMostRoots = 5;           // ends of the chain tried for one chunk
+constexpr size_t kMostRoots = 5;           // ends of the chain tried for each set of ranks, of either kind
 constexpr size_t kManyRanks = 128;         // taking part: there only kFewRoots are tried
 constexpr size_t kFewRoots = 1;
 

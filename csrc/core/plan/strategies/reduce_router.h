@@ -30,7 +30,7 @@ class ReduceRouter {
   const Route& route(const Task& task, int64_t nbytes, const Ways& ways, int32_t only = -1);
 
   // From now on the sum of the eighth powers of the loads counts in place of their squares: it follows the most
-  // loaded ports even where sparing them makes detours.
+  // loaded ports even where sparing them takes more hops.
   void mind_the_busiest();
 
   // Of the busiest port, by all routes so far.

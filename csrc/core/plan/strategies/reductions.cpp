@@ -49,7 +49,7 @@ class WayTurns {
   int64_t all_ = 0, sent_ = 0;
 };
 
-// Chosen in turn, a chunk of every bundle first, then again while the sum of squared port loads falls. With
+// Chosen in turn, a chunk of every bundle first, then again while the busiest port gains by it. With
 // `mixed`, the first choice follows the mixture of ways that would be best for boxes as a whole.
 // Phase 1 routes every chunk beside those before it. Phase 2 takes each out and routes it again beside all
 // others, as the first ones were chosen when the ports were still empty.

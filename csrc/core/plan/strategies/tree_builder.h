@@ -73,7 +73,7 @@ class TreeBuilder {
   std::vector<int64_t> emitted_;  // by port, bytes that left the holders of emitting_bundle_
   int32_t emitting_bundle_ = -1;
   std::vector<int64_t> local_in_;  // by rank, bytes so far, hot hosts only
-  std::vector<int64_t> due_in_;    // by rank, bytes it takes in all in all but for what detours have brought
+  std::vector<int64_t> due_in_;    // by rank, all bytes that it takes in, less what detours have brought
   std::vector<int32_t> arrived_;   // by rank: edge of the current route that brings the chunk, -1 none yet
   std::vector<int32_t> nic_hops_;  // by NIC, of the current chunk between hosts, detours not counted
   std::vector<Late> late_;         // of the current chunk
