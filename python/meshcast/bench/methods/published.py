@@ -1,7 +1,8 @@
 """The published plans on meshcast's transport, so that only the plan differs.
 
 Each message of such a plan is a tensor of its own, with the sender as its only holder: the planner then has
-no choice of senders or receivers left, only that of the order in which a rank's messages leave.
+no choice of senders or receivers left, only that of chunks, of chains through several receivers and of the
+order in which a rank's messages leave.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def stripes(index: int, move: Move) -> list[list[Message]]:
 
 def leader_ring(index: int, move: Move) -> list[list[Message]]:
     """NCCL M2N: holders take turns as the one that sends a box; the first receiver on each host passes it
-    on to the next host, and to the ranks of its own."""
+    on to the next host, and to the ranks of its own. Here it travels as a chain, which the last receiver on
+    each host carries on: the hosts exchange the same bytes."""
     messages = []
     for turn, (box, holders, receivers) in enumerate(_boxes(move)):
         messages += [Message(index, box, rank, [rank]) for rank in receivers if rank in holders]
