@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,8 +27,7 @@ __all__ = ["Request", "call_key", "compiled_call", "handle_of", "source_of", "st
 _KEPT_CALLS = 1024
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """One tensor of a call as its caller gave it, unchecked."""
 
     x: Any

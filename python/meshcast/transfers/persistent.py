@@ -12,7 +12,7 @@ import torch
 
 from .. import _C
 from ..base.checks import dtype_name
-from ..base.observe import Flight, log, profiled
+from ..base.observe import Flight, log, profiled, profiling
 from ..errors import DeadlineExceededError, LayoutError, MeshcastError
 from ..groups.parent import ParentGroup, seconds
 from ..planning.plan import Plan, Problem, plan_many
@@ -150,21 +150,26 @@ class PersistentTransfer:
 
     def launch(self, src: Shards, dst: Shards, timeout: float, *, driven: bool = False) -> Call:
         """start() below the handle. driven: the caller waits at once, and lends a hand in that."""
+        if not profiling():
+            return self._launch(src, dst, timeout, driven)
         with profiled("launch", self._op):
-            call = self._new_call(self._op, timeout, driven)
-            try:
-                self._check("source", src, self._source)
-                self._check("destination", dst, self._destination)
-                self._medium.check((*src, *dst))
-                src, dst = self._medium.bring(call, resolved(src), dst, reverse=False)
-            except MeshcastError as error:
-                call.failed(error)
-                self._group.refuse(self._lane, error, timeout)
-                raise
-            command = _Start(self, call, src, dst, reverse=False)
-            self._group.submit(command)
-            call.number.ordinal = command.ordinal if command.ordinal is not None else -1
-            return call
+            return self._launch(src, dst, timeout, driven)
+
+    def _launch(self, src: Shards, dst: Shards, timeout: float, driven: bool) -> Call:
+        call = self._new_call(self._op, timeout, driven)
+        try:
+            self._check("source", src, self._source)
+            self._check("destination", dst, self._destination)
+            self._medium.check((*src, *dst))
+            src, dst = self._medium.bring(call, resolved(src), dst, reverse=False)
+        except MeshcastError as error:
+            call.failed(error)
+            self._group.refuse(self._lane, error, timeout)
+            raise
+        command = _Start(self, call, src, dst, reverse=False)
+        self._group.submit(command)
+        call.number.ordinal = command.ordinal if command.ordinal is not None else -1
+        return call
 
     def launch_reverse(
         self, number: CallNumber, src: Shards, dst: Shards, timeout: float, *, driven: bool = False
