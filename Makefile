@@ -47,6 +47,10 @@ $(TORCH_STAMP): | $(VENV)/bin/python
 	$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH_SPEC)"
 	@rm -f $(VENV)/.stamp-torch* && touch $@
 
+$(VENV)/.stamp-build: requirements-build.txt $(TORCH_STAMP)
+	$(PIP) -r requirements-build.txt
+	@touch $@
+
 $(VENV)/.stamp-dev: requirements-dev.txt $(TORCH_STAMP)
 	$(PIP) -r requirements-dev.txt
 	@touch $@
@@ -65,7 +69,7 @@ $(VENV)/.stamp-fuzz: requirements-fuzz.txt $(VENV)/.stamp-dev
 
 # ---- build -----------------------------------------------------------------------------------------------
 
-configure: $(TORCH_STAMP)
+configure: $(VENV)/.stamp-build
 	@mkdir -p build
 	@$(LOCK) cmake --preset release $(CONFIGURE) >build/configure.log 2>&1 || { cat build/configure.log; exit 1; }
 	@grep -E '^-- (meshcast|CUDA)' build/configure.log
@@ -86,7 +90,7 @@ test: build $(VENV)/.stamp-dev
 test-all: build $(VENV)/.stamp-hf asan tsan
 	@PY=$(PY) JOBS=$(JOBS) tools/run_tests.sh all $(PYTEST_ARGS)
 
-asan tsan: $(TORCH_STAMP)
+asan tsan: $(VENV)/.stamp-build
 	@mkdir -p build && tools/ensure_catch2.sh
 	@$(LOCK) cmake --preset $@ $(CONFIGURE) >build/configure-$@.log 2>&1 || { cat build/configure-$@.log; exit 1; }
 	$(LOCK) cmake --build build/$@ -j$(JOBS) --target meshcast_tests

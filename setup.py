@@ -21,6 +21,8 @@ from setuptools.command.dist_info import dist_info
 
 ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = "2.11"
+# Elsewhere the system's UCX serves, or gloo.
+UCX = "libucx-cu12>=1.14,<2; platform_system == 'Linux' and platform_machine in 'x86_64 aarch64'"
 
 
 def stop(sentence: str) -> None:
@@ -69,9 +71,9 @@ def requirements() -> list[str]:
     """A wheel works with the torch minor release it was built for, a source archive with any new enough."""
     version = torch_version()
     if version is None or "sdist" in sys.argv:
-        return [f"torch>={OLDEST_TORCH}"]
+        return [f"torch>={OLDEST_TORCH}", UCX]
     major, minor = version.split(".")[:2]
-    return [f"torch=={major}.{minor}.*"]
+    return [f"torch=={major}.{minor}.*", UCX]
 
 
 class CheckedDistInfo(dist_info):

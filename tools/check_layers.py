@@ -32,7 +32,7 @@ CPP_LAYERS = (
     ("memory", "plan", "transport"),
     ("boxes", "run"),
     ("rounds",),
-    ("ipc",),
+    ("ipc", "ucx"),
     ("c10d",),
     ("cuda",),
     ("binding",),

@@ -33,7 +33,7 @@ if [ ! -e "$stamp" ]; then
   rm -rf $venv
   "${PYTHON:-python3}" -m venv $venv
   mkdir -p build
-  $venv/bin/python -m pip install -q --disable-pip-version-check "$spec" >build/cuda-pip.log 2>&1 ||
+  $venv/bin/python -m pip install -q --disable-pip-version-check "$spec" -r requirements-build.txt >build/cuda-pip.log 2>&1 ||
     cannot "pip could not install $spec: $(grep -m 1 ERROR build/cuda-pip.log || tail -n 1 build/cuda-pip.log)"
   echo "cuda-check: $spec installed in $((SECONDS - start)) s"
   touch "$stamp"

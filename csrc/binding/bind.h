@@ -22,6 +22,9 @@ void bind_plan(pybind11::module_& m);
 // Private groups and the registered c10d backend.
 void bind_runtime(pybind11::module_& m);
 
+// The data plane over UCX. Only builds with UCX's headers have it.
+void bind_ucx(pybind11::module_& m);
+
 // The kernels, as the submodule `cuda` that only builds with CUDA have. Pointers and strides come as numbers,
 // so that it includes no torch header.
 void bind_cuda(pybind11::module_& m);

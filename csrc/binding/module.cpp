@@ -5,6 +5,9 @@ PYBIND11_MODULE(_C, m) {
   meshcast::bind_errors(m);
   meshcast::bind_plan(m);
   meshcast::bind_runtime(m);
+#if MESHCAST_WITH_UCX
+  meshcast::bind_ucx(m);
+#endif
 #if MESHCAST_WITH_CUDA
   meshcast::bind_cuda(m);
   meshcast::bind_cuda_group(m);

@@ -13,6 +13,7 @@
 
 #include "binding/bind.h"
 #include "binding/core_binding.h"
+#include "c10d/c10d_transport.h"
 #include "c10d/group_core.h"
 #include "c10d/process_group/pending_work.h"
 #include "c10d/process_group/process_group.h"
@@ -130,17 +131,18 @@ void bind_runtime(py::module_& m) {
       .def("next_run", &AgreedPlan::next_run)
       .def_property_readonly_static("REVERSE_LANE", [](const py::object&) { return AgreedPlan::kReverseLane; });
 
+  py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport");
+  m.def("gloo_transport", &make_c10d_transport, py::arg("rails"), py::arg("first_rail"), py::arg("rank"),
+        NoGil());
   bind_core<GroupCore>(m, "GroupCore")
-      .def(py::init([](std::vector<c10::intrusive_ptr<c10d::Backend>> rails, std::vector<int32_t> first_rail,
-                       const c10::intrusive_ptr<c10d::Store>& store, std::vector<int32_t> ranks, int32_t rank,
-                       std::string name, SharedMemory* local) {
+      .def(py::init([](std::shared_ptr<Transport> network, const c10::intrusive_ptr<c10d::Store>& store,
+                       std::vector<int32_t> ranks, int32_t rank, std::string name, SharedMemory* local) {
              const py::gil_scoped_release construct_without_gil;
-             return owned(new GroupCore({std::move(rails), std::move(first_rail)}, store,
-                                        {std::move(ranks), rank, std::move(name)},
+             return owned(new GroupCore(std::move(network), store, {std::move(ranks), rank, std::move(name)},
                                         local ? local->take() : LocalRanks{}));
            }),
-           py::arg("rails"), py::arg("first_rail"), py::arg("store"), py::arg("ranks"), py::arg("rank"),
-           py::arg("name"), py::arg("shared_memory") = nullptr)
+           py::arg("network"), py::arg("store"), py::arg("ranks"), py::arg("rank"), py::arg("name"),
+           py::arg("shared_memory") = nullptr)
       .def(
           "agree",
           [](GroupCore& self, int32_t lane, int64_t ordinal, std::string op, std::string descriptor,
@@ -160,12 +162,12 @@ void bind_runtime(py::module_& m) {
       .def(
           "start",
           [](GroupCore& self, const AgreedPlan& agreed, int64_t ordinal, bool reverse, OptionalTensors src,
-             OptionalTensors dst, double timeout, bool driven) {
-            return self.start(
-                agreed, {ordinal, reverse, std::move(src), std::move(dst), checked_timeout(timeout), driven});
+             OptionalTensors dst, double timeout) {
+            return self.start(agreed,
+                              {ordinal, reverse, std::move(src), std::move(dst), checked_timeout(timeout)});
           },
           py::arg("agreed"), py::arg("ordinal"), py::arg("reverse"), py::arg("src"), py::arg("dst"),
-          py::arg("timeout"), py::arg("driven") = false, NoGil());
+          py::arg("timeout"), NoGil());
 
   py::class_<PendingWork, c10d::Work, c10::intrusive_ptr<PendingWork>>(m, "PendingWork")
       .def("settle", &PendingWork::settle, py::arg("work"), NoGil())

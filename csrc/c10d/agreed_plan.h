@@ -87,7 +87,6 @@ struct StartArgs {
   std::vector<std::optional<at::Tensor>> source;       // by problem; none where this rank holds nothing
   std::vector<std::optional<at::Tensor>> destination;  // likewise
   double timeout_seconds = 0;
-  bool driven = false;  // the caller waits at once, see Engine::start
 };
 
 }  // namespace meshcast

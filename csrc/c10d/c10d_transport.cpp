@@ -1,15 +1,33 @@
 #include "c10d/c10d_transport.h"
 
 #include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <optional>
 #include <string>
+#include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include <ATen/ops/from_blob.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "common/error.h"
+#include "common/thread_name.h"
+#include "run/run.h"
 
 namespace meshcast {
 namespace {
+
+using Work = c10::intrusive_ptr<c10d::Work>;
+
+// Longer than any call: the watcher ends those that are past their limit, and aborts the wait with them.
+constexpr auto kForEver = std::chrono::milliseconds(std::chrono::hours(24 * 365));
 
 // gloo reports everything as text. What it says when a wait ran out of time is the only thing that tells
 // that case from a lost connection.
@@ -19,70 +37,178 @@ TransportError::Cause classify(const std::string& text) {
   return TransportError::Cause::Closed;
 }
 
-std::string first_line(const std::exception& error) {
+TransportError error_of(const std::exception& error) {
   const std::string text = error.what();
-  return text.substr(0, text.find('\n'));
+  const std::string line = text.substr(0, text.find('\n'));
+  return {classify(line), line};
 }
 
-class C10dRequest final : public Request {
- public:
-  explicit C10dRequest(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
+void check_rails(size_t count, const std::vector<int32_t>& first_rail) {
+  const bool fits = std::all_of(first_rail.begin(), first_rail.end(),
+                                [&](int32_t rail) { return rail >= 0 && static_cast<size_t>(rail) < count; });
+  if (!fits) {
+    throw LayoutError(fmt::format("each rank of a group needs a rail from 0 to {}, found [{}]", count - 1,
+                                  fmt::join(first_rail, ", ")));
+  }
+}
 
-  void wait(TimePoint deadline) override {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
-    bool through = false;
-    try {
-      // 0 ms would mean "for ever" here.
-      through = work_->wait(std::max(left, std::chrono::milliseconds(1)));
-    } catch (const std::exception& error) {
-      const std::string text = first_line(error);
-      throw TransportError(classify(text), text);
-    }
-    if (!through) throw TransportError(TransportError::Cause::Aborted, "the request was aborted");
+const TransportError kAborted(TransportError::Cause::Aborted, "the transport was aborted");
+
+// Messages of one lane and direction with one peer, in the order in which they were posted. gloo can only be
+// waited for, not asked: a thread waits for the front one. After a failure nothing is waited for any more,
+// since gloo has closed the connection; the rest ends with abort().
+class WaitLine {
+ public:
+  explicit WaitLine(int peer) : peer_(peer) {
+    thread_ = std::thread([this] {
+      name_this_thread("mc-gloo");
+      loop();
+    });
   }
 
-  void abort() noexcept override {
+  void join() { thread_.join(); }  // after abort()
+
+  // issue: enqueues the message at gloo.
+  template <typename Issue>
+  void post(const Issue& issue, std::unique_ptr<Message> message) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!aborted_) {
+        try {
+          waiting_.push_back({issue(), std::move(message)});
+        } catch (const std::exception& error) {  // the connection had failed before
+          waiting_.push_back({nullptr, std::move(message), error_of(error)});
+        }
+        changed_.notify_all();
+        return;
+      }
+    }
+    message->failed(peer_, kAborted);
+  }
+
+  void abort() noexcept {
+    const std::lock_guard lock(mutex_);
+    if (aborted_) return;
+    aborted_ = true;
+    for (const Waiting& each : waiting_) abort(each);
+    if (front_) abort(*front_);
+    changed_.notify_all();
+  }
+
+ private:
+  struct Waiting {
+    Work work;
+    std::unique_ptr<Message> message;
+    std::optional<TransportError> error = std::nullopt;
+  };
+
+  static void abort(const Waiting& waiting) noexcept {
     try {
-      work_->abort();
+      if (waiting.work) waiting.work->abort();
     } catch (const std::exception&) {
       // Nothing left to abort: the wait ends by itself.
     }
   }
 
- private:
-  c10::intrusive_ptr<c10d::Work> work_;
-};
+  static std::optional<TransportError> wait(const Waiting& waiting) {
+    if (waiting.error) return waiting.error;
+    try {
+      if (waiting.work->wait(kForEver)) return std::nullopt;
+    } catch (const std::exception& error) {
+      return error_of(error);
+    }
+    return kAborted;
+  }
 
-// A message that could not even be enqueued, since the connection had failed before: told at wait().
-class FailedRequest final : public Request {
- public:
-  explicit FailedRequest(TransportError error) : error_(std::move(error)) {}
-  void wait(TimePoint) override { throw error_; }
-  void abort() noexcept override {}
+  void loop() {
+    std::unique_lock lock(mutex_);
+    bool failed = false;
+    for (;;) {
+      changed_.wait(lock, [&] { return aborted_ || (!failed && !waiting_.empty()); });
+      if (waiting_.empty()) return;  // aborted, and all are told
+      Waiting front = std::move(waiting_.front());
+      waiting_.pop_front();
+      if (failed) {
+        lock.unlock();
+        front.work.reset();
+        front.message->failed(peer_, kAborted);
+      } else {
+        front_ = &front;
+        lock.unlock();
+        const std::optional<TransportError> error = wait(front);
+        lock.lock();
+        front_ = nullptr;
+        failed = error.has_value();
+        lock.unlock();
+        front.work.reset();  // gloo lets go of the memory
+        if (error) {
+          front.message->failed(peer_, *error);
+        } else {
+          front.message->finished();
+        }
+      }
+      front.message.reset();
+      lock.lock();
+    }
+  }
 
- private:
-  TransportError error_;
+  const int peer_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Waiting> waiting_;
+  const Waiting* front_ = nullptr;  // what the thread waits for
+  bool aborted_ = false;
+  std::thread thread_;
 };
 
 class C10dTransport final : public Transport {
  public:
   C10dTransport(std::vector<c10::intrusive_ptr<c10d::Backend>> rails, std::vector<int32_t> first_rail, int rank)
       : rails_(std::move(rails)), first_rail_(std::move(first_rail)), rank_(rank) {}
+  ~C10dTransport() override { C10dTransport::shutdown(); }
 
-  std::unique_ptr<Request> send(int peer, int32_t tag, const void* data, int64_t nbytes) override {
+  void send(const Envelope& to, const void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
     // The backend reads only; from_blob knows no const.
     std::vector<at::Tensor> tensors{bytes(const_cast<void*>(data), nbytes)};
-    return guarded([&] { return rail(rank_, tag)->send(tensors, peer, tag); });
+    const int32_t tag = short_key(to.key);
+    post(
+        to, Direction::Out, [&] { return rail(rank_, tag)->send(tensors, to.peer, tag); }, std::move(message));
   }
 
-  std::unique_ptr<Request> recv(int peer, int32_t tag, void* data, int64_t nbytes) override {
+  void recv(const Envelope& from, void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
     std::vector<at::Tensor> tensors{bytes(data, nbytes)};
-    return guarded([&] { return rail(peer, tag)->recv(tensors, peer, tag); });
+    const int32_t tag = short_key(from.key);
+    post(
+        from, Direction::In, [&] { return rail(from.peer, tag)->recv(tensors, from.peer, tag); },
+        std::move(message));
+  }
+
+  void drive(const std::function<bool()>& /*done*/, TimePoint /*limit*/) override {}
+
+  void wake() noexcept override {}
+
+  void abort() noexcept override {
+    const std::lock_guard lock(mutex_);
+    aborted_ = true;
+    for (auto& [key, line] : lines_) line->abort();
+  }
+
+  void shutdown() override {
+    abort();
+    std::map<LineKey, std::shared_ptr<WaitLine>> lines;
+    {
+      const std::lock_guard lock(mutex_);
+      lines.swap(lines_);
+    }
+    for (const auto& [key, line] : lines) line->join();
   }
 
  private:
+  enum class Direction : uint8_t { In, Out };
+  using LineKey = std::tuple<int, int32_t, Direction>;  // peer, lane
+
   const c10::intrusive_ptr<c10d::Backend>& rail(int sender, int32_t tag) const {
-    const int32_t turn = first_rail_[static_cast<size_t>(sender)] + (tag & kTagNumber);
+    const int32_t turn = first_rail_[static_cast<size_t>(sender)] + (tag & 0xFF);
     return rails_[static_cast<size_t>(turn) % rails_.size()];
   }
 
@@ -91,24 +217,37 @@ class C10dTransport final : public Transport {
   }
 
   template <typename Issue>
-  std::unique_ptr<Request> guarded(Issue issue) {
-    try {
-      return std::make_unique<C10dRequest>(issue());
-    } catch (const std::exception& error) {
-      const std::string text = first_line(error);
-      return std::make_unique<FailedRequest>(TransportError(classify(text), text));
+  void post(const Envelope& envelope, Direction direction, const Issue& issue,
+            std::unique_ptr<Message> message) {
+    std::shared_ptr<WaitLine> line;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!aborted_) {
+        auto& slot = lines_[{envelope.peer, envelope.lane, direction}];
+        if (!slot) slot = std::make_shared<WaitLine>(envelope.peer);
+        line = slot;
+      }
+    }
+    if (line) {
+      line->post(issue, std::move(message));
+    } else {
+      message->failed(envelope.peer, kAborted);
     }
   }
 
   const std::vector<c10::intrusive_ptr<c10d::Backend>> rails_;
   const std::vector<int32_t> first_rail_;
   const int rank_;
+  std::mutex mutex_;
+  std::map<LineKey, std::shared_ptr<WaitLine>> lines_;
+  bool aborted_ = false;
 };
 
 }  // namespace
 
 std::shared_ptr<Transport> make_c10d_transport(std::vector<c10::intrusive_ptr<c10d::Backend>> rails,
                                                std::vector<int32_t> first_rail, int rank) {
+  check_rails(rails.size(), first_rail);
   return std::make_shared<C10dTransport>(std::move(rails), std::move(first_rail), rank);
 }
 

@@ -1,29 +1,12 @@
 #include "c10d/group_core.h"
 
-#include <algorithm>
 #include <utility>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
-#include "c10d/c10d_transport.h"
 #include "c10d/tensor_memory.h"
 
 namespace meshcast {
-namespace {
-
-void check_rails(const Rails& rails, const GroupIdentity& group) {
-  const auto count = static_cast<int32_t>(rails.backends.size());
-  const bool fits = rails.first_rail.size() == group.ranks.size() &&
-                    std::all_of(rails.first_rail.begin(), rails.first_rail.end(),
-                                [&](int32_t rail) { return rail >= 0 && rail < count; });
-  if (!fits) {
-    throw LayoutError(fmt::format("each of the {} ranks of a group needs a rail from 0 to {}, found [{}]",
-                                  group.ranks.size(), count - 1, fmt::join(rails.first_rail, ", ")));
-  }
-}
-
-}  // namespace
 
 class GroupCore::WatchedEngine final : public Watched {
  public:
@@ -36,24 +19,20 @@ class GroupCore::WatchedEngine final : public Watched {
   std::exception_ptr error() const override { return engine_->error(); }
   void fail(std::exception_ptr error) override { engine_->fail(std::move(error)); }
   void check_peers() override { engine_->check_local_peers(); }
-  void wake_undriven(TimePoint limit) override { engine_->wake_undriven(limit); }
 
  private:
   const std::unique_ptr<Engine>& engine_;
 };
 
-GroupCore::GroupCore(Rails rails, const c10::intrusive_ptr<c10d::Store>& store, GroupIdentity identity,
-                     LocalRanks local)
+GroupCore::GroupCore(std::shared_ptr<Transport> network, const c10::intrusive_ptr<c10d::Store>& store,
+                     GroupIdentity identity, LocalRanks local)
     : GroupBase(std::move(identity)),
       local_ranks_(std::move(local.ranks)),
       agreement_bulletin_(store),
       watched_(std::make_unique<WatchedEngine>(engine_)),
       slots_(std::make_shared<SlotPool>(kSlots)) {
-  check_rails(rails, identity_);
-  const auto me = std::lower_bound(identity_.ranks.begin(), identity_.ranks.end(), identity_.rank);
   engine_ = std::make_unique<Engine>(
-      make_c10d_transport(std::move(rails.backends), std::move(rails.first_rail),
-                          static_cast<int>(me - identity_.ranks.begin())),
+      std::move(network),
       [this](int peer, const TransportError& error, const std::shared_ptr<Run>& run) {
         watcher_->transport_failed(peer, error, *run);
       },
@@ -120,17 +99,16 @@ c10::intrusive_ptr<c10d::Work> GroupCore::start(const AgreedPlan& agreed, StartA
   // The engine's threads drop it when the run has ended. Tensors may need the GIL to be freed, so they land
   // in the bin.
   buffers.keepalive = bin_->bag(std::move(taken.bag));
-  const auto run =
-      start_run(direction.program(local_ranks_), std::move(buffers), agreed.label(args.reverse, args.ordinal),
-                deadline_after(args.timeout_seconds), args.driven);
+  const auto run = start_run(direction.program(local_ranks_), std::move(buffers),
+                             agreed.label(args.reverse, args.ordinal), deadline_after(args.timeout_seconds));
   if (!run->ended()) watcher_->wake();
   return c10::make_intrusive<ReshardWork>(identity_.rank, run, bin_, std::move(taken.outputs));
 }
 
 std::shared_ptr<Run> GroupCore::start_run(std::shared_ptr<const Program> program, Buffers buffers,
-                                          RunLabel label, TimePoint deadline, bool driven) {
+                                          RunLabel label, TimePoint deadline) {
   try {
-    return engine_->start(std::move(program), std::move(buffers), std::move(label), deadline, driven);
+    return engine_->start(std::move(program), std::move(buffers), std::move(label), deadline);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {

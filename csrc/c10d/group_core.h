@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -20,6 +19,7 @@
 #include "run/engine.h"
 #include "run/slot_pool.h"
 #include "transport/local_transport.h"
+#include "transport/transport.h"
 
 namespace meshcast {
 
@@ -29,20 +29,14 @@ struct LocalRanks {
   std::vector<int32_t> ranks;  // global, ascending, this one included; the same on all of them
 };
 
-// The group's connections: a backend for each network interface, and by which of them each rank (by its number
-// in the group) sends its first message to another; see make_c10d_transport.
-struct Rails {
-  std::vector<c10::intrusive_ptr<c10d::Backend>> backends;
-  std::vector<int32_t> first_rail;
-};
-
 // One private group: the ranks that take part in a transfer, with connections of their own that no user
 // operation shares. Owns the engine that runs programs and the watcher that ends them when something breaks.
 // Thread-safe. No method may be called with the GIL held; start() never blocks on another rank.
 class GroupCore final : public GroupBase {
  public:
-  GroupCore(Rails rails, const c10::intrusive_ptr<c10d::Store>& store, GroupIdentity identity,
-            LocalRanks local = {});
+  // network: between hosts; its ranks are those of the group, by their position in it.
+  GroupCore(std::shared_ptr<Transport> network, const c10::intrusive_ptr<c10d::Store>& store,
+            GroupIdentity identity, LocalRanks local = {});
   ~GroupCore() override;
 
   // Agrees with all ranks on a plan and that of its backward, which may be null, under `text`; see agreement.h.
@@ -63,7 +57,7 @@ class GroupCore final : public GroupBase {
  private:
   std::exception_ptr failure() const override { return engine_->error(); }
   std::shared_ptr<Run> start_run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label,
-                                 TimePoint deadline, bool driven);
+                                 TimePoint deadline);
 
   class WatchedEngine;
 

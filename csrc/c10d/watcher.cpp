@@ -5,15 +5,12 @@
 
 #include <fmt/format.h>
 
-#include "common/thread_name.h"
-
 namespace meshcast {
 namespace {
 
 using std::chrono::milliseconds;
 using Seconds = std::chrono::duration<double>;
 
-constexpr auto kTick = milliseconds(50);          // while runs are in flight
 constexpr auto kLook = milliseconds(200);         // between looks at the bulletin
 constexpr auto kStall = milliseconds(2000);       // a call this old says what it is (or a quarter of its limit)
 constexpr auto kStoreGrace = milliseconds(1000);  // the store may take this long before the timer decides alone
@@ -39,35 +36,25 @@ std::string address_in(const std::string& text) {
 }  // namespace
 
 Watcher::Watcher(Watched& engine, GroupIdentity group, const c10::intrusive_ptr<c10d::Store>& store)
-    : engine_(engine), group_(std::move(group)), bulletin_(store) {
-  reporter_ = std::thread([this] {
-    name_this_thread("mc-report");
-    report_loop();
-  });
-  timer_ = std::thread([this] {
-    name_this_thread("mc-timer");
-    timer_loop();
-  });
+    : engine_(engine), group_(std::move(group)), bulletin_(store), threads_(WatchThreads::of_process()) {
+  threads_->add(*this);
 }
 
 Watcher::~Watcher() { stop(); }
 
 void Watcher::stop() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-    changed_.notify_all();
+  if (!std::exchange(watched_, false)) return;
+  threads_->remove(*this);
+  if (!local_ || published_) return;
+  // Told before this rank's connections go: else the others would find them broken and blame this rank.
+  try {
+    bulletin_.settle_cause(local_->cause);
+  } catch (const std::exception&) {
+    // The store does not answer any more; nobody is left who would look there.
   }
-  if (reporter_.joinable()) reporter_.join();
-  if (timer_.joinable()) timer_.join();
 }
 
-void Watcher::wake() {
-  const std::lock_guard lock(mutex_);
-  ++wakes_;
-  // Whoever watches already looks again within a tick. A call that starts beside others wakes nobody.
-  if (idle_ > 0) changed_.notify_all();
-}
+void Watcher::wake() { threads_->wake(false); }
 
 Cause Watcher::describe_transport_error(int32_t peer, const TransportError& error, const RunState& run) const {
   const int32_t peer_rank = group_.ranks[static_cast<size_t>(peer)];
@@ -83,8 +70,9 @@ Cause Watcher::describe_transport_error(int32_t peer, const TransportError& erro
 }
 
 void Watcher::note_local(Cause cause, const RunState* run) {
-  const std::lock_guard lock(mutex_);
-  if (!local_) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (local_) return;
     local_.emplace();
     local_->cause = std::move(cause);
     local_->seen = Clock::now();
@@ -97,7 +85,7 @@ void Watcher::note_local(Cause cause, const RunState* run) {
       local_->ordinal = run->label().ordinal;
     }
   }
-  changed_.notify_all();
+  threads_->wake(true);
 }
 
 void Watcher::transport_failed(int32_t peer, const TransportError& error, const RunState& run) {
@@ -148,44 +136,25 @@ void Watcher::give_up(const Cause& cause) {
     context.address = address_in(cause.text);
   }
   engine_.fail(std::make_exception_ptr(Error(kind, text, context)));
-  changed_.notify_all();
 }
 
-void Watcher::report_loop() {
-  std::unique_lock lock(mutex_);
-  while (!stopping_) {
-    // Read before looking for runs: one that starts in between ends the sleep at once.
-    const uint64_t seen = wakes_;
-    const bool busy = local_ ? !published_ : !failed() && !engine_.in_flight().empty();
-    if (!busy) {
-      ++idle_;
-      changed_.wait(lock, [&] { return stopping_ || wakes_ != seen || (local_ && !published_); });
-      --idle_;
-      continue;
-    }
-    lock.unlock();
-    try {
-      report_once();
-    } catch (const Error& error) {
-      // A mismatch found by comparing descriptors; every rank that compares finds the same.
-      const Cause cause{static_cast<int32_t>(error.kind()), group_.rank, error.context().peer, error.what()};
-      note_local(cause, nullptr);
-      give_up(cause);
-    } catch (const std::exception&) {
-      // The store does not answer. The timer ends the runs at their deadline with what this rank knows.
-    }
-    lock.lock();
-    if (!stopping_) changed_.wait_for(lock, kTick, [this] { return stopping_ || (local_ && !published_); });
+bool Watcher::report() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (local_ ? published_ : failed()) return false;
+    if (!local_ && engine_.in_flight().empty()) return false;
   }
-  if (!local_ || published_) return;
-  // Told before this rank's connections go: else the others would find them broken and blame this rank.
-  const Cause cause = local_->cause;
-  lock.unlock();
   try {
-    bulletin_.settle_cause(cause);
+    report_once();
+  } catch (const Error& error) {
+    // A mismatch found by comparing descriptors; every rank that compares finds the same.
+    const Cause cause{static_cast<int32_t>(error.kind()), group_.rank, error.context().peer, error.what()};
+    note_local(cause, nullptr);
+    give_up(cause);
   } catch (const std::exception&) {
-    // The store does not answer any more; nobody is left who would look there.
+    // The store does not answer. The timer ends the runs at their deadline with what this rank knows.
   }
+  return true;
 }
 
 void Watcher::report_once() {
@@ -263,51 +232,39 @@ void Watcher::look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint no
 }
 
 // The order of the grace periods is what keeps names right: the reporter acts at the deadline, this thread
-// kStoreGrace later, and the transport's own limits (kWaitSlack) after both.
-void Watcher::timer_loop() {
-  std::unique_lock lock(mutex_);
-  TimePoint failed_at{};
-  while (!stopping_) {
-    const uint64_t seen = wakes_;
-    const auto runs = engine_.in_flight();
-    if (runs.empty() && (!local_ || failed())) {
-      ++idle_;
-      changed_.wait(lock, [&] { return stopping_ || wakes_ != seen || (local_ && !failed()); });
-      --idle_;
-      continue;
-    }
-    const TimePoint now = Clock::now();
-    // The death of a peer on this host breaks no network connection that anybody waits on.
-    if (!failed()) engine_.check_peers();
-    engine_.wake_undriven(now - kTick);
-    if (failed()) {
-      if (failed_at == TimePoint{}) failed_at = now;
-      if (now - failed_at > kPinGrace) {
-        lock.unlock();
-        for (const auto& run : runs) run->force_end();
-        lock.lock();
-      }
-    } else if (local_ && now - local_->seen > kStoreGrace) {
-      Cause cause = local_->cause;
-      cause.text += " (the rendezvous store did not answer)";
-      lock.unlock();
-      give_up(cause);
-      lock.lock();
-    } else if (!local_) {
-      for (const auto& run : runs) {
-        if (now < run->deadline() + kStoreGrace) continue;
-        lock.unlock();
-        note_local({static_cast<int32_t>(ErrorKind::DeadlineExceeded), group_.rank, -1,
-                    fmt::format("{} call {} of {} exceeded its limit of {:.1f} s, {} of {} bytes received",
-                                run->label().op(), run->label().ordinal, group_.name, limit_of(*run),
-                                run->received_bytes(), run->expected_bytes())},
-                   run.get());
-        lock.lock();
-        break;
-      }
-    }
-    if (!stopping_) changed_.wait_for(lock, kTick);
+// kStoreGrace later.
+bool Watcher::tick() {
+  const auto runs = engine_.in_flight();
+  std::optional<Local> local;
+  {
+    const std::lock_guard lock(mutex_);
+    local = local_;
   }
+  if (runs.empty() && (!local || failed())) return false;
+  const TimePoint now = Clock::now();
+  // The death of a peer on this host breaks no network connection that anybody waits on.
+  if (!failed()) engine_.check_peers();
+  if (failed()) {
+    if (failed_at_ == TimePoint{}) failed_at_ = now;
+    if (now - failed_at_ > kPinGrace) {
+      for (const auto& run : runs) run->force_end();
+    }
+  } else if (local && now - local->seen > kStoreGrace) {
+    Cause cause = local->cause;
+    cause.text += " (the rendezvous store did not answer)";
+    give_up(cause);
+  } else if (!local) {
+    for (const auto& run : runs) {
+      if (now < run->deadline() + kStoreGrace) continue;
+      note_local({static_cast<int32_t>(ErrorKind::DeadlineExceeded), group_.rank, -1,
+                  fmt::format("{} call {} of {} exceeded its limit of {:.1f} s, {} of {} bytes received",
+                              run->label().op(), run->label().ordinal, group_.name, limit_of(*run),
+                              run->received_bytes(), run->expected_bytes())},
+                 run.get());
+      break;
+    }
+  }
+  return true;
 }
 
 }  // namespace meshcast

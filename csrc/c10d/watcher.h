@@ -1,6 +1,5 @@
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <map>
@@ -8,12 +7,12 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "c10d/agreement.h"
 #include "c10d/bulletin.h"
+#include "c10d/watch_threads.h"
 #include "common/error.h"
 #include "run/run_state.h"
 
@@ -27,26 +26,25 @@ class Watched {
   virtual std::exception_ptr error() const = 0;
   virtual void fail(std::exception_ptr error) = 0;  // the first call counts
   virtual void check_peers() {}                     // now and then, while runs are in flight
-  virtual void wake_undriven(TimePoint) {}          // likewise; see Engine
 };
 
 // Decides when a group has failed and what the failure is called, so that no call blocks for ever and every
 // rank names the same culprit. Over gloo one failure closes connections between innocent ranks too; so a rank
 // that sees an error asks the bulletin for the first cause before it names anyone.
 //
-// Two threads: the reporter talks to the store and may be held up by it; the timer never does, and ends the
-// runs with what this rank knows if the reporter does not answer in time. Both sleep while nothing is in
-// flight.
-class Watcher {
+// It has turns in two threads, which all watchers of a process share: the reporter talks to the store and may
+// be held up by it; the timer never does, and ends the runs with what this rank knows if the reporter does not
+// answer in time.
+class Watcher final : private WatchTurns {
  public:
   Watcher(Watched& engine, GroupIdentity group, const c10::intrusive_ptr<c10d::Store>& store);
-  ~Watcher();
+  ~Watcher() override;
 
   void wake();  // a run was started
   void transport_failed(int32_t peer, const TransportError& error, const RunState& run);
   void run_failed(const Error& error, const RunState& run);  // with a text that names all there is to name
   void abort(const std::string& reason);
-  void stop();  // joins the threads; not from one of them
+  void stop();  // no turns any more; not from one of them. Posts what only this rank knows.
 
  private:
   struct Local {  // what this rank saw, before the others were asked
@@ -60,11 +58,11 @@ class Watcher {
     int64_t ordinal = -1;
   };
 
-  void report_loop();
+  bool report() override;
+  bool tick() override;
   void report_once();
   void erase_old_postings(TimePoint now);
   void look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint now);
-  void timer_loop();
 
   Cause describe_transport_error(int32_t peer, const TransportError& error, const RunState& run) const;
   void note_local(Cause cause, const RunState* run);
@@ -76,12 +74,8 @@ class Watcher {
   Bulletin bulletin_;
 
   std::mutex mutex_;
-  std::condition_variable changed_;
-  uint64_t wakes_ = 0;  // runs started so far; tells a thread that slept whether there is something to watch
-  int idle_ = 0;        // threads that sleep until a run starts
   std::optional<Local> local_;
   bool published_ = false;  // the bulletin knows a cause; from then on nothing is left to report
-  bool stopping_ = false;
 
   // The reporter's own notes, touched by no other thread.
   struct Posted {
@@ -91,8 +85,10 @@ class Watcher {
   std::map<std::pair<int32_t, int64_t>, Posted> posted_;  // calls (lane, ordinal) that are on the bulletin
   TimePoint last_look_{};
 
-  std::thread reporter_;
-  std::thread timer_;
+  TimePoint failed_at_{};  // as the timer found it
+
+  const std::shared_ptr<WatchThreads> threads_;
+  bool watched_ = true;  // until stop(), which one thread calls
 };
 
 }  // namespace meshcast

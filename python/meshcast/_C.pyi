@@ -1,7 +1,7 @@
 # ruff: noqa: N999 (the module is named so)
 """Types of the C++ module. Boxes are ((lo, hi), ...) per dimension; times are nanoseconds, rates bytes/s."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, dtype
@@ -109,13 +109,34 @@ class AgreedPlan:
     def next_run(self) -> int:
         """How often it had been run before, alike on all ranks."""
 
+class Transport:
+    """How the ranks of a private group exchange messages between hosts."""
+
+def gloo_transport(rails: Sequence[Backend], first_rail: Sequence[int], rank: int) -> Transport: ...
+
+class UcxPlane:
+    """What this process has of UCX, shared by all private groups: the first makes it."""
+
+    def __init__(self, library: str, devices: list[str], peer_seconds: float) -> None: ...
+    @property
+    def version(self) -> str: ...
+    def address(self) -> tuple[int, list[bytes], dict[int, int]]:
+        """Which process this is, its address on each rail, and by process how often a connection broke."""
+
+    def join(
+        self,
+        number: int,
+        members: Sequence[tuple[int, Sequence[bytes], Mapping[int, int]]],
+        rank: int,
+        first_rail: list[int],
+    ) -> Transport: ...
+
 class GroupCore:
-    """A private group: the ranks of a transfer with a gloo context of their own."""
+    """A private group: the ranks of a transfer with connections of their own."""
 
     def __init__(
         self,
-        rails: Sequence[Backend],
-        first_rail: Sequence[int],
+        network: Transport,
         store: Store,
         ranks: list[int],
         rank: int,
@@ -143,7 +164,6 @@ class GroupCore:
         src: Sequence[Tensor | None],
         dst: Sequence[Tensor | None],
         timeout: float,
-        driven: bool = False,
     ) -> Work: ...
     def stats(self, work: Work) -> dict[str, float]: ...
     def abort(self, reason: str) -> None: ...

@@ -1,37 +1,44 @@
 #include <algorithm>
 #include <utility>
 
-#include "common/thread_name.h"
 #include "run/channel.h"
 
 namespace meshcast {
 
-OutChannel::OutChannel(std::shared_ptr<Transport> transport, int peer, ChannelFailure failure)
-    : transport_(std::move(transport)), peer_(peer), failure_(std::move(failure)) {
-  thread_ = std::thread([this] {
-    name_this_thread("mc-send");
-    loop();
-  });
-}
+// One issued message. The tensors stay until it has gone.
+class OutChannel::Dispatch final : public Message {
+ public:
+  Dispatch(OutChannel& channel, std::shared_ptr<Run> run, const SendOp& op, int64_t position,
+           std::vector<std::byte> staging)
+      : channel_(channel), run_(std::move(run)), op_(op), position_(position), staging_(std::move(staging)) {
+    run_->pin();
+  }
 
-OutChannel::~OutChannel() {
-  close();
-  join();
-}
+  void finished() override { channel_.sent(*this); }
 
-void OutChannel::join() {
-  if (thread_.joinable()) thread_.join();
-}
+  void failed(int peer, const TransportError& error) override {
+    if (error.cause() != TransportError::Cause::Aborted) channel_.failure_(peer, error, run_);
+    run_->unpin();
+  }
 
-int64_t OutChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const SendOp*>& ops,
-                            bool driven) {
+ private:
+  friend class OutChannel;
+
+  OutChannel& channel_;
+  const std::shared_ptr<Run> run_;
+  const SendOp& op_;  // of the run's program
+  const int64_t position_;
+  std::vector<std::byte> staging_;
+};
+
+OutChannel::OutChannel(std::shared_ptr<Transport> transport, int peer, int32_t lane, ChannelFailure failure)
+    : transport_(std::move(transport)), peer_(peer), lane_(lane), failure_(std::move(failure)) {}
+
+int64_t OutChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const SendOp*>& ops) {
   const std::lock_guard lock(mutex_);
   const int64_t position = first_ + static_cast<int64_t>(entries_.size());
   if (closed_) return position;
-  for (const SendOp* op : ops) {
-    entries_.push_back({run, op, op->forward ? State::Waiting : State::Ready, nullptr, {}});
-  }
-  if (!driven) changed_.notify_all();
+  for (const SendOp* op : ops) entries_.push_back({run, op, op->forward ? State::Waiting : State::Ready});
   return position;
 }
 
@@ -44,159 +51,90 @@ void OutChannel::mark_ready(int64_t position) {
   pump();
 }
 
-// Any thread may be here, several at a time. Packing is done without the lock; the state Packing reserves the
-// entry, and a deque keeps its place while others are pushed and popped. Entries within the window may be
-// issued out of order: their positions are in their tags.
-void OutChannel::pump(bool driven) {
+OutChannel::Entry* OutChannel::next_locked(int64_t* position) {
+  const size_t window = std::min(kWindow, entries_.size());
+  for (size_t at = 0; !closed_ && at < window; ++at) {
+    Entry& entry = entries_[at];
+    if (entry.state != State::Ready || !entry.run->send_order.may_go(entry.op->number)) continue;
+    *position = first_ + static_cast<int64_t>(at);
+    return &entry;
+  }
+  return nullptr;
+}
+
+// One thread at a time: others that find it here leave their work to it. Packing and issuing are done without
+// the lock. Entries within the window may be issued out of order: their positions are in their keys.
+void OutChannel::pump() {
   std::unique_lock lock(mutex_);
-  while (!closed_) {
-    size_t at = 0;
-    while (at < std::min(kWindow, entries_.size()) && !may_issue(entries_[at])) ++at;
-    if (at == std::min(kWindow, entries_.size())) return;
-    Entry* next = &entries_[at];
-    const int64_t position = first_ + static_cast<int64_t>(at);
-    next->state = State::Packing;  // nobody pops or issues it meanwhile
-    // The tensors must stay until the request has gone: take_front() or drop() lets go of them.
-    next->run->pin();
+  if (pumping_) return;
+  pumping_ = true;
+  int64_t position = 0;
+  while (Entry* next = next_locked(&position)) {
+    next->state = State::Issued;
+    const Entry entry = *next;
+    std::vector<std::byte> staging;
     if (!pool_.empty()) {
-      next->staging = std::move(pool_.back());
+      staging = std::move(pool_.back());
       pool_.pop_back();
     }
     lock.unlock();
+    issue(entry, position, std::move(staging));
+    lock.lock();
+  }
+  pumping_ = false;
+}
 
-    std::byte* data = nullptr;
-    if (next->op->carry >= 0) {
-      data = next->run->carries.data(next->op->carry);
-    } else if (!next->run->direct(next->op->parts, &data)) {
-      next->staging.resize(static_cast<size_t>(next->op->nbytes));
-      data = next->staging.data();
-      std::byte* out = data;
-      for (int32_t i = next->op->parts.begin; i < next->op->parts.end; ++i) {
-        const StridedView view = next->run->view(next->run->part(i));
-        pack(view, out);
-        out += view.nbytes();
+void OutChannel::issue(const Entry& entry, int64_t position, std::vector<std::byte> staging) {
+  const SendOp& op = *entry.op;
+  auto dispatch = std::make_unique<Dispatch>(*this, entry.run, op, position, std::move(staging));
+  std::byte* data = nullptr;
+  if (op.carry >= 0) {
+    data = entry.run->carries.data(op.carry);
+  } else if (!entry.run->direct(op.parts, &data)) {
+    dispatch->staging_.resize(static_cast<size_t>(op.nbytes));
+    data = dispatch->staging_.data();
+    std::byte* out = data;
+    for (int32_t i = op.parts.begin; i < op.parts.end; ++i) {
+      const StridedView view = entry.run->view(entry.run->part(i));
+      pack(view, out);
+      out += view.nbytes();
+    }
+  }
+  const Envelope to{peer_, lane_, message_key(entry.run->label(), position)};
+  transport_->send(to, data, op.nbytes, std::move(dispatch));
+}
+
+void OutChannel::sent(Dispatch& dispatch) {
+  const std::shared_ptr<Run>& run = dispatch.run_;
+  const SendOp& op = dispatch.op_;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!closed_) {
+      entries_[static_cast<size_t>(dispatch.position_ - first_)].state = State::Sent;
+      while (!entries_.empty() && entries_.front().state == State::Sent) {
+        entries_.pop_front();
+        ++first_;
+      }
+      if (dispatch.staging_.capacity() > 0 && pool_.size() < kWindow) {
+        pool_.push_back(std::move(dispatch.staging_));
       }
     }
-    auto request = transport_->send(peer_, message_tag(next->run->label(), position), data, next->op->nbytes);
-
-    lock.lock();
-    next->request = std::move(request);
-    next->state = State::Issued;
-    if (closed_) next->request->abort();  // close() could not see it
-    if (!driven || closed_) changed_.notify_all();
   }
-}
-
-bool OutChannel::may_issue(const Entry& entry) {
-  return entry.state == State::Ready && entry.run->send_order.may_go(entry.op->number);
-}
-
-bool OutChannel::any_ready_locked() const {
-  const auto end = entries_.begin() + static_cast<int64_t>(std::min(kWindow, entries_.size()));
-  return std::any_of(entries_.begin(), end, may_issue);
-}
-
-void OutChannel::wake() {
-  const std::lock_guard lock(mutex_);
-  changed_.notify_all();
-}
-
-void OutChannel::drive(const Run& run) noexcept {
-  std::unique_lock lock(mutex_);
-  while (!taking_ && !failed_ && !closed_) {
-    if (any_ready_locked()) {
-      lock.unlock();
-      pump(true);
-      lock.lock();
-    } else if (front_issued_locked() && entries_.front().run.get() == &run) {
-      take_front(lock);
-    } else {
-      break;
-    }
+  if (run->send_order.done(op.number)) {
+    for (OutChannel* channel : run->out_channels) channel->pump();
+  } else {
+    pump();
   }
-  // Nobody was woken for what has been issued meanwhile.
-  if (closed_ || !entries_.empty()) changed_.notify_all();
-}
-
-// Waits until the front message, which is issued, has been sent. By one thread at a time, which alone pops.
-void OutChannel::take_front(std::unique_lock<std::mutex>& lock) {
-  taking_ = true;
-  Entry& front = entries_.front();
-  lock.unlock();
-  try {
-    front.request->wait(front.run->deadline() + kWaitSlack);
-  } catch (const TransportError& error) {
-    failure_(peer_, error, front.run);
-    lock.lock();
-    taking_ = false;
-    failed_ = true;
-    return;
-  }
-  const bool others_may_go = front.run->send_order.done(front.op->number);
-  lock.lock();
-  Entry done = std::move(entries_.front());
-  entries_.pop_front();
-  ++first_;
-  if (done.staging.capacity() > 0 && pool_.size() < kWindow) pool_.push_back(std::move(done.staging));
-  lock.unlock();
-  done.request.reset();
-  pump(true);  // this thread looks itself
-  if (others_may_go) {
-    for (OutChannel* channel : done.run->out_channels) {
-      if (channel != this) channel->pump();
-    }
-  }
-  if (done.op->carry >= 0) done.run->carried_sent(done.op->carry);
-  done.run->complete_ops(1, 0);
-  done.run->unpin();
-  done.run.reset();
-  lock.lock();
-  taking_ = false;
-}
-
-void OutChannel::loop() {
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    changed_.wait(lock, [this] {
-      if (closed_) return !taking_;
-      return !failed_ && (any_ready_locked() || (!taking_ && front_issued_locked()));
-    });
-    if (closed_) break;
-    if (any_ready_locked()) {
-      lock.unlock();
-      pump();
-      lock.lock();
-      continue;
-    }
-    take_front(lock);
-  }
-  // Closed: a thread that still packs has a pointer to its entry, so entries are dropped when none does.
-  changed_.wait(lock, [this] {
-    return std::none_of(entries_.begin(), entries_.end(),
-                        [](const Entry& e) { return e.state == State::Packing; });
-  });
-  std::deque<Entry> rest = std::move(entries_);
-  entries_.clear();
-  lock.unlock();
-  drop(std::move(rest));
-}
-
-void OutChannel::drop(std::deque<Entry> entries) {
-  for (Entry& entry : entries) {
-    if (entry.state != State::Issued) continue;
-    entry.request.reset();
-    entry.run->unpin();
-  }
+  if (op.carry >= 0) run->carried_sent(op.carry);
+  run->complete_ops(1, 0);
+  run->unpin();
 }
 
 void OutChannel::close() {
   const std::lock_guard lock(mutex_);
-  if (closed_) return;
   closed_ = true;
-  for (Entry& entry : entries_) {
-    if (entry.state == State::Issued) entry.request->abort();
-  }
-  changed_.notify_all();
+  entries_.clear();
+  pool_.clear();
 }
 
 }  // namespace meshcast

@@ -3,14 +3,11 @@
 #include <algorithm>
 #include <utility>
 
-#include "common/thread_name.h"
-
 namespace meshcast {
 namespace {
 
 // Messages up to this size are packed and issued by the caller of start(), and so many bytes of local copies
-// are made by it: waking a thread would cost more. So it would where no more than this is sent or received;
-// the callers of larger runs do not drive them.
+// are made by it: waking a thread would cost more.
 constexpr int64_t kInlineBytes = 64 * 1024;
 
 bool copies_are_small(const Program& program) {
@@ -34,19 +31,22 @@ void make_copies(Run& run) {
 
 Engine::Engine(std::shared_ptr<Transport> transport, ChannelFailure failure,
                std::shared_ptr<LocalTransport> local)
-    : transport_(std::move(transport)), failure_(std::move(failure)), local_(std::move(local)) {}
+    : transport_(std::move(transport)),
+      failure_(std::move(failure)),
+      local_(std::move(local)),
+      copies_(CopyThread::of_process()) {}
 
 Engine::~Engine() {
   shutdown(std::make_exception_ptr(TransportError(TransportError::Cause::Aborted, "shut down")));
 }
 
 std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label,
-                                   TimePoint deadline, bool driven) {
+                                   TimePoint deadline) {
   auto run = std::make_shared<Run>(std::move(program), std::move(buffers), std::move(label), deadline);
-  const Entered inside(*admission_);
+  const Entered inside(admission_);
   if (!inside) std::rethrow_exception(error());
   try {
-    hand_out(run, driven);
+    hand_out(run);
   } catch (...) {
     fail(std::current_exception());
     throw;
@@ -54,7 +54,7 @@ std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffe
   return run;
 }
 
-void Engine::hand_out(const std::shared_ptr<Run>& run, bool driven) {
+void Engine::hand_out(const std::shared_ptr<Run>& run) {
   // Phase 1: the operations by peer, in plan order.
   const Program* program = &run->program();
   const int32_t lane = run->label().lane;
@@ -71,9 +71,8 @@ void Engine::hand_out(const std::shared_ptr<Run>& run, bool driven) {
     send_index[op.targets.front().peer].push_back(i);
   }
 
-  // Phase 2: all of them into their channels, under one lock; the channels' threads may begin with them at
-  // once.
-  std::vector<OutChannel*> to_pump;
+  // Phase 2: all of them into their channels, under one lock. Nothing is posted yet, but another run that ends
+  // may post them at once.
   std::shared_ptr<LocalTransport> local;
   {
     // Held throughout, so that all channels of a lane see the runs in the same order.
@@ -83,60 +82,51 @@ void Engine::hand_out(const std::shared_ptr<Run>& run, bool driven) {
     runs_.erase(std::remove_if(runs_.begin(), runs_.end(), [](const auto& w) { return w.expired(); }),
                 runs_.end());
     runs_.push_back(run);
+    if (!sends.empty() || !recvs.empty()) run->network = transport_;
+    // Before any message: the first that has ended lets those of other channels go, and a receive that ends at
+    // once must find the tickets of its forwards.
     run->send_tickets.resize(program->sends.size());
-    // One channel suffices for the small runs that this is for. Receiving comes first: sending mostly needs no
-    // waiting.
-    if (driven && std::max(program->bytes_sent, program->bytes_received) <= kInlineBytes) {
-      run->admission = admission_;
-      if (!recvs.empty()) {
-        run->driven_in = &in_channel_locked({lane, recvs.begin()->first});
-      } else if (!sends.empty()) {
-        run->driven_out = &out_channel_locked({lane, sends.begin()->first});
-      }
-    }
-    // Sends first: a receive that completes at once must find the tickets of its forwards.
-    // The channels before any message: the first that has gone lets those of others go.
     for (const auto& [peer, ops] : sends) run->out_channels.push_back(&out_channel_locked({lane, peer}));
-    for (const auto& [peer, ops] : sends) {
-      OutChannel& channel = out_channel_locked({lane, peer});
-      int64_t position = channel.enqueue(run, ops, &channel == run->driven_out);
-      for (const size_t i : send_index[peer]) run->send_tickets[i] = {&channel, position++};
-      if (!ops.front()->forward && ops.front()->nbytes <= kInlineBytes) to_pump.push_back(&channel);
-    }
+    for (const auto& [peer, ops] : recvs) run->in_channels.push_back(&in_channel_locked({lane, peer}));
+    for (const auto& [peer, ops] : local_recvs)
+      run->local_in_channels.push_back(&local_channel_locked({lane, peer}));
     for (const LocalSends& local_sends : program->local_sends) {
       int64_t& sent = local_sent_[{lane, local_sends.peer}];
       run->local_positions.push_back(sent);
       sent += local_sends.count;
     }
-    for (const auto& [peer, ops] : recvs) run->in_channels.push_back(&in_channel_locked({lane, peer}));
-    for (const auto& [peer, ops] : local_recvs)
-      run->local_in_channels.push_back(&local_channel_locked({lane, peer}));
-    for (const auto& [peer, ops] : recvs) {
-      InChannel& channel = in_channel_locked({lane, peer});
-      channel.enqueue(run, ops, &channel == run->driven_in);
+    for (const auto& [peer, ops] : sends) {
+      OutChannel& channel = out_channel_locked({lane, peer});
+      int64_t position = channel.enqueue(run, ops);
+      for (const size_t i : send_index[peer]) run->send_tickets[i] = {&channel, position++};
     }
+    for (const auto& [peer, ops] : recvs) in_channel_locked({lane, peer}).enqueue(run, ops);
     for (const auto& [peer, ops] : local_recvs) local_channel_locked({lane, peer}).enqueue(run, ops);
   }
-  // Phase 3: without the lock, what this thread does itself: small first messages, local sends, small copies.
-  for (OutChannel* channel : to_pump) channel->pump(channel == run->driven_out);
+  // Phase 3: without the lock, what can begin. This thread posts what arrives and does what is small; what has
+  // to be packed or copied at length is the copy thread's.
+  for (InChannel* channel : run->in_channels) channel->resume();
+  for (const auto& [peer, ops] : sends) {
+    OutChannel* channel = run->send_tickets[send_index[peer].front()].channel;
+    std::byte* data = nullptr;
+    if (ops.front()->nbytes <= kInlineBytes || run->direct(ops.front()->parts, &data)) {
+      channel->pump();
+    } else if (!ops.front()->forward) {
+      copies_->post(this, [run, channel] { channel->pump(); });
+    }
+  }
   for (const SendOp& op : program->sends) {
     if (op.local && !op.forward) send_local(*local, run, op, failure_);
   }
-
   if (program->copies.empty()) return;
   if (copies_are_small(*program)) {
     make_copies(*run);
   } else {
-    const std::lock_guard lock(copy_mutex_);
-    if (!copier_.joinable() && !copy_closed_) {
-      copier_ = std::thread([this] {
-        name_this_thread("mc-copy");
-        copy_loop();
-      });
-    }
     run->pin();
-    copy_queue_.push_back(run);
-    copy_changed_.notify_all();
+    copies_->post(this, [run] {
+      if (!run->failed()) make_copies(*run);
+      run->unpin();
+    });
   }
 }
 
@@ -144,15 +134,15 @@ InChannel& Engine::in_channel_locked(ChannelKey key) {
   const auto it = in_.find(key);
   if (it != in_.end()) return *it->second;
   auto channel = std::make_unique<InChannel>(
-      transport_, key.second, [this](const std::shared_ptr<Run>& run, const RecvOp& op) { forward(run, op); },
-      failure_);
+      transport_, key.second, key.first,
+      [this](const std::shared_ptr<Run>& run, const RecvOp& op) { forward(run, op); }, failure_);
   return *in_.emplace(key, std::move(channel)).first->second;
 }
 
 OutChannel& Engine::out_channel_locked(ChannelKey key) {
   const auto it = out_.find(key);
   if (it != out_.end()) return *it->second;
-  auto channel = std::make_unique<OutChannel>(transport_, key.second, failure_);
+  auto channel = std::make_unique<OutChannel>(transport_, key.second, key.first, failure_);
   return *out_.emplace(key, std::move(channel)).first->second;
 }
 
@@ -178,20 +168,6 @@ void Engine::forward(const std::shared_ptr<Run>& run, const RecvOp& op) {
   }
 }
 
-void Engine::copy_loop() {
-  std::unique_lock lock(copy_mutex_);
-  for (;;) {
-    copy_changed_.wait(lock, [this] { return copy_closed_ || !copy_queue_.empty(); });
-    if (copy_queue_.empty()) return;
-    const std::shared_ptr<Run> run = std::move(copy_queue_.front());
-    copy_queue_.pop_front();
-    lock.unlock();
-    if (!run->failed()) make_copies(*run);
-    run->unpin();
-    lock.lock();
-  }
-}
-
 void Engine::fail(std::exception_ptr error) {
   std::vector<std::shared_ptr<Run>> runs;
   std::shared_ptr<LocalTransport> local;
@@ -207,6 +183,7 @@ void Engine::fail(std::exception_ptr error) {
     error = error_;
     local = local_;
   }
+  transport_->abort();
   if (local) local->abort();
   // Without the lock: a run that ends calls back into its users.
   for (const auto& run : runs) run->fail(error);
@@ -227,16 +204,6 @@ std::vector<std::shared_ptr<Run>> Engine::in_flight() {
   return out;
 }
 
-void Engine::wake_undriven(TimePoint limit) {
-  const std::lock_guard lock(mutex_);
-  for (const auto& weak : runs_) {
-    const auto run = weak.lock();
-    if (!run || run->driving() || run->started() > limit || run->ended()) continue;
-    if (run->driven_in) run->driven_in->wake();
-    if (run->driven_out) run->driven_out->wake();
-  }
-}
-
 void Engine::check_local_peers() {
   std::shared_ptr<LocalTransport> local;
   {
@@ -253,17 +220,11 @@ void Engine::shutdown(std::exception_ptr error) {
     closed_ = true;
   }
   fail(std::move(error));
-  admission_->close();  // what they still hand out would find nobody to end it
-  {
-    const std::lock_guard lock(copy_mutex_);
-    copy_closed_ = true;
-    copy_changed_.notify_all();
-  }
-  if (copier_.joinable()) copier_.join();
-  // No start() can add channels any more. All threads end before any channel goes: arrivals use the senders,
+  admission_.close();  // what they still hand out would find nobody to end it
+  copies_->drain(this);
+  // No start() can add channels any more. All messages end before any channel goes: arrivals use the senders,
   // and a thread that hears of a failure at this moment closes every channel.
-  for (auto& [key, channel] : in_) channel->join();
-  for (auto& [key, channel] : out_) channel->join();
+  transport_->shutdown();
   if (local_) local_->shutdown();
   std::shared_ptr<LocalTransport> local;
   const std::lock_guard lock(mutex_);

@@ -1,51 +1,45 @@
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <utility>
 #include <vector>
 
+#include "run/admission.h"
 #include "run/channel.h"
+#include "run/copy_thread.h"
 #include "run/local_channel.h"
 #include "run/run.h"
 #include "transport/transport.h"
 
 namespace meshcast {
 
-// Executes programs of one private group. start() only enqueues; the work is done by one thread per
-// (lane, peer) and direction, made when first needed, by those of the local transport, and by one for local
-// copies; what is small is done by the caller of start(), or of Run::drive(), who would wait anyway. Runs
-// interleave freely: each has messages of its own, and a lane never waits for another.
+// Executes programs of one private group. start() only enqueues; the work is done by the threads of the
+// transports, which tell what has arrived and what has gone, and by that for copies; what is small is done by
+// the caller of start(). Runs interleave freely: each has messages of its own, and a lane
+// never waits for another.
 class Engine {
  public:
-  // `failure` hears of every transport error, once per channel, from the channel's thread. It decides what
-  // the error means and calls fail(); until then the runs concerned stand still. `local` carries the messages
-  // that programs mark as local; without it they must have none.
+  // `failure` hears of every transport error, from a thread of the transport. It decides what the error means
+  // and calls fail(); until then the runs concerned stand still. `local` carries the messages that programs
+  // mark as local; without it they must have none.
   Engine(std::shared_ptr<Transport> transport, ChannelFailure failure,
          std::shared_ptr<LocalTransport> local = nullptr);
   ~Engine();
 
   // Throws what fail() was given if the engine has failed. Fails the engine where it cannot start all of the
   // run (no more threads, no memory): the ranks would no longer agree on what has been sent.
-  // `driven`: the caller will call Run::drive() at once and then wait; no thread is woken for what that does.
-  // Only small runs are driven, others go on as if it were false.
   std::shared_ptr<Run> start(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label,
-                             TimePoint deadline, bool driven = false);
+                             TimePoint deadline);
 
   // Ends every run in flight with `error` and refuses new ones. The first call counts. Any thread.
   void fail(std::exception_ptr error);
 
   std::exception_ptr error() const;
   std::vector<std::shared_ptr<Run>> in_flight();
-
-  // Sees to driven runs that were started before `limit` and that nobody drives.
-  void wake_undriven(TimePoint limit);
 
   // Looks for peers of this host that have gone. To be called now and then while runs are in flight.
   void check_local_peers();
@@ -56,12 +50,11 @@ class Engine {
  private:
   using ChannelKey = std::pair<int32_t, int>;  // lane, peer
 
-  void hand_out(const std::shared_ptr<Run>& run, bool driven);
+  void hand_out(const std::shared_ptr<Run>& run);
   InChannel& in_channel_locked(ChannelKey key);
   OutChannel& out_channel_locked(ChannelKey key);
   LocalInChannel& local_channel_locked(ChannelKey key);
   void forward(const std::shared_ptr<Run>& run, const RecvOp& op);
-  void copy_loop();
 
   const std::shared_ptr<Transport> transport_;
   const ChannelFailure failure_;
@@ -75,14 +68,9 @@ class Engine {
   std::vector<std::weak_ptr<Run>> runs_;
   std::exception_ptr error_;
   bool closed_ = false;
-  const std::shared_ptr<Admission> admission_ =
-      std::make_shared<Admission>();  // of users' threads that start or drive runs
+  Admission admission_;  // of users' threads that start runs
 
-  std::mutex copy_mutex_;
-  std::condition_variable copy_changed_;
-  std::deque<std::shared_ptr<Run>> copy_queue_;
-  bool copy_closed_ = false;
-  std::thread copier_;
+  const std::shared_ptr<CopyThread> copies_;
 };
 
 }  // namespace meshcast

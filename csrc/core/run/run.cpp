@@ -110,12 +110,12 @@ bool Run::failed() const {
 }
 
 void Run::drive() noexcept {
-  if (!admission) return;
-  driving_.store(true);
-  const Entered inside(*admission);
-  if (!inside) return;
-  if (driven_in) driven_in->drive(*this);
-  if (driven_out) driven_out->drive(*this);
+  const auto transport = network.lock();
+  if (!transport || ended()) return;
+  on_end([network = network] {
+    if (const auto still = network.lock()) still->wake();
+  });
+  transport->drive([this] { return ended(); }, deadline());
 }
 
 int64_t Run::received_bytes() const {

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -11,7 +10,6 @@
 
 #include "memory/reduce.h"
 #include "memory/strided.h"
-#include "run/admission.h"
 #include "run/carries.h"
 #include "run/plan_order.h"
 #include "run/program.h"
@@ -52,18 +50,18 @@ inline constexpr int32_t kSlots = 1 << 14;
 // often a run is repeated. Slot, direction and number of the call are there for ranks that disagree, or of
 // which one refused a call and went on to the next: their messages never match.
 //
-// 31 bits that gloo offers: direction 1, slot 14, call 8, position 8. The last two may wrap around: at any
-// moment the messages that are posted at either end are within 2 * kWindow of each other.
-inline int32_t message_tag(const RunLabel& label, int64_t position) {
-  return (label.reverse ? 1 << 30 : 0) | (label.slot & (kSlots - 1)) << 16 |
-         static_cast<int32_t>(label.ordinal & 0xFF) << 8 | static_cast<int32_t>(position & kTagNumber);
-}
-
-// The same in 64 bits, for transports that match in no order: direction 1, slot 14, call 16, position 33.
+// Direction 1 bit, slot 14, call 16, position 33.
 inline uint64_t message_key(const RunLabel& label, int64_t position) {
   return (label.reverse ? uint64_t{1} << 63 : 0) | static_cast<uint64_t>(label.slot & (kSlots - 1)) << 49 |
          (static_cast<uint64_t>(label.ordinal) & 0xFFFF) << 33 |
          (static_cast<uint64_t>(position) & ((uint64_t{1} << 33) - 1));
+}
+
+// The same in the 31 bits that gloo offers: direction 1, slot 14, call 8, position 8. The last two may wrap
+// around: at any moment the messages of a channel that are in flight are within 2 * kWindow of each other.
+inline int32_t short_key(uint64_t key) {
+  return static_cast<int32_t>((key >> 63) << 30 | (key >> 49 & (kSlots - 1)) << 16 | (key >> 33 & 0xFF) << 8 |
+                              (key & 0xFF));
 }
 
 // One execution of a program. Threads of the engine report progress; anybody may wait. It ends when every
@@ -91,28 +89,20 @@ class Run final : public RunState {
 
   bool failed() const;  // maybe before it has ended
 
-  // For the thread that is about to wait: does what the thread of one channel would do for this run, as long as
-  // that thread does not do it, so that no thread has to be woken to wake this one. Returns when there is
-  // nothing (more) to do, which is not always the end of the run. Nothing unless the run was started as driven.
+  // Makes the network go on while the caller waits, so that no thread has to be woken to wake this one.
   void drive() noexcept override;
-  bool driving() const { return driving_.load(); }  // somebody has come to do so
 
   int64_t received_bytes() const override;
 
-  // Written by Engine::start before the run is known to any other thread: one ticket for each send of the
-  // program, the channels that it sends to and receives from, and the position of the first message to each
-  // peer of this host, as in Program::local_sends.
+  // Written by Engine::start before the run is known to any other thread: the network, if it is used; one
+  // ticket for each send of the program, the channels that it sends to and receives from, and the position of
+  // the first message to each peer of this host, as in Program::local_sends.
+  std::weak_ptr<Transport> network;
   std::vector<SendTicket> send_tickets;
   std::vector<OutChannel*> out_channels;
   std::vector<InChannel*> in_channels;
   std::vector<LocalInChannel*> local_in_channels;
   std::vector<int64_t> local_positions;
-
-  // Likewise, for a driven run: the channel that its caller drives, one of the two, and whether it still
-  // exists.
-  InChannel* driven_in = nullptr;
-  OutChannel* driven_out = nullptr;
-  std::shared_ptr<Admission> admission;
 
   PlanOrder recv_order;
   PlanOrder send_order;
@@ -132,7 +122,6 @@ class Run final : public RunState {
 
   Buffers buffers_;
   const Write write_;
-  std::atomic<bool> driving_{false};
 
   // Guarded by mutex_.
   int64_t remaining_ = 0;

@@ -11,22 +11,15 @@ namespace meshcast {
 
 // A message to be sent, read where it lies. Offsets count in its packed form, so that memory with gaps needs
 // no staging: the transport copies anyway.
-class Outgoing {
+class Outgoing : public Message {
  public:
-  virtual ~Outgoing() = default;
   virtual void read(int64_t offset, int64_t nbytes, std::byte* out) = 0;
-  // One of the two, once; afterwards the transport does not touch the memory. Neither may block.
-  virtual void finished() = 0;
-  virtual void failed(int peer, const TransportError& error) = 0;
 };
 
 // A message to be received, written where it belongs, in any order of offsets, each byte once.
-class Incoming {
+class Incoming : public Message {
  public:
-  virtual ~Incoming() = default;
   virtual void write(int64_t offset, int64_t nbytes, const std::byte* in) = 0;
-  virtual void finished() = 0;
-  virtual void failed(int peer, const TransportError& error) = 0;
 };
 
 // A receiver of a message and the key that the two of them match it by.
@@ -35,9 +28,9 @@ struct LocalTarget {
   uint64_t key = 0;
 };
 
-// Moves bytes between the ranks of one host. It differs from Transport in three ways, each of which saves a
-// copy or a thread: a message has any number of receivers (it is copied in once and all of them read it),
-// it may lie scattered in memory at either end, and its end is told instead of waited for.
+// Moves bytes between the ranks of one host. It differs from Transport in two ways, each of which saves a copy:
+// a message has any number of receivers (it is copied in once and all of them read it), and it may lie
+// scattered in memory at either end.
 //
 // Sends are rendezvous: nothing is copied in before every receiver has posted, and what is posted is drained
 // without asking anybody. So no message, however late its receiver, can hold up another.

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -23,29 +24,42 @@ class TransportError : public std::runtime_error {
   Cause cause_;
 };
 
-// A send or receive in flight. Destroying it ends the transport's use of the buffer.
-class Request {
+// One end of a message in flight, to be told how it ended: one of the two, once. Afterwards the transport does
+// not touch its memory. Neither may block, throw, or wait for another message.
+class Message {
  public:
-  virtual ~Request() = default;
-
-  // Blocks until the message is through. Throws TransportError. Called by one thread at most.
-  virtual void wait(TimePoint deadline) = 0;
-
-  // Makes a wait in another thread return (with Cause::Aborted or Closed) soon. Any thread.
-  virtual void abort() noexcept = 0;
+  virtual ~Message() = default;
+  virtual void finished() = 0;
+  virtual void failed(int peer, const TransportError& error) = 0;
 };
 
-// The part of a tag that numbers the messages between two ranks through; the rest tells calls apart.
-inline constexpr int32_t kTagNumber = 0xFF;
+// What the two ends of a message match it by.
+struct Envelope {
+  int peer = -1;     // the other end: its rank in the group
+  int32_t lane = 0;  // lanes never wait for each other
+  uint64_t key = 0;  // see message_key; no two messages of a pair that are in flight have the same
+};
 
-// Moves bytes between the ranks of one private group; knows nothing of tensors. Messages of a pair of
-// ranks match by tag. send() and recv() never block; the buffer must outlive the request.
-// A send may complete as late as when its receive is posted (rendezvous).
+// Moves bytes between the ranks of one private group, over the network; knows nothing of tensors. The memory
+// must stay until the message has ended. A send may end as late as when its receive is posted (rendezvous).
 class Transport {
  public:
   virtual ~Transport() = default;
-  virtual std::unique_ptr<Request> send(int peer, int32_t tag, const void* data, int64_t nbytes) = 0;
-  virtual std::unique_ptr<Request> recv(int peer, int32_t tag, void* data, int64_t nbytes) = 0;
+
+  // Never block, never call failed() before they return; what can be done at once may be finished() at once.
+  virtual void send(const Envelope& to, const void* data, int64_t nbytes, std::unique_ptr<Message> message) = 0;
+  virtual void recv(const Envelope& from, void* data, int64_t nbytes, std::unique_ptr<Message> message) = 0;
+
+  // For a thread that is about to wait until `done`: makes messages go on meanwhile, if that spares waking
+  // another thread. May return at any time. wake(): `done` may have become true by something else.
+  virtual void drive(const std::function<bool()>& done, TimePoint limit) = 0;
+  virtual void wake() noexcept = 0;
+
+  // Ends all messages, now and later, with Cause::Aborted. Any thread, idempotent; does not wait.
+  virtual void abort() noexcept = 0;
+
+  // abort(), and waits until no message is left and none is being told. Not from a message.
+  virtual void shutdown() = 0;
 };
 
 }  // namespace meshcast

@@ -76,8 +76,8 @@ IFNAMES = Setting(
     "",
     "different interfaces of this host, separated by commas",
     "a group is made",
-    "The interfaces whose NICs share the traffic, equally many on every rank; else the one that gloo "
-    "takes (resharding.md).",
+    "The interfaces whose NICs share the traffic, equally many on every rank; else those "
+    "that transports.md says.",
 )
 LOG = Setting(
     "MESHCAST_LOG",
@@ -100,8 +100,23 @@ SHM_MB = Setting(
     "a group is made",
     "What one process maps at most for all its groups, in MiB.",
 )
+TRANSPORT = Setting(
+    "MESHCAST_TRANSPORT",
+    "auto",
+    "auto, ucx or gloo, the same on all ranks",
+    "a group is made",
+    "How hosts exchange messages; auto is UCX where it can be loaded, else gloo (transports.md).",
+)
+UCX = Setting(
+    "MESHCAST_UCX",
+    "auto",
+    "auto, wheel, system or the path of a libucp.so.0",
+    "the first group is made",
+    "Which UCX is loaded; auto is the system's where the machine has RDMA devices and it can use them, else "
+    "the wheel's (transports.md).",
+)
 
-ALL = (BROADCAST_BYTES, CUDA_TRANSPORT, FLIGHT_RECORD, HOST_ID, IFNAMES, LOG, SHM, SHM_MB)
+ALL = (BROADCAST_BYTES, CUDA_TRANSPORT, FLIGHT_RECORD, HOST_ID, IFNAMES, LOG, SHM, SHM_MB, TRANSPORT, UCX)
 
 
 def markdown() -> str:

@@ -48,6 +48,7 @@ def examine() -> dict[str, Any]:
     return {
         "versions": _versions(problems),
         "backends": _backends(problems),
+        "between hosts": _between_hosts(problems),
         "devices": _devices(problems),
         "host": _host(problems),
         "links": _links(problems),
@@ -164,6 +165,26 @@ def _backends(problems: list[str]) -> dict[str, str]:
             "of the interfaces below"
         )
     return facts
+
+
+def _between_hosts(problems: list[str]) -> dict[str, str]:
+    """Over what tensors on the CPU travel, and by which devices."""
+    if any(problem.startswith("import meshcast") for problem in problems):
+        return {"ucx": "unknown, since meshcast cannot be imported"}
+    from meshcast.groups import ucx
+
+    try:
+        library = ucx.library()
+        version = ucx.plane((), 60).version
+    except Exception as error:
+        problems.append(f"messages over UCX: {error}; they travel over gloo")
+        return {"ucx": "cannot be used"}
+    named = _base("settings").IFNAMES.text() or os.environ.get("UCX_NET_DEVICES")
+    return {
+        "ucx": f"{version} ({library})",
+        "devices": named or ucx.device_names() or "UCX chooses, RDMA among them",
+        "RDMA": ", ".join(ucx.rdma_devices()) or "none",
+    }
 
 
 def _devices(problems: list[str]) -> dict[str, str]:

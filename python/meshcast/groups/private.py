@@ -25,7 +25,8 @@ from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLos
 from ..topology import Topology
 from .agreements import Agreements
 from .board import Board, meet
-from .rails import agreed_count, connect, first_rails, interfaces
+from .network import Network
+from .rails import agreed_count, first_rails, interfaces
 from .shared_memory import LocalMemory
 
 __all__ = ["Attachment", "Command", "PrivateGroup"]
@@ -144,23 +145,29 @@ class PrivateGroup:
             store: Any = dist.PrefixStore(f"{self.name}/{(arrivals - 1) // len(self.ranks)}", self._store)
             memory = LocalMemory(len(self.ranks))
             names, told = interfaces()
-            mine = json.dumps([host_identity(), memory.offer, told])
+            network = Network(names, self.timeout)
+            mine = json.dumps([host_identity(), memory.offer, told, network.offer()])
             board = Board(store, self.rank)
             said = meet(board, self.ranks, mine, deadline, lambda: self._closing)
-            members: dict[int, list[str]] = {rank: json.loads(text) for rank, text in said.items()}
-            hosts = {rank: host for rank, (host, _, _) in members.items()}
-            count = agreed_count({rank: text for rank, (_, _, text) in members.items()}, self.rank)
+            members: dict[int, list[Any]] = {rank: json.loads(text) for rank, text in said.items()}
+            hosts: dict[int, str] = {rank: member[0] for rank, member in members.items()}
+            count = agreed_count({rank: member[2] for rank, member in members.items()}, self.rank)
             self.topology = Topology.from_hosts(hosts, nics_per_host=count)
             self.interfaces = count
             self.board = Board(dist.PrefixStore("board", store), self.rank)
             self.control = dist.PrefixStore("control", store)
-            offers = {rank: offer for rank, (host, offer, _) in members.items() if host == hosts[self.rank]}
+            offers = {rank: member[1] for rank, member in members.items() if member[0] == hosts[self.rank]}
             memory.meet(self.ranks, offers, self.rank, max(deadline - time.monotonic(), 0.001))
-            rails = connect(store, self.ranks, self.rank, names, deadline, self.timeout)
+            transport = network.transport(
+                {rank: members[rank][3] for rank in self.ranks},
+                first_rails(self.ranks, self.topology, count),
+                self.rank,
+                store,
+                deadline,
+            )
             log.info("rank %d: connected with ranks %s", self.rank, self.name)
             return _C.GroupCore(
-                rails,
-                first_rails(self.ranks, self.topology, count),
+                transport,
                 self.control,
                 list(self.ranks),
                 self.rank,

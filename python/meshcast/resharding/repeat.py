@@ -108,7 +108,7 @@ class Repeat:
         flight = Flight(self._op, group.name, group.rank)
         flight.plan, flight.number = transfer._facts, (lane, ordinal, agreed.next_run())
         try:
-            work = core.start(agreed, ordinal, False, sources, self._outputs, self._limit, True)
+            work = core.start(agreed, ordinal, False, sources, self._outputs, self._limit)
         except Exception as error:
             transfer._failure = error
             flight.failed(error)

@@ -59,8 +59,8 @@ class HostMedium:
     def connect(self, core: _C.GroupCore, call: Call, ordinal: int) -> None:
         pass
 
-    def start(self, core: _C.GroupCore, call: Call, agreed: _C.AgreedPlan, **arguments: Any) -> Started:
-        work = core.start(agreed, driven=call.driven, **arguments)
+    def start(self, core: _C.GroupCore, call: Call, agreed: _C.AgreedPlan, **arguments: Any) -> Started:  # noqa: ARG002
+        work = core.start(agreed, **arguments)
         return work, lambda: core.stats(work)
 
     def text(self) -> str:

@@ -64,7 +64,7 @@ class PinnedMedium:
             core.abort(str(error))  # the others have started it
             raise
         arguments["timeout"] = max(call.remaining(), 1e-3)
-        work = core.start(agreed, driven=call.driven, **arguments)
+        work = core.start(agreed, **arguments)
         return passage.landing(work), lambda: core.stats(work)
 
     def text(self) -> str:

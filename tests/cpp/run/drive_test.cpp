@@ -1,9 +1,10 @@
 #include <chrono>
+#include <condition_variable>
 #include <exception>
+#include <functional>
 #include <future>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <random>
 #include <thread>
 #include <utility>
@@ -20,63 +21,83 @@ namespace {
 
 constexpr std::chrono::milliseconds kLimit(20000);  // of a run; a test that hangs fails here
 
-// Tells in which thread the next wait for a message begins.
-class WatchedTransport final : public Transport {
+// Tells ends of messages to nobody but a thread that drives: a run over it ends only if it is driven.
+class DrivenTransport final : public PassingTransport {
  public:
-  explicit WatchedTransport(std::shared_ptr<Transport> inner) : inner_(std::move(inner)) {}
+  using PassingTransport::PassingTransport;
 
-  std::unique_ptr<Request> send(int peer, int32_t tag, const void* data, int64_t nbytes) override {
-    return inner_->send(peer, tag, data, nbytes);
+  void send(const Envelope& to, const void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
+    PassingTransport::send(to, data, nbytes, std::make_unique<Held>(*this, std::move(message)));
   }
-  std::unique_ptr<Request> recv(int peer, int32_t tag, void* data, int64_t nbytes) override {
-    return std::make_unique<Watched>(inner_->recv(peer, tag, data, nbytes), this);
+  void recv(const Envelope& from, void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
+    PassingTransport::recv(from, data, nbytes, std::make_unique<Held>(*this, std::move(message)));
   }
 
-  std::future<std::thread::id> next_waiter() {
+  void drive(const std::function<bool()>& done, TimePoint limit) override {
+    std::unique_lock lock(mutex_);
+    while (!done() && !closed_) {
+      if (!changed_.wait_until(lock, limit, [this] { return closed_ || !ended_.empty(); })) return;
+      tell(lock);
+    }
+  }
+
+  void wake() noexcept override {
     const std::lock_guard lock(mutex_);
-    waiter_.emplace();
-    return waiter_->get_future();
+    changed_.notify_all();
+  }
+
+  void shutdown() override {
+    PassingTransport::shutdown();
+    std::unique_lock lock(mutex_);
+    closed_ = true;
+    changed_.notify_all();
+    tell(lock);
   }
 
  private:
-  class Watched final : public Request {
+  class Held final : public Message {
    public:
-    Watched(std::unique_ptr<Request> inner, WatchedTransport* transport)
-        : inner_(std::move(inner)), transport_(transport) {}
-    void wait(TimePoint deadline) override {
-      transport_->begins();
-      inner_->wait(deadline);
+    Held(DrivenTransport& transport, std::unique_ptr<Message> inner)
+        : transport_(transport), inner_(std::move(inner)) {}
+    void finished() override {
+      transport_.hold([message = std::shared_ptr<Message>(std::move(inner_))] { message->finished(); });
     }
-    void abort() noexcept override { inner_->abort(); }
+    void failed(int peer, const TransportError& error) override {
+      transport_.hold([message = std::shared_ptr<Message>(std::move(inner_)), peer, error] {
+        message->failed(peer, error);
+      });
+    }
 
    private:
-    std::unique_ptr<Request> inner_;
-    WatchedTransport* transport_;
+    DrivenTransport& transport_;
+    std::unique_ptr<Message> inner_;
   };
 
-  void begins() {
+  void hold(std::function<void()> end) {
     const std::lock_guard lock(mutex_);
-    if (waiter_) waiter_->set_value(std::this_thread::get_id());
-    waiter_.reset();
+    ended_.push_back(std::move(end));
+    changed_.notify_all();
   }
 
-  const std::shared_ptr<Transport> inner_;
+  void tell(std::unique_lock<std::mutex>& lock) {
+    auto ended = std::exchange(ended_, {});
+    lock.unlock();
+    for (const auto& end : ended) end();
+    ended.clear();
+    lock.lock();
+  }
+
   std::mutex mutex_;
-  std::optional<std::promise<std::thread::id>> waiter_;
+  std::condition_variable changed_;
+  std::vector<std::function<void()>> ended_;
+  bool closed_ = false;
 };
 
-// Two ranks, of which rank 1 receives through a watched transport. Who takes a message, its driver or the
-// thread of the channel, is open where that thread has just done something else: the tests hold for both,
-// except the first, which tries until the driver has done it.
-struct Pair {
-  std::shared_ptr<WatchedTransport> watched;
-  Cluster cluster{2, nullptr, {}, [this](int rank, std::shared_ptr<Transport> network) {
-                    if (rank == 0) return network;
-                    watched = std::make_shared<WatchedTransport>(std::move(network));
-                    return std::shared_ptr<Transport>(watched);
-                  }};
-  Plan plan = chain_plan(2, 16);  // one message
-};
+Cluster::Wrap driven() {
+  return [](int, std::shared_ptr<Transport> network) {
+    return std::make_shared<DrivenTransport>(std::move(network));
+  };
+}
 
 bool ends_well(const RankRun& part) {
   return part.run->wait_until(Clock::now() + kLimit) && !part.run->error() &&
@@ -85,25 +106,24 @@ bool ends_well(const RankRun& part) {
 
 }  // namespace
 
-TEST_CASE("random plans of driven runs fill every destination", "[exec][drive]") {
+TEST_CASE("who drives a run makes all of it go on", "[exec][drive]") {
   const uint32_t seed = 23;
   INFO("seed " << seed);
   std::mt19937 rng(seed);
   for (int round = 0; round < 40; ++round) {
     const int world = 2 + static_cast<int>(rng() % 6);
-    Cluster cluster(world);
+    Cluster cluster(world, nullptr, {}, driven());
     const Plan plan = random_plan(rng, world);
     INFO("round " << round << ": " << describe(plan.problems[0].src) << " -> "
                   << describe(plan.problems[0].dst));
     std::vector<std::future<std::vector<bool>>> ranks;
     for (int rank = 0; rank < world; ++rank) {
-      const bool always = rng() % 2 != 0;
-      ranks.push_back(std::async(std::launch::async, [&, rank, always] {
+      ranks.push_back(std::async(std::launch::async, [&, rank] {
         std::vector<bool> well;
         for (int i = 0; i < 5; ++i) {
-          const RankRun part = start_rank(cluster, plan, rank, label(i), kLimit, always || i % 2 == 0);
+          const RankRun part = start_rank(cluster, plan, rank, label(i), kLimit);
           part.run->drive();
-          well.push_back(ends_well(part));
+          well.push_back(part.run->ended() && ends_well(part));
         }
         return well;
       }));
@@ -112,80 +132,28 @@ TEST_CASE("random plans of driven runs fill every destination", "[exec][drive]")
   }
 }
 
-TEST_CASE("who drives a run waits for the message itself", "[exec][drive]") {
-  Pair pair;
-  bool driven = false;
-  const TimePoint limit = Clock::now() + kLimit;
-  for (int i = 0; !driven && Clock::now() < limit; ++i) {
-    const RankRun sent = start_rank(pair.cluster, pair.plan, 0, label(i), kLimit);
-    auto waiter = pair.watched->next_waiter();
-    const RankRun got = start_rank(pair.cluster, pair.plan, 1, label(i), kLimit, true);
-    got.run->drive();
-    const bool ended = got.run->ended();
-    REQUIRE(ends_well(got));
-    REQUIRE(ends_well(sent));
-    driven = ended && waiter.get() == std::this_thread::get_id();
-  }
-  CHECK(driven);
-}
-
-TEST_CASE("a driven run that nobody drives is seen to later", "[exec][drive]") {
-  Pair pair;
-  const RankRun got = start_rank(pair.cluster, pair.plan, 1, label(0), kLimit, true);
-  const RankRun sent = start_rank(pair.cluster, pair.plan, 0, label(0), kLimit, true);
-  pair.cluster.engine(0).wake_undriven(Clock::now());
-  pair.cluster.engine(1).wake_undriven(Clock::now());
+TEST_CASE("a run that nobody drives stands still where the transport needs it", "[exec][drive]") {
+  Cluster cluster(2, nullptr, {}, driven());
+  const Plan plan = chain_plan(2, 16);
+  const RankRun got = start_rank(cluster, plan, 1, label(0), kLimit);
+  const RankRun sent = start_rank(cluster, plan, 0, label(0), kLimit);
+  CHECK_FALSE(got.run->wait_until(Clock::now() + std::chrono::milliseconds(50)));
+  got.run->drive();
+  sent.run->drive();
   CHECK(ends_well(got));
   CHECK(ends_well(sent));
-}
-
-TEST_CASE("what is queued behind a driven run goes on after it", "[exec][drive]") {
-  Pair pair;
-  auto waiter = pair.watched->next_waiter();
-  const RankRun first = start_rank(pair.cluster, pair.plan, 1, label(0), kLimit, true);
-  std::thread driver([&] { first.run->drive(); });
-  waiter.wait();
-  const RankRun second = start_rank(pair.cluster, pair.plan, 1, label(1), kLimit);
-  std::vector<RankRun> sent;
-  for (int i = 0; i < 2; ++i) sent.push_back(start_rank(pair.cluster, pair.plan, 0, label(i), kLimit));
-  CHECK(ends_well(first));
-  CHECK(ends_well(second));
-  for (const RankRun& part : sent) CHECK(ends_well(part));
-  driver.join();
-}
-
-TEST_CASE("a driven run behind another leaves the channel to its thread", "[exec][drive]") {
-  Pair pair;
-  auto waiter = pair.watched->next_waiter();
-  const RankRun first = start_rank(pair.cluster, pair.plan, 1, label(0), kLimit);
-  CHECK(waiter.get() != std::this_thread::get_id());
-  const RankRun second = start_rank(pair.cluster, pair.plan, 1, label(1), kLimit, true);
-  second.run->drive();  // returns, since the first one comes before it
-  CHECK_FALSE(second.run->ended());
-  std::vector<RankRun> sent;
-  for (int i = 0; i < 2; ++i) sent.push_back(start_rank(pair.cluster, pair.plan, 0, label(i), kLimit, true));
-  for (const RankRun& part : sent) part.run->drive();
-  CHECK(ends_well(first));
-  CHECK(ends_well(second));
-  for (const RankRun& part : sent) CHECK(ends_well(part));
 }
 
 TEST_CASE("a driver comes back when its peer dies or the engine ends", "[exec][drive]") {
   for (const bool dies : {true, false}) {
     INFO("dies " << dies);
-    Pair pair;
-    // Parks the thread of the channel.
-    const RankRun before = start_rank(pair.cluster, pair.plan, 1, label(0), kLimit);
-    REQUIRE(ends_well(start_rank(pair.cluster, pair.plan, 0, label(0), kLimit)));
-    REQUIRE(ends_well(before));
-    auto waiter = pair.watched->next_waiter();
-    const RankRun got = start_rank(pair.cluster, pair.plan, 1, label(1), kLimit, true);
+    Cluster cluster(2, nullptr, {}, driven());
+    const RankRun got = start_rank(cluster, chain_plan(2, 16), 1, label(0), kLimit);
     std::thread driver([&] { got.run->drive(); });
-    waiter.wait();
     if (dies) {
-      pair.cluster.kill(0);
+      cluster.kill(0);
     } else {
-      pair.cluster.engine(1).shutdown(
+      cluster.engine(1).shutdown(
           std::make_exception_ptr(TransportError(TransportError::Cause::Aborted, "over")));
     }
     driver.join();

@@ -152,7 +152,7 @@ struct RankRun {
 };
 
 inline RankRun start_rank(Cluster& cluster, const Plan& plan, int rank, RunLabel label,
-                          std::chrono::milliseconds limit, bool driven = false) {
+                          std::chrono::milliseconds limit) {
   const Problem& problem = plan.problems.front();
   RankRun part;
   const Shard source = shard_of(problem.src, problem.shape, rank);
@@ -165,7 +165,7 @@ inline RankRun start_rank(Cluster& cluster, const Plan& plan, int rank, RunLabel
   buffers.destination = {part.destination.memory};
   part.run = cluster.engine(rank).start(
       std::make_shared<const Program>(project(plan, rank, cluster.group(), cluster.local(rank))), buffers,
-      std::move(label), Clock::now() + limit, driven);
+      std::move(label), Clock::now() + limit);
   return part;
 }
 

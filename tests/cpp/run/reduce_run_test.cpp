@@ -143,23 +143,19 @@ class WireCounter {
   }
 
  private:
-  class Counting final : public Transport {
+  class Counting final : public PassingTransport {
    public:
     Counting(std::shared_ptr<Transport> inner, int rank, WireCounter* counter)
-        : inner_(std::move(inner)), rank_(rank), counter_(counter) {}
-    std::unique_ptr<Request> send(int peer, int32_t tag, const void* data, int64_t nbytes) override {
+        : PassingTransport(std::move(inner)), rank_(rank), counter_(counter) {}
+    void send(const Envelope& to, const void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
       {
         const std::lock_guard lock(counter_->mutex_);
-        counter_->bytes_[{rank_, peer}] += nbytes;
+        counter_->bytes_[{rank_, to.peer}] += nbytes;
       }
-      return inner_->send(peer, tag, data, nbytes);
-    }
-    std::unique_ptr<Request> recv(int peer, int32_t tag, void* data, int64_t nbytes) override {
-      return inner_->recv(peer, tag, data, nbytes);
+      PassingTransport::send(to, data, nbytes, std::move(message));
     }
 
    private:
-    std::shared_ptr<Transport> inner_;
     int rank_;
     WireCounter* counter_;
   };

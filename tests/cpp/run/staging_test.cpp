@@ -40,44 +40,44 @@ struct Meter {
   }
 };
 
-class MeteredRequest : public Request {
+class MeteredMessage final : public Message {
  public:
-  MeteredRequest(std::unique_ptr<Request> inner, Meter* meter, int64_t nbytes)
+  MeteredMessage(std::unique_ptr<Message> inner, Meter* meter, int64_t nbytes)
       : inner_(std::move(inner)), meter_(meter), nbytes_(nbytes) {
     meter_->add(nbytes_);
   }
-  ~MeteredRequest() override { end(); }
-  void wait(TimePoint deadline) override {
-    inner_->wait(deadline);
-    end();  // a sender may use the buffer for another message from here on
+  // The buffer may be used for another message from here on.
+  void finished() override {
+    meter_->now -= nbytes_;
+    inner_->finished();
   }
-  void abort() noexcept override { inner_->abort(); }
+  void failed(int peer, const TransportError& error) override {
+    meter_->now -= nbytes_;
+    inner_->failed(peer, error);
+  }
 
  private:
-  void end() {
-    meter_->now -= nbytes_;
-    nbytes_ = 0;
-  }
-
-  std::unique_ptr<Request> inner_;
+  std::unique_ptr<Message> inner_;
   Meter* meter_;
   int64_t nbytes_;
 };
 
-class MeteredTransport : public Transport {
+class MeteredTransport final : public PassingTransport {
  public:
-  MeteredTransport(std::shared_ptr<Transport> inner, Meter* meter) : inner_(std::move(inner)), meter_(meter) {}
-  std::unique_ptr<Request> send(int peer, int32_t tag, const void* data, int64_t nbytes) override {
-    return std::make_unique<MeteredRequest>(inner_->send(peer, tag, data, nbytes), meter_,
-                                            meter_->is_staging(data) ? nbytes : 0);
+  MeteredTransport(std::shared_ptr<Transport> inner, Meter* meter)
+      : PassingTransport(std::move(inner)), meter_(meter) {}
+  void send(const Envelope& to, const void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
+    PassingTransport::send(to, data, nbytes, metered(data, nbytes, std::move(message)));
   }
-  std::unique_ptr<Request> recv(int peer, int32_t tag, void* data, int64_t nbytes) override {
-    return std::make_unique<MeteredRequest>(inner_->recv(peer, tag, data, nbytes), meter_,
-                                            meter_->is_staging(data) ? nbytes : 0);
+  void recv(const Envelope& from, void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
+    PassingTransport::recv(from, data, nbytes, metered(data, nbytes, std::move(message)));
   }
 
  private:
-  std::shared_ptr<Transport> inner_;
+  std::unique_ptr<Message> metered(const void* data, int64_t nbytes, std::unique_ptr<Message> message) {
+    return std::make_unique<MeteredMessage>(std::move(message), meter_, meter_->is_staging(data) ? nbytes : 0);
+  }
+
   Meter* meter_;
 };
 

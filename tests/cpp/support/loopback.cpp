@@ -2,109 +2,174 @@
 
 #include <condition_variable>
 #include <cstring>
-#include <list>
+#include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
+#include <stdexcept>
+#include <string>
+#include <thread>
 #include <tuple>
+#include <utility>
 
 namespace meshcast {
 namespace {
 
-enum class State : uint8_t { Pending, Done, Aborted, Closed };
+const TransportError kAborted(TransportError::Cause::Aborted, "aborted");
+const TransportError kGone(TransportError::Cause::Closed, "peer is gone");
 
-struct Message {
-  int from = -1;
-  int to = -1;
+struct Pending {
   std::byte* data = nullptr;
   int64_t nbytes = 0;
-  State state = State::Pending;
+  std::unique_ptr<Message> message;
 };
+
+class LoopbackTransport;
 
 // All messages of all ranks behind one lock: simple enough to be obviously right.
 struct Mailbox {
-  using Key = std::tuple<int, int, int32_t>;  // from, to, tag
+  using Key = std::tuple<int, int, uint64_t>;  // from, to, key
   std::mutex mutex;
-  std::condition_variable changed;
-  std::map<Key, std::list<std::shared_ptr<Message>>> sends;
-  std::map<Key, std::list<std::shared_ptr<Message>>> recvs;
+  std::map<Key, std::deque<Pending>> sends;
+  std::map<Key, std::deque<Pending>> recvs;
   std::set<int> dead;
+  std::vector<LoopbackTransport*> ranks;  // null: shut down
 };
 
-class LoopbackRequest final : public Request {
+// A thread of each rank tells how its messages ended.
+class LoopbackTransport final : public Transport {
  public:
-  LoopbackRequest(std::shared_ptr<Mailbox> box, std::shared_ptr<Message> message)
-      : box_(std::move(box)), message_(std::move(message)) {}
-
-  ~LoopbackRequest() override { abort(); }
-
-  void wait(TimePoint deadline) override {
-    std::unique_lock lock(box_->mutex);
-    const bool ended =
-        box_->changed.wait_until(lock, deadline, [&] { return message_->state != State::Pending; });
-    if (!ended) throw TransportError(TransportError::Cause::Timeout, "timed out");
-    if (message_->state == State::Aborted) throw TransportError(TransportError::Cause::Aborted, "aborted");
-    if (message_->state == State::Closed) throw TransportError(TransportError::Cause::Closed, "peer is gone");
+  LoopbackTransport(std::shared_ptr<Mailbox> box, int rank) : box_(std::move(box)), rank_(rank) {
+    teller_ = std::thread([this] { tell(); });
   }
+  ~LoopbackTransport() override { LoopbackTransport::shutdown(); }
+
+  void send(const Envelope& to, const void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
+    // The mailbox only reads through a send's pointer.
+    auto* bytes = const_cast<std::byte*>(static_cast<const std::byte*>(data));
+    post({rank_, to.peer, to.key}, {bytes, nbytes, std::move(message)}, true);
+  }
+
+  void recv(const Envelope& from, void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
+    post({from.peer, rank_, from.key}, {static_cast<std::byte*>(data), nbytes, std::move(message)}, false);
+  }
+
+  void drive(const std::function<bool()>& /*done*/, TimePoint /*limit*/) override {}
+
+  void wake() noexcept override {}
 
   void abort() noexcept override {
     const std::lock_guard lock(box_->mutex);
-    if (message_->state == State::Pending) message_->state = State::Aborted;
-    box_->changed.notify_all();
+    aborted_ = true;
+    fail_locked([this](const Mailbox::Key& key, bool is_send) { return owner(key, is_send) == rank_; },
+                kAborted);
   }
 
- private:
-  std::shared_ptr<Mailbox> box_;
-  std::shared_ptr<Message> message_;
-};
-
-class LoopbackTransport final : public Transport {
- public:
-  LoopbackTransport(std::shared_ptr<Mailbox> box, int rank) : box_(std::move(box)), rank_(rank) {}
-
-  std::unique_ptr<Request> send(int peer, int32_t tag, const void* data, int64_t nbytes) override {
-    // The mailbox only reads through a send's pointer.
-    return post(rank_, peer, tag, const_cast<std::byte*>(static_cast<const std::byte*>(data)), nbytes, true);
-  }
-
-  std::unique_ptr<Request> recv(int peer, int32_t tag, void* data, int64_t nbytes) override {
-    return post(peer, rank_, tag, static_cast<std::byte*>(data), nbytes, false);
-  }
-
-  const std::shared_ptr<Mailbox>& box() const { return box_; }
-
- private:
-  std::unique_ptr<Request> post(int from, int to, int32_t tag, std::byte* data, int64_t nbytes, bool is_send) {
-    auto mine = std::make_shared<Message>(Message{from, to, data, nbytes});
+  void shutdown() override {
+    abort();
+    {
+      const std::lock_guard lock(box_->mutex);
+      closed_ = true;
+      changed_.notify_all();
+    }
+    if (teller_.joinable()) teller_.join();
     const std::lock_guard lock(box_->mutex);
-    if (box_->dead.count(from) != 0 || box_->dead.count(to) != 0) {
-      mine->state = State::Closed;
-      return std::make_unique<LoopbackRequest>(box_, mine);
+    box_->ranks[static_cast<size_t>(rank_)] = nullptr;
+  }
+
+  void kill(int rank) {
+    const std::lock_guard lock(box_->mutex);
+    box_->dead.insert(rank);
+    fail_locked(
+        [rank](const Mailbox::Key& key, bool) { return std::get<0>(key) == rank || std::get<1>(key) == rank; },
+        kGone);
+  }
+
+ private:
+  static int owner(const Mailbox::Key& key, bool is_send) {
+    return is_send ? std::get<0>(key) : std::get<1>(key);
+  }
+
+  void post(const Mailbox::Key& key, Pending mine, bool is_send) {
+    const int peer = owner(key, !is_send);
+    std::unique_lock lock(box_->mutex);
+    if (aborted_) {
+      lock.unlock();
+      mine.message->failed(peer, kAborted);
+      return;
     }
-    const Mailbox::Key key{from, to, tag};
+    if (box_->dead.count(rank_) != 0 || box_->dead.count(peer) != 0) {
+      told_locked(std::move(mine.message), peer, &kGone);
+      return;
+    }
     auto& others = (is_send ? box_->recvs : box_->sends)[key];
-    while (!others.empty() && others.front()->state != State::Pending) others.pop_front();
     if (others.empty()) {
-      (is_send ? box_->sends : box_->recvs)[key].push_back(mine);
-      return std::make_unique<LoopbackRequest>(box_, mine);
+      (is_send ? box_->sends : box_->recvs)[key].push_back(std::move(mine));
+      return;
     }
-    const std::shared_ptr<Message> other = others.front();
+    Pending other = std::move(others.front());
     others.pop_front();
-    const Message& sent = is_send ? *mine : *other;
-    const Message& received = is_send ? *other : *mine;
+    const Pending& sent = is_send ? mine : other;
+    const Pending& received = is_send ? other : mine;
     if (sent.nbytes != received.nbytes) {
       throw std::logic_error("loopback: a message of " + std::to_string(sent.nbytes) +
                              " bytes met a receive of " + std::to_string(received.nbytes));
     }
     if (sent.nbytes > 0) std::memcpy(received.data, sent.data, static_cast<size_t>(sent.nbytes));
-    mine->state = State::Done;
-    other->state = State::Done;
-    box_->changed.notify_all();
-    return std::make_unique<LoopbackRequest>(box_, mine);
+    told_locked(std::move(mine.message), peer, nullptr);
+    box_->ranks[static_cast<size_t>(peer)]->told_locked(std::move(other.message), rank_, nullptr);
   }
 
-  std::shared_ptr<Mailbox> box_;
-  int rank_;
+  template <typename Concerns>
+  void fail_locked(const Concerns& concerns, const TransportError& error) {
+    for (const bool is_send : {true, false}) {
+      for (auto& [key, waiting] : is_send ? box_->sends : box_->recvs) {
+        if (!concerns(key, is_send)) continue;
+        LoopbackTransport* rank = box_->ranks[static_cast<size_t>(owner(key, is_send))];
+        for (Pending& each : waiting) rank->told_locked(std::move(each.message), owner(key, !is_send), &error);
+        waiting.clear();
+      }
+    }
+  }
+
+  // error: null where the message is through.
+  void told_locked(std::unique_ptr<Message> message, int peer, const TransportError* error) {
+    ended_.push_back({std::move(message), peer, error});
+    changed_.notify_all();
+  }
+
+  void tell() {
+    std::unique_lock lock(box_->mutex);
+    for (;;) {
+      changed_.wait(lock, [this] { return closed_ || !ended_.empty(); });
+      if (ended_.empty()) return;
+      Ended next = std::move(ended_.front());
+      ended_.pop_front();
+      lock.unlock();
+      if (next.error) {
+        next.message->failed(next.peer, *next.error);
+      } else {
+        next.message->finished();
+      }
+      next.message.reset();
+      lock.lock();
+    }
+  }
+
+  struct Ended {
+    std::unique_ptr<Message> message;
+    int peer = -1;
+    const TransportError* error = nullptr;
+  };
+
+  const std::shared_ptr<Mailbox> box_;
+  const int rank_;
+  std::condition_variable changed_;
+  std::deque<Ended> ended_;  // guarded by the mailbox, as is the rest
+  bool aborted_ = false;
+  bool closed_ = false;
+  std::thread teller_;
 };
 
 }  // namespace
@@ -112,23 +177,16 @@ class LoopbackTransport final : public Transport {
 std::vector<std::shared_ptr<Transport>> make_loopback(int world_size) {
   auto box = std::make_shared<Mailbox>();
   std::vector<std::shared_ptr<Transport>> out;
-  for (int rank = 0; rank < world_size; ++rank) out.push_back(std::make_shared<LoopbackTransport>(box, rank));
+  for (int rank = 0; rank < world_size; ++rank) {
+    auto transport = std::make_shared<LoopbackTransport>(box, rank);
+    box->ranks.push_back(transport.get());
+    out.push_back(std::move(transport));
+  }
   return out;
 }
 
 void kill_loopback_rank(const std::shared_ptr<Transport>& any, int rank) {
-  const auto& box = static_cast<const LoopbackTransport&>(*any).box();
-  const std::lock_guard lock(box->mutex);
-  box->dead.insert(rank);
-  for (auto* table : {&box->sends, &box->recvs}) {
-    for (auto& [key, messages] : *table) {
-      for (auto& message : messages) {
-        const bool touches = message->from == rank || message->to == rank;
-        if (touches && message->state == State::Pending) message->state = State::Closed;
-      }
-    }
-  }
-  box->changed.notify_all();
+  static_cast<LoopbackTransport&>(*any).kill(rank);
 }
 
 }  // namespace meshcast

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "transport/transport.h"
@@ -14,5 +16,24 @@ std::vector<std::shared_ptr<Transport>> make_loopback(int world_size);
 
 // As if the process of `rank` died: its requests and all requests towards it fail with Cause::Closed.
 void kill_loopback_rank(const std::shared_ptr<Transport>& any, int rank);
+
+// Hands everything to another transport; tests override what they watch.
+class PassingTransport : public Transport {
+ public:
+  explicit PassingTransport(std::shared_ptr<Transport> inner) : inner_(std::move(inner)) {}
+  void send(const Envelope& to, const void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
+    inner_->send(to, data, nbytes, std::move(message));
+  }
+  void recv(const Envelope& from, void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
+    inner_->recv(from, data, nbytes, std::move(message));
+  }
+  void drive(const std::function<bool()>& done, TimePoint limit) override { inner_->drive(done, limit); }
+  void wake() noexcept override { inner_->wake(); }
+  void abort() noexcept override { inner_->abort(); }
+  void shutdown() override { inner_->shutdown(); }
+
+ private:
+  const std::shared_ptr<Transport> inner_;
+};
 
 }  // namespace meshcast

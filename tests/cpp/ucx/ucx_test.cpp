@@ -1,0 +1,250 @@
+// The data plane over UCX, between processes of this machine.
+#include <cstdint>
+#include <numeric>
+#include <vector>
+
+#include <sys/resource.h>
+
+#include "catch.h"
+#include "ucx/ranks.h"
+
+using namespace meshcast;
+using namespace meshcast::testing;
+using std::chrono::milliseconds;
+
+namespace {
+
+constexpr auto kEnd = milliseconds(20000);  // for messages that have to end
+
+std::vector<uint8_t> filled(int64_t nbytes, int seed) {
+  std::vector<uint8_t> out(static_cast<size_t>(nbytes));
+  uint32_t state = static_cast<uint32_t>(seed) * 2654435761U + 1;
+  for (uint8_t& byte : out) byte = static_cast<uint8_t>((state = state * 1664525U + 1013904223U) >> 24);
+  return out;
+}
+
+void send(Transport& transport, int peer, uint64_t key, const std::vector<uint8_t>& data, Tally& tally) {
+  transport.send({peer, 0, key}, data.data(), static_cast<int64_t>(data.size()), tally.message());
+}
+
+void recv(Transport& transport, int peer, uint64_t key, std::vector<uint8_t>& data, Tally& tally) {
+  transport.recv({peer, 0, key}, data.data(), static_cast<int64_t>(data.size()), tally.message());
+}
+
+// Looks at memory that is being received into, which ThreadSanitizer would not let pass.
+__attribute__((noinline, no_sanitize_thread)) bool begun(const volatile uint8_t& first) { return first != 0; }
+
+}  // namespace
+
+TEST_CASE("messages of all sizes arrive, posted early or late, driven or not", "[ucx]") {
+  CHECK(in_processes(2, [](UcxRank& self) {
+          const auto transport = self.join(1);
+          const int peer = 1 - self.rank;
+          uint64_t key = 0;
+          for (const int64_t nbytes : {1, 100, 8191, 8192, 8193, 300000, 1 << 22}) {
+            for (const int turn : {0, 1, 2, 3}) {
+              Tally tally;
+              const auto out = filled(nbytes, self.rank + turn);
+              std::vector<uint8_t> in(out.size());
+              if (turn % 2 == self.rank) std::this_thread::sleep_for(milliseconds(3));
+              recv(*transport, peer, key, in, tally);
+              send(*transport, peer, key, out, tally);
+              if (turn > 1)
+                transport->drive([&] { return tally.all_ended(milliseconds(0)); }, Clock::now() + kEnd);
+              UcxRank::require(tally.all_ended(kEnd) && tally.failed() == 0, "all are through");
+              UcxRank::require(in == filled(nbytes, peer + turn), "the bytes are those that were sent");
+              ++key;
+            }
+          }
+          self.meet(0);
+          transport->shutdown();
+        }) == "");
+}
+
+TEST_CASE("a sender far ahead of its receiver waits in the end, and all arrives in any order", "[ucx]") {
+  CHECK(in_processes(2, [](UcxRank& self) {
+          constexpr int kCount = 500;
+          const auto transport = self.join(2);
+          std::vector<std::vector<uint8_t>> data;
+          for (int i = 0; i < kCount; ++i) data.push_back(filled(64 + i, self.rank == 0 ? i : -1));
+          Tally tally;
+          if (self.rank == 0) {
+            for (int i = 0; i < kCount; ++i) send(*transport, 1, static_cast<uint64_t>(i), data[i], tally);
+            UcxRank::require(!tally.all_ended(milliseconds(50)), "some wait for their receives");
+          }
+          self.meet(0);
+          if (self.rank == 1) {
+            for (int i = kCount - 1; i >= 0; --i) recv(*transport, 0, static_cast<uint64_t>(i), data[i], tally);
+          }
+          UcxRank::require(tally.all_ended(kEnd), "all ended");
+          UcxRank::require(tally.failed() == 0, "none failed " + tally.why());
+          for (int i = 0; i < kCount; ++i) UcxRank::require(data[i] == filled(64 + i, i), "bytes are right");
+          self.meet(1);
+          transport->shutdown();
+        }) == "");
+}
+
+TEST_CASE("a death ends what waits for that rank, and nothing else", "[ucx]") {
+  CHECK(in_processes(3, [](UcxRank& self) {
+          const auto transport = self.join(3);
+          Tally lost;
+          Tally alive;
+          std::vector<uint8_t> large(32 << 20);
+          std::vector<uint8_t> small(100);
+          std::vector<uint8_t> other(1 << 20);
+          self.meet(0);
+          if (self.rank == 1) {
+            Tally mine;
+            recv(*transport, 0, 1, large, mine);
+            std::this_thread::sleep_for(milliseconds(5));
+            kill(getpid(), SIGKILL);
+          }
+          if (self.rank == 0) {
+            send(*transport, 1, 1, large, lost);
+            recv(*transport, 1, 2, small, lost);
+          } else {
+            recv(*transport, 1, 3, small, lost);  // it has never heard of rank 1
+          }
+          UcxRank::require(lost.all_ended(kEnd), "messages with the dead rank end");
+          UcxRank::require(lost.failed() >= 1, "they fail");
+          send(*transport, 2 - self.rank, 4, other, alive);
+          std::vector<uint8_t> in(other.size());
+          recv(*transport, 2 - self.rank, 4, in, alive);
+          UcxRank::require(alive.all_ended(kEnd) && alive.failed() == 0, "others go on");
+          Tally late;
+          send(*transport, 1, 9, small, late);
+          UcxRank::require(late.all_ended(kEnd) && late.failed() == 1, "later messages fail at once");
+          transport->shutdown();
+        }) == "");
+}
+
+TEST_CASE("after an abort nothing is written, though a frozen sender goes on", "[ucx]") {
+  CHECK(in_processes(3, [](UcxRank& self) {
+          constexpr int64_t kBytes = 256 << 20;
+          const auto transport = self.join(4);
+          const auto bystander = self.join(5);
+          Tally tally;
+          self.meet(0);
+          if (self.rank == 1) {
+            std::vector<uint8_t> data(kBytes, 1);
+            send(*transport, 0, 1, data, tally);
+            tally.all_ended(kEnd);  // as it will
+            self.meet(1);
+            transport->shutdown();
+          } else if (self.rank == 0) {
+            std::vector<uint8_t> data(kBytes, 0);
+            recv(*transport, 1, 1, data, tally);
+            while (!begun(data[0])) std::this_thread::yield();
+            kill(self.pid_of(1), SIGSTOP);
+            std::this_thread::sleep_for(milliseconds(20));
+            transport->abort();
+            const bool ended = tally.all_ended(kEnd);
+            std::memset(data.data(), 0, data.size());
+            kill(self.pid_of(1), SIGCONT);
+            UcxRank::require(ended, "the receive ends");
+            if (tally.failed() == 1) {
+              std::this_thread::sleep_for(milliseconds(500));
+              const int64_t late = std::accumulate(data.begin(), data.end(), int64_t{0});
+              UcxRank::require(late == 0, std::to_string(late) + " late bytes");
+            }
+            self.meet(1);
+            transport->shutdown();
+          } else {
+            self.meet(1);
+            transport->shutdown();
+          }
+          Tally others;
+          std::vector<uint8_t> data(1 << 20);
+          if (self.rank == 0) send(*bystander, 2, 1, data, others);
+          if (self.rank == 2) recv(*bystander, 0, 1, data, others);
+          UcxRank::require(others.all_ended(kEnd) && others.failed() == 0, "another group goes on");
+          self.meet(2);
+          bystander->shutdown();
+          self.tell_breaks(4);
+          const auto again = self.join(6);
+          Tally anew;
+          std::vector<uint8_t> out = filled(1 << 20, self.rank);
+          if (self.rank < 2) send(*again, 1 - self.rank, 1, out, anew);
+          if (self.rank < 2) recv(*again, 1 - self.rank, 1, data, anew);
+          UcxRank::require(anew.all_ended(kEnd), "messages of a new group end");
+          UcxRank::require(anew.failed() == 0, "a new group connects again: " + anew.why());
+          UcxRank::require(self.rank == 2 || data == filled(1 << 20, 1 - self.rank), "its bytes are right");
+          self.meet(3);
+          again->shutdown();
+        }) == "");
+}
+
+TEST_CASE("messages that a rank drops as it leaves are not told as sent", "[ucx]") {
+  CHECK(in_processes(2, [](UcxRank& self) {
+          const auto transport = self.join(7);
+          Tally tally;
+          std::vector<uint8_t> large(1 << 20);
+          std::vector<uint8_t> small(100);
+          if (self.rank == 0) {
+            send(*transport, 1, 1, large, tally);
+            send(*transport, 1, 2, large, tally);
+            recv(*transport, 1, 3, small, tally);
+            UcxRank::require(!tally.all_ended(milliseconds(50)), "they wait for their receives");
+          }
+          self.meet(0);
+          if (self.rank == 1) {
+            transport->abort();  // it has never connected with rank 0
+          } else {
+            UcxRank::require(tally.all_ended(kEnd) && tally.failed() == 3, "all of them fail");
+            UcxRank::require(tally.why() == "the peer has left the group", tally.why());
+          }
+          self.meet(1);
+          transport->shutdown();
+        }) == "");
+}
+
+TEST_CASE("a forked child leaves the connections alone", "[ucx]") {
+  CHECK(in_processes(2, [](UcxRank& self) {
+          auto transport = self.join(6);
+          const int peer = 1 - self.rank;
+          for (const uint64_t round : {0, 1}) {
+            Tally tally;
+            const auto out = filled(20000, self.rank);
+            std::vector<uint8_t> in(out.size());
+            recv(*transport, peer, round, in, tally);
+            send(*transport, peer, round, out, tally);
+            UcxRank::require(tally.all_ended(kEnd) && tally.failed() == 0, "all are through");
+            self.meet(2 * round);
+            if (round == 1) break;
+            const pid_t child = fork();
+            if (child == 0) {
+              Tally refused;
+              send(*transport, peer, 7, out, refused);
+              const bool told = refused.all_ended(milliseconds(0)) && refused.failed() == 1;
+              transport->shutdown();
+              transport.reset();
+              _exit(told ? 0 : 1);
+            }
+            int status = 0;
+            waitpid(child, &status, 0);
+            UcxRank::require(status == 0, "the child is refused, and ends");
+            self.meet(2 * round + 1);
+          }
+          transport->shutdown();
+        }) == "");
+}
+
+TEST_CASE("nothing wakes up while nothing moves", "[ucx]") {
+  CHECK(in_processes(2, [](UcxRank& self) {
+          const auto transport = self.join(8);
+          Tally tally;
+          std::vector<uint8_t> data(10);
+          if (self.rank == 0) send(*transport, 1, 1, data, tally);
+          if (self.rank == 1) recv(*transport, 0, 1, data, tally);
+          UcxRank::require(tally.all_ended(kEnd), "it is through");
+          self.meet(0);
+          rusage before{};
+          rusage after{};
+          getrusage(RUSAGE_SELF, &before);
+          std::this_thread::sleep_for(milliseconds(1000));
+          getrusage(RUSAGE_SELF, &after);
+          UcxRank::require(after.ru_nvcsw - before.ru_nvcsw < 20, "hardly any wake-up in a second");
+          self.meet(1);
+          transport->shutdown();
+        }) == "");
+}
