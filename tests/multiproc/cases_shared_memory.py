@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshcast import Layout, MeshcastError
-from multiproc.threads import gloo_threads, thread_names
+from multiproc.threads import thread_names, transfer_threads
 from torch.distributed.tensor import Replicate, Shard
 
 GROUP_TIMEOUT = 60.0
@@ -139,17 +139,17 @@ def destroying_ends_its_threads(context) -> None:
     gc.collect()
     gc.disable()
     try:
-        before = gloo_threads()
+        before = transfer_threads()
         group = dist.new_group(ranks)
         src, dst = Layout([0, 1], [Shard(0)]), Layout([2, 3], [Shard(0)])
         mine, got = (torch.ones(2), None) if context.rank < 2 else (None, torch.empty(2))
         meshcast.reshard_local(mine, src, got, dst, shape=(4,), dtype=torch.float32, group=group)
-        assert gloo_threads() > before, "this test must see the group's threads"
+        assert transfer_threads() > before, "this test must see the group's threads"
         context.wait_for_all("moved")
         dist.destroy_process_group(group)
         del group
         end = time.monotonic() + 20.0
-        while gloo_threads() > before:
+        while transfer_threads() > before:
             assert time.monotonic() < end, thread_names()
             time.sleep(0.01)
     finally:

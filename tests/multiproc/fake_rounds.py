@@ -89,7 +89,7 @@ class _Core:
                     if destination != wire:
                         arrived = destinations[index] = torch.empty(y.shape, dtype=wire)
                         pairs.append((y, arrived))
-            work = self._control.start(agreed, src=sources, dst=destinations, driven=False, **others)
+            work = self._control.start(agreed, src=sources, dst=destinations, **others)
         return _Work(work, pairs)
 
     def stats(self, work: _Work) -> dict[str, float]:

@@ -1,5 +1,5 @@
 """Every reshard of random layout pairs equals what plain PyTorch cuts out of the gathered tensor: 280 of them
-where all ranks share memory, 80 over the network alone, 80 with ranks of several hosts."""
+where all ranks share memory, 80 over the network alone, 80 with ranks of several hosts, 40 over gloo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multiproc.harness import WorldResult, run_world
 pytestmark = pytest.mark.timeout(330)
 
 FOLDER = Path(__file__).parent
-SIZES = {"memory": [2, 3, 4, 5, 6, 7, 7], "network": [5, 7], "hosts": [5, 7]}
+SIZES = {"memory": [2, 3, 4, 5, 6, 7, 7], "network": [5, 7], "gloo": [7], "hosts": [5, 7]}
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,11 @@ def memory() -> WorldResult:
 @pytest.fixture(scope="module")
 def network() -> WorldResult:
     return _run("network", {"HOSTS": "0", "MESHCAST_SHM": "0"})
+
+
+@pytest.fixture(scope="module")
+def gloo() -> WorldResult:
+    return _run("gloo", {"HOSTS": "0", "MESHCAST_SHM": "0", "MESHCAST_TRANSPORT": "gloo"})
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +52,11 @@ def test_equals_gather_and_slice(memory: WorldResult, case: str) -> None:
 @pytest.mark.parametrize("case", _case_names("network"))
 def test_over_the_network(network: WorldResult, case: str) -> None:
     network.check(case)
+
+
+@pytest.mark.parametrize("case", _case_names("gloo"))
+def test_over_gloo(gloo: WorldResult, case: str) -> None:
+    gloo.check(case)
 
 
 @pytest.mark.parametrize("case", _case_names("hosts"))

@@ -16,6 +16,6 @@ def thread_names() -> list[str]:
     return names
 
 
-def gloo_threads() -> int:
-    """How many threads gloo and torch's gloo backend run."""
-    return sum("gloo" in name for name in thread_names())
+def transfer_threads() -> int:
+    """How many threads meshcast, gloo and torch's gloo backend run."""
+    return sum("gloo" in name or name.startswith("mc-") for name in thread_names())

@@ -1,0 +1,37 @@
+"""Transports between hosts: which is used, what all ranks say where it cannot be, what it costs a process;
+see cases_transports.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from multiproc.harness import WorldResult, run_world
+
+pytestmark = pytest.mark.timeout(200)
+
+CASES = [
+    "a_device_that_does_not_exist",
+    "both_give_the_same_bytes",
+    "ranks_with_unlike_transports",
+    "a_rank_without_the_library",
+    "without_the_library_all_take_gloo",
+    "bad_values",
+    "groups_share_threads_and_connections",
+    "strangers_change_nothing",
+]
+
+
+@pytest.fixture(scope="module")
+def world() -> WorldResult:
+    return run_world(Path(__file__).with_name("cases_transports.py"), 4, limit=180, env={"MESHCAST_SHM": "0"})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case(world: WorldResult, case: str) -> None:
+    world.check(case)
+
+
+def test_processes_end_cleanly(world: WorldResult) -> None:
+    world.check_ends()
+    assert {case for result in world.ranks for case in result.cases} == set(CASES)

@@ -1,0 +1,84 @@
+"""Loading UCX leaves the process as it was; which library and which devices are chosen."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from meshcast.errors import MeshcastError
+from meshcast.groups import ucx
+
+_PROGRAM = """
+import ctypes, os, re
+from pathlib import Path
+
+libc = ctypes.CDLL(None)
+
+def process():
+    status = Path("/proc/self/status").read_text()
+    signals = re.findall(r"Sig(?:Cgt|Ign|Blk):\\s*(\\w+)", status)
+    code = [
+        ctypes.string_at(ctypes.cast(getattr(libc, name), ctypes.c_void_p).value, 32)
+        for name in ("mmap", "munmap", "mremap", "madvise", "shmat", "brk")
+    ]
+    return signals, code, dict(os.environ)
+
+import torch, meshcast
+from meshcast.groups import ucx
+assert "libucp" not in Path("/proc/self/maps").read_text(), "the import must not load it"
+before = process()
+plane = ucx.plane((), 60)
+assert "libucp" in Path("/proc/self/maps").read_text()
+assert process() == before
+del plane
+assert process() == before
+"""
+
+
+def test_loading_changes_nothing_else() -> None:
+    """Signals, libc's code, the environment, stderr."""
+    if ucx.rdma_devices():
+        pytest.skip("with RDMA devices UCX watches mmap for its cache of registered memory")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_PROGRAM)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHCAST_UCX", "/there/is/none")
+    with pytest.raises(MeshcastError, match=r"MESHCAST_UCX is '/there/is/none'.*MESHCAST_TRANSPORT=gloo"):
+        ucx.library()
+
+
+def test_a_file_that_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHCAST_UCX", __file__)
+    with pytest.raises(MeshcastError, match=r"test_ucx\.py"):
+        ucx.plane((), 60)
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No loopback unless it is all there is; a name in the environment counts more."""
+    monkeypatch.setattr(ucx, "rdma_devices", list)
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1"), (4, "off")])
+    flags = {"lo": 1 | 8, "eth0": 1, "eth1": 1, "off": 0}
+    monkeypatch.setattr(ucx, "_flags", flags.__getitem__)
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert ucx.device_names() == "eth0,eth1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    assert ucx.device_names() == "eth1"
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth0")
+    assert ucx.device_names() == ""
+    monkeypatch.delenv("UCX_NET_DEVICES")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    flags |= {"eth0": 0, "eth1": 0}
+    assert ucx.device_names() == "lo"
+    monkeypatch.setattr(ucx, "rdma_devices", lambda: ["mlx5_0"])
+    assert ucx.device_names() == ""
