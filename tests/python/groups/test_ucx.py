@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import textwrap
+from pathlib import Path
 
+import meshcast
 import pytest
 from meshcast.errors import MeshcastError
 from meshcast.groups import ucx
@@ -41,12 +43,15 @@ def test_loading_changes_nothing_else() -> None:
     """Signals, libc's code, the environment, stderr."""
     if ucx.rdma_devices():
         pytest.skip("with RDMA devices UCX watches mmap for its cache of registered memory")
+    package = Path(meshcast.__file__).parents[1]
+    path = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_PROGRAM)],
+        [sys.executable, "-c", _PROGRAM],
         check=False,
         capture_output=True,
         text=True,
         timeout=120,
+        env={**os.environ, "PYTHONPATH": path},
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
