@@ -105,10 +105,15 @@ void GroupTransport::recv(const Envelope& from, void* data, int64_t nbytes, std:
     posted_.emplace(key, std::move(posted));
     return;
   }
+  if (nbytes == kProbe) {
+    end_locked(from.peer, std::move(posted.message), std::nullopt);
+    lock.unlock();
+    return plane_->tell();
+  }
   Arrival arrival = std::move(it->second);
   arrivals_.erase(it);
   if (arrival.descriptor) {
-    receive_locked(from.peer, std::move(posted), arrival.descriptor, *arrival.worker);
+    receive_locked(from.peer, std::move(posted), arrival.descriptor, arrival.nbytes, *arrival.worker);
   } else {
     std::memcpy(posted.data, arrival.data.data(), static_cast<size_t>(std::min(arrival.nbytes, posted.nbytes)));
     end_locked(from.peer, std::move(posted.message), mismatch(arrival.nbytes, nbytes));
@@ -118,22 +123,35 @@ void GroupTransport::recv(const Envelope& from, void* data, int64_t nbytes, std:
   plane_->tell();
 }
 
+void GroupTransport::probe(const Envelope& from, std::unique_ptr<Message> message) {
+  recv(from, nullptr, kProbe, std::move(message));
+}
+
+// The receive that a message which is here belongs to. A probe of it is told, and counts as none.
+bool GroupTransport::take_posted_locked(const Key& key, Posted* posted) {
+  const auto it = posted_.find(key);
+  if (it == posted_.end()) return false;
+  *posted = std::move(it->second);
+  posted_.erase(it);
+  if (posted->nbytes != kProbe) return true;
+  end_locked(key.sender, std::move(posted->message), std::nullopt);
+  return false;
+}
+
 std::optional<TransportError> GroupTransport::mismatch(int64_t nbytes, int64_t expected) {
   if (nbytes == expected) return std::nullopt;
-  return TransportError(Cause::Closed,
+  return TransportError(Cause::Mismatch,
                         fmt::format("a message of {} bytes came where {} were expected", nbytes, expected));
 }
 
 void GroupTransport::arrived_locked(const DataHeader& header, const std::byte* data, int64_t nbytes) {
   if (aborted_ || !knows(header.sender)) return;
   const Key key{header.sender, header.key};
-  const auto it = posted_.find(key);
-  if (it == posted_.end()) {
+  Posted posted;
+  if (!take_posted_locked(key, &posted)) {
     arrivals_[key] = {{data, data + nbytes}, nullptr, nbytes, nullptr};
     return;
   }
-  Posted posted = std::move(it->second);
-  posted_.erase(it);
   std::memcpy(posted.data, data, static_cast<size_t>(std::min(nbytes, posted.nbytes)));
   end_locked(header.sender, std::move(posted.message), mismatch(nbytes, posted.nbytes));
   matched_locked(header.sender);
@@ -150,17 +168,19 @@ void GroupTransport::announced_locked(const DataHeader& header, void* descriptor
     return;
   }
   const Key key{header.sender, header.key};
-  const auto it = posted_.find(key);
-  if (it == posted_.end()) {
+  Posted posted;
+  if (!take_posted_locked(key, &posted)) {
     arrivals_[key] = {{}, descriptor, nbytes, &worker};
     return;
   }
-  Posted posted = std::move(it->second);
-  posted_.erase(it);
-  receive_locked(header.sender, std::move(posted), descriptor, worker);
+  receive_locked(header.sender, std::move(posted), descriptor, nbytes, worker);
 }
 
-void GroupTransport::receive_locked(int peer, Posted posted, void* descriptor, Worker& worker) {
+void GroupTransport::receive_locked(int peer, Posted posted, void* descriptor, int64_t nbytes, Worker& worker) {
+  if (auto error = mismatch(nbytes, posted.nbytes)) {  // UCX would take a message that is too short
+    plane_->release_locked(worker, descriptor);
+    return end_locked(peer, std::move(posted.message), std::move(error));
+  }
   std::string why;
   auto flight = std::make_unique<Flight>();
   flight->group = this;

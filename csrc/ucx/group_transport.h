@@ -26,7 +26,7 @@ inline constexpr int32_t kCredits = 64;
 
 // The messages of one private group. Whatever ends in `_locked`, and what UCX calls, is called with the lock of
 // the plane held; ends of messages are then queued there.
-class GroupTransport final : public Transport {
+class GroupTransport final : public ProbingTransport {
  public:
   GroupTransport(std::shared_ptr<ProcessPlane> plane, uint64_t id, std::vector<Address> members, int rank,
                  std::vector<int32_t> first_rail);
@@ -34,6 +34,7 @@ class GroupTransport final : public Transport {
 
   void send(const Envelope& to, const void* data, int64_t nbytes, std::unique_ptr<Message> message) override;
   void recv(const Envelope& from, void* data, int64_t nbytes, std::unique_ptr<Message> message) override;
+  void probe(const Envelope& from, std::unique_ptr<Message> message) override;
   void drive(const std::function<bool()>& done, TimePoint limit) override;
   void wake() noexcept override;
   void abort() noexcept override;
@@ -79,9 +80,10 @@ class GroupTransport final : public Transport {
   };
   struct Posted {
     std::byte* data = nullptr;
-    int64_t nbytes = 0;
+    int64_t nbytes = 0;  // kProbe: it is only to be told that the message is here
     std::unique_ptr<Message> message;
   };
+  static constexpr int64_t kProbe = -1;
   struct Arrival {
     std::vector<std::byte> data;  // of a small message
     void* descriptor = nullptr;   // of a large one
@@ -93,7 +95,8 @@ class GroupTransport final : public Transport {
   std::shared_ptr<Link> link_locked(int peer, size_t rail, std::string* why);
   Peer& peer_at(int peer) { return peers_[static_cast<size_t>(peer)]; }
   bool knows(int32_t peer) const { return peer >= 0 && peer < static_cast<int32_t>(peers_.size()); }
-  void receive_locked(int peer, Posted posted, void* descriptor, Worker& worker);
+  bool take_posted_locked(const Key& key, Posted* posted);
+  void receive_locked(int peer, Posted posted, void* descriptor, int64_t nbytes, Worker& worker);
   void matched_locked(int peer);
   void lose_locked(Peer& peer, const std::string& why);
   void say_leave_locked(Peer& peer);

@@ -39,8 +39,8 @@ class Plane {
 
   // The connections of a group. id: the same on all its ranks, and of no other group ever. members: by rank in
   // the group. first_rail: by rank, of its first message to any other; the next takes the next one.
-  virtual std::shared_ptr<Transport> join(uint64_t id, std::vector<Address> members, int rank,
-                                          std::vector<int32_t> first_rail) = 0;
+  virtual std::shared_ptr<ProbingTransport> join(uint64_t id, std::vector<Address> members, int rank,
+                                                 std::vector<int32_t> first_rail) = 0;
 };
 
 }  // namespace meshcast::ucx

@@ -99,8 +99,8 @@ Address ProcessPlane::address() const {
   return out;
 }
 
-std::shared_ptr<Transport> ProcessPlane::join(uint64_t id, std::vector<Address> members, int rank,
-                                              std::vector<int32_t> first_rail) {
+std::shared_ptr<ProbingTransport> ProcessPlane::join(uint64_t id, std::vector<Address> members, int rank,
+                                                     std::vector<int32_t> first_rail) {
   auto group = std::make_shared<GroupTransport>(shared_from_this(), id, members, rank, std::move(first_rail));
   {
     const std::lock_guard lock(mutex_);

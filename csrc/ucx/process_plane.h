@@ -30,8 +30,8 @@ class ProcessPlane final : public Plane, public std::enable_shared_from_this<Pro
 
   Address address() const override;
   const std::string& version() const override { return api_.version; }
-  std::shared_ptr<Transport> join(uint64_t id, std::vector<Address> members, int rank,
-                                  std::vector<int32_t> first_rail) override;
+  std::shared_ptr<ProbingTransport> join(uint64_t id, std::vector<Address> members, int rank,
+                                         std::vector<int32_t> first_rail) override;
 
   std::mutex& mutex() { return mutex_; }
   Progress& progress() { return *progress_; }

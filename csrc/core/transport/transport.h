@@ -16,7 +16,8 @@ using TimePoint = Clock::time_point;
 // where the first cause of all ranks is known.
 class TransportError : public std::runtime_error {
  public:
-  enum class Cause : uint8_t { Timeout, Closed, Aborted };
+  // Mismatch: the message has another size than its receive; the connection goes on.
+  enum class Cause : uint8_t { Timeout, Closed, Aborted, Mismatch };
   TransportError(Cause cause, const std::string& what) : std::runtime_error(what), cause_(cause) {}
   Cause cause() const noexcept { return cause_; }
 
@@ -60,6 +61,14 @@ class Transport {
 
   // abort(), and waits until no message is left and none is being told. Not from a message.
   virtual void shutdown() = 0;
+};
+
+// A transport over which a rank can learn of a message before it has memory for it.
+class ProbingTransport : public Transport {
+ public:
+  // Told as finished once a message of that name is here; it stays until recv() asks for it, which must not
+  // come before. As recv() otherwise.
+  virtual void probe(const Envelope& from, std::unique_ptr<Message> message) = 0;
 };
 
 }  // namespace meshcast

@@ -114,7 +114,7 @@ class UcxRank {
     }
   }
 
-  std::shared_ptr<Transport> join(uint64_t group) {
+  std::shared_ptr<ProbingTransport> join(uint64_t group) {
     return plane_->join(group, addresses_, rank, std::vector<int32_t>(addresses_.size(), 0));
   }
   // What ranks tell each other before they join one more group.

@@ -1,0 +1,112 @@
+// Messages that a rank learns of before it has memory for them, and those of another size than their receive.
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "catch.h"
+#include "ucx/ranks.h"
+
+using namespace meshcast;
+using namespace meshcast::testing;
+using std::chrono::milliseconds;
+
+namespace {
+
+constexpr auto kEnd = milliseconds(20000);
+
+void probe(ProbingTransport& transport, int peer, uint64_t key, Tally& tally) {
+  transport.probe({peer, 0, key}, tally.message());
+}
+
+void send(Transport& transport, int peer, uint64_t key, const std::vector<uint8_t>& data, Tally& tally) {
+  transport.send({peer, 0, key}, data.data(), static_cast<int64_t>(data.size()), tally.message());
+}
+
+void recv(Transport& transport, int peer, uint64_t key, std::vector<uint8_t>& data, Tally& tally) {
+  transport.recv({peer, 0, key}, data.data(), static_cast<int64_t>(data.size()), tally.message());
+}
+
+}  // namespace
+
+TEST_CASE("a probe is told once its message is here, which stays", "[ucx]") {
+  CHECK(in_processes(2, [](UcxRank& self) {
+          const auto transport = self.join(1);
+          size_t phase = 0;
+          uint64_t key = 0;
+          for (const size_t nbytes : {size_t{0}, size_t{10}, size_t{1 << 20}}) {
+            for (const bool early : {false, true}) {  // whether the probe comes before the message
+              Tally sent;
+              Tally here;
+              Tally received;
+              std::vector<uint8_t> data(nbytes + 1, self.rank == 0 ? 7 : 0);
+              data.resize(nbytes);
+              if (self.rank == 1 && early) {
+                probe(*transport, 0, key, here);
+                UcxRank::require(!here.all_ended(milliseconds(20)), "nothing is here yet");
+              }
+              self.meet(phase++);
+              if (self.rank == 0) send(*transport, 1, key, data, sent);
+              if (self.rank == 1) {
+                if (!early) std::this_thread::sleep_for(milliseconds(50));
+                if (!early) probe(*transport, 0, key, here);
+                UcxRank::require(here.all_ended(kEnd) && here.failed() == 0, "it is here");
+                recv(*transport, 0, key, data, received);
+                UcxRank::require(received.all_ended(kEnd) && received.failed() == 0, "it is received");
+                UcxRank::require(data == std::vector<uint8_t>(nbytes, 7), "its bytes are right");
+              } else {
+                UcxRank::require(sent.all_ended(kEnd) && sent.failed() == 0, "it is sent");
+              }
+              ++key;
+            }
+          }
+          self.meet(phase++);
+          Tally left;
+          if (self.rank == 0) {
+            probe(*transport, 1, key, left);
+            self.meet(phase++);
+            UcxRank::require(left.all_ended(kEnd) && left.failed() == 1, "who leaves ends a probe");
+          } else {
+            self.meet(phase++);
+            transport->abort();
+          }
+          self.meet(phase++);
+          transport->shutdown();
+        }) == "");
+}
+
+TEST_CASE("a message of another size than its receive fails there alone", "[ucx]") {
+  CHECK(in_processes(2, [](UcxRank& self) {
+          const auto transport = self.join(2);
+          constexpr size_t kLarge = 1 << 20;
+          const std::vector<std::pair<size_t, size_t>> sizes = {
+              {10, 11},     {10, 9},     {0, 1}, {kLarge, kLarge + 1}, {kLarge, kLarge - 1},
+              {kLarge, 10}, {10, kLarge}};
+          uint64_t key = 0;
+          for (const bool early : {false, true}) {
+            for (const auto& [sent, expected] : sizes) {
+              Tally tally;
+              Tally wrong;
+              std::vector<uint8_t> data(self.rank == 0 ? sent : expected);
+              std::vector<uint8_t> next(100, self.rank == 0 ? 5 : 0);
+              if (self.rank == 0) {
+                if (early) std::this_thread::sleep_for(milliseconds(5));
+                send(*transport, 1, key, data, tally);
+                send(*transport, 1, key + 1, next, tally);
+              } else {
+                if (!early) std::this_thread::sleep_for(milliseconds(5));
+                recv(*transport, 0, key, data, wrong);
+                UcxRank::require(wrong.all_ended(kEnd) && wrong.failed() == 1, "it fails");
+                UcxRank::require(wrong.why() == "a message of " + std::to_string(sent) + " bytes came where " +
+                                                    std::to_string(expected) + " were expected",
+                                 wrong.why());
+                recv(*transport, 0, key + 1, next, tally);
+              }
+              UcxRank::require(tally.all_ended(kEnd) && tally.failed() == 0, "all else is through");
+              UcxRank::require(next == std::vector<uint8_t>(100, 5), "the next message is right");
+              key += 2;
+            }
+          }
+          self.meet(0);
+          transport->shutdown();
+        }) == "");
+}
