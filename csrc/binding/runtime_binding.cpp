@@ -63,11 +63,11 @@ GpuBackendMaker gpu_backend_maker(py::object side) {
   return out;
 }
 
-// Drops it without the lock of the interpreter, whether this thread holds that or not.
-void drop_unlocked(c10::intrusive_ptr<c10d::Backend> backend) {
-  if (!Py_IsInitialized() || PyGILState_Check() == 0) return backend.reset();
+// Without the lock of the interpreter, whether this thread holds that or not.
+void unlocked(const std::function<void()>& call) {
+  if (!Py_IsInitialized() || PyGILState_Check() == 0) return call();
   const py::gil_scoped_release no_gil;
-  backend.reset();
+  call();
 }
 
 // A rank's way to the memory of the other ranks of its host: an address to publish, then the meeting.
@@ -132,6 +132,7 @@ void bind_runtime(py::module_& m) {
       .def_property_readonly_static("REVERSE_LANE", [](const py::object&) { return AgreedPlan::kReverseLane; });
 
   py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport");
+  py::class_<ProbingTransport, Transport, std::shared_ptr<ProbingTransport>>(m, "ProbingTransport");
   m.def("gloo_transport", &make_c10d_transport, py::arg("rails"), py::arg("first_rail"), py::arg("rank"),
         NoGil());
   bind_core<GroupCore>(m, "GroupCore")
@@ -180,19 +181,43 @@ void bind_runtime(py::module_& m) {
           },
           py::arg("error"));
 
+  py::class_<PointToPoint, std::shared_ptr<PointToPoint>>(m, "PointToPoint")
+      .def(py::init<std::vector<int32_t>, int>(), py::arg("ranks"), py::arg("rank"))
+      .def(
+          "meet_by",
+          [](PointToPoint& self, py::function meet) {
+            self.meet_by([meet = kept(std::move(meet))](int peer) {
+              const py::gil_scoped_acquire gil;
+              py::reinterpret_borrow<py::function>(meet.get())(peer);
+            });
+          },
+          py::arg("meet"))
+      .def("connect", &PointToPoint::connect, py::arg("peer"), py::arg("transport"), NoGil())
+      .def(
+          "refuse",
+          [](PointToPoint& self, int peer, const py::object& error) {
+            const auto cause = std::make_exception_ptr(error_from(error));
+            const py::gil_scoped_release no_gil;
+            self.refuse(peer, cause);
+          },
+          py::arg("peer"), py::arg("error"))
+      .def("awaits", &PointToPoint::awaits, NoGil())
+      .def("shutdown", &PointToPoint::shutdown, NoGil());
+
   py::class_<ProcessGroupMeshcast, c10d::Backend, c10::intrusive_ptr<ProcessGroupMeshcast>>(
       m, "ProcessGroupMeshcast")
       .def(py::init([](c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, py::function multicast,
-                       int64_t at_least, py::object cuda) {
+                       int64_t at_least, std::shared_ptr<PointToPoint> point_to_point, py::object cuda) {
              return c10::make_intrusive<ProcessGroupMeshcast>(
                  std::move(inner), rank, size, Multicast{call_python(std::move(multicast)), at_least},
-                 gpu_backend_maker(std::move(cuda)), drop_unlocked);
+                 std::move(point_to_point), gpu_backend_maker(std::move(cuda)), unlocked);
            }),
            py::arg("inner"), py::arg("rank"), py::arg("size"), py::arg("multicast"), py::arg("at_least"),
-           py::arg("cuda"))
+           py::arg("point_to_point").none(true), py::arg("cuda"))
       .def_property_readonly(
           "key", [](const ProcessGroupMeshcast& self) { return reinterpret_cast<uintptr_t>(&self); })
       .def_property_readonly("inner", &ProcessGroupMeshcast::inner)
+      .def_property_readonly("point_to_point", &ProcessGroupMeshcast::point_to_point)
       .def_property_readonly("inner_cuda", &ProcessGroupMeshcast::inner_cuda)
       .def_property_readonly("timeout",
                              [](ProcessGroupMeshcast& self) { return self.getBackendOptions()->timeout; });

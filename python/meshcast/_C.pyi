@@ -112,6 +112,9 @@ class AgreedPlan:
 class Transport:
     """How the ranks of a private group exchange messages between hosts."""
 
+class ProbingTransport(Transport):
+    """One that can tell of a message before there is memory for it."""
+
 def gloo_transport(rails: Sequence[Backend], first_rail: Sequence[int], rank: int) -> Transport: ...
 
 class UcxPlane:
@@ -129,7 +132,7 @@ class UcxPlane:
         members: Sequence[tuple[int, Sequence[bytes], Mapping[int, int]]],
         rank: int,
         first_rail: list[int],
-    ) -> Transport: ...
+    ) -> ProbingTransport: ...
 
 class GroupCore:
     """A private group: the ranks of a transfer with connections of their own."""
@@ -211,6 +214,19 @@ class PendingWork(Work):
     def settle(self, work: Work) -> None: ...
     def fail(self, error: Exception) -> None: ...
 
+class PointToPoint:
+    """The point-to-point messages of a group on the CPU. Ranks are those of the group; `ranks` has the global
+    ones, `rank` is this one."""
+
+    def __init__(self, ranks: list[int], rank: int) -> None: ...
+    def meet_by(self, meet: Callable[[int], None]) -> None: ...
+    def connect(self, peer: int, transport: ProbingTransport) -> None: ...
+    def refuse(self, peer: int, error: Exception) -> None: ...
+    def awaits(self) -> bool:
+        """Whether a call waits for a rank that has not been met."""
+
+    def shutdown(self) -> None: ...
+
 class ProcessGroupMeshcast(Backend):
     """The c10d backend "meshcast" over inner ones: `inner` on the CPU, what `cuda` makes on GPUs. `multicast`
     starts broadcasts of `at_least` bytes on the CPU."""
@@ -222,6 +238,7 @@ class ProcessGroupMeshcast(Backend):
         size: int,
         multicast: Callable[[PendingWork, Tensor, int, float], None],
         at_least: int,
+        point_to_point: PointToPoint | None,  # None: gloo carries the messages
         cuda: Any,  # InnerNccl: has possible() and make(op)
     ) -> None: ...
     @property
@@ -230,6 +247,8 @@ class ProcessGroupMeshcast(Backend):
 
     @property
     def inner(self) -> Backend: ...
+    @property
+    def point_to_point(self) -> PointToPoint | None: ...
     @property
     def inner_cuda(self) -> Backend | None:
         """None until a tensor on a GPU needed it."""

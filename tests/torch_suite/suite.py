@@ -52,7 +52,6 @@ GATES = (
         "names of profiler ranges",
     ),
     (r"\{dist\.get_backend\(\)\}:", "gloo:", "names of profiler ranges"),
-    (r"\{backend\}:(send|recv)", r"gloo:\1", "names of profiler ranges"),
     (
         r'(get\("backend_name"\), )dist\.get_backend\(group_id\)',
         r'\1"custom"',

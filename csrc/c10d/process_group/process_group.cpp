@@ -57,14 +57,21 @@ ProcessGroupMeshcast::Devices ProcessGroupMeshcast::devices_of(const Lists&... l
 }
 
 ProcessGroupMeshcast::ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size,
-                                           Multicast multicast, GpuBackendMaker cuda, LetGo let_go)
+                                           Multicast multicast, std::shared_ptr<PointToPoint> point_to_point,
+                                           GpuBackendMaker cuda, Unlocked unlocked)
     : Backend(rank, size),
       inner_(std::move(inner)),
-      let_go_(std::move(let_go)),
+      point_to_point_(std::move(point_to_point)),
+      unlocked_(std::move(unlocked)),
       cuda_(std::move(cuda)),
       multicast_(std::move(multicast)) {}
 
-ProcessGroupMeshcast::~ProcessGroupMeshcast() { let_go_(std::move(inner_)); }
+ProcessGroupMeshcast::~ProcessGroupMeshcast() {
+  unlocked_([this] {
+    if (point_to_point_) point_to_point_->shutdown();
+    inner_.reset();
+  });
+}
 
 template <class Call>
 c10::intrusive_ptr<Work> ProcessGroupMeshcast::run(const char* op, Devices devices, const Call& call) {
@@ -104,7 +111,7 @@ void ProcessGroupMeshcast::setTimeout(std::chrono::milliseconds timeout) {
 
 uint64_t ProcessGroupMeshcast::getSequenceNumberForGroup() {
   const auto gpu = cuda_.made();
-  return inner_->getSequenceNumberForGroup() + multicasts_ + (gpu ? gpu->getSequenceNumberForGroup() : 0);
+  return inner_->getSequenceNumberForGroup() + own_calls_ + (gpu ? gpu->getSequenceNumberForGroup() : 0);
 }
 
 // NCCL first: what runs on a GPU may hold up a thread that gloo's end would wait for.
@@ -115,6 +122,7 @@ void ProcessGroupMeshcast::abort() {
   } catch (...) {
     problem = std::current_exception();  // gloo must end all the same
   }
+  if (point_to_point_) point_to_point_->abort();
   inner_->abort();
   if (problem) std::rethrow_exception(problem);
 }
@@ -126,6 +134,7 @@ void ProcessGroupMeshcast::shutdown() {
   } catch (...) {
     problem = std::current_exception();
   }
+  if (point_to_point_) point_to_point_->shutdown();
   inner_->shutdown();
   if (problem) std::rethrow_exception(problem);
 }
@@ -150,13 +159,13 @@ c10::intrusive_ptr<Work> ProcessGroupMeshcast::broadcast(Tensors& tensors, const
   if (!takes_multicast(tensors) || opts.rootRank < 0 || opts.rootRank >= size_)
     return run("broadcast", devices_of(tensors),
                [&](Backend& backend) { return backend.broadcast(tensors, opts); });
-  ++multicasts_;
+  ++own_calls_;
   const auto work =
       c10::make_intrusive<PendingWork>(rank_, c10d::OpType::BROADCAST, "meshcast:broadcast", tensors, bin_);
   const at::Tensor& tensor = tensors.front();
   // Without autograd: a parameter may be a leaf.
   const at::Tensor bytes = tensor.detach().as_strided({tensor.numel()}, {1}).view(at::kByte);
-  const auto limit = opts.timeout.count() > 0 ? opts.timeout : getBackendOptions()->timeout;
+  const auto limit = opts.timeout.count() > 0 ? opts.timeout : inner_timeout();
   multicast_.start(work, bytes, static_cast<int>(opts.rootRank), std::chrono::duration<double>(limit).count());
   return batch_.started(work);
 }
@@ -252,15 +261,35 @@ c10::intrusive_ptr<Work> ProcessGroupMeshcast::alltoall(Tensors& outputs, Tensor
              [&](Backend& backend) { return backend.alltoall(outputs, inputs, opts); });
 }
 
+// What it would refuse is refused by the inner backend, in its own words.
+bool ProcessGroupMeshcast::takes_point_to_point(const Tensors& tensors, int peer, int tag) const {
+  if (!point_to_point_ || tensors.size() != 1 || tag < 0) return false;
+  const at::Tensor& tensor = tensors.front();
+  return tensor.device().is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
+         (peer == PointToPoint::kAnybody || (peer >= 0 && peer < size_ && peer != rank_));
+}
+
 c10::intrusive_ptr<Work> ProcessGroupMeshcast::send(Tensors& tensors, int peer, int tag) {
+  if (peer >= 0 && takes_point_to_point(tensors, peer, tag)) {
+    ++own_calls_;
+    return batch_.started(point_to_point_->send(tensors.front(), peer, tag, inner_timeout()));
+  }
   return run("send", devices_of(tensors), [&](Backend& backend) { return backend.send(tensors, peer, tag); });
 }
 
 c10::intrusive_ptr<Work> ProcessGroupMeshcast::recv(Tensors& tensors, int peer, int tag) {
+  if (peer >= 0 && takes_point_to_point(tensors, peer, tag)) {
+    ++own_calls_;
+    return batch_.started(point_to_point_->recv(tensors.front(), peer, tag, inner_timeout()));
+  }
   return run("recv", devices_of(tensors), [&](Backend& backend) { return backend.recv(tensors, peer, tag); });
 }
 
 c10::intrusive_ptr<Work> ProcessGroupMeshcast::recvAnysource(Tensors& tensors, int tag) {
+  if (takes_point_to_point(tensors, PointToPoint::kAnybody, tag)) {
+    ++own_calls_;
+    return batch_.started(point_to_point_->recv(tensors.front(), PointToPoint::kAnybody, tag, inner_timeout()));
+  }
   return run("recv", devices_of(tensors),
              [&](Backend& backend) { return backend.recvAnysource(tensors, tag); });
 }

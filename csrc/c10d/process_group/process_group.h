@@ -11,6 +11,7 @@
 #include "c10d/process_group/call_batch.h"
 #include "c10d/process_group/lazy_backend.h"
 #include "c10d/process_group/pending_work.h"
+#include "c10d/process_group/point_to_point.h"
 
 namespace meshcast {
 
@@ -24,23 +25,25 @@ struct Multicast {
   int64_t at_least = 0;  // bytes; smaller broadcasts are the inner backend's
 };
 
-// Drops an inner backend. Their ends join threads, which may be waiting for the lock of an interpreter to free
-// a tensor of its: whoever holds that lock has to give it up meanwhile.
-using LetGo = std::function<void(c10::intrusive_ptr<c10d::Backend> inner)>;
+// Calls what may join threads, which may be waiting for the lock of an interpreter to free a tensor of its:
+// whoever holds that lock has to give it up meanwhile.
+using Unlocked = std::function<void(const std::function<void()>& ends)>;
 
 // The c10d backend "meshcast": every ordinary collective but a large broadcast is an inner backend's, so that
 // switching a script to it changes nothing else: gloo's for tensors on the CPU, NCCL's for those on GPUs, told
 // apart call by call, since torch makes one backend for both and does not say which device asks. The one for
-// GPUs is made when a tensor there first needs it. Reshards do not pass through here: they use private groups
+// GPUs is made when a tensor there first needs it. Point-to-point messages on the CPU have a way of their own
+// where the group uses UCX (point_to_point.h). Reshards do not pass through here: they use private groups
 // (group_core.h), which this backend's owner ends together with it.
 // Only the method names that all supported torch releases know are overridden.
 class ProcessGroupMeshcast final : public c10d::Backend {
  public:
   ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, Multicast multicast,
-                       GpuBackendMaker cuda, LetGo let_go);
+                       std::shared_ptr<PointToPoint> point_to_point, GpuBackendMaker cuda, Unlocked unlocked);
   ~ProcessGroupMeshcast() override;
 
   const c10::intrusive_ptr<c10d::Backend>& inner() const { return inner_; }
+  const std::shared_ptr<PointToPoint>& point_to_point() const { return point_to_point_; }
   c10::intrusive_ptr<c10d::Backend> inner_cuda() const { return cuda_.made(); }  // null until it is needed
 
   const std::string getBackendName() const override { return "meshcast"; }
@@ -109,17 +112,20 @@ class ProcessGroupMeshcast final : public c10d::Backend {
   template <class... Lists>
   static Devices devices_of(const Lists&... lists);
   bool takes_multicast(const std::vector<at::Tensor>& tensors) const;
+  bool takes_point_to_point(const std::vector<at::Tensor>& tensors, int peer, int tag) const;
   // Lets the inner backend of the right device make the call. Throws Layout for tensors on several kinds.
   template <class Call>
   c10::intrusive_ptr<c10d::Work> run(const char* op, Devices devices, const Call& call);
+  std::chrono::milliseconds inner_timeout() { return inner_->getBackendOptions()->timeout; }
 
-  c10::intrusive_ptr<c10d::Backend> inner_;  // never another one
-  const LetGo let_go_;
+  c10::intrusive_ptr<c10d::Backend> inner_;             // never another one
+  const std::shared_ptr<PointToPoint> point_to_point_;  // null where gloo carries the messages
+  const Unlocked unlocked_;
   LazyBackend cuda_;
   CallBatch batch_;
   const Multicast multicast_;
   const std::shared_ptr<RecycleBin> bin_ = std::make_shared<RecycleBin>();
-  std::atomic<uint64_t> multicasts_ = 0;  // collectives that the inner backend did not count
+  std::atomic<uint64_t> own_calls_ = 0;  // those that the inner backend did not count
 };
 
 }  // namespace meshcast

@@ -1,5 +1,5 @@
-"""The c10d backend "meshcast": large broadcasts on the CPU are multicasts; all other collectives go to gloo
-there, and to NCCL on GPUs."""
+"""The c10d backend "meshcast": on the CPU large broadcasts are multicasts, and point-to-point messages go
+over UCX where it can be used; all else goes to gloo there, and to NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
     from .broadcast import Broadcasts
     from .inner_nccl import InnerNccl
     from .options import split
+    from .point_to_point import announce, settle
 
     store, rank, size, timeout = group.store, group.group_rank, group.group_size, group.timeout
     gloo_options, nccl_options = split(options)
+    life = announce(dist.PrefixStore("messages", store), rank, size)
     inner = _gloo(dist.PrefixStore("gloo", store), rank, size, timeout, gloo_options)
     _open_monitored_barrier()
     broadcasts = Broadcasts()
@@ -47,7 +49,9 @@ def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
         store, rank, size, timeout, nccl_options, group.group_id, list(group.global_ranks_in_group)
     )
     at_least = settings.BROADCAST_BYTES.integer(1, (1 << 63) - 1, op="init_process_group")
-    backend = _C.ProcessGroupMeshcast(inner, rank, size, broadcasts.start, at_least, cuda)
+    ranks = list(group.global_ranks_in_group) or list(range(size))
+    messages = settle(life, rank, ranks, timeout.total_seconds())
+    backend = _C.ProcessGroupMeshcast(inner, rank, size, broadcasts.start, at_least, messages, cuda)
     broadcasts.key = backend.key
     return backend
 

@@ -23,17 +23,17 @@ _told: set[str] = set()
 class Network:
     """One rank's end, from its offer to the transport.
 
-    names: the interfaces to use, () for the library's choice. Where this rank cannot have the transport that
-    `MESHCAST_TRANSPORT` names, its offer says so, and transport() raises on every rank.
+    names: the interfaces to use, () for the library's choice. choice: a transport, else that which
+    `MESHCAST_TRANSPORT` names. Where this rank cannot have it, its offer says so, and transport() raises on
+    every rank.
     """
 
-    def __init__(self, names: Sequence[str], timeout: float) -> None:
+    def __init__(self, names: Sequence[str], timeout: float, choice: str = "") -> None:
         self._names, self._timeout = names, timeout
         self._plane: _C.UcxPlane | None = None
         self._failure = ""
-        choice = ""
         try:
-            choice = settings.TRANSPORT.choice("auto", "ucx", "gloo")
+            choice = choice or settings.TRANSPORT.choice("auto", "ucx", "gloo")
             if choice != "gloo":
                 self._plane = plane(names, timeout)
         except MeshcastError as error:

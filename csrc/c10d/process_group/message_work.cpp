@@ -1,0 +1,145 @@
+#include "c10d/process_group/message_work.h"
+
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "c10d/process_group/point_to_point.h"
+
+namespace meshcast {
+namespace {
+
+// A message that was given up lets go of its memory within this time.
+constexpr auto kEndGrace = std::chrono::seconds(2);
+
+}  // namespace
+
+void MessageState::end(std::exception_ptr error) {
+  std::shared_ptr<RecycleBin::Bag> memory;
+  std::shared_ptr<Transport> driven;
+  {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(ended_, true)) return;
+    error_ = error && decided_ ? decided_ : std::move(error);
+    memory.swap(memory_);
+    if (driven_) driven = transport_.lock();
+  }
+  changed_.notify_all();
+  if (driven) driven->wake();
+}
+
+bool MessageState::ended() const {
+  const std::lock_guard lock(mutex_);
+  return ended_;
+}
+
+std::exception_ptr MessageState::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+void MessageState::travels_over(const std::shared_ptr<Transport>& transport) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(travels_, true)) return;
+    transport_ = transport;
+  }
+  changed_.notify_all();
+}
+
+void MessageState::comes_from(int source, int32_t peer) {
+  const std::lock_guard lock(mutex_);
+  source_ = source;
+  label_.peer = peer;
+}
+
+int MessageState::source() const {
+  const std::lock_guard lock(mutex_);
+  return source_;
+}
+
+void MessageState::decide(std::exception_ptr error) {
+  const std::lock_guard lock(mutex_);
+  if (!decided_) decided_ = std::move(error);
+}
+
+std::exception_ptr MessageState::decided() const {
+  const std::lock_guard lock(mutex_);
+  return decided_;
+}
+
+bool MessageState::wait_until(TimePoint limit) {
+  std::shared_ptr<Transport> transport;
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait_until(lock, limit, [this] { return ended_ || travels_; });
+    if (ended_) return true;
+    transport = transport_.lock();
+    driven_ = driven_ || transport;
+  }
+  if (transport) transport->drive([this] { return ended(); }, limit);
+  std::unique_lock lock(mutex_);  // it may have been driven to an end that another thread is about to tell
+  return changed_.wait_until(lock, limit, [this] { return ended_; });
+}
+
+Error MessageState::problem(ErrorKind kind, const std::string& what, double limit) const {
+  ErrorContext context;
+  std::string with;
+  {
+    const std::lock_guard lock(mutex_);
+    context.rank = label_.rank;
+    context.peer = label_.peer;
+    context.op = label_.sends ? "send" : "recv";
+    context.elapsed = std::chrono::duration<double>(Clock::now() - started_).count();
+    context.limit = limit;
+    context.phase = travels_ ? "transfer" : "connect";
+    with = fmt::format("rank {}: {} of {} bytes {} {}, tag {}", label_.rank, context.op, label_.nbytes,
+                       label_.sends ? "to" : "from",
+                       label_.peer < 0 ? "any rank" : fmt::format("rank {}", label_.peer), label_.tag);
+  }
+  return {kind, fmt::format("{}: {}", with, what), context};
+}
+
+MessageWork::MessageWork(c10d::OpType op, const char* title, const at::Tensor& tensor, int rank,
+                         std::shared_ptr<MessageState> state, std::shared_ptr<PointToPoint> owner,
+                         std::chrono::milliseconds limit)
+    : Work(rank, op, title, std::vector<at::Tensor>{tensor}),
+      state_(std::move(state)),
+      owner_(std::move(owner)),
+      limit_(limit) {}
+
+bool MessageWork::isCompleted() {
+  if (!state_->ended()) return false;
+  close_record();
+  return true;
+}
+
+int MessageWork::sourceRank() const {
+  if (opType_ == c10d::OpType::SEND) return Work::sourceRank();  // refuses, in torch's words
+  return state_->source();
+}
+
+bool MessageWork::wait(std::chrono::milliseconds timeout) {
+  const auto limit = timeout == kNoTimeout ? limit_ : timeout;
+  if (!state_->wait_until(Clock::now() + limit)) {
+    const double seconds = std::chrono::duration<double>(limit).count();
+    if (timeout != kNoTimeout)
+      throw state_->problem(
+          ErrorKind::DeadlineExceeded,
+          fmt::format("not through after {:.2f} s, the limit given to wait(); the message goes on", seconds),
+          seconds);
+    owner_->give_up(state_, seconds);
+    if (!state_->wait_until(Clock::now() + kEndGrace))
+      std::rethrow_exception(state_->decided());  // it keeps its tensor, which may still be written to
+  }
+  close_record();
+  if (const auto error = state_->error()) std::rethrow_exception(error);
+  return true;
+}
+
+// The profiler's, which torch begins with the work.
+void MessageWork::close_record() {
+  if (recordFunctionEndCallback_) finish(state_->error());
+}
+
+}  // namespace meshcast

@@ -1,0 +1,245 @@
+"""Point-to-point messages of groups of backend "meshcast" over UCX: which groups have them, and how two of
+their ranks meet. The messages themselves are C++ (csrc/c10d/process_group/point_to_point.h)."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import _C
+from ..base import settings
+from ..base.observe import log
+from ..errors import LayoutError, MeshcastError, PeerLostError
+from ..groups.board import Board
+from ..groups.network import Network
+from ..groups.rails import agreed_count, interfaces
+from ..groups.ucx import library
+
+__all__ = ["announce", "settle"]
+
+# Seconds between two looks for a bell: at first, later, and once nobody has come for _SOON.
+_FIRST_PAUSE, _LONGEST_PAUSE, _LATE_PAUSE, _SOON = 0.0005, 0.02, 0.2, 10.0
+_COUNT_PAUSE = 1.0  # seconds between two looks for letters without a bell
+_JOIN_LIMIT = 2.0  # seconds that a process that exits gives a thread of ours
+_OP = "send, recv"
+
+
+def announce(store: Any, rank: int, size: int) -> Any:
+    """Says whether this rank can use UCX, before the ranks of a group wait for one another. All ranks of one
+    life of the group come exactly once, so counting arrivals tells lives apart even where they share a store.
+    Returns the store of this life."""
+    arrivals = int(store.add("arrivals", 1))
+    life = dist.PrefixStore(str((arrivals - 1) // size), store)
+    Board(life, rank).post("transport", json.dumps(_ability()))
+    return life
+
+
+def _ability() -> dict[str, str]:
+    """kind: "ucx", "gloo", or "none" with the reason why. The library is looked for, not loaded."""
+    choice = "ucx"  # a value that is none is an order that cannot be carried out
+    try:
+        choice = settings.TRANSPORT.choice("auto", "ucx", "gloo")
+        if choice == "gloo":
+            return {"kind": "gloo", "choice": choice}
+        if not hasattr(_C, "UcxPlane"):
+            raise MeshcastError("this copy of meshcast was built without the headers of UCX")
+        library()
+    except MeshcastError as error:
+        return {"kind": "gloo" if choice == "auto" else "none", "choice": choice, "why": str(error)}
+    return {"kind": "ucx", "choice": choice}
+
+
+def settle(life: Any, rank: int, ranks: Sequence[int], timeout: float) -> _C.PointToPoint | None:
+    """What carries the messages of this group, None where gloo does, alike on all its ranks: UCX where all
+    can, else gloo, unless a rank was told to use UCX. Then every message raises LayoutError. Waits until all
+    have announced, as they have once gloo has connected them.
+
+    life: from announce(). rank: in the group. ranks: global ones. timeout: seconds, of the group."""
+    texts = Board(life, rank).read("transport", range(len(ranks)))
+    said = {ranks[at]: json.loads(text) for at, text in texts.items()}
+    obstacle = _obstacle(said)
+    if not obstacle and any(each["kind"] == "gloo" for each in said.values()):
+        if any(each["kind"] == "ucx" for each in said.values()):
+            log.info("rank %d: send and recv go over gloo, since not all ranks can use UCX", ranks[rank])
+        return None
+    messages = _C.PointToPoint(list(ranks), rank)
+    if obstacle:
+        for peer in range(len(ranks)):
+            messages.refuse(peer, LayoutError(obstacle, rank=ranks[rank], op=_OP, phase="connect"))
+    else:
+        messages.meet_by(_Meetings(messages, life, rank, ranks, timeout).want)
+    return messages
+
+
+def _obstacle(said: Mapping[int, Mapping[str, str]]) -> str:
+    for rank, each in said.items():
+        if each["kind"] == "none":
+            return f"{_OP}: rank {rank}: {each['why']}"
+    kinds = {each["kind"] for each in said.values()}
+    if len(kinds) > 1 and any(each["choice"] == "ucx" for each in said.values()):
+        found = ", ".join(f"{each['kind']} on rank {rank}" for rank, each in said.items())
+        return (
+            f"{_OP}: all ranks of a group must use one transport, found {found}; set "
+            f"{settings.TRANSPORT.name} alike, or leave it unset for gloo where UCX is not everywhere"
+        )
+    return ""
+
+
+class _Meetings:
+    """Lets this rank meet others of its group, in the background.
+
+    Of two ranks, each writes the other a letter: the addresses of its plane and a nonce. For each letter it
+    rings the next of the receiver's bells, so that there is one key to look for, whoever comes. A rank writes
+    when it first wants to exchange something with the other, and it answers letters while one of its calls
+    waits for somebody. Whoever has written and read knows the other end.
+    """
+
+    def __init__(
+        self, messages: _C.PointToPoint, store: Any, rank: int, ranks: Sequence[int], timeout: float
+    ) -> None:
+        self._messages, self._store = messages, store
+        self._rank, self._ranks, self._timeout = rank, ranks, timeout
+        self._changed = threading.Condition()
+        self._unwritten: list[int] = []
+        self._thread: threading.Thread | None = None
+        # The rest is the thread's alone.
+        self._connection: Any = None
+        self._written: dict[int, dict[str, Any]] = {}  # letters, by peer
+        self._read: dict[int, dict[str, Any]] = {}
+        self._met: set[int] = set()  # with or without success
+        self._bells = 1  # number of the next
+        self._next_count = 0.0
+        self._network: Network | None = None
+
+    def want(self, peer: int) -> None:
+        """A call waits for this rank of the group, or for any with -1. Returns at once."""
+        with self._changed:
+            if peer >= 0:
+                self._unwritten.append(peer)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="meshcast-meet", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        _live.add(self)
+
+    def close(self) -> None:
+        """At the end of the process: what is under way gets a short time."""
+        self._messages.shutdown()
+        thread = self._thread
+        if thread is not None:
+            thread.join(_JOIN_LIMIT)
+
+    def _run(self) -> None:
+        begin, pause = time.monotonic(), _FIRST_PAUSE
+        while True:
+            with self._changed:
+                if not self._unwritten and not self._messages.awaits():
+                    self._thread = None
+                    return
+                unwritten, self._unwritten = self._unwritten, []
+            try:
+                if self._connection is None:
+                    # Own one: a wait in the store blocks every other user of the same connection.
+                    self._connection = self._store.clone()
+                for peer in unwritten:
+                    self._write(peer)
+                senders = self._senders()
+            except Exception as error:
+                for peer in range(len(self._ranks)):
+                    if peer not in self._met and peer != self._rank:
+                        self._refuse(peer, error)
+                continue
+            if unwritten or senders:
+                begin, pause = time.monotonic(), _FIRST_PAUSE
+            with self._changed:
+                if not self._unwritten:
+                    self._changed.wait(pause)
+            waited = time.monotonic() - begin
+            pause = min(pause * 1.5, _LONGEST_PAUSE if waited < _SOON else _LATE_PAUSE)
+
+    def _senders(self) -> bool:
+        """Reads the letters that have come. Answers whether there was one."""
+        store, senders = self._connection, []
+        while store.check([f"bell/{self._rank}/{self._bells}"]):
+            senders.append(int(store.get(f"bell/{self._rank}/{self._bells}")))
+            self._bells += 1
+        if not senders and time.monotonic() > self._next_count:
+            self._next_count = time.monotonic() + _COUNT_PAUSE
+            count = int(store.add(f"bells/{self._rank}", 0))
+            if count >= self._bells:  # one died before it rang, but maybe others have rung since
+                self._bells = count + 1
+                senders = [
+                    at for at in range(len(self._ranks)) if store.check([self._letter(at, self._rank)])
+                ]
+        for peer in senders:
+            if peer not in self._read:
+                self._read[peer] = json.loads(store.get(self._letter(peer, self._rank)))
+                self._write(peer)
+                self._meet(peer)
+        return bool(senders)
+
+    @staticmethod
+    def _letter(sender: int, receiver: int) -> str:
+        return f"letter/{receiver}/{sender}"
+
+    def _write(self, peer: int) -> None:
+        if peer in self._written:
+            return
+        names, told = interfaces()
+        if self._network is None:
+            self._network = Network(names, self._timeout, "ucx")
+        letter = {"told": told, "offer": self._network.offer()}
+        self._written[peer] = letter
+        store = self._connection
+        store.set(self._letter(self._rank, peer), json.dumps(letter))
+        number = int(store.add(f"bells/{peer}", 1))
+        store.set(f"bell/{peer}/{number}", str(self._rank))
+        if letter["offer"]["kind"] == "none":  # the other hears why, once it calls
+            self._join(peer, {self._rank: letter})
+
+    def _meet(self, peer: int) -> None:
+        if peer not in self._met:
+            self._join(peer, {self._rank: self._written[peer], peer: self._read[peer]})
+
+    def _join(self, peer: int, letters: Mapping[int, Mapping[str, Any]]) -> None:
+        assert self._network is not None
+        ends = {self._ranks[at]: letters[at] for at in sorted(letters)}
+        rank = self._ranks[self._rank]
+        try:
+            agreed_count({at: letter["told"] for at, letter in ends.items()}, rank)
+            offers = {at: letter["offer"] for at, letter in ends.items()}
+            transport = self._network.transport(offers, sorted(letters), rank, self._store, 0.0)
+            assert isinstance(transport, _C.ProbingTransport)
+            self._messages.connect(peer, transport)
+            self._met.add(peer)
+        except Exception as error:
+            self._refuse(peer, error)
+
+    def _refuse(self, peer: int, error: Exception) -> None:
+        self._met.add(peer)
+        if not isinstance(error, MeshcastError):
+            other = self._ranks[peer]
+            error = PeerLostError(
+                f"rank {self._ranks[self._rank]}: the store did not let this rank meet rank {other}: {error}",
+                rank=self._ranks[self._rank],
+                peer=other,
+                op=_OP,
+                phase="connect",
+            )
+        self._messages.refuse(peer, error)
+
+
+_live: weakref.WeakSet[_Meetings] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for meetings in list(_live):
+        meetings.close()
