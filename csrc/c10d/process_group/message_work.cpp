@@ -1,5 +1,6 @@
 #include "c10d/process_group/message_work.h"
 
+#include <algorithm>
 #include <utility>
 
 #include <fmt/format.h>
@@ -11,6 +12,8 @@ namespace {
 
 // A message that was given up lets go of its memory within this time.
 constexpr auto kEndGrace = std::chrono::seconds(2);
+// So that "no limit" in any spelling cannot overflow the clock.
+constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);
 
 }  // namespace
 
@@ -120,7 +123,7 @@ int MessageWork::sourceRank() const {
 }
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
-  const auto limit = timeout == kNoTimeout ? limit_ : timeout;
+  const auto limit = std::min(timeout == kNoTimeout ? limit_ : timeout, kLongest);
   if (!state_->wait_until(Clock::now() + limit)) {
     const double seconds = std::chrono::duration<double>(limit).count();
     if (timeout != kNoTimeout)

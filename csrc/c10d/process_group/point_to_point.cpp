@@ -14,6 +14,8 @@ namespace {
 
 char empty_memory;  // of tensors without elements, which may have none
 
+constexpr uint64_t kHello = uint64_t{1} << 63;  // a key that no tag has
+
 uint64_t key_of(int tag, uint32_t number) {
   return static_cast<uint64_t>(static_cast<uint32_t>(tag)) << 32 | number;
 }
@@ -48,6 +50,21 @@ class PointToPoint::Probe final : public Message {
   PointToPoint& owner_;
   const int peer_;
   const int tag_;
+};
+
+class PointToPoint::Hello final : public Message {
+ public:
+  Hello(PointToPoint& owner, int peer, bool sends) : owner_(owner), peer_(peer), sends_(sends) {}
+  void finished() override {
+    if (!sends_) owner_.said_hello(peer_);
+  }
+  // All others will fail as well, in the transport's words.
+  void failed(int /*peer*/, const TransportError& /*error*/) override { Hello::finished(); }
+
+ private:
+  PointToPoint& owner_;
+  const int peer_;
+  const bool sends_;
 };
 
 void PointToPoint::meet_by(Meet meet) {
@@ -114,7 +131,7 @@ c10::intrusive_ptr<Work> PointToPoint::start(Call call, const at::Tensor& tensor
 void PointToPoint::hand_locked(Call call) {
   Peer& peer = peer_at(call.peer);
   if (peer.failure) return call.state->end(peer.failure);
-  if (!peer.transport) return peer.queue.push_back(std::move(call));
+  if (!peer.met) return peer.queue.push_back(std::move(call));
   Stream& stream = peer.streams[call.tag];
   const uint32_t number = call.sends ? stream.sent++ : stream.received++;
   call.state->travels_over(peer.transport);
@@ -172,7 +189,7 @@ void PointToPoint::match_locked(int tag) {
 
 void PointToPoint::probe_locked(int number, int tag) {
   Peer& peer = peer_at(number);
-  if (!peer.transport || peer.failure || peer.lost) return;
+  if (!peer.met || peer.failure || peer.lost) return;
   const auto& here = lines_[tag].here;
   if (std::find(here.begin(), here.end(), number) != here.end()) return;
   Stream& stream = peer.streams[tag];
@@ -245,6 +262,21 @@ void PointToPoint::connect(int number, std::shared_ptr<ProbingTransport> transpo
     Peer& peer = peer_at(number);
     if (over_ || peer.failure) return;  // nobody waits for it any more
     peer.transport = std::move(transport);
+    for (const bool sends : {false, true}) {
+      moves_.push_back({sends ? Move::Kind::Send : Move::Kind::Recv, peer.transport,
+                        Envelope{number > rank_ ? 1 : 0, 0, kHello}, &empty_memory, 0,
+                        std::make_unique<Hello>(*this, number, sends)});
+    }
+    for (const Call& call : peer.queue) call.state->travels_over(peer.transport);
+  }
+  flush();
+}
+
+void PointToPoint::said_hello(int number) {
+  {
+    const std::lock_guard lock(mutex_);
+    Peer& peer = peer_at(number);
+    peer.met = true;
     for (auto& call : std::exchange(peer.queue, {})) hand_locked(std::move(call));
     std::vector<int> tags;
     for (const auto& [tag, line] : lines_) tags.push_back(tag);
@@ -315,7 +347,7 @@ void PointToPoint::give_up(const std::shared_ptr<MessageState>& state, double li
   {
     const std::lock_guard lock(mutex_);
     const int number = state->source();
-    const bool met = number >= 0 && peer_at(number).transport;
+    const bool met = number >= 0 && peer_at(number).met;
     const Error late = state->problem(
         ErrorKind::DeadlineExceeded,
         fmt::format("not through within {:.1f} s; {}", limit,

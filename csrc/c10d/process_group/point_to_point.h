@@ -22,7 +22,8 @@ namespace meshcast {
 // has a transport of its own, from their meeting on, so that what ends one pair leaves the others alone.
 // Messages of a sender with one tag match in the order of the calls: their keys number them. Receives from
 // anybody match in the order in which messages come; receives of that tag that are called later wait behind
-// them. Ranks are those of the group. Thread-safe; no call waits.
+// them. Before anything else each end says hello: what comes to a rank that has not met the other yet is kept
+// within limits only. Ranks are those of the group. Thread-safe; no call waits.
 class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
  public:
   static constexpr int kAnybody = -1;
@@ -61,6 +62,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
  private:
   class Ending;
   class Probe;
+  class Hello;
   struct Call {
     bool sends = false;
     int peer = kAnybody;
@@ -85,7 +87,8 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
     bool probed = false;  // this rank is to be told when the next one is here
   };
   struct Peer {
-    std::shared_ptr<ProbingTransport> transport;  // null until they have met
+    std::shared_ptr<ProbingTransport> transport;  // null until this end has met the other
+    bool met = false;                             // both ends have: the other has said so
     std::exception_ptr failure;                   // why nothing is exchanged with it any more
     bool asked = false;                           // for the meeting
     bool lost = false;                            // nothing more comes from it
@@ -108,6 +111,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   void end_from_anybody_locked(const std::exception_ptr& error);
   void end_if_alone_locked();
   void leave_locked(int peer, const std::exception_ptr& failure);
+  void said_hello(int peer);
   void came(int peer, int tag);
   void went(int peer, int tag);
   std::exception_ptr error_of(const TransportError& error, int peer, const MessageState& state);

@@ -195,7 +195,7 @@ class _Meetings:
         names, told = interfaces()
         if self._network is None:
             self._network = Network(names, self._timeout, "ucx")
-        letter = {"told": told, "offer": self._network.offer()}
+        letter: dict[str, Any] = {"told": told, "offer": self._network.offer()}
         self._written[peer] = letter
         store = self._connection
         store.set(self._letter(self._rank, peer), json.dumps(letter))

@@ -105,7 +105,8 @@ TRANSPORT = Setting(
     "auto",
     "auto, ucx or gloo, the same on all ranks",
     "a group is made",
-    "How hosts exchange messages; auto is UCX where it can be loaded, else gloo (transports.md).",
+    "How hosts exchange messages, and send and recv of backend meshcast; auto is UCX where it can be loaded, "
+    "else gloo (transports.md, backend.md).",
 )
 UCX = Setting(
     "MESHCAST_UCX",

@@ -46,7 +46,7 @@ def no_multicast(*_: Any) -> None:
 
 def backend_with(side: Any) -> Any:
     gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=20))
-    return _C.ProcessGroupMeshcast(gloo, 0, 1, no_multicast, 1, side)
+    return _C.ProcessGroupMeshcast(gloo, 0, 1, no_multicast, 1, None, side)
 
 
 def on(device: str, *shape: int) -> torch.Tensor:
