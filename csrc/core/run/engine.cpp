@@ -108,10 +108,11 @@ void Engine::hand_out(const std::shared_ptr<Run>& run) {
   for (InChannel* channel : run->in_channels) channel->resume();
   for (const auto& [peer, ops] : sends) {
     OutChannel* channel = run->send_tickets[send_index[peer].front()].channel;
-    std::byte* data = nullptr;
-    if (ops.front()->nbytes <= kInlineBytes || run->direct(ops.front()->parts, &data)) {
+    const auto first = std::find_if(ops.begin(), ops.end(), [](const SendOp* op) { return !op->forward; });
+    if (first == ops.end()) continue;
+    if ((*first)->nbytes <= kInlineBytes || run->packed(**first)) {
       channel->pump();
-    } else if (!ops.front()->forward) {
+    } else {
       copies_->post(this, [run, channel] { channel->pump(); });
     }
   }

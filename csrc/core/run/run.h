@@ -73,8 +73,14 @@ class Run final : public RunState {
   StridedView view(const Part& part) const;
   const Part& part(int32_t index) const { return program_->parts[static_cast<size_t>(index)]; }
 
-  // True, and `data` set, if the parts are one contiguous piece of memory: no packing needed.
-  bool direct(PartRange range, std::byte** data) const;
+  // The bytes [offset, offset + nbytes) of a message in its packed form, which is its parts one behind the
+  // other: read from where they lie, or written to where they belong.
+  void read(const SendOp& op, int64_t offset, int64_t nbytes, std::byte* out);
+  void write(const RecvOp& op, int64_t offset, int64_t nbytes, const std::byte* in) const;
+
+  // Where a message lies as one piece of memory; else null.
+  const std::byte* packed(const SendOp& op);
+  std::byte* packed(const RecvOp& op) const;
 
   // How a local copy, or what arrives for `op`, is written: past the caches where the run fills more memory
   // than they hold, unless it is read again at once, to be forwarded.
@@ -118,6 +124,7 @@ class Run final : public RunState {
   int64_t local_position(const Target& target) const;
 
  private:
+  std::byte* in_one_piece(PartRange parts) const;
   void end_if_due(std::unique_lock<std::mutex> lock, bool forced);
 
   Buffers buffers_;

@@ -47,10 +47,14 @@ struct SharedRanks {
 // Counts messages in flight, and what became of them.
 class Tally {
  public:
-  std::unique_ptr<Message> message() {
-    const std::lock_guard lock(mutex_);
-    ++left_;
-    return std::make_unique<Counted>(*this);
+  // Messages of memory; `scattered` ones do not say where it is.
+  std::unique_ptr<Outgoing> out(const uint8_t* data, bool scattered = false) {
+    begun();
+    return std::make_unique<Out>(*this, data, scattered);
+  }
+  std::unique_ptr<Incoming> in(uint8_t* data) {
+    begun();
+    return std::make_unique<In>(*this, data);
   }
   bool all_ended(std::chrono::milliseconds limit) {
     std::unique_lock lock(mutex_);
@@ -66,7 +70,8 @@ class Tally {
   }
 
  private:
-  class Counted final : public Message {
+  template <typename Kind>
+  class Counted : public Kind {
    public:
     explicit Counted(Tally& tally) : tally_(tally) {}
     void finished() override { tally_.ended(""); }
@@ -75,7 +80,36 @@ class Tally {
    private:
     Tally& tally_;
   };
+  class Out final : public Counted<Outgoing> {
+   public:
+    Out(Tally& tally, const uint8_t* data, bool scattered)
+        : Counted(tally), data_(data), scattered_(scattered) {}
+    const std::byte* packed() override {
+      return scattered_ ? nullptr : reinterpret_cast<const std::byte*>(data_);
+    }
+    void read(int64_t offset, int64_t nbytes, std::byte* out) override {
+      std::memcpy(out, data_ + offset, static_cast<size_t>(nbytes));
+    }
 
+   private:
+    const uint8_t* data_;
+    const bool scattered_;
+  };
+  class In final : public Counted<Incoming> {
+   public:
+    In(Tally& tally, uint8_t* data) : Counted(tally), data_(data) {}
+    void write(int64_t offset, int64_t nbytes, const std::byte* in) override {
+      std::memcpy(data_ + offset, in, static_cast<size_t>(nbytes));
+    }
+
+   private:
+    uint8_t* data_;
+  };
+
+  void begun() {
+    const std::lock_guard lock(mutex_);
+    ++left_;
+  }
   void ended(const std::string& failure) {
     const std::lock_guard lock(mutex_);
     --left_;

@@ -24,11 +24,11 @@ std::vector<uint8_t> filled(int64_t nbytes, int seed) {
 }
 
 void send(Transport& transport, int peer, uint64_t key, const std::vector<uint8_t>& data, Tally& tally) {
-  transport.send({peer, 0, key}, data.data(), static_cast<int64_t>(data.size()), tally.message());
+  transport.send({peer, 0, key}, static_cast<int64_t>(data.size()), tally.out(data.data(), key % 2 == 1));
 }
 
 void recv(Transport& transport, int peer, uint64_t key, std::vector<uint8_t>& data, Tally& tally) {
-  transport.recv({peer, 0, key}, data.data(), static_cast<int64_t>(data.size()), tally.message());
+  transport.recv({peer, 0, key}, static_cast<int64_t>(data.size()), tally.in(data.data()));
 }
 
 // Looks at memory that is being received into, which ThreadSanitizer would not let pass.
