@@ -23,6 +23,7 @@ struct PlaneOptions {
   std::string library;               // path of libucp, or its name
   std::vector<std::string> devices;  // a rail for each, as UCX names them; {""}: one rail, UCX's choice
   double peer_seconds = 60;          // within which a peer that the network has lost is noticed
+  bool rdma = false;                 // the host has devices that move memory by themselves
 };
 
 // All that a process has of UCX: a worker for each rail, the connections to other processes, and one thread

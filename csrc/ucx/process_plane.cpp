@@ -22,11 +22,10 @@ std::map<std::string, std::string> settings(const PlaneOptions& options) {
   const auto third = static_cast<int64_t>(std::max(1.0, options.peer_seconds / 3));
   const std::string interval = fmt::format("{}s", third);
   const std::string segment = fmt::format("{}", kSegmentBytes);
-  return {
+  std::map<std::string, std::string> out = {
       {"TLS", "^sm,cuda,self"},  // of this host, and of no use here: they cannot tell that a peer died
       {"TCP_TX_SEG_SIZE", segment},
       {"TCP_RX_SEG_SIZE", segment},
-      {"RNDV_THRESH", "inf"},  // fragments go when they can be taken
       {"MAX_RNDV_RAILS", "1"},
       {"MAX_EAGER_RAILS", "1"},  // the plan deals messages out to NICs
       {"TCP_KEEPIDLE", interval},
@@ -35,6 +34,9 @@ std::map<std::string, std::string> settings(const PlaneOptions& options) {
       {"KEEPALIVE_INTERVAL", interval},
       {"TCP_USER_TIMEOUT", fmt::format("{}s", 3 * third)},
   };
+  // Of fragments that are fetched: the sender writes them, since what it takes back must not be read any more.
+  if (options.rdma) out.emplace("RNDV_SCHEME", "put_zcopy");
+  return out;
 }
 
 std::mutex plane_mutex;
@@ -51,7 +53,8 @@ std::shared_ptr<Plane> Plane::of_process(const PlaneOptions& options) {
   return plane;
 }
 
-ProcessPlane::ProcessPlane(const PlaneOptions& options) : pid_(getpid()), api_(load(options.library)) {
+ProcessPlane::ProcessPlane(const PlaneOptions& options)
+    : pid_(getpid()), api_(load(options.library)), rdma_(options.rdma) {
   std::random_device entropy;
   process_ = uint64_t{entropy()} << 32 | entropy();
   std::vector<int> events;
@@ -60,7 +63,7 @@ ProcessPlane::ProcessPlane(const PlaneOptions& options) : pid_(getpid()), api_(l
     rails_.push_back({std::make_unique<Worker>(api_, device, settings(options)), {}});
     for (int kind = 0; kind < kKinds; ++kind) {
       auto& inbox = rails_.back().inboxes[static_cast<size_t>(kind)];
-      inbox = {this, static_cast<Kind>(kind)};
+      inbox = {this, rails_.size() - 1, static_cast<Kind>(kind)};
       rails_.back().worker->on_message(kFirstMessage + static_cast<unsigned>(kind), on_message, &inbox);
     }
     events.push_back(rails_.back().worker->event_fd());
@@ -241,7 +244,10 @@ void ProcessPlane::give_back_locked(Fragment fragment) {
 
 bool ProcessPlane::send_locked(std::unique_ptr<Flight> flight, const void* data, int64_t nbytes) {
   ucp_request_param_t param{};
-  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS |
+                       UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+  // A device brings a fragment into a buffer of the receiver. Elsewhere that would be one more question.
+  param.flags = rdma_ && flight->sending ? UCP_AM_SEND_FLAG_RNDV : UCP_AM_SEND_FLAG_EAGER;
   param.cb.send = on_sent;
   param.user_data = flight.get();
   param.memory_type = UCS_MEMORY_TYPE_HOST;
@@ -266,26 +272,60 @@ void ProcessPlane::on_sent(void* request, ucs_status_t status, void* data) {
 }
 
 ucs_status_t ProcessPlane::on_message(void* inbox, const void* header, size_t header_length, void* data,
-                                      size_t length, const ucp_am_recv_param_t* /*param*/) {
-  const auto& [plane, kind] = *static_cast<Inbox*>(inbox);
+                                      size_t length, const ucp_am_recv_param_t* param) {
+  const auto& [plane, rail, kind] = *static_cast<Inbox*>(inbox);
   if (header_length != sizeof(Header)) return UCS_OK;  // nobody of ours
   Header head;
   std::memcpy(&head, header, sizeof(head));
-  const auto* bytes = static_cast<const std::byte*>(data);
-  const auto it = plane->groups_.find(head.group);
-  if (it != plane->groups_.end()) {
-    it->second->arrived_locked(kind, head, bytes, static_cast<int64_t>(length));
-  } else {
-    plane->keep_early_locked({kind, head, {bytes, bytes + length}});
+  if ((param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
+    if (length > kFragmentBytes) return UCS_OK;
+    // UCX must not be asked for it while it tells of it.
+    plane->announced_.push_back({head, plane->rails_[rail].worker.get(), data, length, nullptr});
+    return UCS_INPROGRESS;  // `data` stays valid
   }
+  plane->arrived_locked(kind, head, static_cast<const std::byte*>(data), length);
   return UCS_OK;
 }
 
 // What comes for a group before this process has joined it is small: nothing is posted yet.
-void ProcessPlane::keep_early_locked(Early early) {
-  if (std::find(left_.begin(), left_.end(), early.header.group) != left_.end()) return;
-  auto& waiting = early_[early.header.group];
-  if (waiting.size() < kEarlyMessages) waiting.push_back(std::move(early));
+void ProcessPlane::arrived_locked(Kind kind, const Header& header, const std::byte* data, size_t nbytes) {
+  const auto it = groups_.find(header.group);
+  if (it != groups_.end()) {
+    it->second->arrived_locked(kind, header, data, static_cast<int64_t>(nbytes));
+  } else if (std::find(left_.begin(), left_.end(), header.group) == left_.end()) {
+    auto& waiting = early_[header.group];
+    if (waiting.size() < kEarlyMessages) waiting.push_back({kind, header, {data, data + nbytes}});
+  }
+}
+
+// The buffer is the fetch's own until UCX is through with it, whatever becomes of the message meanwhile.
+void ProcessPlane::fetch_locked(Fetch announced) {
+  auto fetch = std::make_unique<Fetch>(std::move(announced));
+  fetch->buffer = fragment_locked();
+  ucp_request_param_t param{};
+  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+  param.cb.recv_am = on_fetched;
+  param.user_data = fetch.get();
+  param.memory_type = UCS_MEMORY_TYPE_HOST;
+  fetch->plane = this;
+  void* request = api_.ucp_am_recv_data_nbx(fetch->worker->handle(), fetch->descriptor, fetch->buffer.get(),
+                                            fetch->nbytes, &param);
+  Fetch* begun = fetch.release();
+  if (request == nullptr || UCS_PTR_IS_ERR(request)) {
+    fetched_locked(std::unique_ptr<Fetch>(begun), request ? UCS_PTR_STATUS(request) : UCS_OK);
+  }
+}
+
+void ProcessPlane::on_fetched(void* request, ucs_status_t status, size_t /*length*/, void* data) {
+  std::unique_ptr<Fetch> fetch(static_cast<Fetch*>(data));
+  ProcessPlane& plane = *fetch->plane;
+  plane.api_.ucp_request_free(request);
+  plane.fetched_locked(std::move(fetch), status);
+}
+
+void ProcessPlane::fetched_locked(std::unique_ptr<Fetch> fetch, ucs_status_t status) {
+  if (status == UCS_OK) arrived_locked(Kind::Data, fetch->header, fetch->buffer.get(), fetch->nbytes);
+  give_back_locked(std::move(fetch->buffer));
 }
 
 // ---- progress ----
@@ -293,6 +333,7 @@ void ProcessPlane::keep_early_locked(Early early) {
 bool ProcessPlane::turn() {
   bool busy = false;
   for (Rail& rail : rails_) busy = rail.worker->progress() || busy;
+  for (Fetch& each : std::exchange(announced_, {})) fetch_locked(std::move(each));
   for (Link* each : std::exchange(broken_, {})) {
     const auto it = std::find_if(links_.begin(), links_.end(),
                                  [each](const auto& entry) { return entry.second.get() == each; });

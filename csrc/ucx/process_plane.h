@@ -61,6 +61,7 @@ class ProcessPlane final : public Plane, public std::enable_shared_from_this<Pro
  private:
   struct Inbox {  // what UCX calls with a message
     ProcessPlane* plane = nullptr;
+    size_t rail = 0;
     Kind kind = Kind::Data;
   };
   struct Rail {
@@ -74,9 +75,20 @@ class ProcessPlane final : public Plane, public std::enable_shared_from_this<Pro
     std::vector<std::byte> data;
   };
 
+  // A fragment that a device brings into a buffer of ours, with RDMA.
+  struct Fetch {
+    Header header;
+    Worker* worker = nullptr;
+    void* descriptor = nullptr;  // what UCX calls it
+    size_t nbytes = 0;
+    Fragment buffer;
+    ProcessPlane* plane = nullptr;
+  };
+
   static ucs_status_t on_message(void* inbox, const void* header, size_t header_length, void* data,
                                  size_t length, const ucp_am_recv_param_t* param);
   static void on_sent(void* request, ucs_status_t status, void* flight);
+  static void on_fetched(void* request, ucs_status_t status, size_t length, void* fetch);
   static void on_lost(void* link, ucp_ep_h endpoint, ucs_status_t status);
 
   void close_locked(Link& link);
@@ -86,10 +98,13 @@ class ProcessPlane final : public Plane, public std::enable_shared_from_this<Pro
   bool arm();
   TimePoint due() const;
   void close_gently();
-  void keep_early_locked(Early early);
+  void arrived_locked(Kind kind, const Header& header, const std::byte* data, size_t nbytes);
+  void fetch_locked(Fetch announced);
+  void fetched_locked(std::unique_ptr<Fetch> fetch, ucs_status_t status);
 
   const pid_t pid_;
   const Api& api_;
+  const bool rdma_;  // see PlaneOptions
   uint64_t process_ = 0;
 
   mutable std::mutex mutex_;
@@ -99,6 +114,7 @@ class ProcessPlane final : public Plane, public std::enable_shared_from_this<Pro
   std::map<uint64_t, GroupTransport*> groups_;
   std::map<uint64_t, std::vector<Early>> early_;
   std::deque<uint64_t> left_;  // groups that this process has left, the last of them
+  std::vector<Fetch> announced_;
   std::vector<Link*> broken_;
   TimePoint next_due_ = TimePoint::max();  // the earliest at which a group wants to be looked at
   std::vector<End> ends_;

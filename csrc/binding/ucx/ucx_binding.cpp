@@ -18,11 +18,11 @@ using Member = std::tuple<uint64_t, std::vector<std::string>, Breaks>;  // the f
 
 void bind_ucx(py::module_& m) {
   py::class_<ucx::Plane, std::shared_ptr<ucx::Plane>>(m, "UcxPlane")
-      .def(py::init([](std::string library, std::vector<std::string> devices, double peer_seconds) {
+      .def(py::init([](std::string library, std::vector<std::string> devices, double peer_seconds, bool rdma) {
              const py::gil_scoped_release loading_takes_long;
-             return ucx::Plane::of_process({std::move(library), std::move(devices), peer_seconds});
+             return ucx::Plane::of_process({std::move(library), std::move(devices), peer_seconds, rdma});
            }),
-           py::arg("library"), py::arg("devices"), py::arg("peer_seconds"))
+           py::arg("library"), py::arg("devices"), py::arg("peer_seconds"), py::arg("rdma"))
       .def_property_readonly("version", &ucx::Plane::version)
       .def("address",
            [](const ucx::Plane& self) {

@@ -128,11 +128,11 @@ class Tally {
 // What one rank sees.
 class UcxRank {
  public:
-  UcxRank(SharedRanks& shared, int rank, int world)
+  UcxRank(SharedRanks& shared, int rank, int world, bool rdma)
       : rank(rank),
         world(world),
         shared_(shared),
-        plane_(ucx::Plane::of_process({MESHCAST_UCX_LIBRARY, {""}, 60})) {
+        plane_(ucx::Plane::of_process({MESHCAST_UCX_LIBRARY, {""}, 60, rdma})) {
     SharedRanks::Rank& me = shared_.ranks[static_cast<size_t>(rank)];
     const ucx::Address address = plane_->address();
     me.length = address.rails.front().size();
@@ -185,8 +185,8 @@ class UcxRank {
 };
 
 // Runs `body` in `world` processes; answers what went wrong, by rank, or "" where nothing did. A rank that ends
-// by a signal says nothing.
-inline std::string in_processes(int world, const std::function<void(UcxRank&)>& body) {
+// by a signal says nothing. rdma: fragments are fetched, as devices do it; here UCX does it over TCP.
+inline std::string in_processes(int world, const std::function<void(UcxRank&)>& body, bool rdma = false) {
   void* memory = mmap(nullptr, sizeof(SharedRanks), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   auto* shared = new (memory) SharedRanks;
   std::vector<pid_t> children;
@@ -203,7 +203,7 @@ inline std::string in_processes(int world, const std::function<void(UcxRank&)>& 
     setenv("UCX_LOG_LEVEL", "fatal", 1);
     int status = 0;
     try {
-      UcxRank self(*shared, rank, world);
+      UcxRank self(*shared, rank, world, rdma);
       body(self);
     } catch (const std::exception& error) {
       auto& text = shared->ranks[static_cast<size_t>(rank)].error;
