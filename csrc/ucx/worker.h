@@ -16,12 +16,13 @@ namespace meshcast::ucx {
 inline constexpr int64_t kSmallBytes = 8 * 1024;
 inline constexpr int32_t kCredits = 64;
 
-// What is larger travels in fragments: small enough to be still in a core's cache when they are put in place.
-inline constexpr int64_t kFragmentBytes = 256 * 1024;
+// What is larger travels in fragments: small enough to be in a core's caches while they are packed and put in
+// place, large enough that what each of them costs does not count (docs/decisions.md has the figures).
+inline constexpr int64_t kFragmentBytes = 512 * 1024;
 
 // What UCX reads from a connection at a time: a fragment and what goes in front of it. Its own 8 KiB make TCP
 // four times slower.
-inline constexpr int64_t kSegmentBytes = kFragmentBytes + 4096;
+inline constexpr int64_t kSegmentBytes = kFragmentBytes + 16 * 1024;
 
 inline constexpr unsigned kFirstMessage = 7;  // the numbers of ours begin here; smaller ones are left to others
 
