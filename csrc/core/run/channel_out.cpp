@@ -64,7 +64,7 @@ OutChannel::Entry* OutChannel::next_locked(int64_t* position) {
 
 // One thread at a time: others that find it here leave their work to it. Packing and issuing are done without
 // the lock. Entries within the window may be issued out of order: their positions are in their keys.
-void OutChannel::pump() {
+void OutChannel::pump(const std::function<void()>& between) {
   std::unique_lock lock(mutex_);
   if (pumping_) return;
   pumping_ = true;
@@ -79,6 +79,7 @@ void OutChannel::pump() {
     }
     lock.unlock();
     issue(entry, position, std::move(staging));
+    if (between) between();
     lock.lock();
   }
   pumping_ = false;
