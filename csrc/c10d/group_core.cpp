@@ -31,13 +31,25 @@ GroupCore::GroupCore(std::shared_ptr<Transport> network, const c10::intrusive_pt
       agreement_bulletin_(store),
       watched_(std::make_unique<WatchedEngine>(engine_)),
       slots_(std::make_shared<SlotPool>(kSlots)) {
-  engine_ = std::make_unique<Engine>(
-      std::move(network),
-      [this](int peer, const TransportError& error, const std::shared_ptr<Run>& run) {
-        watcher_->transport_failed(peer, error, *run);
-      },
-      std::move(local.transport));
-  watcher_ = std::make_unique<Watcher>(*watched_, identity_, store);
+  try {
+    engine_ = std::make_unique<Engine>(
+        std::move(network),
+        [this](int peer, const TransportError& error, const std::shared_ptr<Run>& run) {
+          watcher_->transport_failed(peer, error, *run);
+        },
+        std::move(local.transport));
+    watcher_ = std::make_shared<Watcher>(*watched_, identity_, store);
+  } catch (const Error& error) {
+    // The others have met this rank and would wait for it.
+    const std::string text =
+        fmt::format("rank {}: group {} could not come up: {}", identity_.rank, identity_.name, error.what());
+    try {
+      agreement_bulletin_.settle_cause({static_cast<int32_t>(error.kind()), identity_.rank, -1, text});
+    } catch (const std::exception&) {
+      // The store does not answer: they cannot be told, and end at their limits.
+    }
+    throw start_error(error.kind(), text);
+  }
 }
 
 GroupCore::~GroupCore() { shutdown(); }

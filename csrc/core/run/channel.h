@@ -74,7 +74,8 @@ class OutChannel {
   // Returns the position of the first op, see message_key; the others follow in order.
   int64_t enqueue(const std::shared_ptr<Run>& run, const std::vector<const SendOp*>& ops);
   void mark_ready(int64_t position);
-  void pump();   // issues what may be issued
+  // Issues what may be issued. between: called after each message, without any lock.
+  void pump(const std::function<void()>& between = {});
   void close();  // issues nothing more
 
  private:

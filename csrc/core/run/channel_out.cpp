@@ -65,7 +65,7 @@ OutChannel::Entry* OutChannel::next_locked(int64_t* position) {
 
 // One thread at a time: others that find it here leave their work to it. Messages are issued without the lock,
 // and within the window in any order: their positions are in their keys.
-void OutChannel::pump() {
+void OutChannel::pump(const std::function<void()>& between) {
   std::unique_lock lock(mutex_);
   if (pumping_) return;
   pumping_ = true;
@@ -76,6 +76,7 @@ void OutChannel::pump() {
     lock.unlock();
     const Envelope to{peer_, lane_, message_key(entry.run->label(), position)};
     transport_->send(to, entry.op->nbytes, std::make_unique<Dispatch>(*this, entry.run, *entry.op, position));
+    if (between) between();
     lock.lock();
   }
   pumping_ = false;
