@@ -124,6 +124,30 @@ std::shared_ptr<Transport> ProcessPlane::join(uint64_t id, std::vector<Address> 
   return group;
 }
 
+std::function<std::string()> ProcessPlane::watch(const Address& address) {
+  // A connection also breaks where one end gave up on some group. So the first break is no answer, but that of
+  // the connection made after it is: a dead process refuses it.
+  return [plane = shared_from_this(), address, link = std::shared_ptr<Link>(), left = 2,
+          why = std::string()]() mutable {
+    if (plane->foreign() || address.process == plane->process_) return std::string();
+    {
+      const std::lock_guard lock(plane->mutex_);
+      if (link && link->failure.empty()) return std::string();
+      if (link) why = link->failure;
+      if (left == 0) return why;
+      --left;
+      try {
+        link = plane->link_locked(address.process, 0, address.rails.front());
+      } catch (const Error& error) {
+        link = nullptr;
+        why = error.what();
+      }
+    }
+    plane->progress_->wake();
+    return std::string();
+  };
+}
+
 GroupTransport* ProcessPlane::group(uint64_t id) const {
   const auto it = groups_.find(id);
   return it == groups_.end() ? nullptr : it->second;

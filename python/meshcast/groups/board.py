@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import AbortedError, DeadlineExceededError
+from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
 
-__all__ = ["Board", "NotPostedError", "meet"]
+__all__ = ["Board", "NotPostedError", "Watches", "meet"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02  # seconds between two polls of the store
 _SLICE = 1.0  # seconds of one wait in the store, after which the caller may find a reason to give up
+_LOOK = 0.05  # seconds after which ranks that meet look after each other
+_ERRORS: dict[str, type[MeshcastError]] = {  # by the first word of a verdict
+    "aborted": AbortedError,
+    "deadline": DeadlineExceededError,
+    "lost": PeerLostError,
+}
 _MET = "met"  # verdict of a meeting: all ranks are here
 
 
@@ -86,14 +92,53 @@ class Board:
                 pause = min(pause * 1.5, _LONGEST_PAUSE)
 
 
+class Watches:
+    """How a rank that meets others looks after them: it watches the next rank of the group that has come, and
+    those before it that it knows from earlier. So each rank is watched by one other, which costs it one
+    connection.
+
+    watch(text): from what a rank posted, what tells why it has gone ("" as far as this is not known), or None
+    where nothing can. known: what ranks posted in groups of the same process group before.
+    """
+
+    def __init__(
+        self,
+        watch: Callable[[str], Callable[[], str] | None],
+        known: Mapping[int, str],
+    ) -> None:
+        self._watch, self._known = watch, known
+        self._watches: dict[int, Callable[[], str] | None] = {}
+
+    def lost(self, board: Board, ranks: Sequence[int], missing: Collection[int]) -> tuple[int, str] | None:
+        """A rank that has gone, and why."""
+        at = ranks.index(board.rank)
+        for other in [*ranks[at + 1 :], *ranks[:at]]:
+            here = other not in missing
+            if other not in self._watches and (here or other in self._known):
+                text = board.read("member", [other])[other] if here else self._known[other]
+                self._watches[other] = self._watch(text)
+            watch = self._watches.get(other)
+            why = "" if watch is None else watch()
+            if why:
+                return other, why
+            if here:
+                return None
+        return None
+
+
 def meet(
-    board: Board, ranks: Sequence[int], text: str, deadline: float, closing: Callable[[], str]
+    board: Board,
+    ranks: Sequence[int],
+    text: str,
+    deadline: float,
+    closing: Callable[[], str],
+    watches: Watches,
 ) -> dict[int, str]:
     """Posts `text` and returns everybody's, once all ranks of a group are here.
 
     The first rank that sees all, or gives up, decides for all: were each to judge for itself, one could leave
     while the others already connect and wait for it until their deadline. closing(): why this rank ends the
-    group, "" while it does not. Raises DeadlineExceededError or AbortedError.
+    group, "" while it does not. Raises DeadlineExceededError, PeerLostError or AbortedError.
     """
     begin, rank, store = time.monotonic(), board.rank, board.store
     late = store.check(["verdict"])
@@ -115,6 +160,13 @@ def meet(
                 f"ranks {list(ranks)} exists only once each of them made its first call. Check that every "
                 "rank of both meshes makes the same calls in the same order."
             )
+        elif not verdict and elapsed > _LOOK:
+            lost = watches.lost(board, ranks, missing)
+            if lost is not None:
+                proposal = (
+                    f"lost/{lost[0]} rank {rank} lost rank {lost[0]} while the group of ranks {list(ranks)} "
+                    f"met, after {elapsed:.1f} s: {lost[1]}. Look at that rank's own output first."
+                )
         if proposal and not verdict:
             verdict = store.compare_set("verdict", "", proposal).decode()
         if verdict == _MET:
@@ -123,11 +175,13 @@ def meet(
             # A rank that waited sees the failure itself, whichever found it first; one that comes later finds
             # a group that has failed.
             kind, message = verdict.split(" ", 1)
-            error = DeadlineExceededError if kind == "deadline" and not late else AbortedError
+            kind, _, gone = kind.partition("/")
+            error = _ERRORS[kind] if not late else AbortedError
+            peer = int(gone) if gone else missing[0] if missing and kind == "deadline" else None
             raise error(
                 message,
                 rank=rank,
-                peer=missing[0] if missing and kind == "deadline" else None,
+                peer=peer,
                 op="connect",
                 phase="connect",
                 elapsed=elapsed,
