@@ -140,7 +140,7 @@ class _Rank:
         """Repeats the call: a rank that has done its part of one before the death meets it in a later one."""
         end = time.monotonic() + _MOST_SECONDS
         calls = 0
-        while time.monotonic() < end:
+        while calls < self._what["calls"] and time.monotonic() < end:
             begin = time.monotonic()
             try:
                 self._call(limit)

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from meshcast import Layout, Plan, Topology, plan
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-__all__ = ["MOMENTS", "SEEN_WITHIN", "Kill", "Outcome", "draw", "ranks"]
+__all__ = ["MOMENTS", "Kill", "Outcome", "Ranks", "draw", "ranks"]
 
 ROOT = Path(__file__).resolve().parents[2]
-SEEN_WITHIN = 2.0  # seconds after the death, or after a rank's own call where that is later
-DESTROYED_WITHIN = 5.0  # seconds
+_SEEN_WITHIN = 2.0  # seconds after the death, or after a rank's own call where that is later
+_DESTROYED_WITHIN = 5.0  # seconds
 _LATE = 1.2  # seconds by which a rank comes late: the others must not have to wait for it
 _ROUND_LIMIT = 45.0  # seconds
 
@@ -61,6 +61,7 @@ class Kill:
     destination: Part
     rows: int  # of COLUMNS floats
     limit: float  # seconds, of each call
+    calls: int = 1 << 20  # that a rank makes at most, until one fails
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def draw(seed: int, transport: str, phase: str) -> Kill:
         source=source,
         destination=destination,
         rows=rows,
-        limit=6.0 if phase == "forming" else 20.0,
+        limit=6.0 if phase == "forming" or transport == "gloo" else 20.0,
     )
 
 
@@ -197,7 +198,7 @@ def _judge(kill: Kill, said: list[dict[str, Any]], came: bool) -> Outcome:
             continue
         since = max(dies_at, found["begin"])
         ended.append(found["ended"] - max(since, found.get("seen", 0.0)))
-        if ended[-1] > DESTROYED_WITHIN:
+        if ended[-1] > _DESTROYED_WITHIN:
             wrong.append(f"{who}took {ended[-1]:.1f} s to end its process group")
         if kill.phase == "ending":
             continue
@@ -213,7 +214,7 @@ def _judge(kill: Kill, said: list[dict[str, Any]], came: bool) -> Outcome:
             named = str(kill.victim) in found["text"]
             if not named or found["error"] not in ("DeadlineExceededError", "AbortedError"):
                 wrong.append(f"{who}raised {found['error']}: {found['text']}")
-        elif took > SEEN_WITHIN:
+        elif took > _SEEN_WITHIN:
             wrong.append(f"{who}knew after {took:.2f} s, by {found['error']}: {found['text']}")
         elif not named:
             wrong.append(f"{who}blames rank {found['peer']}, by {found['error']}: {found['text']}")
