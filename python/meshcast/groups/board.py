@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -56,6 +56,10 @@ class Board:
     def has(self, topic: str, rank: int) -> bool:
         return bool(self.store.check([f"{topic}/{rank}"]))
 
+    def missing(self, topic: str, ranks: Iterable[int]) -> list[int]:
+        """Those that posted nothing."""
+        return [rank for rank in ranks if not self.has(topic, rank)]
+
     def read(self, topic: str, ranks: Sequence[int]) -> dict[int, str]:
         """What ranks posted that have posted."""
         keys = [f"{topic}/{rank}" for rank in ranks]
@@ -81,7 +85,7 @@ class Board:
                     limit = timedelta(seconds=max(0.001, min(left, _SLICE)))
                     self.store.wait([f"{topic}/{rank}" for rank in missing], limit)
                     return self.read(topic, wanted)
-            missing = [rank for rank in missing if not self.has(topic, rank)]
+            missing = self.missing(topic, missing)
             if not missing:
                 return self.read(topic, wanted)
             check()
@@ -109,11 +113,11 @@ class Watches:
         self._watch, self._known = watch, known
         self._watches: dict[int, Callable[[], str] | None] = {}
 
-    def lost(self, board: Board, ranks: Sequence[int], missing: Collection[int]) -> tuple[int, str] | None:
+    def lost(self, board: Board, ranks: Sequence[int]) -> tuple[int, str] | None:
         """A rank that has gone, and why."""
         at = ranks.index(board.rank)
         for other in [*ranks[at + 1 :], *ranks[:at]]:
-            here = other not in missing
+            here = board.has("member", other)
             if other not in self._watches and (here or other in self._known):
                 text = board.read("member", [other])[other] if here else self._known[other]
                 self._watches[other] = self._watch(text)
@@ -143,25 +147,26 @@ def meet(
     begin, rank, store = time.monotonic(), board.rank, board.store
     late = store.check(["verdict"])
     board.post("member", text)
-    missing = [other for other in ranks if other != rank]
+    others = [other for other in ranks if other != rank]
     pause = _FIRST_PAUSE
     while True:
-        missing = [other for other in missing if not board.has("member", other)]
+        # One question for all of them: were every rank to ask for each, the store would be what they wait for.
+        complete = not others or store.check([f"member/{other}" for other in others])
         verdict = store.get("verdict").decode() if store.check(["verdict"]) else ""
         elapsed, left = time.monotonic() - begin, deadline - time.monotonic()
         proposal = ""
-        if not missing:
+        if complete:
             proposal = _MET
         elif closing():
             proposal = f"aborted rank {rank}: {closing()}"
         elif left <= 0:
             proposal = (
-                f"deadline rank {rank}: ranks {missing} did not call within {elapsed:.1f} s; the group of "
+                f"deadline rank {rank}: ranks {board.missing('member', others)} did not call within {elapsed:.1f} s; the group of "
                 f"ranks {list(ranks)} exists only once each of them made its first call. Check that every "
                 "rank of both meshes makes the same calls in the same order."
             )
         elif not verdict and elapsed > _LOOK:
-            lost = watches.lost(board, ranks, missing)
+            lost = watches.lost(board, ranks)
             if lost is not None:
                 proposal = (
                     f"lost/{lost[0]} rank {rank} lost rank {lost[0]} while the group of ranks {list(ranks)} "
@@ -177,7 +182,8 @@ def meet(
             kind, message = verdict.split(" ", 1)
             kind, _, gone = kind.partition("/")
             error = _ERRORS[kind] if not late else AbortedError
-            peer = int(gone) if gone else missing[0] if missing and kind == "deadline" else None
+            missing = board.missing("member", others) if kind == "deadline" else []
+            peer = int(gone) if gone else next(iter(missing), None)
             raise error(
                 message,
                 rank=rank,
