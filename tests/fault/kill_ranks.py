@@ -49,6 +49,7 @@ def _run(what: dict[str, Any]) -> list[dict[str, Any]]:
                 os._exit(_become_rank(rank, what, folder))
             children[child] = rank
         statuses: dict[int, int | None] = dict.fromkeys(range(what["world"]))
+        gone: dict[int, float] = {}
         end = time.monotonic() + what["round_limit"]
         for number in (0, signal.SIGUSR1, signal.SIGKILL):
             for child in children if number else ():
@@ -58,11 +59,14 @@ def _run(what: dict[str, Any]) -> list[dict[str, Any]]:
                 if child == 0:
                     time.sleep(0.002)
                 elif number == 0:
+                    gone[children[child]] = time.monotonic()
                     statuses[children.pop(child)] = os.waitstatus_to_exitcode(status)
                 else:
                     del children[child]  # it hung: no status
             end += 1.0
-        return [_result(folder, rank, status) for rank, status in statuses.items()]
+        return [
+            {**_result(folder, rank, status), "gone_at": gone.get(rank)} for rank, status in statuses.items()
+        ]
 
 
 def _result(folder: Path, rank: int, status: int | None) -> dict[str, Any]:
@@ -168,7 +172,7 @@ class _Rank:
             self._call(10.0)
         except MeshcastError:
             took = time.monotonic() - begin
-            return f"it raised after {took:.2f} s" if took > 1.0 else ""
+            return f"it raised after {took:.2f} s" if took > 2.0 else ""
         return "it went through"
 
     def _call(self, limit: float, rows: int | None = None) -> None:

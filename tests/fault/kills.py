@@ -162,6 +162,8 @@ def ranks() -> Iterator[Ranks]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     path = os.pathsep.join([str(ROOT / "python"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # Torch's store looks up the name of each client, which takes seconds where no name server answers.
+    env["RES_OPTIONS"] = "attempts:0"
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("kill_ranks.py"))],
         stdin=subprocess.PIPE,
@@ -197,6 +199,8 @@ def _judge(kill: Kill, said: list[dict[str, Any]], came: bool) -> Outcome:
             wrong.append(f"{who}{how}: {found['output']}")
             continue
         since = max(dies_at, found["begin"])
+        # On a machine that is short of cores, the process is not gone as soon as it is killed.
+        gone = max(said[kill.victim]["gone_at"] or since, since)
         ended.append(found["ended"] - max(since, found.get("seen", 0.0)))
         if ended[-1] > _DESTROYED_WITHIN:
             wrong.append(f"{who}took {ended[-1]:.1f} s to end its process group")
@@ -214,7 +218,7 @@ def _judge(kill: Kill, said: list[dict[str, Any]], came: bool) -> Outcome:
             named = str(kill.victim) in found["text"]
             if not named or found["error"] not in ("DeadlineExceededError", "AbortedError"):
                 wrong.append(f"{who}raised {found['error']}: {found['text']}")
-        elif took > _SEEN_WITHIN:
+        elif took > _SEEN_WITHIN + gone - since:
             wrong.append(f"{who}knew after {took:.2f} s, by {found['error']}: {found['text']}")
         elif not named:
             wrong.append(f"{who}blames rank {found['peer']}, by {found['error']}: {found['text']}")
