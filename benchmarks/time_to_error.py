@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def _killed(transport: str, kills: int, seed: int) -> dict[str, Any]:
         "header": head,
         "date": datetime.date.today().isoformat(),
         "seed": seed,
+        "load": round(os.getloadavg()[2]),  # processes that want a core, over the last 15 minutes
         "rows": {phase: _row(found) for phase, found in rows.items() if found},
         "all": _row([each for phase, found in rows.items() if phase != _BEFORE for each in found]),
     }
@@ -92,8 +94,11 @@ def text(results: dict[str, Any]) -> str:
     for transport, run in results["killed"].items():
         head = run["header"]
         said.append(
-            f"- {transport}: `{head['command']}`, seed {run['seed']}, {run['date']}, commit {head['commit']}, "
-            f"{head['cores']} cores, kernel {head['kernel']}, torch {head['torch']}."
+            f"- {transport}: `{head['command']}`, {run['date']}, commit {head['commit']}, {head['cores']} cores"
+        )
+        said.append(
+            f"  with a load of {run['load']}, kernel {head['kernel']}, torch {head['torch']}. Seeds from "
+            f"{run['seed']} on."
         )
         for phase, row in [*run["rows"].items(), ("at any of these", run["all"])]:
             lines.append(
