@@ -65,9 +65,9 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_on(CallId call, const PlanText& tex
                              {true, -1, full});
     throw LayoutError(full);
   }
-  const int32_t slot = agree(agreement_bulletin_, identity_, call, text.descriptor, *offered,
-                             deadline_after(timeout_seconds), timeout_seconds, [this] { refuse_if_failed(); },
-                             [this](int peer) { return network_->lost(peer); });
+  const int32_t slot = agree(
+      agreement_bulletin_, identity_, call, text.descriptor, *offered, deadline_after(timeout_seconds),
+      timeout_seconds, [this] { refuse_if_failed(); }, [this](int peer) { return network_->lost(peer); });
   if (leads) slots_->take(slot);
   // That everybody agreed on this call means that everybody has read what was posted for the one before.
   if (last_agreed_)

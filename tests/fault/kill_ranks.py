@@ -22,9 +22,8 @@ from typing import Any
 import meshcast
 import torch
 import torch.distributed as dist
-from meshcast import Layout, MeshcastError
-
 from fault.kills import COLUMNS, PLACEMENTS, ROWS
+from meshcast import Layout, MeshcastError
 
 _MOST_SECONDS = 30.0  # that a rank repeats its call, waiting for the death to be seen
 

@@ -151,9 +151,7 @@ class Ranks:
     def _came(self, kill: Kill) -> bool:
         """Whether the victim had posted that it is there, when it died."""
         group = ",".join(map(str, range(kill.world)))
-        return bool(
-            self._store.check([f"round {self._number}/0//meshcast/{group}/0/member/{kill.victim}"])
-        )
+        return bool(self._store.check([f"round {self._number}/0//meshcast/{group}/0/member/{kill.victim}"]))
 
 
 @contextmanager

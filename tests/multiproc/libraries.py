@@ -14,4 +14,6 @@ LIBRARIES = ("wheel", "system")
 def need_system() -> None:
     """Skips, with the reason, where the system has no UCX."""
     if ctypes.util.find_library("ucp") is None:
-        pytest.skip("this machine has no UCX of its own: no libucp.so.0, which the distribution's libucx0 has")
+        pytest.skip(
+            "this machine has no UCX of its own: no libucp.so.0, which the distribution's libucx0 has"
+        )
