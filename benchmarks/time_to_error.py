@@ -2,8 +2,8 @@
 
 Killed: one rank of three to five, at a random moment of each kind, in rounds that a seed draws
 (tests/fault/kills.py, which also judges them). Frozen: the cases of tests/fault/cases_lost_peer.py. Writes
-benchmarks/results/time_to_error.json, which keeps one run of each transport, and the tables of docs/errors.md.
-A thousand kills take about twenty minutes.
+benchmarks/results/time_to_error.json, which keeps one run of each transport, and the tables of
+docs/errors.md. A thousand kills take about twenty minutes.
 
 PYTHONPATH=python:tests:. python -m benchmarks.time_to_error
 """
@@ -86,15 +86,14 @@ def _frozen() -> dict[str, Any]:
 
 def text(results: dict[str, Any]) -> str:
     lines = [
-        "| ranks exchange through | the death came | kills | p50, s | p99, s | max, s | not as promised | "
-        "ended in, s |",
+        "| ranks exchange through | death came | kills | p50, s | p99, s | max, s | not as promised | ended, s |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     said = []
     for transport, run in results["killed"].items():
         head = run["header"]
         said.append(
-            f"- {transport}: `{head['command']}`, {run['date']}, commit {head['commit']}, {head['cores']} cores"
+            f"- {transport}: `{head['command']}`,\n  {run['date']}, commit {head['commit']}, {head['cores']} cores"
         )
         said.append(
             f"  with a load of {run['load']}, kernel {head['kernel']}, torch {head['torch']}. Seeds from "

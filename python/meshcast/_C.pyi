@@ -113,7 +113,8 @@ class Transport:
     """How the ranks of a private group exchange messages between hosts."""
 
     def lost(self, peer: int) -> str:
-        """Why nothing comes from a peer (its position in the group) any more; "" as far as this is not known."""
+        """Why nothing comes from a peer (its position in the group) any more; "" as far as this is not
+        known."""
 
 def gloo_transport(rails: Sequence[Backend], first_rail: Sequence[int], rank: int) -> Transport: ...
 

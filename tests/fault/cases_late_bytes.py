@@ -1,5 +1,5 @@
-"""A sender freezes in the middle of a large transfer, its receiver gives up at the limit, and the sender goes on.
-From the error on, not one byte of the receiver's memory may change: it belongs to the program again.
+"""A sender freezes in the middle of a large transfer, its receiver gives up at the limit, and the sender goes
+on. From the error on, not one byte of the receiver's memory may change: it belongs to the program again.
 
 Rank 0 sends, rank 1 receives. Each case makes a process group of its own, since a group that failed is over.
 """

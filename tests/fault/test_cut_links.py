@@ -1,5 +1,5 @@
-"""The link of a host goes down: every rank raises within the limit, and groups of others go on. Hosts are network
-namespaces, which need root and iproute2."""
+"""The link of a host goes down: every rank raises within the limit, and groups of others go on. Hosts are
+network namespaces, which need root and iproute2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The copies of UCX that tests of transports run with: the wheel's, and that of the system where there is one."""
+"""The copies of UCX that tests of transports run with: the wheel's, and the system's where there is one."""
 
 from __future__ import annotations
 

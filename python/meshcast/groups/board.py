@@ -150,7 +150,7 @@ def meet(
     others = [other for other in ranks if other != rank]
     pause = _FIRST_PAUSE
     while True:
-        # One question for all of them: were every rank to ask for each, the store would be what they wait for.
+        # One question for all: were every rank to ask for each, the store would be what they wait for.
         complete = not others or store.check([f"member/{other}" for other in others])
         verdict = store.get("verdict").decode() if store.check(["verdict"]) else ""
         elapsed, left = time.monotonic() - begin, deadline - time.monotonic()
@@ -161,7 +161,8 @@ def meet(
             proposal = f"aborted rank {rank}: {closing()}"
         elif left <= 0:
             proposal = (
-                f"deadline rank {rank}: ranks {board.missing('member', others)} did not call within {elapsed:.1f} s; the group of "
+                f"deadline rank {rank}: ranks {board.missing('member', others)} did not call within "
+                f"{elapsed:.1f} s; the group of "
                 f"ranks {list(ranks)} exists only once each of them made its first call. Check that every "
                 "rank of both meshes makes the same calls in the same order."
             )

@@ -90,7 +90,7 @@ def test_a_death_is_seen_by_the_rank_before_it_and_told_to_all() -> None:
 
     other = threading.Thread(target=third)
     other.start()
-    with pytest.raises(PeerLostError, match="rank 3 lost rank 5 .*text of 5: refused") as caught:
+    with pytest.raises(PeerLostError, match=r"rank 3 lost rank 5 .*text of 5: refused") as caught:
         met(store, 3, ranks=(3, 5, 7, 9), gone=["text of 5"])
     other.join()
     assert [each.peer for each in (caught.value, *found)] == [5, 5]
@@ -99,7 +99,7 @@ def test_a_death_is_seen_by_the_rank_before_it_and_told_to_all() -> None:
 
 
 def test_a_rank_known_from_earlier_is_looked_after_before_it_comes() -> None:
-    with pytest.raises(PeerLostError, match="lost rank 5 .*earlier text: refused"):
+    with pytest.raises(PeerLostError, match=r"lost rank 5 .*earlier text: refused"):
         met(dist.HashStore(), 3, gone=["earlier text"], known={5: "earlier text"})
     with pytest.raises(DeadlineExceededError):
         met(dist.HashStore(), 3, 0.2, gone=["earlier text"])
