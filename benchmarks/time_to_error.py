@@ -86,17 +86,16 @@ def _frozen() -> dict[str, Any]:
 
 def text(results: dict[str, Any]) -> str:
     lines = [
-        "| ranks exchange through | death came | kills | p50, s | p99, s | max, s | not as promised | ended, s |",
+        "| data go through | death came | kills | p50, s | p99, s | max, s | not as promised | end, s |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     said = []
     for transport, run in results["killed"].items():
         head = run["header"]
+        said.append(f"- {transport}: `{head['command']}`,")
         said.append(
-            f"- {transport}: `{head['command']}`,\n  {run['date']}, commit {head['commit']}, {head['cores']} cores"
-        )
-        said.append(
-            f"  with a load of {run['load']}, kernel {head['kernel']}, torch {head['torch']}. Seeds from "
+            f"  {run['date']}, commit {head['commit']}, {head['cores']} cores "
+            f"with a load of {run['load']}, kernel {head['kernel']}, torch {head['torch']}. Seeds from "
             f"{run['seed']} on."
         )
         for phase, row in [*run["rows"].items(), ("at any of these", run["all"])]:

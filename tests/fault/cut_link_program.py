@@ -1,5 +1,5 @@
-"""One rank of test_cut_links.py, alone on its host. Data travel over eth1, everything else over eth0. The link
-of host 1 to the network of eth1 goes down, in the middle of a transfer or while nothing moves."""
+"""One rank of test_cut_links.py, alone on its host. Data travel over eth1, everything else over eth0. The
+link of host 1 to the network of eth1 goes down, in the middle of a transfer or while nothing moves."""
 
 from __future__ import annotations
 

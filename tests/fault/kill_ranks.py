@@ -1,8 +1,8 @@
 """The ranks of rounds in which one rank is killed: see kills.py, which starts this and reads what it prints.
 
 Imports torch and meshcast once, then forks the ranks of each round: a line of JSON on stdin is a round, a
-line on stdout is what became of its ranks. A rank that is still there at the round's limit prints its stacks into
-its output and is killed.
+line on stdout is what became of its ranks. A rank that is still there at the round's limit prints its stacks
+into its output and is killed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""One rank of three to five is killed at a random moment. What the others do is judged here: each must raise a typed error that names it, within two seconds, and then end.
+"""One rank of three to five is killed at a random moment. What the others do is judged here: each must raise
+a typed error that names it, within two seconds, and then end.
 
 A round is drawn from a seed alone, so that it can be run again. The moments are named for what the ranks are
 doing; a rank that comes late makes the others wait there, so that a death finds them waiting.
