@@ -27,6 +27,7 @@ class GroupCore::WatchedEngine final : public Watched {
 GroupCore::GroupCore(std::shared_ptr<Transport> network, const c10::intrusive_ptr<c10d::Store>& store,
                      GroupIdentity identity, LocalRanks local)
     : GroupBase(std::move(identity)),
+      network_(network),
       local_ranks_(std::move(local.ranks)),
       agreement_bulletin_(store),
       watched_(std::make_unique<WatchedEngine>(engine_)),
@@ -76,8 +77,9 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_on(CallId call, const PlanText& tex
                              {true, -1, full});
     throw LayoutError(full);
   }
-  const int32_t slot = agree(agreement_bulletin_, identity_, call, text.descriptor, *offered,
-                             deadline_after(timeout_seconds), timeout_seconds, [this] { refuse_if_failed(); });
+  const int32_t slot = agree(
+      agreement_bulletin_, identity_, call, text.descriptor, *offered, deadline_after(timeout_seconds),
+      timeout_seconds, [this] { refuse_if_failed(); }, [this](int peer) { return network_->lost(peer); });
   if (leads) slots_->take(slot);
   // That everybody agreed on this call means that everybody has read what was posted for the one before.
   if (last_agreed_)

@@ -163,6 +163,18 @@ void GroupTransport::drive(const std::function<bool()>& done, TimePoint limit) {
 
 void GroupTransport::wake() noexcept { plane_->progress().wake(); }
 
+// A link to a dead process ends within milliseconds, whether it was there before or is made now.
+std::string GroupTransport::lost(int peer) {
+  if (plane_->foreign() || peer == rank_) return {};
+  std::string why;
+  {
+    const std::lock_guard lock(plane_->mutex());
+    link_locked(peer, 0, &why);
+  }
+  plane_->progress().wake();
+  return why;
+}
+
 void GroupTransport::abort() noexcept {
   if (plane_->foreign()) return;
   {

@@ -34,6 +34,7 @@ class GroupTransport final : public Transport {
   void recv(const Envelope& from, int64_t nbytes, std::unique_ptr<Incoming> message) override;
   void drive(const std::function<bool()>& done, TimePoint limit) override;
   void wake() noexcept override;
+  std::string lost(int peer) override;
   void abort() noexcept override;
   void shutdown() override;
 

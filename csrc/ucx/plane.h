@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -42,6 +43,10 @@ class Plane {
   // the group. first_rail: by rank, of its first message to any other; the next takes the next one.
   virtual std::shared_ptr<Transport> join(uint64_t id, std::vector<Address> members, int rank,
                                           std::vector<int32_t> first_rail) = 0;
+
+  // For ranks that wait for a process with which they have no group yet: tells, whenever it is called, why that
+  // process cannot be reached any more; "" as far as this is not known.
+  virtual std::function<std::string()> watch(const Address& address) = 0;
 };
 
 }  // namespace meshcast::ucx

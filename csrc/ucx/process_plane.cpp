@@ -111,6 +111,30 @@ std::shared_ptr<Transport> ProcessPlane::join(uint64_t id, std::vector<Address> 
   return group;
 }
 
+std::function<std::string()> ProcessPlane::watch(const Address& address) {
+  // A connection also breaks where one end gave up on some group. So the first break is no answer, but that of
+  // the connection made after it is: a dead process refuses it.
+  return [plane = shared_from_this(), address, link = std::shared_ptr<Link>(), left = 2,
+          why = std::string()]() mutable {
+    if (plane->foreign() || address.process == plane->process_) return std::string();
+    {
+      const std::lock_guard lock(plane->mutex_);
+      if (link && link->failure.empty()) return std::string();
+      if (link) why = link->failure;
+      if (left == 0) return why;
+      --left;
+      try {
+        link = plane->link_locked(address.process, 0, address.rails.front());
+      } catch (const Error& error) {
+        link = nullptr;
+        why = error.what();
+      }
+    }
+    plane->progress_->wake();
+    return std::string();
+  };
+}
+
 void ProcessPlane::leave_locked(uint64_t id) {
   groups_.erase(id);
   left_.push_back(id);
@@ -226,7 +250,8 @@ void ProcessPlane::close_gently() {
     requests.erase(gone, requests.end());
     if (!busy) usleep(100);
   }
-  // What is left is ended by the worker's end.
+  // What is left is ended by the worker's end, which in UCX 1.13 takes only what its owner has given back.
+  for (void* request : requests) api_.ucp_request_free(request);
 }
 
 // ---- messages ----

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -34,6 +35,7 @@ class ProcessPlane final : public Plane, public std::enable_shared_from_this<Pro
   const std::string& version() const override { return api_.version; }
   std::shared_ptr<Transport> join(uint64_t id, std::vector<Address> members, int rank,
                                   std::vector<int32_t> first_rail) override;
+  std::function<std::string()> watch(const Address& address) override;
 
   std::mutex& mutex() { return mutex_; }
   Progress& progress() { return *progress_; }

@@ -112,6 +112,10 @@ class AgreedPlan:
 class Transport:
     """How the ranks of a private group exchange messages between hosts."""
 
+    def lost(self, peer: int) -> str:
+        """Why nothing comes from a peer (its position in the group) any more; "" as far as this is not
+        known."""
+
 def gloo_transport(rails: Sequence[Backend], first_rail: Sequence[int], rank: int) -> Transport: ...
 
 class UcxPlane:
@@ -130,6 +134,9 @@ class UcxPlane:
         rank: int,
         first_rail: list[int],
     ) -> Transport: ...
+    def watch(self, member: tuple[int, Sequence[bytes], Mapping[int, int]]) -> Callable[[], str]:
+        """Tells, whenever it is called, why a process cannot be reached any more; "" as far as this is not
+        known."""
 
 class GroupCore:
     """A private group: the ranks of a transfer with connections of their own."""

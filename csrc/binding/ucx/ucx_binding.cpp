@@ -40,7 +40,15 @@ void bind_ucx(py::module_& m) {
             return self.join(id, std::move(addresses), rank, std::move(first_rail));
           },
           py::arg("number"), py::arg("members"), py::arg("rank"), py::arg("first_rail"),
-          py::call_guard<py::gil_scoped_release>());
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "watch",
+          [](ucx::Plane& self, const Member& member) {
+            const auto& [process, rails, breaks] = member;
+            return py::cpp_function(self.watch({process, rails, breaks}),
+                                    py::call_guard<py::gil_scoped_release>());
+          },
+          py::arg("member"));
 }
 
 }  // namespace meshcast

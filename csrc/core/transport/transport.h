@@ -72,6 +72,11 @@ class Transport {
   virtual void drive(const std::function<bool()>& done, TimePoint limit) = 0;
   virtual void wake() noexcept = 0;
 
+  // Why nothing comes from a peer any more, for a rank that waits for it by other means than messages; "" as
+  // far as this is not known. Asking connects with the peer where that has not been done, so the answer may
+  // come with a later question. A transport that only learns from its messages knows nothing.
+  virtual std::string lost(int /*peer*/) { return {}; }
+
   // Ends all messages, now and later, with Cause::Aborted. Any thread, idempotent; does not wait.
   virtual void abort() noexcept = 0;
 

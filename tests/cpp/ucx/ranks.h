@@ -151,6 +151,9 @@ class UcxRank {
   std::shared_ptr<Transport> join(uint64_t group) {
     return plane_->join(group, addresses_, rank, std::vector<int32_t>(addresses_.size(), 0));
   }
+  std::function<std::string()> watch(int other) const {
+    return plane_->watch(addresses_[static_cast<size_t>(other)]);
+  }
   // What ranks tell each other before they join one more group.
   void tell_breaks(size_t phase) {
     const ucx::Address now = plane_->address();

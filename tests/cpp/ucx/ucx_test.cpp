@@ -182,6 +182,64 @@ TEST_CASE("after an abort nothing is written, though a frozen sender goes on", "
             rdma) == "");
 }
 
+TEST_CASE("ranks that only ask for a peer know when it has died, and not before", "[ucx]") {
+  CHECK(in_processes(3, [](UcxRank& self) {
+          const auto transport = self.join(9);
+          const auto watch = self.watch(2);
+          const auto lost = [&](milliseconds limit) {
+            const TimePoint end = Clock::now() + limit;
+            std::string group;
+            std::string process;
+            while (Clock::now() < end && (group.empty() || process.empty())) {
+              // Rank 0 asks both ways, rank 1 has never heard of rank 2 when that dies.
+              if (group.empty()) group = transport->lost(2);
+              if (process.empty()) process = watch();
+              std::this_thread::sleep_for(milliseconds(5));
+            }
+            return std::pair{group, process};
+          };
+          if (self.rank == 0) {
+            const auto [group, process] = lost(milliseconds(300));
+            UcxRank::require(group.empty() && process.empty(), "it lives: " + group + process);
+          }
+          self.meet(0);
+          if (self.rank == 2) kill(getpid(), SIGKILL);
+          if (self.rank == 1) std::this_thread::sleep_for(milliseconds(200));
+          const auto [group, process] = lost(milliseconds(2000));
+          UcxRank::require(!group.empty(), "the group knows");
+          UcxRank::require(!process.empty(), "the watch knows");
+          transport->shutdown();
+        }) == "");
+}
+
+TEST_CASE("a watch outlives a connection that was given up", "[ucx]") {
+  CHECK(in_processes(2, [](UcxRank& self) {
+          const auto transport = self.join(10);
+          const auto watch = self.watch(1 - self.rank);
+          std::vector<uint8_t> data(64 << 20);
+          Tally tally;
+          watch();
+          self.meet(0);
+          if (self.rank == 1) {
+            send(*transport, 0, 1, data, tally);
+            self.meet(1);
+          } else {
+            recv(*transport, 1, 1, data, tally);
+            kill(self.pid_of(1), SIGSTOP);
+            std::this_thread::sleep_for(milliseconds(20));
+            transport->abort();  // breaks the connection once its grace is over
+            std::this_thread::sleep_for(milliseconds(700));
+            watch();  // notices, and connects again
+            kill(self.pid_of(1), SIGCONT);
+            std::this_thread::sleep_for(milliseconds(300));
+            const std::string why = watch();
+            UcxRank::require(why.empty(), "the other process lives: " + why);
+            self.meet(1);
+          }
+          transport->shutdown();
+        }) == "");
+}
+
 TEST_CASE("messages that a rank drops as it leaves are not told as sent", "[ucx]") {
   CHECK(in_processes(2, [](UcxRank& self) {
           const auto transport = self.join(7);
