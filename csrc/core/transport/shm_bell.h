@@ -18,10 +18,10 @@ enum class ShmHalf : uint32_t { Sending, Receiving };
 enum class ShmSleeper : uint32_t { Nobody = 0, Thread = 1, Driver = 2 };
 
 // Where a process is told that a half of one of its groups has something to do: by its peers, which map it, and
-// by itself. One for a process, so that one thread can sleep for all groups. The sleeper announces itself, looks
-// for calls once more and only then sleeps; who calls looks for the announcement afterwards. Both sides use
-// sequentially consistent operations, so that at least one of them sees the other. What peers write here costs
-// a look at most.
+// by itself. One for a process, so that one thread can sleep for all groups. The sleeper announces itself,
+// looks for calls once more and only then sleeps; who calls looks for the announcement afterwards. Both sides
+// use sequentially consistent operations, so that at least one of them sees the other. What peers write here
+// costs a look at most.
 class ShmBell {
  public:
   ShmBell();                 // of this process
@@ -35,8 +35,8 @@ class ShmBell {
   // What follows is for the process itself.
   int take(ShmHalf half, uint32_t* cursor);  // a group that was called, in turn, or -1
   bool called(ShmHalf half) const;
-  void announce(ShmHalf half, ShmSleeper who);  // who is to be woken for it
-  uint32_t rings() const;                       // to be read before the last look for calls
+  void announce(ShmHalf half, ShmSleeper who);                  // who is to be woken for it
+  uint32_t rings() const;                                       // to be read before the last look for calls
   void sleep(ShmSleeper who, uint32_t rings, TimePoint limit);  // may return early
   void wake(ShmSleeper who);
 

@@ -18,9 +18,9 @@ struct ShmMember {
   std::string address;
 };
 
-// Connection to a peer on this host: its memory, its bell, and two descriptors that tell when it has gone: a socket, for
-// a peer that closes its group, and a process descriptor, since a process forked by the peer may hold the
-// socket open after the peer has died.
+// Connection to a peer on this host: its memory, its bell, and two descriptors that tell when it has gone: a
+// socket, for a peer that closes its group, and a process descriptor, since a process forked by the peer may
+// hold the socket open after the peer has died.
 class ShmLink {
  public:
   // `group`: its number on the peer's bell.
@@ -33,7 +33,7 @@ class ShmLink {
   ShmRegion& region() { return *region_; }
   void call(ShmHalf half) { bell_.call(group_, half); }  // there is something for this half of the peer
   bool gone() const;                                     // does not block
-  void hang_up() const;  // the peer sees gone(); any thread
+  void hang_up() const;                                  // the peer sees gone(); any thread
 
  private:
   int rank_;
@@ -59,8 +59,7 @@ class ShmRendezvous {
  public:
   // Makes this rank's own memory, for at most `ranks` ranks: what can be refused is refused before anybody is
   // told to come. Throws std::runtime_error.
-  explicit ShmRendezvous(uint32_t ranks,
-                         std::shared_ptr<ShmProgress> progress = ShmProgress::of_process());
+  explicit ShmRendezvous(uint32_t ranks, std::shared_ptr<ShmProgress> progress = ShmProgress::of_process());
   ~ShmRendezvous();
   ShmRendezvous(const ShmRendezvous&) = delete;
   ShmRendezvous& operator=(const ShmRendezvous&) = delete;

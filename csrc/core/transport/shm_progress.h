@@ -17,15 +17,16 @@
 
 namespace meshcast {
 
-// Who moves the messages of all groups of a process that have shared memory: its own thread, and a user's thread
-// that waits anyway ("drives", one at a time). Who drives does the receiving, and the sending too while the
-// thread sleeps; the thread does what is left. So a small message wakes one thread, that which waits for it, and
-// large ones are copied in and out at once. Who drove is likely to be back soon: for kGrace the thread is not woken
-// by what comes meanwhile, but looks itself. Whoever is asleep costs nothing.
+// Who moves the messages of all groups of a process that have shared memory: its own thread, and a user's
+// thread that waits anyway ("drives", one at a time). Who drives does the receiving, and the sending too while
+// the thread sleeps; the thread does what is left. So a small message wakes one thread, that which waits for
+// it, and large ones are copied in and out at once. Who drove is likely to be back soon: for kGrace the thread
+// is not woken by what comes meanwhile, but looks itself. Whoever is asleep costs nothing.
 class ShmProgress {
  public:
   // A group's halves. A turn does a bounded part of what is to be done and waits for nothing; one thread at a
-  // time is in a half. Answers whether another is due. `driver`: it may call help() instead of copying at length.
+  // time is in a half. Answers whether another is due. `driver`: it may call help() instead of copying at
+  // length.
   class Group {
    public:
     virtual ~Group() = default;

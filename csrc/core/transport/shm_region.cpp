@@ -71,10 +71,10 @@ std::unique_ptr<ShmRegion> ShmRegion::open(int fd, uint32_t members) {
   region->slots_ = header.slots;
   region->slot_bytes_ = header.slot_bytes;
   region->members_ = header.members;
-  const bool fits =
-      header.magic == kMagic && region->members_ >= members && region->members_ < kMaxLocalRanks &&
-      region->slots_ <= kMaxSlots &&
-      control_bytes(region->members_) + size_t{region->slots_} * region->slot_bytes_ <= region->memory_.nbytes();
+  const bool fits = header.magic == kMagic && region->members_ >= members &&
+                    region->members_ < kMaxLocalRanks && region->slots_ <= kMaxSlots &&
+                    control_bytes(region->members_) + size_t{region->slots_} * region->slot_bytes_ <=
+                        region->memory_.nbytes();
   if (!fits)
     throw std::runtime_error("a peer's shared memory has another form; is its meshcast another version?");
   return region;

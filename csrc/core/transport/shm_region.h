@@ -85,7 +85,8 @@ struct ShmHeader {
 // The memory of one rank in one group.
 class ShmRegion {
  public:
-  // `members`: ranks that will read it. Takes its size out of the process's budget; throws std::runtime_error with the reason.
+  // `members`: ranks that will read it. Takes its size out of the process's budget; throws std::runtime_error
+  // with the reason.
   static std::unique_ptr<ShmRegion> create(uint32_t members);
 
   // Maps a peer's region, which has to serve `members` ranks at least. Checks everything that it will rely on.

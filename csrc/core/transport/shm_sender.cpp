@@ -7,7 +7,8 @@
 namespace meshcast {
 namespace {
 
-// Messages up to this size are copied in by the thread that sends them, or that drives: waking another costs more.
+// Messages up to this size are copied in by the thread that sends them, or that drives: waking another costs
+// more.
 constexpr int64_t kInlineBytes = 64 * 1024;
 
 // A sender that ran out of slots is woken when this share of them is free again, not for each single one.

@@ -25,8 +25,8 @@ class ShmSender {
   void mark_gone(size_t link);
   void abort() noexcept;
 
-  // Copies about a slot's worth; one turn at a time. Answers whether another is due. `helped`: asked before what
-  // is large; true where another thread will do it.
+  // Copies about a slot's worth; one turn at a time. Answers whether another is due. `helped`: asked before
+  // what is large; true where another thread will do it.
   bool turn(const std::function<bool()>& helped);
   void finish();  // abort(), and tells all messages; no turn is under way, and none will be
 
@@ -68,10 +68,10 @@ class ShmSender {
   std::vector<size_t> awaited_from_;             // and for how many of each link
   std::deque<std::unique_ptr<Message>> ready_;   // to be copied in, in turns
   std::vector<Broken> broken_;
-  std::vector<uint32_t> free_;   // slots; the one freed last is used first, since it is still in the cache
-  uint64_t in_use_ = 0;          // the others, as bits
-  uint64_t wake_at_ = 0;         // slots freed at which this rank is called, if there were none
-  std::vector<bool> gone_;       // by link
+  std::vector<uint32_t> free_;  // slots; the one freed last is used first, since it is still in the cache
+  uint64_t in_use_ = 0;         // the others, as bits
+  uint64_t wake_at_ = 0;        // slots freed at which this rank is called, if there were none
+  std::vector<bool> gone_;      // by link
   bool aborted_ = false;
 };
 

@@ -66,8 +66,8 @@ inline Shard shard_of(const Layout& layout, const std::vector<int64_t>& shape, i
   return {};
 }
 
-// Shared memory between these ranks of this process; by rank, null for the others. Each has a ShmProgress of its
-// own, as if it were a process, unless they are to share that of this one.
+// Shared memory between these ranks of this process; by rank, null for the others. Each has a ShmProgress of
+// its own, as if it were a process, unless they are to share that of this one.
 inline std::vector<std::shared_ptr<LocalTransport>> connect_local(int world, const std::vector<int32_t>& ranks,
                                                                   bool one_process = false) {
   std::vector<std::unique_ptr<ShmRendezvous>> rendezvous;

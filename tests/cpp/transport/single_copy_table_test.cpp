@@ -21,14 +21,15 @@ namespace {
 
 constexpr int64_t kLargest = int64_t{64} << 20;
 constexpr int64_t kSlot = 128 << 10;
-constexpr int64_t kWarmSlots = 4;  // a sender that keeps up uses the slots that were freed last
+constexpr int64_t kWarmSlots = 4;                // a sender that keeps up uses the slots that were freed last
 constexpr int64_t kStreamed = int64_t{2} << 20;  // as runs do, see Run
 constexpr size_t kPieces = 1024;                 // that one process_vm_readv takes (IOV_MAX)
 constexpr int kPitch = 4;                        // the sender holds so many times the columns that it sends
 
 // Private memory, as tensors have it.
 std::byte* memory(int64_t nbytes) {
-  void* base = mmap(nullptr, static_cast<size_t>(nbytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* base =
+      mmap(nullptr, static_cast<size_t>(nbytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   REQUIRE(base != MAP_FAILED);
   std::memset(base, 3, static_cast<size_t>(nbytes));
   return static_cast<std::byte*>(base);
@@ -103,7 +104,9 @@ TEST_CASE("table: one copy by the kernel beside two through slots", "[.][tables]
   auto* slots = static_cast<std::byte*>(shared);
   std::vector<std::byte*> outs;
   for (int i = 0; i < 3; ++i) outs.push_back(memory(kLargest));
-  std::printf("| bytes | rows | receivers | direct, us | slots, us | direct / slots |\n|---:|---|---:|---:|---:|---:|\n");
+  std::printf(
+      "| bytes | rows | receivers | direct, us | slots, us | direct / slots "
+      "|\n|---:|---|---:|---:|---:|---:|\n");
   for (const int64_t width : {int64_t{0}, int64_t{1} << 10, int64_t{8} << 10, int64_t{64} << 10}) {
     for (int64_t nbytes = std::max<int64_t>(1 << 10, 4 * width); nbytes <= kLargest; nbytes *= 8) {
       const StridedView from = rows(source, nbytes, width ? width : nbytes, width != 0);
@@ -126,8 +129,9 @@ TEST_CASE("table: one copy by the kernel beside two through slots", "[.][tables]
         const double ours = median(direct);
         const double theirs = median(slotted);
         std::printf("| %lld | ", static_cast<long long>(nbytes));
-        width ? std::printf("%lld of %lld", static_cast<long long>(width), static_cast<long long>(kPitch * width))
-              : std::printf("no gaps");
+        width
+            ? std::printf("%lld of %lld", static_cast<long long>(width), static_cast<long long>(kPitch * width))
+            : std::printf("no gaps");
         std::printf(" | %zu | %.1f | %.1f | %.2f |\n", receivers, ours, theirs, ours / theirs);
       }
     }
