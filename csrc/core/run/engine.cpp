@@ -108,6 +108,7 @@ void Engine::hand_out(const std::shared_ptr<Run>& run) {
                 runs_.end());
     runs_.push_back(run);
     if (!sends.empty() || !recvs.empty()) run->network = transport_;
+    if (!local_recvs.empty() || !program->local_sends.empty()) run->local = local_;
     // Before any message: the first that has ended lets those of other channels go, and a receive that ends at
     // once must find the tickets of its forwards.
     run->send_tickets.resize(program->sends.size());

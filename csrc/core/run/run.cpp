@@ -150,12 +150,17 @@ bool Run::failed() const {
 }
 
 void Run::drive() noexcept {
-  const auto transport = network.lock();
-  if (!transport || ended()) return;
-  on_end([network = network] {
-    if (const auto still = network.lock()) still->wake();
-  });
-  transport->drive([this] { return ended(); }, deadline());
+  const auto over = [this](const auto& weak) {
+    const auto transport = weak.lock();
+    if (!transport || ended()) return;
+    on_end([weak] {
+      if (const auto still = weak.lock()) still->wake();
+    });
+    transport->drive([this] { return ended(); }, deadline());
+  };
+  // A network that can be driven is until the end; of a run over both, the host's part is then its thread's.
+  over(network);
+  over(local);
 }
 
 int64_t Run::received_bytes() const {

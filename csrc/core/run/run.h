@@ -20,6 +20,7 @@ namespace meshcast {
 
 class InChannel;
 class LocalInChannel;
+class LocalTransport;
 class OutChannel;
 
 // Where a send of a run waits to be issued.
@@ -95,15 +96,16 @@ class Run final : public RunState {
 
   bool failed() const;  // maybe before it has ended
 
-  // Makes the network go on while the caller waits, so that no thread has to be woken to wake this one.
+  // Makes messages go on while the caller waits, so that no thread has to be woken to wake this one.
   void drive() noexcept override;
 
   int64_t received_bytes() const override;
 
-  // Written by Engine::start before the run is known to any other thread: the network, if it is used; one
+  // Written by Engine::start before the run is known to any other thread: the transports that it uses; one
   // ticket for each send of the program, the channels that it sends to and receives from, and the position of
   // the first message to each peer of this host, as in Program::local_sends.
   std::weak_ptr<Transport> network;
+  std::weak_ptr<LocalTransport> local;
   std::vector<SendTicket> send_tickets;
   std::vector<OutChannel*> out_channels;
   std::vector<InChannel*> in_channels;

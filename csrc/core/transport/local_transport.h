@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -32,11 +33,16 @@ class LocalTransport {
   // had sent before. To be called now and then while messages are in flight: nothing else watches the peers.
   virtual void check_peers() = 0;
 
+  // As in Transport.
+  virtual void drive(const std::function<bool()>& done, TimePoint limit) = 0;
+  virtual void wake() noexcept = 0;
+
   // Ends all messages, now and later, with Cause::Aborted. Any thread, idempotent; does not wait. The peers do
   // not see it: they would take this rank for dead before they could read the first cause.
   virtual void abort() noexcept = 0;
 
-  // abort(), lets the peers see that this rank has left, and joins the threads. Not from one of them.
+  // abort(), lets the peers see that this rank has left, and waits until no message is left and none is being
+  // told. Not from a message.
   virtual void shutdown() = 0;
 };
 
