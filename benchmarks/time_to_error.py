@@ -1,61 +1,143 @@
-"""How soon the survivors of a lost rank know: the fault cases of the tests, timed. Three ranks, 256 MiB from
-rank 0 to ranks 1 and 2; each row is a run of its own. Prints a Markdown table.
+"""python -m benchmarks.time_to_error: how soon the survivors of a lost rank know.
+
+Killed: one rank of three to five, at a random moment of each kind, in rounds that a seed draws
+(tests/fault/kills.py, which also judges them). Frozen: the cases of tests/fault/cases_lost_peer.py. Writes
+benchmarks/results/time_to_error.json, which keeps one run of each transport, and the tables of
+docs/errors.md. A thousand kills take about twenty minutes.
 
 PYTHONPATH=python:tests:. python -m benchmarks.time_to_error
 """
 
 from __future__ import annotations
 
-import itertools
+import argparse
+import datetime
+import json
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
+from fault.kills import MOMENTS, Outcome, draw, ranks
 from multiproc.harness import run_world
 
-_CASES = Path(__file__).resolve().parents[1] / "tests/fault/cases_lost_peer.py"
-_ROLES = {0: "root", 1: "rank 1, relays over loopback", 2: "rank 2, last over loopback"}
-_MOMENTS = ("before", "first use", "middle")
-_LIMITS = {"killed": 30.0, "frozen": 4.0}  # seconds that the call allows itself
-_COLUMNS = (
-    "fault",
-    "of the",
-    "moment",
-    "data go through",
-    "error of the survivors",
-    "after, s",
-    "ended in, s",
-)
+from .machine import ROOT, machine
+from .page import replace
+
+_RESULTS = ROOT / "benchmarks/results/time_to_error.json"
+_PAGE = ROOT / "docs/errors.md"
+_MARK = "<!-- {} of what python -m benchmarks.time_to_error writes -->"
+_CASES = ROOT / "tests/fault/cases_lost_peer.py"
+_TRANSPORTS = ("ucx", "shared memory", "gloo")
+_BEFORE = "before it came"  # a row beside the moments
+_FROZEN_LIMIT = 4.0  # seconds that the call allows itself
 
 
-def main() -> None:
-    _print_row(_COLUMNS)
-    _print_row(["---"] * len(_COLUMNS))
-    for fault, victim, moment, shm in itertools.product(_LIMITS, _ROLES, _MOMENTS, ("1", "0")):
-        if (victim, moment) == (2, "before"):
-            continue  # the first rank of a chain is through before it could know of the last
-        world = run_world(
-            _CASES,
-            3,
-            limit=150.0,
-            env={
-                "VICTIM": str(victim),
-                "FAULT": fault,
-                "MOMENT": moment,
-                "LIMIT": str(_LIMITS[fault]),
-                "MESHCAST_SHM": shm,
-            },
+def _killed(transport: str, kills: int, seed: int) -> dict[str, Any]:
+    head = machine("benchmarks.time_to_error")
+    rows: dict[str, list[Outcome]] = {phase: [] for phase in (*MOMENTS, _BEFORE)}
+    with ranks() as parent:
+        for number in range(kills):
+            phase = list(MOMENTS)[number % len(MOMENTS)]
+            outcome = parent.run(draw(seed + number, transport, phase))
+            rows[_BEFORE if outcome.before else phase].append(outcome)
+            for text in outcome.wrong:
+                print(f"{transport}, {phase}, seed {seed + number}: {text}", file=sys.stderr, flush=True)
+    return {
+        "header": head,
+        "date": datetime.date.today().isoformat(),
+        "seed": seed,
+        "load": round(os.getloadavg()[2]),  # processes that want a core, over the last 15 minutes
+        "rows": {phase: _row(found) for phase, found in rows.items() if found},
+        "all": _row([each for phase, found in rows.items() if phase != _BEFORE for each in found]),
+    }
+
+
+def _row(found: list[Outcome]) -> dict[str, Any]:
+    times = sorted(time for each in found for time in each.times)
+    return {
+        "kills": len(found),
+        "survivors": len(times),
+        "p50": _quantile(times, 0.5),
+        "p99": _quantile(times, 0.99),
+        "max": times[-1] if times else None,
+        "wrong": sum(bool(each.wrong) for each in found),
+        "ended": max(time for each in found for time in each.ended),
+    }
+
+
+def _quantile(ordered: list[float], part: float) -> float | None:
+    return ordered[min(int(len(ordered) * part), len(ordered) - 1)] if ordered else None
+
+
+def _frozen() -> dict[str, Any]:
+    """The worst of the survivors' times, by what the bytes go through."""
+    found: dict[str, Any] = {}
+    for shm in ("1", "0"):
+        env = {"VICTIM": "1", "FAULT": "frozen", "MOMENT": "middle", "LIMIT": str(_FROZEN_LIMIT)}
+        world = run_world(_CASES, 3, limit=150.0, env={**env, "MESHCAST_SHM": shm})
+        world.check("lost_peer", [0, 2])
+        values = [world.value("lost_peer", rank) for rank in (0, 2)]
+        found["shared memory" if shm == "1" else "ucx"] = {
+            key: max(value[key] for value in values) for key in ("elapsed", "destroyed")
+        }
+    return found
+
+
+def text(results: dict[str, Any]) -> str:
+    lines = [
+        "| data go through | death came | kills | p50, s | p99, s | max, s | not as promised | end, s |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    said = []
+    for transport, run in results["killed"].items():
+        head = run["header"]
+        said.append(f"- {transport}: `{head['command']}`,")
+        said.append(
+            f"  {run['date']}, commit {head['commit']}, {head['cores']} cores "
+            f"with a load of {run['load']}, kernel {head['kernel']}, torch {head['torch']}. Seeds from "
+            f"{run['seed']} on."
         )
-        survivors = [rank for rank in _ROLES if rank != victim]
-        world.check("lost_peer", survivors)
-        found = [world.value("lost_peer", rank) for rank in survivors]
-        errors = ", ".join(sorted({value["error"] for value in found}))
-        elapsed, destroyed = (max(value[key] for value in found) for key in ("elapsed", "destroyed"))
-        through = "shared memory" if shm == "1" else "loopback"
-        _print_row([fault, _ROLES[victim], moment, through, errors, f"{elapsed:.2f}", f"{destroyed:.2f}"])
+        for phase, row in [*run["rows"].items(), ("at any of these", run["all"])]:
+            lines.append(
+                f"| {transport} | {phase} | {row['kills']} | {_shown(row['p50'])} | {_shown(row['p99'])} "
+                f"| {_shown(row['max'])} | {row['wrong']} | {row['ended']:.2f} |"
+            )
+    lines += [
+        "",
+        f"| frozen in the middle, limit of the call {_FROZEN_LIMIT:g} s | raised after, s | ended in, s |",
+        "|---|---:|---:|",
+    ]
+    for through, row in results["frozen"].items():
+        lines.append(f"| {through} | {row['elapsed']:.2f} | {row['destroyed']:.2f} |")
+    return "\n".join([*lines, "", *said])
 
 
-def _print_row(cells: list[str] | tuple[str, ...]) -> None:
-    print(f"| {' | '.join(cells)} |", flush=True)
+def _shown(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.3f}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.time_to_error", description=__doc__)
+    parser.add_argument("--kills", type=int, default=1000, help="for each transport")
+    parser.add_argument("--seed", type=int, default=0, help="of the first round; each has the next one")
+    parser.add_argument("--transports", nargs="*", choices=_TRANSPORTS, default=_TRANSPORTS)
+    parser.add_argument("--frozen", action="store_true", help="the frozen ranks as well")
+    parser.add_argument("--no-publish", action="store_true", help="leave files as they are")
+    args = parser.parse_args()
+    results: dict[str, Any] = {"killed": {}, "frozen": {}}
+    if Path(_RESULTS).exists():
+        results = json.loads(_RESULTS.read_text())
+    for transport in args.transports:
+        results["killed"][transport] = _killed(transport, args.kills, args.seed)
+    if args.frozen:
+        results["frozen"] = _frozen()
+    print(text(results))
+    if not args.no_publish:
+        _RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        replace(_PAGE, _MARK, text(results))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

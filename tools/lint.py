@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 BUILD = ROOT / "build" / "release"
 # clang-tidy reads only what needs no torch: torch's headers take it a minute per file.
-TORCH_FREE = ROOT / "csrc" / "core"
+TORCH_FREE = (ROOT / "csrc" / "core", ROOT / "csrc" / "ucx")
 
 
 def run(command: list[str | Path]) -> tuple[int, str]:
@@ -39,7 +39,11 @@ def cpp_files() -> list[str]:
 
 def clang_tidy(jobs: int) -> tuple[int, str]:
     entries = json.loads((BUILD / "compile_commands.json").read_text())
-    files = sorted(entry["file"] for entry in entries if Path(entry["file"]).is_relative_to(TORCH_FREE))
+    files = sorted(
+        entry["file"]
+        for entry in entries
+        if any(Path(entry["file"]).is_relative_to(folder) for folder in TORCH_FREE)
+    )
     if not files:
         return 1, "no torch-free source in build/release/compile_commands.json: run `make build` first\n"
     # The wheel of clang-tidy lacks headers such as stddef.h: lend it those of the compiler.

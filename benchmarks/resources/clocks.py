@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Figure", "call_seconds", "compared", "cpu_seconds", "largest", "peak_above", "total"]
+__all__ = ["Figure", "call_seconds", "compared", "cpu_seconds", "largest", "on_core", "peak_above", "total"]
 
 Figure = dict[str, float]  # ours, theirs: what was measured; value: what has a target
 
@@ -61,6 +63,24 @@ def compared(
                 found.append(value)
     mine, other = (statistics.median(found) for found in taken)
     return {"ours": mine, "theirs": other, "value": mine / other}
+
+
+@contextlib.contextmanager
+def on_core(number: int) -> Iterator[None]:
+    """All threads of this process, and those that they start, on one core; numbers go around. Where ranks
+    share memory, the cores that the scheduler picks for them decide what a copy costs."""
+    allowed = sorted(os.sched_getaffinity(0))
+    _pin({allowed[number % len(allowed)]})
+    try:
+        yield
+    finally:
+        _pin(set(allowed))
+
+
+def _pin(cores: set[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
 
 
 def peak_above(call: Callable[[], Any]) -> int:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .clocks import Figure, compared, cpu_seconds, largest, peak_above, total
+from .clocks import Figure, compared, cpu_seconds, largest, on_core, peak_above, total
 
 __all__ = ["cpu", "in_host", "memory"]
 
@@ -94,13 +94,20 @@ def cpu(nbytes: int, dim: int, repeats: int, packs: bool = False) -> Figure:
     return found
 
 
-def in_host(nbytes: int, placement: Any, repeats: int) -> Figure:
+def in_host(nbytes: int, placement: Any, repeats: int) -> dict[str, Figure]:
     """Rows of four ranks of one host, laid out anew in memory that is there, beside plain copies of the
-    bytes that each rank gets, by the four at once, also into memory that is there. Seconds."""
+    bytes that each rank gets, by the four at once, also into memory that is there. Seconds: "one core" for
+    all ranks, where every copy finds the caches of the last, and "all cores", which the ranks take in turn.
+    """
     matrix = Matrix(nbytes, [0, 1, 2, 3], [0, 1, 2, 3], placement)
     given = torch.ones_like(matrix.out.to_local())
     copied = torch.zeros_like(given)
-    found = compared(matrix.reshard, lambda: copied.copy_(given), repeats, time.perf_counter, largest)
+    found = {}
+    for cores, number in (("one core", 0), ("all cores", matrix.rank)):
+        with on_core(number):
+            found[cores] = compared(
+                matrix.reshard, lambda: copied.copy_(given), repeats, time.perf_counter, largest
+            )
     matrix.check()
     return found
 

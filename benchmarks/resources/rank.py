@@ -28,11 +28,11 @@ def network(nbytes: int, repeats: int) -> dict[str, Figure]:
 
 
 def shared(nbytes: int, repeats: int) -> dict[str, Figure]:
-    return {
-        "memory, shared": memory(nbytes),
-        "in host, rows to columns": in_host(_BYTES, ROWS_TO_COLUMNS, repeats),
-        "in host, all-gather": in_host(_BYTES, ALL_GATHER, repeats),
-    }
+    found = {"memory, shared": memory(nbytes)}
+    for name, placement in (("rows to columns", ROWS_TO_COLUMNS), ("all-gather", ALL_GATHER)):
+        for cores, figure in in_host(_BYTES, placement, repeats).items():
+            found[f"in host, {name}, {cores}"] = figure
+    return found
 
 
 def main() -> None:

@@ -131,7 +131,8 @@ void bind_runtime(py::module_& m) {
       .def("next_run", &AgreedPlan::next_run)
       .def_property_readonly_static("REVERSE_LANE", [](const py::object&) { return AgreedPlan::kReverseLane; });
 
-  py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport");
+  py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport")
+      .def("lost", &Transport::lost, py::arg("peer"), NoGil());
   py::class_<ProbingTransport, Transport, std::shared_ptr<ProbingTransport>>(m, "ProbingTransport");
   m.def("gloo_transport", &make_c10d_transport, py::arg("rails"), py::arg("first_rail"), py::arg("rank"),
         NoGil());

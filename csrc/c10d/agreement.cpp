@@ -14,6 +14,8 @@ namespace {
 using Board = Bulletin::Board;
 
 constexpr auto kLookForCause = std::chrono::milliseconds(100);
+// Ranks that come together have agreed by then, and so have not connected for the sake of looking alone.
+constexpr auto kLookForPeers = std::chrono::milliseconds(50);
 
 ErrorContext context_of(const GroupIdentity& group, CallId call, int32_t peer) {
   ErrorContext context;
@@ -25,14 +27,44 @@ ErrorContext context_of(const GroupIdentity& group, CallId call, int32_t peer) {
   return context;
 }
 
-// A rank may have given up on the group before it came to this call.
-void raise_if_broken(Bulletin& bulletin, const GroupIdentity& group, CallId call) {
-  const auto cause = bulletin.read_cause();
-  if (!cause) return;
+[[noreturn]] void raise_cause(const Cause& cause, const GroupIdentity& group, CallId call) {
+  if (cause.kind == static_cast<int32_t>(ErrorKind::PeerLost)) {
+    const std::string seen =
+        cause.reporter == group.rank ? "" : fmt::format(" (first seen by rank {})", cause.reporter);
+    throw Error(ErrorKind::PeerLost, fmt::format("rank {}: {}{}", group.rank, cause.text, seen),
+                context_of(group, call, cause.peer));
+  }
   throw Error(ErrorKind::Aborted,
               fmt::format("rank {}: call {} of {}: the group was aborted by rank {}: {}", group.rank,
-                          call.ordinal, group.name, cause->reporter, cause->text),
-              context_of(group, call, cause->peer));
+                          call.ordinal, group.name, cause.reporter, cause.text),
+              context_of(group, call, cause.peer));
+}
+
+// A rank may have given up on the group before it came to this call.
+void raise_if_broken(Bulletin& bulletin, const GroupIdentity& group, CallId call) {
+  if (const auto cause = bulletin.read_cause()) raise_cause(*cause, group, call);
+}
+
+// Every rank that waits for others looks after those that follow it in the group, up to the first that waits
+// too. So each rank is looked after, by one other, and has one connection more for it.
+void raise_if_lost(Bulletin& bulletin, const GroupIdentity& group, CallId call,
+                   const std::vector<int32_t>& missing, double waited,
+                   const std::function<std::string(int)>& lost) {
+  const size_t count = group.ranks.size();
+  const auto mine = std::find(group.ranks.begin(), group.ranks.end(), group.rank) - group.ranks.begin();
+  for (size_t step = 1; step < count; ++step) {
+    const size_t at = (static_cast<size_t>(mine) + step) % count;
+    const int32_t other = group.ranks[at];
+    const std::string why = lost(static_cast<int>(at));
+    if (!why.empty()) {
+      const Cause cause{static_cast<int32_t>(ErrorKind::PeerLost), group.rank, other,
+                        fmt::format("call {} of {}: rank {} lost rank {} in phase agree after {:.2f} s: {}. "
+                                    "Look at that rank's own output first.",
+                                    call.ordinal, group.name, group.rank, other, waited, why)};
+      raise_cause(bulletin.settle_cause(cause), group, call);
+    }
+    if (std::find(missing.begin(), missing.end(), other) == missing.end()) return;
+  }
 }
 
 [[noreturn]] void raise_mismatch(const GroupIdentity& group, CallId call, const std::string& descriptor,
@@ -77,7 +109,7 @@ std::vector<int32_t> compare_postings(Bulletin& bulletin, const GroupIdentity& g
 
 int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const std::string& descriptor,
               int32_t offered_slot, TimePoint deadline, double limit_seconds,
-              const std::function<void()>& checkpoint) {
+              const std::function<void()>& checkpoint, const std::function<std::string(int)>& lost) {
   const int32_t first = group.ranks.front();
   const bool leads = group.rank == first;
   bulletin.post(Board::Agreement, call.lane, call.ordinal, group.rank,
@@ -114,6 +146,9 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
         const auto stalled = bulletin.read(Board::Stall, call.lane, call.ordinal, other);
         if (stalled) check_posting(group, call, descriptor, other, *stalled);
       }
+    }
+    if (now - started > kLookForPeers) {
+      raise_if_lost(bulletin, group, call, missing, std::chrono::duration<double>(now - started).count(), lost);
     }
     // 100 us, doubled up to 20 ms: ranks mostly come together, and a store must not be flooded by those that
     // wait long.

@@ -27,10 +27,11 @@ struct CallId {
 // that the first rank gave to it. Moves no tensor data. `offered_slot` counts on the first rank only.
 // Throws PlanMismatch with both sides where descriptors differ or a rank rejected its arguments, and
 // DeadlineExceeded naming the ranks that did not call. `checkpoint` is called every few milliseconds and
-// throws where the group has been given up meanwhile.
+// throws where the group has been given up meanwhile. `lost` says why a rank, by its position in the group, has
+// gone, or "": then PeerLost is thrown, which all ranks are told of.
 int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const std::string& descriptor,
               int32_t offered_slot, TimePoint deadline, double limit_seconds,
-              const std::function<void()>& checkpoint);
+              const std::function<void()>& checkpoint, const std::function<std::string(int)>& lost);
 
 // Compares what others posted for a call with this rank's descriptor. Returns the ranks that do not say that
 // they stand still in it too; throws PlanMismatch as above.

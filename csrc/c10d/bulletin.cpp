@@ -3,6 +3,7 @@
 #include <charconv>
 
 #include <fmt/format.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 namespace meshcast {
 namespace {
@@ -38,7 +39,24 @@ Cause decode(const std::string& text) {
 
 }  // namespace
 
+class Bulletin::Wait {
+ public:
+  explicit Wait(Bulletin& bulletin) : since_(bulletin.waits_since_) { since_ = Clock::now(); }
+  ~Wait() { since_ = TimePoint(); }
+  Wait(const Wait&) = delete;
+  Wait& operator=(const Wait&) = delete;
+
+ private:
+  std::atomic<TimePoint>& since_;
+};
+
+const void* Bulletin::connection() const {
+  auto* prefix = dynamic_cast<c10d::PrefixStore*>(store_.get());
+  return prefix ? prefix->getUnderlyingNonPrefixStore().get() : store_.get();
+}
+
 void Bulletin::post(Board board, int32_t lane, int64_t ordinal, int32_t rank, const Posting& posting) {
+  const Wait wait(*this);
   store_->set(
       posting_key(board, lane, ordinal, rank),
       fmt::format("{} {}\n{}", posting.rejected ? 'R' : 'D', posting.slot, posting.text.substr(0, kMaxText)));
@@ -46,24 +64,37 @@ void Bulletin::post(Board board, int32_t lane, int64_t ordinal, int32_t rank, co
 
 std::optional<Posting> Bulletin::read(Board board, int32_t lane, int64_t ordinal, int32_t rank) {
   const std::string key = posting_key(board, lane, ordinal, rank);
-  if (!store_->check({key})) return std::nullopt;
-  const std::string text = store_->get_to_str(key);
+  const auto found = read_key(key);
+  if (!found) return std::nullopt;
+  const std::string& text = *found;
   const size_t line = text.find('\n');
   if (line == std::string::npos || line < 3) return Posting{true, -1, "unreadable posting"};
   return Posting{text[0] == 'R', parse_number(text, 2, line), text.substr(line + 1)};
 }
 
 void Bulletin::erase(Board board, int32_t lane, int64_t ordinal, int32_t rank) {
+  const Wait wait(*this);
   store_->deleteKey(posting_key(board, lane, ordinal, rank));
 }
 
 Cause Bulletin::settle_cause(const Cause& cause) {
+  const Wait wait(*this);
   return decode(store_->compareSet(kCauseKey, std::string(), encode(cause)));
 }
 
 std::optional<Cause> Bulletin::read_cause() {
-  if (!store_->check({kCauseKey})) return std::nullopt;
-  return decode(store_->get_to_str(kCauseKey));
+  const auto text = read_key(kCauseKey);
+  if (!text) return std::nullopt;
+  return decode(*text);
+}
+
+std::optional<std::string> Bulletin::read_key(const std::string& key) {
+  {
+    const Wait wait(*this);
+    if (!store_->check({key})) return std::nullopt;
+  }
+  const Wait wait(*this);
+  return store_->get_to_str(key);
 }
 
 }  // namespace meshcast

@@ -1,11 +1,14 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "transport/transport.h"
 
 namespace meshcast {
 
@@ -26,7 +29,8 @@ struct Cause {
 
 // The group's notice board in the rendezvous store: postings by (lane, ordinal, rank) and one first cause.
 // Plain text, bounded, nothing executed. `store` must be a connection that nobody waits on: a blocking wait
-// locks all other users of its connection out. Every call here is short and may throw what the store throws.
+// locks all other users of its connection out. Every call here is short where the store answers, and may throw
+// what the store throws. Where it does not answer, a call may never return: torch has no limit for that.
 class Bulletin {
  public:
   explicit Bulletin(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
@@ -43,8 +47,20 @@ class Bulletin {
   Cause settle_cause(const Cause& cause);
   std::optional<Cause> read_cause();
 
+  // Since when a call has been waiting for the store; TimePoint() while none does. Of a bulletin that one
+  // thread at a time uses.
+  TimePoint waits_since() const { return waits_since_; }
+
+  // What the calls of all bulletins over one connection share, and lock each other out of.
+  const void* connection() const;
+
  private:
+  class Wait;
+
+  std::optional<std::string> read_key(const std::string& key);
+
   c10::intrusive_ptr<c10d::Store> store_;
+  std::atomic<TimePoint> waits_since_{TimePoint()};
 };
 
 }  // namespace meshcast

@@ -19,6 +19,7 @@
 
 #include "common/error.h"
 #include "common/thread_name.h"
+#include "run/channel.h"
 #include "run/run.h"
 
 namespace meshcast {
@@ -68,22 +69,32 @@ class WaitLine {
 
   void join() { thread_.join(); }  // after abort()
 
-  // issue: enqueues the message at gloo.
+  // issue(data): enqueues the message at gloo, which wants it as one piece of memory.
   template <typename Issue>
-  void post(const Issue& issue, std::unique_ptr<Message> message) {
-    {
-      const std::lock_guard lock(mutex_);
-      if (!aborted_) {
-        try {
-          waiting_.push_back({issue(), std::move(message)});
-        } catch (const std::exception& error) {  // the connection had failed before
-          waiting_.push_back({nullptr, std::move(message), error_of(error)});
-        }
-        changed_.notify_all();
-        return;
-      }
+  void send(int64_t nbytes, std::unique_ptr<Outgoing> message, const Issue& issue) {
+    Waiting waiting;
+    const std::byte* data = message->packed();
+    if (!data) {
+      waiting.staging = take_staging(nbytes);
+      message->read(0, nbytes, waiting.staging.data());
+      data = waiting.staging.data();
     }
-    message->failed(peer_, kAborted);
+    waiting.message = std::move(message);
+    // The backend reads only; from_blob knows no const.
+    post(std::move(waiting), [&] { return issue(const_cast<std::byte*>(data)); });
+  }
+
+  template <typename Issue>
+  void recv(int64_t nbytes, std::unique_ptr<Incoming> message, const Issue& issue) {
+    Waiting waiting;
+    std::byte* data = message->packed();
+    if (!data) {
+      waiting.staging = take_staging(nbytes);
+      waiting.into = message.get();
+      data = waiting.staging.data();
+    }
+    waiting.message = std::move(message);
+    post(std::move(waiting), [&] { return issue(data); });
   }
 
   void abort() noexcept {
@@ -99,8 +110,41 @@ class WaitLine {
   struct Waiting {
     Work work;
     std::unique_ptr<Message> message;
-    std::optional<TransportError> error = std::nullopt;
+    std::vector<std::byte> staging;
+    Incoming* into = nullptr;  // the message, where what is in `staging` goes in the end
+    std::optional<TransportError> error;
   };
+
+  template <typename Issue>
+  void post(Waiting waiting, const Issue& issue) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!aborted_) {
+        try {
+          waiting.work = issue();
+        } catch (const std::exception& error) {  // the connection had failed before
+          waiting.error = error_of(error);
+        }
+        waiting_.push_back(std::move(waiting));
+        changed_.notify_all();
+        return;
+      }
+    }
+    waiting.message->failed(peer_, kAborted);
+  }
+
+  std::vector<std::byte> take_staging(int64_t nbytes) {
+    std::vector<std::byte> staging;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!spare_.empty()) {
+        staging = std::move(spare_.back());
+        spare_.pop_back();
+      }
+    }
+    staging.resize(static_cast<size_t>(nbytes));
+    return staging;
+  }
 
   static void abort(const Waiting& waiting) noexcept {
     try {
@@ -144,11 +188,14 @@ class WaitLine {
         if (error) {
           front.message->failed(peer_, *error);
         } else {
+          if (front.into)
+            front.into->write(0, static_cast<int64_t>(front.staging.size()), front.staging.data());
           front.message->finished();
         }
       }
       front.message.reset();
       lock.lock();
+      if (front.staging.capacity() > 0 && spare_.size() < kWindow) spare_.push_back(std::move(front.staging));
     }
   }
 
@@ -156,7 +203,8 @@ class WaitLine {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Waiting> waiting_;
-  const Waiting* front_ = nullptr;  // what the thread waits for
+  const Waiting* front_ = nullptr;             // what the thread waits for
+  std::vector<std::vector<std::byte>> spare_;  // staging to reuse, at most kWindow
   bool aborted_ = false;
   std::thread thread_;
 };
@@ -167,20 +215,24 @@ class C10dTransport final : public Transport {
       : rails_(std::move(rails)), first_rail_(std::move(first_rail)), rank_(rank) {}
   ~C10dTransport() override { C10dTransport::shutdown(); }
 
-  void send(const Envelope& to, const void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
-    // The backend reads only; from_blob knows no const.
-    std::vector<at::Tensor> tensors{bytes(const_cast<void*>(data), nbytes)};
+  void send(const Envelope& to, int64_t nbytes, std::unique_ptr<Outgoing> message) override {
     const int32_t tag = short_key(to.key);
-    post(
-        to, Direction::Out, [&] { return rail(rank_, tag)->send(tensors, to.peer, tag); }, std::move(message));
+    const auto line = line_of(to, Direction::Out);
+    if (!line) return message->failed(to.peer, kAborted);
+    line->send(nbytes, std::move(message), [&](std::byte* data) {
+      std::vector<at::Tensor> tensors{bytes(data, nbytes)};
+      return rail(rank_, tag)->send(tensors, to.peer, tag);
+    });
   }
 
-  void recv(const Envelope& from, void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
-    std::vector<at::Tensor> tensors{bytes(data, nbytes)};
+  void recv(const Envelope& from, int64_t nbytes, std::unique_ptr<Incoming> message) override {
     const int32_t tag = short_key(from.key);
-    post(
-        from, Direction::In, [&] { return rail(from.peer, tag)->recv(tensors, from.peer, tag); },
-        std::move(message));
+    const auto line = line_of(from, Direction::In);
+    if (!line) return message->failed(from.peer, kAborted);
+    line->recv(nbytes, std::move(message), [&](std::byte* data) {
+      std::vector<at::Tensor> tensors{bytes(data, nbytes)};
+      return rail(from.peer, tag)->recv(tensors, from.peer, tag);
+    });
   }
 
   void drive(const std::function<bool()>& /*done*/, TimePoint /*limit*/) override {}
@@ -216,23 +268,12 @@ class C10dTransport final : public Transport {
     return at::from_blob(data, {nbytes}, at::TensorOptions().dtype(at::kByte));
   }
 
-  template <typename Issue>
-  void post(const Envelope& envelope, Direction direction, const Issue& issue,
-            std::unique_ptr<Message> message) {
-    std::shared_ptr<WaitLine> line;
-    {
-      const std::lock_guard lock(mutex_);
-      if (!aborted_) {
-        auto& slot = lines_[{envelope.peer, envelope.lane, direction}];
-        if (!slot) slot = std::make_shared<WaitLine>(envelope.peer);
-        line = slot;
-      }
-    }
-    if (line) {
-      line->post(issue, std::move(message));
-    } else {
-      message->failed(envelope.peer, kAborted);
-    }
+  std::shared_ptr<WaitLine> line_of(const Envelope& envelope, Direction direction) {  // null after abort()
+    const std::lock_guard lock(mutex_);
+    if (aborted_) return nullptr;
+    auto& line = lines_[{envelope.peer, envelope.lane, direction}];
+    if (!line) line = std::make_shared<WaitLine>(envelope.peer);
+    return line;
   }
 
   const std::vector<c10::intrusive_ptr<c10d::Backend>> rails_;

@@ -51,7 +51,7 @@ class GroupBase {
 
   const GroupIdentity identity_;
   const std::shared_ptr<RecycleBin> bin_;
-  std::unique_ptr<Watcher> watcher_;  // made and stopped by the core, which it looks after
+  std::shared_ptr<Watcher> watcher_;  // made and stopped by the core, which it looks after
 };
 
 }  // namespace meshcast

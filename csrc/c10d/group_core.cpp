@@ -27,17 +27,30 @@ class GroupCore::WatchedEngine final : public Watched {
 GroupCore::GroupCore(std::shared_ptr<Transport> network, const c10::intrusive_ptr<c10d::Store>& store,
                      GroupIdentity identity, LocalRanks local)
     : GroupBase(std::move(identity)),
+      network_(network),
       local_ranks_(std::move(local.ranks)),
       agreement_bulletin_(store),
       watched_(std::make_unique<WatchedEngine>(engine_)),
       slots_(std::make_shared<SlotPool>(kSlots)) {
-  engine_ = std::make_unique<Engine>(
-      std::move(network),
-      [this](int peer, const TransportError& error, const std::shared_ptr<Run>& run) {
-        watcher_->transport_failed(peer, error, *run);
-      },
-      std::move(local.transport));
-  watcher_ = std::make_unique<Watcher>(*watched_, identity_, store);
+  try {
+    engine_ = std::make_unique<Engine>(
+        std::move(network),
+        [this](int peer, const TransportError& error, const std::shared_ptr<Run>& run) {
+          watcher_->transport_failed(peer, error, *run);
+        },
+        std::move(local.transport));
+    watcher_ = std::make_shared<Watcher>(*watched_, identity_, store);
+  } catch (const Error& error) {
+    // The others have met this rank and would wait for it.
+    const std::string text =
+        fmt::format("rank {}: group {} could not come up: {}", identity_.rank, identity_.name, error.what());
+    try {
+      agreement_bulletin_.settle_cause({static_cast<int32_t>(error.kind()), identity_.rank, -1, text});
+    } catch (const std::exception&) {
+      // The store does not answer: they cannot be told, and end at their limits.
+    }
+    throw start_error(error.kind(), text);
+  }
 }
 
 GroupCore::~GroupCore() { shutdown(); }
@@ -64,8 +77,9 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_on(CallId call, const PlanText& tex
                              {true, -1, full});
     throw LayoutError(full);
   }
-  const int32_t slot = agree(agreement_bulletin_, identity_, call, text.descriptor, *offered,
-                             deadline_after(timeout_seconds), timeout_seconds, [this] { refuse_if_failed(); });
+  const int32_t slot = agree(
+      agreement_bulletin_, identity_, call, text.descriptor, *offered, deadline_after(timeout_seconds),
+      timeout_seconds, [this] { refuse_if_failed(); }, [this](int peer) { return network_->lost(peer); });
   if (leads) slots_->take(slot);
   // That everybody agreed on this call means that everybody has read what was posted for the one before.
   if (last_agreed_)

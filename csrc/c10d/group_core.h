@@ -61,6 +61,7 @@ class GroupCore final : public GroupBase {
 
   class WatchedEngine;
 
+  const std::shared_ptr<Transport> network_;
   const std::vector<int32_t> local_ranks_;
   Bulletin agreement_bulletin_;
   std::unique_ptr<Engine> engine_;

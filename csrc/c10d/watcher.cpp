@@ -11,9 +11,9 @@ namespace {
 using std::chrono::milliseconds;
 using Seconds = std::chrono::duration<double>;
 
-constexpr auto kLook = milliseconds(200);         // between looks at the bulletin
-constexpr auto kStall = milliseconds(2000);       // a call this old says what it is (or a quarter of its limit)
-constexpr auto kStoreGrace = milliseconds(1000);  // the store may take this long before the timer decides alone
+constexpr auto kLook = milliseconds(200);    // between looks at the bulletin
+constexpr auto kStall = milliseconds(2000);  // a call this old says what it is (or a quarter of its limit)
+constexpr auto kStoreGrace = Reporters::kStoreGrace;  // after it ticks decide alone
 constexpr auto kPostingLife = std::chrono::seconds(60);
 constexpr auto kPinGrace = milliseconds(2000);  // an aborted request may take this long to let go
 
@@ -36,25 +36,37 @@ std::string address_in(const std::string& text) {
 }  // namespace
 
 Watcher::Watcher(Watched& engine, GroupIdentity group, const c10::intrusive_ptr<c10d::Store>& store)
-    : engine_(engine), group_(std::move(group)), bulletin_(store), threads_(WatchThreads::of_process()) {
-  threads_->add(*this);
+    : engine_(engine),
+      group_(std::move(group)),
+      bulletin_(store),
+      connection_(bulletin_.connection()),
+      work_(WorkThread::of_process()),
+      reporters_(Reporters::of_process()) {
+  work_->add(*this);
 }
 
 Watcher::~Watcher() { stop(); }
 
 void Watcher::stop() {
-  if (!std::exchange(watched_, false)) return;
-  threads_->remove(*this);
-  if (!local_ || published_) return;
+  if (!std::exchange(watched_, false) || work_->forked()) return;
+  work_->remove(*this);
   // Told before this rank's connections go: else the others would find them broken and blame this rank.
-  try {
-    bulletin_.settle_cause(local_->cause);
-  } catch (const std::exception&) {
-    // The store does not answer any more; nobody is left who would look there.
-  }
+  const TimePoint limit = Clock::now() + kStoreGrace;
+  std::unique_lock lock(mutex_);
+  unheard_ = false;
+  if (local_ && !published_ && !reporters_->held_up(connection_) && want_report())
+    told_.wait_until(lock, limit, [this] { return published_ || unheard_; });
+  lock.unlock();
+  reporters_->drop(*this);
+  engine_use_.close();
 }
 
-void Watcher::wake() { threads_->wake(false); }
+bool Watcher::want_report() {
+  Reporting* const self = this;
+  return reporters_->want({shared_from_this(), self});
+}
+
+void Watcher::wake() { work_->wake(false); }
 
 Cause Watcher::describe_transport_error(int32_t peer, const TransportError& error, const RunState& run) const {
   const int32_t peer_rank = group_.ranks[static_cast<size_t>(peer)];
@@ -69,7 +81,7 @@ Cause Watcher::describe_transport_error(int32_t peer, const TransportError& erro
               run.received_bytes(), run.expected_bytes(), error.what())};
 }
 
-void Watcher::note_local(Cause cause, const RunState* run) {
+void Watcher::note_local(Cause cause, const RunState* run, bool known) {
   {
     const std::lock_guard lock(mutex_);
     if (local_) return;
@@ -84,8 +96,11 @@ void Watcher::note_local(Cause cause, const RunState* run) {
       local_->op = run->label().op();
       local_->ordinal = run->label().ordinal;
     }
+    published_ = known;
   }
-  threads_->wake(true);
+  // Where no thread can be had, ticks will end the runs.
+  if (!known) want_report();
+  work_->wake(true);
 }
 
 void Watcher::transport_failed(int32_t peer, const TransportError& error, const RunState& run) {
@@ -135,56 +150,66 @@ void Watcher::give_up(const Cause& cause) {
     context.bytes_expected = local.bytes_expected;
     context.address = address_in(cause.text);
   }
-  engine_.fail(std::make_exception_ptr(Error(kind, text, context)));
+  const Entered inside(engine_use_);
+  if (inside) engine_.fail(std::make_exception_ptr(Error(kind, text, context)));
 }
 
-bool Watcher::report() {
+void Watcher::report() {
+  std::optional<Local> local;
   {
     const std::lock_guard lock(mutex_);
-    if (local_ ? published_ : failed()) return false;
-    if (!local_ && engine_.in_flight().empty()) return false;
+    if (published_) return;
+    local = local_;
   }
+  reporting_ = true;
   try {
-    report_once();
+    if (local)
+      publish(*local);
+    else
+      look();
   } catch (const Error& error) {
     // A mismatch found by comparing descriptors; every rank that compares finds the same.
     const Cause cause{static_cast<int32_t>(error.kind()), group_.rank, error.context().peer, error.what()};
     note_local(cause, nullptr);
     give_up(cause);
   } catch (const std::exception&) {
-    // The store does not answer. The timer ends the runs at their deadline with what this rank knows.
+    // The store has failed. Ticks end the runs at their deadline with what this rank knows.
+    const std::lock_guard lock(mutex_);
+    unheard_ = true;
+    told_.notify_all();
   }
-  return true;
+  reporting_ = false;
 }
 
-void Watcher::report_once() {
-  std::optional<Local> local;
+// A lost connection may be the echo of somebody's abort: whoever wrote first is right.
+void Watcher::publish(const Local& local) {
+  const Cause first = bulletin_.settle_cause(local.cause);
   {
     const std::lock_guard lock(mutex_);
-    local = local_;
+    published_ = true;
+    told_.notify_all();
   }
-  if (local) {
-    // A lost connection may be the echo of somebody's abort: whoever wrote first is right.
-    const Cause first = bulletin_.settle_cause(local->cause);
-    {
-      const std::lock_guard lock(mutex_);
-      published_ = true;
-    }
-    give_up(first);
-    return;
-  }
+  give_up(first);
+}
+
+Watcher::Runs Watcher::old_runs() {
+  const Entered inside(engine_use_);
+  if (!inside || failed()) return {};
   const TimePoint now = Clock::now();
-  auto runs = engine_.in_flight();
-  runs.erase(
-      std::remove_if(runs.begin(), runs.end(), [&](const auto& r) { return now - r->started() < kLook; }),
-      runs.end());
-  if (runs.empty() || now - last_look_ < kLook) return;
-  last_look_ = now;
+  Runs runs = engine_.in_flight();
+  std::erase_if(runs, [&](const auto& run) { return now - run->started() < kLook; });
+  return runs;
+}
+
+void Watcher::look() {
+  const Runs runs = old_runs();
+  if (runs.empty()) return;
   if (const auto cause = bulletin_.read_cause()) {
-    note_local(*cause, runs.front().get());
+    note_local(*cause, runs.front().get(), true);
     give_up(*cause);
     return;
   }
+  const TimePoint now = Clock::now();
   erase_old_postings(now);
   for (const auto& run : runs) look_for_stalls(run, now);
 }
@@ -231,40 +256,57 @@ void Watcher::look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint no
       run.get());
 }
 
-// The order of the grace periods is what keeps names right: the reporter acts at the deadline, this thread
-// kStoreGrace later.
 bool Watcher::tick() {
-  const auto runs = engine_.in_flight();
+  const Runs runs = engine_.in_flight();
   std::optional<Local> local;
+  bool published = false;
   {
     const std::lock_guard lock(mutex_);
     local = local_;
+    published = published_;
   }
   if (runs.empty() && (!local || failed())) return false;
   const TimePoint now = Clock::now();
+  const bool look_is_due =
+      now - last_look_ >= kLook && !reporting_ && !failed() &&
+      std::any_of(runs.begin(), runs.end(), [&](const auto& run) { return now - run->started() >= kLook; });
+  if (local ? !published : look_is_due) {
+    last_look_ = now;
+    want_report();
+  }
   // The death of a peer on this host breaks no network connection that anybody waits on.
   if (!failed()) engine_.check_peers();
+  end_in_time(runs, local, now);
+  return true;
+}
+
+// The order of the grace periods is what keeps names right: a report acts at the deadline, a tick kStoreGrace
+// later; at once where the store has not answered for that long already.
+void Watcher::end_in_time(const Runs& runs, const std::optional<Local>& local, TimePoint now) {
   if (failed()) {
     if (failed_at_ == TimePoint{}) failed_at_ = now;
     if (now - failed_at_ > kPinGrace) {
       for (const auto& run : runs) run->force_end();
     }
-  } else if (local && now - local->seen > kStoreGrace) {
+    return;
+  }
+  const bool unanswered = reporters_->held_up(connection_);
+  if (local) {
+    if (!unanswered && now - local->seen <= kStoreGrace) return;
     Cause cause = local->cause;
     cause.text += " (the rendezvous store did not answer)";
     give_up(cause);
-  } else if (!local) {
-    for (const auto& run : runs) {
-      if (now < run->deadline() + kStoreGrace) continue;
-      note_local({static_cast<int32_t>(ErrorKind::DeadlineExceeded), group_.rank, -1,
-                  fmt::format("{} call {} of {} exceeded its limit of {:.1f} s, {} of {} bytes received",
-                              run->label().op(), run->label().ordinal, group_.name, limit_of(*run),
-                              run->received_bytes(), run->expected_bytes())},
-                 run.get());
-      break;
-    }
+    return;
   }
-  return true;
+  for (const auto& run : runs) {
+    if (now < run->deadline() + (unanswered ? milliseconds(0) : kStoreGrace)) continue;
+    note_local({static_cast<int32_t>(ErrorKind::DeadlineExceeded), group_.rank, -1,
+                fmt::format("{} call {} of {} exceeded its limit of {:.1f} s, {} of {} bytes received",
+                            run->label().op(), run->label().ordinal, group_.name, limit_of(*run),
+                            run->received_bytes(), run->expected_bytes())},
+               run.get());
+    return;
+  }
 }
 
 }  // namespace meshcast

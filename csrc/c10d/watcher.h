@@ -1,5 +1,7 @@
 #pragma once
 
+#include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <map>
@@ -12,9 +14,11 @@
 
 #include "c10d/agreement.h"
 #include "c10d/bulletin.h"
-#include "c10d/watch_threads.h"
 #include "common/error.h"
+#include "run/admission.h"
+#include "run/reporters.h"
 #include "run/run_state.h"
+#include "run/work_thread.h"
 
 namespace meshcast {
 
@@ -32,11 +36,13 @@ class Watched {
 // rank names the same culprit. Over gloo one failure closes connections between innocent ranks too; so a rank
 // that sees an error asks the bulletin for the first cause before it names anyone.
 //
-// It has turns in two threads, which all watchers of a process share: the reporter talks to the store and may
-// be held up by it; the timer never does, and ends the runs with what this rank knows if the reporter does not
-// answer in time.
-class Watcher final : private WatchTurns {
+// It has a part in two threads. Ticks, on the work thread, never touch the store. A report, on a reporter, may
+// be held up by the store for good. So ticks end the runs with what this rank knows if the store does not
+// answer in time, and a report uses the engine only while stop() lets it in; the watcher itself lives until it
+// is over.
+class Watcher final : public std::enable_shared_from_this<Watcher>, private Ticking, private Reporting {
  public:
+  // Made as a shared_ptr. Throws Error where no thread can be had.
   Watcher(Watched& engine, GroupIdentity group, const c10::intrusive_ptr<c10d::Store>& store);
   ~Watcher() override;
 
@@ -44,7 +50,10 @@ class Watcher final : private WatchTurns {
   void transport_failed(int32_t peer, const TransportError& error, const RunState& run);
   void run_failed(const Error& error, const RunState& run);  // with a text that names all there is to name
   void abort(const std::string& reason);
-  void stop();  // no turns any more; not from one of them. Posts what only this rank knows.
+
+  // Posts what only this rank knows, if the store takes it soon. Afterwards the engine is not used any more.
+  // Not from a tick or a report.
+  void stop();
 
  private:
   struct Local {  // what this rank saw, before the others were asked
@@ -58,36 +67,53 @@ class Watcher final : private WatchTurns {
     int64_t ordinal = -1;
   };
 
-  bool report() override;
+  using Runs = std::vector<std::shared_ptr<RunState>>;
+
   bool tick() override;
-  void report_once();
+  void end_in_time(const Runs& runs, const std::optional<Local>& local, TimePoint now);
+
+  void report() override;
+  TimePoint waits_since() const override { return bulletin_.waits_since(); }
+  const void* connection() const override { return connection_; }
+  bool want_report();
+  void publish(const Local& local);
+  void look();
+  Runs old_runs();
   void erase_old_postings(TimePoint now);
   void look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint now);
 
   Cause describe_transport_error(int32_t peer, const TransportError& error, const RunState& run) const;
-  void note_local(Cause cause, const RunState* run);
+  // known: the bulletin has it.
+  void note_local(Cause cause, const RunState* run, bool known = false);
   void give_up(const Cause& cause);  // fails the engine, under the first cause
   bool failed() const { return engine_.error() != nullptr; }
 
   Watched& engine_;
   const GroupIdentity group_;
   Bulletin bulletin_;
+  const void* const connection_;
+  Admission engine_use_;  // of reports
 
   std::mutex mutex_;
+  std::condition_variable told_;  // published_, unheard_
   std::optional<Local> local_;
   bool published_ = false;  // the bulletin knows a cause; from then on nothing is left to report
+  bool unheard_ = false;    // the store failed at the last try
+  std::atomic<bool> reporting_{false};
 
-  // The reporter's own notes, touched by no other thread.
+  // The reports' own notes; one report runs at a time.
   struct Posted {
     TimePoint when;
     std::weak_ptr<RunState> run;
   };
   std::map<std::pair<int32_t, int64_t>, Posted> posted_;  // calls (lane, ordinal) that are on the bulletin
-  TimePoint last_look_{};
 
-  TimePoint failed_at_{};  // as the timer found it
+  // The ticks' own notes.
+  TimePoint last_look_{};  // when a look at the bulletin was wanted
+  TimePoint failed_at_{};
 
-  const std::shared_ptr<WatchThreads> threads_;
+  const std::shared_ptr<WorkThread> work_;
+  const std::shared_ptr<Reporters> reporters_;
   bool watched_ = true;  // until stop(), which one thread calls
 };
 

@@ -26,7 +26,7 @@ void look_up(void* library, const std::string& path, const char* name, Function*
 
 std::unique_ptr<const Api> opened(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (!library) refuse(path, dlerror());
+  if (!library) refuse(path, dlerror());  // NOLINT(concurrency-mt-unsafe): glibc's is each thread's own
   auto api = std::make_unique<Api>();
 #define MESHCAST_UCX_LOOK_UP(name) look_up(library, path, #name, &api->name)
   MESHCAST_UCX_FUNCTIONS(MESHCAST_UCX_LOOK_UP);

@@ -29,13 +29,12 @@ namespace meshcast::ucx {
   apply(ucp_ep_close_nbx);               \
   apply(ucp_am_send_nbx);                \
   apply(ucp_am_recv_data_nbx);           \
-  apply(ucp_am_data_release);            \
   apply(ucp_request_check_status);       \
   apply(ucp_request_free);               \
   apply(ucs_status_string)
 
 struct Api {
-#define MESHCAST_UCX_MEMBER(name) decltype(&::name) name = nullptr
+#define MESHCAST_UCX_MEMBER(name) decltype(&::name) name = nullptr  // NOLINT(bugprone-macro-parentheses)
   MESHCAST_UCX_FUNCTIONS(MESHCAST_UCX_MEMBER);
 #undef MESHCAST_UCX_MEMBER
   std::string version;  // of the library, as "1.22.0"

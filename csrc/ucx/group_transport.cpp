@@ -1,7 +1,6 @@
 #include "ucx/group_transport.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include <fmt/format.h>
@@ -14,13 +13,12 @@ namespace {
 
 using Cause = TransportError::Cause;
 
-// Peers that are alive end what they are in the middle of within this time.
+// Peers that are alive take what UCX is in the middle of sending within this time.
 constexpr auto kBusyGrace = std::chrono::milliseconds(500);
 // A rank that leaves because the group has failed there tells why through the store. That gets a head start.
 constexpr auto kLeaveGrace = std::chrono::milliseconds(300);
 
 const TransportError kAborted(Cause::Aborted, "the transport was aborted");
-const TransportError kForked(Cause::Closed, "this process was forked from the one that made the connections");
 
 }  // namespace
 
@@ -32,7 +30,10 @@ GroupTransport::GroupTransport(std::shared_ptr<ProcessPlane> plane, uint64_t id,
       rank_(rank),
       first_rail_(std::move(first_rail)),
       peers_(members_.size()) {
-  for (size_t peer = 0; peer < peers_.size(); ++peer) peers_[peer].rank = static_cast<int>(peer);
+  for (size_t peer = 0; peer < peers_.size(); ++peer) {
+    peers_[peer].rank = static_cast<int>(peer);
+    peers_[peer].credits = kCredits;
+  }
 }
 
 // The rail is the sender's turn, so both ends find the same one.
@@ -55,211 +56,90 @@ std::shared_ptr<Link> GroupTransport::link_locked(int peer, size_t rail, std::st
   return nullptr;
 }
 
-void GroupTransport::send(const Envelope& to, const void* data, int64_t nbytes,
-                          std::unique_ptr<Message> message) {
-  if (plane_->foreign()) return message->failed(to.peer, kForked);
-  std::unique_lock lock(plane_->mutex());
-  if (aborted_) {
-    lock.unlock();
-    return message->failed(to.peer, kAborted);
-  }
-  std::string why;
-  auto link = link_locked(to.peer, rail_of(to.peer, to.key, rank_), &why);
-  if (!link) {
-    lock.unlock();
-    return message->failed(to.peer, {Cause::Closed, why});
-  }
-  int32_t& credit = peer_at(to.peer).credits;
-  const bool small = nbytes <= kEagerBytes && credit > 0;
-  if (small) --credit;
+void GroupTransport::say_locked(const std::shared_ptr<Link>& link, int peer, Kind kind, Header header) {
   auto flight = std::make_unique<Flight>();
   flight->group = this;
-  flight->link = std::move(link);
-  flight->peer = to.peer;
-  flight->sends = true;
-  flight->message = std::move(message);
-  flight->header = DataHeader{id_, to.key, rank_, 0};
-  if (plane_->send_locked(std::move(flight), data, nbytes, small)) {
-    lock.unlock();
-    plane_->tell();
-  }
-}
-
-void GroupTransport::recv(const Envelope& from, void* data, int64_t nbytes, std::unique_ptr<Message> message) {
-  if (plane_->foreign()) return message->failed(from.peer, kForked);
-  std::unique_lock lock(plane_->mutex());
-  if (aborted_) {
-    lock.unlock();
-    return message->failed(from.peer, kAborted);
-  }
-  Posted posted{static_cast<std::byte*>(data), nbytes, std::move(message)};
-  const Key key{from.peer, from.key};
-  const auto it = arrivals_.find(key);
-  if (it == arrivals_.end()) {
-    // Connected also to receive: else this rank would not notice that the peer dies.
-    std::string why;
-    if (!link_locked(from.peer, rail_of(from.peer, from.key, from.peer), &why)) {
-      lock.unlock();
-      return posted.message->failed(from.peer, {Cause::Closed, why});
-    }
-    posted_.emplace(key, std::move(posted));
-    return;
-  }
-  if (nbytes == kProbe) {
-    end_locked(from.peer, std::move(posted.message), std::nullopt);
-    lock.unlock();
-    return plane_->tell();
-  }
-  Arrival arrival = std::move(it->second);
-  arrivals_.erase(it);
-  if (arrival.descriptor) {
-    receive_locked(from.peer, std::move(posted), arrival.descriptor, arrival.nbytes, *arrival.worker);
-  } else {
-    std::memcpy(posted.data, arrival.data.data(), static_cast<size_t>(std::min(arrival.nbytes, posted.nbytes)));
-    end_locked(from.peer, std::move(posted.message), mismatch(arrival.nbytes, nbytes));
-    matched_locked(from.peer);
-  }
-  lock.unlock();
-  plane_->tell();
-}
-
-void GroupTransport::probe(const Envelope& from, std::unique_ptr<Message> message) {
-  recv(from, nullptr, kProbe, std::move(message));
-}
-
-// The receive that a message which is here belongs to. A probe of it is told, and counts as none.
-bool GroupTransport::take_posted_locked(const Key& key, Posted* posted) {
-  const auto it = posted_.find(key);
-  if (it == posted_.end()) return false;
-  *posted = std::move(it->second);
-  posted_.erase(it);
-  if (posted->nbytes != kProbe) return true;
-  end_locked(key.sender, std::move(posted->message), std::nullopt);
-  return false;
+  flight->link = link;
+  flight->peer = peer;
+  flight->kind = kind;
+  flight->header = header;
+  plane_->send_locked(std::move(flight), nullptr, 0);
 }
 
 std::optional<TransportError> GroupTransport::mismatch(int64_t nbytes, int64_t expected) {
   if (nbytes == expected) return std::nullopt;
   return TransportError(Cause::Mismatch,
-                        fmt::format("a message of {} bytes came where {} were expected", nbytes, expected));
+                        fmt::format("a message of {} bytes met a receive of {}", nbytes, expected));
 }
 
-void GroupTransport::arrived_locked(const DataHeader& header, const std::byte* data, int64_t nbytes) {
-  if (aborted_ || !knows(header.sender)) return;
-  const Key key{header.sender, header.key};
-  Posted posted;
-  if (!take_posted_locked(key, &posted)) {
-    arrivals_[key] = {{data, data + nbytes}, nullptr, nbytes, nullptr};
-    return;
-  }
-  std::memcpy(posted.data, data, static_cast<size_t>(std::min(nbytes, posted.nbytes)));
-  end_locked(header.sender, std::move(posted.message), mismatch(nbytes, posted.nbytes));
-  matched_locked(header.sender);
-}
-
-void GroupTransport::announced_locked(const DataHeader& header, void* descriptor, int64_t nbytes,
-                                      Worker& worker) {
-  if (aborted_ || !knows(header.sender)) {
-    std::string why;
-    if (knows(header.sender) && link_locked(header.sender, plane_->rail_of(worker), &why)) {
-      say_leave_locked(peer_at(header.sender));
-    }
-    plane_->release_locked(worker, descriptor);
-    return;
-  }
-  const Key key{header.sender, header.key};
-  Posted posted;
-  if (!take_posted_locked(key, &posted)) {
-    arrivals_[key] = {{}, descriptor, nbytes, &worker};
-    return;
-  }
-  receive_locked(header.sender, std::move(posted), descriptor, nbytes, worker);
-}
-
-void GroupTransport::receive_locked(int peer, Posted posted, void* descriptor, int64_t nbytes, Worker& worker) {
-  if (auto error = mismatch(nbytes, posted.nbytes)) {  // UCX would take a message that is too short
-    plane_->release_locked(worker, descriptor);
-    return end_locked(peer, std::move(posted.message), std::move(error));
-  }
-  std::string why;
-  auto flight = std::make_unique<Flight>();
-  flight->group = this;
-  flight->peer = peer;
-  flight->link = link_locked(peer, plane_->rail_of(worker), &why);
-  flight->message = std::move(posted.message);
-  if (!flight->link) {
-    plane_->release_locked(worker, descriptor);
-    return end_locked(peer, std::move(flight->message), TransportError(Cause::Closed, why));
-  }
-  plane_->receive_locked(std::move(flight), descriptor, posted.data, posted.nbytes);
-}
-
-// Says now and then that small messages have been taken.
-void GroupTransport::matched_locked(int peer) {
-  int32_t& taken = peer_at(peer).taken;
-  if (++taken < kCredits / 2) return;
-  std::string why;
-  auto flight = std::make_unique<Flight>();
-  flight->link = link_locked(peer, 0, &why);
-  if (!flight->link) return;
-  flight->group = this;
-  flight->peer = peer;
-  flight->header = CreditHeader{id_, rank_, std::exchange(taken, 0)};
-  plane_->send_locked(std::move(flight), nullptr, 0, true);
-}
-
-void GroupTransport::credit_locked(const CreditHeader& header) {
+void GroupTransport::arrived_locked(Kind kind, const Header& header, const std::byte* data, int64_t nbytes) {
   if (!knows(header.sender)) return;
-  int32_t& credit = peer_at(header.sender).credits;
-  credit = std::clamp(credit + header.count, 0, kCredits);
+  Peer& peer = peer_at(header.sender);
+  if (aborted_) {
+    // They wait for this rank. It may never have connected with them, so that they have not heard.
+    std::string why;
+    const bool waits = kind == Kind::Announce || kind == Kind::Post;
+    if (waits && link_for_locked(header.sender, header.key, rank_, &why)) say_leave_locked(peer);
+    return;
+  }
+  switch (kind) {
+    case Kind::Data: return data_locked(header, data, nbytes);
+    case Kind::Announce: return announced_locked(header);
+    case Kind::Post: return post_arrived_locked(header);
+    case Kind::Taken: return taken_locked(header);
+    case Kind::Credit: peer.credits = std::clamp(peer.credits + header.count, 0, kCredits); return;
+    case Kind::Leave: return left_locked(header);
+  }
 }
 
 void GroupTransport::lost_locked(uint64_t process, const std::string& why) {
   for (size_t peer = 0; peer < members_.size(); ++peer) {
-    if (members_[peer].process != process) continue;
-    lose_locked(peers_[peer], why);
-    // Of large messages only the announcement is here.
-    std::erase_if(arrivals_, [&](const auto& entry) {
-      return entry.first.sender == static_cast<int32_t>(peer) && entry.second.descriptor;
-    });
+    if (members_[peer].process == process) lose_locked(peers_[peer], why);
   }
 }
 
-// Nothing more comes from this peer, and what goes there is not taken.
+// Nothing more comes from this peer but what is here, and what goes there is not taken.
 void GroupTransport::lose_locked(Peer& peer, const std::string& why) {
   if (!peer.lost.empty()) return;
   peer.lost = why;
   peer.leaves = TimePoint::max();
   const TransportError error(Cause::Closed, why);
-  for (auto it = posted_.begin(); it != posted_.end();) {
-    if (it->first.sender == peer.rank) {
+  for (auto it = receivings_.begin(); it != receivings_.end();) {
+    if (it->first.peer == peer.rank) {
       end_locked(peer.rank, std::move(it->second.message), error);
-      it = posted_.erase(it);
+      it = receivings_.erase(it);
     } else {
       ++it;
     }
   }
-  for (auto& message : std::exchange(peer.dropped, {})) end_locked(peer.rank, std::move(message), error);
+  for (auto it = probes_.begin(); it != probes_.end();) {
+    if (it->first.peer == peer.rank) {
+      end_locked(peer.rank, std::move(it->second), error);
+      it = probes_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+  std::erase_if(arrivals_,
+                [&](const auto& each) { return each.first.peer == peer.rank && each.second.announced; });
+  std::erase_if(posts_, [&](const auto& each) { return each.first.peer == peer.rank; });
+  std::vector<std::shared_ptr<Sending>> sendings;
+  for (const auto& [key, sending] : sendings_) {
+    if (key.peer == peer.rank) sendings.push_back(sending);
+  }
+  for (const auto& sending : sendings) give_up_locked(sending, error);
 }
 
-// That this rank takes no more messages of the group: UCX acknowledges to a sender also what was dropped.
 void GroupTransport::say_leave_locked(Peer& peer) {
   const auto links = plane_->links_to_locked(members_[static_cast<size_t>(peer.rank)].process);
   if (links.empty() || std::exchange(peer.told, true)) return;
-  for (const auto& link : links) {
-    auto flight = std::make_unique<Flight>();
-    flight->group = this;
-    flight->peer = peer.rank;
-    flight->link = link;
-    flight->header = LeaveHeader{id_, rank_, static_cast<int32_t>(links.size())};
-    plane_->send_locked(std::move(flight), nullptr, 0, true);
-  }
+  const auto count = static_cast<int32_t>(links.size());
+  for (const auto& link : links) say_locked(link, peer.rank, Kind::Leave, {id_, 0, rank_, count, 0, 0});
 }
 
-void GroupTransport::left_locked(const LeaveHeader& header) {
-  if (!knows(header.sender)) return;
+void GroupTransport::left_locked(const Header& header) {
   Peer& peer = peer_at(header.sender);
-  if (++peer.left_rails != header.rails || !peer.lost.empty()) return;
+  if (++peer.left_rails != header.count || !peer.lost.empty()) return;
   peer.leaves = Clock::now() + kLeaveGrace;
   plane_->due_locked(peer.leaves);
 }
@@ -277,31 +157,10 @@ void GroupTransport::look_locked(TimePoint now) {
   }
 }
 
-void GroupTransport::ended_locked(Flight* flight, ucs_status_t status) {
-  flights_.erase(flight);
-  const std::unique_ptr<Flight> owned(flight);
-  if (!owned->message) return;
-  std::optional<TransportError> error;
-  Peer& peer = peer_at(owned->peer);
-  if (status == UCS_OK && owned->sends && !aborted_ && peer.leaves != TimePoint::max()) {
-    peer.dropped.push_back(std::move(owned->message));
-    return;
-  }
-  if (status == UCS_OK && owned->sends && !aborted_ && !peer.lost.empty()) {
-    error.emplace(Cause::Closed, peer.lost);
-  } else if (status != UCS_OK && aborted_) {
-    error = kAborted;
-  } else if (status != UCS_OK) {
-    const std::string& why = owned->link->failure;
-    error.emplace(Cause::Closed, why.empty() ? plane_->api().ucs_status_string(status) : why);
-  }
-  end_locked(owned->peer, std::move(owned->message), std::move(error));
-}
-
 void GroupTransport::end_locked(int peer, std::unique_ptr<Message> message,
                                 std::optional<TransportError> error) {
   ++untold_;
-  plane_->queue_locked({this, std::move(message), peer, std::move(error)});
+  plane_->queue_locked(End{this, std::move(message), peer, std::move(error)});
 }
 
 void GroupTransport::told_locked() { --untold_; }
@@ -312,26 +171,36 @@ void GroupTransport::drive(const std::function<bool()>& done, TimePoint limit) {
 
 void GroupTransport::wake() noexcept { plane_->progress().wake(); }
 
+// A link to a dead process ends within milliseconds, whether it was there before or is made now.
+std::string GroupTransport::lost(int peer) {
+  if (plane_->foreign() || peer == rank_) return {};
+  std::string why;
+  {
+    const std::lock_guard lock(plane_->mutex());
+    link_locked(peer, 0, &why);
+  }
+  plane_->progress().wake();
+  return why;
+}
+
 void GroupTransport::abort() noexcept {
   if (plane_->foreign()) return;
   {
     const std::lock_guard lock(plane_->mutex());
     if (aborted_) return;
     aborted_ = true;
-    for (auto& [key, posted] : posted_) end_locked(key.sender, std::move(posted.message), kAborted);
-    posted_.clear();
+    for (auto& [key, receiving] : std::exchange(receivings_, {})) {
+      end_locked(key.peer, std::move(receiving.message), kAborted);
+    }
+    for (auto& [key, probe] : std::exchange(probes_, {})) end_locked(key.peer, std::move(probe), kAborted);
+    for (const auto& [key, sending] : std::unordered_map(sendings_)) give_up_locked(sending, kAborted);
+    // Also those that wait for this rank and with which it has not connected.
     std::string why;
-    for (const auto& [key, arrival] : arrivals_) {
-      if (arrival.descriptor) link_locked(key.sender, plane_->rail_of(*arrival.worker), &why);
+    for (const auto& [key, arrival] : std::exchange(arrivals_, {})) {
+      if (arrival.announced) link_for_locked(key.peer, key.key, key.peer, &why);
     }
-    for (Peer& peer : peers_) {
-      for (auto& message : std::exchange(peer.dropped, {})) end_locked(peer.rank, std::move(message), kAborted);
-      say_leave_locked(peer);  // before anything is dropped
-    }
-    for (auto& [key, arrival] : arrivals_) {
-      if (arrival.descriptor) plane_->release_locked(*arrival.worker, arrival.descriptor);
-    }
-    arrivals_.clear();
+    for (const auto& [key, nbytes] : std::exchange(posts_, {})) link_for_locked(key.peer, key.key, rank_, &why);
+    for (Peer& peer : peers_) say_leave_locked(peer);
     if (!flights_.empty()) {
       busy_until_ = Clock::now() + kBusyGrace;
       plane_->due_locked(busy_until_);
@@ -340,7 +209,7 @@ void GroupTransport::abort() noexcept {
   plane_->progress().wake();
 }
 
-// A receive that UCX is in the middle of cannot be taken back; it ends with its connection alone.
+// What UCX is in the middle of sending cannot be taken back; it ends with its connection alone.
 void GroupTransport::close_busy_locked() {
   busy_until_ = TimePoint::max();
   std::vector<std::shared_ptr<Link>> links;

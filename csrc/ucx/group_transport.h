@@ -18,35 +18,31 @@ namespace meshcast::ucx {
 
 class ProcessPlane;
 
-// Messages up to this size are sent at once, into a buffer of the receiver if it has not posted yet; larger
-// ones wait for it. How many small ones may lie in such buffers is bounded: a sender that has not heard of any
-// of the last kCredits that they were taken has its next ones wait as well.
-inline constexpr int64_t kEagerBytes = 8 * 1024;
-inline constexpr int32_t kCredits = 64;
-
 // The messages of one private group. Whatever ends in `_locked`, and what UCX calls, is called with the lock of
 // the plane held; ends of messages are then queued there.
+//
+// A small message goes at once. Any other goes once its receive is posted, in fragments, which are written
+// where they belong as they come: nothing is written that was not posted, or after the receive has ended. A
+// sender that finds nothing posted announces its message, and a receiver that has taken all of one says so.
 class GroupTransport final : public ProbingTransport {
  public:
   GroupTransport(std::shared_ptr<ProcessPlane> plane, uint64_t id, std::vector<Address> members, int rank,
                  std::vector<int32_t> first_rail);
   ~GroupTransport() override { GroupTransport::shutdown(); }
 
-  void send(const Envelope& to, const void* data, int64_t nbytes, std::unique_ptr<Message> message) override;
-  void recv(const Envelope& from, void* data, int64_t nbytes, std::unique_ptr<Message> message) override;
+  void send(const Envelope& to, int64_t nbytes, std::unique_ptr<Outgoing> message) override;
+  void recv(const Envelope& from, int64_t nbytes, std::unique_ptr<Incoming> message) override;
   void probe(const Envelope& from, std::unique_ptr<Message> message) override;
   void drive(const std::function<bool()>& done, TimePoint limit) override;
   void wake() noexcept override;
+  std::string lost(int peer) override;
   void abort() noexcept override;
   void shutdown() override;
 
   uint64_t id() const { return id_; }
 
-  // A message is here: small ones with their bytes, others as what UCX calls them by.
-  void arrived_locked(const DataHeader& header, const std::byte* data, int64_t nbytes);
-  void announced_locked(const DataHeader& header, void* descriptor, int64_t nbytes, Worker& worker);
-  void credit_locked(const CreditHeader& header);
-  void left_locked(const LeaveHeader& header);
+  // What came from another rank; `data` is nbytes long and goes with Kind::Data alone.
+  void arrived_locked(Kind kind, const Header& header, const std::byte* data, int64_t nbytes);
   void lost_locked(uint64_t process, const std::string& why);
 
   // Does what is due by now: see busy_until_ and Peer::leaves. When the next of it is, if ever.
@@ -55,54 +51,72 @@ class GroupTransport final : public ProbingTransport {
 
   void begun_locked(Flight* flight) { flights_.insert(flight); }
   void ended_locked(Flight* flight, ucs_status_t status);
-  void told_locked();  // one of its queued ends
+  void told_locked();                                  // one of its queued ends, or pumps
+  void pump(const std::shared_ptr<Sending>& sending);  // without the lock
 
  private:
   struct Key {
-    int32_t sender = -1;
+    int32_t peer = -1;
     uint64_t key = 0;
     bool operator==(const Key&) const = default;
   };
   struct Hash {
     size_t operator()(const Key& key) const {
-      return std::hash<uint64_t>()(key.key * 0x9E3779B97F4A7C15ULL + static_cast<uint64_t>(key.sender));
+      return std::hash<uint64_t>()(key.key * 0x9E3779B97F4A7C15ULL + static_cast<uint64_t>(key.peer));
     }
   };
   struct Peer {
     int rank = -1;                        // in the group
-    int32_t credits = kCredits;           // small messages that may go at once
+    int32_t credits = 0;                  // small messages that may go at once
     int32_t taken = 0;                    // small messages taken since the last credit
     int32_t left_rails = 0;               // on which it has said that it leaves
     bool told = false;                    // that this rank leaves
     std::string lost;                     // why nothing comes from there any more; empty while something may
     TimePoint leaves = TimePoint::max();  // when it counts as lost because it has left
-    std::vector<std::unique_ptr<Message>> dropped;  // it has left, so they were not taken, whatever UCX says
   };
-  struct Posted {
-    std::byte* data = nullptr;
-    int64_t nbytes = 0;  // kProbe: it is only to be told that the message is here
-    std::unique_ptr<Message> message;
-  };
-  static constexpr int64_t kProbe = -1;
-  struct Arrival {
-    std::vector<std::byte> data;  // of a small message
-    void* descriptor = nullptr;   // of a large one
+  struct Receiving {
+    std::unique_ptr<Incoming> message;
     int64_t nbytes = 0;
-    Worker* worker = nullptr;
+    int64_t arrived = 0;  // bytes
+    bool posted = false;  // the sender has been told
+  };
+  struct Arrival {                // what nobody has posted yet
+    std::vector<std::byte> data;  // of a small message; else it is announced
+    int64_t nbytes = 0;
+    bool announced = false;
   };
 
+  // Connections, in group_transport.cpp.
   size_t rail_of(int peer, uint64_t key, int sender) const;
   std::shared_ptr<Link> link_locked(int peer, size_t rail, std::string* why);
+  std::shared_ptr<Link> link_for_locked(int peer, uint64_t key, int sender, std::string* why) {
+    return link_locked(peer, rail_of(peer, key, sender), why);
+  }
   Peer& peer_at(int peer) { return peers_[static_cast<size_t>(peer)]; }
   bool knows(int32_t peer) const { return peer >= 0 && peer < static_cast<int32_t>(peers_.size()); }
-  bool take_posted_locked(const Key& key, Posted* posted);
-  void receive_locked(int peer, Posted posted, void* descriptor, int64_t nbytes, Worker& worker);
-  void matched_locked(int peer);
+  void say_locked(const std::shared_ptr<Link>& link, int peer, Kind kind, Header header);
   void lose_locked(Peer& peer, const std::string& why);
   void say_leave_locked(Peer& peer);
+  void left_locked(const Header& header);
   void close_busy_locked();
   void end_locked(int peer, std::unique_ptr<Message> message, std::optional<TransportError> error);
   static std::optional<TransportError> mismatch(int64_t nbytes, int64_t expected);
+
+  // Messages out, in messages_out.cpp.
+  bool may_go_locked(const Sending& sending) const;
+  void announce_locked(Sending& sending);
+  void post_arrived_locked(const Header& header);
+  void taken_locked(const Header& header);
+  void queue_pump_locked(const std::shared_ptr<Sending>& sending);
+  void give_up_locked(const std::shared_ptr<Sending>& sending, const TransportError& error);
+  void settle_locked(const std::shared_ptr<Sending>& sending);
+
+  // Messages in, in messages_in.cpp.
+  void data_locked(const Header& header, const std::byte* data, int64_t nbytes);
+  void announced_locked(const Header& header);
+  void post_locked(int peer, uint64_t key, Receiving& receiving);
+  void taken_small_locked(int peer);
+  void arrive_locked(const Key& key, Arrival arrival);
 
   const std::shared_ptr<ProcessPlane> plane_;
   const uint64_t id_;
@@ -110,11 +124,15 @@ class GroupTransport final : public ProbingTransport {
   const int rank_;
   const std::vector<int32_t> first_rail_;
 
-  std::unordered_map<Key, Posted, Hash> posted_;
+  std::unordered_map<Key, std::shared_ptr<Sending>, Hash> sendings_;
+  std::unordered_map<Key, int64_t, Hash>
+      posts_;  // bytes of receives whose messages have not come to be sent yet
+  std::unordered_map<Key, Receiving, Hash> receivings_;
   std::unordered_map<Key, Arrival, Hash> arrivals_;
+  std::unordered_map<Key, std::unique_ptr<Message>, Hash> probes_;
   std::unordered_set<Flight*> flights_;
   std::vector<Peer> peers_;
-  int64_t untold_ = 0;  // ends that are queued or being told
+  int64_t untold_ = 0;  // ends and pumps that are queued or under way
   bool aborted_ = false;
   bool shut_down_ = false;
   TimePoint busy_until_ = TimePoint::max();  // when connections that an abort left busy are closed

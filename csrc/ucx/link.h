@@ -1,10 +1,10 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
-#include <variant>
 #include <vector>
 
 #include "transport/transport.h"
@@ -14,28 +14,30 @@ namespace meshcast::ucx {
 
 class GroupTransport;
 
-// What travels in front of the bytes of a message.
-struct DataHeader {
+// What ranks of a group send each other.
+enum class Kind : uint8_t {
+  Data,      // bytes of a message
+  Announce,  // a message waits for its receive
+  Post,      // a receive waits for its message
+  Taken,     // a message that waited for its receive has been received as a whole
+  Credit,    // so many small messages have been received
+  Leave,     // a rank uses the group no more, by its own end or because the group failed there; it says so on
+             // each rail that it has, behind all that it sent there
+};
+inline constexpr int kKinds = 6;
+
+// Goes in front of each of these.
+struct Header {
   uint64_t group = 0;
-  uint64_t key = 0;
+  uint64_t key = 0;     // of the message: Data, Announce, Post, Taken
   int32_t sender = -1;  // rank in the group
-  int32_t unused = 0;
+  int32_t count = 0;    // Data: 1 if it used a credit. Credit: of messages. Leave: of rails
+  int64_t offset = 0;   // Data: of these bytes in the message
+  int64_t nbytes = 0;   // Data, Announce: of the message. Post: of the receive
 };
 
-// A receiver has matched so many small messages, whose buffers are free again.
-struct CreditHeader {
-  uint64_t group = 0;
-  int32_t sender = -1;
-  int32_t count = 0;
-};
-
-// A rank uses the group no more, by its own end or because the group failed there. It says so on each rail that
-// it has, behind all messages that it sent there.
-struct LeaveHeader {
-  uint64_t group = 0;
-  int32_t sender = -1;
-  int32_t rails = 0;
-};
+// A buffer of kFragmentBytes.
+using Fragment = std::unique_ptr<std::byte[]>;
 
 // The connection to a process on one rail.
 struct Link {
@@ -46,14 +48,35 @@ struct Link {
   std::vector<Link*>* broken = nullptr;  // where UCX's word of that goes
 };
 
+// A message that waits for its receive, or is on its way in fragments. It has ended when the receiver has
+// taken all of it: that UCX has sent the bytes says nothing of a receiver that has died since.
+struct Sending {
+  int peer = -1;
+  uint64_t key = 0;
+  std::shared_ptr<Link> link;
+  int64_t nbytes = 0;
+  const std::byte* packed = nullptr;  // see Outgoing
+  std::unique_ptr<Outgoing> message;  // null once its end has been queued
+  int64_t issued = 0;                 // bytes
+  int in_flight = 0;                  // fragments
+  bool announced = false;
+  bool posted = false;  // by the receiver
+  bool taken = false;
+  bool reading = false;  // a thread packs a fragment, without the lock
+  bool queued = false;   // to be pumped
+  std::optional<TransportError> error;
+};
+
 // What UCX is busy with. Its header stays where it is until it has ended.
 struct Flight {
   GroupTransport* group = nullptr;  // which waits for its flights before it goes
   std::shared_ptr<Link> link;
   int peer = -1;
-  bool sends = false;
-  std::unique_ptr<Message> message;  // null where the header is all there is
-  std::variant<DataHeader, CreditHeader, LeaveHeader> header;
+  Kind kind = Kind::Data;
+  Header header;
+  Fragment buffer;                    // what is sent, where that had to be packed
+  std::unique_ptr<Outgoing> message;  // that ends with it: a small one
+  std::shared_ptr<Sending> sending;   // of which it is a fragment
 };
 
 // How a message ended, to be told once the lock is released.
@@ -70,6 +93,12 @@ struct End {
       message->finished();
     }
   }
+};
+
+// A message of which more can be sent, to be packed once the lock is released.
+struct Pump {
+  GroupTransport* group = nullptr;
+  std::shared_ptr<Sending> sending;
 };
 
 }  // namespace meshcast::ucx

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -23,6 +24,7 @@ struct PlaneOptions {
   std::string library;               // path of libucp, or its name
   std::vector<std::string> devices;  // a rail for each, as UCX names them; {""}: one rail, UCX's choice
   double peer_seconds = 60;          // within which a peer that the network has lost is noticed
+  bool rdma = false;                 // the host has devices that move memory by themselves
 };
 
 // All that a process has of UCX: a worker for each rail, the connections to other processes, and one thread
@@ -41,6 +43,10 @@ class Plane {
   // the group. first_rail: by rank, of its first message to any other; the next takes the next one.
   virtual std::shared_ptr<ProbingTransport> join(uint64_t id, std::vector<Address> members, int rank,
                                                  std::vector<int32_t> first_rail) = 0;
+
+  // For ranks that wait for a process with which they have no group yet: tells, whenever it is called, why that
+  // process cannot be reached any more; "" as far as this is not known.
+  virtual std::function<std::string()> watch(const Address& address) = 0;
 };
 
 }  // namespace meshcast::ucx

@@ -1,7 +1,6 @@
 #include "ucx/process_plane.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <random>
 
@@ -16,17 +15,17 @@ namespace {
 constexpr auto kFlushLimit = std::chrono::seconds(2);
 constexpr size_t kLeftGroups = 1024;     // whose late messages are known as such
 constexpr size_t kEarlyMessages = 4096;  // kept for a group that is not joined yet
+constexpr size_t kSpareFragments = 16;
 
 std::map<std::string, std::string> settings(const PlaneOptions& options) {
   // A peer is asked thrice before it counts as lost.
   const auto third = static_cast<int64_t>(std::max(1.0, options.peer_seconds / 3));
   const std::string interval = fmt::format("{}s", third);
   const std::string segment = fmt::format("{}", kSegmentBytes);
-  return {
+  std::map<std::string, std::string> out = {
       {"TLS", "^sm,cuda,self"},  // of this host, and of no use here: they cannot tell that a peer died
       {"TCP_TX_SEG_SIZE", segment},
       {"TCP_RX_SEG_SIZE", segment},
-      {"RNDV_SCHEME", "am"},  // others go on writing after an endpoint was closed
       {"MAX_RNDV_RAILS", "1"},
       {"MAX_EAGER_RAILS", "1"},  // the plan deals messages out to NICs
       {"TCP_KEEPIDLE", interval},
@@ -35,20 +34,13 @@ std::map<std::string, std::string> settings(const PlaneOptions& options) {
       {"KEEPALIVE_INTERVAL", interval},
       {"TCP_USER_TIMEOUT", fmt::format("{}s", 3 * third)},
   };
+  // Of fragments that are fetched: the sender writes them, since what it takes back must not be read any more.
+  if (options.rdma) out.emplace("RNDV_SCHEME", "put_zcopy");
+  return out;
 }
 
 std::mutex plane_mutex;
 std::weak_ptr<ProcessPlane> plane_of_process;  // guarded by plane_mutex
-
-ucp_request_param_t sends(ucp_send_nbx_callback_t callback, void* data) {
-  ucp_request_param_t param{};
-  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS |
-                       UCP_OP_ATTR_FIELD_MEMORY_TYPE;
-  param.cb.send = callback;
-  param.user_data = data;
-  param.memory_type = UCS_MEMORY_TYPE_HOST;
-  return param;
-}
 
 }  // namespace
 
@@ -61,16 +53,19 @@ std::shared_ptr<Plane> Plane::of_process(const PlaneOptions& options) {
   return plane;
 }
 
-ProcessPlane::ProcessPlane(const PlaneOptions& options) : pid_(getpid()), api_(load(options.library)) {
+ProcessPlane::ProcessPlane(const PlaneOptions& options)
+    : pid_(getpid()), api_(load(options.library)), rdma_(options.rdma) {
   std::random_device entropy;
   process_ = uint64_t{entropy()} << 32 | entropy();
   std::vector<int> events;
   rails_.reserve(options.devices.size());  // callbacks have their addresses
   for (const std::string& device : options.devices) {
-    rails_.push_back({this, std::make_unique<Worker>(api_, device, settings(options))});
-    rails_.back().worker->on_message(kDataMessage, on_data, &rails_.back());
-    rails_.back().worker->on_message(kCreditMessage, on_credit, &rails_.back());
-    rails_.back().worker->on_message(kLeaveMessage, on_leave, &rails_.back());
+    rails_.push_back({std::make_unique<Worker>(api_, device, settings(options)), {}});
+    for (int kind = 0; kind < kKinds; ++kind) {
+      auto& inbox = rails_.back().inboxes[static_cast<size_t>(kind)];
+      inbox = {this, rails_.size() - 1, static_cast<Kind>(kind)};
+      rails_.back().worker->on_message(kFirstMessage + static_cast<unsigned>(kind), on_message, &inbox);
+    }
     events.push_back(rails_.back().worker->event_fd());
   }
   progress_ = std::make_unique<Progress>(mutex_, events,
@@ -108,25 +103,36 @@ std::shared_ptr<ProbingTransport> ProcessPlane::join(uint64_t id, std::vector<Ad
     groups_[id] = group.get();
     auto early = early_.extract(id);
     if (!early.empty()) {
-      for (Early& each : early.mapped()) {
-        if (each.descriptor) {
-          announced_locked({each.header, each.descriptor, each.nbytes, each.worker});
-        } else {
-          group->arrived_locked(each.header, each.data.data(), each.nbytes);
-        }
+      for (const Early& each : early.mapped()) {
+        group->arrived_locked(each.kind, each.header, each.data.data(), static_cast<int64_t>(each.data.size()));
       }
-    }
-    auto leaves = early_leaves_.extract(id);
-    if (!leaves.empty()) {
-      for (const LeaveHeader& each : leaves.mapped()) group->left_locked(each);
     }
   }
   return group;
 }
 
-GroupTransport* ProcessPlane::group(uint64_t id) const {
-  const auto it = groups_.find(id);
-  return it == groups_.end() ? nullptr : it->second;
+std::function<std::string()> ProcessPlane::watch(const Address& address) {
+  // A connection also breaks where one end gave up on some group. So the first break is no answer, but that of
+  // the connection made after it is: a dead process refuses it.
+  return [plane = shared_from_this(), address, link = std::shared_ptr<Link>(), left = 2,
+          why = std::string()]() mutable {
+    if (plane->foreign() || address.process == plane->process_) return std::string();
+    {
+      const std::lock_guard lock(plane->mutex_);
+      if (link && link->failure.empty()) return std::string();
+      if (link) why = link->failure;
+      if (left == 0) return why;
+      --left;
+      try {
+        link = plane->link_locked(address.process, 0, address.rails.front());
+      } catch (const Error& error) {
+        link = nullptr;
+        why = error.what();
+      }
+    }
+    plane->progress_->wake();
+    return std::string();
+  };
 }
 
 void ProcessPlane::leave_locked(uint64_t id) {
@@ -153,12 +159,6 @@ void ProcessPlane::on_lost(void* link, ucp_ep_h /*endpoint*/, ucs_status_t statu
   auto* lost = static_cast<Link*>(link);
   if (lost->failure.empty()) lost->failure = lost->worker->api().ucs_status_string(status);
   lost->broken->push_back(lost);
-}
-
-size_t ProcessPlane::rail_of(const Worker& worker) const {
-  const auto it = std::find_if(rails_.begin(), rails_.end(),
-                               [&](const Rail& rail) { return rail.worker.get() == &worker; });
-  return static_cast<size_t>(it - rails_.begin());
 }
 
 void ProcessPlane::break_locked(Link& link, const std::string& why) {
@@ -250,22 +250,35 @@ void ProcessPlane::close_gently() {
     requests.erase(gone, requests.end());
     if (!busy) usleep(100);
   }
-  // What is left is ended by the worker's end.
+  // What is left is ended by the worker's end, which in UCX 1.13 takes only what its owner has given back.
+  for (void* request : requests) api_.ucp_request_free(request);
 }
 
-// ---- messages out ----
+// ---- messages ----
 
-bool ProcessPlane::send_locked(std::unique_ptr<Flight> flight, const void* data, int64_t nbytes, bool small) {
-  ucp_request_param_t param = sends(on_sent, flight.get());
-  param.flags = (small ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV);
-  constexpr std::array kinds{kDataMessage, kCreditMessage, kLeaveMessage};
-  const unsigned kind = kinds[flight->header.index()];
-  void* request = std::visit(
-      [&](const auto& header) {
-        return api_.ucp_am_send_nbx(flight->link->endpoint, kind, &header, sizeof(header), data,
-                                    static_cast<size_t>(nbytes), &param);
-      },
-      flight->header);
+Fragment ProcessPlane::fragment_locked() {
+  if (spare_.empty()) return std::make_unique<std::byte[]>(kFragmentBytes);
+  Fragment out = std::move(spare_.back());
+  spare_.pop_back();
+  return out;
+}
+
+void ProcessPlane::give_back_locked(Fragment fragment) {
+  if (spare_.size() < kSpareFragments) spare_.push_back(std::move(fragment));
+}
+
+bool ProcessPlane::send_locked(std::unique_ptr<Flight> flight, const void* data, int64_t nbytes) {
+  ucp_request_param_t param{};
+  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS |
+                       UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+  // A device brings a fragment into a buffer of the receiver. Elsewhere that would be one more question.
+  param.flags = rdma_ && flight->sending ? UCP_AM_SEND_FLAG_RNDV : UCP_AM_SEND_FLAG_EAGER;
+  param.cb.send = on_sent;
+  param.user_data = flight.get();
+  param.memory_type = UCS_MEMORY_TYPE_HOST;
+  void* request =
+      api_.ucp_am_send_nbx(flight->link->endpoint, kFirstMessage + static_cast<unsigned>(flight->kind),
+                           &flight->header, sizeof(Header), data, static_cast<size_t>(nbytes), &param);
   Flight* begun = flight.release();
   GroupTransport& group = *begun->group;
   group.begun_locked(begun);
@@ -283,96 +296,61 @@ void ProcessPlane::on_sent(void* request, ucs_status_t status, void* data) {
   flight->group->ended_locked(flight, status);
 }
 
-// ---- messages in ----
-
-ucs_status_t ProcessPlane::on_data(void* rail, const void* header, size_t header_length, void* data,
-                                   size_t length, const ucp_am_recv_param_t* param) {
-  auto& [plane, worker] = *static_cast<Rail*>(rail);
-  if (header_length != sizeof(DataHeader)) return UCS_OK;  // nobody of ours
-  DataHeader head;
+ucs_status_t ProcessPlane::on_message(void* inbox, const void* header, size_t header_length, void* data,
+                                      size_t length, const ucp_am_recv_param_t* param) {
+  const auto& [plane, rail, kind] = *static_cast<Inbox*>(inbox);
+  if (header_length != sizeof(Header)) return UCS_OK;  // nobody of ours
+  Header head;
   std::memcpy(&head, header, sizeof(head));
-  const auto nbytes = static_cast<int64_t>(length);
   if ((param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
-    plane->announced_.push_back({head, data, nbytes, worker.get()});
-    return UCS_INPROGRESS;  // the descriptor stays valid
+    if (length > kFragmentBytes) return UCS_OK;
+    // UCX must not be asked for it while it tells of it.
+    plane->announced_.push_back({head, plane->rails_[rail].worker.get(), data, length, nullptr});
+    return UCS_INPROGRESS;  // `data` stays valid
   }
-  const auto* bytes = static_cast<const std::byte*>(data);
-  if (GroupTransport* group = plane->group(head.group)) {
-    group->arrived_locked(head, bytes, nbytes);
-  } else {
-    plane->keep_early_locked({head, {bytes, bytes + length}, nullptr, nbytes, worker.get()});
-  }
+  plane->arrived_locked(kind, head, static_cast<const std::byte*>(data), length);
   return UCS_OK;
 }
 
-ucs_status_t ProcessPlane::on_credit(void* rail, const void* header, size_t header_length, void* /*data*/,
-                                     size_t /*length*/, const ucp_am_recv_param_t* /*param*/) {
-  if (header_length != sizeof(CreditHeader)) return UCS_OK;
-  CreditHeader head;
-  std::memcpy(&head, header, sizeof(head));
-  if (GroupTransport* group = static_cast<Rail*>(rail)->plane->group(head.group)) group->credit_locked(head);
-  return UCS_OK;
-}
-
-ucs_status_t ProcessPlane::on_leave(void* rail, const void* header, size_t header_length, void* /*data*/,
-                                    size_t /*length*/, const ucp_am_recv_param_t* /*param*/) {
-  if (header_length != sizeof(LeaveHeader)) return UCS_OK;
-  LeaveHeader head;
-  std::memcpy(&head, header, sizeof(head));
-  ProcessPlane& plane = *static_cast<Rail*>(rail)->plane;
-  if (GroupTransport* group = plane.group(head.group)) {
-    group->left_locked(head);
-  } else if (!plane.has_left(head.group) && plane.early_leaves_[head.group].size() < kEarlyMessages) {
-    plane.early_leaves_[head.group].push_back(head);
-  }
-  return UCS_OK;
-}
-
-bool ProcessPlane::has_left(uint64_t group) const {
-  return std::find(left_.begin(), left_.end(), group) != left_.end();
-}
-
-void ProcessPlane::announced_locked(const Announced& announced) {
-  if (GroupTransport* group = this->group(announced.header.group)) {
-    group->announced_locked(announced.header, announced.descriptor, announced.nbytes, *announced.worker);
-  } else {
-    keep_early_locked({announced.header, {}, announced.descriptor, announced.nbytes, announced.worker});
+// What comes for a group before this process has joined it is small: nothing is posted yet.
+void ProcessPlane::arrived_locked(Kind kind, const Header& header, const std::byte* data, size_t nbytes) {
+  const auto it = groups_.find(header.group);
+  if (it != groups_.end()) {
+    it->second->arrived_locked(kind, header, data, static_cast<int64_t>(nbytes));
+  } else if (std::find(left_.begin(), left_.end(), header.group) == left_.end()) {
+    auto& waiting = early_[header.group];
+    if (waiting.size() < kEarlyMessages) waiting.push_back({kind, header, {data, data + nbytes}});
   }
 }
 
-void ProcessPlane::keep_early_locked(Early early) {
-  auto& waiting = early_[early.header.group];
-  if (has_left(early.header.group) || waiting.size() >= kEarlyMessages) {
-    if (early.descriptor) release_locked(*early.worker, early.descriptor);
-    if (waiting.empty()) early_.erase(early.header.group);
-    return;
-  }
-  waiting.push_back(std::move(early));
-}
-
-void ProcessPlane::receive_locked(std::unique_ptr<Flight> flight, void* descriptor, void* data,
-                                  int64_t nbytes) {
+// The buffer is the fetch's own until UCX is through with it, whatever becomes of the message meanwhile.
+void ProcessPlane::fetch_locked(Fetch announced) {
+  auto fetch = std::make_unique<Fetch>(std::move(announced));
+  fetch->buffer = fragment_locked();
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
-  param.cb.recv_am = on_received;
-  param.user_data = flight.get();
+  param.cb.recv_am = on_fetched;
+  param.user_data = fetch.get();
   param.memory_type = UCS_MEMORY_TYPE_HOST;
-  void* request = api_.ucp_am_recv_data_nbx(flight->link->worker->handle(), descriptor, data,
-                                            static_cast<size_t>(nbytes), &param);
-  Flight* begun = flight.release();
-  GroupTransport* group = begun->group;
-  group->begun_locked(begun);
+  fetch->plane = this;
+  void* request = api_.ucp_am_recv_data_nbx(fetch->worker->handle(), fetch->descriptor, fetch->buffer.get(),
+                                            fetch->nbytes, &param);
+  Fetch* begun = fetch.release();
   if (request == nullptr || UCS_PTR_IS_ERR(request)) {
-    group->ended_locked(begun, request ? UCS_PTR_STATUS(request) : UCS_OK);
-  } else {
-    progress_->wake();
+    fetched_locked(std::unique_ptr<Fetch>(begun), request ? UCS_PTR_STATUS(request) : UCS_OK);
   }
 }
 
-void ProcessPlane::on_received(void* request, ucs_status_t status, size_t /*length*/, void* data) {
-  auto* flight = static_cast<Flight*>(data);
-  flight->link->worker->api().ucp_request_free(request);
-  flight->group->ended_locked(flight, status);
+void ProcessPlane::on_fetched(void* request, ucs_status_t status, size_t /*length*/, void* data) {
+  std::unique_ptr<Fetch> fetch(static_cast<Fetch*>(data));
+  ProcessPlane& plane = *fetch->plane;
+  plane.api_.ucp_request_free(request);
+  plane.fetched_locked(std::move(fetch), status);
+}
+
+void ProcessPlane::fetched_locked(std::unique_ptr<Fetch> fetch, ucs_status_t status) {
+  if (status == UCS_OK) arrived_locked(Kind::Data, fetch->header, fetch->buffer.get(), fetch->nbytes);
+  give_back_locked(std::move(fetch->buffer));
 }
 
 // ---- progress ----
@@ -380,7 +358,7 @@ void ProcessPlane::on_received(void* request, ucs_status_t status, size_t /*leng
 bool ProcessPlane::turn() {
   bool busy = false;
   for (Rail& rail : rails_) busy = rail.worker->progress() || busy;
-  for (const Announced& each : std::exchange(announced_, {})) announced_locked(each);
+  for (Fetch& each : std::exchange(announced_, {})) fetch_locked(std::move(each));
   for (Link* each : std::exchange(broken_, {})) {
     const auto it = std::find_if(links_.begin(), links_.end(),
                                  [each](const auto& entry) { return entry.second.get() == each; });
@@ -396,7 +374,7 @@ bool ProcessPlane::turn() {
       due_locked(group->due_locked());
     }
   }
-  return busy || !ends_.empty();
+  return busy || !ends_.empty() || !pumps_.empty();
 }
 
 bool ProcessPlane::arm() {
@@ -406,11 +384,18 @@ bool ProcessPlane::arm() {
 void ProcessPlane::tell() {
   for (;;) {
     std::vector<End> ends;
+    std::vector<Pump> pumps;
     {
       const std::lock_guard lock(mutex_);
       ends.swap(ends_);
+      pumps.swap(pumps_);
     }
-    if (ends.empty()) return;
+    if (ends.empty() && pumps.empty()) return;
+    for (const Pump& pump : pumps) {
+      pump.group->pump(pump.sending);
+      const std::lock_guard lock(mutex_);
+      pump.group->told_locked();
+    }
     for (End& end : ends) {
       end.tell();
       end.message.reset();

@@ -43,6 +43,17 @@ void silence(int bell) {
 
 Progress::Progress(std::mutex& mutex, const std::vector<int>& event_fds, Calls calls)
     : mutex_(mutex), calls_(std::move(calls)) {
+  try {
+    begin(event_fds);
+  } catch (...) {  // no thread, no descriptor: what there is goes
+    close_all();
+    throw;
+  }
+}
+
+Progress::~Progress() { close_all(); }
+
+void Progress::begin(const std::vector<int>& event_fds) {
   events_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
   thread_poll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
   driver_poll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
@@ -58,8 +69,9 @@ Progress::Progress(std::mutex& mutex, const std::vector<int>& event_fds, Calls c
   });
 }
 
-Progress::~Progress() {
-  for (const int fd : {events_, thread_poll_, driver_poll_, thread_bell_, driver_bell_, grace_}) close(fd);
+void Progress::close_all() {
+  for (const int fd : {events_, thread_poll_, driver_poll_, thread_bell_, driver_bell_, grace_})
+    if (fd >= 0) close(fd);
 }
 
 void Progress::stop() {

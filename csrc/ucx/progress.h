@@ -45,6 +45,8 @@ class Progress {
   static constexpr int kEmptyTurns = 64;  // before the part's holder falls asleep
   static constexpr std::chrono::microseconds kGrace{200};
 
+  void begin(const std::vector<int>& event_fds);
+  void close_all();
   void loop();
   void enter();
   void leave();

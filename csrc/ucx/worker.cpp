@@ -13,6 +13,11 @@ namespace {
 constexpr unsigned kApiMajor = 1;
 constexpr unsigned kApiMinor = 13;
 
+// What the user has set for UCX; null if nothing.
+const char* given(const std::string& name) {
+  return std::getenv(("UCX_" + name).c_str());  // NOLINT(concurrency-mt-unsafe): UCX reads it likewise
+}
+
 }  // namespace
 
 void Worker::check(ucs_status_t status, const char* what) const {
@@ -27,7 +32,7 @@ Worker::Worker(const Api& api, const std::string& device, const std::map<std::st
   ucp_config_t* config = nullptr;
   check(api_.ucp_config_read(nullptr, nullptr, &config), "ucp_config_read");
   for (const auto& [name, value] : settings) {
-    if (!std::getenv(("UCX_" + name).c_str())) api_.ucp_config_modify(config, name.c_str(), value.c_str());
+    if (!given(name)) api_.ucp_config_modify(config, name.c_str(), value.c_str());
   }
   if (!device.empty()) api_.ucp_config_modify(config, "NET_DEVICES", device.c_str());
   ucp_params_t params{};
@@ -35,8 +40,8 @@ Worker::Worker(const Api& api, const std::string& device, const std::map<std::st
   params.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
   const ucs_status_t status = api_.ucp_init_version(kApiMajor, kApiMinor, &params, config, &context_);
   api_.ucp_config_release(config);
-  const char* given = std::getenv("UCX_NET_DEVICES");
-  const std::string on = !device.empty() ? device : given ? given : "all devices";
+  const char* devices = given("NET_DEVICES");
+  const std::string on = !device.empty() ? device : devices ? devices : "all devices";
   check(status, fmt::format("ucp_init on {}", on).c_str());
 
   try {

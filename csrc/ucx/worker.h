@@ -10,11 +10,21 @@
 
 namespace meshcast::ucx {
 
-// Sizes that both ends count on.
-inline constexpr size_t kSegmentBytes = 1024 * 1024;  // UCX's 8 KiB make TCP four times slower
-inline constexpr unsigned kDataMessage = 7;           // numbers of active messages
-inline constexpr unsigned kCreditMessage = 8;
-inline constexpr unsigned kLeaveMessage = 9;
+// Messages up to this size are sent at once, into a buffer of the receiver if it has not posted yet; larger
+// ones wait for it. How many small ones may lie in such buffers is bounded: a sender that has not heard of any
+// of the last kCredits that they were taken has its next ones wait as well.
+inline constexpr int64_t kSmallBytes = 8 * 1024;
+inline constexpr int32_t kCredits = 64;
+
+// What is larger travels in fragments: small enough to be in a core's caches while they are packed and put in
+// place, large enough that what each of them costs does not count (docs/decisions.md has the figures).
+inline constexpr int64_t kFragmentBytes = 512 * 1024;
+
+// What UCX reads from a connection at a time: a fragment and what goes in front of it. Its own 8 KiB make TCP
+// four times slower.
+inline constexpr int64_t kSegmentBytes = kFragmentBytes + 16 * 1024;
+
+inline constexpr unsigned kFirstMessage = 7;  // the numbers of ours begin here; smaller ones are left to others
 
 // A context and worker of UCX on one NIC, or on the NICs that UCX chooses. Not thread-safe: one lock guards all
 // workers of a process.

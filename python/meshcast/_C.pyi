@@ -112,6 +112,10 @@ class AgreedPlan:
 class Transport:
     """How the ranks of a private group exchange messages between hosts."""
 
+    def lost(self, peer: int) -> str:
+        """Why nothing comes from a peer (its position in the group) any more; "" as far as this is not
+        known."""
+
 class ProbingTransport(Transport):
     """One that can tell of a message before there is memory for it."""
 
@@ -120,7 +124,7 @@ def gloo_transport(rails: Sequence[Backend], first_rail: Sequence[int], rank: in
 class UcxPlane:
     """What this process has of UCX, shared by all private groups: the first makes it."""
 
-    def __init__(self, library: str, devices: list[str], peer_seconds: float) -> None: ...
+    def __init__(self, library: str, devices: list[str], peer_seconds: float, rdma: bool) -> None: ...
     @property
     def version(self) -> str: ...
     def address(self) -> tuple[int, list[bytes], dict[int, int]]:
@@ -133,6 +137,9 @@ class UcxPlane:
         rank: int,
         first_rail: list[int],
     ) -> ProbingTransport: ...
+    def watch(self, member: tuple[int, Sequence[bytes], Mapping[int, int]]) -> Callable[[], str]:
+        """Tells, whenever it is called, why a process cannot be reached any more; "" as far as this is not
+        known."""
 
 class GroupCore:
     """A private group: the ranks of a transfer with connections of their own."""

@@ -43,7 +43,10 @@ def test_control() -> None:
     ],
 )
 def test_killed(victim: int, moment: str, shm: str) -> None:
-    world = _run(victim, "killed", moment, shm=shm)
+    _check_loss(_run(victim, "killed", moment, shm=shm), victim)
+
+
+def _check_loss(world: WorldResult, victim: int) -> None:
     survivors = [rank for rank in range(3) if rank != victim]
     world.check("lost_peer", survivors)
     world.check_ends({victim: -signal.SIGKILL})
@@ -69,9 +72,9 @@ def test_frozen(victim: int, moment: str, shm: str) -> None:
 
 
 def test_killed_before_the_first_use_of_a_plan() -> None:
-    """The ranks agree on a new plan through the store, which does not tell who died: the deadline ends the
-    wait."""
-    _check_deadline(_run(1, "killed", "unagreed", SHORT), 1)
+    """The ranks agree on a new plan through the store, which does not tell who died: they look after each
+    other."""
+    _check_loss(_run(1, "killed", "unagreed"), 1)
 
 
 def _check_deadline(world: WorldResult, victim: int) -> None:

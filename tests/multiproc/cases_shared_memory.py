@@ -24,8 +24,19 @@ ROWS = 300
 
 
 def regions() -> int:
-    """Memories that this process maps, its own and those of its peers."""
-    return Path("/proc/self/maps").read_text().count("memfd:meshcast")
+    """Memories of groups that this process maps, its own and those of its peers."""
+    return Path("/proc/self/maps").read_text().count("memfd:meshcast ")
+
+
+def times_woken(thread: str) -> int:
+    """How often the one thread with this name went to sleep."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().strip() == thread:
+            status = (task / "status").read_text()
+            found += [int(line.split()[1]) for line in status.splitlines() if line.startswith("voluntary")]
+    (count,) = found
+    return count
 
 
 def move(rank: int, ranks: list[int], rows: int = ROWS) -> None:
@@ -84,6 +95,32 @@ def nothing_grows(context) -> None:
     while any(now > then for now, then in zip(census(), before, strict=True)):
         assert time.monotonic() < end, f"regions, descriptors, threads: {census()}, before {before}"
         time.sleep(0.01)
+
+
+def one_thread_for_all_groups(context) -> None:
+    """However many groups there are; and nothing wakes it while they are idle."""
+    ranks = list(range(context.world))
+    groups = [dist.new_group(ranks) for _ in range(8)]
+    src, dst = Layout([0, 1], [Shard(0)]), Layout([2, 3], [Shard(0)])
+    for number, group in enumerate(groups):
+        mine, got = (torch.full((2,), number), None) if context.rank < 2 else (None, torch.empty(2).long())
+        meshcast.reshard_local(mine, src, got, dst, shape=(4,), dtype=torch.int64, group=group)
+        assert got is None or torch.equal(got, torch.full((2,), number))
+    assert thread_names().count("mc-shm") == 1
+    context.wait_for_all("all groups have moved something")
+    end = time.monotonic() + 20.0
+    before = -1
+    while before != times_woken("mc-shm"):  # on its way to sleep
+        assert time.monotonic() < end
+        before = times_woken("mc-shm")
+        time.sleep(0.3)
+    context.wait_for_all("all threads sleep")
+    before = times_woken("mc-shm")
+    time.sleep(1.0)
+    assert times_woken("mc-shm") == before
+    context.wait_for_all("all have looked")
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def one_rank_has_it_off(context) -> None:
@@ -160,11 +197,13 @@ def destroying_unmaps(context) -> None:
     assert regions() > 0
     context.wait_for_all("done")
     dist.destroy_process_group()
-    assert regions() == 0
+    assert "memfd:meshcast" not in Path("/proc/self/maps").read_text(), "neither regions nor bells"
+    assert "mc-shm" not in thread_names()
 
 
 CASES = [
     nothing_grows,
+    one_thread_for_all_groups,
     one_rank_has_it_off,
     all_have_it_off,
     one_rank_has_no_room,

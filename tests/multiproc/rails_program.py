@@ -1,4 +1,5 @@
-"""One rank of test_rails.py: a reshard between hosts with several NICs; prints what each one carried."""
+"""One rank of test_rails.py: a reshard between hosts with several NICs, of which rank 0 prints what each one
+carried, then random ones against the oracle."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ import torch
 import torch.distributed as dist
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.oracle import unique_fill
+from multiproc.random_layouts import draw
 from torch.distributed.tensor import Replicate, Shard
 
 SHAPE = (8, 64, 1024)  # 2 MiB
+DRAWS = 20
 
 
 def carried(names: list[str]) -> list[int]:
@@ -41,7 +44,21 @@ def main() -> None:
     if rank == 0:
         print(json.dumps([after - since for after, since in zip(carried(names), before, strict=True)]))
     dist.barrier()
+    random_ones(rank, 2 * half)
+    dist.barrier()
     dist.destroy_process_group()
+
+
+def random_ones(rank: int, world: int) -> None:
+    os.environ |= {"SIZES": str(world), "HOSTS": "0"}
+    from multiproc.cases_property import call as call_one
+    from multiproc.cases_property import verify
+
+    for seed in range(DRAWS):
+        problem = draw(seed, world)
+        found = call_one(problem, rank, async_op=False)
+        if found is not None:
+            verify(*found, problem, rank)
 
 
 def call(rank: int, half: int) -> None:

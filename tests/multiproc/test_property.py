@@ -1,5 +1,6 @@
 """Every reshard of random layout pairs equals what plain PyTorch cuts out of the gathered tensor: 280 of them
-where all ranks share memory, 80 over the network alone, 80 with ranks of several hosts, 40 over gloo."""
+where all ranks share memory, 80 over the network alone with each copy of UCX, 80 with ranks of several hosts,
+40 over gloo."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from multiproc.harness import WorldResult, run_world
+from multiproc.libraries import LIBRARIES, need_system
 
-# Most of the time goes into starting torch seven times; the limits leave room for a busy machine.
+# Most of the time goes into starting torch; the limits leave room for a busy machine.
 pytestmark = pytest.mark.timeout(330)
 
 FOLDER = Path(__file__).parent
@@ -20,9 +22,11 @@ def memory() -> WorldResult:
     return _run("memory", {"HOSTS": "0"})
 
 
-@pytest.fixture(scope="module")
-def network() -> WorldResult:
-    return _run("network", {"HOSTS": "0", "MESHCAST_SHM": "0"})
+@pytest.fixture(scope="module", params=LIBRARIES)
+def network(request: pytest.FixtureRequest) -> WorldResult:
+    if request.param == "system":
+        need_system()
+    return _run("network", {"HOSTS": "0", "MESHCAST_SHM": "0", "MESHCAST_UCX": request.param})
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Hosts with several NICs: the bytes arrive, and every interface carries its share."""
+"""Hosts with several NICs: the bytes arrive, of random layouts too, and every interface carries its share."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.timeout(200)
 
 CASES = [
     "nothing_grows",
+    "one_thread_for_all_groups",
     "one_rank_has_it_off",
     "all_have_it_off",
     "one_rank_has_no_room",

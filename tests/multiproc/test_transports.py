@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from multiproc.harness import WorldResult, run_world
+from multiproc.libraries import LIBRARIES, need_system
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -22,9 +23,12 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def world() -> WorldResult:
-    return run_world(Path(__file__).with_name("cases_transports.py"), 4, limit=180, env={"MESHCAST_SHM": "0"})
+@pytest.fixture(scope="module", params=LIBRARIES)
+def world(request: pytest.FixtureRequest) -> WorldResult:
+    if request.param == "system":
+        need_system()
+    env = {"MESHCAST_SHM": "0", "MESHCAST_UCX": request.param}
+    return run_world(Path(__file__).with_name("cases_transports.py"), 4, limit=180, env=env)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,11 +18,11 @@ using Member = std::tuple<uint64_t, std::vector<std::string>, Breaks>;  // the f
 
 void bind_ucx(py::module_& m) {
   py::class_<ucx::Plane, std::shared_ptr<ucx::Plane>>(m, "UcxPlane")
-      .def(py::init([](std::string library, std::vector<std::string> devices, double peer_seconds) {
+      .def(py::init([](std::string library, std::vector<std::string> devices, double peer_seconds, bool rdma) {
              const py::gil_scoped_release loading_takes_long;
-             return ucx::Plane::of_process({std::move(library), std::move(devices), peer_seconds});
+             return ucx::Plane::of_process({std::move(library), std::move(devices), peer_seconds, rdma});
            }),
-           py::arg("library"), py::arg("devices"), py::arg("peer_seconds"))
+           py::arg("library"), py::arg("devices"), py::arg("peer_seconds"), py::arg("rdma"))
       .def_property_readonly("version", &ucx::Plane::version)
       .def("address",
            [](const ucx::Plane& self) {
@@ -40,7 +40,15 @@ void bind_ucx(py::module_& m) {
             return self.join(id, std::move(addresses), rank, std::move(first_rail));
           },
           py::arg("number"), py::arg("members"), py::arg("rank"), py::arg("first_rail"),
-          py::call_guard<py::gil_scoped_release>());
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "watch",
+          [](ucx::Plane& self, const Member& member) {
+            const auto& [process, rails, breaks] = member;
+            return py::cpp_function(self.watch({process, rails, breaks}),
+                                    py::call_guard<py::gil_scoped_release>());
+          },
+          py::arg("member"));
 }
 
 }  // namespace meshcast

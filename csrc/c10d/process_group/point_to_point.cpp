@@ -5,6 +5,8 @@
 
 #include <fmt/format.h>
 
+#include "transport/memory_message.h"
+
 namespace meshcast {
 
 using c10d::Work;
@@ -242,10 +244,12 @@ void PointToPoint::flush() {
     lock.unlock();
     switch (move.kind) {
       case Move::Kind::Send:
-        move.transport->send(move.envelope, move.data, move.nbytes, std::move(move.message));
+        move.transport->send(move.envelope, move.nbytes,
+                             std::make_unique<MemoryOut>(move.data, std::move(move.message)));
         break;
       case Move::Kind::Recv:
-        move.transport->recv(move.envelope, move.data, move.nbytes, std::move(move.message));
+        move.transport->recv(move.envelope, move.nbytes,
+                             std::make_unique<MemoryIn>(move.data, std::move(move.message)));
         break;
       case Move::Kind::Probe: move.transport->probe(move.envelope, std::move(move.message)); break;
     }

@@ -46,7 +46,7 @@ class InChannel {
   };
 
   bool may_post_locked() const;
-  std::unique_ptr<Receipt> receipt_for(Entry entry, std::byte** data);
+  std::vector<std::byte> staging_for_locked(const Entry& entry);
   void arrived(Receipt& receipt);
   void give_back(std::vector<std::byte> staging);
 
@@ -61,7 +61,7 @@ class InChannel {
   int64_t first_ = 0;          // position of entries_.front(), see message_key
   size_t posted_ = 0;
   bool posting_ = false;                      // a thread is in resume(), and looks again before it leaves
-  std::vector<std::vector<std::byte>> pool_;  // staging buffers to reuse, at most kWindow
+  std::vector<std::vector<std::byte>> pool_;  // staging of partial values to reuse, at most kWindow
   bool closed_ = false;
 };
 
@@ -74,7 +74,8 @@ class OutChannel {
   // Returns the position of the first op, see message_key; the others follow in order.
   int64_t enqueue(const std::shared_ptr<Run>& run, const std::vector<const SendOp*>& ops);
   void mark_ready(int64_t position);
-  void pump();   // issues what may be issued
+  // Issues what may be issued. between: called after each message, without any lock.
+  void pump(const std::function<void()>& between = {});
   void close();  // issues nothing more
 
  private:
@@ -87,7 +88,6 @@ class OutChannel {
   };
 
   Entry* next_locked(int64_t* position);
-  void issue(const Entry& entry, int64_t position, std::vector<std::byte> staging);
   void sent(Dispatch& dispatch);
 
   const std::shared_ptr<Transport> transport_;
@@ -99,7 +99,6 @@ class OutChannel {
   std::deque<Entry> entries_;
   int64_t first_ = 0;     // position of entries_.front()
   bool pumping_ = false;  // a thread is in pump(), and looks again before it leaves
-  std::vector<std::vector<std::byte>> pool_;
   bool closed_ = false;
 };
 

@@ -1,3 +1,4 @@
+#include <cstring>
 #include <utility>
 
 #include "run/channel.h"
@@ -5,11 +6,18 @@
 namespace meshcast {
 
 // One posted receive.
-class InChannel::Receipt final : public Message {
+class InChannel::Receipt final : public Incoming {
  public:
-  Receipt(InChannel& channel, std::shared_ptr<Run> run, const RecvOp& op)
-      : channel_(channel), run_(std::move(run)), op_(op) {
+  Receipt(InChannel& channel, std::shared_ptr<Run> run, const RecvOp& op, std::vector<std::byte> staging)
+      : channel_(channel), run_(std::move(run)), op_(op), staging_(std::move(staging)) {
     run_->pin();
+  }
+
+  std::byte* packed() override { return staging_.empty() ? run_->packed(op_) : staging_.data(); }
+
+  void write(int64_t offset, int64_t nbytes, const std::byte* in) override {
+    if (staging_.empty()) return run_->write(op_, offset, nbytes, in);
+    std::memcpy(staging_.data() + offset, in, static_cast<size_t>(nbytes));
   }
 
   void finished() override { channel_.arrived(*this); }
@@ -26,7 +34,7 @@ class InChannel::Receipt final : public Message {
   InChannel& channel_;
   const std::shared_ptr<Run> run_;
   const RecvOp& op_;                // of the run's program
-  std::vector<std::byte> staging_;  // empty: straight into the destination
+  std::vector<std::byte> staging_;  // where partial values are put together; empty: straight into its place
 };
 
 InChannel::InChannel(std::shared_ptr<Transport> transport, int peer, int32_t lane, Arrived arrived,
@@ -63,35 +71,32 @@ void InChannel::resume() {
     ++posted_;
     const Envelope from{peer_, lane_, message_key(entry.run->label(), first_++)};
     const int64_t nbytes = entry.op->nbytes;
-    std::byte* data = nullptr;
-    auto receipt = receipt_for(std::move(entry), &data);
+    auto staging = staging_for_locked(entry);
     lock.unlock();
-    transport_->recv(from, data, nbytes, std::move(receipt));
+    const RecvOp& op = *entry.op;
+    transport_->recv(from, nbytes,
+                     std::make_unique<Receipt>(*this, std::move(entry.run), op, std::move(staging)));
     lock.lock();
   }
   posting_ = false;
 }
 
-std::unique_ptr<InChannel::Receipt> InChannel::receipt_for(Entry entry, std::byte** data) {
+// Pieces of a message may cut elements, so partial values are put together before they are combined.
+std::vector<std::byte> InChannel::staging_for_locked(const Entry& entry) {
   const RecvOp& op = *entry.op;
-  auto receipt = std::make_unique<Receipt>(*this, std::move(entry.run), op);
-  if (op.carry >= 0) {
-    receipt->staging_ = receipt->run_->carries.take(op.nbytes);
-  } else if (op.reduce == ReduceOp::None && receipt->run_->direct(op.parts, data)) {
-    return receipt;
-  } else {
-    if (!pool_.empty()) {
-      receipt->staging_ = std::move(pool_.back());
-      pool_.pop_back();
-    }
-    receipt->staging_.resize(static_cast<size_t>(op.nbytes));
+  if (op.reduce == ReduceOp::None) return {};
+  if (op.carry >= 0) return entry.run->carries.take(op.nbytes);
+  std::vector<std::byte> staging;
+  if (!pool_.empty()) {
+    staging = std::move(pool_.back());
+    pool_.pop_back();
   }
-  *data = receipt->staging_.data();
-  return receipt;
+  staging.resize(static_cast<size_t>(op.nbytes));
+  return staging;
 }
 
-// Phase 1: post the next, which travels while this one is unpacked. Phase 2: put it in place. Phase 3: tell
-// those that forward it.
+// Phase 1: post the next, which travels while this one is combined. Phase 2: that. Phase 3: tell those that
+// forward it.
 void InChannel::arrived(Receipt& receipt) {
   const std::shared_ptr<Run>& run = receipt.run_;
   const RecvOp& op = receipt.op_;
@@ -105,16 +110,14 @@ void InChannel::arrived(Receipt& receipt) {
     resume();
   }
 
-  if (op.reduce != ReduceOp::None) run->reduce(op, receipt.staging_.data());
-  if (op.carry >= 0) run->carries.keep(op.carry, std::exchange(receipt.staging_, {}));
-  if (!receipt.staging_.empty()) {
-    const std::byte* packed = receipt.staging_.data();
-    for (int32_t i = op.parts.begin; i < op.parts.end; ++i) {
-      const StridedView view = run->view(run->part(i));
-      unpack(packed, view, run->write_of(op));
-      packed += view.nbytes();
+  if (op.reduce != ReduceOp::None) {
+    run->reduce(op, receipt.staging_.data());
+    if (op.carry >= 0) {
+      run->carries.keep(op.carry, std::exchange(receipt.staging_, {}));
+    } else {
+      run->write(op, 0, op.nbytes, receipt.staging_.data());
+      give_back(std::move(receipt.staging_));
     }
-    give_back(std::move(receipt.staging_));
   }
   arrived_(run, op);
   run->complete_ops(1, op.nbytes);

@@ -6,13 +6,15 @@
 namespace meshcast {
 
 // One issued message. The tensors stay until it has gone.
-class OutChannel::Dispatch final : public Message {
+class OutChannel::Dispatch final : public Outgoing {
  public:
-  Dispatch(OutChannel& channel, std::shared_ptr<Run> run, const SendOp& op, int64_t position,
-           std::vector<std::byte> staging)
-      : channel_(channel), run_(std::move(run)), op_(op), position_(position), staging_(std::move(staging)) {
+  Dispatch(OutChannel& channel, std::shared_ptr<Run> run, const SendOp& op, int64_t position)
+      : channel_(channel), run_(std::move(run)), op_(op), position_(position) {
     run_->pin();
   }
+
+  const std::byte* packed() override { return run_->packed(op_); }
+  void read(int64_t offset, int64_t nbytes, std::byte* out) override { run_->read(op_, offset, nbytes, out); }
 
   void finished() override { channel_.sent(*this); }
 
@@ -28,7 +30,6 @@ class OutChannel::Dispatch final : public Message {
   const std::shared_ptr<Run> run_;
   const SendOp& op_;  // of the run's program
   const int64_t position_;
-  std::vector<std::byte> staging_;
 };
 
 OutChannel::OutChannel(std::shared_ptr<Transport> transport, int peer, int32_t lane, ChannelFailure failure)
@@ -62,9 +63,9 @@ OutChannel::Entry* OutChannel::next_locked(int64_t* position) {
   return nullptr;
 }
 
-// One thread at a time: others that find it here leave their work to it. Packing and issuing are done without
-// the lock. Entries within the window may be issued out of order: their positions are in their keys.
-void OutChannel::pump() {
+// One thread at a time: others that find it here leave their work to it. Messages are issued without the lock,
+// and within the window in any order: their positions are in their keys.
+void OutChannel::pump(const std::function<void()>& between) {
   std::unique_lock lock(mutex_);
   if (pumping_) return;
   pumping_ = true;
@@ -72,36 +73,13 @@ void OutChannel::pump() {
   while (Entry* next = next_locked(&position)) {
     next->state = State::Issued;
     const Entry entry = *next;
-    std::vector<std::byte> staging;
-    if (!pool_.empty()) {
-      staging = std::move(pool_.back());
-      pool_.pop_back();
-    }
     lock.unlock();
-    issue(entry, position, std::move(staging));
+    const Envelope to{peer_, lane_, message_key(entry.run->label(), position)};
+    transport_->send(to, entry.op->nbytes, std::make_unique<Dispatch>(*this, entry.run, *entry.op, position));
+    if (between) between();
     lock.lock();
   }
   pumping_ = false;
-}
-
-void OutChannel::issue(const Entry& entry, int64_t position, std::vector<std::byte> staging) {
-  const SendOp& op = *entry.op;
-  auto dispatch = std::make_unique<Dispatch>(*this, entry.run, op, position, std::move(staging));
-  std::byte* data = nullptr;
-  if (op.carry >= 0) {
-    data = entry.run->carries.data(op.carry);
-  } else if (!entry.run->direct(op.parts, &data)) {
-    dispatch->staging_.resize(static_cast<size_t>(op.nbytes));
-    data = dispatch->staging_.data();
-    std::byte* out = data;
-    for (int32_t i = op.parts.begin; i < op.parts.end; ++i) {
-      const StridedView view = entry.run->view(entry.run->part(i));
-      pack(view, out);
-      out += view.nbytes();
-    }
-  }
-  const Envelope to{peer_, lane_, message_key(entry.run->label(), position)};
-  transport_->send(to, data, op.nbytes, std::move(dispatch));
 }
 
 void OutChannel::sent(Dispatch& dispatch) {
@@ -114,9 +92,6 @@ void OutChannel::sent(Dispatch& dispatch) {
       while (!entries_.empty() && entries_.front().state == State::Sent) {
         entries_.pop_front();
         ++first_;
-      }
-      if (dispatch.staging_.capacity() > 0 && pool_.size() < kWindow) {
-        pool_.push_back(std::move(dispatch.staging_));
       }
     }
   }
@@ -134,7 +109,6 @@ void OutChannel::close() {
   const std::lock_guard lock(mutex_);
   closed_ = true;
   entries_.clear();
-  pool_.clear();
 }
 
 }  // namespace meshcast

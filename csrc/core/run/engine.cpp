@@ -1,6 +1,7 @@
 #include "run/engine.h"
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 
 namespace meshcast {
@@ -9,6 +10,9 @@ namespace {
 // Messages up to this size are packed and issued by the caller of start(), and so many bytes of local copies
 // are made by it: waking a thread would cost more.
 constexpr int64_t kInlineBytes = 64 * 1024;
+
+// A copy by the work thread lets ticks have their turn after so many bytes, which take some milliseconds.
+constexpr int64_t kPartBytes = 16 << 20;
 
 bool copies_are_small(const Program& program) {
   int64_t nbytes = 0;
@@ -21,9 +25,30 @@ bool copies_are_small(const Program& program) {
   return true;
 }
 
-void make_copies(Run& run) {
+// In parts, with between() after each.
+void copy_in_parts(StridedView from, StridedView to, Write write, const std::function<void()>& between) {
+  if (to.nbytes() <= kPartBytes) {
+    copy(from, to, write);
+    between();
+    return;
+  }
+  size_t d = 0;
+  while (to.extent[d] == 1) ++d;
+  const int64_t half = to.extent[d] / 2;
+  StridedView rest_from = from;
+  StridedView rest_to = to;
+  from.extent[d] = to.extent[d] = half;
+  rest_from.extent[d] = rest_to.extent[d] = rest_to.extent[d] - half;
+  rest_from.data += half * from.stride[d];
+  rest_to.data += half * to.stride[d];
+  copy_in_parts(from, to, write, between);
+  copy_in_parts(rest_from, rest_to, write, between);
+}
+
+void make_copies(Run& run, const std::function<void()>& between) {
   const auto& copies = run.program().copies;
-  for (const CopyOp& op : copies) copy(run.view(op.from), run.view(op.to), run.write_of_copies());
+  for (const CopyOp& op : copies)
+    copy_in_parts(run.view(op.from), run.view(op.to), run.write_of_copies(), between);
   run.complete_ops(static_cast<int64_t>(copies.size()), 0);
 }
 
@@ -34,7 +59,7 @@ Engine::Engine(std::shared_ptr<Transport> transport, ChannelFailure failure,
     : transport_(std::move(transport)),
       failure_(std::move(failure)),
       local_(std::move(local)),
-      copies_(CopyThread::of_process()) {}
+      work_(WorkThread::of_process()) {}
 
 Engine::~Engine() {
   shutdown(std::make_exception_ptr(TransportError(TransportError::Cause::Aborted, "shut down")));
@@ -83,6 +108,7 @@ void Engine::hand_out(const std::shared_ptr<Run>& run) {
                 runs_.end());
     runs_.push_back(run);
     if (!sends.empty() || !recvs.empty()) run->network = transport_;
+    if (!local_recvs.empty() || !program->local_sends.empty()) run->local = local_;
     // Before any message: the first that has ended lets those of other channels go, and a receive that ends at
     // once must find the tickets of its forwards.
     run->send_tickets.resize(program->sends.size());
@@ -104,15 +130,16 @@ void Engine::hand_out(const std::shared_ptr<Run>& run) {
     for (const auto& [peer, ops] : local_recvs) local_channel_locked({lane, peer}).enqueue(run, ops);
   }
   // Phase 3: without the lock, what can begin. This thread posts what arrives and does what is small; what has
-  // to be packed or copied at length is the copy thread's.
+  // to be packed or copied at length is the work thread's.
   for (InChannel* channel : run->in_channels) channel->resume();
   for (const auto& [peer, ops] : sends) {
     OutChannel* channel = run->send_tickets[send_index[peer].front()].channel;
-    std::byte* data = nullptr;
-    if (ops.front()->nbytes <= kInlineBytes || run->direct(ops.front()->parts, &data)) {
+    const auto first = std::find_if(ops.begin(), ops.end(), [](const SendOp* op) { return !op->forward; });
+    if (first == ops.end()) continue;
+    if ((*first)->nbytes <= kInlineBytes || run->packed(**first)) {
       channel->pump();
-    } else if (!ops.front()->forward) {
-      copies_->post(this, [run, channel] { channel->pump(); });
+    } else {
+      work_->post(this, [this, run, channel] { channel->pump([this] { work_->tick_if_due(); }); });
     }
   }
   for (const SendOp& op : program->sends) {
@@ -120,11 +147,11 @@ void Engine::hand_out(const std::shared_ptr<Run>& run) {
   }
   if (program->copies.empty()) return;
   if (copies_are_small(*program)) {
-    make_copies(*run);
+    make_copies(*run, [] {});
   } else {
     run->pin();
-    copies_->post(this, [run] {
-      if (!run->failed()) make_copies(*run);
+    work_->post(this, [this, run] {
+      if (!run->failed()) make_copies(*run, [this] { work_->tick_if_due(); });
       run->unpin();
     });
   }
@@ -221,7 +248,7 @@ void Engine::shutdown(std::exception_ptr error) {
   }
   fail(std::move(error));
   admission_.close();  // what they still hand out would find nobody to end it
-  copies_->drain(this);
+  work_->drain(this);
   // No start() can add channels any more. All messages end before any channel goes: arrivals use the senders,
   // and a thread that hears of a failure at this moment closes every channel.
   transport_->shutdown();

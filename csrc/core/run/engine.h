@@ -10,16 +10,16 @@
 
 #include "run/admission.h"
 #include "run/channel.h"
-#include "run/copy_thread.h"
 #include "run/local_channel.h"
 #include "run/run.h"
+#include "run/work_thread.h"
 #include "transport/transport.h"
 
 namespace meshcast {
 
 // Executes programs of one private group. start() only enqueues; the work is done by the threads of the
-// transports, which tell what has arrived and what has gone, and by that for copies; what is small is done by
-// the caller of start(). Runs interleave freely: each has messages of its own, and a lane
+// transports, which tell what has arrived and what has gone, and by the work thread, which copies; what is
+// small is done by the caller of start(). Runs interleave freely: each has messages of its own, and a lane
 // never waits for another.
 class Engine {
  public:
@@ -70,7 +70,7 @@ class Engine {
   bool closed_ = false;
   Admission admission_;  // of users' threads that start runs
 
-  const std::shared_ptr<CopyThread> copies_;
+  const std::shared_ptr<WorkThread> work_;
 };
 
 }  // namespace meshcast

@@ -7,41 +7,13 @@
 namespace meshcast {
 namespace {
 
-// Gives the parts of [offset, offset + nbytes) of a message to `visit`: view, offset in it, bytes.
-// A message is its parts packed one behind the other; a fragment is any range of that, across parts if need
-// be.
-template <typename Visit>
-void visit_parts(const Run& run, PartRange parts, int64_t offset, int64_t nbytes, const Visit& visit) {
-  for (int32_t i = parts.begin; i < parts.end && nbytes > 0; ++i) {
-    const StridedView view = run.view(run.part(i));
-    const int64_t size = view.nbytes();
-    if (offset < size) {
-      const int64_t here = std::min(nbytes, size - offset);
-      visit(view, offset, here);
-      nbytes -= here;
-      offset = 0;
-    } else {
-      offset -= size;
-    }
-  }
-}
-
 // Read by whichever thread copies; the pin of send_local keeps the tensors until finished() or failed().
 class LocalSend final : public Outgoing {
  public:
   LocalSend(std::shared_ptr<Run> run, const SendOp& op, const ChannelFailure& failure)
       : run_(std::move(run)), op_(op), failure_(failure) {}
 
-  void read(int64_t offset, int64_t nbytes, std::byte* out) override {
-    if (op_.carry >= 0) {
-      std::memcpy(out, run_->carries.data(op_.carry) + offset, static_cast<size_t>(nbytes));
-      return;
-    }
-    visit_parts(*run_, op_.parts, offset, nbytes, [&](const StridedView& view, int64_t from, int64_t n) {
-      pack_range(view, from, n, out);
-      out += n;
-    });
-  }
+  void read(int64_t offset, int64_t nbytes, std::byte* out) override { run_->read(op_, offset, nbytes, out); }
 
   void finished() override {
     if (op_.carry >= 0) run_->carried_sent(op_.carry);
@@ -77,14 +49,7 @@ class LocalInChannel::Receipt final : public Incoming {
       std::memcpy(staging_.data() + offset, in, static_cast<size_t>(nbytes));
       return;
     }
-    put(offset, nbytes, in);
-  }
-
-  void put(int64_t offset, int64_t nbytes, const std::byte* in) {
-    visit_parts(*run_, op_.parts, offset, nbytes, [&](const StridedView& view, int64_t from, int64_t n) {
-      unpack_range(in, view, from, n, run_->write_of(op_));
-      in += n;
-    });
+    run_->write(op_, offset, nbytes, in);
   }
 
   void finished() override {
@@ -93,7 +58,7 @@ class LocalInChannel::Receipt final : public Incoming {
       if (op_.carry >= 0) {
         run_->carries.keep(op_.carry, std::move(staging_));
       } else {
-        put(0, op_.nbytes, staging_.data());
+        run_->write(op_, 0, op_.nbytes, staging_.data());
         channel_.give_back(std::move(staging_));
       }
     }

@@ -1,6 +1,7 @@
 #include "run/run.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "run/channel.h"
@@ -11,6 +12,23 @@ namespace {
 
 // A core's own caches hold about so much (L2 of today's server processors: 0.5 to 2 MiB).
 constexpr int64_t kCacheBytes = int64_t{2} << 20;
+
+// Gives the parts of [offset, offset + nbytes) of a message to `visit`: view, offset in it, bytes.
+template <typename Visit>
+void visit_parts(const Run& run, PartRange parts, int64_t offset, int64_t nbytes, const Visit& visit) {
+  for (int32_t i = parts.begin; i < parts.end && nbytes > 0; ++i) {
+    const StridedView view = run.view(run.part(i));
+    const int64_t size = view.nbytes();
+    if (offset < size) {
+      const int64_t here = std::min(nbytes, size - offset);
+      visit(view, offset, here);
+      nbytes -= here;
+      offset = 0;
+    } else {
+      offset -= size;
+    }
+  }
+}
 
 }  // namespace
 
@@ -57,12 +75,34 @@ void Run::carried_sent(int32_t number) {
   for (LocalInChannel* channel : local_in_channels) channel->resume();
 }
 
-bool Run::direct(PartRange range, std::byte** data) const {
-  if (range.end - range.begin != 1) return false;
-  const StridedView whole = view(part(range.begin));
-  if (!whole.contiguous()) return false;
-  *data = whole.data;
-  return true;
+void Run::read(const SendOp& op, int64_t offset, int64_t nbytes, std::byte* out) {
+  if (op.carry >= 0) {
+    std::memcpy(out, carries.data(op.carry) + offset, static_cast<size_t>(nbytes));
+    return;
+  }
+  visit_parts(*this, op.parts, offset, nbytes, [&](const StridedView& view, int64_t from, int64_t n) {
+    pack_range(view, from, n, out);
+    out += n;
+  });
+}
+
+void Run::write(const RecvOp& op, int64_t offset, int64_t nbytes, const std::byte* in) const {
+  visit_parts(*this, op.parts, offset, nbytes, [&](const StridedView& view, int64_t from, int64_t n) {
+    unpack_range(in, view, from, n, write_of(op));
+    in += n;
+  });
+}
+
+const std::byte* Run::packed(const SendOp& op) {
+  return op.carry >= 0 ? carries.data(op.carry) : in_one_piece(op.parts);
+}
+
+std::byte* Run::packed(const RecvOp& op) const { return in_one_piece(op.parts); }
+
+std::byte* Run::in_one_piece(PartRange parts) const {
+  if (parts.end - parts.begin != 1) return nullptr;
+  const StridedView whole = view(part(parts.begin));
+  return whole.contiguous() ? whole.data : nullptr;
 }
 
 void Run::pin() {
@@ -110,12 +150,17 @@ bool Run::failed() const {
 }
 
 void Run::drive() noexcept {
-  const auto transport = network.lock();
-  if (!transport || ended()) return;
-  on_end([network = network] {
-    if (const auto still = network.lock()) still->wake();
-  });
-  transport->drive([this] { return ended(); }, deadline());
+  const auto over = [this](const auto& weak) {
+    const auto transport = weak.lock();
+    if (!transport || ended()) return;
+    on_end([weak] {
+      if (const auto still = weak.lock()) still->wake();
+    });
+    transport->drive([this] { return ended(); }, deadline());
+  };
+  // A network that can be driven is until the end; of a run over both, the host's part is then its thread's.
+  over(network);
+  over(local);
 }
 
 int64_t Run::received_bytes() const {

@@ -20,6 +20,7 @@ namespace meshcast {
 
 class InChannel;
 class LocalInChannel;
+class LocalTransport;
 class OutChannel;
 
 // Where a send of a run waits to be issued.
@@ -73,8 +74,14 @@ class Run final : public RunState {
   StridedView view(const Part& part) const;
   const Part& part(int32_t index) const { return program_->parts[static_cast<size_t>(index)]; }
 
-  // True, and `data` set, if the parts are one contiguous piece of memory: no packing needed.
-  bool direct(PartRange range, std::byte** data) const;
+  // The bytes [offset, offset + nbytes) of a message in its packed form, which is its parts one behind the
+  // other: read from where they lie, or written to where they belong.
+  void read(const SendOp& op, int64_t offset, int64_t nbytes, std::byte* out);
+  void write(const RecvOp& op, int64_t offset, int64_t nbytes, const std::byte* in) const;
+
+  // Where a message lies as one piece of memory; else null.
+  const std::byte* packed(const SendOp& op);
+  std::byte* packed(const RecvOp& op) const;
 
   // How a local copy, or what arrives for `op`, is written: past the caches where the run fills more memory
   // than they hold, unless it is read again at once, to be forwarded.
@@ -89,15 +96,16 @@ class Run final : public RunState {
 
   bool failed() const;  // maybe before it has ended
 
-  // Makes the network go on while the caller waits, so that no thread has to be woken to wake this one.
+  // Makes messages go on while the caller waits, so that no thread has to be woken to wake this one.
   void drive() noexcept override;
 
   int64_t received_bytes() const override;
 
-  // Written by Engine::start before the run is known to any other thread: the network, if it is used; one
+  // Written by Engine::start before the run is known to any other thread: the transports that it uses; one
   // ticket for each send of the program, the channels that it sends to and receives from, and the position of
   // the first message to each peer of this host, as in Program::local_sends.
   std::weak_ptr<Transport> network;
+  std::weak_ptr<LocalTransport> local;
   std::vector<SendTicket> send_tickets;
   std::vector<OutChannel*> out_channels;
   std::vector<InChannel*> in_channels;
@@ -118,6 +126,7 @@ class Run final : public RunState {
   int64_t local_position(const Target& target) const;
 
  private:
+  std::byte* in_one_piece(PartRange parts) const;
   void end_if_due(std::unique_lock<std::mutex> lock, bool forced);
 
   Buffers buffers_;

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -9,28 +10,14 @@
 
 namespace meshcast {
 
-// A message to be sent, read where it lies. Offsets count in its packed form, so that memory with gaps needs
-// no staging: the transport copies anyway.
-class Outgoing : public Message {
- public:
-  virtual void read(int64_t offset, int64_t nbytes, std::byte* out) = 0;
-};
-
-// A message to be received, written where it belongs, in any order of offsets, each byte once.
-class Incoming : public Message {
- public:
-  virtual void write(int64_t offset, int64_t nbytes, const std::byte* in) = 0;
-};
-
 // A receiver of a message and the key that the two of them match it by.
 struct LocalTarget {
   int peer = -1;  // group-local rank
   uint64_t key = 0;
 };
 
-// Moves bytes between the ranks of one host. It differs from Transport in two ways, each of which saves a copy:
-// a message has any number of receivers (it is copied in once and all of them read it), and it may lie
-// scattered in memory at either end.
+// Moves bytes between the ranks of one host. It differs from Transport in that a message has any number of
+// receivers: it is copied in once and all of them read it.
 //
 // Sends are rendezvous: nothing is copied in before every receiver has posted, and what is posted is drained
 // without asking anybody. So no message, however late its receiver, can hold up another.
@@ -46,11 +33,16 @@ class LocalTransport {
   // had sent before. To be called now and then while messages are in flight: nothing else watches the peers.
   virtual void check_peers() = 0;
 
+  // As in Transport.
+  virtual void drive(const std::function<bool()>& done, TimePoint limit) = 0;
+  virtual void wake() noexcept = 0;
+
   // Ends all messages, now and later, with Cause::Aborted. Any thread, idempotent; does not wait. The peers do
   // not see it: they would take this rank for dead before they could read the first cause.
   virtual void abort() noexcept = 0;
 
-  // abort(), lets the peers see that this rank has left, and joins the threads. Not from one of them.
+  // abort(), lets the peers see that this rank has left, and waits until no message is left and none is being
+  // told. Not from a message.
   virtual void shutdown() = 0;
 };
 

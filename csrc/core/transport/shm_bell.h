@@ -1,34 +1,61 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 
+#include "transport/shm_mapping.h"
+#include "transport/transport.h"
+
 namespace meshcast {
 
-// Wakes one sleeping thread of another process (or of this one). Lives in shared memory. The sleeper announces
-// itself, looks for work once more and only then sleeps; who makes work looks for the announcement afterwards.
-// Both sides use sequentially consistent operations, so that at least one of them sees the other.
-struct alignas(64) Bell {
-  std::atomic<uint32_t> rings{0};
-  std::atomic<uint32_t> asleep{0};
+inline constexpr uint32_t kMaxShmGroups = 1024;  // of one process
 
-  // Call after the work has been published by a sequentially consistent operation or fence.
-  void ring_if_asleep() {
-    if (asleep.load() != 0) ring();
-  }
-  void ring();
+// The two halves of a group's work on one rank.
+enum class ShmHalf : uint32_t { Sending, Receiving };
 
-  // Sleeps until the next ring unless `has_work()` holds. May return early.
-  template <typename HasWork>
-  void sleep_unless(HasWork has_work) {
-    const uint32_t seen = rings.load();
-    asleep.store(1);
-    if (!has_work()) wait_while(seen);
-    asleep.store(0);
-  }
+// Who sleeps on a bell; as bits of a futex.
+enum class ShmSleeper : uint32_t { Nobody = 0, Thread = 1, Driver = 2 };
+
+// Where a process is told that a half of one of its groups has something to do: by its peers, which map it, and
+// by itself. One for a process, so that one thread can sleep for all groups. The sleeper announces itself,
+// looks for calls once more and only then sleeps; who calls looks for the announcement afterwards. Both sides
+// use sequentially consistent operations, so that at least one of them sees the other. What peers write here
+// costs a look at most.
+class ShmBell {
+ public:
+  ShmBell();                 // of this process
+  explicit ShmBell(int fd);  // of a peer; throws std::runtime_error
+
+  int fd() const { return memory_.fd(); }
+
+  // After the work has been published. Wakes who sleeps for that half, if anybody does.
+  void call(uint32_t group, ShmHalf half);
+
+  // What follows is for the process itself.
+  int take(ShmHalf half, uint32_t* cursor);  // a group that was called, in turn, or -1
+  bool called(ShmHalf half) const;
+  void announce(ShmHalf half, ShmSleeper who);                  // who is to be woken for it
+  uint32_t rings() const;                                       // to be read before the last look for calls
+  void sleep(ShmSleeper who, uint32_t rings, TimePoint limit);  // may return early
+  void wake(ShmSleeper who);
 
  private:
-  void wait_while(uint32_t seen);
+  static constexpr uint32_t kWords = kMaxShmGroups / 64;
+  struct Page {
+    uint64_t magic = 0;
+    std::atomic<uint32_t> rings{0};
+    struct alignas(64) Half {
+      std::atomic<uint32_t> sleeper{0};
+      std::array<std::atomic<uint64_t>, kWords> calls{};
+    };
+    std::array<Half, 2> halves;
+  };
+
+  Page& page() const { return *static_cast<Page*>(memory_.base()); }
+  Page::Half& half_of(ShmHalf half) const { return page().halves[static_cast<size_t>(half)]; }
+
+  ShmMapping memory_;
 };
 
 }  // namespace meshcast

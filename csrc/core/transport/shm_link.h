@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "transport/shm_bell.h"
+#include "transport/shm_progress.h"
 #include "transport/shm_region.h"
 #include "transport/transport.h"
 
@@ -16,31 +18,36 @@ struct ShmMember {
   std::string address;
 };
 
-// Connection to a peer on this host: its memory, and two descriptors that tell when it has gone: a socket, for
-// a peer that closes its group, and a process descriptor, since a process forked by the peer may hold the
-// socket open after the peer has died.
+// Connection to a peer on this host: its memory, its bell, and two descriptors that tell when it has gone: a
+// socket, for a peer that closes its group, and a process descriptor, since a process forked by the peer may
+// hold the socket open after the peer has died.
 class ShmLink {
  public:
-  ShmLink(int rank, int socket, std::unique_ptr<ShmRegion> region);
+  // `group`: its number on the peer's bell.
+  ShmLink(int rank, int socket, std::unique_ptr<ShmRegion> region, ShmBell bell, uint32_t group);
   ~ShmLink();
   ShmLink(const ShmLink&) = delete;
   ShmLink& operator=(const ShmLink&) = delete;
 
   int rank() const { return rank_; }
   ShmRegion& region() { return *region_; }
-  bool gone() const;     // does not block
-  void hang_up() const;  // the peer sees gone(); any thread
+  void call(ShmHalf half) { bell_.call(group_, half); }  // there is something for this half of the peer
+  bool gone() const;                                     // does not block
+  void hang_up() const;                                  // the peer sees gone(); any thread
 
  private:
   int rank_;
   int socket_;
   int process_;  // -1 where the peer's process is not visible from here
   std::unique_ptr<ShmRegion> region_;
+  ShmBell bell_;
+  uint32_t group_;
 };
 
 // What a rank's own memory and links come to. `own` has a mailbox for each link, by index.
 struct ShmMembership {
   int rank = -1;
+  std::unique_ptr<ShmProgress::Place> place;
   std::unique_ptr<ShmRegion> own;
   std::vector<std::unique_ptr<ShmLink>> links;  // in ascending order of rank
   std::vector<uint32_t> mailbox;                // of this rank in links[i]->region()
@@ -52,7 +59,7 @@ class ShmRendezvous {
  public:
   // Makes this rank's own memory, for at most `ranks` ranks: what can be refused is refused before anybody is
   // told to come. Throws std::runtime_error.
-  explicit ShmRendezvous(uint32_t ranks);
+  explicit ShmRendezvous(uint32_t ranks, std::shared_ptr<ShmProgress> progress = ShmProgress::of_process());
   ~ShmRendezvous();
   ShmRendezvous(const ShmRendezvous&) = delete;
   ShmRendezvous& operator=(const ShmRendezvous&) = delete;
@@ -65,6 +72,7 @@ class ShmRendezvous {
 
  private:
   std::string address_;
+  std::unique_ptr<ShmProgress::Place> place_;
   std::unique_ptr<ShmRegion> own_;
   int listener_ = -1;
 };

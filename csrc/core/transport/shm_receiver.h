@@ -1,12 +1,10 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -16,17 +14,18 @@
 namespace meshcast {
 
 // The receiving half of one rank: tells senders what it has posted and copies out of their slots what they
-// announce. Its one thread drains every sender without waiting for anything else, which is what keeps slots
-// from being occupied for ever.
+// announce. A turn drains every sender without waiting for anything else, which is what keeps slots from being
+// occupied for ever.
 class ShmReceiver {
  public:
   explicit ShmReceiver(ShmMembership& membership);
-  ~ShmReceiver();
 
   void recv(int peer, uint64_t key, int64_t nbytes, std::unique_ptr<Incoming> message);
   void mark_gone(size_t link);
   void abort() noexcept;
-  void shutdown();
+  bool turn();    // one at a time; answers whether another is due
+  bool waits();   // whether anything is posted
+  void finish();  // abort(), and tells all messages; no turn is under way, and none will be
 
  private:
   struct Message {
@@ -38,30 +37,23 @@ class ShmReceiver {
   struct Peer {
     ShmLink* link = nullptr;
     ShmHeader::Mailbox* mailbox = nullptr;
-    // Guarded by mutex_; messages are written by the thread alone. Two under one key break the group.
+    // Guarded by mutex_; messages are written in turns alone. Two under one key break the group.
     std::multimap<uint64_t, Message> posted;
-    std::deque<Post> unsent;              // posts that found the sender's queue full
-    std::atomic<bool> has_unsent{false};  // the same for has_work(), which takes no lock
+    std::deque<Post> unsent;  // posts that found the sender's queue full
     bool gone = false;
     bool ambiguous = false;  // two messages are posted under one key
-    bool broken = false;     // it sent what cannot be: nothing more is taken from it; written by the thread
+    bool broken = false;     // it sent what cannot be: nothing more is taken from it; written in turns
   };
 
-  void loop();
-  bool has_work();
   void post_locked(Peer& peer, Post post);
   bool drain(Peer& peer);
   bool take(Peer& peer, const Fragment& fragment);
   void end_lost(Peer& peer);
-  void ring_own();
 
-  ShmRegion& own_;
+  const ShmProgress::Place& place_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<Peer>> peers_;
-  std::atomic<bool> news_{false};
   bool aborted_ = false;
-  bool stopping_ = false;
-  std::thread thread_;
 };
 
 }  // namespace meshcast

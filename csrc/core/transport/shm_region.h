@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "transport/shm_bell.h"
+#include "transport/shm_mapping.h"
 
 namespace meshcast {
 
@@ -37,19 +37,19 @@ class ShmQueue {
   void push(const T& item) {  // not when full
     const uint64_t tail = tail_.load(std::memory_order_relaxed);
     items_[tail % kCapacity] = item;
-    tail_.store(tail + 1);  // sequentially consistent: see Bell
+    tail_.store(tail + 1);  // sequentially consistent: see ShmBell
   }
 
   bool pop(T* item) {
     const uint64_t head = head_.load(std::memory_order_relaxed);
-    if (tail_.load(std::memory_order_acquire) == head) return false;
+    if (tail_.load() == head) return false;  // sequentially consistent: see Mailbox::wanted
     *item = items_[head % kCapacity];
     head_.store(head + 1);
     return true;
   }
 
   // For the consumer, after pop(): whether the producer may have found the queue full before it. Together with
-  // full() as in Bell: either the producer sees the room that pop() made, or this sees that it was full.
+  // full() as in ShmBell: either the producer sees the room that pop() made, or this sees that it was full.
   bool was_full() const { return tail_.load() + 1 - head_.load(std::memory_order_relaxed) >= kCapacity; }
 
  private:
@@ -64,14 +64,15 @@ struct ShmHeader {
   struct Mailbox {
     ShmQueue<Fragment, kMaxSlots> fragments;  // owner -> receiver
     ShmQueue<Post, 128> posts;                // receiver -> owner
+    // The owner has a message that waits for a post: only then is a post worth waking it. Set before it looks
+    // for posts; the receiver posts before it looks here (as with ShmBell, one of them sees the other).
+    std::atomic<uint32_t> wanted{0};
   };
 
   uint64_t magic = 0;
   uint32_t slots = 0;
   uint32_t slot_bytes = 0;
   uint32_t members = 0;
-  Bell sender_bell;    // wakes the owner's sending thread
-  Bell receiver_bell;  // wakes the owner's receiving thread
   // Slots freed since the beginning, and the count at which the owner wants to hear of it.
   alignas(64) std::atomic<uint64_t> freed{0};
   std::atomic<uint64_t> wake_at{UINT64_MAX};
@@ -81,12 +82,11 @@ struct ShmHeader {
   std::array<Readers, kMaxSlots> readers;
 };
 
-// Memory that has no name: a sealed memfd, mapped. Nothing of it is left once the processes that map it are
-// gone, however they went.
+// The memory of one rank in one group.
 class ShmRegion {
  public:
-  // Reserves all of it at once, so that want of memory shows here and not as a signal later. `members`: ranks
-  // that will read it. Takes its size out of the process's budget; throws std::runtime_error with the reason.
+  // `members`: ranks that will read it. Takes its size out of the process's budget; throws std::runtime_error
+  // with the reason.
   static std::unique_ptr<ShmRegion> create(uint32_t members);
 
   // Maps a peer's region, which has to serve `members` ranks at least. Checks everything that it will rely on.
@@ -97,10 +97,10 @@ class ShmRegion {
   ShmRegion(const ShmRegion&) = delete;
   ShmRegion& operator=(const ShmRegion&) = delete;
 
-  int fd() const { return fd_; }  // of a created region, until close_fd()
-  void close_fd();
+  int fd() const { return memory_.fd(); }  // of a created region, until close_fd()
+  void close_fd() { memory_.close_fd(); }
 
-  ShmHeader& header() { return *static_cast<ShmHeader*>(base_); }
+  ShmHeader& header() { return *static_cast<ShmHeader*>(memory_.base()); }
   ShmHeader::Mailbox& mailbox(uint32_t member);
   std::byte* slot(uint32_t index);
   uint32_t slots() const { return slots_; }
@@ -108,12 +108,9 @@ class ShmRegion {
 
  private:
   ShmRegion() = default;
-  void map(int fd, size_t nbytes);
 
-  void* base_ = nullptr;
-  size_t nbytes_ = 0;
+  ShmMapping memory_;
   int64_t budget_ = 0;  // what it took
-  int fd_ = -1;
   // Copies of what the header said when it was checked: a peer cannot change them under us.
   uint32_t slots_ = 0;
   uint32_t slot_bytes_ = 0;

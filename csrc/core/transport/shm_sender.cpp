@@ -4,12 +4,11 @@
 #include <bit>
 #include <string>
 
-#include "common/thread_name.h"
-
 namespace meshcast {
 namespace {
 
-// Messages up to this size are copied in by the thread that sends them: waking another costs more.
+// Messages up to this size are copied in by the thread that sends them, or that drives: waking another costs
+// more.
 constexpr int64_t kInlineBytes = 64 * 1024;
 
 // A sender that ran out of slots is woken when this share of them is free again, not for each single one.
@@ -27,16 +26,14 @@ TransportError gone_error() {
 
 }  // namespace
 
-ShmSender::ShmSender(ShmMembership& membership) : own_(*membership.own), gone_(membership.links.size(), false) {
+ShmSender::ShmSender(ShmMembership& membership)
+    : place_(*membership.place),
+      own_(*membership.own),
+      awaited_from_(membership.links.size(), 0),
+      gone_(membership.links.size(), false) {
   for (const auto& link : membership.links) links_.push_back(link.get());
   for (uint32_t slot = own_.slots(); slot-- > 0;) free_.push_back(slot);
-  thread_ = std::thread([this] {
-    name_this_thread("mc-shm-send");
-    loop();
-  });
 }
-
-ShmSender::~ShmSender() { shutdown(); }
 
 void ShmSender::send(std::vector<LocalTarget> targets, int64_t nbytes, std::unique_ptr<Outgoing> payload) {
   auto message = std::make_unique<Message>();
@@ -49,6 +46,8 @@ void ShmSender::send(std::vector<LocalTarget> targets, int64_t nbytes, std::uniq
   }
 
   std::unique_lock lock(mutex_);
+  // Announced before the look, so that a post that comes now is seen by one side or the other.
+  for (const auto& [link, key] : message->targets) own_.mailbox(link).wanted.store(1);
   drain_posts_locked();
   waiting_.push_back(std::move(message));
   const MessageIt it = std::prev(waiting_.end());
@@ -57,6 +56,7 @@ void ShmSender::send(std::vector<LocalTarget> targets, int64_t nbytes, std::uniq
   for (const PostKey& target : (*it)->targets) {
     if (gone_[target.first]) return break_locked(it, target.first, gone_error());
     if (!awaited_.emplace(target, it).second) return break_locked(it, target.first, duplicate_error());
+    ++awaited_from_[target.first];
     ++(*it)->missing;
   }
   // Phase 2: receives that were posted before.
@@ -70,6 +70,7 @@ void ShmSender::send(std::vector<LocalTarget> targets, int64_t nbytes, std::uniq
     posts_.erase(post);
     match_locked(target, posted);
   }
+  for (const PostKey& target : all) settle_wanted_locked(target.first);
   if (ready_.empty()) return;
   // Phase 3: a small message is copied at once, but only where none is before it.
   if (ready_.size() == 1 && ready_.front().get() == &here && copy_small_locked(here)) {
@@ -79,8 +80,11 @@ void ShmSender::send(std::vector<LocalTarget> targets, int64_t nbytes, std::uniq
     done->payload->finished();
     return;
   }
-  news_.store(true);
-  own_.header().sender_bell.ring_if_asleep();
+  place_.call(ShmHalf::Sending);
+}
+
+void ShmSender::settle_wanted_locked(uint32_t link) {
+  if (awaited_from_[link] == 0) own_.mailbox(link).wanted.store(0, std::memory_order_relaxed);
 }
 
 void ShmSender::drain_posts_locked() {
@@ -93,7 +97,7 @@ void ShmSender::drain_posts_locked() {
       match_locked({i, post.key}, post.nbytes);
     }
     // Posts that found no room wait for this.
-    if (was_full) links_[i]->region().header().receiver_bell.ring_if_asleep();
+    if (was_full) links_[i]->call(ShmHalf::Receiving);
   }
 }
 
@@ -107,6 +111,7 @@ void ShmSender::match_locked(PostKey key, int64_t posted) {
   }
   const MessageIt it = found->second;
   awaited_.erase(found);
+  --awaited_from_[key.first];
   if (posted != (*it)->nbytes) {
     break_locked(it, key.first,
                  {TransportError::Cause::Closed, "a message of " + std::to_string((*it)->nbytes) +
@@ -121,12 +126,13 @@ void ShmSender::match_locked(PostKey key, int64_t posted) {
 void ShmSender::break_locked(MessageIt it, uint32_t link, const TransportError& error) {
   for (const PostKey& target : (*it)->targets) {
     const auto found = awaited_.find(target);
-    if (found != awaited_.end() && found->second == it) awaited_.erase(found);
+    if (found == awaited_.end() || found->second != it) continue;
+    awaited_.erase(found);
+    --awaited_from_[target.first];
   }
   broken_.push_back({std::move(*it), link, error});
   waiting_.erase(it);
-  news_.store(true);
-  own_.header().sender_bell.ring_if_asleep();
+  place_.call(ShmHalf::Sending);
 }
 
 void ShmSender::reclaim_locked() {
@@ -143,8 +149,7 @@ void ShmSender::reclaim_locked() {
 // Small messages fit into one slot (slots are never smaller than a page).
 bool ShmSender::copy_small_locked(Message& message) {
   if (message.nbytes > std::min<int64_t>(kInlineBytes, own_.slot_bytes())) return false;
-  if (free_.empty()) reclaim_locked();
-  if (free_.empty()) return false;
+  if (!have_slot_locked()) return false;
   const uint32_t slot = free_.back();
   free_.pop_back();
   message.payload->read(0, message.nbytes, own_.slot(slot));
@@ -158,47 +163,37 @@ void ShmSender::publish_locked(const Message& message, int64_t offset, uint32_t 
   own_.header().readers[slot].left.store(static_cast<uint32_t>(message.targets.size()));
   for (const auto& [link, key] : message.targets) {
     own_.mailbox(link).fragments.push({key, offset, slot, nbytes});
-    links_[link]->region().header().receiver_bell.ring_if_asleep();
+    links_[link]->call(ShmHalf::Receiving);
   }
 }
 
-bool ShmSender::has_work() {
-  if (news_.load()) return true;
-  const ShmHeader& header = own_.header();
-  if (header.freed.load() >= header.wake_at.load()) return true;
-  for (uint32_t i = 0; i < links_.size(); ++i) {
-    if (!own_.mailbox(i).posts.empty()) return true;
-  }
-  return false;
-}
-
-void ShmSender::loop() {
+// Where there is none, this rank is called once enough of them are free.
+bool ShmSender::have_slot_locked() {
+  if (!free_.empty()) return true;
   ShmHeader& header = own_.header();
+  if (header.freed.load() < wake_at_) return false;  // announced before
+  reclaim_locked();
+  if (free_.empty()) {
+    // Announced first, then looked at again: a slot freed in between is seen by one side or the other.
+    wake_at_ = header.freed.load() + std::max<uint64_t>(1, own_.slots() / kWakeShare);
+    header.wake_at.store(wake_at_);
+    reclaim_locked();
+    if (free_.empty()) return false;
+  }
+  wake_at_ = 0;
+  header.wake_at.store(UINT64_MAX);
+  return true;
+}
+
+bool ShmSender::turn(const std::function<bool()>& helped) {
   std::unique_lock lock(mutex_);
-  while (!stopping_) {
-    news_.store(false);
-    drain_posts_locked();
-    tell_broken(lock);
-    if (ready_.empty() || aborted_) {
-      lock.unlock();
-      header.sender_bell.sleep_unless([this] { return has_work(); });
-      lock.lock();
-      continue;
-    }
-    if (free_.empty()) reclaim_locked();
-    if (free_.empty()) {
-      // Announced first, then looked at again: a slot freed in between is seen by one side or the other.
-      const uint64_t freed = header.freed.load();
-      header.wake_at.store(freed + std::max<uint64_t>(1, own_.slots() / kWakeShare));
-      reclaim_locked();
-      if (free_.empty()) {
-        lock.unlock();
-        header.sender_bell.sleep_unless([this] { return has_work(); });
-        lock.lock();
-      }
-      header.wake_at.store(UINT64_MAX);
-      continue;
-    }
+  drain_posts_locked();
+  for (uint32_t i = 0; i < links_.size(); ++i) settle_wanted_locked(i);
+  tell_broken(lock);
+  int64_t copied = 0;
+  while (!ready_.empty() && !aborted_ && copied < own_.slot_bytes()) {
+    if (ready_.front()->nbytes > kInlineBytes && helped()) return true;
+    if (!have_slot_locked()) return false;
     // Off the queue while it is being copied, so that nobody else ends it meanwhile.
     std::unique_ptr<Message> message = std::move(ready_.front());
     ready_.pop_front();
@@ -211,6 +206,7 @@ void ShmSender::loop() {
     lock.lock();
     publish_locked(*message, message->copied, slot, nbytes);
     message->copied += nbytes;
+    copied += nbytes;
     if (message->copied < message->nbytes) {
       ready_.push_front(std::move(message));
     } else {
@@ -220,7 +216,7 @@ void ShmSender::loop() {
       lock.lock();
     }
   }
-  tell_broken(lock);
+  return !ready_.empty();
 }
 
 // failed() is called without the lock, since it may call back into this object. Everything that is told has
@@ -265,26 +261,19 @@ void ShmSender::mark_gone(size_t link) {
       break_locked(current, static_cast<uint32_t>(link), gone_error());
     }
   }
-  news_.store(true);
-  own_.header().sender_bell.ring_if_asleep();
+  place_.call(ShmHalf::Sending);
 }
 
 void ShmSender::abort() noexcept {
   const std::lock_guard lock(mutex_);
   aborted_ = true;
-  news_.store(true);
-  own_.header().sender_bell.ring_if_asleep();
+  place_.call(ShmHalf::Sending);
 }
 
-void ShmSender::shutdown() {
+void ShmSender::finish() {
   abort();
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-    news_.store(true);
-    own_.header().sender_bell.ring_if_asleep();
-  }
-  if (thread_.joinable()) thread_.join();
+  std::unique_lock lock(mutex_);
+  tell_broken(lock);
 }
 
 }  // namespace meshcast

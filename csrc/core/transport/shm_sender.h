@@ -1,13 +1,12 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <list>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -21,12 +20,15 @@ namespace meshcast {
 class ShmSender {
  public:
   explicit ShmSender(ShmMembership& membership);
-  ~ShmSender();
 
   void send(std::vector<LocalTarget> targets, int64_t nbytes, std::unique_ptr<Outgoing> message);
   void mark_gone(size_t link);
   void abort() noexcept;
-  void shutdown();
+
+  // Copies about a slot's worth; one turn at a time. Answers whether another is due. `helped`: asked before
+  // what is large; true where another thread will do it.
+  bool turn(const std::function<bool()>& helped);
+  void finish();  // abort(), and tells all messages; no turn is under way, and none will be
 
  private:
   struct Message {
@@ -38,39 +40,39 @@ class ShmSender {
   };
   using MessageIt = std::list<std::unique_ptr<Message>>::iterator;
   using PostKey = std::pair<uint32_t, uint64_t>;  // link, key
-  // A message that has ended badly, and why; told by the thread without the lock.
+  // A message that has ended badly, and why; told in a turn, without the lock.
   struct Broken {
     std::unique_ptr<Message> message;
     uint32_t link = 0;
     TransportError error;
   };
 
-  void loop();
-  bool has_work();
   void drain_posts_locked();
+  void settle_wanted_locked(uint32_t link);
   void match_locked(PostKey key, int64_t posted);
   void break_locked(MessageIt it, uint32_t link, const TransportError& error);
   void reclaim_locked();
+  bool have_slot_locked();
   bool copy_small_locked(Message& message);
   void publish_locked(const Message& message, int64_t offset, uint32_t slot, uint32_t nbytes);
   void tell_broken(std::unique_lock<std::mutex>& lock);
 
+  const ShmProgress::Place& place_;
   ShmRegion& own_;
   std::vector<ShmLink*> links_;
 
   std::mutex mutex_;
   std::map<PostKey, int64_t> posts_;             // bytes of receives that wait for their message
   std::list<std::unique_ptr<Message>> waiting_;  // messages that wait for posts ...
-  std::map<PostKey, MessageIt> awaited_;         // ... and for which
-  std::deque<std::unique_ptr<Message>> ready_;   // to be copied in, by the thread
+  std::map<PostKey, MessageIt> awaited_;         // ... and for which,
+  std::vector<size_t> awaited_from_;             // and for how many of each link
+  std::deque<std::unique_ptr<Message>> ready_;   // to be copied in, in turns
   std::vector<Broken> broken_;
-  std::vector<uint32_t> free_;     // slots; the one freed last is used first, since it is still in the cache
-  uint64_t in_use_ = 0;            // the others, as bits
-  std::vector<bool> gone_;         // by link
-  std::atomic<bool> news_{false};  // something was queued for the thread
+  std::vector<uint32_t> free_;  // slots; the one freed last is used first, since it is still in the cache
+  uint64_t in_use_ = 0;         // the others, as bits
+  uint64_t wake_at_ = 0;        // slots freed at which this rank is called, if there were none
+  std::vector<bool> gone_;      // by link
   bool aborted_ = false;
-  bool stopping_ = false;
-  std::thread thread_;
 };
 
 }  // namespace meshcast

@@ -1,6 +1,9 @@
 #include "transport/shm_transport.h"
 
+#include <functional>
 #include <utility>
+
+#include <unistd.h>
 
 #include "transport/shm_receiver.h"
 #include "transport/shm_sender.h"
@@ -8,10 +11,12 @@
 namespace meshcast {
 namespace {
 
-class ShmTransport final : public LocalTransport {
+class ShmTransport final : public LocalTransport, public ShmProgress::Group {
  public:
   explicit ShmTransport(ShmMembership membership)
-      : membership_(std::move(membership)), sender_(membership_), receiver_(membership_) {}
+      : membership_(std::move(membership)), sender_(membership_), receiver_(membership_) {
+    membership_.place->enter(*this);
+  }
 
   ~ShmTransport() override { shutdown(); }
 
@@ -31,20 +36,39 @@ class ShmTransport final : public LocalTransport {
     }
   }
 
+  bool turn(ShmHalf half, bool driver) override {
+    if (half == ShmHalf::Receiving) return receiver_.turn();
+    // Where both directions are in use, who drives leaves the sending to the process's thread.
+    return sender_.turn([&] {
+      if (!driver || !receiver_.waits()) return false;
+      progress().help();
+      return true;
+    });
+  }
+
+  void drive(const std::function<bool()>& done, TimePoint limit) override { progress().drive(done, limit); }
+  void wake() noexcept override { progress().wake(); }
+
   void abort() noexcept override {
     sender_.abort();
     receiver_.abort();
   }
 
   void shutdown() override {
+    // A forked child has this object and no part in the group.
+    if (getpid() != pid_ || std::exchange(down_, true)) return;
     abort();
     for (const auto& link : membership_.links) link->hang_up();
-    // A message that arrives now may still be forwarded: the sender has to be there to refuse it.
-    receiver_.shutdown();
-    sender_.shutdown();
+    membership_.place->leave();
+    receiver_.finish();
+    sender_.finish();
   }
 
  private:
+  ShmProgress& progress() const { return membership_.place->progress(); }
+
+  const pid_t pid_ = getpid();
+  bool down_ = false;         // by the one thread that shuts it down
   ShmMembership membership_;  // outlives the two, which use its memory
   ShmSender sender_;
   ShmReceiver receiver_;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -34,6 +35,22 @@ class Message {
   virtual void failed(int peer, const TransportError& error) = 0;
 };
 
+// A message to be sent, read where it lies. Offsets count in its packed form. It is read until it has ended, by
+// any thread, at times under a lock of the transport: so reading takes no lock and calls nobody.
+class Outgoing : public Message {
+ public:
+  virtual const std::byte* packed() { return nullptr; }  // where it lies as one piece in memory
+  virtual void read(int64_t offset, int64_t nbytes, std::byte* out) = 0;
+};
+
+// A message to be received, written where it belongs, each byte once; otherwise likewise. Pieces may be
+// written in any order, but one at a time.
+class Incoming : public Message {
+ public:
+  virtual std::byte* packed() { return nullptr; }
+  virtual void write(int64_t offset, int64_t nbytes, const std::byte* in) = 0;
+};
+
 // What the two ends of a message match it by.
 struct Envelope {
   int peer = -1;     // the other end: its rank in the group
@@ -41,20 +58,25 @@ struct Envelope {
   uint64_t key = 0;  // see message_key; no two messages of a pair that are in flight have the same
 };
 
-// Moves bytes between the ranks of one private group, over the network; knows nothing of tensors. The memory
-// must stay until the message has ended. A send may end as late as when its receive is posted (rendezvous).
+// Moves bytes between the ranks of one private group, over the network; knows nothing of tensors. Memory must
+// stay until the message has ended. A send may end as late as when its receive has all of it (rendezvous).
 class Transport {
  public:
   virtual ~Transport() = default;
 
   // Never block, never call failed() before they return; what can be done at once may be finished() at once.
-  virtual void send(const Envelope& to, const void* data, int64_t nbytes, std::unique_ptr<Message> message) = 0;
-  virtual void recv(const Envelope& from, void* data, int64_t nbytes, std::unique_ptr<Message> message) = 0;
+  virtual void send(const Envelope& to, int64_t nbytes, std::unique_ptr<Outgoing> message) = 0;
+  virtual void recv(const Envelope& from, int64_t nbytes, std::unique_ptr<Incoming> message) = 0;
 
   // For a thread that is about to wait until `done`: makes messages go on meanwhile, if that spares waking
   // another thread. May return at any time. wake(): `done` may have become true by something else.
   virtual void drive(const std::function<bool()>& done, TimePoint limit) = 0;
   virtual void wake() noexcept = 0;
+
+  // Why nothing comes from a peer any more, for a rank that waits for it by other means than messages; "" as
+  // far as this is not known. Asking connects with the peer where that has not been done, so the answer may
+  // come with a later question. A transport that only learns from its messages knows nothing.
+  virtual std::string lost(int /*peer*/) { return {}; }
 
   // Ends all messages, now and later, with Cause::Aborted. Any thread, idempotent; does not wait.
   virtual void abort() noexcept = 0;

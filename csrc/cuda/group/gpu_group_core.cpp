@@ -73,11 +73,16 @@ GpuGroupCore::GpuGroupCore(std::shared_ptr<GroupCore> control, const c10::intrus
       bulletin_(store),
       watched_(std::make_unique<WatchedLanes>(*this)) {
   // Both begin to look at once, at all that is here.
-  watcher_ = std::make_unique<Watcher>(*watched_, identity_, store);
-  poller_ = std::thread([this] {
-    name_this_thread("mc-poll");
-    poll_loop();
-  });
+  watcher_ = std::make_shared<Watcher>(*watched_, identity_, store);
+  try {
+    poller_ = std::thread([this] {
+      name_this_thread("mc-poll");
+      poll_loop();
+    });
+  } catch (...) {
+    watcher_->stop();  // what it looks at goes before it does
+    throw;
+  }
 }
 
 GpuGroupCore::~GpuGroupCore() { shutdown(); }

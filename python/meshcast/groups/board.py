@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import AbortedError, DeadlineExceededError
+from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
 
-__all__ = ["Board", "NotPostedError", "meet"]
+__all__ = ["Board", "NotPostedError", "Watches", "meet"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02  # seconds between two polls of the store
 _SLICE = 1.0  # seconds of one wait in the store, after which the caller may find a reason to give up
+_LOOK = 0.05  # seconds after which ranks that meet look after each other
+_ERRORS: dict[str, type[MeshcastError]] = {  # by the first word of a verdict
+    "aborted": AbortedError,
+    "deadline": DeadlineExceededError,
+    "lost": PeerLostError,
+}
 _MET = "met"  # verdict of a meeting: all ranks are here
 
 
@@ -50,6 +56,10 @@ class Board:
     def has(self, topic: str, rank: int) -> bool:
         return bool(self.store.check([f"{topic}/{rank}"]))
 
+    def missing(self, topic: str, ranks: Iterable[int]) -> list[int]:
+        """Those that posted nothing."""
+        return [rank for rank in ranks if not self.has(topic, rank)]
+
     def read(self, topic: str, ranks: Sequence[int]) -> dict[int, str]:
         """What ranks posted that have posted."""
         keys = [f"{topic}/{rank}" for rank in ranks]
@@ -75,7 +85,7 @@ class Board:
                     limit = timedelta(seconds=max(0.001, min(left, _SLICE)))
                     self.store.wait([f"{topic}/{rank}" for rank in missing], limit)
                     return self.read(topic, wanted)
-            missing = [rank for rank in missing if not self.has(topic, rank)]
+            missing = self.missing(topic, missing)
             if not missing:
                 return self.read(topic, wanted)
             check()
@@ -86,35 +96,83 @@ class Board:
                 pause = min(pause * 1.5, _LONGEST_PAUSE)
 
 
+class Watches:
+    """How a rank that meets others looks after them: it watches the next rank of the group that has come, and
+    those before it that it knows from earlier. So each rank is watched by one other, which costs it one
+    connection.
+
+    watch(text): from what a rank posted, what tells why it has gone ("" as far as this is not known), or None
+    where nothing can. known: what ranks posted in groups of the same process group before.
+    """
+
+    def __init__(
+        self,
+        watch: Callable[[str], Callable[[], str] | None],
+        known: Mapping[int, str],
+    ) -> None:
+        self._watch, self._known = watch, known
+        self._watches: dict[int, Callable[[], str] | None] = {}
+
+    def lost(self, board: Board, ranks: Sequence[int]) -> tuple[int, str] | None:
+        """A rank that has gone, and why."""
+        at = ranks.index(board.rank)
+        for other in [*ranks[at + 1 :], *ranks[:at]]:
+            here = board.has("member", other)
+            if other not in self._watches and (here or other in self._known):
+                text = board.read("member", [other])[other] if here else self._known[other]
+                self._watches[other] = self._watch(text)
+            watch = self._watches.get(other)
+            why = "" if watch is None else watch()
+            if why:
+                return other, why
+            if here:
+                return None
+        return None
+
+
 def meet(
-    board: Board, ranks: Sequence[int], text: str, deadline: float, closing: Callable[[], str]
+    board: Board,
+    ranks: Sequence[int],
+    text: str,
+    deadline: float,
+    closing: Callable[[], str],
+    watches: Watches,
 ) -> dict[int, str]:
     """Posts `text` and returns everybody's, once all ranks of a group are here.
 
     The first rank that sees all, or gives up, decides for all: were each to judge for itself, one could leave
     while the others already connect and wait for it until their deadline. closing(): why this rank ends the
-    group, "" while it does not. Raises DeadlineExceededError or AbortedError.
+    group, "" while it does not. Raises DeadlineExceededError, PeerLostError or AbortedError.
     """
     begin, rank, store = time.monotonic(), board.rank, board.store
     late = store.check(["verdict"])
     board.post("member", text)
-    missing = [other for other in ranks if other != rank]
+    others = [other for other in ranks if other != rank]
     pause = _FIRST_PAUSE
     while True:
-        missing = [other for other in missing if not board.has("member", other)]
+        # One question for all: were every rank to ask for each, the store would be what they wait for.
+        complete = not others or store.check([f"member/{other}" for other in others])
         verdict = store.get("verdict").decode() if store.check(["verdict"]) else ""
         elapsed, left = time.monotonic() - begin, deadline - time.monotonic()
         proposal = ""
-        if not missing:
+        if complete:
             proposal = _MET
         elif closing():
             proposal = f"aborted rank {rank}: {closing()}"
         elif left <= 0:
             proposal = (
-                f"deadline rank {rank}: ranks {missing} did not call within {elapsed:.1f} s; the group of "
+                f"deadline rank {rank}: ranks {board.missing('member', others)} did not call within "
+                f"{elapsed:.1f} s; the group of "
                 f"ranks {list(ranks)} exists only once each of them made its first call. Check that every "
                 "rank of both meshes makes the same calls in the same order."
             )
+        elif not verdict and elapsed > _LOOK:
+            lost = watches.lost(board, ranks)
+            if lost is not None:
+                proposal = (
+                    f"lost/{lost[0]} rank {rank} lost rank {lost[0]} while the group of ranks {list(ranks)} "
+                    f"met, after {elapsed:.1f} s: {lost[1]}. Look at that rank's own output first."
+                )
         if proposal and not verdict:
             verdict = store.compare_set("verdict", "", proposal).decode()
         if verdict == _MET:
@@ -123,11 +181,14 @@ def meet(
             # A rank that waited sees the failure itself, whichever found it first; one that comes later finds
             # a group that has failed.
             kind, message = verdict.split(" ", 1)
-            error = DeadlineExceededError if kind == "deadline" and not late else AbortedError
+            kind, _, gone = kind.partition("/")
+            error = _ERRORS[kind] if not late else AbortedError
+            missing = board.missing("member", others) if kind == "deadline" else []
+            peer = int(gone) if gone else next(iter(missing), None)
             raise error(
                 message,
                 rank=rank,
-                peer=missing[0] if missing and kind == "deadline" else None,
+                peer=peer,
                 op="connect",
                 phase="connect",
                 elapsed=elapsed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import _C
@@ -58,6 +58,13 @@ class Network:
             "nonce": secrets.token_hex(8),
         }
 
+    def watch(self, offer: Mapping[str, Any]) -> Callable[[], str] | None:
+        """What tells why the rank that made this offer has gone, "" as far as this is not known; None over
+        gloo, which knows of no rank before all of them have connected."""
+        if self._plane is None or offer["kind"] != "ucx":
+            return None
+        return self._plane.watch(_member(offer))
+
     def transport(
         self,
         offers: Mapping[int, Mapping[str, Any]],
@@ -90,8 +97,9 @@ class Network:
             return _C.gloo_transport(rails, first_rail, ranks.index(rank))
         text = json.dumps([offers[other] for other in ranks], sort_keys=True)
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-        members = [
-            (offer["process"], [bytes.fromhex(rail) for rail in offer["rails"]], dict(offer["breaks"]))
-            for offer in offers.values()
-        ]
+        members = [_member(offer) for offer in offers.values()]
         return self._plane.join(number, members, ranks.index(rank), first_rail)
+
+
+def _member(offer: Mapping[str, Any]) -> tuple[int, list[bytes], dict[int, int]]:
+    return offer["process"], [bytes.fromhex(rail) for rail in offer["rails"]], dict(offer["breaks"])

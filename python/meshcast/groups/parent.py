@@ -43,6 +43,7 @@ class ParentGroup:
         self.extras: dict[str, Any] = {}  # what single operations keep
         self._store = store
         self._groups: dict[tuple[int, ...], PrivateGroup] = {}
+        self._known: dict[int, str] = {}  # what ranks posted when they met in one of these
         self._groups_lock = threading.Lock()  # two threads must not make one group twice: it meets once
         self._twins: dict[str, ParentGroup] = {}
 
@@ -62,6 +63,7 @@ class ParentGroup:
                 store = dist.PrefixStore(name, self._store)
                 found = ParentGroup(tuple(self.ranks), self.rank, self.timeout, self.name, store)
                 found.closed = self.closed
+                found._known = self._known
                 self._twins[name] = found
             return found
 
@@ -83,7 +85,9 @@ class ParentGroup:
             with self._groups_lock:
                 group = self._groups.get(key)
                 if group is None:
-                    group = self._groups[key] = PrivateGroup(self._store, key, self.rank, self.timeout)
+                    group = self._groups[key] = PrivateGroup(
+                        self._store, key, self.rank, self.timeout, self._known
+                    )
         return group
 
     def close(self) -> None:

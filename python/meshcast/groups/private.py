@@ -24,7 +24,7 @@ from ..base.observe import Completable, log
 from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
 from ..topology import Topology
 from .agreements import Agreements
-from .board import Board, meet
+from .board import Board, Watches, meet
 from .network import Network
 from .rails import agreed_count, first_rails, interfaces
 from .shared_memory import LocalMemory
@@ -62,7 +62,10 @@ class Command(Protocol):
 class PrivateGroup:
     """The ranks of both meshes of a transfer. Counts calls per lane alike on every rank."""
 
-    def __init__(self, store: dist.Store, ranks: Sequence[int], rank: int, timeout: float) -> None:
+    def __init__(
+        self, store: dist.Store, ranks: Sequence[int], rank: int, timeout: float, known: dict[int, str]
+    ) -> None:
+        """known: what ranks posted when they met, shared by the groups of a process group."""
         self.ranks = tuple(ranks)
         self.rank = rank
         self.timeout = timeout
@@ -75,6 +78,7 @@ class PrivateGroup:
         self.control: Any = None  # store of the core, likewise
         self.attached: dict[str, Attachment] = {}
         self._store = store
+        self._known = known
         self._core: _C.GroupCore | None = None
         self._error: Exception | None = None
         self._closing = ""  # why, once the group is being ended
@@ -148,7 +152,8 @@ class PrivateGroup:
             network = Network(names, self.timeout)
             mine = json.dumps([host_identity(), memory.offer, told, network.offer()])
             board = Board(store, self.rank)
-            said = meet(board, self.ranks, mine, deadline, lambda: self._closing)
+            watches = Watches(lambda text: network.watch(json.loads(text)[3]), self._known)
+            said = meet(board, self.ranks, mine, deadline, lambda: self._closing, watches)
             members: dict[int, list[Any]] = {rank: json.loads(text) for rank, text in said.items()}
             hosts: dict[int, str] = {rank: member[0] for rank, member in members.items()}
             count = agreed_count({rank: member[2] for rank, member in members.items()}, self.rank)
@@ -165,6 +170,7 @@ class PrivateGroup:
                 store,
                 deadline,
             )
+            self._known.update(said)
             log.info("rank %d: connected with ranks %s", self.rank, self.name)
             return _C.GroupCore(
                 transport,

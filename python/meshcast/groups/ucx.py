@@ -117,4 +117,4 @@ def plane(devices: Sequence[str], timeout: float) -> _C.UcxPlane:
             "this copy of meshcast was built without the headers of UCX", op="connect", phase="connect"
         )
     with _quiet():
-        return _C.UcxPlane(library(), list(devices) or [device_names()], timeout)
+        return _C.UcxPlane(library(), list(devices) or [device_names()], timeout, bool(rdma_devices()))

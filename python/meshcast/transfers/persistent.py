@@ -13,7 +13,7 @@ import torch
 from .. import _C
 from ..base.checks import dtype_name
 from ..base.observe import Flight, log, profiled, profiling
-from ..errors import DeadlineExceededError, LayoutError, MeshcastError
+from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PeerLostError
 from ..groups.parent import ParentGroup, seconds
 from ..planning.plan import Plan, Problem, plan_many
 from .call import Call, CallNumber
@@ -230,7 +230,7 @@ class PersistentTransfer:
                 reverse,
                 max(call.remaining(), 1e-3),
             )
-        except DeadlineExceededError as error:
+        except (AbortedError, DeadlineExceededError, PeerLostError) as error:
             core.abort(str(error))  # a rank is missing: the ranks no longer count calls alike
             raise
         log.info("rank %d: agreed on %s", self._group.rank, self._descriptor)

@@ -26,11 +26,11 @@ class DrivenTransport final : public PassingTransport {
  public:
   using PassingTransport::PassingTransport;
 
-  void send(const Envelope& to, const void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
-    PassingTransport::send(to, data, nbytes, std::make_unique<Held>(*this, std::move(message)));
+  void send(const Envelope& to, int64_t nbytes, std::unique_ptr<Outgoing> message) override {
+    PassingTransport::send(to, nbytes, with_end(std::move(message), [this](auto tell) { hold(tell); }));
   }
-  void recv(const Envelope& from, void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
-    PassingTransport::recv(from, data, nbytes, std::make_unique<Held>(*this, std::move(message)));
+  void recv(const Envelope& from, int64_t nbytes, std::unique_ptr<Incoming> message) override {
+    PassingTransport::recv(from, nbytes, with_end(std::move(message), [this](auto tell) { hold(tell); }));
   }
 
   void drive(const std::function<bool()>& done, TimePoint limit) override {
@@ -55,24 +55,6 @@ class DrivenTransport final : public PassingTransport {
   }
 
  private:
-  class Held final : public Message {
-   public:
-    Held(DrivenTransport& transport, std::unique_ptr<Message> inner)
-        : transport_(transport), inner_(std::move(inner)) {}
-    void finished() override {
-      transport_.hold([message = std::shared_ptr<Message>(std::move(inner_))] { message->finished(); });
-    }
-    void failed(int peer, const TransportError& error) override {
-      transport_.hold([message = std::shared_ptr<Message>(std::move(inner_)), peer, error] {
-        message->failed(peer, error);
-      });
-    }
-
-   private:
-    DrivenTransport& transport_;
-    std::unique_ptr<Message> inner_;
-  };
-
   void hold(std::function<void()> end) {
     const std::lock_guard lock(mutex_);
     ended_.push_back(std::move(end));

@@ -66,13 +66,16 @@ inline Shard shard_of(const Layout& layout, const std::vector<int64_t>& shape, i
   return {};
 }
 
-// Shared memory between these ranks, which are threads of this process; by rank, null for the others.
-inline std::vector<std::shared_ptr<LocalTransport>> connect_local(int world,
-                                                                  const std::vector<int32_t>& ranks) {
+// Shared memory between these ranks of this process; by rank, null for the others. Each has a ShmProgress of
+// its own, as if it were a process, unless they are to share that of this one.
+inline std::vector<std::shared_ptr<LocalTransport>> connect_local(int world, const std::vector<int32_t>& ranks,
+                                                                  bool one_process = false) {
   std::vector<std::unique_ptr<ShmRendezvous>> rendezvous;
   std::vector<ShmMember> members;
   for (const int32_t rank : ranks) {
-    rendezvous.push_back(std::make_unique<ShmRendezvous>(static_cast<uint32_t>(world)));
+    rendezvous.push_back(std::make_unique<ShmRendezvous>(
+        static_cast<uint32_t>(world),
+        one_process ? ShmProgress::of_process() : std::make_shared<ShmProgress>()));
     members.push_back({rank, rendezvous.back()->address()});
   }
   std::vector<std::future<ShmMembership>> meetings;
@@ -96,11 +99,11 @@ class Cluster {
 
   // wrap: what each rank's network goes through, if anything.
   explicit Cluster(int world, ChannelFailure failure = nullptr, std::vector<std::vector<int32_t>> hosts = {},
-                   const Wrap& wrap = nullptr)
+                   const Wrap& wrap = nullptr, bool one_process = false)
       : transports_(make_loopback(world)), hosts_(std::move(hosts)) {
     std::vector<std::shared_ptr<LocalTransport>> local(static_cast<size_t>(world));
     for (const auto& host : hosts_) {
-      auto connected = connect_local(world, host);
+      auto connected = connect_local(world, host, one_process);
       for (const int32_t rank : host) local[static_cast<size_t>(rank)] = connected[static_cast<size_t>(rank)];
     }
     for (int rank = 0; rank < world; ++rank) {

@@ -147,12 +147,12 @@ class WireCounter {
    public:
     Counting(std::shared_ptr<Transport> inner, int rank, WireCounter* counter)
         : PassingTransport(std::move(inner)), rank_(rank), counter_(counter) {}
-    void send(const Envelope& to, const void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
+    void send(const Envelope& to, int64_t nbytes, std::unique_ptr<Outgoing> message) override {
       {
         const std::lock_guard lock(counter_->mutex_);
         counter_->bytes_[{rank_, to.peer}] += nbytes;
       }
-      PassingTransport::send(to, data, nbytes, std::move(message));
+      PassingTransport::send(to, nbytes, std::move(message));
     }
 
    private:

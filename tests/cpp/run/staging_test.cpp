@@ -40,42 +40,29 @@ struct Meter {
   }
 };
 
-class MeteredMessage final : public Message {
- public:
-  MeteredMessage(std::unique_ptr<Message> inner, Meter* meter, int64_t nbytes)
-      : inner_(std::move(inner)), meter_(meter), nbytes_(nbytes) {
-    meter_->add(nbytes_);
-  }
-  // The buffer may be used for another message from here on.
-  void finished() override {
-    meter_->now -= nbytes_;
-    inner_->finished();
-  }
-  void failed(int peer, const TransportError& error) override {
-    meter_->now -= nbytes_;
-    inner_->failed(peer, error);
-  }
-
- private:
-  std::unique_ptr<Message> inner_;
-  Meter* meter_;
-  int64_t nbytes_;
-};
-
+// Counts what a transport has to stage that wants messages in one piece.
 class MeteredTransport final : public PassingTransport {
  public:
   MeteredTransport(std::shared_ptr<Transport> inner, Meter* meter)
       : PassingTransport(std::move(inner)), meter_(meter) {}
-  void send(const Envelope& to, const void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
-    PassingTransport::send(to, data, nbytes, metered(data, nbytes, std::move(message)));
+  void send(const Envelope& to, int64_t nbytes, std::unique_ptr<Outgoing> message) override {
+    PassingTransport::send(to, nbytes, metered(nbytes, std::move(message)));
   }
-  void recv(const Envelope& from, void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
-    PassingTransport::recv(from, data, nbytes, metered(data, nbytes, std::move(message)));
+  void recv(const Envelope& from, int64_t nbytes, std::unique_ptr<Incoming> message) override {
+    PassingTransport::recv(from, nbytes, metered(nbytes, std::move(message)));
   }
 
  private:
-  std::unique_ptr<Message> metered(const void* data, int64_t nbytes, std::unique_ptr<Message> message) {
-    return std::make_unique<MeteredMessage>(std::move(message), meter_, meter_->is_staging(data) ? nbytes : 0);
+  template <typename Kind>
+  std::unique_ptr<Kind> metered(int64_t nbytes, std::unique_ptr<Kind> message) {
+    const auto* data = message->packed();
+    if (data && !meter_->is_staging(data)) return message;
+    meter_->add(nbytes);
+    // The buffer may be used for another message from its end on.
+    return with_end(std::move(message), [meter = meter_, nbytes](const std::function<void()>& tell) {
+      meter->now -= nbytes;
+      tell();
+    });
   }
 
   Meter* meter_;

@@ -1,7 +1,8 @@
 #include "support/loopback.h"
 
+#include <algorithm>
+#include <array>
 #include <condition_variable>
-#include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
@@ -19,10 +20,46 @@ namespace {
 const TransportError kAborted(TransportError::Cause::Aborted, "aborted");
 const TransportError kGone(TransportError::Cause::Closed, "peer is gone");
 
+constexpr int64_t kPiece = 61;  // bytes: pieces of messages cut elements
+
 struct Pending {
-  std::byte* data = nullptr;
   int64_t nbytes = 0;
-  std::unique_ptr<Message> message;
+  std::unique_ptr<Outgoing> out;  // of a send
+  std::unique_ptr<Incoming> in;   // of a receive
+
+  std::unique_ptr<Message> message() { return out ? std::unique_ptr<Message>(std::move(out)) : std::move(in); }
+};
+
+template <typename Kind>
+class WithEnd : public Kind {
+ public:
+  WithEnd(std::unique_ptr<Kind> inner, OnEnd on_end) : inner_(std::move(inner)), on_end_(std::move(on_end)) {}
+
+  auto packed() -> decltype(std::declval<Kind>().packed()) override { return inner_->packed(); }
+  void finished() override {
+    on_end_([message = inner_] { message->finished(); });
+  }
+  void failed(int peer, const TransportError& error) override {
+    on_end_([message = inner_, peer, error] { message->failed(peer, error); });
+  }
+
+ protected:
+  const std::shared_ptr<Kind> inner_;
+  const OnEnd on_end_;
+};
+
+class OutgoingWithEnd final : public WithEnd<Outgoing> {
+ public:
+  using WithEnd::WithEnd;
+  void read(int64_t offset, int64_t nbytes, std::byte* out) override { inner_->read(offset, nbytes, out); }
+};
+
+class IncomingWithEnd final : public WithEnd<Incoming> {
+ public:
+  using WithEnd::WithEnd;
+  void write(int64_t offset, int64_t nbytes, const std::byte* in) override {
+    inner_->write(offset, nbytes, in);
+  }
 };
 
 class LoopbackTransport;
@@ -45,14 +82,12 @@ class LoopbackTransport final : public Transport {
   }
   ~LoopbackTransport() override { LoopbackTransport::shutdown(); }
 
-  void send(const Envelope& to, const void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
-    // The mailbox only reads through a send's pointer.
-    auto* bytes = const_cast<std::byte*>(static_cast<const std::byte*>(data));
-    post({rank_, to.peer, to.key}, {bytes, nbytes, std::move(message)}, true);
+  void send(const Envelope& to, int64_t nbytes, std::unique_ptr<Outgoing> message) override {
+    post({rank_, to.peer, to.key}, {nbytes, std::move(message), nullptr}, true);
   }
 
-  void recv(const Envelope& from, void* data, int64_t nbytes, std::unique_ptr<Message> message) override {
-    post({from.peer, rank_, from.key}, {static_cast<std::byte*>(data), nbytes, std::move(message)}, false);
+  void recv(const Envelope& from, int64_t nbytes, std::unique_ptr<Incoming> message) override {
+    post({from.peer, rank_, from.key}, {nbytes, nullptr, std::move(message)}, false);
   }
 
   void drive(const std::function<bool()>& /*done*/, TimePoint /*limit*/) override {}
@@ -96,11 +131,11 @@ class LoopbackTransport final : public Transport {
     std::unique_lock lock(box_->mutex);
     if (aborted_) {
       lock.unlock();
-      mine.message->failed(peer, kAborted);
+      mine.message()->failed(peer, kAborted);
       return;
     }
     if (box_->dead.count(rank_) != 0 || box_->dead.count(peer) != 0) {
-      told_locked(std::move(mine.message), peer, &kGone);
+      told_locked(mine.message(), peer, &kGone);
       return;
     }
     auto& others = (is_send ? box_->recvs : box_->sends)[key];
@@ -110,15 +145,20 @@ class LoopbackTransport final : public Transport {
     }
     Pending other = std::move(others.front());
     others.pop_front();
-    const Pending& sent = is_send ? mine : other;
-    const Pending& received = is_send ? other : mine;
+    Pending& sent = is_send ? mine : other;
+    Pending& received = is_send ? other : mine;
     if (sent.nbytes != received.nbytes) {
       throw std::logic_error("loopback: a message of " + std::to_string(sent.nbytes) +
                              " bytes met a receive of " + std::to_string(received.nbytes));
     }
-    if (sent.nbytes > 0) std::memcpy(received.data, sent.data, static_cast<size_t>(sent.nbytes));
-    told_locked(std::move(mine.message), peer, nullptr);
-    box_->ranks[static_cast<size_t>(peer)]->told_locked(std::move(other.message), rank_, nullptr);
+    std::array<std::byte, kPiece> piece{};
+    for (int64_t at = 0; at < sent.nbytes; at += kPiece) {
+      const int64_t nbytes = std::min(kPiece, sent.nbytes - at);
+      sent.out->read(at, nbytes, piece.data());
+      received.in->write(at, nbytes, piece.data());
+    }
+    told_locked(mine.message(), peer, nullptr);
+    box_->ranks[static_cast<size_t>(peer)]->told_locked(other.message(), rank_, nullptr);
   }
 
   template <typename Concerns>
@@ -127,7 +167,7 @@ class LoopbackTransport final : public Transport {
       for (auto& [key, waiting] : is_send ? box_->sends : box_->recvs) {
         if (!concerns(key, is_send)) continue;
         LoopbackTransport* rank = box_->ranks[static_cast<size_t>(owner(key, is_send))];
-        for (Pending& each : waiting) rank->told_locked(std::move(each.message), owner(key, !is_send), &error);
+        for (Pending& each : waiting) rank->told_locked(each.message(), owner(key, !is_send), &error);
         waiting.clear();
       }
     }
@@ -173,6 +213,14 @@ class LoopbackTransport final : public Transport {
 };
 
 }  // namespace
+
+std::unique_ptr<Outgoing> with_end(std::unique_ptr<Outgoing> message, OnEnd on_end) {
+  return std::make_unique<OutgoingWithEnd>(std::move(message), std::move(on_end));
+}
+
+std::unique_ptr<Incoming> with_end(std::unique_ptr<Incoming> message, OnEnd on_end) {
+  return std::make_unique<IncomingWithEnd>(std::move(message), std::move(on_end));
+}
 
 std::vector<std::shared_ptr<Transport>> make_loopback(int world_size) {
   auto box = std::make_shared<Mailbox>();

@@ -45,7 +45,7 @@ TEST_CASE("shared memory: random plans over random hosts fill every destination"
   std::mt19937 rng(seed);
   for (int round = 0; round < 80; ++round) {
     const int world = 2 + static_cast<int>(rng() % 6);
-    Cluster cluster(world, nullptr, random_hosts(rng, world));
+    Cluster cluster(world, nullptr, random_hosts(rng, world), nullptr, round % 2 == 0);
     // Some plans are in flight at once, and every rank starts all of its runs before the next starts any.
     std::vector<Plan> plans;
     for (int i = 0; i < 3; ++i) plans.push_back(random_plan(rng, world));

@@ -47,10 +47,18 @@ struct SharedRanks {
 // Counts messages in flight, and what became of them.
 class Tally {
  public:
-  std::unique_ptr<Message> message() {
-    const std::lock_guard lock(mutex_);
-    ++left_;
-    return std::make_unique<Counted>(*this);
+  // Messages of memory; `scattered` ones do not say where it is.
+  std::unique_ptr<Outgoing> out(const uint8_t* data, bool scattered = false) {
+    begun();
+    return std::make_unique<Out>(*this, data, scattered);
+  }
+  std::unique_ptr<Incoming> in(uint8_t* data) {
+    begun();
+    return std::make_unique<In>(*this, data);
+  }
+  std::unique_ptr<Message> told() {
+    begun();
+    return std::make_unique<Counted<Message>>(*this);
   }
   bool all_ended(std::chrono::milliseconds limit) {
     std::unique_lock lock(mutex_);
@@ -66,7 +74,8 @@ class Tally {
   }
 
  private:
-  class Counted final : public Message {
+  template <typename Kind>
+  class Counted : public Kind {
    public:
     explicit Counted(Tally& tally) : tally_(tally) {}
     void finished() override { tally_.ended(""); }
@@ -75,7 +84,36 @@ class Tally {
    private:
     Tally& tally_;
   };
+  class Out final : public Counted<Outgoing> {
+   public:
+    Out(Tally& tally, const uint8_t* data, bool scattered)
+        : Counted(tally), data_(data), scattered_(scattered) {}
+    const std::byte* packed() override {
+      return scattered_ ? nullptr : reinterpret_cast<const std::byte*>(data_);
+    }
+    void read(int64_t offset, int64_t nbytes, std::byte* out) override {
+      std::memcpy(out, data_ + offset, static_cast<size_t>(nbytes));
+    }
 
+   private:
+    const uint8_t* data_;
+    const bool scattered_;
+  };
+  class In final : public Counted<Incoming> {
+   public:
+    In(Tally& tally, uint8_t* data) : Counted(tally), data_(data) {}
+    void write(int64_t offset, int64_t nbytes, const std::byte* in) override {
+      std::memcpy(data_ + offset, in, static_cast<size_t>(nbytes));
+    }
+
+   private:
+    uint8_t* data_;
+  };
+
+  void begun() {
+    const std::lock_guard lock(mutex_);
+    ++left_;
+  }
   void ended(const std::string& failure) {
     const std::lock_guard lock(mutex_);
     --left_;
@@ -94,11 +132,11 @@ class Tally {
 // What one rank sees.
 class UcxRank {
  public:
-  UcxRank(SharedRanks& shared, int rank, int world)
+  UcxRank(SharedRanks& shared, int rank, int world, bool rdma)
       : rank(rank),
         world(world),
         shared_(shared),
-        plane_(ucx::Plane::of_process({MESHCAST_UCX_LIBRARY, {""}, 60})) {
+        plane_(ucx::Plane::of_process({MESHCAST_UCX_LIBRARY, {""}, 60, rdma})) {
     SharedRanks::Rank& me = shared_.ranks[static_cast<size_t>(rank)];
     const ucx::Address address = plane_->address();
     me.length = address.rails.front().size();
@@ -116,6 +154,9 @@ class UcxRank {
 
   std::shared_ptr<ProbingTransport> join(uint64_t group) {
     return plane_->join(group, addresses_, rank, std::vector<int32_t>(addresses_.size(), 0));
+  }
+  std::function<std::string()> watch(int other) const {
+    return plane_->watch(addresses_[static_cast<size_t>(other)]);
   }
   // What ranks tell each other before they join one more group.
   void tell_breaks(size_t phase) {
@@ -151,8 +192,8 @@ class UcxRank {
 };
 
 // Runs `body` in `world` processes; answers what went wrong, by rank, or "" where nothing did. A rank that ends
-// by a signal says nothing.
-inline std::string in_processes(int world, const std::function<void(UcxRank&)>& body) {
+// by a signal says nothing. rdma: fragments are fetched, as devices do it; here UCX does it over TCP.
+inline std::string in_processes(int world, const std::function<void(UcxRank&)>& body, bool rdma = false) {
   void* memory = mmap(nullptr, sizeof(SharedRanks), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   auto* shared = new (memory) SharedRanks;
   std::vector<pid_t> children;
@@ -169,7 +210,7 @@ inline std::string in_processes(int world, const std::function<void(UcxRank&)>& 
     setenv("UCX_LOG_LEVEL", "fatal", 1);
     int status = 0;
     try {
-      UcxRank self(*shared, rank, world);
+      UcxRank self(*shared, rank, world, rdma);
       body(self);
     } catch (const std::exception& error) {
       auto& text = shared->ranks[static_cast<size_t>(rank)].error;

@@ -24,11 +24,11 @@ std::vector<uint8_t> filled(int64_t nbytes, int seed) {
 }
 
 void send(Transport& transport, int peer, uint64_t key, const std::vector<uint8_t>& data, Tally& tally) {
-  transport.send({peer, 0, key}, data.data(), static_cast<int64_t>(data.size()), tally.message());
+  transport.send({peer, 0, key}, static_cast<int64_t>(data.size()), tally.out(data.data(), key % 2 == 1));
 }
 
 void recv(Transport& transport, int peer, uint64_t key, std::vector<uint8_t>& data, Tally& tally) {
-  transport.recv({peer, 0, key}, data.data(), static_cast<int64_t>(data.size()), tally.message());
+  transport.recv({peer, 0, key}, static_cast<int64_t>(data.size()), tally.in(data.data()));
 }
 
 // Looks at memory that is being received into, which ThreadSanitizer would not let pass.
@@ -37,28 +37,32 @@ __attribute__((noinline, no_sanitize_thread)) bool begun(const volatile uint8_t&
 }  // namespace
 
 TEST_CASE("messages of all sizes arrive, posted early or late, driven or not", "[ucx]") {
-  CHECK(in_processes(2, [](UcxRank& self) {
-          const auto transport = self.join(1);
-          const int peer = 1 - self.rank;
-          uint64_t key = 0;
-          for (const int64_t nbytes : {1, 100, 8191, 8192, 8193, 300000, 1 << 22}) {
-            for (const int turn : {0, 1, 2, 3}) {
-              Tally tally;
-              const auto out = filled(nbytes, self.rank + turn);
-              std::vector<uint8_t> in(out.size());
-              if (turn % 2 == self.rank) std::this_thread::sleep_for(milliseconds(3));
-              recv(*transport, peer, key, in, tally);
-              send(*transport, peer, key, out, tally);
-              if (turn > 1)
-                transport->drive([&] { return tally.all_ended(milliseconds(0)); }, Clock::now() + kEnd);
-              UcxRank::require(tally.all_ended(kEnd) && tally.failed() == 0, "all are through");
-              UcxRank::require(in == filled(nbytes, peer + turn), "the bytes are those that were sent");
-              ++key;
-            }
-          }
-          self.meet(0);
-          transport->shutdown();
-        }) == "");
+  const bool rdma = GENERATE(false, true);
+  CHECK(in_processes(
+            2,
+            [](UcxRank& self) {
+              const auto transport = self.join(1);
+              const int peer = 1 - self.rank;
+              uint64_t key = 0;
+              for (const int64_t nbytes : {1, 100, 8191, 8192, 8193, 300000, 1 << 22}) {
+                for (const int turn : {0, 1, 2, 3}) {
+                  Tally tally;
+                  const auto out = filled(nbytes, self.rank + turn);
+                  std::vector<uint8_t> in(out.size());
+                  if (turn % 2 == self.rank) std::this_thread::sleep_for(milliseconds(3));
+                  recv(*transport, peer, key, in, tally);
+                  send(*transport, peer, key, out, tally);
+                  if (turn > 1)
+                    transport->drive([&] { return tally.all_ended(milliseconds(0)); }, Clock::now() + kEnd);
+                  UcxRank::require(tally.all_ended(kEnd) && tally.failed() == 0, "all are through");
+                  UcxRank::require(in == filled(nbytes, peer + turn), "the bytes are those that were sent");
+                  ++key;
+                }
+              }
+              self.meet(0);
+              transport->shutdown();
+            },
+            rdma) == "");
 }
 
 TEST_CASE("a sender far ahead of its receiver waits in the end, and all arrives in any order", "[ucx]") {
@@ -119,58 +123,120 @@ TEST_CASE("a death ends what waits for that rank, and nothing else", "[ucx]") {
 }
 
 TEST_CASE("after an abort nothing is written, though a frozen sender goes on", "[ucx]") {
+  const bool rdma = GENERATE(false, true);
+  CHECK(in_processes(
+            3,
+            [](UcxRank& self) {
+              constexpr int64_t kBytes = 256 << 20;
+              const auto transport = self.join(4);
+              const auto bystander = self.join(5);
+              Tally tally;
+              self.meet(0);
+              if (self.rank == 1) {
+                std::vector<uint8_t> data(kBytes, 1);
+                send(*transport, 0, 1, data, tally);
+                tally.all_ended(kEnd);  // as it will
+                self.meet(1);
+                transport->shutdown();
+              } else if (self.rank == 0) {
+                std::vector<uint8_t> data(kBytes, 0);
+                recv(*transport, 1, 1, data, tally);
+                while (!begun(data[0])) std::this_thread::yield();
+                kill(self.pid_of(1), SIGSTOP);
+                std::this_thread::sleep_for(milliseconds(20));
+                transport->abort();
+                const bool ended = tally.all_ended(kEnd);
+                std::memset(data.data(), 0, data.size());
+                kill(self.pid_of(1), SIGCONT);
+                UcxRank::require(ended, "the receive ends");
+                if (tally.failed() == 1) {
+                  std::this_thread::sleep_for(milliseconds(500));
+                  const int64_t late = std::accumulate(data.begin(), data.end(), int64_t{0});
+                  UcxRank::require(late == 0, std::to_string(late) + " late bytes");
+                }
+                self.meet(1);
+                transport->shutdown();
+              } else {
+                self.meet(1);
+                transport->shutdown();
+              }
+              Tally others;
+              std::vector<uint8_t> data(1 << 20);
+              if (self.rank == 0) send(*bystander, 2, 1, data, others);
+              if (self.rank == 2) recv(*bystander, 0, 1, data, others);
+              UcxRank::require(others.all_ended(kEnd) && others.failed() == 0, "another group goes on");
+              self.meet(2);
+              bystander->shutdown();
+              self.tell_breaks(4);
+              const auto again = self.join(6);
+              Tally anew;
+              std::vector<uint8_t> out = filled(1 << 20, self.rank);
+              if (self.rank < 2) send(*again, 1 - self.rank, 1, out, anew);
+              if (self.rank < 2) recv(*again, 1 - self.rank, 1, data, anew);
+              UcxRank::require(anew.all_ended(kEnd), "messages of a new group end");
+              UcxRank::require(anew.failed() == 0, "a new group connects again: " + anew.why());
+              UcxRank::require(self.rank == 2 || data == filled(1 << 20, 1 - self.rank), "its bytes are right");
+              self.meet(3);
+              again->shutdown();
+            },
+            rdma) == "");
+}
+
+TEST_CASE("ranks that only ask for a peer know when it has died, and not before", "[ucx]") {
   CHECK(in_processes(3, [](UcxRank& self) {
-          constexpr int64_t kBytes = 256 << 20;
-          const auto transport = self.join(4);
-          const auto bystander = self.join(5);
+          const auto transport = self.join(9);
+          const auto watch = self.watch(2);
+          const auto lost = [&](milliseconds limit) {
+            const TimePoint end = Clock::now() + limit;
+            std::string group;
+            std::string process;
+            while (Clock::now() < end && (group.empty() || process.empty())) {
+              // Rank 0 asks both ways, rank 1 has never heard of rank 2 when that dies.
+              if (group.empty()) group = transport->lost(2);
+              if (process.empty()) process = watch();
+              std::this_thread::sleep_for(milliseconds(5));
+            }
+            return std::pair{group, process};
+          };
+          if (self.rank == 0) {
+            const auto [group, process] = lost(milliseconds(300));
+            UcxRank::require(group.empty() && process.empty(), "it lives: " + group + process);
+          }
+          self.meet(0);
+          if (self.rank == 2) kill(getpid(), SIGKILL);
+          if (self.rank == 1) std::this_thread::sleep_for(milliseconds(200));
+          const auto [group, process] = lost(milliseconds(2000));
+          UcxRank::require(!group.empty(), "the group knows");
+          UcxRank::require(!process.empty(), "the watch knows");
+          transport->shutdown();
+        }) == "");
+}
+
+TEST_CASE("a watch outlives a connection that was given up", "[ucx]") {
+  CHECK(in_processes(2, [](UcxRank& self) {
+          const auto transport = self.join(10);
+          const auto watch = self.watch(1 - self.rank);
+          std::vector<uint8_t> data(64 << 20);
           Tally tally;
+          watch();
           self.meet(0);
           if (self.rank == 1) {
-            std::vector<uint8_t> data(kBytes, 1);
             send(*transport, 0, 1, data, tally);
-            tally.all_ended(kEnd);  // as it will
             self.meet(1);
-            transport->shutdown();
-          } else if (self.rank == 0) {
-            std::vector<uint8_t> data(kBytes, 0);
+          } else {
             recv(*transport, 1, 1, data, tally);
-            while (!begun(data[0])) std::this_thread::yield();
             kill(self.pid_of(1), SIGSTOP);
             std::this_thread::sleep_for(milliseconds(20));
-            transport->abort();
-            const bool ended = tally.all_ended(kEnd);
-            std::memset(data.data(), 0, data.size());
+            transport->abort();  // breaks the connection once its grace is over
+            std::this_thread::sleep_for(milliseconds(700));
+            watch();  // notices, and connects again
             kill(self.pid_of(1), SIGCONT);
-            UcxRank::require(ended, "the receive ends");
-            if (tally.failed() == 1) {
-              std::this_thread::sleep_for(milliseconds(500));
-              const int64_t late = std::accumulate(data.begin(), data.end(), int64_t{0});
-              UcxRank::require(late == 0, std::to_string(late) + " late bytes");
-            }
+            std::this_thread::sleep_for(milliseconds(300));
+            const std::string why = watch();
+            UcxRank::require(why.empty(), "the other process lives: " + why);
             self.meet(1);
-            transport->shutdown();
-          } else {
-            self.meet(1);
-            transport->shutdown();
           }
-          Tally others;
-          std::vector<uint8_t> data(1 << 20);
-          if (self.rank == 0) send(*bystander, 2, 1, data, others);
-          if (self.rank == 2) recv(*bystander, 0, 1, data, others);
-          UcxRank::require(others.all_ended(kEnd) && others.failed() == 0, "another group goes on");
-          self.meet(2);
-          bystander->shutdown();
-          self.tell_breaks(4);
-          const auto again = self.join(6);
-          Tally anew;
-          std::vector<uint8_t> out = filled(1 << 20, self.rank);
-          if (self.rank < 2) send(*again, 1 - self.rank, 1, out, anew);
-          if (self.rank < 2) recv(*again, 1 - self.rank, 1, data, anew);
-          UcxRank::require(anew.all_ended(kEnd), "messages of a new group end");
-          UcxRank::require(anew.failed() == 0, "a new group connects again: " + anew.why());
-          UcxRank::require(self.rank == 2 || data == filled(1 << 20, 1 - self.rank), "its bytes are right");
-          self.meet(3);
-          again->shutdown();
+          transport->shutdown();
         }) == "");
 }
 

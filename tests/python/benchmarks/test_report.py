@@ -114,13 +114,16 @@ def test_check_compares_ratios() -> None:
 
 
 def test_check_measures_again_what_is_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once disturbed is no regression; three times above is, and so are wrong bytes in any of the runs."""
+    """Once disturbed is no regression; three times above is, and so are wrong bytes in any of the runs, and
+    messages that became slower."""
     committed = tmp_path / "committed.json"
     cases = [case("steady", auto=[0.10]), case("shaky", auto=[0.10])]
     committed.write_text(json.dumps({"header": {"link_mbit": 250.0, "bound_seconds": 0.3}, "cases": cases}))
     monkeypatch.setattr(sys, "argv", ["check", "--committed", str(committed)])
 
-    def check_with(shaky: list[float], status: int = 0) -> tuple[int, list[list[str]]]:
+    def check_with(
+        shaky: list[float], status: int = 0, messages: tuple[str, ...] = ()
+    ) -> tuple[int, list[list[str]]]:
         asked: list[list[str]] = []
 
         def measure(names: list[str], *_: float) -> tuple[dict[str, Any], int]:
@@ -129,11 +132,13 @@ def test_check_measures_again_what_is_above(tmp_path: Path, monkeypatch: pytest.
             return {name: case(name, auto=[seconds[name]]) for name in names}, status
 
         monkeypatch.setattr(check, "measure", measure)
+        monkeypatch.setattr(check, "check_messages", lambda _: list(messages))
         return check.main(), asked
 
     assert check_with([0.10]) == (0, [["steady", "shaky"]])
     assert check_with([0.20, 0.12, 0.10]) == (0, [["steady", "shaky"], ["shaky"], ["shaky"]])
     assert check_with([0.20, 0.12, 0.12]) == (1, [["steady", "shaky"], ["shaky"], ["shaky"]])
+    assert check_with([0.10], messages=("slower",)) == (1, [["steady", "shaky"]])
     assert check_with([0.20], status=1) == (1, [["steady", "shaky"]])
 
 

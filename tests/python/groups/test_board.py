@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch.distributed as dist
-from meshcast.errors import AbortedError, DeadlineExceededError
-from meshcast.groups.board import Board, NotPostedError, meet
+from meshcast.errors import AbortedError, DeadlineExceededError, PeerLostError
+from meshcast.groups.board import Board, NotPostedError, Watches, meet
 
 
 class Interrupted:
@@ -29,10 +29,19 @@ class Interrupted:
         return found
 
 
-def met(store: object, rank: int, seconds: float = 5.0, closing: str = "") -> dict[int, str]:
-    """One rank of a group of two meets the other, within so many seconds."""
+def met(
+    store: object,
+    rank: int,
+    seconds: float = 5.0,
+    closing: str = "",
+    ranks: tuple[int, ...] = (3, 5),
+    gone: Sequence[str] = (),
+    known: Mapping[int, str] | None = None,
+) -> dict[int, str]:
+    """One rank of a group of two meets the other, within so many seconds. gone: texts of ranks that died."""
     limit = time.monotonic() + seconds
-    return meet(Board(store, rank), (3, 5), f"text of {rank}", limit, lambda: closing)
+    watches = Watches(lambda text: lambda: f"{text}: refused" if text in gone else "", known or {})
+    return meet(Board(store, rank), ranks, f"text of {rank}", limit, lambda: closing, watches)
 
 
 def test_ranks_that_met_have_everybodys_text() -> None:
@@ -67,6 +76,33 @@ def test_a_late_rank_finds_a_failed_group() -> None:
     assert caught.value.peer == 5
     with pytest.raises(AbortedError, match=r"rank 3: ranks \[5\] did not call"):
         met(store, 5)
+
+
+def test_a_death_is_seen_by_the_rank_before_it_and_told_to_all() -> None:
+    store = dist.HashStore()
+    Board(store, 5).post("member", "text of 5")
+    found: list[Exception] = []
+
+    def third() -> None:
+        with pytest.raises(PeerLostError) as caught:
+            met(store, 7, ranks=(3, 5, 7, 9))  # looks after rank 3 alone, which lives
+        found.append(caught.value)
+
+    other = threading.Thread(target=third)
+    other.start()
+    with pytest.raises(PeerLostError, match=r"rank 3 lost rank 5 .*text of 5: refused") as caught:
+        met(store, 3, ranks=(3, 5, 7, 9), gone=["text of 5"])
+    other.join()
+    assert [each.peer for each in (caught.value, *found)] == [5, 5]
+    with pytest.raises(AbortedError, match="rank 3 lost rank 5"):  # it comes late
+        met(store, 9, ranks=(3, 5, 7, 9))
+
+
+def test_a_rank_known_from_earlier_is_looked_after_before_it_comes() -> None:
+    with pytest.raises(PeerLostError, match=r"lost rank 5 .*earlier text: refused"):
+        met(dist.HashStore(), 3, gone=["earlier text"], known={5: "earlier text"})
+    with pytest.raises(DeadlineExceededError):
+        met(dist.HashStore(), 3, 0.2, gone=["earlier text"])
 
 
 @pytest.mark.parametrize("own_connection", [False, True])

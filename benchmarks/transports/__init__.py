@@ -1,0 +1,1 @@
+"""Messages between hosts over each transport, beside torch's own, Open MPI's and commux's."""

@@ -1,0 +1,130 @@
+// How messages come to a rank.
+#include <utility>
+
+#include "ucx/group_transport.h"
+#include "ucx/process_plane.h"
+
+namespace meshcast::ucx {
+namespace {
+
+using Cause = TransportError::Cause;
+
+const TransportError kAborted(Cause::Aborted, "the transport was aborted");
+const TransportError kForked(Cause::Closed, "this process was forked from the one that made the connections");
+
+}  // namespace
+
+void GroupTransport::recv(const Envelope& from, int64_t nbytes, std::unique_ptr<Incoming> message) {
+  if (plane_->foreign()) return message->failed(from.peer, kForked);
+  std::unique_lock lock(plane_->mutex());
+  if (aborted_) {
+    lock.unlock();
+    return message->failed(from.peer, kAborted);
+  }
+  auto arrival = arrivals_.extract(Key{from.peer, from.key});
+  if (arrival && !arrival.mapped().announced) {
+    const Arrival& small = arrival.mapped();
+    auto error = mismatch(small.nbytes, nbytes);
+    if (!error) message->write(0, nbytes, small.data.data());
+    end_locked(from.peer, std::move(message), std::move(error));
+    taken_small_locked(from.peer);
+    lock.unlock();
+    return plane_->tell();
+  }
+  // Connected also to receive: else this rank would not notice that the peer dies.
+  std::string why;
+  if (!link_for_locked(from.peer, from.key, from.peer, &why)) {
+    lock.unlock();
+    return message->failed(from.peer, {Cause::Closed, why});
+  }
+  Receiving& receiving = receivings_[{from.peer, from.key}];
+  receiving.message = std::move(message);
+  receiving.nbytes = nbytes;
+  if (arrival) {
+    announced_locked({id_, from.key, from.peer, 0, 0, arrival.mapped().nbytes});
+  } else if (nbytes > kSmallBytes) {
+    post_locked(from.peer, from.key, receiving);
+  }
+  lock.unlock();
+  plane_->tell();
+}
+
+void GroupTransport::probe(const Envelope& from, std::unique_ptr<Message> message) {
+  if (plane_->foreign()) return message->failed(from.peer, kForked);
+  std::unique_lock lock(plane_->mutex());
+  const Key key{from.peer, from.key};
+  std::string why;
+  if (aborted_) {
+    end_locked(from.peer, std::move(message), kAborted);
+  } else if (arrivals_.contains(key)) {
+    end_locked(from.peer, std::move(message), std::nullopt);
+  } else if (link_for_locked(from.peer, from.key, from.peer, &why)) {
+    probes_[key] = std::move(message);
+  } else {
+    end_locked(from.peer, std::move(message), TransportError(Cause::Closed, why));
+  }
+  lock.unlock();
+  plane_->tell();
+}
+
+void GroupTransport::arrive_locked(const Key& key, Arrival arrival) {
+  arrivals_[key] = std::move(arrival);
+  if (auto probe = probes_.extract(key)) end_locked(key.peer, std::move(probe.mapped()), std::nullopt);
+}
+
+void GroupTransport::post_locked(int peer, uint64_t key, Receiving& receiving) {
+  if (std::exchange(receiving.posted, true)) return;
+  std::string why;
+  if (const auto link = link_for_locked(peer, key, peer, &why)) {
+    say_locked(link, peer, Kind::Post, {id_, key, rank_, 0, 0, receiving.nbytes});
+  }
+}
+
+void GroupTransport::announced_locked(const Header& header) {
+  const Key key{header.sender, header.key};
+  const auto it = receivings_.find(key);
+  if (it == receivings_.end()) {
+    return arrive_locked(key, {{}, header.nbytes, true});
+  }
+  post_locked(key.peer, key.key, it->second);  // the sender compares the sizes, too
+  if (auto error = mismatch(header.nbytes, it->second.nbytes)) {
+    end_locked(key.peer, std::move(it->second.message), std::move(error));
+    receivings_.erase(it);
+  }
+}
+
+void GroupTransport::data_locked(const Header& header, const std::byte* data, int64_t nbytes) {
+  if (header.offset < 0 || nbytes > header.nbytes || header.offset > header.nbytes - nbytes) return;
+  const Key key{header.sender, header.key};
+  const bool small = header.count == 1;
+  const auto it = receivings_.find(key);
+  if (it == receivings_.end()) {  // what has ended takes no more fragments
+    if (small) arrive_locked(key, {{data, data + nbytes}, nbytes, false});
+    return;
+  }
+  Receiving& receiving = it->second;
+  auto error = mismatch(header.nbytes, receiving.nbytes);
+  if (!error) {
+    receiving.message->write(header.offset, nbytes, data);
+    receiving.arrived += nbytes;
+    if (receiving.arrived < receiving.nbytes) return;
+  }
+  const bool whole = !error;
+  end_locked(key.peer, std::move(receiving.message), std::move(error));
+  receivings_.erase(it);
+  if (small) return taken_small_locked(key.peer);
+  std::string why;
+  const auto link = link_for_locked(key.peer, key.key, key.peer, &why);
+  if (whole && link) say_locked(link, key.peer, Kind::Taken, {id_, key.key, rank_, 0, 0, 0});
+}
+
+// Says now and then that small messages have been taken.
+void GroupTransport::taken_small_locked(int peer) {
+  int32_t& taken = peer_at(peer).taken;
+  if (++taken < kCredits / 2) return;
+  std::string why;
+  const auto link = link_locked(peer, 0, &why);
+  if (link) say_locked(link, peer, Kind::Credit, {id_, 0, rank_, std::exchange(taken, 0), 0, 0});
+}
+
+}  // namespace meshcast::ucx

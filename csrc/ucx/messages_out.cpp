@@ -1,0 +1,184 @@
+// How messages leave a rank.
+#include <algorithm>
+#include <utility>
+
+#include "ucx/group_transport.h"
+#include "ucx/process_plane.h"
+
+namespace meshcast::ucx {
+namespace {
+
+using Cause = TransportError::Cause;
+
+// Of one message, in UCX's hands at a time: one is sent while the next is packed.
+constexpr int kFragmentsAhead = 4;
+
+const TransportError kAborted(Cause::Aborted, "the transport was aborted");
+const TransportError kForked(Cause::Closed, "this process was forked from the one that made the connections");
+
+}  // namespace
+
+void GroupTransport::send(const Envelope& to, int64_t nbytes, std::unique_ptr<Outgoing> message) {
+  if (plane_->foreign()) return message->failed(to.peer, kForked);
+  std::unique_lock lock(plane_->mutex());
+  if (aborted_) {
+    lock.unlock();
+    return message->failed(to.peer, kAborted);
+  }
+  std::string why;
+  auto link = link_for_locked(to.peer, to.key, rank_, &why);
+  if (!link) {
+    lock.unlock();
+    return message->failed(to.peer, {Cause::Closed, why});
+  }
+  Peer& peer = peer_at(to.peer);
+  const std::byte* packed = message->packed();
+  const bool leaving = peer.leaves != TimePoint::max();
+  if (nbytes <= kSmallBytes && peer.credits > 0 && !leaving) {
+    --peer.credits;
+    auto flight = std::make_unique<Flight>();
+    if (!packed) {
+      flight->buffer = plane_->fragment_locked();
+      message->read(0, nbytes, flight->buffer.get());
+      packed = flight->buffer.get();
+    }
+    flight->group = this;
+    flight->link = std::move(link);
+    flight->peer = to.peer;
+    flight->message = std::move(message);
+    flight->header = {id_, to.key, rank_, 1, 0, nbytes};
+    const bool ended = plane_->send_locked(std::move(flight), packed, nbytes);
+    lock.unlock();
+    if (ended) plane_->tell();
+    return;
+  }
+  auto sending = std::make_shared<Sending>();
+  sending->peer = to.peer;
+  sending->key = to.key;
+  sending->link = link;
+  sending->nbytes = nbytes;
+  sending->packed = packed;
+  sending->message = std::move(message);
+  const Key key{to.peer, to.key};
+  sendings_[key] = sending;
+  if (const auto post = posts_.extract(key)) {
+    post_arrived_locked({id_, to.key, to.peer, 0, 0, post.mapped()});
+  } else if (!leaving) {  // who leaves takes nothing: it counts as lost soon
+    announce_locked(*sending);
+  }
+  lock.unlock();
+  plane_->tell();
+}
+
+void GroupTransport::announce_locked(Sending& sending) {
+  if (std::exchange(sending.announced, true)) return;
+  say_locked(sending.link, sending.peer, Kind::Announce, {id_, sending.key, rank_, 0, 0, sending.nbytes});
+}
+
+void GroupTransport::post_arrived_locked(const Header& header) {
+  const Key key{header.sender, header.key};
+  const auto it = sendings_.find(key);
+  if (it == sendings_.end()) {
+    posts_[key] = header.nbytes;
+    return;
+  }
+  const std::shared_ptr<Sending> sending = it->second;
+  sending->posted = true;
+  if (auto error = mismatch(sending->nbytes, header.nbytes)) {
+    announce_locked(*sending);  // the receiver compares, too
+    return give_up_locked(sending, *error);
+  }
+  queue_pump_locked(sending);
+}
+
+void GroupTransport::queue_pump_locked(const std::shared_ptr<Sending>& sending) {
+  if (sending->queued || sending->reading) return;
+  sending->queued = true;
+  ++untold_;
+  plane_->queue_locked(Pump{this, sending});
+}
+
+bool GroupTransport::may_go_locked(const Sending& sending) const {
+  return sending.posted && !sending.error && sending.issued < sending.nbytes &&
+         sending.in_flight < kFragmentsAhead && sending.link->failure.empty();
+}
+
+// One thread at a time for each message. Packing is done without the lock: it may take as long as sending.
+void GroupTransport::pump(const std::shared_ptr<Sending>& sending) {
+  std::unique_lock lock(plane_->mutex());
+  sending->queued = false;
+  if (sending->reading) return;
+  while (may_go_locked(*sending)) {
+    const int64_t nbytes = std::min<int64_t>(kFragmentBytes, sending->nbytes - sending->issued);
+    auto flight = std::make_unique<Flight>();
+    const std::byte* data = sending->packed + sending->issued;
+    if (!sending->packed) {
+      flight->buffer = plane_->fragment_locked();
+      data = flight->buffer.get();
+      sending->reading = true;
+      lock.unlock();
+      sending->message->read(sending->issued, nbytes, flight->buffer.get());
+      lock.lock();
+      sending->reading = false;
+      if (!may_go_locked(*sending)) {
+        plane_->give_back_locked(std::move(flight->buffer));
+        break;
+      }
+    }
+    flight->group = this;
+    flight->link = sending->link;
+    flight->peer = sending->peer;
+    flight->sending = sending;
+    flight->header = {id_, sending->key, rank_, 0, sending->issued, sending->nbytes};
+    sending->issued += nbytes;
+    ++sending->in_flight;
+    plane_->send_locked(std::move(flight), data, nbytes);
+  }
+  settle_locked(sending);
+}
+
+void GroupTransport::taken_locked(const Header& header) {
+  const auto it = sendings_.find({header.sender, header.key});
+  if (it == sendings_.end()) return;
+  const std::shared_ptr<Sending> sending = it->second;
+  sending->taken = true;
+  settle_locked(sending);
+}
+
+void GroupTransport::give_up_locked(const std::shared_ptr<Sending>& sending, const TransportError& error) {
+  if (!sending->error) sending->error = error;
+  settle_locked(sending);
+}
+
+// Ends it if it is over and nobody reads its memory any more.
+void GroupTransport::settle_locked(const std::shared_ptr<Sending>& sending) {
+  if (!sending->message || sending->in_flight > 0 || sending->reading) return;
+  if (!sending->error && !(sending->taken && sending->issued == sending->nbytes)) return;
+  sendings_.erase({sending->peer, sending->key});
+  end_locked(sending->peer, std::move(sending->message), sending->error);
+}
+
+void GroupTransport::ended_locked(Flight* flight, ucs_status_t status) {
+  flights_.erase(flight);
+  const std::unique_ptr<Flight> owned(flight);
+  if (owned->buffer) plane_->give_back_locked(std::move(owned->buffer));
+  std::optional<TransportError> error;
+  if (status != UCS_OK && aborted_) {
+    error = kAborted;
+  } else if (status != UCS_OK) {
+    const std::string& why = owned->link->failure;
+    error.emplace(Cause::Closed, why.empty() ? plane_->api().ucs_status_string(status) : why);
+  }
+  if (const auto& sending = owned->sending) {
+    --sending->in_flight;
+    if (error) return give_up_locked(sending, *error);
+    if (may_go_locked(*sending)) queue_pump_locked(sending);
+    settle_locked(sending);
+  } else if (owned->message) {
+    const std::string& lost = peer_at(owned->peer).lost;
+    if (!error && !aborted_ && !lost.empty()) error.emplace(Cause::Closed, lost);
+    end_locked(owned->peer, std::move(owned->message), std::move(error));
+  }
+}
+
+}  // namespace meshcast::ucx

@@ -1,0 +1,187 @@
+#include "run/work_thread.h"
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "catch.h"
+#include "common/error.h"
+
+using namespace meshcast;
+using std::chrono::milliseconds;
+
+namespace {
+
+constexpr milliseconds kLimit(20000);  // what hangs fails here
+
+struct Counter final : Ticking {
+  bool tick() override {
+    ++ticks;
+    return busy;
+  }
+  std::atomic<int> ticks{0};
+  std::atomic<bool> busy{true};
+};
+
+template <typename Condition>
+bool soon(const Condition& condition) {
+  const TimePoint limit = Clock::now() + kLimit;
+  while (!condition()) {
+    if (Clock::now() > limit) return false;
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  return true;
+}
+
+}  // namespace
+
+TEST_CASE("the work thread ticks while there is something to look at", "[exec][threads]") {
+  Counter counter;
+  WorkThread work;
+  work.add(counter);
+  work.wake(false);
+  REQUIRE(soon([&] { return counter.ticks >= 3; }));
+  counter.busy = false;
+  // By itself it looks once more at most, and again when it is woken.
+  std::this_thread::sleep_for(milliseconds(150));
+  const int rest = counter.ticks;
+  std::this_thread::sleep_for(milliseconds(200));
+  CHECK(counter.ticks == rest);
+  work.wake(false);
+  CHECK(soon([&] { return counter.ticks == rest + 1; }));
+  work.remove(counter);
+  work.wake(true);
+  std::this_thread::sleep_for(milliseconds(20));
+  CHECK(counter.ticks == rest + 1);
+}
+
+TEST_CASE("ticks have their turn between tasks and inside long ones", "[exec][threads]") {
+  Counter counter;
+  WorkThread work;
+  work.add(counter);
+  int owner = 0;
+  std::atomic<bool> over{false};
+  std::atomic<int> done{0};
+  // Always one more task in the queue.
+  std::function<void()> again = [&] { ++done; };
+  std::thread poster([&] {
+    while (!over) {
+      work.post(&owner, again);
+      while (!over && done % 64 == 0) std::this_thread::yield();
+    }
+  });
+  work.wake(false);
+  CHECK(soon([&] { return counter.ticks >= 3; }));
+  over = true;
+  poster.join();
+  work.drain(&owner);
+
+  const int before = counter.ticks;
+  bool ticked = false;
+  work.post(&owner, [&] {
+    ticked = soon([&] {
+      work.tick_if_due();
+      return counter.ticks >= before + 3;
+    });
+  });
+  work.drain(&owner);
+  CHECK(ticked);
+  work.remove(counter);
+}
+
+TEST_CASE("drain waits for the tasks of its owner", "[exec][threads]") {
+  WorkThread work;
+  int mine = 0;
+  int other = 0;
+  std::promise<void> go;
+  std::vector<int> order;
+  work.post(&other, [&] { go.get_future().wait(); });
+  work.post(&mine, [&] { order.push_back(1); });
+  work.post(&mine, [&] { order.push_back(2); });
+  std::thread later([&] {
+    std::this_thread::sleep_for(milliseconds(20));
+    go.set_value();
+  });
+  work.drain(&mine);
+  CHECK(order == std::vector<int>{1, 2});
+  later.join();
+}
+
+// A run may end in a task or a tick, and its user's callback may start a call and wait for it.
+TEST_CASE("a task that waits for a later one does not stop the work thread", "[exec][threads]") {
+  Counter counter;
+  WorkThread work;
+  work.add(counter);
+  work.wake(false);
+  int owner = 0;
+  for (int round = 0; round < 3; ++round) {
+    std::promise<bool> waited;
+    work.post(&owner, [&] {
+      std::promise<void> inner;
+      work.post(&owner, [&] { inner.set_value(); });
+      const bool came = inner.get_future().wait_for(kLimit) == std::future_status::ready;
+      const int before = counter.ticks;
+      waited.set_value(came && soon([&] { return counter.ticks >= before + 2; }));
+    });
+    CHECK(waited.get_future().get());
+  }
+  work.drain(&owner);
+  work.remove(counter);
+}
+
+TEST_CASE("a tick that waits for a later task does not stop the work thread", "[exec][threads]") {
+  struct Waiter final : Ticking {
+    bool tick() override {
+      if (once.exchange(true)) return false;
+      std::promise<void> inner;
+      work->post(this, [&] { inner.set_value(); });
+      came = inner.get_future().wait_for(kLimit) == std::future_status::ready;
+      return false;
+    }
+    WorkThread* work = nullptr;
+    std::atomic<bool> once{false};
+    std::atomic<bool> came{false};
+  };
+  Waiter waiter;
+  Counter counter;
+  WorkThread work;
+  waiter.work = &work;
+  work.add(waiter);
+  work.add(counter);
+  work.wake(false);
+  CHECK(soon([&] { return waiter.came && counter.ticks >= 3; }));
+  work.remove(waiter);
+  work.remove(counter);
+}
+
+// Sanitizers reserve address space that no limit can take away.
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+TEST_CASE("where no thread can be had there is an error that says so", "[exec][threads]") {
+  const pid_t child = fork();
+  if (child == 0) {
+    // No room for the stack of a thread.
+    const rlimit none{1, 1};
+    setrlimit(RLIMIT_AS, &none);
+    std::vector<std::unique_ptr<WorkThread>> made;  // the first ones get stacks that earlier threads left
+    try {
+      while (made.size() < 1000) made.push_back(std::make_unique<WorkThread>());
+    } catch (const Error& error) {
+      _exit(std::string(error.what()).find("thread") == std::string::npos ? 2 : 0);
+    }
+    _exit(1);
+  }
+  int status = -1;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+}
+#endif
