@@ -3,11 +3,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "transport/transport.h"
@@ -51,8 +53,8 @@ class GroupTransport final : public ProbingTransport {
 
   void begun_locked(Flight* flight) { flights_.insert(flight); }
   void ended_locked(Flight* flight, ucs_status_t status);
-  void told_locked();                                  // one of its queued ends, or pumps
-  void pump(const std::shared_ptr<Sending>& sending);  // without the lock
+  void told_locked();                            // one of its queued ends, or pumps
+  void pump(const std::shared_ptr<Line>& line);  // without the lock
 
  private:
   struct Key {
@@ -103,11 +105,11 @@ class GroupTransport final : public ProbingTransport {
   static std::optional<TransportError> mismatch(int64_t nbytes, int64_t expected);
 
   // Messages out, in messages_out.cpp.
-  bool may_go_locked(const Sending& sending) const;
+  static Sending* next_locked(Line& line);
   void announce_locked(Sending& sending);
   void post_arrived_locked(const Header& header);
   void taken_locked(const Header& header);
-  void queue_pump_locked(const std::shared_ptr<Sending>& sending);
+  void queue_pump_locked(const std::shared_ptr<Line>& line);
   void give_up_locked(const std::shared_ptr<Sending>& sending, const TransportError& error);
   void settle_locked(const std::shared_ptr<Sending>& sending);
 
@@ -125,6 +127,7 @@ class GroupTransport final : public ProbingTransport {
   const std::vector<int32_t> first_rail_;
 
   std::unordered_map<Key, std::shared_ptr<Sending>, Hash> sendings_;
+  std::map<std::pair<int, const Link*>, std::shared_ptr<Line>> lines_;
   std::unordered_map<Key, int64_t, Hash>
       posts_;  // bytes of receives whose messages have not come to be sent yet
   std::unordered_map<Key, Receiving, Hash> receivings_;

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -48,22 +49,33 @@ struct Link {
   std::vector<Link*>* broken = nullptr;  // where UCX's word of that goes
 };
 
+struct Sending;
+
+// Messages of a group to one peer on one rail whose receives are posted, in the order in which they go: all of
+// one before the next, so that who forwards the first need not wait for the others.
+struct Line {
+  std::deque<std::shared_ptr<Sending>> waiting;
+  int in_flight = 0;    // fragments
+  bool pumped = false;  // a thread is at it, and looks again before it leaves
+  bool queued = false;  // to be pumped
+};
+
 // A message that waits for its receive, or is on its way in fragments. It has ended when the receiver has
 // taken all of it: that UCX has sent the bytes says nothing of a receiver that has died since.
 struct Sending {
   int peer = -1;
   uint64_t key = 0;
   std::shared_ptr<Link> link;
+  std::shared_ptr<Line> line;  // null until it is posted
   int64_t nbytes = 0;
   const std::byte* packed = nullptr;  // see Outgoing
   std::unique_ptr<Outgoing> message;  // null once its end has been queued
   int64_t issued = 0;                 // bytes
+  bool all_issued = false;            // a message without bytes is one fragment, too
   int in_flight = 0;                  // fragments
   bool announced = false;
-  bool posted = false;  // by the receiver
   bool taken = false;
   bool reading = false;  // a thread packs a fragment, without the lock
-  bool queued = false;   // to be pumped
   std::optional<TransportError> error;
 };
 
@@ -95,10 +107,10 @@ struct End {
   }
 };
 
-// A message of which more can be sent, to be packed once the lock is released.
+// Messages of which more can be sent, to be packed once the lock is released.
 struct Pump {
   GroupTransport* group = nullptr;
-  std::shared_ptr<Sending> sending;
+  std::shared_ptr<Line> line;
 };
 
 }  // namespace meshcast::ucx

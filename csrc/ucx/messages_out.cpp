@@ -10,7 +10,7 @@ namespace {
 
 using Cause = TransportError::Cause;
 
-// Of one message, in UCX's hands at a time: one is sent while the next is packed.
+// Of one line, in UCX's hands at a time: one is sent while the next is packed.
 constexpr int kFragmentsAhead = 4;
 
 const TransportError kAborted(Cause::Aborted, "the transport was aborted");
@@ -83,32 +83,42 @@ void GroupTransport::post_arrived_locked(const Header& header) {
     return;
   }
   const std::shared_ptr<Sending> sending = it->second;
-  sending->posted = true;
   if (auto error = mismatch(sending->nbytes, header.nbytes)) {
     announce_locked(*sending);  // the receiver compares, too
     return give_up_locked(sending, *error);
   }
-  queue_pump_locked(sending);
+  if (sending->line) return;
+  auto& line = lines_[{sending->peer, sending->link.get()}];
+  if (!line) line = std::make_shared<Line>();
+  sending->line = line;
+  line->waiting.push_back(sending);
+  queue_pump_locked(line);
 }
 
-void GroupTransport::queue_pump_locked(const std::shared_ptr<Sending>& sending) {
-  if (sending->queued || sending->reading) return;
-  sending->queued = true;
+void GroupTransport::queue_pump_locked(const std::shared_ptr<Line>& line) {
+  if (line->queued || line->pumped) return;
+  line->queued = true;
   ++untold_;
-  plane_->queue_locked(Pump{this, sending});
+  plane_->queue_locked(Pump{this, line});
 }
 
-bool GroupTransport::may_go_locked(const Sending& sending) const {
-  return sending.posted && !sending.error && sending.issued < sending.nbytes &&
-         sending.in_flight < kFragmentsAhead && sending.link->failure.empty();
+// The message whose next fragment may go; null if none may.
+Sending* GroupTransport::next_locked(Line& line) {
+  while (!line.waiting.empty()) {
+    const Sending& first = *line.waiting.front();
+    if (!first.error && !first.all_issued && first.link->failure.empty()) break;
+    line.waiting.pop_front();
+  }
+  return line.waiting.empty() || line.in_flight >= kFragmentsAhead ? nullptr : line.waiting.front().get();
 }
 
-// One thread at a time for each message. Packing is done without the lock: it may take as long as sending.
-void GroupTransport::pump(const std::shared_ptr<Sending>& sending) {
+// One thread at a time for each line. Packing is done without the lock: it may take as long as sending.
+void GroupTransport::pump(const std::shared_ptr<Line>& line) {
   std::unique_lock lock(plane_->mutex());
-  sending->queued = false;
-  if (sending->reading) return;
-  while (may_go_locked(*sending)) {
+  line->queued = false;
+  if (std::exchange(line->pumped, true)) return;
+  while (next_locked(*line)) {
+    const std::shared_ptr<Sending> sending = line->waiting.front();
     const int64_t nbytes = std::min<int64_t>(kFragmentBytes, sending->nbytes - sending->issued);
     auto flight = std::make_unique<Flight>();
     const std::byte* data = sending->packed + sending->issued;
@@ -120,9 +130,10 @@ void GroupTransport::pump(const std::shared_ptr<Sending>& sending) {
       sending->message->read(sending->issued, nbytes, flight->buffer.get());
       lock.lock();
       sending->reading = false;
-      if (!may_go_locked(*sending)) {
+      if (next_locked(*line) != sending.get()) {  // it has failed meanwhile
         plane_->give_back_locked(std::move(flight->buffer));
-        break;
+        settle_locked(sending);
+        continue;
       }
     }
     flight->group = this;
@@ -131,10 +142,12 @@ void GroupTransport::pump(const std::shared_ptr<Sending>& sending) {
     flight->sending = sending;
     flight->header = {id_, sending->key, rank_, 0, sending->issued, sending->nbytes};
     sending->issued += nbytes;
+    sending->all_issued = sending->issued == sending->nbytes;
     ++sending->in_flight;
+    ++line->in_flight;
     plane_->send_locked(std::move(flight), data, nbytes);
   }
-  settle_locked(sending);
+  line->pumped = false;
 }
 
 void GroupTransport::taken_locked(const Header& header) {
@@ -153,7 +166,7 @@ void GroupTransport::give_up_locked(const std::shared_ptr<Sending>& sending, con
 // Ends it if it is over and nobody reads its memory any more.
 void GroupTransport::settle_locked(const std::shared_ptr<Sending>& sending) {
   if (!sending->message || sending->in_flight > 0 || sending->reading) return;
-  if (!sending->error && !(sending->taken && sending->issued == sending->nbytes)) return;
+  if (!sending->error && !(sending->taken && sending->all_issued)) return;
   sendings_.erase({sending->peer, sending->key});
   end_locked(sending->peer, std::move(sending->message), sending->error);
 }
@@ -171,8 +184,9 @@ void GroupTransport::ended_locked(Flight* flight, ucs_status_t status) {
   }
   if (const auto& sending = owned->sending) {
     --sending->in_flight;
-    if (error) return give_up_locked(sending, *error);
-    if (may_go_locked(*sending)) queue_pump_locked(sending);
+    --sending->line->in_flight;
+    if (!sending->line->waiting.empty()) queue_pump_locked(sending->line);
+    if (error && !sending->error) sending->error = error;
     settle_locked(sending);
   } else if (owned->message) {
     const std::string& lost = peer_at(owned->peer).lost;

@@ -392,7 +392,7 @@ void ProcessPlane::tell() {
     }
     if (ends.empty() && pumps.empty()) return;
     for (const Pump& pump : pumps) {
-      pump.group->pump(pump.sending);
+      pump.group->pump(pump.line);
       const std::lock_guard lock(mutex_);
       pump.group->told_locked();
     }

@@ -92,7 +92,7 @@ class Tally {
       return scattered_ ? nullptr : reinterpret_cast<const std::byte*>(data_);
     }
     void read(int64_t offset, int64_t nbytes, std::byte* out) override {
-      std::memcpy(out, data_ + offset, static_cast<size_t>(nbytes));
+      if (nbytes > 0) std::memcpy(out, data_ + offset, static_cast<size_t>(nbytes));
     }
 
    private:
@@ -103,7 +103,7 @@ class Tally {
    public:
     In(Tally& tally, uint8_t* data) : Counted(tally), data_(data) {}
     void write(int64_t offset, int64_t nbytes, const std::byte* in) override {
-      std::memcpy(data_ + offset, in, static_cast<size_t>(nbytes));
+      if (nbytes > 0) std::memcpy(data_ + offset, in, static_cast<size_t>(nbytes));
     }
 
    private:
