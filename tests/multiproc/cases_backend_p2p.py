@@ -262,7 +262,7 @@ def batches_and_numbers(context) -> None:
 
 
 def sizes_that_differ(context) -> None:
-    """An error at the receiver, at the sender too where the message is large, and the next message is right."""
+    """An error at the receiver, and at the sender of a large message; the next message is right."""
     pairs = [(SMALL, SMALL + 1), (SMALL, SMALL - 1), (0, 1), (SMALL, LARGE)]
     pairs += [(LARGE, LARGE + 1), (LARGE, LARGE - 1), (LARGE, SMALL)]
     for sent, expected in pairs:

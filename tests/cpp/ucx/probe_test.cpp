@@ -14,6 +14,12 @@ namespace {
 
 constexpr auto kEnd = milliseconds(20000);
 
+std::vector<uint8_t> all(uint8_t value, size_t nbytes) {
+  std::vector<uint8_t> out;
+  for (size_t i = 0; i < nbytes; ++i) out.push_back(value);
+  return out;
+}
+
 void probe(ProbingTransport& transport, int peer, uint64_t key, Tally& tally) {
   transport.probe({peer, 0, key}, tally.told());
 }
@@ -38,8 +44,7 @@ TEST_CASE("a probe is told once its message is here, which stays", "[ucx]") {
               Tally sent;
               Tally here;
               Tally received;
-              std::vector<uint8_t> data(nbytes + 1, self.rank == 0 ? 7 : 0);
-              data.resize(nbytes);
+              std::vector<uint8_t> data = all(self.rank == 0 ? 7 : 0, nbytes);
               if (self.rank == 1 && early) {
                 probe(*transport, 0, key, here);
                 UcxRank::require(!here.all_ended(milliseconds(20)), "nothing is here yet");
@@ -52,7 +57,7 @@ TEST_CASE("a probe is told once its message is here, which stays", "[ucx]") {
                 UcxRank::require(here.all_ended(kEnd) && here.failed() == 0, "it is here");
                 recv(*transport, 0, key, data, received);
                 UcxRank::require(received.all_ended(kEnd) && received.failed() == 0, "it is received");
-                UcxRank::require(data == std::vector<uint8_t>(nbytes, 7), "its bytes are right");
+                UcxRank::require(data == all(7, nbytes), "its bytes are right");
               } else {
                 UcxRank::require(sent.all_ended(kEnd) && sent.failed() == 0, "it is sent");
               }
@@ -87,8 +92,8 @@ TEST_CASE("a message of another size than its receive fails, at its sender too w
             for (const auto& [sent, expected] : sizes) {
               Tally tally;
               Tally wrong;
-              std::vector<uint8_t> data(self.rank == 0 ? sent : expected);
-              std::vector<uint8_t> next(100, self.rank == 0 ? 5 : 0);
+              std::vector<uint8_t> data = all(0, self.rank == 0 ? sent : expected);
+              std::vector<uint8_t> next = all(self.rank == 0 ? 5 : 0, 100);
               if (self.rank == 0) {
                 if (early) std::this_thread::sleep_for(milliseconds(5));
                 const bool large = sent == kLarge;
@@ -105,7 +110,7 @@ TEST_CASE("a message of another size than its receive fails, at its sender too w
                 recv(*transport, 0, key + 1, next, tally);
               }
               UcxRank::require(tally.all_ended(kEnd) && tally.failed() == 0, "all else is through");
-              UcxRank::require(next == std::vector<uint8_t>(100, 5), "the next message is right");
+              UcxRank::require(next == all(5, 100), "the next message is right");
               key += 2;
             }
           }
