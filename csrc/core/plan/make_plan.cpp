@@ -17,6 +17,8 @@
 namespace meshcast {
 namespace {
 
+constexpr int64_t kManyTasks = 1000;  // from here on trying all strategies takes more than some 10 ms
+
 std::vector<int32_t> all_ranks(const std::vector<Problem>& problems) {
   std::vector<int32_t> out;
   for (const Problem& p : problems) {
@@ -163,10 +165,15 @@ void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
   const bool fixed_chunk = options.chunk_bytes > 0;
   const int64_t chunk_bytes = in.chunk_bytes;
   BestPlan best(plan);
-  // Where one gather alone would use up all attempts, strategies are tried from the cheapest on.
+  // Where one gather alone would use up all attempts, strategies are tried from the cheapest on. Where each of
+  // many boxes goes to one rank, they differ in their order alone. In both cases the first good one will do.
   const bool large = count_gather_hops(in) > kRetryHops;
+  const bool alike = static_cast<int64_t>(in.tasks.size()) > kManyTasks &&
+                     std::all_of(in.tasks.begin(), in.tasks.end(), [](const Task& task) {
+                       return task.receivers.size() == 1 && task.reduce == ReduceOp::None;
+                     });
   for (const Strategy strategy : candidates(options.strategy, large)) {
-    if (large && best.good()) break;
+    if ((large || alike) && best.good()) break;
     in.chunk_bytes = chunk_bytes;
     if (strategy != Strategy::Multicast) {
       // Broadcast alone keeps the order that was asked for; here every one may be best.
