@@ -8,6 +8,7 @@ import importlib.util
 import os
 import socket
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ __all__ = ["device_names", "library", "plane", "rdma_devices"]
 _RDMA = Path("/sys/class/infiniband")
 _NET = Path("/sys/class/net")
 _SONAME = "libucp.so.0"
+_environment = threading.Lock()  # private groups load the library in threads of their own
 _SIOCGIFFLAGS, _IFF_UP, _IFF_LOOPBACK = 0x8913, 1, 8  # of linux/sockios.h and linux/if.h
 
 
@@ -77,13 +79,14 @@ def _quiet() -> Iterator[None]:
     wanted = {"UCX_DEBUG_SIGNO": "0", "UCX_LOG_LEVEL": "fatal"}
     if not rdma_devices():
         wanted["UCX_MEM_EVENTS"] = "n"
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
+    with _environment:
+        added = {name: value for name, value in wanted.items() if name not in os.environ}
+        os.environ.update(added)
+        try:
+            yield
+        finally:
+            for name in added:
+                del os.environ[name]
 
 
 def _flags(name: str) -> int:

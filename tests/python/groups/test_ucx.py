@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import meshcast
@@ -87,3 +89,27 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ucx.device_names() == "lo"
     monkeypatch.setattr(ucx, "rdma_devices", lambda: ["mlx5_0"])
     assert ucx.device_names() == ""
+
+
+def test_variables_are_set_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_DEBUG_SIGNO", raising=False)
+    before = dict(os.environ)
+    wrong: list[str] = []
+
+    def load() -> None:
+        try:
+            for _ in range(50):
+                with ucx._quiet():
+                    time.sleep(0.0001)
+                    if os.environ.get("UCX_DEBUG_SIGNO") != "0":
+                        wrong.append("another thread took it away")
+        except Exception as error:
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=load) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert dict(os.environ) == before
