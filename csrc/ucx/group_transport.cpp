@@ -18,8 +18,6 @@ constexpr auto kBusyGrace = std::chrono::milliseconds(500);
 // A rank that leaves because the group has failed there tells why through the store. That gets a head start.
 constexpr auto kLeaveGrace = std::chrono::milliseconds(300);
 
-const TransportError kAborted(Cause::Aborted, "the transport was aborted");
-
 }  // namespace
 
 GroupTransport::GroupTransport(std::shared_ptr<ProcessPlane> plane, uint64_t id, std::vector<Address> members,

@@ -37,6 +37,11 @@ struct Header {
   int64_t nbytes = 0;   // Data, Announce: of the message. Post: of the receive
 };
 
+// How messages end that the transport itself ends.
+inline const TransportError kAborted(TransportError::Cause::Aborted, "the transport was aborted");
+inline const TransportError kForked(TransportError::Cause::Closed,
+                                    "this process was forked from the one that made the connections");
+
 // A buffer of kFragmentBytes.
 using Fragment = std::unique_ptr<std::byte[]>;
 

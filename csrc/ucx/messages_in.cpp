@@ -9,9 +9,6 @@ namespace {
 
 using Cause = TransportError::Cause;
 
-const TransportError kAborted(Cause::Aborted, "the transport was aborted");
-const TransportError kForked(Cause::Closed, "this process was forked from the one that made the connections");
-
 }  // namespace
 
 void GroupTransport::recv(const Envelope& from, int64_t nbytes, std::unique_ptr<Incoming> message) {

@@ -13,9 +13,6 @@ using Cause = TransportError::Cause;
 // Of one line, in UCX's hands at a time: one is sent while the next is packed.
 constexpr int kFragmentsAhead = 4;
 
-const TransportError kAborted(Cause::Aborted, "the transport was aborted");
-const TransportError kForked(Cause::Closed, "this process was forked from the one that made the connections");
-
 }  // namespace
 
 void GroupTransport::send(const Envelope& to, int64_t nbytes, std::unique_ptr<Outgoing> message) {
