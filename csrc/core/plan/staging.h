@@ -19,7 +19,8 @@ inline constexpr int64_t kStagingGoal = int64_t{64} << 20;
 // because they are reduced. For every peer and direction a window of the largest such messages; receiving takes
 // one more, which is unpacked while the next is on its way. Outcomes of reductions that a rank only passes on
 // are kept from when their receive is posted until they have left: a window more of them than it would hold if
-// all hops were done in plan order (run/carries.h). What travels through shared memory needs less.
+// all hops were done in plan order (run/carries.h). What travels through shared memory or over UCX
+// needs less.
 std::vector<int64_t> peak_staging(const Plan& plan);
 
 // For each hop, whether its receiver only passes the outcome on: true of all reductions but those that end

@@ -9,13 +9,13 @@
 
 #include "catch.h"
 #include "common/error.h"
+#include "support/soon.h"
 
 using namespace meshcast;
 using std::chrono::milliseconds;
+using testing::soon;
 
 namespace {
-
-constexpr milliseconds kLimit(20000);  // what hangs fails here
 
 // A store that answers when it is let go.
 struct Store {
@@ -47,16 +47,6 @@ class Reporter final : public Reporting {
   std::atomic<bool> busy_{false};
   bool at_once_ = false;
 };
-
-template <typename Condition>
-bool soon(const Condition& condition) {
-  const TimePoint limit = Clock::now() + kLimit;
-  while (!condition()) {
-    if (Clock::now() > limit) return false;
-    std::this_thread::sleep_for(milliseconds(1));
-  }
-  return true;
-}
 
 }  // namespace
 

@@ -15,9 +15,11 @@
 
 #include "catch.h"
 #include "common/error.h"
+#include "support/soon.h"
 
 using namespace meshcast;
 using std::chrono::milliseconds;
+using testing::soon;
 
 namespace {
 
@@ -31,16 +33,6 @@ struct Counter final : Ticking {
   std::atomic<int> ticks{0};
   std::atomic<bool> busy{true};
 };
-
-template <typename Condition>
-bool soon(const Condition& condition) {
-  const TimePoint limit = Clock::now() + kLimit;
-  while (!condition()) {
-    if (Clock::now() > limit) return false;
-    std::this_thread::sleep_for(milliseconds(1));
-  }
-  return true;
-}
 
 }  // namespace
 
