@@ -8,6 +8,8 @@
 #include <unistd.h>
 
 #include "common/error.h"
+#include "common/of_process.h"
+#include "ucx/forked.h"
 
 namespace meshcast::ucx {
 namespace {
@@ -39,22 +41,16 @@ std::map<std::string, std::string> settings(const PlaneOptions& options) {
   return out;
 }
 
-std::mutex plane_mutex;
-std::weak_ptr<ProcessPlane> plane_of_process;  // guarded by plane_mutex
+OfProcess<ProcessPlane> plane_of_process;
 
 }  // namespace
 
 std::shared_ptr<Plane> Plane::of_process(const PlaneOptions& options) {
-  const std::lock_guard lock(plane_mutex);
-  auto plane = plane_of_process.lock();
-  if (plane && !plane->foreign()) return plane;
-  plane = std::make_shared<ProcessPlane>(options);
-  plane_of_process = plane;
-  return plane;
+  refuse_in_children();
+  return plane_of_process.get([&] { return std::make_shared<ProcessPlane>(options); });
 }
 
-ProcessPlane::ProcessPlane(const PlaneOptions& options)
-    : pid_(getpid()), api_(load(options.library)), rdma_(options.rdma) {
+ProcessPlane::ProcessPlane(const PlaneOptions& options) : api_(load(options.library)), rdma_(options.rdma) {
   std::random_device entropy;
   process_ = uint64_t{entropy()} << 32 | entropy();
   std::vector<int> events;
@@ -82,8 +78,6 @@ ProcessPlane::~ProcessPlane() {
   progress_->stop();
   close_gently();
 }
-
-bool ProcessPlane::foreign() const { return getpid() != pid_; }
 
 Address ProcessPlane::address() const {
   Address out;

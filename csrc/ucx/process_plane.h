@@ -13,8 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include <sys/types.h>
-
+#include "common/forks.h"
 #include "ucx/api.h"
 #include "ucx/group_transport.h"
 #include "ucx/link.h"
@@ -42,7 +41,7 @@ class ProcessPlane final : public Plane, public std::enable_shared_from_this<Pro
   const Api& api() const { return api_; }
 
   // Whether this is a child that was forked with the plane: it must not touch it.
-  bool foreign() const;
+  bool foreign() const { return origin_.foreign(); }
 
   void tell();  // without the lock: the ends that are queued
 
@@ -104,7 +103,7 @@ class ProcessPlane final : public Plane, public std::enable_shared_from_this<Pro
   void fetch_locked(Fetch announced);
   void fetched_locked(std::unique_ptr<Fetch> fetch, ucs_status_t status);
 
-  const pid_t pid_;
+  const Origin origin_;
   const Api& api_;
   const bool rdma_;  // see PlaneOptions
   uint64_t process_ = 0;

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "common/error.h"
+#include "ucx/forked.h"
 
 namespace meshcast::ucx {
 namespace {
@@ -55,6 +56,7 @@ Worker::Worker(const Api& api, const std::string& device, const std::map<std::st
     check(api_.ucp_worker_get_address(worker_, &address, &length), "ucp_worker_get_address");
     address_.assign(reinterpret_cast<const char*>(address), length);
     api_.ucp_worker_release_address(worker_, address);
+    close_in_children_of(event_fd_);
   } catch (...) {
     if (worker_) api_.ucp_worker_destroy(worker_);
     api_.ucp_cleanup(context_);
@@ -63,6 +65,7 @@ Worker::Worker(const Api& api, const std::string& device, const std::map<std::st
 }
 
 Worker::~Worker() {
+  gone(event_fd_);
   api_.ucp_worker_destroy(worker_);
   api_.ucp_cleanup(context_);
 }

@@ -8,8 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include <unistd.h>
-
+#include "common/of_process.h"
 #include "common/thread_name.h"
 
 namespace meshcast {
@@ -17,9 +16,7 @@ namespace {
 
 constexpr auto kIdle = std::chrono::seconds(1);  // without anything to say, before a thread ends
 
-std::mutex of_process_mutex;
-std::weak_ptr<Reporters> reporters_of_process;  // guarded by of_process_mutex
-pid_t made_in = 0;                              // likewise: a forked child has the object and no threads
+OfProcess<Reporters> reporters_of_process;
 
 bool is_held_up(const Reporting& who, TimePoint now) {
   const TimePoint since = who.waits_since();
@@ -52,26 +49,20 @@ struct Reporters::State {
 };
 
 std::shared_ptr<Reporters> Reporters::of_process() {
-  const std::lock_guard lock(of_process_mutex);
-  auto reporters = reporters_of_process.lock();
-  if (reporters && made_in == getpid()) return reporters;
-  reporters = std::make_shared<Reporters>();
-  reporters_of_process = reporters;
-  made_in = getpid();
-  return reporters;
+  return reporters_of_process.get([] { return std::make_shared<Reporters>(); });
 }
 
-Reporters::Reporters() : pid_(getpid()), state_(std::make_shared<State>()) {}
+Reporters::Reporters() : state_(std::make_shared<State>()) {}
 
 Reporters::~Reporters() {
-  if (getpid() != pid_) return;
+  if (origin_.foreign()) return;
   const std::lock_guard lock(state_->mutex);
   state_->stopping = true;
   state_->changed.notify_all();
 }
 
 bool Reporters::want(const std::shared_ptr<Reporting>& who) {
-  if (getpid() != pid_) return false;
+  if (origin_.foreign()) return false;
   const std::lock_guard lock(state_->mutex);
   auto& queue = state_->queue;
   if (std::find(queue.begin(), queue.end(), who) == queue.end()) queue.push_back(who);
@@ -93,13 +84,13 @@ bool Reporters::want(const std::shared_ptr<Reporting>& who) {
 }
 
 void Reporters::drop(const Reporting& who) {
-  if (getpid() != pid_) return;
+  if (origin_.foreign()) return;
   const std::lock_guard lock(state_->mutex);
   std::erase_if(state_->queue, [&](const auto& each) { return each.get() == &who; });
 }
 
 bool Reporters::held_up(const void* connection) const {
-  if (getpid() != pid_) return false;
+  if (origin_.foreign()) return false;
   const std::lock_guard lock(state_->mutex);
   const TimePoint now = Clock::now();
   return std::any_of(state_->running.begin(), state_->running.end(),

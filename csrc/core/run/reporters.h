@@ -3,8 +3,7 @@
 #include <memory>
 #include <mutex>
 
-#include <sys/types.h>
-
+#include "common/forks.h"
 #include "transport/transport.h"
 
 namespace meshcast {
@@ -47,7 +46,7 @@ class Reporters {
 
   static void serve(const std::shared_ptr<State>& state);
 
-  const pid_t pid_;
+  const Origin origin_;
   const std::shared_ptr<State> state_;  // shared with the threads
 };
 

@@ -5,9 +5,9 @@
 #include <utility>
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include "common/error.h"
+#include "common/of_process.h"
 #include "common/thread_name.h"
 
 namespace meshcast {
@@ -15,23 +15,17 @@ namespace {
 
 constexpr auto kTick = std::chrono::milliseconds(50);  // while there is something to look at
 
-std::mutex of_process_mutex;
-std::weak_ptr<WorkThread> thread_of_process;  // guarded by of_process_mutex
+OfProcess<WorkThread> thread_of_process;
 
 }  // namespace
 
 thread_local WorkThread::Worker* WorkThread::here = nullptr;
 
 std::shared_ptr<WorkThread> WorkThread::of_process() {
-  const std::lock_guard lock(of_process_mutex);
-  auto thread = thread_of_process.lock();
-  if (thread && !thread->forked()) return thread;
-  thread = std::make_shared<WorkThread>();
-  thread_of_process = thread;
-  return thread;
+  return thread_of_process.get([] { return std::make_shared<WorkThread>(); });
 }
 
-WorkThread::WorkThread() : pid_(getpid()) { start_worker_locked(); }
+WorkThread::WorkThread() { start_worker_locked(); }
 
 WorkThread::~WorkThread() {
   if (forked()) {
@@ -45,8 +39,6 @@ WorkThread::~WorkThread() {
   }
   for (Worker& worker : workers_) worker.thread.join();
 }
-
-bool WorkThread::forked() const { return getpid() != pid_; }
 
 void WorkThread::start_worker_locked() {
   Worker& worker = workers_.emplace_back();

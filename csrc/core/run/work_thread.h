@@ -11,8 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include <sys/types.h>
-
+#include "common/forks.h"
 #include "transport/transport.h"
 
 namespace meshcast {
@@ -55,7 +54,7 @@ class WorkThread {
   // There may be something to look at. urgent: at once, also where others are ticked already.
   void wake(bool urgent);
 
-  bool forked() const;  // a forked child has this object and no thread
+  bool forked() const { return origin_.foreign(); }  // a forked child has this object and no thread
 
  private:
   struct Worker {
@@ -78,7 +77,7 @@ class WorkThread {
 
   static thread_local Worker* here;
 
-  const pid_t pid_;
+  const Origin origin_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::list<Worker> workers_;  // all but the last are relieved

@@ -94,9 +94,13 @@ ShmLink::ShmLink(int rank, int socket, std::unique_ptr<ShmRegion> region, ShmBel
       process_(process_behind(socket).release()),
       region_(std::move(region)),
       bell_(std::move(bell)),
-      group_(group) {}
+      group_(group) {
+  close_in_children(socket_);
+}
 
 ShmLink::~ShmLink() {
+  if (origin_.foreign()) return;  // they are closed, or the number is another's by now
+  keep_in_children(socket_);
   close(socket_);
   if (process_ >= 0) close(process_);
 }
@@ -114,9 +118,14 @@ ShmRendezvous::ShmRendezvous(uint32_t ranks, std::shared_ptr<ShmProgress> progre
       place_(std::make_unique<ShmProgress::Place>(std::move(progress))),
       own_(ShmRegion::create(std::min(ranks, kMaxLocalRanks) - 1)) {
   listener_ = listen_at(address_, kBacklog).release();
+  close_in_children(listener_);
 }
 
-ShmRendezvous::~ShmRendezvous() { close(listener_); }
+ShmRendezvous::~ShmRendezvous() {
+  if (origin_.foreign()) return;
+  keep_in_children(listener_);
+  close(listener_);
+}
 
 ShmMembership ShmRendezvous::meet(const std::vector<ShmMember>& members, int rank, TimePoint deadline) {
   const auto count = static_cast<uint32_t>(members.size());

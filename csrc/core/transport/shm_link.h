@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "common/forks.h"
 #include "transport/shm_bell.h"
 #include "transport/shm_progress.h"
 #include "transport/shm_region.h"
@@ -36,6 +37,7 @@ class ShmLink {
   void hang_up() const;                                  // the peer sees gone(); any thread
 
  private:
+  Origin origin_;
   int rank_;
   int socket_;
   int process_;  // -1 where the peer's process is not visible from here
@@ -71,6 +73,7 @@ class ShmRendezvous {
   ShmMembership meet(const std::vector<ShmMember>& members, int rank, TimePoint deadline);
 
  private:
+  const Origin origin_;
   std::string address_;
   std::unique_ptr<ShmProgress::Place> place_;
   std::unique_ptr<ShmRegion> own_;

@@ -45,26 +45,25 @@ void ShmMapping::map(int fd) {
   void* base = mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (base == MAP_FAILED) fail_with_errno("mapping shared memory");
   base_ = base;
-  pid_ = getpid();
   // A forked child (a data loader's worker) has no part in this and must not keep the memory alive.
   madvise(base, nbytes_, MADV_DONTFORK);
 }
 
 ShmMapping::~ShmMapping() {
   // In a forked child something else may lie there.
-  if (base_ && pid_ == getpid()) munmap(base_, nbytes_);
+  if (base_ && !origin_.foreign()) munmap(base_, nbytes_);
   close_fd();
 }
 
 ShmMapping::ShmMapping(ShmMapping&& other) noexcept
     : base_(std::exchange(other.base_, nullptr)),
-      pid_(other.pid_),
+      origin_(other.origin_),
       nbytes_(std::exchange(other.nbytes_, 0)),
       fd_(std::exchange(other.fd_, -1)) {}
 
 ShmMapping& ShmMapping::operator=(ShmMapping&& other) noexcept {
   std::swap(base_, other.base_);
-  std::swap(pid_, other.pid_);
+  std::swap(origin_, other.origin_);
   std::swap(nbytes_, other.nbytes_);
   std::swap(fd_, other.fd_);
   return *this;

@@ -2,7 +2,7 @@
 
 #include <cstddef>
 
-#include <sys/types.h>
+#include "common/forks.h"
 
 namespace meshcast {
 
@@ -29,7 +29,7 @@ class ShmMapping {
   void map(int fd);
 
   void* base_ = nullptr;
-  pid_t pid_ = 0;  // who mapped it
+  Origin origin_;  // who mapped it
   size_t nbytes_ = 0;
   int fd_ = -1;
 };

@@ -4,8 +4,7 @@
 #include <string>
 #include <utility>
 
-#include <unistd.h>
-
+#include "common/of_process.h"
 #include "common/thread_name.h"
 
 namespace meshcast {
@@ -14,26 +13,16 @@ namespace {
 // So many drives since it last fell asleep, and the thread looks by itself: being woken costs more.
 constexpr uint64_t kManyDrives = 4;
 
-std::mutex of_process_mutex;
-std::weak_ptr<ShmProgress> progress_of_process;  // guarded by of_process_mutex
-pid_t made_in = 0;                               // likewise: a forked child has the object and no thread
+OfProcess<ShmProgress> progress_of_process;
 
 }  // namespace
 
 std::shared_ptr<ShmProgress> ShmProgress::of_process() {
-  const std::lock_guard lock(of_process_mutex);
-  auto progress = progress_of_process.lock();
-  if (progress && made_in == getpid()) return progress;
-  progress = std::make_shared<ShmProgress>();
-  progress_of_process = progress;
-  made_in = getpid();
-  return progress;
+  return progress_of_process.get([] { return std::make_shared<ShmProgress>(); });
 }
 
-ShmProgress::ShmProgress() : pid_(getpid()) {}
-
 ShmProgress::~ShmProgress() {
-  if (getpid() != pid_) {
+  if (origin_.foreign()) {
     if (thread_.joinable()) thread_.detach();  // it is the parent's, and so is the bell
     return;
   }
@@ -58,7 +47,7 @@ ShmProgress::Place::Place(std::shared_ptr<ShmProgress> progress) : progress_(std
 }
 
 ShmProgress::Place::~Place() {
-  if (getpid() != progress_->pid_) return;  // in a forked child the lock may be held for ever
+  if (progress_->origin_.foreign()) return;  // in a forked child the lock may be held for ever
   const std::lock_guard lock(progress_->mutex_);
   progress_->entries_[number_].placed = false;
 }
@@ -164,8 +153,8 @@ void ShmProgress::drive(const std::function<bool()>& done, TimePoint limit) {
   while (!done()) {
     bool any = serve(ShmHalf::Receiving, true, &cursors[1]);
     if (thread_sleeps_) any |= serve(ShmHalf::Sending, true, &cursors[0]);
-    if (any) continue;
     if (Clock::now() >= limit) break;
+    if (any) continue;
     const uint32_t rings = bell_.rings();
     const auto sleeps = [&](bool now) {
       const std::lock_guard lock(mutex_);

@@ -10,8 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include <sys/types.h>
-
+#include "common/forks.h"
 #include "transport/shm_bell.h"
 #include "transport/transport.h"
 
@@ -54,7 +53,7 @@ class ShmProgress {
 
   static std::shared_ptr<ShmProgress> of_process();  // made for the first group, gone with the last
 
-  ShmProgress();
+  ShmProgress() = default;
   ~ShmProgress();
   ShmProgress(const ShmProgress&) = delete;
   ShmProgress& operator=(const ShmProgress&) = delete;
@@ -87,7 +86,7 @@ class ShmProgress {
   bool serve(ShmHalf half, bool driver, uint32_t* cursor);
   void announce_locked();
 
-  const pid_t pid_;
+  const Origin origin_;
   ShmBell bell_;
   std::mutex mutex_;
   std::condition_variable left_;  // a turn is over

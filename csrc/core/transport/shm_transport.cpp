@@ -3,8 +3,7 @@
 #include <functional>
 #include <utility>
 
-#include <unistd.h>
-
+#include "common/forks.h"
 #include "transport/shm_receiver.h"
 #include "transport/shm_sender.h"
 
@@ -56,7 +55,7 @@ class ShmTransport final : public LocalTransport, public ShmProgress::Group {
 
   void shutdown() override {
     // A forked child has this object and no part in the group.
-    if (getpid() != pid_ || std::exchange(down_, true)) return;
+    if (origin_.foreign() || std::exchange(down_, true)) return;
     abort();
     for (const auto& link : membership_.links) link->hang_up();
     membership_.place->leave();
@@ -67,7 +66,7 @@ class ShmTransport final : public LocalTransport, public ShmProgress::Group {
  private:
   ShmProgress& progress() const { return membership_.place->progress(); }
 
-  const pid_t pid_ = getpid();
+  const Origin origin_;
   bool down_ = false;         // by the one thread that shuts it down
   ShmMembership membership_;  // outlives the two, which use its memory
   ShmSender sender_;
