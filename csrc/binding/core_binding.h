@@ -12,6 +12,7 @@
 
 #include "binding/bind.h"
 #include "c10d/group_base.h"
+#include "common/forks.h"
 
 // What the two cores of a private group look like in Python alike. Every method that may block or free tensors
 // runs without the GIL; no thread of theirs takes it, but in a future's callback that is Python's.
@@ -26,10 +27,12 @@ inline double checked_timeout(double seconds) {
   return std::max(seconds, 0.0);
 }
 
-// A core's destructor joins threads, for which Python may still be holding the GIL where it drops it.
+// A core's destructor joins threads, for which Python may still be holding the GIL where it drops it. A forked
+// child has none of these threads, and keeps what it cannot end.
 template <typename Core>
 std::shared_ptr<Core> owned(Core* core) {
-  return {core, [](Core* last) {
+  return {core, [origin = Origin()](Core* last) {
+            if (origin.foreign()) return;
             std::optional<py::gil_scoped_release> release;
             if (PyGILState_Check() != 0) release.emplace();
             delete last;

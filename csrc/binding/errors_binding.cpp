@@ -1,7 +1,10 @@
 #include <exception>
 
+#include <unistd.h>
+
 #include "binding/bind.h"
 #include "common/error.h"
+#include "common/signals.h"
 
 namespace meshcast {
 namespace {
@@ -37,6 +40,7 @@ py::dict fields_of(const Error& error) {
   return fields;
 }
 
+// What a handler raises of a signal that came in the meantime counts more than the error.
 void raise(const Error& error) {
   try {
     py::object type = py::module_::import("meshcast.errors").attr(class_name(error.kind()));
@@ -45,10 +49,21 @@ void raise(const Error& error) {
         error.what(), static_cast<py::ssize_t>(std::char_traits<char>::length(error.what())), "replace"));
     py::object instance = type(message, **fields_of(error));
     PyErr_SetObject(type.ptr(), instance.ptr());
-  } catch (const py::error_already_set&) {
-    // At interpreter exit modules can no longer be imported: the text still gets through.
-    PyErr_SetString(PyExc_RuntimeError, error.what());
+  } catch (py::error_already_set& raised) {
+    if (raised.matches(PyExc_ImportError) || raised.matches(PyExc_AttributeError)) {
+      // At interpreter exit modules can no longer be imported: the text still gets through.
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+    } else {
+      raised.restore();
+    }
   }
+}
+
+// Handlers run in the main thread alone, which is the process's own.
+void look_for_handlers() {
+  if (gettid() != getpid() || !Py_IsInitialized()) return;
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
 }  // namespace
@@ -76,6 +91,7 @@ Error error_from(const py::object& raised) {
 }
 
 void bind_errors(py::module_&) {
+  look_for_signals_by(look_for_handlers);
   // Registered with the pybind11 internals that torch shares, hence also asked when the error leaves
   // Work.wait().
   py::register_exception_translator([](std::exception_ptr pointer) {

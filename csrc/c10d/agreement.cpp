@@ -37,7 +37,7 @@ ErrorContext context_of(const GroupIdentity& group, CallId call, int32_t peer) {
   throw Error(ErrorKind::Aborted,
               fmt::format("rank {}: call {} of {}: the group was aborted by rank {}: {}", group.rank,
                           call.ordinal, group.name, cause.reporter, cause.text),
-              context_of(group, call, cause.peer));
+              context_of(group, call, peer_in(cause, group.rank)));
 }
 
 // A rank may have given up on the group before it came to this call.

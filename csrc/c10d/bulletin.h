@@ -8,6 +8,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "common/error.h"
 #include "transport/transport.h"
 
 namespace meshcast {
@@ -26,6 +27,12 @@ struct Cause {
   int32_t peer = -1;
   std::string text;
 };
+
+// Whom an error of `rank` names: the rank that was lost, or that gave up, unless that is itself; -1: nobody.
+inline int32_t peer_in(const Cause& cause, int32_t rank) {
+  const bool gave_up = cause.kind == static_cast<int32_t>(ErrorKind::Aborted) && cause.reporter != rank;
+  return cause.peer < 0 && gave_up ? cause.reporter : cause.peer;
+}
 
 // The group's notice board in the rendezvous store: postings by (lane, ordinal, rank) and one first cause.
 // Plain text, bounded, nothing executed. `store` must be a connection that nobody waits on: a blocking wait

@@ -7,16 +7,18 @@
 namespace meshcast {
 
 void GroupBase::abort(const std::string& reason) {
-  if (!failure()) watcher_->abort(reason);
+  if (!origin_.foreign() && !failure()) watcher_->abort(reason);
 }
 
 std::optional<std::string> GroupBase::error() const {
+  origin_.check();
   const auto cause = failure();
   if (!cause) return std::nullopt;
   return text_of(cause);
 }
 
 void GroupBase::refuse_if_failed() const {
+  origin_.check();
   const auto cause = failure();
   if (!cause) return;
   throw start_error(

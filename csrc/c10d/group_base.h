@@ -14,6 +14,7 @@
 #include "c10d/reshard_work.h"
 #include "c10d/watcher.h"
 #include "common/error.h"
+#include "common/forks.h"
 
 namespace meshcast {
 
@@ -49,6 +50,7 @@ class GroupBase {
   // Checks what does not depend on the device. Throws LayoutError.
   static Taken take(const PlanDirection& direction, const StartArgs& args);
 
+  const Origin origin_;  // in a forked child nothing of the group may be touched
   const GroupIdentity identity_;
   const std::shared_ptr<RecycleBin> bin_;
   std::shared_ptr<Watcher> watcher_;  // made and stopped by the core, which it looks after

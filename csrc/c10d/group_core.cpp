@@ -91,14 +91,15 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_on(CallId call, const PlanText& tex
 }
 
 void GroupCore::reject(CallId call, const std::string& message) {
+  origin_.check();
   const std::lock_guard lock(agree_mutex_);
   agreement_bulletin_.post(Bulletin::Board::Agreement, call.lane, call.ordinal, identity_.rank,
                            {true, -1, message});
 }
 
 c10::intrusive_ptr<c10d::Work> GroupCore::start(const AgreedPlan& agreed, StartArgs args) {
-  bin_->empty();
   refuse_if_failed();
+  bin_->empty();
   PlanDirection& direction = agreed.direction(args.reverse);
   Taken taken = take(direction, args);
   Buffers buffers;
@@ -116,7 +117,7 @@ c10::intrusive_ptr<c10d::Work> GroupCore::start(const AgreedPlan& agreed, StartA
   const auto run = start_run(direction.program(local_ranks_), std::move(buffers),
                              agreed.label(args.reverse, args.ordinal), deadline_after(args.timeout_seconds));
   if (!run->ended()) watcher_->wake();
-  return c10::make_intrusive<ReshardWork>(identity_.rank, run, bin_, std::move(taken.outputs));
+  return c10::make_intrusive<ReshardWork>(identity_.rank, run, bin_, std::move(taken.outputs), watcher_);
 }
 
 std::shared_ptr<Run> GroupCore::start_run(std::shared_ptr<const Program> program, Buffers buffers,
@@ -135,7 +136,7 @@ std::shared_ptr<Run> GroupCore::start_run(std::shared_ptr<const Program> program
 }
 
 void GroupCore::shutdown() {
-  if (shut_down_.exchange(true)) return;
+  if (origin_.foreign() || shut_down_.exchange(true)) return;
   // Before the engine: it still tells the others the first cause, which has to be on the board before
   // connections close.
   watcher_->stop();

@@ -4,18 +4,22 @@
 
 #include <fmt/format.h>
 
+#include "c10d/watcher.h"
 #include "common/error.h"
+#include "common/signals.h"
 
 namespace meshcast {
 
 std::shared_ptr<RecycleBin::Bag> RecycleBin::bag(Bag contents) {
   return {new Bag(std::move(contents)), [bin = shared_from_this()](Bag* bag) {
+            if (bin->origin_.foreign()) return;  // its lock may be held for ever
             const std::lock_guard lock(bin->mutex_);
             bin->bags_.emplace_back(bag);
           }};
 }
 
 void RecycleBin::empty() {
+  if (origin_.foreign()) return;
   std::vector<std::unique_ptr<Bag>> bags;
   {
     const std::lock_guard lock(mutex_);
@@ -25,21 +29,21 @@ void RecycleBin::empty() {
 }
 
 ReshardWork::ReshardWork(int rank, std::shared_ptr<RunState> run, std::shared_ptr<RecycleBin> bin,
-                         std::vector<at::Tensor> outputs)
+                         std::vector<at::Tensor> outputs, std::weak_ptr<Watcher> watcher)
     : Work(rank, c10d::OpType::UNKNOWN, "meshcast:reshard"),
       run_(std::move(run)),
       bin_(std::move(bin)),
-      outputs_(std::move(outputs)) {}
+      outputs_(std::move(outputs)),
+      watcher_(std::move(watcher)) {}
 
 int ReshardWork::sourceRank() const { throw Error(ErrorKind::Generic, "a reshard has no single source rank"); }
 
 bool ReshardWork::wait(std::chrono::milliseconds timeout) {
+  origin_.check();
   // The watcher ends every run soon after its deadline; the minute only guards against its own failure.
   const TimePoint limit =
       timeout == kNoTimeout ? run_->deadline() + std::chrono::minutes(1) : Clock::now() + timeout;
-  // A driven wait ends with the run's limit, not with one of this call.
-  if (timeout == kNoTimeout) run_->drive();
-  if (!run_->wait_until(limit)) {
+  if (!ended_by(limit, timeout == kNoTimeout)) {
     const RunLabel& label = run_->label();
     ErrorContext context;
     context.rank = rank_;
@@ -57,6 +61,23 @@ bool ReshardWork::wait(std::chrono::milliseconds timeout) {
   return raise_or_true();
 }
 
+bool ReshardWork::ended_by(TimePoint limit, bool driven) {
+  try {
+    return wait_in_slices(limit, [&](TimePoint slice) {
+      if (driven) run_->drive(slice);
+      return run_->wait_until(slice);
+    });
+  } catch (const std::exception& raised) {
+    // By a handler of a signal. The others would wait for a rank that may never come back.
+    const std::string text = raised.what();
+    if (const auto watcher = watcher_.lock()) {
+      watcher->abort(fmt::format("rank {} was interrupted in {} call {}: {}", watcher->rank(),
+                                 run_->label().op(), run_->label().ordinal, text.substr(0, text.find('\n'))));
+    }
+    throw;
+  }
+}
+
 bool ReshardWork::raise_or_true() const {
   bin_->empty();
   if (const auto error = run_->error()) std::rethrow_exception(error);
@@ -64,6 +85,7 @@ bool ReshardWork::raise_or_true() const {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> ReshardWork::getFuture() {
+  origin_.check();
   const std::lock_guard lock(mutex_);
   if (future_) return future_;
   Promise made = promise();

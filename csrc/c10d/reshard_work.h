@@ -11,9 +11,12 @@
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "common/forks.h"
 #include "run/run_state.h"
 
 namespace meshcast {
+
+class Watcher;
 
 // Tensors (and futures that hold tensors) whose last reference an engine thread let go of. Freeing a tensor
 // may need the GIL, which such a thread must never wait for: user threads empty the bin instead.
@@ -30,6 +33,7 @@ class RecycleBin : public std::enable_shared_from_this<RecycleBin> {
   void empty();  // user threads only
 
  private:
+  const Origin origin_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<Bag>> bags_;
 };
@@ -37,18 +41,22 @@ class RecycleBin : public std::enable_shared_from_this<RecycleBin> {
 // The Work of one reshard. Unlike gloo's it can be polled, has a future, and keeps the type of its error.
 class ReshardWork : public c10d::Work {
  public:
-  // `outputs`: those of the run's tensors that are results.
+  // `outputs`: those of the run's tensors that are results. `watcher`: hears of a wait that a signal ends.
   ReshardWork(int rank, std::shared_ptr<RunState> run, std::shared_ptr<RecycleBin> bin,
-              std::vector<at::Tensor> outputs);
+              std::vector<at::Tensor> outputs, std::weak_ptr<Watcher> watcher = {});
 
-  bool isCompleted() override { return run_->ended(); }
-  bool isSuccess() const override { return run_->ended() && !run_->error(); }
-  std::exception_ptr exception() const override { return run_->ended() ? run_->error() : nullptr; }
+  // In a forked child, where wait() raises at once, it is completed without a success.
+  bool isCompleted() override { return origin_.foreign() || run_->ended(); }
+  bool isSuccess() const override { return !origin_.foreign() && run_->ended() && !run_->error(); }
+  std::exception_ptr exception() const override {
+    return !origin_.foreign() && run_->ended() ? run_->error() : nullptr;
+  }
   int sourceRank() const override;
   std::vector<at::Tensor> result() override { return outputs_; }
   void synchronize() override { wait(kNoTimeout); }
   // 0 = as long as the call's own limit allows, which bounds it. A shorter limit that expires raises
-  // DeadlineExceeded and leaves the transfer running.
+  // DeadlineExceeded and leaves the transfer running. What a handler of a signal raises ends the wait and
+  // aborts the group.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override { return static_cast<uint64_t>(run_->label().ordinal); }
@@ -70,7 +78,11 @@ class ReshardWork : public c10d::Work {
   const std::shared_ptr<RecycleBin> bin_;
 
  private:
+  bool ended_by(TimePoint limit, bool driven);
+
+  const Origin origin_;
   const std::vector<at::Tensor> outputs_;
+  const std::weak_ptr<Watcher> watcher_;
   std::mutex mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // null until somebody asks: most never do
 };

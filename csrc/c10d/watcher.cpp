@@ -139,7 +139,7 @@ void Watcher::give_up(const Cause& cause) {
           : fmt::format("rank {}: {} (first seen by rank {})", group_.rank, cause.text, cause.reporter);
   ErrorContext context;
   context.rank = group_.rank;
-  context.peer = cause.peer;
+  context.peer = peer_in(cause, group_.rank);
   context.op = local.op;
   context.sequence = local.ordinal;
   context.phase = "transfer";

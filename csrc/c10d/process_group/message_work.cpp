@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "c10d/process_group/point_to_point.h"
+#include "common/signals.h"
 
 namespace meshcast {
 namespace {
@@ -112,6 +113,7 @@ MessageWork::MessageWork(c10d::OpType op, const char* title, const at::Tensor& t
       limit_(limit) {}
 
 bool MessageWork::isCompleted() {
+  if (origin_.foreign()) return true;  // wait() raises at once
   if (!state_->ended()) return false;
   close_record();
   return true;
@@ -123,8 +125,12 @@ int MessageWork::sourceRank() const {
 }
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
+  origin_.check();
+  const auto ended_by = [this](TimePoint when) {
+    return wait_in_slices(when, [this](TimePoint slice) { return state_->wait_until(slice); });
+  };
   const auto limit = std::min(timeout == kNoTimeout ? limit_ : timeout, kLongest);
-  if (!state_->wait_until(Clock::now() + limit)) {
+  if (!ended_by(Clock::now() + limit)) {
     const double seconds = std::chrono::duration<double>(limit).count();
     if (timeout != kNoTimeout)
       throw state_->problem(
@@ -132,7 +138,7 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
           fmt::format("not through after {:.2f} s, the limit given to wait(); the message goes on", seconds),
           seconds);
     owner_->give_up(state_, seconds);
-    if (!state_->wait_until(Clock::now() + kEndGrace))
+    if (!ended_by(Clock::now() + kEndGrace))
       std::rethrow_exception(state_->decided());  // it keeps its tensor, which may still be written to
   }
   close_record();

@@ -14,6 +14,7 @@
 
 #include "c10d/reshard_work.h"
 #include "common/error.h"
+#include "common/forks.h"
 #include "transport/transport.h"
 
 namespace meshcast {
@@ -81,17 +82,18 @@ class MessageWork final : public c10d::Work {
               std::chrono::milliseconds limit);
 
   bool isCompleted() override;
-  bool isSuccess() const override { return state_->ended() && !state_->error(); }
-  std::exception_ptr exception() const override { return state_->error(); }
+  bool isSuccess() const override { return !origin_.foreign() && state_->ended() && !state_->error(); }
+  std::exception_ptr exception() const override { return origin_.foreign() ? nullptr : state_->error(); }
   int sourceRank() const override;
   void synchronize() override { wait(kNoTimeout); }
-  // A limit of its own that expires leaves the message under way. The group's ends it, and all others with
-  // that peer.
+  // A limit of its own that expires leaves the message under way, and so does what a handler of a signal
+  // raises. The group's limit ends it, and all others with that peer.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
 
  private:
   void close_record();
 
+  const Origin origin_;
   const std::shared_ptr<MessageState> state_;
   const std::shared_ptr<PointToPoint> owner_;
   const std::chrono::milliseconds limit_;

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "common/error.h"
+#include "common/signals.h"
 
 namespace meshcast {
 
@@ -42,16 +43,19 @@ void PendingWork::fail(std::exception_ptr error) {
 }
 
 c10::intrusive_ptr<c10d::Work> PendingWork::running() const {
+  if (origin_.foreign()) return nullptr;
   const std::lock_guard lock(state_mutex_);
   return running_;
 }
 
 std::exception_ptr PendingWork::refused() const {
+  if (origin_.foreign()) return nullptr;
   const std::lock_guard lock(state_mutex_);
   return refused_;
 }
 
 bool PendingWork::isCompleted() {
+  if (origin_.foreign()) return true;  // wait() raises at once
   const auto work = running();
   return work ? work->isCompleted() : refused() != nullptr;
 }
@@ -71,14 +75,18 @@ std::vector<at::Tensor> PendingWork::result() { return tensors_; }
 void PendingWork::synchronize() { wait(kNoTimeout); }
 
 bool PendingWork::wait(std::chrono::milliseconds timeout) {
-  const auto limit = Clock::now() + timeout;
+  origin_.check();
+  // The thread that is to start it gives up at its deadline.
+  const auto limit = timeout == kNoTimeout ? TimePoint::max() : Clock::now() + timeout;
+  const auto settled_by = [this](TimePoint slice) {
+    std::unique_lock lock(state_mutex_);
+    return settled_.wait_until(lock, slice, [this] { return running_ || refused_; });
+  };
+  const bool settled = wait_in_slices(limit, settled_by);
   c10::intrusive_ptr<c10d::Work> work;
   {
-    std::unique_lock lock(state_mutex_);
-    const auto settled = [this] { return running_ || refused_; };
-    if (timeout == kNoTimeout) {
-      settled_.wait(lock, settled);  // the thread that is to start it gives up at its deadline
-    } else if (!settled_.wait_until(lock, limit, settled)) {
+    const std::lock_guard lock(state_mutex_);
+    if (!settled) {
       ErrorContext context;
       context.rank = rank_;
       context.phase = "wait";

@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "c10d/reshard_work.h"
+#include "common/forks.h"
 
 namespace meshcast {
 
@@ -38,6 +39,7 @@ class PendingWork final : public c10d::Work {
   c10::intrusive_ptr<c10d::Work> running() const;
   std::exception_ptr refused() const;
 
+  const Origin origin_;
   const std::shared_ptr<RecycleBin> bin_;
   const std::vector<at::Tensor> tensors_;
   const c10::intrusive_ptr<c10::ivalue::Future> future_;

@@ -88,6 +88,7 @@ c10::intrusive_ptr<Work> PointToPoint::recv(const at::Tensor& tensor, int peer, 
 
 c10::intrusive_ptr<Work> PointToPoint::start(Call call, const at::Tensor& tensor,
                                              std::chrono::milliseconds limit) {
+  origin_.check();
   bin_->empty();
   const bool anybody = call.peer == kAnybody;
   call.nbytes = static_cast<int64_t>(tensor.nbytes());
@@ -423,6 +424,7 @@ std::vector<std::shared_ptr<ProbingTransport>> PointToPoint::end_locked(const ch
 }
 
 void PointToPoint::abort() {
+  if (origin_.foreign()) return;
   std::vector<std::shared_ptr<ProbingTransport>> transports;
   Meet meet;  // dropped without the lock
   {
@@ -434,6 +436,7 @@ void PointToPoint::abort() {
 }
 
 void PointToPoint::shutdown() {
+  if (origin_.foreign()) return;
   std::vector<std::shared_ptr<ProbingTransport>> transports;
   Meet meet;
   {

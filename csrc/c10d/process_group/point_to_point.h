@@ -14,6 +14,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "c10d/process_group/message_work.h"
+#include "common/forks.h"
 #include "transport/transport.h"
 
 namespace meshcast {
@@ -120,6 +121,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   std::vector<std::shared_ptr<ProbingTransport>> end_locked(const char* how);
   void flush();
 
+  const Origin origin_;
   const std::vector<int32_t> ranks_;
   const int rank_;
   const std::shared_ptr<RecycleBin> bin_ = std::make_shared<RecycleBin>();

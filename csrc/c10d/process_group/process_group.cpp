@@ -67,6 +67,11 @@ ProcessGroupMeshcast::ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inn
       multicast_(std::move(multicast)) {}
 
 ProcessGroupMeshcast::~ProcessGroupMeshcast() {
+  if (origin_.foreign()) {  // gloo would end what the parent uses, and wait for threads of its
+    static_cast<void>(inner_.release());
+    new std::shared_ptr(point_to_point_);
+    return;
+  }
   unlocked_([this] {
     if (point_to_point_) point_to_point_->shutdown();
     inner_.reset();
@@ -75,6 +80,7 @@ ProcessGroupMeshcast::~ProcessGroupMeshcast() {
 
 template <class Call>
 c10::intrusive_ptr<Work> ProcessGroupMeshcast::run(const char* op, Devices devices, const Call& call) {
+  origin_.check();
   if (!devices.cuda) return batch_.started(call(*inner_));
   if (devices.other) {
     ErrorContext context;
@@ -116,6 +122,7 @@ uint64_t ProcessGroupMeshcast::getSequenceNumberForGroup() {
 
 // NCCL first: what runs on a GPU may hold up a thread that gloo's end would wait for.
 void ProcessGroupMeshcast::abort() {
+  if (origin_.foreign()) return;
   std::exception_ptr problem;
   try {
     cuda_.abort();
@@ -128,6 +135,7 @@ void ProcessGroupMeshcast::abort() {
 }
 
 void ProcessGroupMeshcast::shutdown() {
+  if (origin_.foreign()) return;
   std::exception_ptr problem;
   try {
     cuda_.shutdown();
@@ -155,6 +163,7 @@ c10d::ErrorType ProcessGroupMeshcast::getError() {
 }
 
 c10::intrusive_ptr<Work> ProcessGroupMeshcast::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  origin_.check();
   bin_->empty();
   if (!takes_multicast(tensors) || opts.rootRank < 0 || opts.rootRank >= size_)
     return run("broadcast", devices_of(tensors),
@@ -305,6 +314,7 @@ c10::intrusive_ptr<Work> ProcessGroupMeshcast::barrier(const c10d::BarrierOption
 }
 
 void ProcessGroupMeshcast::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  origin_.check();
   inner_->monitoredBarrier(opts, wait_all_ranks);
 }
 

@@ -12,6 +12,7 @@
 #include "c10d/process_group/lazy_backend.h"
 #include "c10d/process_group/pending_work.h"
 #include "c10d/process_group/point_to_point.h"
+#include "common/forks.h"
 
 namespace meshcast {
 
@@ -118,6 +119,7 @@ class ProcessGroupMeshcast final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> run(const char* op, Devices devices, const Call& call);
   std::chrono::milliseconds inner_timeout() { return inner_->getBackendOptions()->timeout; }
 
+  const Origin origin_;
   c10::intrusive_ptr<c10d::Backend> inner_;             // never another one
   const std::shared_ptr<PointToPoint> point_to_point_;  // null where gloo carries the messages
   const Unlocked unlocked_;

@@ -149,17 +149,21 @@ bool Run::failed() const {
   return error_ != nullptr;
 }
 
-void Run::drive() noexcept {
-  const auto over = [this](const auto& weak) {
-    const auto transport = weak.lock();
-    if (!transport || ended()) return;
-    on_end([weak] {
-      if (const auto still = weak.lock()) still->wake();
+void Run::drive(TimePoint limit) noexcept {
+  if (!driven_.exchange(true)) {
+    on_end([networks = network, locals = local] {
+      if (const auto still = networks.lock()) still->wake();
+      if (const auto still = locals.lock()) still->wake();
     });
-    transport->drive([this] { return ended(); }, deadline());
+  }
+  limit = std::min(limit, deadline());
+  const auto over = [&](const auto& weak) {
+    const auto transport = weak.lock();
+    if (transport && !ended()) transport->drive([this] { return ended(); }, limit);
   };
-  // A network that can be driven is until the end; of a run over both, the host's part is then its thread's.
+  // A network that can be driven is until the limit; of a run over both, the host's part is then its thread's.
   over(network);
+  if (local.expired() || Clock::now() >= limit) return;
   over(local);
 }
 

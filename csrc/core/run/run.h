@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -96,8 +97,9 @@ class Run final : public RunState {
 
   bool failed() const;  // maybe before it has ended
 
-  // Makes messages go on while the caller waits, so that no thread has to be woken to wake this one.
-  void drive() noexcept override;
+  // Makes messages go on while the caller waits, until `limit` at most, so that no thread has to be woken to
+  // wake this one.
+  void drive(TimePoint limit) noexcept override;
 
   int64_t received_bytes() const override;
 
@@ -131,6 +133,7 @@ class Run final : public RunState {
 
   Buffers buffers_;
   const Write write_;
+  std::atomic<bool> driven_{false};  // its end wakes who drives
 
   // Guarded by mutex_.
   int64_t remaining_ = 0;

@@ -63,8 +63,8 @@ class RunState {
   // After a failure: ends without waiting for what still touches the tensors.
   virtual void force_end() {}
 
-  // For a thread that is about to wait: lends a hand, see Run.
-  virtual void drive() noexcept {}
+  // For a thread that is about to wait: lends a hand until `limit` at most, see Run.
+  virtual void drive(TimePoint /*limit*/) noexcept {}
 
  protected:
   // Marks the end, lets go of the tensors and tells everybody, the last two without the lock. `lock` holds

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import LayoutError, MeshcastError
+from . import forks
 
 __all__ = ["gather_facts", "ranks_by_host"]
 
@@ -16,6 +17,7 @@ def gather_facts(fact: tuple[Any, ...], group: dist.ProcessGroup | None) -> dict
     """What every rank of the group (None: the default one) says, by global rank; a collective of them."""
     if not dist.is_available() or not dist.is_initialized():
         raise MeshcastError("no process group; call torch.distributed.init_process_group first")
+    forks.check_group(group or dist.group.WORLD, "measure_topology")
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     if dist.get_rank() not in ranks:
         raise LayoutError(f"rank {dist.get_rank()} is not in the group of ranks {ranks}")

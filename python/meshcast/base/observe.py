@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from . import settings
+from . import forks, settings  # noqa: F401  forks has to be there before the first fork
 
 __all__ = [
     "Completable",

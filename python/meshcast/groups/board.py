@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
 
-__all__ = ["Board", "NotPostedError", "Watches", "meet"]
+__all__ = ["SLICE", "Board", "NotPostedError", "Watches", "meet"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02  # seconds between two polls of the store
-_SLICE = 1.0  # seconds of one wait in the store, after which the caller may find a reason to give up
+SLICE = 0.5  # seconds of one wait in the store: then there may be a reason to give up, or a signal
 _LOOK = 0.05  # seconds after which ranks that meet look after each other
 _ERRORS: dict[str, type[MeshcastError]] = {  # by the first word of a verdict
     "aborted": AbortedError,
@@ -82,7 +82,7 @@ class Board:
             left = deadline - time.monotonic()
             if self._own_connection:
                 with suppress(dist.DistStoreError):
-                    limit = timedelta(seconds=max(0.001, min(left, _SLICE)))
+                    limit = timedelta(seconds=max(0.001, min(left, SLICE)))
                     self.store.wait([f"{topic}/{rank}" for rank in missing], limit)
                     return self.read(topic, wanted)
             missing = self.missing(topic, missing)
@@ -158,7 +158,7 @@ def meet(
         if complete:
             proposal = _MET
         elif closing():
-            proposal = f"aborted rank {rank}: {closing()}"
+            proposal = f"aborted/{rank} rank {rank}: {closing()}"
         elif left <= 0:
             proposal = (
                 f"deadline rank {rank}: ranks {board.missing('member', others)} did not call within "
@@ -184,7 +184,7 @@ def meet(
             kind, _, gone = kind.partition("/")
             error = _ERRORS[kind] if not late else AbortedError
             missing = board.missing("member", others) if kind == "deadline" else []
-            peer = int(gone) if gone else next(iter(missing), None)
+            peer = int(gone) if gone and int(gone) != rank else next(iter(missing), None)
             raise error(
                 message,
                 rank=rank,

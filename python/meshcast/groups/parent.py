@@ -4,6 +4,7 @@ have in common."""
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ..base import forks
 from ..errors import LayoutError, MeshcastError
 from .private import PrivateGroup
 
@@ -44,6 +46,7 @@ class ParentGroup:
         self._store = store
         self._groups: dict[tuple[int, ...], PrivateGroup] = {}
         self._known: dict[int, str] = {}  # what ranks posted when they met in one of these
+        self._born = forks.count
         self._groups_lock = threading.Lock()  # two threads must not make one group twice: it meets once
         self._twins: dict[str, ParentGroup] = {}
 
@@ -90,8 +93,14 @@ class ParentGroup:
                     )
         return group
 
+    def check_process(self, op: str) -> None:
+        """Raises AbortedError in a forked child, which has no part in the group."""
+        forks.check(self._born, op)
+
     def close(self) -> None:
         self.closed = True
+        if self._born != forks.count:
+            return
         groups, self._groups = list(self._groups.values()), {}
         self.compiled.clear()
         self.extras.clear()
@@ -116,8 +125,11 @@ def parent_group(group: dist.ProcessGroup | None, op: str) -> ParentGroup:
     if not isinstance(key, dist.ProcessGroup):  # new_group gives a number to ranks outside
         raise LayoutError(f"{op}: group {group!r} is not a process group that this rank belongs to", op=op)
     known = _parents.get(key)
-    if known is not None and not known.closed:
-        return known
+    if known is not None:
+        known.check_process(op)
+        if not known.closed:
+            return known
+    forks.check_group(key, op)
     with _parents_lock:
         if key not in c10d._world.pg_map:
             raise LayoutError(
@@ -130,6 +142,15 @@ def parent_group(group: dist.ProcessGroup | None, op: str) -> ParentGroup:
             weakref.finalize(c10d._get_process_group_store(key), parent.close).atexit = False
             _register_exit()
         return parent
+
+
+def _in_child() -> None:
+    """The lock may have been held by a thread that a forked child does not have."""
+    global _parents_lock
+    _parents_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _register_exit() -> None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from .. import _C
+from ..base import forks
 from ..base.host import host_identity
 from ..base.observe import Completable, log
 from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
@@ -77,6 +78,7 @@ class PrivateGroup:
         self.board: Board | None = None  # of this life of the group, once its ranks have met
         self.control: Any = None  # store of the core, likewise
         self.attached: dict[str, Attachment] = {}
+        self._born = forks.count
         self._store = store
         self._known = known
         self._core: _C.GroupCore | None = None
@@ -91,7 +93,9 @@ class PrivateGroup:
 
     def submit(self, command: Command) -> None:
         """Counts a command, unless it has its ordinal already, and begins it behind all earlier ones: at once
-        in this thread if nothing is queued, the group is up and it is ready; else on the control thread."""
+        in this thread if nothing is queued, the group is up and it is ready; else on the control thread.
+        Raises AbortedError in a forked child."""
+        forks.check(self._born, "reshard")
         with self._lock:
             if command.ordinal is None:
                 ordinal = self._ordinals.get(command.lane, 0)
@@ -115,8 +119,12 @@ class PrivateGroup:
     def connect(self, timeout: float) -> None:
         """Brings the group up, unless it is; blocks. Raises what keeps it from coming up."""
         command = _Connection(time.monotonic() + timeout)
-        self.submit(command)
-        command.done.wait()
+        try:
+            self.submit(command)
+            command.done.wait()
+        except BaseException as raised:
+            self.interrupted("prepare", raised)
+            raise
         if command.error is not None:
             raise command.error
 
@@ -222,9 +230,16 @@ class PrivateGroup:
         except Exception:  # the store has gone: it has nothing more to say, and the limit holds
             return None
 
+    def interrupted(self, op: str, raised: BaseException) -> None:
+        """A handler of a signal has ended a wait of this rank: the others would wait for it."""
+        text = f": {raised}" if str(raised) else ""
+        self.abort(f"rank {self.rank} was interrupted in {op} by {type(raised).__name__}{text}")
+
     def abort(self, reason: str) -> None:
         """Fails this group's calls, here and on the other ranks, with AbortedError(reason). Never blocks;
         idempotent."""
+        if self._born != forks.count:
+            return
         self._closing = self._closing or reason
         core = self._core
         if core is not None:

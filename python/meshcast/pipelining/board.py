@@ -18,8 +18,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from meshcast.base import forks
 from meshcast.errors import AbortedError, DeadlineExceededError, MeshcastError
-from meshcast.groups.board import Board, NotPostedError
+from meshcast.groups.board import SLICE, Board, NotPostedError
 
 __all__ = ["PipelineBoard", "Refused", "refusals_told"]
 
@@ -44,6 +45,8 @@ class PipelineBoard:
                 "pipeline: no process group; call torch.distributed.init_process_group first", op="pipeline"
             )
         key: Any = dist.group.WORLD if group is None else group
+        forks.check_group(key, "pipeline")
+        self._born = forks.count
         self.ranks = sorted(dist.get_process_group_ranks(key))
         self.rank = dist.get_rank()
         self.timeout = timeout
@@ -57,6 +60,10 @@ class PipelineBoard:
         life = (int(store.add("arrivals", 1)) - 1) // len(self.ranks)
         self._store = dist.PrefixStore(str(life), store)
         self._board = Board(self._store, self.rank, own_connection=True)
+
+    def check_process(self) -> None:
+        """Raises AbortedError in a forked child, which has no part in it."""
+        forks.check(self._born, "pipeline")
 
     def publish(self, topic: str, value: dict[str, Any]) -> None:
         self._published.add(topic)
@@ -72,21 +79,40 @@ class PipelineBoard:
     ) -> dict[str, Any]:
         """Every rank gives a value; the first one makes an answer of all, by rank, which all return.
 
-        Three messages a rank, whatever the number of ranks. An answer {"error": text}, by ``decide`` or by
-        `fail_agreement`, is raised as AbortedError.
+        Three messages a rank, whatever the number of ranks. An answer {"error": text}, by ``decide``, by
+        `fail_agreement` or by a rank that is interrupted here, is raised as AbortedError.
         """
+        try:
+            return self._agree(topic, value, decide)
+        except MeshcastError:
+            raise
+        except BaseException as raised:  # of a handler of a signal
+            self._answer(topic, {"error": f"rank {self.rank}: {type(raised).__name__}"})
+            raise
+
+    def _answer(self, topic: str, answer: dict[str, Any]) -> dict[str, Any]:
+        """The answer that counts: this one, or one given before."""
+        said = self._store.compare_set(f"{topic}/answer", "", json.dumps(answer))
+        return dict(json.loads(said))
+
+    def _agree(
+        self, topic: str, value: dict[str, Any], decide: Callable[[dict[int, Any]], dict[str, Any]]
+    ) -> dict[str, Any]:
         begin = time.monotonic()
         self.publish(topic, value)
         if self.rank == self.ranks[0]:
             found = self._of_all(topic, begin)
             failed = [said["error"] for said in found.values() if "error" in said]
-            answer = {"error": failed[0]} if failed else decide(found)
-            self._store.set(f"{topic}/answer", json.dumps(answer))
+            answer = self._answer(topic, {"error": failed[0]} if failed else decide(found))
         else:
-            try:
-                self._store.wait([f"{topic}/answer"], timedelta(seconds=self.timeout))
-            except dist.DistStoreError as cause:
-                raise self._late(topic, self.ranks, begin) from cause
+            while True:
+                left = begin + self.timeout - time.monotonic()
+                try:
+                    self._store.wait([f"{topic}/answer"], timedelta(seconds=max(0.001, min(left, SLICE))))
+                    break
+                except dist.DistStoreError as cause:
+                    if left <= SLICE:
+                        raise self._late(topic, self.ranks, begin) from cause
             answer = json.loads(self._store.get(f"{topic}/answer"))
         if "error" in answer:
             raise AbortedError(answer["error"], rank=self.rank, op="pipeline", phase="agree")
@@ -96,7 +122,7 @@ class PipelineBoard:
         """Makes an agreement that this rank has not entered fail on all ranks."""
         if topic not in self._published:
             self.publish(topic, {"error": message})
-            self._store.set(f"{topic}/answer", json.dumps({"error": message}))
+            self._answer(topic, {"error": message})
 
     def forget_agreement(self, topic: str) -> None:
         """Once all ranks have the answer of a later one."""
@@ -111,6 +137,8 @@ class PipelineBoard:
         def check() -> None:
             present = [rank for rank in self.ranks if self._board.has(topic, rank)]
             said = [json.loads(text) for text in self._board.read(topic, present).values()]
+            if self._store.check([f"{topic}/answer"]):  # of one that was interrupted
+                said.append(json.loads(self._store.get(f"{topic}/answer")))
             failed.extend(each for each in said if "error" in each)
             if failed:
                 raise Refused(MeshcastError(failed[0]["error"]))

@@ -104,6 +104,7 @@ class Runtime:
         self._resumed: Mark | None = None  # on a GPU, behind the last value that compute waited for
         self.bytes_sent = 0  # of all steps
         self._waited_until = 0.0  # when this thread last had to wait for a value
+        self._raised: BaseException | None = None  # by a handler of a signal, in a wait
 
     @property
     def trace(self) -> Trace:
@@ -148,6 +149,8 @@ class Runtime:
             try:
                 self._run[action.kind](action)
             except Exception as cause:
+                if cause is self._raised:
+                    raise
                 raise self._named(action, cause) from cause
             if computes:
                 self._add_compute(action, begin, mark)
@@ -242,20 +245,28 @@ class Runtime:
             if handle is None:
                 continue
             if handle.is_completed():
-                handle.wait()  # raises its error, if it ended with one
+                self._until_ended(handle)  # raises its error, if it ended with one
             elif self._gpu is not None:
                 before = self._gpu.mark()
-                handle.wait()
+                self._until_ended(handle)
                 self._resumed = self._gpu.mark()
                 self._gpu.add(f"wait {receive}", "wait", before, self._resumed)
             else:
                 begin = time.perf_counter()
-                handle.wait()
+                self._until_ended(handle)
                 self._waited_until = time.perf_counter()
                 self._trace.add(f"wait {receive}", "wait", begin, self._waited_until)
             if transfers.relays:  # what this rank passed on to other receivers
                 self.bytes_sent += transfers.bytes_sent(handle)
         return arrived
+
+    def _until_ended(self, handle: Handle[Any]) -> None:
+        try:
+            handle.wait()
+        except BaseException as raised:
+            if not isinstance(raised, MeshcastError):
+                self._raised = raised
+            raise
 
     def _receive(self, action: Action) -> None:
         found = self._transfers_of(action)
@@ -331,7 +342,7 @@ class Runtime:
             if not wait and not handle.is_completed():
                 flying.append(send)
                 continue
-            handle.wait()
+            self._until_ended(handle)
             if self._gpu is not None:
                 self._gpu.add_transfer(self._names[action], begin, handle)
                 self.bytes_sent += transfers.bytes_sent(handle)

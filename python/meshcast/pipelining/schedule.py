@@ -301,6 +301,7 @@ class PipelineSchedule:
         train: bool,
         pieces: Pieces,
     ) -> Any:
+        self._board.check_process()
         if self._failed is not None:
             raise AbortedError(f"the pipeline failed before: {self._failed}", rank=self._rank, op="pipeline")
         try:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import increment_version
 
+from ..base import forks
 from ..base.observe import Flight
+from ..errors import MeshcastError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -81,15 +83,18 @@ class Repeat:
             return False
         work = flight = None
         try:
+            forks.check(self._group._born, self._op)
             with self._group._lock:
                 started = self._start(sources)
                 if started is None:
                     return False
                 work, flight = started
             work.wait()
-        except Exception as error:
+        except BaseException as error:
             if flight is not None:
                 flight.failed(error)
+            if not isinstance(error, MeshcastError):  # of a handler of a signal
+                self._group.interrupted(self._op, error)
             raise
         if self._written:
             increment_version(self._written)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..base import forks
 from ..base.observe import Flight, profiled, profiling
-from ..errors import DeadlineExceededError
+from ..errors import DeadlineExceededError, MeshcastError
 
 if TYPE_CHECKING:
     from .. import _C
@@ -48,6 +49,8 @@ class Call:
         self.statistics: Callable[[], dict[str, Any]] | None = None
         self.flight: Flight | None = None  # its entry in the flight record
         self.brought: Any = None  # what its medium keeps for it
+        self.interrupted: Callable[[str, BaseException], None] = lambda _op, _raised: None
+        self._born = forks.count
         self._lock = threading.Lock()
         self._settled: threading.Event | None = None
         self._success: Callable[[], None] | None = None
@@ -93,7 +96,8 @@ class Call:
         return self.error is not None or (self.work is not None and self.work.is_completed())
 
     def wait(self) -> None:
-        """Blocks until the transfer ended; raises its typed error, each time it is called."""
+        """Blocks until the transfer ended; raises its typed error, each time it is called. What a handler of
+        a signal raises ends the wait, and the group."""
         if not profiling():
             self._wait()
             return
@@ -101,7 +105,17 @@ class Call:
             self._wait()
 
     def _wait(self) -> None:
+        try:
+            self._end()
+        except MeshcastError:
+            raise
+        except BaseException as raised:  # of a handler of a signal, or of CUDA
+            self.interrupted(self.op, raised)
+            raise
+
+    def _end(self) -> None:
         if not self.settled:
+            forks.check(self._born, self.op)
             with self._lock:
                 if not self.settled and self._settled is None:
                     self._settled = threading.Event()
@@ -118,7 +132,7 @@ class Call:
             raise self.error.with_traceback(None)  # else each raise would add to the last one's
         try:
             self.work.wait()
-        except Exception as error:
+        except MeshcastError as error:
             self.error = error
             if self.flight is not None:
                 self.flight.failed(error)

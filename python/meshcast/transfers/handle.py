@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -67,7 +68,7 @@ class Handle(Generic[T]):
 
     def get_future(self) -> torch.futures.Future[T]:
         """A future of the result. Its wait() raises the same typed errors as wait() here."""
-        future: torch.futures.Future[T] = torch.futures.Future()
+        future: _Future[T] = _Future(self._call)
 
         def finish(_: Any = None) -> None:
             try:
@@ -115,6 +116,20 @@ class Handle(Generic[T]):
                     op=self._call.op,
                     phase="transfer",
                 )
+
+
+class _Future(torch.futures.Future[T]):
+    """torch's wait of a future hears of no signal: the call's own, which does, comes first. So it is for this
+    future; what then() makes of it is torch's."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self._call = call
+
+    def wait(self) -> T:
+        with suppress(MeshcastError):  # which the future has as well, maybe with more to say
+            self._call.wait()
+        return super().wait()
 
 
 class _Done:

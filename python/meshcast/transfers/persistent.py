@@ -167,7 +167,7 @@ class PersistentTransfer:
             self._group.refuse(self._lane, error, timeout)
             raise
         command = _Start(self, call, src, dst, reverse=False)
-        self._group.submit(command)
+        self._submit(command)
         call.number.ordinal = command.ordinal if command.ordinal is not None else -1
         return call
 
@@ -183,8 +183,17 @@ class PersistentTransfer:
         except MeshcastError as error:  # the others wait for this rank
             self.reject_reverse(number, error, timeout)
             raise
-        self._group.submit(_Start(self, call, src, dst, reverse=True))
+        self._submit(_Start(self, call, src, dst, reverse=True))
         return call
+
+    def _submit(self, command: _Start) -> None:
+        try:
+            self._group.submit(command)
+        except MeshcastError:
+            raise
+        except BaseException as raised:  # of a handler of a signal: whether it was counted is not known
+            self._group.interrupted(self._op, raised)
+            raise
 
     def reject_reverse(self, number: CallNumber, error: Exception, timeout: float) -> None:
         """Lets the ranks that wait in the backward transfer of a call raise: this rank does not take part."""
@@ -192,6 +201,7 @@ class PersistentTransfer:
 
     def _new_call(self, op: str, timeout: float, driven: bool) -> Call:
         call = Call(op, timeout, driven)
+        call.interrupted = self._group.interrupted
         call.flight = Flight(op, self._group.name, self._group.rank, call)
         return call
 

@@ -104,7 +104,7 @@ TEST_CASE("who drives a run makes all of it go on", "[exec][drive]") {
         std::vector<bool> well;
         for (int i = 0; i < 5; ++i) {
           const RankRun part = start_rank(cluster, plan, rank, label(i), kLimit);
-          part.run->drive();
+          part.run->drive(TimePoint::max());
           well.push_back(part.run->ended() && ends_well(part));
         }
         return well;
@@ -120,8 +120,8 @@ TEST_CASE("a run that nobody drives stands still where the transport needs it", 
   const RankRun got = start_rank(cluster, plan, 1, label(0), kLimit);
   const RankRun sent = start_rank(cluster, plan, 0, label(0), kLimit);
   CHECK_FALSE(got.run->wait_until(Clock::now() + std::chrono::milliseconds(50)));
-  got.run->drive();
-  sent.run->drive();
+  got.run->drive(TimePoint::max());
+  sent.run->drive(TimePoint::max());
   CHECK(ends_well(got));
   CHECK(ends_well(sent));
 }
@@ -131,7 +131,7 @@ TEST_CASE("a driver comes back when its peer dies or the engine ends", "[exec][d
     INFO("dies " << dies);
     Cluster cluster(2, nullptr, {}, driven());
     const RankRun got = start_rank(cluster, chain_plan(2, 16), 1, label(0), kLimit);
-    std::thread driver([&] { got.run->drive(); });
+    std::thread driver([&] { got.run->drive(TimePoint::max()); });
     if (dies) {
       cluster.kill(0);
     } else {
@@ -141,7 +141,7 @@ TEST_CASE("a driver comes back when its peer dies or the engine ends", "[exec][d
     driver.join();
     REQUIRE(got.run->wait_until(Clock::now() + kLimit));
     CHECK(got.run->error());
-    got.run->drive();  // harmless, whatever has become of the engine
+    got.run->drive(TimePoint::max());  // harmless, whatever has become of the engine
   }
 }
 

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+
+namespace meshcast {
+
+// The language that calls this code runs handlers of signals between its own instructions, of which a thread
+// that waits in here has none. So a wait looks for them now and then.
+
+// How long a wait goes on without a look. Short calls never get that far.
+inline constexpr std::chrono::milliseconds kSignalSlice{100};
+
+// `look`: runs the handlers of pending signals, where the calling thread is the one that may; throws what they
+// raise.
+void look_for_signals_by(void (*look)());
+void look_for_signals();
+
+// wait_until(slice): waits until then at most, and answers whether it has what it waits for. False past
+// `limit`.
+template <typename Wait>
+bool wait_in_slices(std::chrono::steady_clock::time_point limit, const Wait& wait_until) {
+  for (;;) {
+    const auto slice = std::min(limit, std::chrono::steady_clock::now() + kSignalSlice);
+    if (wait_until(slice)) return true;
+    look_for_signals();
+    if (slice == limit) return false;
+  }
+}
+
+}  // namespace meshcast

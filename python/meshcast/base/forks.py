@@ -1,0 +1,61 @@
+"""Forked children: such a process has copies of everything but the threads, and shares the connections.
+
+What its parent made is not its own. It must not use it, wait for it or end it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import weakref
+from typing import Any
+
+from ..errors import AbortedError
+
+__all__ = ["check", "check_group", "count"]
+
+count = 0
+"""Forks between the first process that imported this and this one. Who keeps it knows later whether it is
+still in the process that made it."""
+
+_parent = 0  # process id
+_groups: weakref.WeakSet[Any] = weakref.WeakSet()  # process groups of the parent
+
+
+def check(born: int, op: str) -> None:
+    """Raises AbortedError in a forked child of the process where `count` was `born`."""
+    if born != count:
+        raise AbortedError(
+            f"{op}: this process was forked from process {_parent}, whose connections it must not use: call "
+            "meshcast there, or start workers by spawn",
+            op=op,
+            phase="start",
+        )
+
+
+def check_group(group: Any, op: str) -> None:
+    """Likewise for a process group of torch that the parent made."""
+    if group in _groups:
+        check(-1, op)
+
+
+def _before() -> None:
+    global _parent
+    _parent = os.getpid()
+
+
+def _in_child() -> None:
+    global count
+    count += 1
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None:
+        return
+    for group, (_, store) in c10d._world.pg_map.items():
+        _groups.add(group)
+        # Never let go of: gloo would wait for threads that are not there, for ever.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+
+
+os.register_at_fork(before=_before, after_in_child=_in_child)
