@@ -17,8 +17,8 @@ namespace {
 
 constexpr auto kIdle = std::chrono::seconds(1);  // without anything to say, before a thread ends
 
-std::mutex of_process_mutex;
-std::weak_ptr<Reporters> reporters_of_process;  // guarded by of_process_mutex
+std::mutex reporters_mutex;
+std::weak_ptr<Reporters> reporters_of_process;  // guarded by reporters_mutex
 pid_t made_in = 0;                              // likewise: a forked child has the object and no threads
 
 bool is_held_up(const Reporting& who, TimePoint now) {
@@ -52,7 +52,7 @@ struct Reporters::State {
 };
 
 std::shared_ptr<Reporters> Reporters::of_process() {
-  const std::lock_guard lock(of_process_mutex);
+  const std::lock_guard lock(reporters_mutex);
   auto reporters = reporters_of_process.lock();
   if (reporters && made_in == getpid()) return reporters;
   reporters = std::make_shared<Reporters>();

@@ -15,15 +15,15 @@ namespace {
 
 constexpr auto kTick = std::chrono::milliseconds(50);  // while there is something to look at
 
-std::mutex of_process_mutex;
-std::weak_ptr<WorkThread> thread_of_process;  // guarded by of_process_mutex
+std::mutex work_thread_mutex;
+std::weak_ptr<WorkThread> thread_of_process;  // guarded by work_thread_mutex
 
 }  // namespace
 
 thread_local WorkThread::Worker* WorkThread::here = nullptr;
 
 std::shared_ptr<WorkThread> WorkThread::of_process() {
-  const std::lock_guard lock(of_process_mutex);
+  const std::lock_guard lock(work_thread_mutex);
   auto thread = thread_of_process.lock();
   if (thread && !thread->forked()) return thread;
   thread = std::make_shared<WorkThread>();

@@ -14,14 +14,14 @@ namespace {
 // So many drives since it last fell asleep, and the thread looks by itself: being woken costs more.
 constexpr uint64_t kManyDrives = 4;
 
-std::mutex of_process_mutex;
-std::weak_ptr<ShmProgress> progress_of_process;  // guarded by of_process_mutex
+std::mutex progress_mutex;
+std::weak_ptr<ShmProgress> progress_of_process;  // guarded by progress_mutex
 pid_t made_in = 0;                               // likewise: a forked child has the object and no thread
 
 }  // namespace
 
 std::shared_ptr<ShmProgress> ShmProgress::of_process() {
-  const std::lock_guard lock(of_process_mutex);
+  const std::lock_guard lock(progress_mutex);
   auto progress = progress_of_process.lock();
   if (progress && made_in == getpid()) return progress;
   progress = std::make_shared<ShmProgress>();
