@@ -53,7 +53,8 @@ class ProcessGroupMeshcast final : public c10d::Backend {
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
   void setTimeout(std::chrono::milliseconds timeout) override;
-  void setSequenceNumberForGroup() override { inner_->setSequenceNumberForGroup(); }
+  // Numbers start at 0 on every rank, as gloo's and NCCL's do; torch before 2.15 asks for it all the same.
+  void setSequenceNumberForGroup() override {}
   // Of both devices together: alike on all ranks, as long as they make the same calls.
   uint64_t getSequenceNumberForGroup() override;
   c10d::ErrorType getError() override;

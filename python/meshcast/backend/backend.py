@@ -58,14 +58,11 @@ def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, options: Any) -> Any:
     if options is None:
-        inner = dist.ProcessGroupGloo(store, rank, size, timeout)
-    else:
-        options._timeout = timeout  # the group's own always holds, as in torch for NCCL
-        if not options._devices:
-            options._devices = [dist.ProcessGroupGloo.create_default_device()]
-        inner = dist.ProcessGroupGloo(store, rank, size, options)
-    inner._set_sequence_number_for_group()  # as torch does for gloo itself
-    return inner
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options._timeout = timeout  # the group's own always holds, as in torch for NCCL
+    if not options._devices:
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def _open_monitored_barrier() -> None:
