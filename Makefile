@@ -8,6 +8,7 @@
 #   FUZZ_SECONDS     how long each fuzz target runs                     default 60
 #   FUZZ_SEED        which inputs it tries                              default 0, a random one
 #   FUZZ_RUNS        inputs for the planner instead of a time            default 0, as many as the time allows
+#   WHEELS           wheels to build, e.g. WHEELS="2.15.0:3.13:cpu"      default those of tools/wheels.py
 #   MATRIX           pairs for test-matrix, e.g. MATRIX="2.15.0:3.13"     default those of tools/matrix.py
 #   PYTEST_ARGS      more arguments for pytest, e.g. PYTEST_ARGS="-k halo"
 SHELL := /bin/bash
@@ -19,6 +20,7 @@ WERROR ?= OFF
 MESHCAST_CUDA ?= AUTO
 PYTEST_ARGS ?=
 MATRIX ?=
+WHEELS ?=
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
 FUZZ_RUNS ?= 0
@@ -34,10 +36,10 @@ CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix
 LOCK := flock build/.lock
 
 .DEFAULT_GOAL := build
-.PHONY: build cuda-check demo test test-all test-matrix bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean configure help
+.PHONY: build cuda-check demo test test-all test-matrix wheels bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean configure help
 
 help:
-	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build cuda-check demo test test-all test-matrix bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean'
+	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build cuda-check demo test test-all test-matrix wheels bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean'
 
 # ---- set-up ----------------------------------------------------------------------------------------------
 
@@ -94,6 +96,9 @@ test-all: build $(VENV)/.stamp-hf asan tsan
 
 test-matrix:
 	$(PYTHON) tools/matrix.py $(if $(MATRIX),--pairs "$(MATRIX)")
+
+wheels:
+	$(PYTHON) tools/wheels.py $(if $(WHEELS),--wheels "$(WHEELS)")
 
 asan tsan: $(VENV)/.stamp-build
 	@mkdir -p build && tools/ensure_catch2.sh

@@ -15,40 +15,12 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from trees import ROOT, copy_tree, interpreter
+
 PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- Begin of what tools/matrix.py writes -->", "<!-- End of what tools/matrix.py writes -->"
 PAIRS = "2.11.0:3.11 2.12.1:3.12 2.13.0:3.11 2.13.0:3.13 2.14.1:3.12 2.15.0:3.13"
-
-
-def interpreter(name: str) -> str:
-    """Its path: of that name on PATH, or of pyenv."""
-    if "/" in name:
-        return name
-    found = [
-        shutil.which(f"python{name}"),
-        *map(str, Path.home().glob(f".pyenv/versions/{name}*/bin/python")),
-    ]
-    for path in filter(None, found):
-        # A shim of pyenv may name a version that is not chosen.
-        if subprocess.run([path, "--version"], capture_output=True, check=False).returncode == 0:
-            return path
-    sys.exit(
-        f"no Python {name} on PATH: install it, or give the path of its interpreter in place of the version"
-    )
-
-
-def copy_tree(target: Path) -> None:
-    """What git tracks, as it is in the work tree."""
-    names = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.split("\0")
-    for name in filter(None, names):
-        if (ROOT / name).exists():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
 
 
 def counts(log: str, status: int) -> tuple[str, str]:
