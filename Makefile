@@ -1,5 +1,5 @@
 # Every target does its own set-up and is quick the second time. Variables (make VARIABLE=value ...):
-#   PYTHON           interpreter that makes .venv, 3.11 or newer         default python3
+#   PYTHON           interpreter that makes .venv, 3.10 or newer         default python3
 #   TORCH_SPEC       torch requirement to install                        default torch==2.13.0
 #   TORCH_INDEX_URL  package index to take torch from                    default pip's own
 #   JOBS             parallel compiler processes                         default number of cores
@@ -8,6 +8,8 @@
 #   FUZZ_SECONDS     how long each fuzz target runs                     default 60
 #   FUZZ_SEED        which inputs it tries                              default 0, a random one
 #   FUZZ_RUNS        inputs for the planner instead of a time            default 0, as many as the time allows
+#   WHEELS           wheels to build, e.g. WHEELS="2.15.0:3.13:cpu"      default those of tools/wheels.py
+#   MATRIX           pairs for test-matrix, e.g. MATRIX="2.15.0:3.13"     default those of tools/matrix.py
 #   PYTEST_ARGS      more arguments for pytest, e.g. PYTEST_ARGS="-k halo"
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -17,6 +19,8 @@ JOBS ?= $(shell nproc)
 WERROR ?= OFF
 MESHCAST_CUDA ?= AUTO
 PYTEST_ARGS ?=
+MATRIX ?=
+WHEELS ?=
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
 FUZZ_RUNS ?= 0
@@ -32,10 +36,10 @@ CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix
 LOCK := flock build/.lock
 
 .DEFAULT_GOAL := build
-.PHONY: build cuda-check demo test test-all bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean configure help
+.PHONY: build cuda-check demo test test-all test-matrix wheels bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean configure help
 
 help:
-	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build cuda-check demo test test-all bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean'
+	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build cuda-check demo test test-all test-matrix wheels bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean'
 
 # ---- set-up ----------------------------------------------------------------------------------------------
 
@@ -89,6 +93,12 @@ test: build $(VENV)/.stamp-dev
 
 test-all: build $(VENV)/.stamp-hf asan tsan
 	@PY=$(PY) JOBS=$(JOBS) tools/run_tests.sh all $(PYTEST_ARGS)
+
+test-matrix:
+	$(PYTHON) tools/matrix.py $(if $(MATRIX),--pairs "$(MATRIX)")
+
+wheels:
+	$(PYTHON) tools/wheels.py $(if $(WHEELS),--wheels "$(WHEELS)")
 
 asan tsan: $(VENV)/.stamp-build
 	@mkdir -p build && tools/ensure_catch2.sh

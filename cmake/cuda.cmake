@@ -1,5 +1,5 @@
-# Decides from the installed torch, never from a GPU in this machine, what is built, and prints it. Defines
-# MESHCAST_WITH_CUDA and the function meshcast_add_cuda(target).
+# Decides from the installed torch whether GPU code is built, and from this machine's GPUs for which architectures, and
+# prints both. Defines MESHCAST_WITH_CUDA and the function meshcast_add_cuda(target).
 # CMake's own language CUDA is not used: it wants a whole toolkit, of which wheels of CUDA carry parts, and knows
 # architectures only in releases that are newer than they are. nvcc is called as the compiler that it is.
 
@@ -12,7 +12,19 @@ endif()
 if(DEFINED ENV{TORCH_CUDA_ARCH_LIST})
   set(MESHCAST_CUDA_ARCH_LIST "$ENV{TORCH_CUDA_ARCH_LIST}")
 else()
+  # Each architecture costs minutes, so a build takes those of the GPUs that are here; without any, what most have.
   set(MESHCAST_CUDA_ARCH_LIST "8.0 8.6 8.9 9.0 10.0+PTX")
+  find_program(MESHCAST_NVIDIA_SMI nvidia-smi)
+  if(MESHCAST_NVIDIA_SMI)
+    execute_process(COMMAND "${MESHCAST_NVIDIA_SMI}" --query-gpu=compute_cap --format=csv,noheader
+                    OUTPUT_VARIABLE capabilities ERROR_QUIET RESULT_VARIABLE status)
+    string(REGEX MATCHALL "[0-9]+\\.[0-9]+" capabilities "${capabilities}")
+    if(status EQUAL 0 AND capabilities)
+      list(REMOVE_DUPLICATES capabilities)
+      list(SORT capabilities COMPARE NATURAL)
+      list(JOIN capabilities " " MESHCAST_CUDA_ARCH_LIST)
+    endif()
+  endif()
 endif()
 
 # CUDACXX may be a command line, as for CMake; its first word is the program.

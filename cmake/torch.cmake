@@ -6,13 +6,15 @@ if(NOT Python_EXECUTABLE)
   find_program(Python_EXECUTABLE NAMES python3 python REQUIRED)
 endif()
 
+set(MESHCAST_TORCH_SITE "" CACHE PATH "Folder of the packages with torch, where the interpreter does not see them by itself")
+
 # Importing torch takes seconds, and adding a source file configures again: the answer is kept until
 # torch's version file changes.
 if(MESHCAST_TORCH_FACTS AND EXISTS "${MESHCAST_TORCH_STAMP_FILE}")
   file(TIMESTAMP "${MESHCAST_TORCH_STAMP_FILE}" stamp)
 endif()
 if(NOT MESHCAST_TORCH_FACTS MATCHES "TORCH_E4M3_SATURATES" OR NOT stamp OR NOT "${Python_EXECUTABLE} ${stamp}" STREQUAL "${MESHCAST_TORCH_STAMP}")
-  execute_process(COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/torch_probe.py"
+  execute_process(COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/torch_probe.py" "${MESHCAST_TORCH_SITE}"
                   OUTPUT_VARIABLE facts ERROR_VARIABLE problem RESULT_VARIABLE status)
   if(NOT status EQUAL 0)
     string(STRIP "${problem}" problem)

@@ -1,6 +1,7 @@
 """Print what CMake must know of the interpreter and of the torch installed for it, one KEY=VALUE per line.
 
-CMake runs this file with the interpreter it builds for. A problem: one sentence on stderr, exit status 1.
+CMake runs this file with the interpreter it builds for. The argument is a folder of packages, or empty:
+a build environment of pip hides those of its interpreter. A problem: one sentence on stderr, exit status 1.
 """
 
 import importlib.util
@@ -9,7 +10,7 @@ import sys
 import sysconfig
 from types import ModuleType
 
-REINSTALL = "install it first (`pip install torch`), then build with `pip install --no-build-isolation .`"
+REINSTALL = "install it first (`pip install torch`), then meshcast"
 
 
 def fail(sentence: str) -> None:
@@ -23,6 +24,7 @@ def e4m3_saturates(torch: ModuleType) -> bool:
 
 
 def main() -> None:
+    sys.path.extend(filter(None, sys.argv[1:]))
     if importlib.util.find_spec("torch") is None:
         fail(f"torch is not installed for {sys.executable}: {REINSTALL}.")
     try:

@@ -5,9 +5,9 @@ python=${PYTHON:-python3}
 stop() { echo "meshcast: $1" >&2; exit 1; }
 
 command -v "$python" >/dev/null ||
-  stop "no $python on PATH: install Python 3.11 or newer, or name it with make PYTHON=/path/to/python."
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-  stop "$("$python" --version) is too old: install Python 3.11 or newer, or name it with make PYTHON=/path/to/python."
+  stop "no $python on PATH: install Python 3.10 or newer, or name it with make PYTHON=/path/to/python."
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+  stop "$("$python" --version) is too old: install Python 3.10 or newer, or name it with make PYTHON=/path/to/python."
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
   stop "$python cannot make virtual environments: install its venv module (on Debian: apt-get install python3-venv)."
 header=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-BUILD = ROOT / "build" / "release"
+BUILD = ROOT / "build" / "lint"
 # clang-tidy reads only what needs no torch: torch's headers take it a minute per file.
 TORCH_FREE = (ROOT / "csrc" / "core", ROOT / "csrc" / "ucx")
 
@@ -38,6 +38,12 @@ def cpp_files() -> list[str]:
 
 
 def clang_tidy(jobs: int) -> tuple[int, str]:
+    # A build compiles the files of a folder together; here each has its own command.
+    status, output = run(
+        ["cmake", "-S", ROOT, "-B", BUILD, "-DMESHCAST_UNITY=OFF", f"-DPython_EXECUTABLE={BIN / 'python'}"]
+    )
+    if status != 0:
+        return status, output
     entries = json.loads((BUILD / "compile_commands.json").read_text())
     files = sorted(
         entry["file"]
@@ -45,7 +51,7 @@ def clang_tidy(jobs: int) -> tuple[int, str]:
         if any(Path(entry["file"]).is_relative_to(folder) for folder in TORCH_FREE)
     )
     if not files:
-        return 1, "no torch-free source in build/release/compile_commands.json: run `make build` first\n"
+        return 1, "no torch-free source in build/lint/compile_commands.json\n"
     # The wheel of clang-tidy lacks headers such as stddef.h: lend it those of the compiler.
     words = next(entry["command"] for entry in entries).split()
     compiler = next(word for word in words if "ccache" not in word)

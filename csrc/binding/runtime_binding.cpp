@@ -63,6 +63,20 @@ GpuBackendMaker gpu_backend_maker(py::object side) {
   return out;
 }
 
+Splitter splitter(py::function function) {
+  return [function = kept(std::move(function))](const c10::intrusive_ptr<c10d::Store>& store,
+                                                const std::vector<int>& ranks,
+                                                const c10::intrusive_ptr<c10d::Backend::Options>& options) {
+    const py::gil_scoped_acquire gil;
+    try {
+      return py::reinterpret_borrow<py::function>(function.get())(store, ranks, options)
+          .cast<c10::intrusive_ptr<c10d::Backend>>();
+    } catch (py::error_already_set& error) {
+      throw error_from(error.value());
+    }
+  };
+}
+
 // Without the lock of the interpreter, whether this thread holds that or not.
 void unlocked(const std::function<void()>& call) {
   if (!Py_IsInitialized() || PyGILState_Check() == 0) return call();
@@ -208,13 +222,14 @@ void bind_runtime(py::module_& m) {
   py::class_<ProcessGroupMeshcast, c10d::Backend, c10::intrusive_ptr<ProcessGroupMeshcast>>(
       m, "ProcessGroupMeshcast")
       .def(py::init([](c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, py::function multicast,
-                       int64_t at_least, std::shared_ptr<PointToPoint> point_to_point, py::object cuda) {
+                       int64_t at_least, std::shared_ptr<PointToPoint> point_to_point, py::object cuda,
+                       py::function split) {
              return c10::make_intrusive<ProcessGroupMeshcast>(
                  std::move(inner), rank, size, Multicast{call_python(std::move(multicast)), at_least},
-                 std::move(point_to_point), gpu_backend_maker(std::move(cuda)), unlocked);
+                 std::move(point_to_point), gpu_backend_maker(std::move(cuda)), splitter(std::move(split)), unlocked);
            }),
            py::arg("inner"), py::arg("rank"), py::arg("size"), py::arg("multicast"), py::arg("at_least"),
-           py::arg("point_to_point").none(true), py::arg("cuda"))
+           py::arg("point_to_point").none(true), py::arg("cuda"), py::arg("split"))
       .def_property_readonly(
           "key", [](const ProcessGroupMeshcast& self) { return reinterpret_cast<uintptr_t>(&self); })
       .def_property_readonly("inner", &ProcessGroupMeshcast::inner)

@@ -25,7 +25,7 @@
 namespace meshcast {
 namespace {
 
-using Work = c10::intrusive_ptr<c10d::Work>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 // Longer than any call: the watcher ends those that are past their limit, and aborts the wait with them.
 constexpr auto kForEver = std::chrono::milliseconds(std::chrono::hours(24 * 365));
@@ -108,7 +108,7 @@ class WaitLine {
 
  private:
   struct Waiting {
-    Work work;
+    WorkPtr work;
     std::unique_ptr<Message> message;
     std::vector<std::byte> staging;
     Incoming* into = nullptr;  // the message, where what is in `staging` goes in the end

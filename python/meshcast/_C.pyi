@@ -247,6 +247,9 @@ class ProcessGroupMeshcast(Backend):
         at_least: int,
         point_to_point: PointToPoint | None,  # None: gloo carries the messages
         cuda: Any,  # InnerNccl: has possible() and make(op)
+        split: Callable[
+            [Any, list[int], Any], ProcessGroupMeshcast | None
+        ],  # store, ranks of the group, pg_options
     ) -> None: ...
     @property
     def key(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 
-BUILD_COMMAND = "`pip install --no-build-isolation .` in meshcast's source folder"
+BUILD_COMMAND = "`pip install .` in meshcast's source folder"
 
 
 def mismatch(built: str, found: str) -> str | None:

@@ -163,6 +163,30 @@ def a_mesh_takes_options_for_a_dimension(context) -> None:
         raise AssertionError("a number was taken for options")
 
 
+def a_part_of_a_group_has_one_backend_for_both_devices(context) -> None:
+    """torch's splitGroup asks for the part of each device in turn."""
+    members = [0, 2]
+    part = dist.group.WORLD.split_group(members, group_name="halves")
+    if context.rank not in members:
+        assert part is None
+        return
+    backend = backend_of(part, CPU)
+    assert isinstance(backend, meshcast._C.ProcessGroupMeshcast)
+    assert backend.key == backend_of(part, CUDA).key != backend_of(None, CPU).key
+    assert (part.rank(), part.size()) == (members.index(context.rank), 2)
+    tensor = torch.tensor([context.rank + 1.0])
+    part.allreduce([tensor]).wait()
+    assert tensor.item() == 1.0 + 3.0
+    long = torch.full((100_000,), 7.0 + context.rank)
+    if context.rank == 0:
+        part.send([long], 1, 3).wait()
+    else:
+        part.recv([long], 0, 3).wait()
+    assert torch.equal(long, torch.full((100_000,), 7.0))
+    other = dist.group.WORLD._get_backend(CPU)
+    assert other.supports_splitting
+
+
 CASES = [
     one_backend_serves_both_devices,
     a_tensor_on_cuda_is_refused_and_the_group_goes_on,
@@ -172,4 +196,5 @@ CASES = [
     where_gpus_may_be_used_a_batch_has_one_work,
     monitored_barriers_go_by_the_device,
     a_mesh_takes_options_for_a_dimension,
+    a_part_of_a_group_has_one_backend_for_both_devices,
 ]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import venv
 from collections.abc import Callable
 from pathlib import Path
 
+import meshcast
 import pytest
 import torch
-
-DIST_INFO = ("setup.py", "dist_info")  # the first step of every pip install
 
 
 def last_line(text: str) -> str:
@@ -20,30 +21,122 @@ def last_line(text: str) -> str:
     return text.strip().splitlines()[-1]
 
 
-def test_missing_torch_is_named_before_anything_is_fetched(interpreter: Callable, source_tree: Path) -> None:
-    done = interpreter(with_torch=False).run(*DIST_INFO, cwd=source_tree)
-    assert done.returncode == 1
-    assert "torch is not installed" in last_line(done.stderr)
-    assert "pip install --no-build-isolation ." in last_line(done.stderr)
+def build(python: Path, tree: Path, **env: str) -> str:
+    """What a build that must fail says last. A shell calls it, since a caller's own torch is found."""
+    done = subprocess.run(
+        ["/bin/sh", "-c", '"$0" setup.py build_ext; exit $?', str(python)],
+        cwd=tree,
+        env={"PATH": os.environ["PATH"], **env},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    return last_line(done.stderr)
+
+
+METADATA = """
+import sys
+sys.path.insert(0, "tools")
+import build_backend
+print(build_backend.prepare_metadata_for_build_wheel(sys.argv[1]))
+"""
+
+
+def test_metadata_need_neither_torch_nor_cmake_nor_a_compiler(
+    interpreter: Callable, source_tree: Path, tmp_path: Path
+) -> None:
+    done = interpreter(with_torch=False).run(
+        "-c", METADATA, str(tmp_path), cwd=source_tree, env={"PATH": str(tmp_path)}
+    )
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / done.stdout.split()[-1] / "METADATA").read_text().splitlines()
+    assert f"Version: {meshcast.__version__}" in lines
+    assert "Author: The meshcast developers" in lines
+    assert "Requires-Dist: torch>=2.11" in lines
+    assert "Classifier: Typing :: Typed" in lines
+    text = "\n".join(lines)
+    assert "# meshcast" in text
+    relative = re.findall(r"\]\((?!https?:)[^)]*\)", text.partition("\n\n")[2])
+    assert relative == [], "links of the long description that lead nowhere outside the tree"
+
+
+def test_missing_torch(interpreter: Callable, source_tree: Path) -> None:
+    line = build(interpreter(with_torch=False).python, source_tree)
+    assert line.startswith("meshcast: torch is not installed for ")
+    assert line.endswith("install torch first, then meshcast.")
 
 
 def test_missing_cmake(interpreter: Callable, source_tree: Path, tmp_path: Path) -> None:
-    done = interpreter(with_torch=True).run(*DIST_INFO, cwd=source_tree, env={"PATH": str(tmp_path)})
-    assert done.returncode == 1
-    assert last_line(done.stderr).startswith("meshcast: cmake is not on PATH: install cmake")
+    line = build(interpreter(with_torch=True).python, source_tree, PATH=str(tmp_path))
+    assert line.startswith("meshcast: cmake is not on PATH: install cmake")
 
 
 def test_missing_compiler(interpreter: Callable, source_tree: Path, tmp_path: Path) -> None:
     (tmp_path / "cmake").symlink_to(str(shutil.which("cmake")))
-    done = interpreter(with_torch=True).run(*DIST_INFO, cwd=source_tree, env={"PATH": str(tmp_path)})
-    assert done.returncode == 1
-    assert last_line(done.stderr).startswith("meshcast: no C++ compiler found")
+    line = build(interpreter(with_torch=True).python, source_tree, PATH=str(tmp_path))
+    assert line.startswith("meshcast: no C++ compiler found")
 
 
 def test_a_named_compiler_that_is_absent(interpreter: Callable, source_tree: Path) -> None:
-    done = interpreter(with_torch=True).run(*DIST_INFO, cwd=source_tree, env={"CXX": "no-such-compiler -O2"})
-    assert done.returncode == 1
-    assert "looked for no-such-compiler on PATH" in last_line(done.stderr)
+    line = build(interpreter(with_torch=True).python, source_tree, CXX="no-such-compiler -O2")
+    assert "looked for no-such-compiler on PATH" in line
+
+
+def fake_torch(prefix: Path) -> Path:
+    """Packages of a virtual environment at `prefix`, with what looks like a torch."""
+    site = prefix / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    (site / "torch").mkdir(parents=True)
+    (site / "torch" / "version.py").write_text("__version__ = '2.99.1'\n")
+    return site
+
+
+ASK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import build_tools
+print(build_tools.torch_site(), build_tools.torch_version())
+"""
+
+
+def test_torch_is_found_where_a_build_environment_hides_it(
+    interpreter: Callable, source_tree: Path, tmp_path: Path
+) -> None:
+    python = interpreter(with_torch=False).python
+    site = fake_torch(python.parents[1])
+    # As pip does it: what is installed is taken off the path as the interpreter starts.
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.path.remove({str(site)!r})\n")
+    program = f"import sys\nassert {str(site)!r} not in sys.path\n{ASK}"
+    command = ["/bin/sh", "-c", '"$0" "$@"; exit $?', str(python), "-c", program, str(source_tree / "tools")]
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=env, timeout=60)
+    assert done.stdout.split() == [str(site), "2.99.1"]
+
+
+def test_torch_of_the_interpreter_that_runs_the_front_end_is_found(
+    interpreter: Callable, source_tree: Path, tmp_path: Path
+) -> None:
+    build_environment = interpreter(with_torch=False).python
+    caller = tmp_path / "caller"
+    venv.create(caller, with_pip=False, symlinks=True)
+    site = fake_torch(caller)
+    program = "import subprocess, sys; subprocess.run(sys.argv[1:], check=True)"
+    command = [str(caller / "bin" / "python"), "-c", program]
+    command += [str(build_environment), "-c", ASK, str(source_tree / "tools")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env={}, timeout=60)
+    assert done.stdout.split() == [str(site), "2.99.1"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_target_that_cannot_be_written(interpreter: Callable, source_tree: Path) -> None:
+    (source_tree / "build").mkdir(exist_ok=True)
+    (source_tree / "build").chmod(0o555)
+    try:
+        line = build(interpreter(with_torch=True).python, source_tree)
+        assert "cannot be written by this user" in line
+    finally:
+        (source_tree / "build").chmod(0o755)
 
 
 def configure(source_tree: Path, build: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -136,3 +229,15 @@ def test_configure_says_what_it_found_and_builds(source_tree: Path, tmp_path: Pa
     assert f"for torch {torch.__version__}" in done.stdout
     assert "CUDA: MESHCAST_CUDA=AUTO" in done.stdout
     assert "CUDA: built is CPU only" in done.stdout
+
+
+def test_architectures_are_those_of_the_gpus_that_are_here(source_tree: Path, tmp_path: Path) -> None:
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\nprintf '9.0\\n8.0\\n9.0\\n'\n")
+    tool.chmod(0o755)
+    path = f"{tool.parent}{os.pathsep}{os.environ['PATH']}"
+    done = configure(source_tree, tmp_path / "build", PATH=path)
+    assert "architectures: 8.0 9.0\n" in done.stdout, done.stdout + done.stderr
+    done = configure(source_tree, tmp_path / "named", PATH=path, TORCH_CUDA_ARCH_LIST="8.6")
+    assert "architectures: 8.6\n" in done.stdout, done.stdout + done.stderr

@@ -8,9 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-BUILD_SDIST = "import setuptools.build_meta as b; print(b.build_sdist('dist'))"
+BUILD_SDIST = """
+import sys
+sys.path.insert(0, "tools")
+import build_backend
+print(build_backend.build_sdist("dist"))
+"""
 
 
 def build_sdist(interpreter: Callable, source_tree: Path) -> Path:
@@ -81,8 +85,7 @@ def test_wheel_from_the_sdist_imports_elsewhere(
         metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
     assert {"meshcast/py.typed", "meshcast/_C.pyi", "meshcast/_build_info.py"} <= set(names)
     assert [name for name in names if name.endswith(".so") and name.startswith("meshcast/_C.")]
-    minor = ".".join(torch.__version__.split(".")[:2])
-    assert f"Requires-Dist: torch=={minor}.*" in metadata.splitlines()
+    assert "Requires-Dist: torch>=2.11" in metadata.splitlines()
 
     done = environment.run(*pip, "install", "--no-deps", "--no-index", str(wheel), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -59,6 +59,7 @@ def test_report_of_this_build() -> None:
     assert report["versions"]["torch"].startswith(torch.__version__)
     assert report["backends"]["gloo"] == "available, opens its listening socket"
     assert not [problem for problem in report["problems"] if problem.startswith("import meshcast")]
+    assert report["verdict"].startswith("meshcast works here")
 
 
 def test_the_script_reports_a_package_that_cannot_be_imported(tmp_path: Path) -> None:
@@ -77,6 +78,7 @@ def test_the_script_reports_a_package_that_cannot_be_imported(tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stderr
     assert "- import meshcast: ImportError: meshcast was built for torch 2.9.1" in done.stdout
+    assert done.stdout.endswith("verdict: meshcast cannot be imported here\n")
 
 
 def test_devices_carry_a_jobs_traffic_unless_a_variable_names_others(

@@ -58,10 +58,11 @@ ProcessGroupMeshcast::Devices ProcessGroupMeshcast::devices_of(const Lists&... l
 
 ProcessGroupMeshcast::ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size,
                                            Multicast multicast, std::shared_ptr<PointToPoint> point_to_point,
-                                           GpuBackendMaker cuda, Unlocked unlocked)
+                                           GpuBackendMaker cuda, Splitter splitter, Unlocked unlocked)
     : Backend(rank, size),
       inner_(std::move(inner)),
       point_to_point_(std::move(point_to_point)),
+      splitter_(std::move(splitter)),
       unlocked_(std::move(unlocked)),
       cuda_(std::move(cuda)),
       multicast_(std::move(multicast)) {}
@@ -108,6 +109,18 @@ void ProcessGroupMeshcast::startCoalescing() {
 
 c10::intrusive_ptr<Work> ProcessGroupMeshcast::endCoalescing() {
   return cuda_.possible() ? batch_.close(rank_) : inner_->endCoalescing();
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupMeshcast::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                              const std::vector<int>& ranks,
+                                                              const c10::intrusive_ptr<Options>& options) {
+  if (store != split_store_) {
+    auto made = splitter_(store, ranks, options);
+    split_store_ = store;
+    split_ = c10::weak_intrusive_ptr<c10d::Backend>(made);
+    return made;
+  }
+  return split_.lock();
 }
 
 void ProcessGroupMeshcast::setTimeout(std::chrono::milliseconds timeout) {

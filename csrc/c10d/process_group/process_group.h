@@ -26,6 +26,11 @@ struct Multicast {
   int64_t at_least = 0;  // bytes; smaller broadcasts are the inner backend's
 };
 
+// Makes the backend of a part of a group, whose ranks in it are given; null on ranks outside. Collective over all of it.
+using Splitter = std::function<c10::intrusive_ptr<c10d::Backend>(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+    const c10::intrusive_ptr<c10d::Backend::Options>& options)>;
+
 // Calls what may join threads, which may be waiting for the lock of an interpreter to free a tensor of its:
 // whoever holds that lock has to give it up meanwhile.
 using Unlocked = std::function<void(const std::function<void()>& ends)>;
@@ -40,7 +45,8 @@ using Unlocked = std::function<void(const std::function<void()>& ends)>;
 class ProcessGroupMeshcast final : public c10d::Backend {
  public:
   ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, Multicast multicast,
-                       std::shared_ptr<PointToPoint> point_to_point, GpuBackendMaker cuda, Unlocked unlocked);
+                       std::shared_ptr<PointToPoint> point_to_point, GpuBackendMaker cuda, Splitter splitter,
+                       Unlocked unlocked);
   ~ProcessGroupMeshcast() override;
 
   const c10::intrusive_ptr<c10d::Backend>& inner() const { return inner_; }
@@ -53,8 +59,14 @@ class ProcessGroupMeshcast final : public c10d::Backend {
   bool supportsCoalescing() const override { return cuda_.possible() || inner_->supportsCoalescing(); }
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
+  // torch asks for each kind of device, with one store for all: they get one backend, as in the whole group.
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
+                                          const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<Options>& options) override;
   void setTimeout(std::chrono::milliseconds timeout) override;
-  void setSequenceNumberForGroup() override { inner_->setSequenceNumberForGroup(); }
+  // Numbers start at 0 on every rank, as gloo's and NCCL's do; torch before 2.15 asks for it all the same.
+  void setSequenceNumberForGroup() override {}
   // Of both devices together: alike on all ranks, as long as they make the same calls.
   uint64_t getSequenceNumberForGroup() override;
   c10d::ErrorType getError() override;
@@ -122,6 +134,9 @@ class ProcessGroupMeshcast final : public c10d::Backend {
   const Origin origin_;
   c10::intrusive_ptr<c10d::Backend> inner_;             // never another one
   const std::shared_ptr<PointToPoint> point_to_point_;  // null where gloo carries the messages
+  const Splitter splitter_;
+  c10::intrusive_ptr<c10d::Store> split_store_;  // of the last split
+  c10::weak_intrusive_ptr<c10d::Backend> split_{c10::intrusive_ptr<c10d::Backend>()};
   const Unlocked unlocked_;
   LazyBackend cuda_;
   CallBatch batch_;

@@ -15,7 +15,7 @@
 namespace meshcast {
 namespace {
 
-constexpr uint64_t kMagic = 0x6d6362656c6c3031;  // changes with the layout of ShmBell::Page
+constexpr uint64_t kBellMagic = 0x6d6362656c6c3031;  // changes with the layout of ShmBell::Page
 
 // Not the private flavour: the word is shared between processes. `limit`: of CLOCK_MONOTONIC.
 void futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* limit, ShmSleeper who) {
@@ -26,10 +26,10 @@ void futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
 
 }  // namespace
 
-ShmBell::ShmBell() : memory_("meshcast-bell", sizeof(Page)) { (new (memory_.base()) Page)->magic = kMagic; }
+ShmBell::ShmBell() : memory_("meshcast-bell", sizeof(Page)) { (new (memory_.base()) Page)->magic = kBellMagic; }
 
 ShmBell::ShmBell(int fd) : memory_(fd, sizeof(Page)) {
-  if (page().magic != kMagic)
+  if (page().magic != kBellMagic)
     throw std::runtime_error("a peer's bell has another form; is its meshcast another version?");
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -51,21 +52,33 @@ def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
     at_least = settings.BROADCAST_BYTES.integer(1, (1 << 63) - 1, op="init_process_group")
     ranks = list(group.global_ranks_in_group) or list(range(size))
     messages = settle(life, rank, ranks, timeout.total_seconds())
-    backend = _C.ProcessGroupMeshcast(inner, rank, size, broadcasts.start, at_least, messages, cuda)
+
+    def split(part_store: Any, members: list[int], part_options: Any) -> _C.ProcessGroupMeshcast | None:
+        """The backend of a part of the group; None on ranks outside. members: ranks of the group."""
+        if rank not in members:
+            return None
+        part = SimpleNamespace(
+            store=part_store,
+            group_rank=members.index(rank),
+            group_size=len(members),
+            timeout=part_options._timeout,
+            group_id=part_options.group_name,
+            global_ranks_in_group=[ranks[member] for member in members],
+        )
+        return _create(part, options)
+
+    backend = _C.ProcessGroupMeshcast(inner, rank, size, broadcasts.start, at_least, messages, cuda, split)
     broadcasts.key = backend.key
     return backend
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, options: Any) -> Any:
     if options is None:
-        inner = dist.ProcessGroupGloo(store, rank, size, timeout)
-    else:
-        options._timeout = timeout  # the group's own always holds, as in torch for NCCL
-        if not options._devices:
-            options._devices = [dist.ProcessGroupGloo.create_default_device()]
-        inner = dist.ProcessGroupGloo(store, rank, size, options)
-    inner._set_sequence_number_for_group()  # as torch does for gloo itself
-    return inner
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options._timeout = timeout  # the group's own always holds, as in torch for NCCL
+    if not options._devices:
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def _open_monitored_barrier() -> None:

@@ -75,9 +75,7 @@ class InnerNccl:
         options._timeout = self._timeout
         options.group_name = self._name
         options.global_ranks_in_group = self._ranks
-        made = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), self._rank, self._size, options)
-        made._set_sequence_number_for_group()  # as torch does
-        return made
+        return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), self._rank, self._size, options)
 
 
 def nccl_obstacle(torch_cuda: str | None, has_nccl: bool, available: bool) -> str:

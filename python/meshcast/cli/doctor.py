@@ -28,6 +28,15 @@ _VARIABLES = (  # of others; ours are listed in base/settings.py
     "OMP_NUM_THREADS",
 )
 _FEW_FILES = 1024
+# By what a problem begins with, the worst first.
+_VERDICTS = (
+    ("import meshcast", "meshcast cannot be imported here"),
+    (
+        "everything between ranks",
+        "meshcast plans here, but moves nothing: this torch has no torch.distributed",
+    ),
+    ("transfers on CPU", "meshcast plans here, but cannot move tensors between processes"),
+)
 _PLANNED_GBPS = 10  # what Topology.from_hosts assumes of a host's link
 
 
@@ -43,9 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """All facts by section; `problems` lists what will not work, each with its reason and what to do."""
+    """All facts by section. `problems` lists what will not work, each with its reason and what to do; `verdict` is
+    one sentence."""
     problems: list[str] = []
-    return {
+    report: dict[str, Any] = {
         "versions": _versions(problems),
         "backends": _backends(problems),
         "between hosts": _between_hosts(problems),
@@ -55,6 +65,15 @@ def examine() -> dict[str, Any]:
         "environment": {name: os.environ[name] for name in _variables() if name in os.environ},
         "problems": problems,
     }
+    return {**report, "verdict": verdict(problems)}
+
+
+def verdict(problems: list[str]) -> str:
+    """The worst of `problems` in one sentence."""
+    for start, sentence in _VERDICTS:
+        if any(problem.startswith(start) for problem in problems):
+            return sentence
+    return "meshcast works here, but for what is listed above" if problems else "meshcast works here"
 
 
 def _variables() -> list[str]:
@@ -77,12 +96,13 @@ def _base(name: str) -> Any:
 def render(report: dict[str, Any]) -> str:
     lines = []
     for section, facts in report.items():
-        if section == "problems":
+        if section in ("problems", "verdict"):
             continue
         lines.append(f"{section}:")
         lines += [f"  {name:<20} {value}" for name, value in facts.items()] or ["  (nothing set)"]
     lines.append("will not work here:")
     lines += [f"  - {problem}" for problem in report["problems"]] or ["  (nothing found)"]
+    lines.append(f"verdict: {report['verdict']}")
     return "\n".join(lines)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from meshcast.errors import LayoutError
 from meshcast.pipelining.refused import reason_against

@@ -103,7 +103,7 @@ def draw_panels(panels: Sequence[Panel], path: str | Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError:
-        raise MeshcastError("drawing needs matplotlib: pip install 'meshcast[draw]'") from None
+        raise MeshcastError("drawing needs matplotlib: pip install matplotlib") from None
     rows = [max((bar.rank for bar in panel.bars), default=0) + 1 for panel in panels]
     height = sum(0.36 * count + 0.62 for count in rows) + 0.7
     figure = Figure(figsize=(13, height), layout="constrained")

@@ -55,7 +55,7 @@ def draw(plan: Plan, path: str | Path) -> None:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise MeshcastError("drawing needs matplotlib: pip install 'meshcast[draw]'") from None
+        raise MeshcastError("drawing needs matplotlib: pip install matplotlib") from None
     rows = _rows(plan)
     shown = rows[:_MAX_ROWS]
     legend_rows = 1 + (len(plan.tasks) // 3 if len(plan.tasks) <= _MAX_LEGEND else 0)

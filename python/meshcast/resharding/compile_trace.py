@@ -85,13 +85,14 @@ def _constant_call(
     limit = seconds(timeout, parent.timeout)
     known = parent.extras.setdefault("traced", {})
     key = (shape, dtype, source_mesh, source_placements, needs_grad, mesh, placements, result_dtype, strategy)
-    found = known.get((*key, limit))
+    full_key = (*key, limit)
+    found = known.get(full_key)
     if found is None:
         spec = TensorSpec(shape, dtype, source_mesh, source_placements, needs_grad)
         source = source_of(spec, parent.rank, True, "reshard", spec_inside=True)
         destination = Destination(mesh, placements, result_dtype)
         compiled = compile_call(parent, [source], [destination], "reshard", PlanOptions(strategy))
-        found = known[(*key, limit)] = (register_call(compiled, limit), compiled)
+        found = known[full_key] = (register_call(compiled, limit), compiled)
     return found[0]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+from typing_extensions import Unpack
 
 from ..base import checks
 from ..errors import LayoutError

@@ -3,16 +3,13 @@
 #include <algorithm>
 #include <iterator>
 
+#include "plan/bound/sort_unique.h"
+
 namespace meshcast {
 namespace {
 
 constexpr int kMaxPasses = 64;
 constexpr int64_t kMaxSteps = 20'000'000;  // port visits of all passes together
-
-void sort_unique(std::vector<int32_t>* values) {
-  std::sort(values->begin(), values->end());
-  values->erase(std::unique(values->begin(), values->end()), values->end());
-}
 
 // First `first`, then what of `second` is not in it. Both are sorted and made unique.
 // The order is part of the plan: all ranks must see the same ports in the same places. So both parts ascend,

@@ -3,13 +3,10 @@
 #include <algorithm>
 #include <map>
 
+#include "plan/bound/sort_unique.h"
+
 namespace meshcast {
 namespace {
-
-void sort_unique(std::vector<int32_t>* values) {
-  std::sort(values->begin(), values->end());
-  values->erase(std::unique(values->begin(), values->end()), values->end());
-}
 
 int32_t cheapest_port(const std::vector<int32_t>& ports, const ReduceWays::Prices& price) {
   return *std::min_element(ports.begin(), ports.end(), [&](int32_t a, int32_t b) {

@@ -9,11 +9,11 @@
 namespace meshcast {
 namespace {
 
-constexpr size_t kMostSizes = 64;          // of chunks whose times are kept
-constexpr int64_t kUnits = 4096;           // of the busiest port
-constexpr int64_t kMostUnits = 16 * 1024;  // eighth powers of these and sums of many fit into 128 bits
-constexpr size_t kMostRoots = 5;           // ends of the chain tried for each set of ranks, of either kind
-constexpr size_t kManyRanks = 128;         // taking part: there only kFewRoots are tried
+constexpr size_t kMostSizes = 64;              // of chunks whose times are kept
+constexpr int64_t kUnits = 4096;               // of the busiest port
+constexpr int64_t kMostLoadUnits = 16 * 1024;  // eighth powers of these and sums of many fit into 128 bits
+constexpr size_t kMostRoots = 5;               // ends of the chain tried for each set of ranks, of either kind
+constexpr size_t kManyRanks = 128;             // taking part: there only kFewRoots are tried
 constexpr size_t kFewRoots = 1;
 
 }  // namespace
@@ -47,7 +47,7 @@ __int128 ReduceRouter::weigh(int64_t load_ns) const {
   }
   // At most 2^14 units: their eighth power is 2^112, and a sum of thousands of those still fits into 127
   // bits.
-  const auto units = static_cast<__int128>(std::min(load_ns / unit_ns_, kMostUnits));
+  const auto units = static_cast<__int128>(std::min(load_ns / unit_ns_, kMostLoadUnits));
   const __int128 square = units * units;
   return square * square * square * square;
 }
@@ -58,7 +58,7 @@ __int128 ReduceRouter::cost_of(int32_t port) const {
 }
 
 void ReduceRouter::mind_the_busiest() {
-  // The busiest port has about 4,096 units now. Loads may grow fourfold before kMostUnits cuts them.
+  // The busiest port has about 4,096 units now. Loads may grow fourfold before kMostLoadUnits cuts them.
   unit_ns_ = std::max<int64_t>(1, busiest_ns() / kUnits);
   const auto busiest = std::max_element(load_.begin(), load_.end()) - load_.begin();
   inside_limits_ = busiest >= 2 * network_.nic_count();

@@ -1,0 +1,101 @@
+"""Runs `make test` for pairs of torch and Python, each in a copy of the tree, and keeps what came out in
+docs/compatibility.md.
+
+python tools/matrix.py [--pairs "2.15.0:3.13 2.11.0:3.11"] [--keep]
+
+A pair is a release of torch and a Python, by its version or by the path of its interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+from trees import ROOT, copy_tree, interpreter
+
+PAGE = ROOT / "docs" / "compatibility.md"
+BEGIN, END = "<!-- Begin of what tools/matrix.py writes -->", "<!-- End of what tools/matrix.py writes -->"
+PAIRS = "2.11.0:3.11 2.12.1:3.12 2.13.0:3.11 2.13.0:3.13 2.14.1:3.12 2.15.0:3.13"
+
+
+def counts(log: str, status: int) -> tuple[str, str]:
+    """Of C++ and pytest: "passed", "failed" with what could not run in words."""
+    cases = re.search(
+        r"^C\+\+ tests: .*?(\d+) test cases|^C\+\+ tests: .*\| +(\d+) passed", log, re.MULTILINE
+    )
+    ended = re.findall(r"^=+ (.*(?:passed|failed|error).*) in .*=+$", log, re.MULTILINE)
+    numbers = {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", ended[-1])} if ended else {}
+    passed = numbers.get("passed", 0) + int(next(filter(None, cases.groups()), 0) if cases else 0)
+    failed = str(numbers.get("failed", 0) + numbers.get("errors", 0) + numbers.get("error", 0))
+    if not ended:
+        failed = "did not come to its tests"
+    elif status != 0 and failed == "0":
+        failed = "C++ tests"
+    return str(passed), failed
+
+
+def run_pair(pair: str, keep: bool) -> list[str]:
+    torch, _, name = pair.partition(":")
+    python = interpreter(name)
+    version = subprocess.run(
+        [python, "--version"], check=True, capture_output=True, text=True
+    ).stdout.split()[1]
+    tree = ROOT / "build" / "matrix" / f"torch-{torch}-python-{version}"
+    shutil.rmtree(tree, ignore_errors=True)
+    copy_tree(tree)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    print(f"torch {torch}, Python {version}: {tree}/test.log", flush=True)
+    command = ["make", "test", f"TORCH_SPEC=torch=={torch}", f"PYTHON={python}"]
+    with (tree / "test.log").open("w") as log:
+        status = subprocess.run(
+            command, cwd=tree, env=environment, stdout=log, stderr=log, check=False
+        ).returncode
+    passed, failed = counts((tree / "test.log").read_text(), status)
+    if not keep:
+        shutil.rmtree(tree / ".venv", ignore_errors=True)
+        shutil.rmtree(tree / "build", ignore_errors=True)
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
+    return [torch, version, datetime.date.today().isoformat(), commit, passed, failed]
+
+
+def publish(row: list[str]) -> None:
+    """Puts a row in place of what the page has for its pair."""
+    text = PAGE.read_text()
+    before, rest = text.split(BEGIN)
+    table, after = rest.split(END)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+    minor = row[1].rpartition(".")[0]
+    rows = [old for old in rows if (old[0], old[1].rpartition(".")[0]) != (row[0], minor)] + [row]
+    rows.sort(key=lambda cells: [[int(part) for part in re.findall(r"\d+", cell)] for cell in cells[:2]])
+    lines = ["| torch | Python | date | commit | passed | failed |", "|---|---|---|---|---:|---:|"]
+    lines += [f"| {' | '.join(cells)} |" for cells in rows]
+    PAGE.write_text(before + BEGIN + "\n\n" + "\n".join(lines) + "\n\n" + END + after)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", default=PAIRS, help=f'default "{PAIRS}"')
+    parser.add_argument(
+        "--keep", action="store_true", help="leave environments and builds, 2 to 6 GB for each pair"
+    )
+    options = parser.parse_args()
+    bad = False
+    for pair in options.pairs.split():
+        row = run_pair(pair, options.keep)
+        print("passed {4}, failed {5}".format(*row), flush=True)
+        publish(row)
+        bad |= row[5] != "0"
+    return int(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
