@@ -15,6 +15,7 @@
 #include <sys/socket.h>
 
 #include "common/error.h"
+#include "common/fault_point.h"
 
 namespace meshcast {
 namespace {
@@ -109,10 +110,13 @@ class Meeting {
   };
 
   [[noreturn]] void gone(int32_t other) const {
+    ErrorContext context;
+    context.peer = other;
     throw Error(ErrorKind::PeerLost,
                 fmt::format("rank {} of the group on this host has gone, or gave up, before "
                             "it had connected for {}",
-                            other, protocol_.purpose));
+                            other, protocol_.purpose),
+                context);
   }
 
   // None where too many wait to be heard there at present.
@@ -182,6 +186,7 @@ class Meeting {
   }
 
   bool say(int socket, int32_t other) const {
+    MC_FAULT_POINT("greet");
     const LocalMeeting::Greeting greeting = greet_(other);
     Hello hello{protocol_.magic, static_cast<uint32_t>(protocol_.bytes), rank_, other, {}};
     const std::string secret = secret_of(addresses_.at(other));
