@@ -1,7 +1,7 @@
 """python -m benchmarks.time_to_error: how soon the others know of a rank that fails.
 
-One rank of three to five fails in rounds that a seed draws (tests/fault/matrix.py, which also judges them), by
-the clock, or at fault points of the build that `make faults` makes. In a partition the link of a host goes
+One rank of three to five fails in rounds that a seed draws (tests/fault/matrix.py, which also judges them),
+by the clock, or at fault points of the build that `make faults` makes. In a partition the link of a host goes
 down (tests/fault/cut_link_program.py; needs root and iproute2). Rows may be made one by one: those of other
 faults and transports stay in benchmarks/results/time_to_error.json and in the table of docs/errors.md, each
 with its date. A thousand kills take about twenty minutes, a hundred freezes fifteen.
@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fault.matrix import BY_CLOCK, FAULTS, TRANSPORTS, combinations, draw, ranks
+from fault.matrix import ranks
+from fault.rounds import BY_CLOCK, FAULTS, TRANSPORTS, combinations, draw
 
 from .cluster import Cluster, ClusterError, run_ranks
 from .machine import ROOT, machine
@@ -43,7 +44,7 @@ _NAMES = {  # of faults, in the table
     "gil": "a thread keeps the GIL, limit 4 s",
     "too late": "calls after the limit of 4 s",
     "late": "calls late, within the limit: the call takes",
-    "slow": "50 ms slower at each message: the call takes",
+    "slow": "0.3 s slower at each message: the call takes",
     "reset": "connections reset (RST)",
     "half": "connections end (FIN)",
     "memory": "no memory",
@@ -139,8 +140,7 @@ def _outputs(cluster: Cluster) -> Iterator[str]:
 
 def text(runs: list[dict[str, Any]]) -> str:
     lines = [
-        "| data go through | the rank | moment | rounds | p50, s | p99, s | max, s | not as promised | end, s "
-        "| run |",
+        "| data | the rank | moment | rounds | p50, s | p99, s | max, s | not as promised | end, s | run |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     rows = {

@@ -26,7 +26,7 @@ from typing import Any
 import meshcast
 import torch
 import torch.distributed as dist
-from fault.matrix import COLUMNS, PLACEMENTS, ROWS
+from fault.rounds import COLUMNS, PLACEMENTS, ROWS
 from meshcast import _C, Layout, MeshcastError
 from multiproc.fake_gpu import FakeGpu, fake_gpu, held, mesh_on
 from torch.distributed.tensor import Replicate, Shard

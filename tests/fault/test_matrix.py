@@ -13,18 +13,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from fault.matrix import (
-    BY_CLOCK,
-    BY_POINT,
-    FAULT_BUILD,
-    FAULTS,
-    ROOT,
-    TRANSPORTS,
-    Ranks,
-    combinations,
-    draw,
-    ranks,
-)
+from fault.matrix import FAULT_BUILD, ROOT, Ranks, ranks
+from fault.rounds import BY_CLOCK, BY_POINT, FAULTS, TRANSPORTS, combinations, draw
 
 _SLOW_SECONDS = float(os.environ.get("MESHCAST_FAULT_SECONDS", "600"))
 
