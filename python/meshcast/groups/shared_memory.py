@@ -78,8 +78,8 @@ class LocalMemory:
         return None
 
     def _look_after_ranks(self, board: Board) -> None:
-        """Raises PeerLostError where a rank that others wait for has gone. One that left since it lost another
-        has said so, and is not to blame."""
+        """Raises PeerLostError where a rank that others wait for has gone. One that left since it lost
+        another has said so, and is not to blame."""
         gone = [] if self._core is None else self._core.gone()
         for rank in gone if self._lost is None else [self._lost]:
             lost = rank
