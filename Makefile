@@ -10,6 +10,7 @@
 #   FUZZ_RUNS        inputs for the planner instead of a time            default 0, as many as the time allows
 #   WHEELS           wheels to build, e.g. WHEELS="2.15.0:3.13:cpu"      default those of tools/wheels.py
 #   MATRIX           pairs for test-matrix, e.g. MATRIX="2.15.0:3.13"     default those of tools/matrix.py
+#   FAULT_SECONDS    how long `make test-faults` makes ranks fail        default 1800
 #   PYTEST_ARGS      more arguments for pytest, e.g. PYTEST_ARGS="-k halo"
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -24,6 +25,7 @@ WHEELS ?=
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
 FUZZ_RUNS ?= 0
+FAULT_SECONDS ?= 1800
 
 VENV := .venv
 PY := $(abspath $(VENV)/bin/python)
@@ -36,10 +38,10 @@ CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix
 LOCK := flock build/.lock
 
 .DEFAULT_GOAL := build
-.PHONY: build cuda-check demo test test-all test-matrix wheels bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean configure help
+.PHONY: build faults cuda-check demo test test-all test-faults test-matrix wheels bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean configure help
 
 help:
-	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build cuda-check demo test test-all test-matrix wheels bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean'
+	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build faults cuda-check demo test test-all test-faults test-matrix wheels bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean'
 
 # ---- set-up ----------------------------------------------------------------------------------------------
 
@@ -81,6 +83,14 @@ configure: $(VENV)/.stamp-build
 build: configure
 	@$(LOCK) cmake --build build/release -j$(JOBS) --target _C
 
+# _C with fault points, for tests alone, beside the package's own files.
+faults: $(VENV)/.stamp-build
+	@mkdir -p build/faults/python/meshcast
+	@$(LOCK) cmake --preset faults $(CONFIGURE) >build/configure-faults.log 2>&1 || { cat build/configure-faults.log; exit 1; }
+	@$(LOCK) cmake --build build/faults -j$(JOBS) --target _C
+	@for each in python/meshcast/*; do case $$each in */_C.*.so | */_build_info.py | */__pycache__) ;; \
+	   *) ln -sfn "$(CURDIR)/$$each" build/faults/python/meshcast/ ;; esac; done
+
 # The CUDA flavour, built and imported in .venv-cuda (4.6 GB) without a GPU; CUDA_CHECK_ARGS=--if-possible lets it
 # pass where CUDA's torch cannot be had.
 cuda-check:
@@ -91,7 +101,7 @@ cuda-check:
 test: build $(VENV)/.stamp-dev
 	@PY=$(PY) JOBS=$(JOBS) tools/run_tests.sh quick $(PYTEST_ARGS)
 
-test-all: build $(VENV)/.stamp-hf asan tsan
+test-all: build faults $(VENV)/.stamp-hf asan tsan
 	@PY=$(PY) JOBS=$(JOBS) tools/run_tests.sh all $(PYTEST_ARGS)
 
 test-matrix:
@@ -105,6 +115,10 @@ asan tsan: $(VENV)/.stamp-build
 	@$(LOCK) cmake --preset $@ $(CONFIGURE) >build/configure-$@.log 2>&1 || { cat build/configure-$@.log; exit 1; }
 	$(LOCK) cmake --build build/$@ -j$(JOBS) --target meshcast_tests
 	build/$@/meshcast_tests
+
+# Ranks that fail at every moment, FAULT_SECONDS of it.
+test-faults: build faults $(VENV)/.stamp-dev
+	@MESHCAST_FAULT_SECONDS=$(FAULT_SECONDS) $(PY) -m pytest tests/fault/test_matrix.py $(PYTEST_ARGS)
 
 fuzz: build $(VENV)/.stamp-fuzz
 	@PY=$(PY) JOBS=$(JOBS) tools/fuzz.sh $(FUZZ_SECONDS) $(FUZZ_SEED) $(FUZZ_RUNS)

@@ -1,11 +1,12 @@
-"""python -m benchmarks.time_to_error: how soon the survivors of a lost rank know.
+"""python -m benchmarks.time_to_error: how soon the others know of a rank that fails.
 
-Killed: one rank of three to five, at a random moment of each kind, in rounds that a seed draws
-(tests/fault/kills.py, which also judges them). Frozen: the cases of tests/fault/cases_lost_peer.py. Writes
-benchmarks/results/time_to_error.json, which keeps one run of each transport, and the tables of
-docs/errors.md. A thousand kills take about twenty minutes.
+One rank of three to five fails in rounds that a seed draws (tests/fault/matrix.py, which also judges them),
+by the clock, or at fault points of the build that `make faults` makes. In a partition the link of a host goes
+down (tests/fault/cut_link_program.py; needs root and iproute2). Rows may be made one by one: those of other
+faults and transports stay in benchmarks/results/time_to_error.json and in the table of docs/errors.md, each
+with its date. A thousand kills take about twenty minutes, a hundred freezes fifteen.
 
-PYTHONPATH=python:tests:. python -m benchmarks.time_to_error
+PYTHONPATH=python:tests:. python -m benchmarks.time_to_error --faults kill stop partition --rounds 100
 """
 
 from __future__ import annotations
@@ -14,128 +15,202 @@ import argparse
 import datetime
 import json
 import os
+import random
+import re
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fault.kills import MOMENTS, Outcome, draw, ranks
-from multiproc.harness import run_world
+from fault.matrix import ranks
+from fault.rounds import BY_CLOCK, FAULTS, TRANSPORTS, combinations, draw
 
+from .cluster import Cluster, ClusterError, run_ranks
 from .machine import ROOT, machine
 from .page import replace
 
 _RESULTS = ROOT / "benchmarks/results/time_to_error.json"
 _PAGE = ROOT / "docs/errors.md"
 _MARK = "<!-- {} of what python -m benchmarks.time_to_error writes -->"
-_CASES = ROOT / "tests/fault/cases_lost_peer.py"
-_TRANSPORTS = ("ucx", "shared memory", "gloo")
-_BEFORE = "before it came"  # a row beside the moments
-_FROZEN_LIMIT = 4.0  # seconds that the call allows itself
+_CUT = ROOT / "tests/fault/cut_link_program.py"
+_BEFORE = "before it came"  # a row beside the moments: known at the limit alone
+_ANY = "any"
+_NAMES = {  # of faults, in the table
+    "kill": "killed (SIGKILL)",
+    "exit": "exits with status 1",
+    "abort": "aborts (SIGABRT)",
+    "stop": "frozen, limit 4 s",
+    "gil": "a thread keeps the GIL, limit 4 s",
+    "too late": "calls after the limit of 4 s",
+    "late": "calls late, within the limit: the call takes",
+    "slow": "0.3 s slower at each message: the call takes",
+    "reset": "connections reset (RST)",
+    "half": "connections end (FIN)",
+    "memory": "no memory",
+    "cuda": "CUDA error (fake GPU)",
+    "partition": "its link goes down, limit 14 s",
+}
 
 
-def _killed(transport: str, kills: int, seed: int) -> dict[str, Any]:
-    head = machine("benchmarks.time_to_error")
-    rows: dict[str, list[Outcome]] = {phase: [] for phase in (*MOMENTS, _BEFORE)}
-    with ranks() as parent:
-        for number in range(kills):
-            phase = list(MOMENTS)[number % len(MOMENTS)]
-            outcome = parent.run(draw(seed + number, transport, phase))
-            rows[_BEFORE if outcome.before else phase].append(outcome)
-            for text in outcome.wrong:
-                print(f"{transport}, {phase}, seed {seed + number}: {text}", file=sys.stderr, flush=True)
-    return {
-        "header": head,
-        "date": datetime.date.today().isoformat(),
-        "seed": seed,
-        "load": round(os.getloadavg()[2]),  # processes that want a core, over the last 15 minutes
-        "rows": {phase: _row(found) for phase, found in rows.items() if found},
-        "all": _row([each for phase, found in rows.items() if phase != _BEFORE for each in found]),
-    }
+@dataclass
+class _Rounds:
+    """What one row is made of."""
 
+    times: list[float] = field(default_factory=list)  # seconds until each survivor knew
+    ended: list[float] = field(default_factory=list)
+    rounds: int = 0
+    wrong: int = 0
 
-def _row(found: list[Outcome]) -> dict[str, Any]:
-    times = sorted(time for each in found for time in each.times)
-    return {
-        "kills": len(found),
-        "survivors": len(times),
-        "p50": _quantile(times, 0.5),
-        "p99": _quantile(times, 0.99),
-        "max": times[-1] if times else None,
-        "wrong": sum(bool(each.wrong) for each in found),
-        "ended": max(time for each in found for time in each.ended),
-    }
+    def row(self) -> dict[str, Any]:
+        times = sorted(self.times)
+        return {
+            "rounds": self.rounds,
+            "p50": _quantile(times, 0.5),
+            "p99": _quantile(times, 0.99),
+            "max": times[-1] if times else None,
+            "wrong": self.wrong,
+            "ended": max(self.ended) if self.ended else None,
+        }
 
 
 def _quantile(ordered: list[float], part: float) -> float | None:
     return ordered[min(int(len(ordered) * part), len(ordered) - 1)] if ordered else None
 
 
-def _frozen() -> dict[str, Any]:
-    """The worst of the survivors' times, by what the bytes go through."""
-    found: dict[str, Any] = {}
-    for shm in ("1", "0"):
-        env = {"VICTIM": "1", "FAULT": "frozen", "MOMENT": "middle", "LIMIT": str(_FROZEN_LIMIT)}
-        world = run_world(_CASES, 3, limit=150.0, env={**env, "MESHCAST_SHM": shm})
-        world.check("lost_peer", [0, 2])
-        values = [world.value("lost_peer", rank) for rank in (0, 2)]
-        found["shared memory" if shm == "1" else "ucx"] = {
-            key: max(value[key] for value in values) for key in ("elapsed", "destroyed")
-        }
-    return found
+def _drawn(transport: str, fault: str, rounds: int, seed: int, only: str) -> dict[str, _Rounds]:
+    """By moment, and of all."""
+    by_clock = only == "clock" or (fault == "kill" and only != "points")
+    moments = [
+        moment
+        for _, _, moment in combinations([transport], [fault], [*BY_CLOCK, *FAULTS[fault]])
+        if (moment in BY_CLOCK) == by_clock
+    ]
+    found: dict[str, _Rounds] = {}
+    with ranks(points=not by_clock) as parent:
+        for number in range(rounds if moments else 0):
+            moment = moments[number % len(moments)]
+            outcome = parent.run(draw(seed + number, transport, fault, moment))
+            for key in (_BEFORE,) if outcome.before and fault == "kill" else (moment, _ANY):
+                into = found.setdefault(key, _Rounds())
+                into.rounds += 1
+                into.wrong += bool(outcome.wrong)
+                into.times += outcome.times
+                into.ended += outcome.ended
+            for text in outcome.wrong:
+                print(
+                    f"{transport}, {fault}, {moment}, seed {seed + number}: {text}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    return found if fault == "kill" else {_ANY: found[_ANY]} if found else {}
 
 
-def text(results: dict[str, Any]) -> str:
+def _partition(transport: str, rounds: int, seed: int) -> dict[str, _Rounds]:
+    """Three hosts, the second of which loses its link to the network of the data."""
+    found, rng = _Rounds(), random.Random(seed)
+    paths = os.pathsep.join([str(ROOT / "python"), str(ROOT / "tests")])
+    for _ in range(rounds):
+        delay = rng.uniform(0.0, 1.2)  # the transfer takes somewhat longer
+        with Cluster(3, 800, 2) as cluster:
+            env = {"PYTHONPATH": paths, "SWITCH": cluster.switch, "MESHCAST_TRANSPORT": transport}
+            command = [
+                sys.executable,
+                str(_CUT),
+                "transfer",
+                "cuts",
+                "wheel" if transport == "ucx" else "gloo",
+            ]
+            found.rounds += 1
+            try:
+                run_ranks(cluster, 1, [*command, f"{delay:.3f}"], limit=200, env=env)
+            except ClusterError as error:
+                found.wrong += 1
+                print(f"{transport}, partition after {delay:.3f} s: {error}", file=sys.stderr, flush=True)
+            for text in _outputs(cluster):
+                found.times += [float(each) for each in re.findall(r"known ([0-9.]+) s after the cut", text)]
+                found.ended += [float(each) for each in re.findall(r"ended in ([0-9.]+) s", text)]
+    return {_ANY: found}
+
+
+def _outputs(cluster: Cluster) -> Iterator[str]:
+    for path in sorted(cluster.folder.glob("rank*.out")):
+        yield path.read_text(errors="replace")
+
+
+def text(runs: list[dict[str, Any]]) -> str:
     lines = [
-        "| data go through | death came | kills | p50, s | p99, s | max, s | not as promised | end, s |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| data | the rank | moment | rounds | p50, s | p99, s | max, s | not as promised | end, s | run |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]
-    said = []
-    for transport, run in results["killed"].items():
-        head = run["header"]
-        said.append(f"- {transport}: `{head['command']}`,")
-        said.append(
-            f"  {run['date']}, commit {head['commit']}, {head['cores']} cores "
-            f"with a load of {run['load']}, kernel {head['kernel']}, torch {head['torch']}. Seeds from "
-            f"{run['seed']} on."
+    rows = {
+        (row["transport"], row["fault"], row["moment"]): (row, run) for run in runs for row in run["rows"]
+    }
+    used: list[dict[str, Any]] = []
+    order = [*_NAMES]
+    for key in sorted(rows, key=lambda key: (order.index(key[1]), [*TRANSPORTS].index(key[0]))):
+        row, run = rows[key]
+        if run not in used:
+            used.append(run)
+        figures = " | ".join(_shown(row[name]) for name in ("p50", "p99", "max"))
+        lines.append(
+            f"| {row['transport']} | {_NAMES[row['fault']]} | {row['moment']} | {row['rounds']} | {figures} "
+            f"| {row['wrong']} | {_shown(row['ended'])} | {used.index(run) + 1} |"
         )
-        for phase, row in [*run["rows"].items(), ("at any of these", run["all"])]:
-            lines.append(
-                f"| {transport} | {phase} | {row['kills']} | {_shown(row['p50'])} | {_shown(row['p99'])} "
-                f"| {_shown(row['max'])} | {row['wrong']} | {row['ended']:.2f} |"
-            )
-    lines += [
-        "",
-        f"| frozen in the middle, limit of the call {_FROZEN_LIMIT:g} s | raised after, s | ended in, s |",
-        "|---|---:|---:|",
-    ]
-    for through, row in results["frozen"].items():
-        lines.append(f"| {through} | {row['elapsed']:.2f} | {row['destroyed']:.2f} |")
-    return "\n".join([*lines, "", *said])
+    lines.append("")
+    for number, run in enumerate(used, 1):
+        head = run["header"]
+        lines.append(f"{number}. `{head['command']}`,")
+        lines.append(
+            f"   {run['date']}, commit {head['commit']}, {head['cores']} cores with a load of {run['load']}, "
+            f"kernel {head['kernel']}, torch {head['torch']}."
+        )
+    return "\n".join(lines)
 
 
 def _shown(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds:.3f}"
 
 
+def _kept(runs: list[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs with their rows that the new one does not replace."""
+    replaced = {(row["transport"], row["fault"]) for row in new["rows"]}
+    for run in runs:
+        run["rows"] = [row for row in run["rows"] if (row["transport"], row["fault"]) not in replaced]
+    return [run for run in runs if run["rows"]]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.time_to_error", description=__doc__)
-    parser.add_argument("--kills", type=int, default=1000, help="for each transport")
+    parser.add_argument("--faults", nargs="*", choices=_NAMES, default=["kill", "stop"])
+    parser.add_argument("--transports", nargs="*", choices=TRANSPORTS, default=TRANSPORTS)
+    parser.add_argument("--rounds", type=int, default=100, help="for each fault and transport")
     parser.add_argument("--seed", type=int, default=0, help="of the first round; each has the next one")
-    parser.add_argument("--transports", nargs="*", choices=_TRANSPORTS, default=_TRANSPORTS)
-    parser.add_argument("--frozen", action="store_true", help="the frozen ranks as well")
+    parser.add_argument("--moments", choices=["clock", "points"], default="", help="where a fault has both")
     parser.add_argument("--no-publish", action="store_true", help="leave files as they are")
     args = parser.parse_args()
-    results: dict[str, Any] = {"killed": {}, "frozen": {}}
-    if Path(_RESULTS).exists():
-        results = json.loads(_RESULTS.read_text())
-    for transport in args.transports:
-        results["killed"][transport] = _killed(transport, args.kills, args.seed)
-    if args.frozen:
-        results["frozen"] = _frozen()
-    print(text(results))
+    new: dict[str, Any] = {
+        "header": machine("benchmarks.time_to_error"),
+        "date": datetime.date.today().isoformat(),
+        "load": round(os.getloadavg()[2]),  # processes that want a core, over the last 15 minutes
+        "rows": [],
+    }
+    for fault in args.faults:
+        for transport in args.transports:
+            if fault == "partition":
+                found = _partition(transport, args.rounds, args.seed) if transport != "shared memory" else {}
+            else:
+                found = _drawn(transport, fault, args.rounds, args.seed, args.moments)
+            new["rows"] += [
+                {"transport": transport, "fault": fault, "moment": moment, **rounds.row()}
+                for moment, rounds in found.items()
+            ]
+    runs = json.loads(_RESULTS.read_text()) if Path(_RESULTS).exists() else []
+    runs = [*_kept(runs, new), new]
+    print(text(runs))
     if not args.no_publish:
-        _RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        replace(_PAGE, _MARK, text(results))
+        _RESULTS.write_text(json.dumps(runs, indent=1) + "\n")
+        replace(_PAGE, _MARK, text(runs))
     return 0
 
 

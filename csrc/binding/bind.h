@@ -25,6 +25,9 @@ void bind_runtime(pybind11::module_& m);
 // The data plane over UCX. Only builds with UCX's headers have it.
 void bind_ucx(pybind11::module_& m);
 
+// What tests arm fault points with. Only builds with MESHCAST_FAULT_POINTS have it.
+void bind_faults(pybind11::module_& m);
+
 // The kernels, as the submodule `cuda` that only builds with CUDA have. Pointers and strides come as numbers,
 // so that it includes no torch header.
 void bind_cuda(pybind11::module_& m);

@@ -5,6 +5,9 @@ PYBIND11_MODULE(_C, m) {
   meshcast::bind_errors(m);
   meshcast::bind_plan(m);
   meshcast::bind_runtime(m);
+#if MESHCAST_FAULT_POINTS
+  meshcast::bind_faults(m);
+#endif
 #if MESHCAST_WITH_UCX
   meshcast::bind_ucx(m);
 #endif

@@ -107,11 +107,25 @@ class SharedMemory {
     }
     const auto limit =
         std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds));
+    group_ = group;
     try {
       transport_ = make_shm_transport(rendezvous_->meet(local, index(rank), Clock::now() + limit));
+    } catch (const Error& error) {
+      ErrorContext context = error.context();
+      if (context.peer >= 0) context.peer = group[static_cast<size_t>(context.peer)];
+      throw Error(error.kind(), error.what(), context);
     } catch (const std::exception& error) {
       throw Error(ErrorKind::Generic, error.what());
     }
+  }
+
+  // Ranks that have gone since they met, as far as this rank is connected.
+  std::vector<int32_t> gone() {
+    std::vector<int32_t> out;
+    for (const int peer : transport_ ? transport_->check_peers() : std::vector<int>()) {
+      out.push_back(group_[static_cast<size_t>(peer)]);
+    }
+    return out;
   }
 
   LocalRanks take() {
@@ -123,7 +137,8 @@ class SharedMemory {
  private:
   std::unique_ptr<ShmRendezvous> rendezvous_;
   std::shared_ptr<LocalTransport> transport_;
-  std::vector<int32_t> ranks_;
+  std::vector<int32_t> ranks_;  // of this host
+  std::vector<int32_t> group_;
 };
 
 }  // namespace
@@ -136,6 +151,7 @@ void bind_runtime(py::module_& m) {
       .def_property_readonly("address", &SharedMemory::address)
       .def("meet", &SharedMemory::meet, py::arg("group"), py::arg("members"), py::arg("rank"),
            py::arg("timeout"), NoGil())
+      .def("gone", &SharedMemory::gone, NoGil())
       .def_static("set_budget", &set_shm_budget, py::arg("nbytes"));
 
   py::class_<AgreedPlan, std::shared_ptr<AgreedPlan>>(m, "AgreedPlan")

@@ -7,6 +7,7 @@
 #include <fmt/ranges.h>
 
 #include "common/error.h"
+#include "common/fault_point.h"
 
 namespace meshcast {
 namespace {
@@ -112,8 +113,10 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
               const std::function<void()>& checkpoint, const std::function<std::string(int)>& lost) {
   const int32_t first = group.ranks.front();
   const bool leads = group.rank == first;
+  MC_FAULT_POINT("agree");
   bulletin.post(Board::Agreement, call.lane, call.ordinal, group.rank,
                 {false, leads ? offered_slot : -1, descriptor});
+  MC_FAULT_POINT("agree");
 
   std::vector<int32_t> missing;
   std::copy_if(group.ranks.begin(), group.ranks.end(), std::back_inserter(missing),

@@ -18,6 +18,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "common/error.h"
+#include "common/fault_point.h"
 #include "common/thread_name.h"
 #include "run/channel.h"
 #include "run/run.h"
@@ -288,6 +289,7 @@ class C10dTransport final : public Transport {
 
 std::shared_ptr<Transport> make_c10d_transport(std::vector<c10::intrusive_ptr<c10d::Backend>> rails,
                                                std::vector<int32_t> first_rail, int rank) {
+  MC_FAULT_POINT("join");
   check_rails(rails.size(), first_rail);
   return std::make_shared<C10dTransport>(std::move(rails), std::move(first_rail), rank);
 }

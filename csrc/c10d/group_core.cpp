@@ -1,10 +1,12 @@
 #include "c10d/group_core.h"
 
+#include <new>
 #include <utility>
 
 #include <fmt/format.h>
 
 #include "c10d/tensor_memory.h"
+#include "common/fault_point.h"
 
 namespace meshcast {
 
@@ -59,6 +61,20 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_on(CallId call, const PlanText& tex
                                                 std::shared_ptr<const Plan> plan,
                                                 std::shared_ptr<const Plan> reverse, double timeout_seconds) {
   refuse_if_failed();
+  try {
+    return agree_whole(call, text, std::move(plan), std::move(reverse), timeout_seconds);
+  } catch (const std::bad_alloc& error) {
+    const std::string what =
+        fmt::format("rank {}: no memory to agree on a call with: {}", identity_.rank, error.what());
+    watcher_->abort(what);  // the others wait for this rank
+    throw start_error(ErrorKind::Generic, what);
+  }
+}
+
+std::shared_ptr<AgreedPlan> GroupCore::agree_whole(CallId call, const PlanText& text,
+                                                   std::shared_ptr<const Plan> plan,
+                                                   std::shared_ptr<const Plan> reverse,
+                                                   double timeout_seconds) {
   auto forward = std::make_shared<PlanDirection>(std::move(plan), text, identity_);
   std::shared_ptr<PlanDirection> backward;
   if (reverse)
@@ -100,6 +116,21 @@ void GroupCore::reject(CallId call, const std::string& message) {
 c10::intrusive_ptr<c10d::Work> GroupCore::start(const AgreedPlan& agreed, StartArgs args) {
   refuse_if_failed();
   bin_->empty();
+  try {
+    return start_whole(agreed, std::move(args));
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    // The machine refused a thread or memory, in the middle: the others must not wait for the rest.
+    const std::string text =
+        fmt::format("rank {}: a call could not be started: {}", identity_.rank, error.what());
+    watcher_->abort(text);
+    throw start_error(ErrorKind::Generic, text);
+  }
+}
+
+c10::intrusive_ptr<c10d::Work> GroupCore::start_whole(const AgreedPlan& agreed, StartArgs args) {
+  MC_FAULT_POINT("start");
   PlanDirection& direction = agreed.direction(args.reverse);
   Taken taken = take(direction, args);
   Buffers buffers;
@@ -114,33 +145,22 @@ c10::intrusive_ptr<c10d::Work> GroupCore::start(const AgreedPlan& agreed, StartA
   // The engine's threads drop it when the run has ended. Tensors may need the GIL to be freed, so they land
   // in the bin.
   buffers.keepalive = bin_->bag(std::move(taken.bag));
-  const auto run = start_run(direction.program(local_ranks_), std::move(buffers),
-                             agreed.label(args.reverse, args.ordinal), deadline_after(args.timeout_seconds));
+  const auto run =
+      engine_->start(direction.program(local_ranks_), std::move(buffers),
+                     agreed.label(args.reverse, args.ordinal), deadline_after(args.timeout_seconds));
   if (!run->ended()) watcher_->wake();
   return c10::make_intrusive<ReshardWork>(identity_.rank, run, bin_, std::move(taken.outputs), watcher_);
-}
-
-std::shared_ptr<Run> GroupCore::start_run(std::shared_ptr<const Program> program, Buffers buffers,
-                                          RunLabel label, TimePoint deadline) {
-  try {
-    return engine_->start(std::move(program), std::move(buffers), std::move(label), deadline);
-  } catch (const Error&) {
-    throw;
-  } catch (const std::exception& error) {
-    // The machine refused a thread or memory, in the middle: the others must not wait for the rest.
-    const std::string text =
-        fmt::format("rank {}: a call could not be started: {}", identity_.rank, error.what());
-    watcher_->abort(text);
-    throw start_error(ErrorKind::Generic, text);
-  }
 }
 
 void GroupCore::shutdown() {
   if (origin_.foreign() || shut_down_.exchange(true)) return;
   // Before the engine: it still tells the others the first cause, which has to be on the board before
   // connections close.
+  MC_FAULT_POINT("leave");
   watcher_->stop();
+  MC_FAULT_POINT("leave");
   engine_->shutdown(shut_down_error());
+  MC_FAULT_POINT("leave");
   bin_->empty();
 }
 

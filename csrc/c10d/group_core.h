@@ -56,8 +56,10 @@ class GroupCore final : public GroupBase {
 
  private:
   std::exception_ptr failure() const override { return engine_->error(); }
-  std::shared_ptr<Run> start_run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label,
-                                 TimePoint deadline);
+  // What the machine may refuse memory for.
+  std::shared_ptr<AgreedPlan> agree_whole(CallId call, const PlanText& text, std::shared_ptr<const Plan> plan,
+                                          std::shared_ptr<const Plan> reverse, double timeout_seconds);
+  c10::intrusive_ptr<c10d::Work> start_whole(const AgreedPlan& agreed, StartArgs args);
 
   class WatchedEngine;
 

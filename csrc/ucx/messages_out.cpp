@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "common/fault_point.h"
 #include "ucx/group_transport.h"
 #include "ucx/process_plane.h"
 
@@ -143,6 +144,7 @@ void GroupTransport::pump(const std::shared_ptr<Line>& line) {
     ++sending->in_flight;
     ++line->in_flight;
     plane_->send_locked(std::move(flight), data, nbytes);
+    MC_FAULT_POINT("fragment");
   }
   line->pumped = false;
 }

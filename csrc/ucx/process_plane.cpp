@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "common/error.h"
+#include "common/fault_point.h"
 #include "common/of_process.h"
 #include "ucx/forked.h"
 
@@ -90,6 +91,7 @@ Address ProcessPlane::address() const {
 
 std::shared_ptr<ProbingTransport> ProcessPlane::join(uint64_t id, std::vector<Address> members, int rank,
                                                      std::vector<int32_t> first_rail) {
+  MC_FAULT_POINT("join");
   auto group = std::make_shared<GroupTransport>(shared_from_this(), id, members, rank, std::move(first_rail));
   {
     const std::lock_guard lock(mutex_);
@@ -144,6 +146,7 @@ std::shared_ptr<Link> ProcessPlane::link_locked(uint64_t process, size_t rail, c
   link->worker = rails_[rail].worker.get();
   link->process = process;
   link->broken = &broken_;
+  MC_FAULT_POINT("link");
   link->endpoint = link->worker->connect(address, on_lost, link.get());
   links_.emplace(std::pair{process, rail}, link);
   return link;

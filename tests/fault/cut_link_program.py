@@ -44,6 +44,7 @@ def cut() -> None:
 
 def main() -> None:
     moment, cuts, user_timeout = sys.argv[1], sys.argv[2] == "cuts", sys.argv[3] == "wheel"
+    delay = float(sys.argv[4]) if len(sys.argv) > 4 else 0.3  # seconds from the begin of the transfer
     os.environ["MESHCAST_IFNAMES"] = "eth1"
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_LIMIT))
     rank = dist.get_rank()
@@ -56,7 +57,7 @@ def main() -> None:
     begin = time.monotonic()
     if moment == "transfer":
         if rank == 1 and cuts:
-            threading.Timer(0.3, cut).start()
+            threading.Timer(delay, cut).start()
     else:
         if rank == 1 and cuts:
             cut()
@@ -69,6 +70,7 @@ def main() -> None:
         error = found
     elapsed = time.monotonic() - begin
     print(f"rank {rank}: {type(error).__name__} after {elapsed:.2f} s: {error}", flush=True)
+    print(f"known {elapsed - (delay if moment == 'transfer' else 0.0):.2f} s after the cut", flush=True)
     if not cuts:
         assert error is None
     else:
@@ -88,6 +90,7 @@ def main() -> None:
             call([0, 2], 64, 10.0, pair)
     begin = time.monotonic()
     dist.destroy_process_group()
+    print(f"ended in {time.monotonic() - begin:.2f} s", flush=True)
     assert time.monotonic() - begin < 5.0
 
 

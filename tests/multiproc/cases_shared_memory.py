@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import subprocess
 import time
 import warnings
 from collections.abc import Iterator
@@ -151,6 +152,57 @@ def one_rank_has_no_room(context) -> None:
         assert "rank 2" in said[0]
 
 
+# Calls at whatever a rank listens at; half of its calls stay open and say nothing.
+_STRANGER = """
+import re, socket, sys, time
+calls, end = [], time.monotonic() + 60
+print("here", flush=True)
+while time.monotonic() < end:
+    for name in set(re.findall(r"@(meshcast-[0-9a-f]+)", open("/proc/net/unix").read())):
+        call = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        call.setblocking(False)
+        try:
+            call.connect("\\0" + name)
+        except OSError:
+            continue
+        if len(calls) < 200 and len(calls) % 2 == 0:
+            calls.append(call)
+        else:
+            calls.append(None)
+            call.close()
+    time.sleep(0.001)
+"""
+
+
+def strangers_call(context) -> None:
+    """Processes of this user, and of another where the test may have one, cannot keep ranks from sharing
+    memory, nor keep them waiting."""
+    ranks, before = [0, 2, 3], regions()
+    strangers = []
+    if context.rank == 1:
+        for user in (None, 65534) if os.geteuid() == 0 else (None,):
+            strangers.append(
+                subprocess.Popen(
+                    ["/usr/bin/env", "python3", "-c", _STRANGER], stdout=subprocess.PIPE, user=user
+                )
+            )
+        for stranger in strangers:
+            assert stranger.stdout is not None
+            assert stranger.stdout.readline() == b"here\n"
+    context.wait_for_all("strangers are here")
+    begin = time.monotonic()
+    if context.rank == 3:
+        time.sleep(1.0)  # the others are there to be called meanwhile
+    assert told(context.rank, ranks) == []
+    assert time.monotonic() - begin < 10.0
+    assert regions() - before == (len(ranks) if context.rank in ranks else 0)
+    context.wait_for_all("met")
+    for stranger in strangers:
+        assert stranger.poll() is None, "it must have called all along"
+        stranger.kill()
+        stranger.wait()
+
+
 def other_hosts(context) -> None:
     """Ranks 0 and 1 on one host, 2 and 3 on another."""
     before = regions()
@@ -207,6 +259,7 @@ CASES = [
     one_rank_has_it_off,
     all_have_it_off,
     one_rank_has_no_room,
+    strangers_call,
     other_hosts,
     bad_values,
     destroying_ends_its_threads,

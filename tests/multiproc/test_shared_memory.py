@@ -15,6 +15,7 @@ CASES = [
     "one_rank_has_it_off",
     "all_have_it_off",
     "one_rank_has_no_room",
+    "strangers_call",
     "other_hosts",
     "bad_values",
     "destroying_ends_its_threads",

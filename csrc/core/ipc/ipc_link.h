@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "ipc/ipc_driver.h"
+#include "transport/local_meeting.h"
 #include "transport/transport.h"
 #include "transport/unix_socket.h"
 
@@ -61,12 +62,10 @@ struct IpcPeer {
   IpcCard card;
 };
 
-// How the ranks of a host come to be connected for one lane: each listens at an address, which has no file.
+// How the ranks of a host come to be connected for one lane. Making one throws Error.
 class IpcMeeting {
  public:
-  IpcMeeting();  // throws Error
-
-  const std::string& address() const { return address_; }
+  const std::string& address() const { return meeting_.address(); }
 
   // Connects this rank with all others; `addresses` by group-local rank. `card`: of this rank's events for a
   // peer. Calls `checkpoint` every few milliseconds, which may throw. Throws Error, and no later than
@@ -76,8 +75,7 @@ class IpcMeeting {
                             const std::function<void()>& checkpoint);
 
  private:
-  std::string address_;
-  Descriptor listener_;
+  LocalMeeting meeting_;
 };
 
 }  // namespace meshcast

@@ -1,6 +1,7 @@
 #include <cstring>
 #include <utility>
 
+#include "common/fault_point.h"
 #include "run/channel.h"
 
 namespace meshcast {
@@ -98,6 +99,7 @@ std::vector<std::byte> InChannel::staging_for_locked(const Entry& entry) {
 // Phase 1: post the next, which travels while this one is combined. Phase 2: that. Phase 3: tell those that
 // forward it.
 void InChannel::arrived(Receipt& receipt) {
+  MC_FAULT_POINT("arrive");
   const std::shared_ptr<Run>& run = receipt.run_;
   const RecvOp& op = receipt.op_;
   {

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "common/fault_point.h"
 #include "run/channel.h"
 
 namespace meshcast {
@@ -74,6 +75,7 @@ void OutChannel::pump(const std::function<void()>& between) {
     next->state = State::Issued;
     const Entry entry = *next;
     lock.unlock();
+    MC_FAULT_POINT("send");
     const Envelope to{peer_, lane_, message_key(entry.run->label(), position)};
     transport_->send(to, entry.op->nbytes, std::make_unique<Dispatch>(*this, entry.run, *entry.op, position));
     if (between) between();

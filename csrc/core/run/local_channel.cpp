@@ -4,6 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "common/fault_point.h"
+
 namespace meshcast {
 namespace {
 
@@ -109,6 +111,7 @@ void LocalInChannel::post_locked() {
 // The next receive is posted before this arrival is told: its sender need not wait for what the arrival sets
 // off.
 void LocalInChannel::arrived(const std::shared_ptr<Run>& run, const RecvOp& op) {
+  MC_FAULT_POINT("arrive");
   {
     const std::lock_guard lock(mutex_);
     --posted_;
@@ -156,6 +159,7 @@ void send_local(LocalTransport& transport, const std::shared_ptr<Run>& run, cons
   for (const Target& target : op.targets) {
     targets.push_back({target.peer, message_key(run->label(), run->local_position(target))});
   }
+  MC_FAULT_POINT("send");
   run->pin();
   transport.send(std::move(targets), op.nbytes, std::make_unique<LocalSend>(run, op, failure));
 }

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "common/fault_point.h"
 #include "run/channel.h"
 #include "run/local_channel.h"
 
@@ -139,6 +140,7 @@ void Run::end_if_due(std::unique_lock<std::mutex> lock, bool forced) {
   const bool complete = remaining_ == 0 && pins_ == 0 && !error_;
   const bool given_up = error_ && (pins_ == 0 || forced);
   if (ended_ || !(complete || given_up)) return;
+  if (complete) MC_FAULT_POINT("complete");
   // A forced end leaves a request that may still write: the memory then stays with the run, which stays with
   // the request.
   end(std::move(lock), forced ? nullptr : std::move(buffers_.keepalive));

@@ -31,7 +31,8 @@ class LocalTransport {
 
   // Looks whether peers have gone; messages with those that have fail with Cause::Closed, except what they
   // had sent before. To be called now and then while messages are in flight: nothing else watches the peers.
-  virtual void check_peers() = 0;
+  // Answers which have gone.
+  virtual std::vector<int> check_peers() = 0;
 
   // As in Transport.
   virtual void drive(const std::function<bool()>& done, TimePoint limit) = 0;

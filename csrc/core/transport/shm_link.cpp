@@ -1,8 +1,9 @@
 #include "transport/shm_link.h"
 
 #include <algorithm>
-#include <array>
+#include <cstddef>
 #include <cstring>
+#include <map>
 #include <stdexcept>
 #include <utility>
 
@@ -15,76 +16,9 @@
 namespace meshcast {
 namespace {
 
-constexpr uint32_t kHelloMagic = 0x6d636832;
-constexpr int kBacklog = static_cast<int>(kMaxLocalRanks);
-constexpr size_t kPassed = 2;  // descriptors of a hello: the group's memory, the process's bell
-
-// First and only message on a link, in either direction; the sender's descriptors travel with it.
-struct Hello {
-  uint32_t magic = kHelloMagic;
-  int32_t from = -1;
-  int32_t to = -1;
-  uint32_t group = 0;                   // its number on the sender's bell
-  char address[kSocketNameBytes] = {};  // of the rank that was connected to: a stray process does not know it
-};
-
-using Passed = std::array<Descriptor, kPassed>;
-
-void send_hello(int socket, const Hello& hello, std::array<int, kPassed> passed) {
-  iovec data{const_cast<Hello*>(&hello), sizeof hello};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof passed)] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof control;
-  cmsghdr* header = CMSG_FIRSTHDR(&message);
-  header->cmsg_level = SOL_SOCKET;
-  header->cmsg_type = SCM_RIGHTS;
-  header->cmsg_len = CMSG_LEN(sizeof passed);
-  std::memcpy(CMSG_DATA(header), passed.data(), sizeof passed);
-  if (sendmsg(socket, &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof hello))
-    fail_with_errno("passing shared memory");
-}
-
-// Returns the descriptors that came along.
-Passed receive_hello(int socket, Hello* hello, TimePoint deadline) {
-  wait_readable(socket, deadline, "waiting for a peer's shared memory");
-  iovec data{hello, sizeof *hello};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int[kPassed]))] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof control;
-  const ssize_t got = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
-  Passed passed;
-  size_t count = 0;
-  for (cmsghdr* h = CMSG_FIRSTHDR(&message); h; h = CMSG_NXTHDR(&message, h)) {
-    if (h->cmsg_level != SOL_SOCKET || h->cmsg_type != SCM_RIGHTS) continue;
-    const size_t here = (h->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    for (size_t i = 0; i < here; ++i) {
-      int fd = -1;
-      std::memcpy(&fd, CMSG_DATA(h) + i * sizeof fd, sizeof fd);
-      Descriptor owned(fd);
-      if (count < kPassed) passed[count++] = std::move(owned);
-    }
-  }
-  if (got != static_cast<ssize_t>(sizeof *hello) || hello->magic != kHelloMagic || count != kPassed) {
-    throw std::runtime_error("a peer closed its connection or does not speak this protocol");
-  }
-  hello->address[sizeof hello->address - 1] = 0;
-  return passed;
-}
-
-Hello make_hello(int from, int to, uint32_t group, const std::string& listener) {
-  Hello hello;
-  hello.group = group;
-  hello.from = from;
-  hello.to = to;
-  std::memcpy(hello.address, listener.data(), listener.size());
-  return hello;
-}
+// What the ranks tell each other: the sender's number on its bell. The memory of its group and its process's
+// bell travel along.
+constexpr LocalMeeting::Protocol kProtocol{0x6d636833, sizeof(uint32_t), 2, "shared memory"};
 
 }  // namespace
 
@@ -114,18 +48,8 @@ bool ShmLink::gone() const {
 void ShmLink::hang_up() const { ::shutdown(socket_, SHUT_RDWR); }
 
 ShmRendezvous::ShmRendezvous(uint32_t ranks, std::shared_ptr<ShmProgress> progress)
-    : address_(random_socket_name()),
-      place_(std::make_unique<ShmProgress::Place>(std::move(progress))),
-      own_(ShmRegion::create(std::min(ranks, kMaxLocalRanks) - 1)) {
-  listener_ = listen_at(address_, kBacklog).release();
-  close_in_children(listener_);
-}
-
-ShmRendezvous::~ShmRendezvous() {
-  if (origin_.foreign()) return;
-  keep_in_children(listener_);
-  close(listener_);
-}
+    : place_(std::make_unique<ShmProgress::Place>(std::move(progress))),
+      own_(ShmRegion::create(std::min(ranks, kMaxLocalRanks) - 1)) {}
 
 ShmMembership ShmRendezvous::meet(const std::vector<ShmMember>& members, int rank, TimePoint deadline) {
   const auto count = static_cast<uint32_t>(members.size());
@@ -141,41 +65,21 @@ ShmMembership ShmRendezvous::meet(const std::vector<ShmMember>& members, int ran
   out.rank = rank;
   out.place = std::move(place_);
   out.own = std::move(own_);
-  const std::array<int, kPassed> passed{out.own->fd(), out.place->progress().bell().fd()};
-  const uint32_t group = out.place->number();
-  const auto link_to = [&](const Hello& hello, Descriptor socket, const Passed& got) {
-    return std::make_unique<ShmLink>(hello.from, socket.release(), ShmRegion::open(got[0].get(), count - 1),
-                                     ShmBell(got[1].get()), hello.group);
+  std::map<int32_t, std::string> addresses;
+  for (const ShmMember& member : members) addresses.emplace(member.rank, member.address);
+  const auto greet = [&](int32_t) {
+    const uint32_t group = out.place->number();
+    LocalMeeting::Greeting greeting{std::vector<std::byte>(sizeof group),
+                                    {out.own->fd(), out.place->progress().bell().fd()}};
+    std::memcpy(greeting.bytes.data(), &group, sizeof group);
+    return greeting;
   };
-  // A link exists once for each pair: to a lower rank this one connects, from a higher one it accepts. What a
-  // rank does first depends on nobody, so no cycle of ranks can wait for each other.
-  std::vector<Descriptor> sockets;
-  for (const ShmMember& member : members) {
-    if (member.rank >= rank) break;
-    Descriptor link = connect_to(member.address, "rank " + std::to_string(member.rank) + " on this host");
-    send_hello(link.get(), make_hello(rank, member.rank, group, member.address), passed);
-    sockets.push_back(std::move(link));
-  }
-  std::vector<std::unique_ptr<ShmLink>> higher;
-  while (higher.size() < count - 1 - my_index) {
-    wait_readable(listener_, deadline, "waiting for the other ranks of this host");
-    Descriptor link = accept_from(listener_);
-    Hello hello;
-    const Passed got = receive_hello(link.get(), &hello, deadline);
-    if (hello.to != rank || address_ != hello.address) throw std::runtime_error("a stray process called");
-    send_hello(link.get(), make_hello(rank, hello.from, group, address_), passed);
-    higher.push_back(link_to(hello, std::move(link), got));
-  }
-  for (size_t i = 0; i < sockets.size(); ++i) {
-    Hello hello;
-    const Passed got = receive_hello(sockets[i].get(), &hello, deadline);
-    if (hello.from != members[i].rank || hello.to != rank) throw std::runtime_error("a stray process answered");
-    out.links.push_back(link_to(hello, std::move(sockets[i]), got));
-  }
-  std::sort(higher.begin(), higher.end(), [](const auto& a, const auto& b) { return a->rank() < b->rank(); });
-  for (size_t i = 0; i < higher.size(); ++i) {
-    if (higher[i]->rank() != members[my_index + 1 + i].rank) throw std::runtime_error("a stray process called");
-    out.links.push_back(std::move(higher[i]));
+  for (LocalMeeting::Peer& peer : meeting_.meet(addresses, rank, kProtocol, greet, deadline)) {
+    uint32_t group = 0;
+    std::memcpy(&group, peer.bytes.data(), sizeof group);
+    out.links.push_back(std::make_unique<ShmLink>(peer.rank, peer.socket.release(),
+                                                  ShmRegion::open(peer.descriptors[0].get(), count - 1),
+                                                  ShmBell(peer.descriptors[1].get()), group));
   }
   // A region has a mailbox for everybody but its owner: ranks above the owner move down by one.
   for (uint32_t i = 0; i < count; ++i) {

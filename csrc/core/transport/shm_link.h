@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "common/forks.h"
+#include "transport/local_meeting.h"
 #include "transport/shm_bell.h"
 #include "transport/shm_progress.h"
 #include "transport/shm_region.h"
@@ -55,29 +56,23 @@ struct ShmMembership {
   std::vector<uint32_t> mailbox;                // of this rank in links[i]->region()
 };
 
-// How the ranks of a host exchange their memory: each listens on a unix socket with an unguessable abstract
-// name, which has no file that could be left behind. Only processes of the same user are let in.
+// How the ranks of a host exchange their memory.
 class ShmRendezvous {
  public:
   // Makes this rank's own memory, for at most `ranks` ranks: what can be refused is refused before anybody is
   // told to come. Throws std::runtime_error.
   explicit ShmRendezvous(uint32_t ranks, std::shared_ptr<ShmProgress> progress = ShmProgress::of_process());
-  ~ShmRendezvous();
-  ShmRendezvous(const ShmRendezvous&) = delete;
-  ShmRendezvous& operator=(const ShmRendezvous&) = delete;
 
-  const std::string& address() const { return address_; }
+  const std::string& address() const { return meeting_.address(); }
 
   // Connects this rank with all others of `members` (which holds this rank too and ascends); every member must
   // call. Throws std::runtime_error with the reason, and no later than `deadline`. To be called once.
   ShmMembership meet(const std::vector<ShmMember>& members, int rank, TimePoint deadline);
 
  private:
-  const Origin origin_;
-  std::string address_;
   std::unique_ptr<ShmProgress::Place> place_;
   std::unique_ptr<ShmRegion> own_;
-  int listener_ = -1;
+  LocalMeeting meeting_;
 };
 
 }  // namespace meshcast

@@ -4,6 +4,8 @@
 #include <bit>
 #include <string>
 
+#include "common/fault_point.h"
+
 namespace meshcast {
 namespace {
 
@@ -158,6 +160,7 @@ bool ShmSender::copy_small_locked(Message& message) {
 }
 
 void ShmSender::publish_locked(const Message& message, int64_t offset, uint32_t slot, uint32_t nbytes) {
+  MC_FAULT_POINT("fragment");
   in_use_ |= uint64_t{1} << slot;
   // Before any receiver is told: the first of them may be done before the second is.
   own_.header().readers[slot].left.store(static_cast<uint32_t>(message.targets.size()));
@@ -233,11 +236,11 @@ void ShmSender::tell_broken(std::unique_lock<std::mutex>& lock) {
       const auto& targets = (*it)->targets;
       const auto lost =
           std::find_if(targets.begin(), targets.end(), [&](const auto& t) { return gone_[t.first]; });
-      if (lost == targets.end()) {
+      if (lost == targets.end() && !left_unread_) {
         ++it;
         continue;
       }
-      broken_.push_back({std::move(*it), lost->first, gone_error()});
+      broken_.push_back({std::move(*it), lost == targets.end() ? *left_unread_ : lost->first, gone_error()});
       it = ready_.erase(it);
     }
   }
@@ -254,6 +257,7 @@ void ShmSender::mark_gone(size_t link) {
   const std::lock_guard lock(mutex_);
   if (gone_[link]) return;
   gone_[link] = true;
+  if (!own_.mailbox(static_cast<uint32_t>(link)).fragments.empty()) left_unread_ = static_cast<uint32_t>(link);
   for (auto it = waiting_.begin(); it != waiting_.end();) {
     const auto current = it++;
     const auto& targets = (*current)->targets;

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -72,6 +73,9 @@ class ShmSender {
   uint64_t in_use_ = 0;         // the others, as bits
   uint64_t wake_at_ = 0;        // slots freed at which this rank is called, if there were none
   std::vector<bool> gone_;      // by link
+  // A link that has gone without reading what was sent there, which keeps slots for good: so messages to others
+  // might wait for them for good.
+  std::optional<uint32_t> left_unread_;
   bool aborted_ = false;
 };
 

@@ -27,12 +27,15 @@ class ShmTransport final : public LocalTransport, public ShmProgress::Group {
     receiver_.recv(peer, key, nbytes, std::move(message));
   }
 
-  void check_peers() override {
+  std::vector<int> check_peers() override {
+    std::vector<int> out;
     for (size_t i = 0; i < membership_.links.size(); ++i) {
       if (!membership_.links[i]->gone()) continue;
       receiver_.mark_gone(i);
       sender_.mark_gone(i);
+      out.push_back(membership_.links[i]->rank());
     }
+    return out;
   }
 
   bool turn(ShmHalf half, bool driver) override {

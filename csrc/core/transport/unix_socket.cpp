@@ -1,10 +1,7 @@
 #include "transport/unix_socket.h"
 
-#include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstddef>
-#include <cstdint>
 #include <cstring>
 #include <stdexcept>
 #include <system_error>
@@ -21,22 +18,21 @@ namespace {
 socklen_t abstract_address(const std::string& name, sockaddr_un* out) {
   *out = {};
   out->sun_family = AF_UNIX;
-  if (name.empty() || name.size() >= kSocketNameBytes) throw std::runtime_error("bad address of a peer");
+  if (name.empty() || name.size() >= sizeof out->sun_path) throw std::runtime_error("bad address of a peer");
   // The leading zero byte is what makes the name abstract.
   std::memcpy(out->sun_path + 1, name.data(), name.size());
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
 }
 
-ucred credentials(int socket) {
-  ucred peer{};
-  socklen_t size = sizeof peer;
-  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) fail_with_errno("SO_PEERCRED");
-  return peer;
+Descriptor new_socket() {
+  Descriptor out(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (out.get() < 0) fail_with_errno("socket");
+  return out;
 }
 
-void check_user(int socket) {
-  if (credentials(socket).uid != geteuid())
-    throw std::runtime_error("a peer's process belongs to another user");
+bool credentials(int socket, ucred* peer) {
+  socklen_t size = sizeof *peer;
+  return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, peer, &size) == 0;
 }
 
 }  // namespace
@@ -45,20 +41,15 @@ void fail_with_errno(const std::string& what) {
   throw std::runtime_error(what + ": " + std::generic_category().message(errno));
 }
 
-std::string random_socket_name() {
-  uint8_t bytes[16];
-  if (getrandom(bytes, sizeof bytes, 0) != sizeof bytes) fail_with_errno("getrandom");
-  std::string out = "meshcast-";
-  for (const uint8_t byte : bytes) {
-    out += "0123456789abcdef"[byte >> 4];
-    out += "0123456789abcdef"[byte & 15];
-  }
+std::string random_hexadecimal(size_t digits) {
+  std::string out(digits, 0);
+  if (getrandom(out.data(), digits, 0) != static_cast<ssize_t>(digits)) fail_with_errno("getrandom");
+  for (char& digit : out) digit = "0123456789abcdef"[digit & 15];
   return out;
 }
 
 Descriptor listen_at(const std::string& name, int backlog) {
-  Descriptor out(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  if (out.get() < 0) fail_with_errno("socket");
+  Descriptor out = new_socket();
   sockaddr_un address;
   const socklen_t size = abstract_address(name, &address);
   if (bind(out.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) fail_with_errno("bind");
@@ -66,37 +57,37 @@ Descriptor listen_at(const std::string& name, int backlog) {
   return out;
 }
 
-Descriptor connect_to(const std::string& name, const std::string& who) {
-  Descriptor out(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  if (out.get() < 0) fail_with_errno("socket");
+Descriptor connect_to(const std::string& name) {
+  Descriptor out = new_socket();
   sockaddr_un address;
   const socklen_t size = abstract_address(name, &address);
-  if (connect(out.get(), reinterpret_cast<sockaddr*>(&address), size) != 0)
-    fail_with_errno("connecting to " + who);
-  check_user(out.get());
+  if (connect(out.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
+    const int error = errno;
+    if (error != EAGAIN && error != ECONNREFUSED) fail_with_errno("connecting to a rank of this host");
+    out = Descriptor();
+    errno = error;
+    return out;
+  }
+  if (!of_this_user(out.get())) throw std::runtime_error("a peer's process belongs to another user");
   return out;
 }
 
 Descriptor accept_from(int listener) {
-  Descriptor out(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
-  if (out.get() < 0) fail_with_errno("accept");
-  check_user(out.get());
+  Descriptor out(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (out.get() < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR && errno != ECONNABORTED)
+    fail_with_errno("accept");
   return out;
 }
 
-void wait_readable(int fd, TimePoint deadline, const char* what) {
-  for (;;) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
-    if (left <= 0) throw std::runtime_error(std::string("timed out while ") + what);
-    pollfd entry{fd, POLLIN, 0};
-    const int ready = poll(&entry, 1, static_cast<int>(std::min<int64_t>(left, 60000)));
-    if (ready > 0) return;
-    if (ready < 0 && errno != EINTR) fail_with_errno("poll");
-  }
+bool of_this_user(int socket) {
+  ucred peer{};
+  return credentials(socket, &peer) && peer.uid == geteuid();
 }
 
 Descriptor process_behind(int socket) {
-  return Descriptor(static_cast<int>(syscall(SYS_pidfd_open, credentials(socket).pid, 0)));
+  ucred peer{};
+  if (!credentials(socket, &peer)) return Descriptor();
+  return Descriptor(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
 }
 
 }  // namespace meshcast

@@ -1,15 +1,13 @@
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <utility>
 
 #include <unistd.h>
 
-#include "transport/transport.h"
-
-// Sockets between processes of one host, under names that have no file and that nobody can guess. They carry
-// whole messages in order (SOCK_SEQPACKET) and close with their process. All functions throw
-// std::runtime_error with the reason.
+// Sockets between processes of one host, under names that have no file. They carry whole messages in order
+// (SOCK_SEQPACKET) and close with their process. All functions throw std::runtime_error with the reason.
 namespace meshcast {
 
 class Descriptor {
@@ -30,19 +28,17 @@ class Descriptor {
   int fd_;
 };
 
-inline constexpr size_t kSocketNameBytes = 64;  // with the zero behind it
-
 [[noreturn]] void fail_with_errno(const std::string& what);
 
-std::string random_socket_name();
-Descriptor listen_at(const std::string& name, int backlog);
-// `who` is there for the message. Blocks only while the backlog of the other end is full.
-Descriptor connect_to(const std::string& name, const std::string& who);
-// `listener` is readable. Of processes of this user only.
-Descriptor accept_from(int listener);
+std::string random_hexadecimal(size_t digits);  // of the kernel's
 
-// Throws where nothing can be read by `deadline`; `what` is being done meanwhile.
-void wait_readable(int fd, TimePoint deadline, const char* what);
+// None of these blocks.
+Descriptor listen_at(const std::string& name, int backlog);
+// None, with errno: EAGAIN where too many wait to be accepted there, ECONNREFUSED where nobody listens. Throws
+// where a process of another user does.
+Descriptor connect_to(const std::string& name);
+Descriptor accept_from(int listener);  // none where nobody waits
+bool of_this_user(int socket);         // the process at the other end
 
 // Readable once the process at the other end has ended; none where it is not visible from here. A child that
 // it forked may hold the socket open after that.

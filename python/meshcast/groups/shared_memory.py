@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 
 from .. import _C
 from ..base import settings
-from ..errors import MeshcastError
+from ..errors import MeshcastError, PeerLostError
 from .board import Board
 
 __all__ = ["LocalMemory"]
 
 _MEET_LIMIT = 30.0  # seconds; every member is in this call already
+_LOST = "lost "  # and the rank: posted by a rank that leaves because of that
 
 _warned: set[str] = set()  # reasons told so far: one warning for each
 
@@ -29,6 +30,7 @@ class LocalMemory:
         self._core: _C.SharedMemory | None = None
         self._ranks: tuple[int, ...] = ()
         self._outcome = ""  # what this rank posts: empty if it succeeded
+        self._lost: int | None = None  # a rank that went while this host's ranks met
         if settings.SHM.choice("0", "1") == "0":
             self.offer = f"off {settings.SHM.name} is 0"
             return
@@ -56,21 +58,45 @@ class LocalMemory:
         try:
             self._core.meet(list(group), addresses, rank, min(limit, _MEET_LIMIT))
         except MeshcastError as error:
+            if isinstance(error, PeerLostError):
+                self._lost = error.peer
             self._core = None  # closes its socket, so that nobody goes on waiting for this rank
             self._outcome = f"rank {rank}: {error}"
 
     def settle(self, board: Board, deadline: float) -> _C.SharedMemory | None:
-        """The memory if every rank of this host connected, else None, with a warning. Raises NotPostedError
-        where a rank does not tell before `deadline`."""
+        """The memory if every rank of this host connected, else None, with a warning. Raises PeerLostError
+        where a rank has gone, NotPostedError where one does not tell before `deadline`."""
         if not self._ranks:
             return None
         board.post("shm", self._outcome)
-        failures = [text for text in board.gather("shm", self._ranks, deadline).values() if text]
+        texts = board.gather("shm", self._ranks, deadline, lambda: self._look_after_ranks(board))
+        failures = [text for text in texts.values() if text]
         if not failures:
             return self._core
         self._core = None
         self._warn(failures[0])
         return None
+
+    def _look_after_ranks(self, board: Board) -> None:
+        """Raises PeerLostError where a rank that others wait for has gone. One that left since it lost
+        another has said so, and is not to blame."""
+        gone = [] if self._core is None else self._core.gone()
+        for rank in gone if self._lost is None else [self._lost]:
+            lost = rank
+            if board.has("shm", rank):
+                said = board.read("shm", [rank])[rank]
+                if not said.startswith(_LOST):
+                    continue
+                lost = int(said.removeprefix(_LOST))
+            board.post("shm", f"{_LOST}{lost}")
+            raise PeerLostError(
+                f"rank {board.rank}: rank {lost} has gone while the ranks {list(self._ranks)} of this host "
+                "connected. Look at that rank's own output first.",
+                rank=board.rank,
+                peer=lost,
+                op="connect",
+                phase="connect",
+            )
 
     def _warn(self, reason: str) -> None:
         if reason in _warned:

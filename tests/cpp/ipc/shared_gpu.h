@@ -31,7 +31,7 @@ struct SharedGpu {
   };
   struct Rank {
     std::atomic<bool> listens{false};
-    char address[kSocketNameBytes] = {};
+    char address[128] = {};
     std::array<Event, kSharedEvents> events;
     std::atomic<int64_t> plans{0};  // that went well
     std::atomic<int32_t> lost{-1};  // the peer that its error named

@@ -281,6 +281,42 @@ TEST_CASE("shared memory: a group that ends does not take what others have under
   }
 }
 
+TEST_CASE("shared memory: slots that a rank took along hold up no message to others for ever", "[exec][shm]") {
+  auto ranks = connect_local(3, {0, 1, 2});
+  std::atomic<bool> busy = false;
+  std::atomic<bool> may_go_on = false;
+  Piece first(10);
+  Piece first_in(10);
+  first_in.at_end = [&] {  // rank 1 reads nothing more from here on
+    busy = true;
+    while (!may_go_on) std::this_thread::sleep_for(milliseconds(1));
+  };
+  recv(*ranks[1], 0, 1, first_in);
+  send(*ranks[0], 1, 1, first);
+  while (!busy) std::this_thread::sleep_for(milliseconds(1));
+  Piece all_slots(size_t{2} << 20);
+  Piece all_slots_in(size_t{2} << 20);
+  recv(*ranks[1], 0, 2, all_slots_in);
+  send(*ranks[0], 1, 2, all_slots);
+  CHECK(all_slots.wait());  // for its sender it is over
+  Piece other(size_t{1} << 20);
+  Piece other_in(size_t{1} << 20);
+  recv(*ranks[2], 0, 3, other_in);
+  send(*ranks[0], 2, 3, other);
+  std::this_thread::sleep_for(milliseconds(50));
+  CHECK_FALSE(other.over());
+  std::thread leaver([&] { ranks[1]->shutdown(); });
+  const auto limit = Clock::now() + milliseconds(5000);
+  while (!other.over() && Clock::now() < limit) {
+    ranks[0]->check_peers();
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  CHECK(other.over());
+  CHECK(other.failed);
+  may_go_on = true;
+  leaver.join();
+}
+
 TEST_CASE("shared memory: a forked child that lets go of its copy does not touch the parent's", "[exec][shm]") {
   auto ranks = connect_local(2, {0, 1});
   check_passes(*ranks[0], *ranks[1], 1000, 1);
