@@ -48,8 +48,8 @@ void send_hello(int socket, const Hello& hello, std::array<int, kPassed> passed)
 }
 
 // Returns the descriptors that came along.
-Passed receive_hello(int socket, Hello* hello, TimePoint deadline) {
-  wait_readable(socket, deadline, "waiting for a peer's shared memory");
+Passed receive_hello(int socket, Hello* hello, TimePoint deadline, const std::function<void()>& check) {
+  wait_readable(socket, deadline, "waiting for a peer's shared memory", check);
   iovec data{hello, sizeof *hello};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int[kPassed]))] = {};
   msghdr message{};
@@ -118,7 +118,8 @@ ShmRendezvous::ShmRendezvous(uint32_t ranks, std::shared_ptr<ShmProgress> progre
 
 ShmRendezvous::~ShmRendezvous() { close(listener_); }
 
-ShmMembership ShmRendezvous::meet(const std::vector<ShmMember>& members, int rank, TimePoint deadline) {
+ShmMembership ShmRendezvous::meet(const std::vector<ShmMember>& members, int rank, TimePoint deadline,
+                                  const std::function<void()>& check) {
   const auto count = static_cast<uint32_t>(members.size());
   if (count > kMaxLocalRanks) {
     throw std::runtime_error(std::to_string(count) + " ranks of one host; shared memory serves at most " +
@@ -149,17 +150,17 @@ ShmMembership ShmRendezvous::meet(const std::vector<ShmMember>& members, int ran
   }
   std::vector<std::unique_ptr<ShmLink>> higher;
   while (higher.size() < count - 1 - my_index) {
-    wait_readable(listener_, deadline, "waiting for the other ranks of this host");
+    wait_readable(listener_, deadline, "waiting for the other ranks of this host", check);
     Descriptor link = accept_from(listener_);
     Hello hello;
-    const Passed got = receive_hello(link.get(), &hello, deadline);
+    const Passed got = receive_hello(link.get(), &hello, deadline, check);
     if (hello.to != rank || address_ != hello.address) throw std::runtime_error("a stray process called");
     send_hello(link.get(), make_hello(rank, hello.from, group, address_), passed);
     higher.push_back(link_to(hello, std::move(link), got));
   }
   for (size_t i = 0; i < sockets.size(); ++i) {
     Hello hello;
-    const Passed got = receive_hello(sockets[i].get(), &hello, deadline);
+    const Passed got = receive_hello(sockets[i].get(), &hello, deadline, check);
     if (hello.from != members[i].rank || hello.to != rank) throw std::runtime_error("a stray process answered");
     out.links.push_back(link_to(hello, std::move(sockets[i]), got));
   }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -67,8 +68,10 @@ class ShmRendezvous {
   const std::string& address() const { return address_; }
 
   // Connects this rank with all others of `members` (which holds this rank too and ascends); every member must
-  // call. Throws std::runtime_error with the reason, and no later than `deadline`. To be called once.
-  ShmMembership meet(const std::vector<ShmMember>& members, int rank, TimePoint deadline);
+  // call. Throws std::runtime_error with the reason, and no later than `deadline`. To be called once. check:
+  // see wait_readable.
+  ShmMembership meet(const std::vector<ShmMember>& members, int rank, TimePoint deadline,
+                     const std::function<void()>& check = {});
 
  private:
   std::string address_;

@@ -18,6 +18,8 @@
 namespace meshcast {
 namespace {
 
+constexpr int64_t kCheckMs = 50;  // between two checks of who waits
+
 socklen_t abstract_address(const std::string& name, sockaddr_un* out) {
   *out = {};
   out->sun_family = AF_UNIX;
@@ -84,13 +86,14 @@ Descriptor accept_from(int listener) {
   return out;
 }
 
-void wait_readable(int fd, TimePoint deadline, const char* what) {
+void wait_readable(int fd, TimePoint deadline, const char* what, const std::function<void()>& check) {
   for (;;) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
     if (left <= 0) throw std::runtime_error(std::string("timed out while ") + what);
     pollfd entry{fd, POLLIN, 0};
-    const int ready = poll(&entry, 1, static_cast<int>(std::min<int64_t>(left, 60000)));
+    const int ready = poll(&entry, 1, static_cast<int>(std::min<int64_t>(left, check ? kCheckMs : 60000)));
     if (ready > 0) return;
+    if (ready == 0 && check) check();
     if (ready < 0 && errno != EINTR) fail_with_errno("poll");
   }
 }

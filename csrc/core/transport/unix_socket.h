@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <string>
 #include <utility>
 
@@ -41,8 +42,9 @@ Descriptor connect_to(const std::string& name, const std::string& who);
 // `listener` is readable. Of processes of this user only.
 Descriptor accept_from(int listener);
 
-// Throws where nothing can be read by `deadline`; `what` is being done meanwhile.
-void wait_readable(int fd, TimePoint deadline, const char* what);
+// Throws where nothing can be read by `deadline`; `what` is being done meanwhile. check() is called now and
+// then until then, and throws where waiting has lost its sense.
+void wait_readable(int fd, TimePoint deadline, const char* what, const std::function<void()>& check = {});
 
 // Readable once the process at the other end has ended; none where it is not visible from here. A child that
 // it forked may hold the socket open after that.

@@ -6,12 +6,13 @@ cannot. It is used by all ranks of a host that are in a private group, or by non
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .. import _C
 from ..base import settings
-from ..errors import MeshcastError
+from ..errors import AbortedError, MeshcastError, PeerLostError
 from .board import Board
 
 __all__ = ["LocalMemory"]
@@ -19,6 +20,22 @@ __all__ = ["LocalMemory"]
 _MEET_LIMIT = 30.0  # seconds; every member is in this call already
 
 _warned: set[str] = set()  # reasons told so far: one warning for each
+
+
+Lost = Callable[[], "tuple[int, str] | None"]  # a rank of the group that has gone, and why
+
+
+def _check(lost: Lost, rank: int) -> None:
+    found = lost()
+    if found is not None:
+        raise PeerLostError(
+            f"rank {rank} lost rank {found[0]} while the ranks of their host connected their shared memory: "
+            f"{found[1]}. Look at that rank's own output first.",
+            rank=rank,
+            peer=found[0],
+            op="connect",
+            phase="connect",
+        )
 
 
 class LocalMemory:
@@ -39,9 +56,12 @@ class LocalMemory:
         except MeshcastError as error:
             self.offer = f"no {error}"
 
-    def meet(self, group: Sequence[int], offers: Mapping[int, str], rank: int, limit: float) -> None:
-        """Connects with the ranks of this host, given what each of them offered, at most `limit` seconds.
-        A failure is not raised: settle() tells everybody."""
+    def meet(
+        self, group: Sequence[int], offers: Mapping[int, str], rank: int, deadline: float, lost: Lost
+    ) -> None:
+        """Connects with the ranks of this host, given what each of them offered, until `deadline`, by
+        time.monotonic(). Raises PeerLostError where a rank has gone. No other failure is raised: settle()
+        tells everybody."""
         self._ranks = tuple(sorted(offers))
         refusals = {other: text for other, text in offers.items() if not text.startswith("at ")}
         if len(offers) == 1 or refusals:
@@ -54,18 +74,22 @@ class LocalMemory:
         assert self._core is not None
         addresses = {other: text.split(" ", 1)[1] for other, text in offers.items()}
         try:
-            self._core.meet(list(group), addresses, rank, min(limit, _MEET_LIMIT))
+            limit = min(max(deadline - time.monotonic(), 0.001), _MEET_LIMIT)
+            self._core.meet(list(group), addresses, rank, limit, lambda: _check(lost, rank))
+        except (AbortedError, PeerLostError):
+            raise
         except MeshcastError as error:
             self._core = None  # closes its socket, so that nobody goes on waiting for this rank
             self._outcome = f"rank {rank}: {error}"
 
-    def settle(self, board: Board, deadline: float) -> _C.SharedMemory | None:
+    def settle(self, board: Board, deadline: float, lost: Lost) -> _C.SharedMemory | None:
         """The memory if every rank of this host connected, else None, with a warning. Raises NotPostedError
-        where a rank does not tell before `deadline`."""
+        where a rank does not tell before `deadline`, PeerLostError where one has gone."""
         if not self._ranks:
             return None
         board.post("shm", self._outcome)
-        failures = [text for text in board.gather("shm", self._ranks, deadline).values() if text]
+        said = board.gather("shm", self._ranks, deadline, lambda: _check(lost, board.rank))
+        failures = [text for text in said.values() if text]
         if not failures:
             return self._core
         self._core = None
