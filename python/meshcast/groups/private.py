@@ -29,7 +29,7 @@ from .board import LOOK, Board, NotPostedError, Watches, meet, refuse_meeting
 from .network import Network
 from .rails import agreed_count, first_rails, interfaces
 from .shared_memory import LocalMemory
-from .shortage import Shortage, as_shortage, no_thread
+from .shortage import Shortage, as_shortage, few_descriptors, no_thread
 from .store import store_failed
 
 __all__ = ["Attachment", "Command", "PrivateGroup"]
@@ -232,6 +232,8 @@ class PrivateGroup:
             store = self._life()
             board = Board(store, self.rank)
             try:
+                if few := few_descriptors():
+                    raise MeshcastError(few, **where)
                 threads = _C.WorkThread()  # kept by the core as well
                 memory = LocalMemory(len(self.ranks))
                 names, told = interfaces()

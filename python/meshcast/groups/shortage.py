@@ -9,7 +9,7 @@ import threading
 
 from ..errors import MeshcastError
 
-__all__ = ["Shortage", "as_shortage", "no_thread", "shortage"]
+__all__ = ["Shortage", "as_shortage", "few_descriptors", "no_thread", "shortage"]
 
 
 class Shortage(Exception):  # noqa: N818  no error of its own: it never leaves the package
@@ -32,28 +32,40 @@ def no_thread(what: str, *, rank: int, op: str, phase: str) -> MeshcastError:
     return MeshcastError(f"rank {rank}: {what}: {_THREADS}", rank=rank, op=op, phase=phase)
 
 
-def shortage(error: Exception) -> str:
-    """What this process can have no more of, threads or file descriptors, where something failed that needs
-    them; "" where that is not why. What failed does not always say why."""
-    if _NO_THREAD in str(error) or "can't start new thread" in str(error):
-        return _THREADS
+def _descriptors() -> str:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    descriptors = (
+    return (
         f"this process can open no more file descriptors (its limit is {limit}). Raise it (ulimit -n, or "
         "LimitNOFILE), or close some"
     )
-    if os.strerror(errno.EMFILE) in str(error):
-        return descriptors
+
+
+def few_descriptors() -> str:
+    """Says so where this process can hardly open any more; else "". Asked before UCX is used: it may end a
+    process that has none left."""
     held: list[int] = []
     try:
         while len(held) < _FEW_DESCRIPTORS:
             held.append(os.eventfd(0))
     except OSError as refused:
         if refused.errno in (errno.EMFILE, errno.ENFILE):
-            return descriptors
+            return _descriptors()
     finally:
         for descriptor in held:
             os.close(descriptor)
+    return ""
+
+
+def shortage(error: Exception) -> str:
+    """What this process can have no more of, threads or file descriptors, where something failed that needs
+    them; "" where that is not why. What failed does not always say why."""
+    if _NO_THREAD in str(error) or "can't start new thread" in str(error):
+        return _THREADS
+    descriptors = few_descriptors()
+    if descriptors:
+        return descriptors
+    if os.strerror(errno.EMFILE) in str(error):
+        return _descriptors()
     go = threading.Event()
     try:
         for _ in range(_FEW_THREADS):
@@ -70,4 +82,5 @@ def as_shortage(error: Exception, *, rank: int, op: str, phase: str) -> Meshcast
     short = shortage(error)
     if not short:
         return None
-    return MeshcastError(f"rank {rank}: {short} ({error})", rank=rank, op=op, phase=phase)
+    seen = "" if str(error) == short else f" ({error})"
+    return MeshcastError(f"rank {rank}: {short}{seen}", rank=rank, op=op, phase=phase)
