@@ -18,6 +18,7 @@
 #include "c10d/process_group/pending_work.h"
 #include "c10d/process_group/process_group.h"
 #include "plan/plan.h"
+#include "run/work_thread.h"
 #include "transport/shm_link.h"
 #include "transport/shm_transport.h"
 
@@ -95,8 +96,9 @@ class SharedMemory {
   const std::string& address() const { return rendezvous_->address(); }
 
   // `group`: all global ranks of the private group; `members`: address by global rank, of this host.
+  // check: called now and then, may raise.
   void meet(const std::vector<int32_t>& group, const std::map<int32_t, std::string>& members, int32_t rank,
-            double timeout_seconds) {
+            double timeout_seconds, py::function check) {
     const auto index = [&](int32_t global) {
       return static_cast<int>(std::lower_bound(group.begin(), group.end(), global) - group.begin());
     };
@@ -108,8 +110,15 @@ class SharedMemory {
     const auto limit =
         std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds));
     group_ = group;
+    const auto call = [function = kept(std::move(check))] {
+      const py::gil_scoped_acquire gil;
+      py::reinterpret_borrow<py::function>(function.get())();
+    };
+    const py::gil_scoped_release no_gil;
     try {
-      transport_ = make_shm_transport(rendezvous_->meet(local, index(rank), Clock::now() + limit));
+      transport_ = make_shm_transport(rendezvous_->meet(local, index(rank), Clock::now() + limit, call));
+    } catch (const py::error_already_set&) {
+      throw;
     } catch (const Error& error) {
       ErrorContext context = error.context();
       if (context.peer >= 0) context.peer = group[static_cast<size_t>(context.peer)];
@@ -150,9 +159,22 @@ void bind_runtime(py::module_& m) {
       .def(py::init<uint32_t>(), py::arg("ranks"))
       .def_property_readonly("address", &SharedMemory::address)
       .def("meet", &SharedMemory::meet, py::arg("group"), py::arg("members"), py::arg("rank"),
-           py::arg("timeout"), NoGil())
+           py::arg("timeout"), py::arg("check"))
       .def("gone", &SharedMemory::gone, NoGil())
       .def_static("set_budget", &set_shm_budget, py::arg("nbytes"));
+
+  // Kept, it spares a group that comes up the risk that there is no thread for it.
+  py::class_<WorkThread, std::shared_ptr<WorkThread>>(m, "WorkThread").def(py::init(&WorkThread::of_process));
+
+  m.def(
+      "post_cause",
+      [](const c10::intrusive_ptr<c10d::Store>& store, int32_t rank, const py::object& raised) {
+        const Error error = error_from(raised);
+        const py::gil_scoped_release no_gil;
+        Bulletin(store).settle_cause(
+            {static_cast<int32_t>(error.kind()), rank, error.context().peer, error.what()});
+      },
+      py::arg("store"), py::arg("rank"), py::arg("error"));
 
   py::class_<AgreedPlan, std::shared_ptr<AgreedPlan>>(m, "AgreedPlan")
       .def_property_readonly("slot", &AgreedPlan::slot)
@@ -242,7 +264,8 @@ void bind_runtime(py::module_& m) {
                        py::function split) {
              return c10::make_intrusive<ProcessGroupMeshcast>(
                  std::move(inner), rank, size, Multicast{call_python(std::move(multicast)), at_least},
-                 std::move(point_to_point), gpu_backend_maker(std::move(cuda)), splitter(std::move(split)), unlocked);
+                 std::move(point_to_point), gpu_backend_maker(std::move(cuda)), splitter(std::move(split)),
+                 unlocked);
            }),
            py::arg("inner"), py::arg("rank"), py::arg("size"), py::arg("multicast"), py::arg("at_least"),
            py::arg("point_to_point").none(true), py::arg("cuda"), py::arg("split"))

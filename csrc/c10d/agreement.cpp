@@ -28,19 +28,6 @@ ErrorContext context_of(const GroupIdentity& group, CallId call, int32_t peer) {
   return context;
 }
 
-[[noreturn]] void raise_cause(const Cause& cause, const GroupIdentity& group, CallId call) {
-  if (cause.kind == static_cast<int32_t>(ErrorKind::PeerLost)) {
-    const std::string seen =
-        cause.reporter == group.rank ? "" : fmt::format(" (first seen by rank {})", cause.reporter);
-    throw Error(ErrorKind::PeerLost, fmt::format("rank {}: {}{}", group.rank, cause.text, seen),
-                context_of(group, call, cause.peer));
-  }
-  throw Error(ErrorKind::Aborted,
-              fmt::format("rank {}: call {} of {}: the group was aborted by rank {}: {}", group.rank,
-                          call.ordinal, group.name, cause.reporter, cause.text),
-              context_of(group, call, peer_in(cause, group.rank)));
-}
-
 // A rank may have given up on the group before it came to this call.
 void raise_if_broken(Bulletin& bulletin, const GroupIdentity& group, CallId call) {
   if (const auto cause = bulletin.read_cause()) raise_cause(*cause, group, call);
@@ -87,6 +74,19 @@ void check_posting(const GroupIdentity& group, CallId call, const std::string& d
 }
 
 }  // namespace
+
+void raise_cause(const Cause& cause, const GroupIdentity& group, CallId call) {
+  if (cause.kind == static_cast<int32_t>(ErrorKind::PeerLost)) {
+    const std::string seen =
+        cause.reporter == group.rank ? "" : fmt::format(" (first seen by rank {})", cause.reporter);
+    throw Error(ErrorKind::PeerLost, fmt::format("rank {}: {}{}", group.rank, cause.text, seen),
+                context_of(group, call, cause.peer));
+  }
+  throw Error(ErrorKind::Aborted,
+              fmt::format("rank {}: call {} of {}: the group was aborted by rank {}: {}", group.rank,
+                          call.ordinal, group.name, cause.reporter, cause.text),
+              context_of(group, call, cause.peer));
+}
 
 std::string format_ranks(const std::vector<int32_t>& ranks) {
   return fmt::format("[{}]", fmt::join(ranks, ", "));
@@ -148,6 +148,9 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
       for (const int32_t other : missing) {
         const auto stalled = bulletin.read(Board::Stall, call.lane, call.ordinal, other);
         if (stalled) check_posting(group, call, descriptor, other, *stalled);
+        if (bulletin.passed(call.lane, other) >= call.ordinal)
+          raise_mismatch(group, call, descriptor, other,
+                         {true, -1, "the call failed there, too long ago for more to be known"});
       }
     }
     if (now - started > kLookForPeers) {

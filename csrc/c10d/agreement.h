@@ -38,6 +38,9 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
 std::vector<int32_t> compare_postings(Bulletin& bulletin, const GroupIdentity& group, CallId call,
                                       const std::string& descriptor);
 
+// Why the group is broken, as an error of this call.
+[[noreturn]] void raise_cause(const Cause& cause, const GroupIdentity& group, CallId call);
+
 // "[1, 4, 5]"
 std::string format_ranks(const std::vector<int32_t>& ranks);
 

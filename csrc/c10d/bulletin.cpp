@@ -24,11 +24,13 @@ int32_t parse_number(const std::string& text, size_t begin, size_t end) {
   return value;
 }
 
+}  // namespace
+
 std::string encode(const Cause& cause) {
   return fmt::format("{} {} {}\n{}", cause.kind, cause.reporter, cause.peer, cause.text.substr(0, kMaxText));
 }
 
-Cause decode(const std::string& text) {
+Cause decode_cause(const std::string& text) {
   const size_t line = text.find('\n');
   const size_t a = text.find(' ');
   const size_t b = a == std::string::npos ? a : text.find(' ', a + 1);
@@ -36,8 +38,6 @@ Cause decode(const std::string& text) {
   return {parse_number(text, 0, a), parse_number(text, a + 1, b), parse_number(text, b + 1, line),
           text.substr(line + 1)};
 }
-
-}  // namespace
 
 class Bulletin::Wait {
  public:
@@ -77,15 +77,27 @@ void Bulletin::erase(Board board, int32_t lane, int64_t ordinal, int32_t rank) {
   store_->deleteKey(posting_key(board, lane, ordinal, rank));
 }
 
+void Bulletin::pass(int32_t lane, int64_t ordinal, int32_t rank) {
+  const Wait wait(*this);
+  store_->set(fmt::format("passed/{}/{}", lane, rank), std::to_string(ordinal));
+}
+
+int64_t Bulletin::passed(int32_t lane, int32_t rank) {
+  const auto found = read_key(fmt::format("passed/{}/{}", lane, rank));
+  int64_t out = -1;
+  if (found) std::from_chars(found->data(), found->data() + found->size(), out);
+  return out;
+}
+
 Cause Bulletin::settle_cause(const Cause& cause) {
   const Wait wait(*this);
-  return decode(store_->compareSet(kCauseKey, std::string(), encode(cause)));
+  return decode_cause(store_->compareSet(kCauseKey, std::string(), encode(cause)));
 }
 
 std::optional<Cause> Bulletin::read_cause() {
   const auto text = read_key(kCauseKey);
   if (!text) return std::nullopt;
-  return decode(*text);
+  return decode_cause(*text);
 }
 
 std::optional<std::string> Bulletin::read_key(const std::string& key) {

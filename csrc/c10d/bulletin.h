@@ -34,6 +34,10 @@ inline int32_t peer_in(const Cause& cause, int32_t rank) {
   return cause.peer < 0 && gave_up ? cause.reporter : cause.peer;
 }
 
+// As text, for the store and for peers; bounded. What cannot be read is a cause without a kind.
+std::string encode(const Cause& cause);
+Cause decode_cause(const std::string& text);
+
 // The group's notice board in the rendezvous store: postings by (lane, ordinal, rank) and one first cause.
 // Plain text, bounded, nothing executed. `store` must be a connection that nobody waits on: a blocking wait
 // locks all other users of its connection out. Every call here is short where the store answers, and may throw
@@ -49,6 +53,10 @@ class Bulletin {
   void post(Board board, int32_t lane, int64_t ordinal, int32_t rank, const Posting& posting);
   std::optional<Posting> read(Board board, int32_t lane, int64_t ordinal, int32_t rank);
   void erase(Board board, int32_t lane, int64_t ordinal, int32_t rank);
+
+  // That this rank's postings for calls of a lane up to this one are gone: it has left those calls.
+  void pass(int32_t lane, int64_t ordinal, int32_t rank);
+  int64_t passed(int32_t lane, int32_t rank);  // -1: none
 
   // Returns the cause that counts: this one, or the one that another rank wrote before.
   Cause settle_cause(const Cause& cause);

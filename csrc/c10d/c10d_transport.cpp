@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -62,10 +63,14 @@ const TransportError kAborted(TransportError::Cause::Aborted, "the transport was
 class WaitLine {
  public:
   explicit WaitLine(int peer) : peer_(peer) {
-    thread_ = std::thread([this] {
-      name_this_thread("mc-gloo");
-      loop();
-    });
+    try {
+      thread_ = std::thread([this] {
+        name_this_thread("mc-gloo");
+        loop();
+      });
+    } catch (const std::system_error& error) {
+      throw std::runtime_error(no_thread("messages over gloo", error));
+    }
   }
 
   void join() { thread_.join(); }  // after abort()

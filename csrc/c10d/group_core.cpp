@@ -1,6 +1,8 @@
 #include "c10d/group_core.h"
 
+#include <cstring>
 #include <new>
+#include <thread>
 #include <utility>
 
 #include <fmt/format.h>
@@ -9,10 +11,17 @@
 #include "common/fault_point.h"
 
 namespace meshcast {
+namespace {
+
+constexpr size_t kMostPosted = 64;                        // calls
+constexpr auto kSeenIn = std::chrono::milliseconds(500);  // in which one that has died is seen
+
+}  // namespace
 
 class GroupCore::WatchedEngine final : public Watched {
  public:
-  explicit WatchedEngine(const std::unique_ptr<Engine>& engine) : engine_(engine) {}
+  WatchedEngine(const std::unique_ptr<Engine>& engine, Transport& network)
+      : engine_(engine), network_(network) {}
 
   std::vector<std::shared_ptr<RunState>> in_flight() override {
     const auto runs = engine_->in_flight();
@@ -20,10 +29,12 @@ class GroupCore::WatchedEngine final : public Watched {
   }
   std::exception_ptr error() const override { return engine_->error(); }
   void fail(std::exception_ptr error) override { engine_->fail(std::move(error)); }
+  void leave_because(const Cause& cause) override { network_.leave_because(encode(cause)); }
   void check_peers() override { engine_->check_local_peers(); }
 
  private:
   const std::unique_ptr<Engine>& engine_;
+  Transport& network_;
 };
 
 GroupCore::GroupCore(std::shared_ptr<Transport> network, const c10::intrusive_ptr<c10d::Store>& store,
@@ -32,7 +43,7 @@ GroupCore::GroupCore(std::shared_ptr<Transport> network, const c10::intrusive_pt
       network_(network),
       local_ranks_(std::move(local.ranks)),
       agreement_bulletin_(store),
-      watched_(std::make_unique<WatchedEngine>(engine_)),
+      watched_(std::make_unique<WatchedEngine>(engine_, *network_)),
       slots_(std::make_shared<SlotPool>(kSlots)) {
   try {
     engine_ = std::make_unique<Engine>(
@@ -89,28 +100,120 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_whole(CallId call, const PlanText& 
         "rank {}: group {} has {} transfers alive, and no more are possible; close some (a Resharder, "
         "a graph that is kept)",
         identity_.rank, identity_.name, kSlots);
+    note_posted(call, true);
     agreement_bulletin_.post(Bulletin::Board::Agreement, call.lane, call.ordinal, identity_.rank,
                              {true, -1, full});
     throw LayoutError(full);
   }
-  const int32_t slot = agree(
-      agreement_bulletin_, identity_, call, text.descriptor, *offered, deadline_after(timeout_seconds),
-      timeout_seconds, [this] { refuse_if_failed(); }, [this](int peer) { return network_->lost(peer); });
+  int32_t slot = -1;
+  try {
+    slot = agree_in_time(call, text, *offered, timeout_seconds);
+  } catch (const Error& error) {
+    // So that peers are told what it was, and no other kind of error.
+    if (error.kind() == ErrorKind::PeerLost) watcher_->peer_lost(error);
+    throw;
+  }
   if (leads) slots_->take(slot);
-  // That everybody agreed on this call means that everybody has read what was posted for the one before.
-  if (last_agreed_)
-    agreement_bulletin_.erase(Bulletin::Board::Agreement, last_agreed_->lane, last_agreed_->ordinal,
-                              identity_.rank);
-  last_agreed_ = call;
+  try {
+    erase_read();
+  } catch (const std::exception&) {
+    // The store has gone since; what is on the board went with it.
+  }
   return std::make_shared<AgreedPlan>(call.lane, std::move(forward), std::move(backward), slot,
                                       leads ? slots_ : std::weak_ptr<SlotPool>());
+}
+
+// The store must not grow with the number of calls that fail: of old ones it keeps only that they are over.
+void GroupCore::note_posted(CallId call, bool rejected) {
+  posted_.push_back({call, rejected});
+  if (posted_.size() <= kMostPosted) return;
+  const CallId old = posted_.front().call;
+  posted_.pop_front();
+  agreement_bulletin_.pass(old.lane, old.ordinal, identity_.rank);
+  agreement_bulletin_.erase(Bulletin::Board::Agreement, old.lane, old.ordinal, identity_.rank);
+}
+
+// That everybody agreed on a call means that everybody has read what was posted for those before, but for
+// rejections: ranks in a transfer read them, and no agreement waits for that.
+void GroupCore::erase_read() {
+  if (posted_.empty()) return;
+  const Posted mine = posted_.back();
+  posted_.pop_back();
+  for (const Posted& each : posted_) {
+    if (!each.rejected)
+      agreement_bulletin_.erase(Bulletin::Board::Agreement, each.call.lane, each.call.ordinal, identity_.rank);
+  }
+  std::erase_if(posted_, [](const Posted& each) { return !each.rejected; });
+  posted_.push_back(mine);
+}
+
+int32_t GroupCore::agree_in_time(CallId call, const PlanText& text, int32_t offered_slot,
+                                 double timeout_seconds) {
+  try {
+    note_posted(call, false);
+    return agree(
+        agreement_bulletin_, identity_, call, text.descriptor, offered_slot, deadline_after(timeout_seconds),
+        timeout_seconds,
+        [&] {
+          refuse_if_failed();
+          raise_if_told(call);
+        },
+        [this](int peer) { return network_->lost(peer); });
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    store_failed(call, text, std::string(error.what(), std::strcspn(error.what(), "\n")));
+  }
+}
+
+// Its process may be that of a peer, which is seen soon then.
+void GroupCore::store_failed(CallId call, const PlanText& text, const std::string& what) {
+  for (const TimePoint limit = Clock::now() + kSeenIn; Clock::now() < limit;) {
+    raise_if_told(call);
+    for (size_t peer = 0; peer < identity_.ranks.size(); ++peer) {
+      const int32_t rank = identity_.ranks[peer];
+      const std::string why = rank == identity_.rank ? "" : network_->lost(static_cast<int>(peer));
+      if (!why.empty())
+        raise_cause(
+            {static_cast<int32_t>(ErrorKind::PeerLost), identity_.rank, rank,
+             fmt::format("call {} of {}: rank {} lost rank {} in phase agree: {} (and the rendezvous store: "
+                         "{}). Look at that rank's own output first.",
+                         call.ordinal, identity_.name, identity_.rank, rank, why, what)},
+            identity_, call);
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  ErrorContext context;
+  context.rank = identity_.rank;
+  context.op = text.op;
+  context.sequence = call.ordinal;
+  context.phase = "agree";
+  throw Error(
+      ErrorKind::Generic,
+      fmt::format("rank {}: call {} of {}: the rendezvous store does not answer ({}). The process that has "
+                  "it is dead or cut off: transfers that the ranks have agreed on go on, new ones need it",
+                  identity_.rank, call.ordinal, identity_.name, what),
+      context);
+}
+
+void GroupCore::raise_if_told(CallId call) {
+  for (size_t peer = 0; peer < identity_.ranks.size(); ++peer) {
+    if (identity_.ranks[peer] == identity_.rank) continue;
+    const std::string told = network_->told(static_cast<int>(peer));
+    if (!told.empty()) raise_cause(decode_cause(told), identity_, call);
+  }
 }
 
 void GroupCore::reject(CallId call, const std::string& message) {
   origin_.check();
   const std::lock_guard lock(agree_mutex_);
-  agreement_bulletin_.post(Bulletin::Board::Agreement, call.lane, call.ordinal, identity_.rank,
-                           {true, -1, message});
+  try {
+    note_posted(call, true);
+    agreement_bulletin_.post(Bulletin::Board::Agreement, call.lane, call.ordinal, identity_.rank,
+                             {true, -1, message});
+  } catch (const std::exception&) {
+    // See there.
+  }
 }
 
 c10::intrusive_ptr<c10d::Work> GroupCore::start(const AgreedPlan& agreed, StartArgs args) {

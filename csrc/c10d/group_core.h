@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -45,7 +46,8 @@ class GroupCore final : public GroupBase {
                                        std::shared_ptr<const Plan> reverse, double timeout_seconds);
   int32_t slots_taken() const { return slots_->taken(); }  // 0 on all ranks but the first
 
-  // Tells the ranks that wait for this call that this rank refused its own arguments.
+  // Tells the ranks that wait for this call that this rank refused its own arguments. Where the store does not
+  // answer they hear nothing, and wait to their limits.
   void reject(CallId call, const std::string& message);
 
   // Throws LayoutError where a tensor does not fit the plan, before anything is enqueued, and AbortedError
@@ -61,6 +63,12 @@ class GroupCore final : public GroupBase {
                                           std::shared_ptr<const Plan> reverse, double timeout_seconds);
   c10::intrusive_ptr<c10d::Work> start_whole(const AgreedPlan& agreed, StartArgs args);
 
+  int32_t agree_in_time(CallId call, const PlanText& text, int32_t offered_slot, double timeout_seconds);
+  [[noreturn]] void store_failed(CallId call, const PlanText& text, const std::string& what);
+  void note_posted(CallId call, bool rejected);
+  void erase_read();
+  void raise_if_told(CallId call);  // where a peer has left and told why
+
   class WatchedEngine;
 
   const std::shared_ptr<Transport> network_;
@@ -72,7 +80,11 @@ class GroupCore final : public GroupBase {
   std::atomic<bool> shut_down_{false};
 
   std::mutex agree_mutex_;  // one agreement at a time
-  std::optional<CallId> last_agreed_;
+  struct Posted {
+    CallId call;
+    bool rejected = false;
+  };
+  std::deque<Posted> posted_;              // what this rank has on the board, the oldest first
   const std::shared_ptr<SlotPool> slots_;  // of the group's first rank, which gives the slots
 };
 

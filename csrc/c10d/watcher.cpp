@@ -5,6 +5,8 @@
 
 #include <fmt/format.h>
 
+#include "common/descriptors.h"
+
 namespace meshcast {
 namespace {
 
@@ -66,11 +68,21 @@ bool Watcher::want_report() {
   return reporters_->want({shared_from_this(), self});
 }
 
+bool Watcher::store_failed() {
+  const std::lock_guard lock(mutex_);
+  return unheard_;
+}
+
 void Watcher::wake() { work_->wake(false); }
 
 Cause Watcher::describe_transport_error(int32_t peer, const TransportError& error, const RunState& run) const {
   const int32_t peer_rank = group_.ranks[static_cast<size_t>(peer)];
   const RunLabel& label = run.label();
+  if (out_of_descriptors()) {  // the peer has done nothing
+    return {static_cast<int32_t>(ErrorKind::Generic), group_.rank, -1,
+            fmt::format("{} call {} of {}: no connection with rank {}: {} ({})", label.op(), label.ordinal,
+                        group_.name, peer_rank, kOutOfDescriptors, error.what())};
+  }
   const auto kind =
       error.cause() == TransportError::Cause::Timeout ? ErrorKind::DeadlineExceeded : ErrorKind::PeerLost;
   return {static_cast<int32_t>(kind), group_.rank, peer_rank,
@@ -105,7 +117,8 @@ void Watcher::note_local(Cause cause, const RunState* run, bool known) {
 
 void Watcher::transport_failed(int32_t peer, const TransportError& error, const RunState& run) {
   if (failed()) return;  // an echo of our own abort
-  note_local(describe_transport_error(peer, error, run), &run);
+  note_local(error.told().empty() ? describe_transport_error(peer, error, run) : decode_cause(error.told()),
+             &run);
 }
 
 void Watcher::run_failed(const Error& error, const RunState& run) {
@@ -118,6 +131,16 @@ void Watcher::run_failed(const Error& error, const RunState& run) {
 
 void Watcher::abort(const std::string& reason) {
   const Cause cause{static_cast<int32_t>(ErrorKind::Aborted), group_.rank, -1, reason};
+  note_local(cause, nullptr);
+  give_up(cause);
+}
+
+void Watcher::peer_lost(const Error& error) {
+  if (failed()) return;
+  std::string text = error.what();
+  const std::string me = fmt::format("rank {}: ", group_.rank);
+  if (text.starts_with(me)) text.erase(0, me.size());
+  const Cause cause{static_cast<int32_t>(error.kind()), group_.rank, error.context().peer, std::move(text)};
   note_local(cause, nullptr);
   give_up(cause);
 }
@@ -151,7 +174,9 @@ void Watcher::give_up(const Cause& cause) {
     context.address = address_in(cause.text);
   }
   const Entered inside(engine_use_);
-  if (inside) engine_.fail(std::make_exception_ptr(Error(kind, text, context)));
+  if (!inside) return;
+  engine_.leave_because(cause);
+  engine_.fail(std::make_exception_ptr(Error(kind, text, context)));
 }
 
 void Watcher::report() {
@@ -173,10 +198,13 @@ void Watcher::report() {
     note_local(cause, nullptr);
     give_up(cause);
   } catch (const std::exception&) {
-    // The store has failed. Ticks end the runs at their deadline with what this rank knows.
-    const std::lock_guard lock(mutex_);
-    unheard_ = true;
-    told_.notify_all();
+    // The store has failed. Ticks end the runs at once, or at their deadline, with what this rank knows.
+    {
+      const std::lock_guard lock(mutex_);
+      unheard_ = true;
+      told_.notify_all();
+    }
+    if (local) work_->wake(true);
   }
   reporting_ = false;
 }
@@ -290,7 +318,7 @@ void Watcher::end_in_time(const Runs& runs, const std::optional<Local>& local, T
     }
     return;
   }
-  const bool unanswered = reporters_->held_up(connection_);
+  const bool unanswered = reporters_->held_up(connection_) || store_failed();
   if (local) {
     if (!unanswered && now - local->seen <= kStoreGrace) return;
     Cause cause = local->cause;

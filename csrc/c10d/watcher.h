@@ -28,8 +28,9 @@ class Watched {
   virtual ~Watched() = default;
   virtual std::vector<std::shared_ptr<RunState>> in_flight() = 0;
   virtual std::exception_ptr error() const = 0;
-  virtual void fail(std::exception_ptr error) = 0;  // the first call counts
-  virtual void check_peers() {}                     // now and then, while runs are in flight
+  virtual void fail(std::exception_ptr error) = 0;       // the first call counts
+  virtual void leave_because(const Cause& /*cause*/) {}  // what peers are told by that; before fail()
+  virtual void check_peers() {}                          // now and then, while runs are in flight
 };
 
 // Decides when a group has failed and what the failure is called, so that no call blocks for ever and every
@@ -50,6 +51,7 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   void transport_failed(int32_t peer, const TransportError& error, const RunState& run);
   void run_failed(const Error& error, const RunState& run);  // with a text that names all there is to name
   void abort(const std::string& reason);
+  void peer_lost(const Error& error);  // seen by other means than a run
   int32_t rank() const { return group_.rank; }
 
   // Posts what only this rank knows, if the store takes it soon. Afterwards the engine is not used any more.
@@ -77,6 +79,7 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   TimePoint waits_since() const override { return bulletin_.waits_since(); }
   const void* connection() const override { return connection_; }
   bool want_report();
+  bool store_failed();
   void publish(const Local& local);
   void look();
   Runs old_runs();

@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 
+#include "common/descriptors.h"
 #include "common/error.h"
 #include "ucx/process_plane.h"
 
@@ -15,8 +16,10 @@ using Cause = TransportError::Cause;
 
 // Peers that are alive take what UCX is in the middle of sending within this time.
 constexpr auto kBusyGrace = std::chrono::milliseconds(500);
-// A rank that leaves because the group has failed there tells why through the store. That gets a head start.
+// A rank that leaves because the group has failed there may tell why through the store alone, where it had no
+// time to say more. That gets a head start.
 constexpr auto kLeaveGrace = std::chrono::milliseconds(300);
+constexpr size_t kMostOfCause = 2048;  // bytes of it that are told
 
 }  // namespace
 
@@ -54,14 +57,19 @@ std::shared_ptr<Link> GroupTransport::link_locked(int peer, size_t rail, std::st
   return nullptr;
 }
 
-void GroupTransport::say_locked(const std::shared_ptr<Link>& link, int peer, Kind kind, Header header) {
+void GroupTransport::say_locked(const std::shared_ptr<Link>& link, int peer, Kind kind, Header header,
+                                std::string text) {
   auto flight = std::make_unique<Flight>();
   flight->group = this;
   flight->link = link;
   flight->peer = peer;
   flight->kind = kind;
   flight->header = header;
-  plane_->send_locked(std::move(flight), nullptr, 0);
+  flight->text = std::move(text);
+  const std::string& said = flight->text;  // stays where it is, as the flight does
+  const void* data = said.empty() ? nullptr : said.data();
+  const auto nbytes = static_cast<int64_t>(said.size());
+  plane_->send_locked(std::move(flight), data, nbytes);
 }
 
 std::optional<TransportError> GroupTransport::mismatch(int64_t nbytes, int64_t expected) {
@@ -86,7 +94,7 @@ void GroupTransport::arrived_locked(Kind kind, const Header& header, const std::
     case Kind::Post: return post_arrived_locked(header);
     case Kind::Taken: return taken_locked(header);
     case Kind::Credit: peer.credits = std::clamp(peer.credits + header.count, 0, kCredits); return;
-    case Kind::Leave: return left_locked(header);
+    case Kind::Leave: return left_locked(header, data, nbytes);
   }
 }
 
@@ -101,7 +109,7 @@ void GroupTransport::lose_locked(Peer& peer, const std::string& why) {
   if (!peer.lost.empty()) return;
   peer.lost = why;
   peer.leaves = TimePoint::max();
-  const TransportError error(Cause::Closed, why);
+  const TransportError error(Cause::Closed, why, peer.cause);
   for (auto it = receivings_.begin(); it != receivings_.end();) {
     if (it->first.peer == peer.rank) {
       end_locked(peer.rank, std::move(it->second.message), error);
@@ -132,13 +140,17 @@ void GroupTransport::say_leave_locked(Peer& peer) {
   const auto links = plane_->links_to_locked(members_[static_cast<size_t>(peer.rank)].process);
   if (links.empty() || std::exchange(peer.told, true)) return;
   const auto count = static_cast<int32_t>(links.size());
-  for (const auto& link : links) say_locked(link, peer.rank, Kind::Leave, {id_, 0, rank_, count, 0, 0});
+  for (const auto& link : links)
+    say_locked(link, peer.rank, Kind::Leave, {id_, 0, rank_, count, 0, 0}, leaves_because_);
 }
 
-void GroupTransport::left_locked(const Header& header) {
+// Who tells the cause needs no head start for it.
+void GroupTransport::left_locked(const Header& header, const std::byte* text, int64_t nbytes) {
   Peer& peer = peer_at(header.sender);
+  if (peer.cause.empty() && nbytes > 0)
+    peer.cause.assign(reinterpret_cast<const char*>(text), static_cast<size_t>(nbytes));
   if (++peer.left_rails != header.count || !peer.lost.empty()) return;
-  peer.leaves = Clock::now() + kLeaveGrace;
+  peer.leaves = Clock::now() + (peer.cause.empty() ? kLeaveGrace : std::chrono::milliseconds(0));
   plane_->due_locked(peer.leaves);
 }
 
@@ -178,7 +190,19 @@ std::string GroupTransport::lost(int peer) {
     link_locked(peer, 0, &why);
   }
   plane_->progress().wake();
-  return why;
+  return out_of_descriptors() ? std::string() : why;
+}
+
+void GroupTransport::leave_because(const std::string& why) noexcept {
+  if (plane_->foreign()) return;
+  const std::lock_guard lock(plane_->mutex());
+  if (!aborted_ && leaves_because_.empty()) leaves_because_ = why.substr(0, kMostOfCause);
+}
+
+std::string GroupTransport::told(int peer) {
+  if (plane_->foreign()) return {};
+  const std::lock_guard lock(plane_->mutex());
+  return peer_at(peer).cause;
 }
 
 void GroupTransport::abort() noexcept {

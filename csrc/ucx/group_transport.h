@@ -38,6 +38,8 @@ class GroupTransport final : public ProbingTransport {
   void drive(const std::function<bool()>& done, TimePoint limit) override;
   void wake() noexcept override;
   std::string lost(int peer) override;
+  void leave_because(const std::string& why) noexcept override;
+  std::string told(int peer) override;
   void abort() noexcept override;
   void shutdown() override;
 
@@ -74,6 +76,7 @@ class GroupTransport final : public ProbingTransport {
     int32_t left_rails = 0;               // on which it has said that it leaves
     bool told = false;                    // that this rank leaves
     std::string lost;                     // why nothing comes from there any more; empty while something may
+    std::string cause;                    // that it told when it left
     TimePoint leaves = TimePoint::max();  // when it counts as lost because it has left
   };
   struct Receiving {
@@ -96,10 +99,10 @@ class GroupTransport final : public ProbingTransport {
   }
   Peer& peer_at(int peer) { return peers_[static_cast<size_t>(peer)]; }
   bool knows(int32_t peer) const { return peer >= 0 && peer < static_cast<int32_t>(peers_.size()); }
-  void say_locked(const std::shared_ptr<Link>& link, int peer, Kind kind, Header header);
+  void say_locked(const std::shared_ptr<Link>& link, int peer, Kind kind, Header header, std::string text = {});
   void lose_locked(Peer& peer, const std::string& why);
   void say_leave_locked(Peer& peer);
-  void left_locked(const Header& header);
+  void left_locked(const Header& header, const std::byte* text, int64_t nbytes);
   void close_busy_locked();
   void end_locked(int peer, std::unique_ptr<Message> message, std::optional<TransportError> error);
   static std::optional<TransportError> mismatch(int64_t nbytes, int64_t expected);
@@ -136,6 +139,7 @@ class GroupTransport final : public ProbingTransport {
   std::unordered_set<Flight*> flights_;
   std::vector<Peer> peers_;
   int64_t untold_ = 0;  // ends and pumps that are queued or under way
+  std::string leaves_because_;
   bool aborted_ = false;
   bool shut_down_ = false;
   TimePoint busy_until_ = TimePoint::max();  // when connections that an abort left busy are closed

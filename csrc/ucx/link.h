@@ -22,8 +22,8 @@ enum class Kind : uint8_t {
   Post,      // a receive waits for its message
   Taken,     // a message that waited for its receive has been received as a whole
   Credit,    // so many small messages have been received
-  Leave,     // a rank uses the group no more, by its own end or because the group failed there; it says so on
-             // each rail that it has, behind all that it sent there
+  Leave,  // a rank uses the group no more, by its own end or because the group failed there, of which it tells
+          // the cause; it says so on each rail that it has, behind all that it sent there
 };
 inline constexpr int kKinds = 6;
 
@@ -91,6 +91,7 @@ struct Flight {
   int peer = -1;
   Kind kind = Kind::Data;
   Header header;
+  std::string text;                   // of a Leave
   Fragment buffer;                    // what is sent, where that had to be packed
   std::unique_ptr<Outgoing> message;  // that ends with it: a small one
   std::shared_ptr<Sending> sending;   // of which it is a fragment

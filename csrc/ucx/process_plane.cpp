@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include "common/descriptors.h"
 #include "common/error.h"
 #include "common/fault_point.h"
 #include "common/of_process.h"
@@ -118,12 +119,14 @@ std::function<std::string()> ProcessPlane::watch(const Address& address) {
       if (link && link->failure.empty()) return std::string();
       if (link) why = link->failure;
       if (left == 0) return why;
-      --left;
       try {
         link = plane->link_locked(address.process, 0, address.rails.front());
+        --left;
       } catch (const Error& error) {
         link = nullptr;
+        if (out_of_descriptors()) return std::string();
         why = error.what();
+        --left;
       }
     }
     plane->progress_->wake();

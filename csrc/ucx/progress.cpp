@@ -12,6 +12,7 @@
 #include <sys/timerfd.h>
 #include <unistd.h>
 
+#include "common/error.h"
 #include "common/thread_name.h"
 
 namespace meshcast::ucx {
@@ -63,10 +64,14 @@ void Progress::begin(const std::vector<int>& event_fds) {
   for (const int fd : event_fds) watch(events_, fd, EPOLL_CTL_ADD, EPOLLIN);
   for (const int fd : {events_, thread_bell_, grace_}) watch(thread_poll_, fd, EPOLL_CTL_ADD, EPOLLIN);
   for (const int fd : {events_, driver_bell_}) watch(driver_poll_, fd, EPOLL_CTL_ADD, EPOLLIN);
-  thread_ = std::thread([this] {
-    name_this_thread("mc-ucx");
-    loop();
-  });
+  try {
+    thread_ = std::thread([this] {
+      name_this_thread("mc-ucx");
+      loop();
+    });
+  } catch (const std::system_error& error) {
+    throw Error(ErrorKind::Generic, no_thread("messages over UCX", error));
+  }
 }
 
 void Progress::close_all() {

@@ -87,13 +87,29 @@ class Plan:
     def nic_traffic(self) -> list[tuple[int, int]]: ...
     def peak_staging(self) -> list[int]: ...
 
+class WorkThread:
+    """Keeps the thread of this process for deadlines and copies. Raises MeshcastError if none can start."""
+
+    def __init__(self) -> None: ...
+
+def post_cause(store: Store, rank: int, error: Exception) -> None:
+    """Why a group is broken, for the ranks that wait for this one. store: of its core."""
+
 class SharedMemory:
     """A rank's way to the memory of the other ranks of its host; see shared_memory.py."""
 
     def __init__(self, ranks: int) -> None: ...
     @property
     def address(self) -> str: ...
-    def meet(self, group: list[int], members: dict[int, str], rank: int, timeout: float) -> None: ...
+    def meet(
+        self,
+        group: list[int],
+        members: dict[int, str],
+        rank: int,
+        timeout: float,
+        check: Callable[[], None],
+    ) -> None:
+        """check: called now and then while this waits; may raise."""
     def gone(self) -> list[int]: ...
     @staticmethod
     def set_budget(nbytes: int) -> None: ...

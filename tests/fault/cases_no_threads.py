@@ -1,32 +1,35 @@
-"""One rank may start no more threads when its private group comes up: all ranks must hear of it at once."""
+"""One rank may start no more threads when its private group comes up, or later: all ranks must hear of it at
+once, and the group is of use once there are threads again."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import meshcast
 import pytest
 import torch
-import torch.distributed as dist
-from meshcast import _C, Layout, MeshcastError
+from meshcast import _C, AbortedError, DeadlineExceededError, Layout, MeshcastError, PeerLostError
 from torch.distributed.tensor import Replicate, Shard
 
 GROUP_TIMEOUT = 60.0
+_SAID = r"rank 1: .*no thread could be had"
 _ROOM = 1 << 20  # bytes of address space: enough for small objects, too little for the stack of a thread
 
 
-def move(rank: int) -> None:
+def move(rank: int, size: int = 100) -> None:
     layouts = Layout([0], [Shard(0)]), Layout([1, 2], [Replicate()])
-    mine = torch.arange(100.0) if rank == 0 else None
+    full = torch.arange(float(size))
+    mine = full if rank == 0 else None
     out = meshcast.reshard_local(
-        mine, layouts[0], None, layouts[1], shape=(100,), dtype=torch.float32, timeout=60.0
+        mine, layouts[0], None, layouts[1], shape=(size,), dtype=torch.float32, timeout=60.0
     )
-    assert rank == 0 or torch.equal(out, torch.arange(100.0))
+    assert rank == 0 or torch.equal(out, full)
 
 
 @contextlib.contextmanager
@@ -48,26 +51,59 @@ def no_more_threads() -> Iterator[None]:
         go.set()
 
 
-def a_group_without_threads(context) -> None:
-    real = _C.GroupCore
-
-    def limited(*args):
-        with no_more_threads():
-            return real(*args)
-
-    if context.rank == 1:
-        _C.GroupCore = limited
+def refused(context, limits: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Rank 1 calls where limits() hold: all ranks raise at once, and the next call goes through."""
     begin = time.monotonic()
-    with pytest.raises(MeshcastError, match=r"rank 1: .*no thread could be had"):
+    here = limits() if context.rank == 1 else contextlib.nullcontext()
+    with here, pytest.raises(MeshcastError, match=_SAID) as caught:
         move(context.rank)
-    assert time.monotonic() - begin < 30.0, "the limit of the call is 60 s"
-    _C.GroupCore = real
+    assert time.monotonic() - begin < 20.0, "the limit of the call is 60 s"
+    assert not isinstance(caught.value, PeerLostError | DeadlineExceededError | AbortedError)
     context.wait_for_all("failed")
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore("again", context.store), rank=context.rank, world_size=3
-    )
+
+
+def no_control_thread(context) -> None:
+    """None for the call itself, which finds no group yet; then one that does and has a plan to agree on."""
+    refused(context, no_more_threads)
+    move(context.rank)
+    refused_plan(context)
     move(context.rank)
 
 
-CASES = [a_group_without_threads]
+def refused_plan(context) -> None:
+    begin = time.monotonic()
+    here = no_more_threads() if context.rank == 1 else contextlib.nullcontext()
+    with here, pytest.raises(MeshcastError, match=_SAID):
+        move(context.rank, 101)
+    assert time.monotonic() - begin < 20.0, "the limit of the call is 60 s"
+    move(context.rank, 101)
+
+
+@contextlib.contextmanager
+def limited(where: object, name: str) -> Iterator[None]:
+    """There are no more threads from the moment that this is made."""
+    real = getattr(where, name)
+    with contextlib.ExitStack() as limits:
+
+        def made(*args):
+            limits.enter_context(no_more_threads())
+            return real(*args)
+
+        setattr(where, name, made)
+        try:
+            yield
+        finally:
+            setattr(where, name, real)
+
+
+def no_work_thread(context) -> None:
+    refused(context, lambda: limited(_C, "WorkThread"))
+    move(context.rank)
+
+
+def no_ucx_thread(context) -> None:
+    refused(context, lambda: limited(_C, "UcxPlane"))
+    move(context.rank)
+
+
+CASES = [{"control": no_control_thread, "work": no_work_thread, "ucx": no_ucx_thread}[os.environ["THREAD"]]]

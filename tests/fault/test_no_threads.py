@@ -1,13 +1,19 @@
-"""Where a rank can start no more threads, all ranks raise an error that says so; see cases_no_threads.py."""
+"""Where a rank can start no more threads, all ranks raise an error that says so, and the next call goes
+through; see cases_no_threads.py."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from multiproc.harness import run_world
 
 
-def test_a_group_without_threads() -> None:
-    world = run_world(Path(__file__).with_name("cases_no_threads.py"), 3, limit=100.0)
-    world.check("a_group_without_threads")
+@pytest.mark.parametrize("thread", ["control", "work", "ucx"])
+@pytest.mark.parametrize("shm", ["0", "1"], ids=["network", "shared memory"])
+def test_no_threads(shm: str, thread: str) -> None:
+    """thread: which there is none for. In processes that had no other before, whose stacks would be left."""
+    env = {"MESHCAST_SHM": shm, "THREAD": thread}
+    world = run_world(Path(__file__).with_name("cases_no_threads.py"), 3, limit=110.0, env=env)
+    world.check(f"no_{thread}_thread")
     world.check_ends()

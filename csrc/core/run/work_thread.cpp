@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include "common/error.h"
 #include "common/of_process.h"
@@ -50,10 +51,7 @@ void WorkThread::start_worker_locked() {
     });
   } catch (const std::system_error& error) {
     workers_.pop_back();
-    throw Error(ErrorKind::Generic,
-                fmt::format("no thread could be had for deadlines and copies: {}. Raise the limit of threads "
-                            "(ulimit -u, or that of the container), or run fewer of them.",
-                            error.what()));
+    throw Error(ErrorKind::Generic, no_thread("deadlines and copies", error));
   }
 }
 

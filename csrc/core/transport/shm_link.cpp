@@ -51,7 +51,8 @@ ShmRendezvous::ShmRendezvous(uint32_t ranks, std::shared_ptr<ShmProgress> progre
     : place_(std::make_unique<ShmProgress::Place>(std::move(progress))),
       own_(ShmRegion::create(std::min(ranks, kMaxLocalRanks) - 1)) {}
 
-ShmMembership ShmRendezvous::meet(const std::vector<ShmMember>& members, int rank, TimePoint deadline) {
+ShmMembership ShmRendezvous::meet(const std::vector<ShmMember>& members, int rank, TimePoint deadline,
+                                  const std::function<void()>& check) {
   const auto count = static_cast<uint32_t>(members.size());
   if (count > kMaxLocalRanks) {
     throw std::runtime_error(std::to_string(count) + " ranks of one host; shared memory serves at most " +
@@ -74,7 +75,7 @@ ShmMembership ShmRendezvous::meet(const std::vector<ShmMember>& members, int ran
     std::memcpy(greeting.bytes.data(), &group, sizeof group);
     return greeting;
   };
-  for (LocalMeeting::Peer& peer : meeting_.meet(addresses, rank, kProtocol, greet, deadline)) {
+  for (LocalMeeting::Peer& peer : meeting_.meet(addresses, rank, kProtocol, greet, deadline, check)) {
     uint32_t group = 0;
     std::memcpy(&group, peer.bytes.data(), sizeof group);
     out.links.push_back(std::make_unique<ShmLink>(peer.rank, peer.socket.release(),

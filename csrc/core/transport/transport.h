@@ -7,6 +7,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace meshcast {
 
@@ -19,11 +20,14 @@ class TransportError : public std::runtime_error {
  public:
   // Mismatch: the message has another size than its receive; the connection goes on.
   enum class Cause : uint8_t { Timeout, Closed, Aborted, Mismatch };
-  TransportError(Cause cause, const std::string& what) : std::runtime_error(what), cause_(cause) {}
+  TransportError(Cause cause, const std::string& what, std::string told = {})
+      : std::runtime_error(what), cause_(cause), told_(std::move(told)) {}
   Cause cause() const noexcept { return cause_; }
+  const std::string& told() const noexcept { return told_; }  // see Transport::told
 
  private:
   Cause cause_;
+  std::string told_;
 };
 
 // One end of a message in flight, to be told how it ended: one of the two, once. Afterwards the transport does
@@ -77,6 +81,13 @@ class Transport {
   // far as this is not known. Asking connects with the peer where that has not been done, so the answer may
   // come with a later question. A transport that only learns from its messages knows nothing.
   virtual std::string lost(int /*peer*/) { return {}; }
+
+  // What the peers are told when this rank aborts: why, in words of the layer above. Before abort(). A
+  // transport that can tell nothing lets them find out by themselves.
+  virtual void leave_because(const std::string& /*why*/) noexcept {}
+
+  // What a peer told when it left; "" where it told nothing.
+  virtual std::string told(int /*peer*/) { return {}; }
 
   // Ends all messages, now and later, with Cause::Aborted. Any thread, idempotent; does not wait.
   virtual void abort() noexcept = 0;

@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """All facts by section. `problems` lists what will not work, each with its reason and what to do; `verdict` is
-    one sentence."""
+    """All facts by section. `problems` lists what will not work, each with its reason and what to do, and
+    `verdict` is one sentence."""
     problems: list[str] = []
     report: dict[str, Any] = {
         "versions": _versions(problems),

@@ -11,18 +11,21 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
+from .shortage import Shortage
 
-__all__ = ["SLICE", "Board", "NotPostedError", "Watches", "meet"]
+__all__ = ["LOOK", "SLICE", "Board", "NotPostedError", "Watches", "meet", "refuse_meeting"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02  # seconds between two polls of the store
-SLICE = 0.5  # seconds of one wait in the store: then there may be a reason to give up, or a signal
-_LOOK = 0.05  # seconds after which ranks that meet look after each other
+SLICE = 0.25  # seconds of one wait in the store: then there may be a reason to give up, or a signal
+LOOK = 0.05  # seconds after which ranks that meet look after each other
+_LOOK_SOON = 0.5  # seconds in which a peer that has died is seen
 _ERRORS: dict[str, type[MeshcastError]] = {  # by the first word of a verdict
     "aborted": AbortedError,
     "deadline": DeadlineExceededError,
     "lost": PeerLostError,
 }
 _MET = "met"  # verdict of a meeting: all ranks are here
+_SHORT = "short"  # first word of a verdict: a rank has run out of something, and all may meet again
 
 
 class NotPostedError(TimeoutError):
@@ -107,27 +110,58 @@ class Watches:
 
     def __init__(
         self,
-        watch: Callable[[str], Callable[[], str] | None],
         known: Mapping[int, str],
+        watch: Callable[[str], Callable[[], str] | None] = lambda _: None,
     ) -> None:
         self._watch, self._known = watch, known
         self._watches: dict[int, Callable[[], str] | None] = {}
 
-    def lost(self, board: Board, ranks: Sequence[int]) -> tuple[int, str] | None:
-        """A rank that has gone, and why."""
+    def watch_by(self, watch: Callable[[str], Callable[[], str] | None]) -> None:
+        self._watch = watch
+
+    def lost(self, board: Board, ranks: Sequence[int], topic: str = "member") -> tuple[int, str] | None:
+        """A rank that has gone, and why. topic: under which they post what they do."""
         at = ranks.index(board.rank)
         for other in [*ranks[at + 1 :], *ranks[:at]]:
-            here = board.has("member", other)
+            here = board.has(topic, other)
             if other not in self._watches and (here or other in self._known):
-                text = board.read("member", [other])[other] if here else self._known[other]
+                text = board.read(topic, [other])[other] if here else self._known[other]
                 self._watches[other] = self._watch(text)
-            watch = self._watches.get(other)
-            why = "" if watch is None else watch()
-            if why:
-                return other, why
+            found = self._ask(other)
+            if found is not None:
+                return found
             if here:
                 return None
         return None
+
+    def lost_soon(self, ranks: Sequence[int], rank: int) -> tuple[int, str] | None:
+        """The same without a store, of all ranks that are known. Waits a little where nobody is seen."""
+        watched = []
+        for other in ranks:
+            if other != rank and other not in self._watches and other in self._known:
+                self._watches[other] = self._watch(self._known[other])
+            if self._watches.get(other) is not None:
+                watched.append(other)
+        end = time.monotonic() + _LOOK_SOON
+        while watched and time.monotonic() < end:
+            for other in watched:
+                found = self._ask(other)
+                if found is not None:
+                    return found
+            time.sleep(_LONGEST_PAUSE)
+        return None
+
+    def _ask(self, other: int) -> tuple[int, str] | None:
+        watch = self._watches.get(other)
+        why = "" if watch is None else watch()
+        return (other, why) if why else None
+
+
+def refuse_meeting(store: Any, message: str) -> bool:
+    """Ends the meeting for all ranks, which may meet again in another life of the group; message: what this
+    rank has run out of. Answers whether that was the verdict."""
+    verdict = f"{_SHORT} {message}"
+    return bool(store.compare_set("verdict", "", verdict).decode() == verdict)
 
 
 def meet(
@@ -142,7 +176,7 @@ def meet(
 
     The first rank that sees all, or gives up, decides for all: were each to judge for itself, one could leave
     while the others already connect and wait for it until their deadline. closing(): why this rank ends the
-    group, "" while it does not. Raises DeadlineExceededError, PeerLostError or AbortedError.
+    group, "" while it does not. Raises DeadlineExceededError, PeerLostError, AbortedError or Shortage.
     """
     begin, rank, store = time.monotonic(), board.rank, board.store
     late = store.check(["verdict"])
@@ -166,7 +200,7 @@ def meet(
                 f"ranks {list(ranks)} exists only once each of them made its first call. Check that every "
                 "rank of both meshes makes the same calls in the same order."
             )
-        elif not verdict and elapsed > _LOOK:
+        elif not verdict and elapsed > LOOK:
             lost = watches.lost(board, ranks)
             if lost is not None:
                 proposal = (
@@ -181,6 +215,8 @@ def meet(
             # A rank that waited sees the failure itself, whichever found it first; one that comes later finds
             # a group that has failed.
             kind, message = verdict.split(" ", 1)
+            if kind == _SHORT:
+                raise Shortage(MeshcastError(message, rank=rank, op="connect", phase="connect"))
             kind, _, gone = kind.partition("/")
             error = _ERRORS[kind] if not late else AbortedError
             missing = board.missing("member", others) if kind == "deadline" else []

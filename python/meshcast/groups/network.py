@@ -13,6 +13,7 @@ from ..base import settings
 from ..base.observe import log
 from ..errors import LayoutError, MeshcastError
 from .rails import connect
+from .shortage import shortage
 from .ucx import plane
 
 __all__ = ["Network"]
@@ -37,6 +38,8 @@ class Network:
             if choice != "gloo":
                 self._plane = plane(names, timeout)
         except MeshcastError as error:
+            if shortage(error):  # that is for the caller to tell: gloo needs threads and descriptors likewise
+                raise
             if choice != "auto":
                 self._failure = str(error)
             elif str(error) not in _told:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +19,11 @@ from torch.distributed import distributed_c10d as c10d
 from ..base import forks
 from ..errors import LayoutError, MeshcastError
 from .private import PrivateGroup
+from .store import StoreConnection
 
 __all__ = ["ParentGroup", "parent_group", "seconds"]
+
+_DRAIN_LIMIT = 2.0  # seconds that transfers in flight get when their process group ends
 
 
 def seconds(timeout: float | timedelta | None, default: float) -> float:
@@ -35,7 +39,10 @@ def seconds(timeout: float | timedelta | None, default: float) -> float:
 class ParentGroup:
     """A process group of the user and the private groups made inside it."""
 
-    def __init__(self, ranks: Sequence[int], rank: int, timeout: float, name: str, store: dist.Store) -> None:
+    def __init__(
+        self, ranks: Sequence[int], rank: int, timeout: float, name: str, store: Callable[[], dist.Store]
+    ) -> None:
+        """store: connects where that has not been done."""
         self.ranks = frozenset(ranks)
         self.rank = rank
         self.timeout = timeout
@@ -52,10 +59,9 @@ class ParentGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> ParentGroup:
-        # Own connection: a wait in the store blocks every other user of the same connection.
-        store: Any = c10d._get_process_group_store(group)
+        store = StoreConnection(c10d._get_process_group_store(group), "meshcast")
         ranks, rank, timeout = dist.get_process_group_ranks(group), dist.get_rank(), _group_timeout(group)
-        return cls(ranks, rank, timeout, group.group_name, dist.PrefixStore("meshcast", store.clone()))
+        return cls(ranks, rank, timeout, group.group_name, store)
 
     def twin(self, name: str) -> ParentGroup:
         """The same ranks with private groups of their own, whose calls need no order with those of this one.
@@ -63,8 +69,13 @@ class ParentGroup:
         with self._groups_lock:
             found = self._twins.get(name)
             if found is None:
-                store = dist.PrefixStore(name, self._store)
-                found = ParentGroup(tuple(self.ranks), self.rank, self.timeout, self.name, store)
+                found = ParentGroup(
+                    tuple(self.ranks),
+                    self.rank,
+                    self.timeout,
+                    self.name,
+                    lambda: dist.PrefixStore(name, self._store()),
+                )
                 found.closed = self.closed
                 found._known = self._known
                 self._twins[name] = found
@@ -97,17 +108,19 @@ class ParentGroup:
         """Raises AbortedError in a forked child, which has no part in the group."""
         forks.check(self._born, op)
 
-    def close(self) -> None:
+    def close(self, limit: float | None = None) -> None:
+        """limit: by time.monotonic(), until when transfers in flight may finish."""
         self.closed = True
         if self._born != forks.count:
             return
+        limit = time.monotonic() + _DRAIN_LIMIT if limit is None else limit
         groups, self._groups = list(self._groups.values()), {}
         self.compiled.clear()
         self.extras.clear()
         for group in groups:
-            group.close()
+            group.close(limit)
         for twin in self._twins.values():
-            twin.close()
+            twin.close(limit)
         self._twins.clear()
 
 
@@ -161,8 +174,9 @@ def _register_exit() -> None:
 
 
 def _close_all() -> None:
+    limit = time.monotonic() + _DRAIN_LIMIT
     for parent in list(_parents.values()):
-        parent.close()
+        parent.close(limit)
 
 
 def _group_timeout(group: dist.ProcessGroup) -> float:

@@ -13,7 +13,8 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -22,17 +23,22 @@ from .. import _C
 from ..base import forks
 from ..base.host import host_identity
 from ..base.observe import Completable, log
-from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
+from ..errors import AbortedError, DeadlineExceededError, MeshcastError
 from ..topology import Topology
 from .agreements import Agreements
-from .board import Board, Watches, meet
+from .board import LOOK, Board, NotPostedError, Watches, meet, refuse_meeting
 from .network import Network
 from .rails import agreed_count, first_rails, interfaces
 from .shared_memory import LocalMemory
+from .shortage import Shortage, as_shortage, few_descriptors, no_thread
+from .store import store_failed
 
 __all__ = ["Attachment", "Command", "PrivateGroup"]
 
-_DRAIN_LIMIT = 2.0  # seconds that a process that exits gives its transfers in flight
+_JOIN_LIMIT = 0.5  # seconds that the control thread gets at the end of a group, at least
+# Seconds by which a command may be late: it ends by itself at its deadline, unless the store holds it up.
+_STUCK = 1.5
+_PEER_LOST = "4"  # ErrorKind::PeerLost of a posted cause
 
 
 class Attachment(Protocol):
@@ -64,9 +70,15 @@ class PrivateGroup:
     """The ranks of both meshes of a transfer. Counts calls per lane alike on every rank."""
 
     def __init__(
-        self, store: dist.Store, ranks: Sequence[int], rank: int, timeout: float, known: dict[int, str]
+        self,
+        store: Callable[[], dist.Store],
+        ranks: Sequence[int],
+        rank: int,
+        timeout: float,
+        known: dict[int, str],
     ) -> None:
-        """known: what ranks posted when they met, shared by the groups of a process group."""
+        """store: connects where that has not been done. known: what ranks posted when they met, shared by the
+        groups of a process group."""
         self.ranks = tuple(ranks)
         self.rank = rank
         self.timeout = timeout
@@ -79,7 +91,7 @@ class PrivateGroup:
         self.control: Any = None  # store of the core, likewise
         self.attached: dict[str, Attachment] = {}
         self._born = forks.count
-        self._store = store
+        self._open_store = store
         self._known = known
         self._core: _C.GroupCore | None = None
         self._error: Exception | None = None
@@ -88,6 +100,7 @@ class PrivateGroup:
         self._lock = threading.Lock()
         self._queue: deque[Command] = deque()
         self._thread: threading.Thread | None = None
+        self._running: Command | None = None  # what the thread is at
         self._flying: list[Completable] = []
         self._flying_limit = 64
 
@@ -105,11 +118,29 @@ class PrivateGroup:
                 command.begin(self._core, None)
                 return
             self._queue.append(command)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name=f"meshcast-control {self.name}", daemon=True
-                )
+            if self._thread is not None:
+                return
+            self._thread = threading.Thread(
+                target=self._run, name=f"meshcast-control {self.name}", daemon=True
+            )
+            try:
                 self._thread.start()
+                return
+            except RuntimeError:  # the next command may get one
+                self._thread = None
+                self._queue.pop()
+        self._begin_without_thread(command)
+
+    def _begin_without_thread(self, command: Command) -> None:
+        """Nobody can do it. All ranks hear of that at once, over what this thread can use, and may go on."""
+        what = f"group {self.name} needs one for a call"
+        error = no_thread(what, rank=self.rank, op="connect", phase="start")
+        with suppress(Exception):  # where the store does not answer, the others wait to their limits
+            if self._core is None and self._error is None:
+                refuse_meeting(self._life(), str(error))
+            elif self._core is not None and command.ordinal is not None:
+                self._core.reject(command.lane, command.ordinal, str(error))
+        command.begin(None, self._error or error)
 
     def refuse(self, lane: int, error: Exception, timeout: float, *, ordinal: int | None = None) -> None:
         """Tells the other ranks, in the background, that this rank refused its arguments of a call: they
@@ -121,90 +152,198 @@ class PrivateGroup:
         command = _Connection(time.monotonic() + timeout)
         try:
             self.submit(command)
-            command.done.wait()
+            while not command.done.wait(max(command.deadline - time.monotonic(), 0.0) + _STUCK):
+                self.give_up_if_stuck()
         except BaseException as raised:
             self.interrupted("prepare", raised)
             raise
         if command.error is not None:
             raise command.error
 
+    def give_up_if_stuck(self) -> None:
+        """For who waits for a command that is overdue. Where the command that is running should have ended,
+        the store holds it up, maybe for good: the group has failed then."""
+        with self._lock:
+            command = self._running
+            if command is None or time.monotonic() < command.deadline + _STUCK:
+                return
+            queue, self._queue = self._queue, deque()
+            self._thread = self._running = None
+            core = self._core
+            reason = (
+                f"a call of group {self.name} could not begin within its limit: the rendezvous store does "
+                "not answer. Its process or its host is frozen, or cut off"
+            )
+            error = DeadlineExceededError(
+                f"rank {self.rank}: {reason}",
+                rank=self.rank,
+                op="connect" if core is None else "reshard",
+                phase="connect" if core is None else "agree",
+            )
+            self._error = _as_first_cause(error, self.rank)
+        self.abort(reason)
+        command.begin(None, error)
+        for each in queue:
+            each.begin(None, self._error)
+
     def _run(self) -> None:
         while True:
             with self._lock:
-                if not self._queue:
+                if self._thread is not threading.current_thread():
+                    return  # given up
+                self._running = self._queue.popleft() if self._queue else None
+                if self._running is None:
                     self._thread = None
                     return
-                command = self._queue.popleft()
-            if self._core is None and self._error is None:
+                command = self._running
+            error = self._error
+            if self._core is None and error is None:
                 try:
-                    self._core = self._meet(command.deadline)
-                    if self._closing:  # abort() came while it connected and found nothing to abort
-                        self._core.abort(self._closing)
-                except Exception as error:
-                    self._error = error
+                    if not self._take(self._meet(command.deadline)):
+                        return
+                except Shortage as short:  # of this command alone: the others know, and meet again
+                    error = short.error
+                except Exception as cause:
+                    error = self._error = self._error or cause
             core = self._core
             if core is None:
-                command.begin(None, self._error)
+                command.begin(None, error)
                 self._error = _as_first_cause(self._error, self.rank)
             else:
                 command.begin(core, None)
 
+    def _take(self, core: _C.GroupCore) -> bool:
+        """The group has come up, unless its thread was given up meanwhile."""
+        with self._lock:
+            mine = self._thread is threading.current_thread()
+            if mine:
+                self._core = core
+        if not mine:
+            core.shutdown()
+        elif self._closing:  # abort() came while it connected and found nothing to abort
+            core.abort(self._closing)
+        return mine
+
+    def _life(self) -> Any:
+        """The store of this life of the group. All members come to each life exactly once, so counting
+        arrivals tells lives apart even where they share a store."""
+        store = self._open_store()
+        arrivals = int(store.add(f"{self.name}/arrivals", 1))
+        return dist.PrefixStore(f"{self.name}/{(arrivals - 1) // len(self.ranks)}", store)
+
     def _meet(self, deadline: float) -> _C.GroupCore:
-        """Waits until every member is here, then connects. All members of one life of the parent group come
-        exactly once, so counting arrivals tells lives apart even where they share a store."""
+        """Waits until every member is here, then connects. Raises Shortage where a rank has run out of
+        something before that: the members may meet again, in another life."""
+        what = f"connecting the private group of ranks {list(self.ranks)}"
+        where: Any = {"rank": self.rank, "op": "connect", "phase": "connect"}
+        known = Watches(self._known)
         try:
-            arrivals = int(self._store.add(f"{self.name}/arrivals", 1))
-            store: Any = dist.PrefixStore(f"{self.name}/{(arrivals - 1) // len(self.ranks)}", self._store)
-            memory = LocalMemory(len(self.ranks))
-            names, told = interfaces()
-            network = Network(names, self.timeout)
-            mine = json.dumps([host_identity(), memory.offer, told, network.offer()])
+            store = self._life()
             board = Board(store, self.rank)
-            watches = Watches(lambda text: network.watch(json.loads(text)[3]), self._known)
-            said = meet(board, self.ranks, mine, deadline, lambda: self._closing, watches)
-            members: dict[int, list[Any]] = {rank: json.loads(text) for rank, text in said.items()}
-            hosts: dict[int, str] = {rank: member[0] for rank, member in members.items()}
-            count = agreed_count({rank: member[2] for rank, member in members.items()}, self.rank)
-            self.topology = Topology.from_hosts(hosts, nics_per_host=count)
-            self.interfaces = count
-            self.board = Board(dist.PrefixStore("board", store), self.rank)
-            self.control = dist.PrefixStore("control", store)
-            offers = {rank: member[1] for rank, member in members.items() if member[0] == hosts[self.rank]}
-            memory.meet(self.ranks, offers, self.rank, max(deadline - time.monotonic(), 0.001))
-            transport = network.transport(
-                {rank: members[rank][3] for rank in self.ranks},
-                first_rails(self.ranks, self.topology, count),
-                self.rank,
-                store,
-                deadline,
-            )
-            self._known.update(said)
-            log.info("rank %d: connected with ranks %s", self.rank, self.name)
-            return _C.GroupCore(
-                transport,
-                self.control,
-                list(self.ranks),
-                self.rank,
-                self.name,
-                memory.settle(board, deadline),
-            )
-        except MeshcastError:
+            try:
+                if few := few_descriptors():
+                    raise MeshcastError(few, **where)
+                threads = _C.WorkThread()  # kept by the core as well
+                memory = LocalMemory(len(self.ranks))
+                names, told = interfaces()
+                network = Network(names, self.timeout)
+            except Exception as error:
+                short = as_shortage(error, **where)
+                if short is None:
+                    raise
+                if not refuse_meeting(store, str(short)):
+                    raise short from error
+                raise Shortage(short) from error
+            known.watch_by(lambda text: network.watch(json.loads(text)[3]))
+            mine = json.dumps([host_identity(), memory.offer, told, network.offer()])
+            said = meet(board, self.ranks, mine, deadline, lambda: self._closing, known)
+        except (MeshcastError, Shortage):
             raise
-        except Exception as cause:
-            if time.monotonic() >= deadline:
-                raise DeadlineExceededError(
-                    f"rank {self.rank}: connecting the private group of ranks {list(self.ranks)} did not "
-                    f"finish in time: {cause}",
-                    rank=self.rank,
-                    op="connect",
-                    phase="connect",
-                ) from cause
-            raise PeerLostError(
-                f"rank {self.rank}: connecting the private group of ranks {list(self.ranks)} failed: {cause}",
+        except Exception as error:
+            short = as_shortage(error, **where)
+            raise short or self._meeting_failed(error, what, known, deadline) from error
+        self.control = dist.PrefixStore("control", store)
+        try:
+            return self._connect(board, memory, network, said, known, deadline)
+        except Exception as error:
+            failure = error
+            if not isinstance(error, MeshcastError):
+                failure = as_shortage(error, **where) or self._meeting_failed(error, what, known, deadline)
+            # The others have met this rank and would wait for it.
+            with suppress(Exception):
+                _C.post_cause(self.control, self.rank, failure)
+            if failure is error:
+                raise
+            raise failure from error
+        finally:
+            del threads
+
+    def _connect(
+        self,
+        board: Board,
+        memory: LocalMemory,
+        network: Network,
+        said: dict[int, str],
+        watches: Watches,
+        deadline: float,
+    ) -> _C.GroupCore:
+        members: dict[int, list[Any]] = {rank: json.loads(text) for rank, text in said.items()}
+        hosts: dict[int, str] = {rank: member[0] for rank, member in members.items()}
+        count = agreed_count({rank: member[2] for rank, member in members.items()}, self.rank)
+        self.topology = Topology.from_hosts(hosts, nics_per_host=count)
+        self.interfaces = count
+        self.board = Board(dist.PrefixStore("board", board.store), self.rank)
+        offers = {rank: member[1] for rank, member in members.items() if member[0] == hosts[self.rank]}
+        looked = time.monotonic()
+
+        def lost() -> tuple[int, str] | None:
+            """Who of those that have met has gone, as far as this rank sees or another told; raises where one
+            has given up for another reason."""
+            nonlocal looked
+            if time.monotonic() - looked < LOOK:
+                return None
+            looked = time.monotonic()
+            head, _, cause = self._posted().partition("\n")
+            if not cause:
+                return watches.lost(board, self.ranks)
+            kind, _, peer = head.split()
+            if kind == _PEER_LOST and int(peer) != self.rank:
+                return int(peer), cause
+            raise AbortedError(f"rank {self.rank}: {cause}", rank=self.rank, op="connect", phase="connect")
+
+        memory.meet(board, self.ranks, offers, deadline, lost)
+        transport = network.transport(
+            {rank: members[rank][3] for rank in self.ranks},
+            first_rails(self.ranks, self.topology, count),
+            self.rank,
+            board.store,
+            deadline,
+        )
+        self._known.update(said)
+        log.info("rank %d: connected with ranks %s", self.rank, self.name)
+        return _C.GroupCore(
+            transport,
+            self.control,
+            list(self.ranks),
+            self.rank,
+            self.name,
+            memory.settle(board, deadline, lost),
+        )
+
+    def _meeting_failed(
+        self, error: Exception, what: str, watches: Watches, deadline: float
+    ) -> MeshcastError:
+        """For what torch or the system raised. The process of the store may be a member's."""
+        if isinstance(error, NotPostedError) and time.monotonic() >= deadline:
+            return DeadlineExceededError(
+                f"rank {self.rank}: {what} did not finish in time: {error}",
                 rank=self.rank,
+                peer=error.ranks[0],
                 op="connect",
                 phase="connect",
-            ) from cause
+            )
+        lost = watches.lost_soon(self.ranks, self.rank)
+        return store_failed(error, what, lost, rank=self.rank, op="connect", phase="connect")
 
     def watch(self, launch: Completable) -> None:
         """Remembers a transfer in flight, so that close() can let it finish."""
@@ -220,15 +359,18 @@ class PrivateGroup:
         return found if found is not None else self.posted_cause()
 
     def posted_cause(self) -> str | None:
-        """The cause that a rank of the group posted in the store; None where there is none."""
-        if self.control is None:
-            return None
+        """The cause that a rank of the group posted in the store; None where there is none. For the control
+        thread: a store that does not answer holds it up."""
+        return self._posted().partition("\n")[2] or None
+
+    def _posted(self) -> str:
+        """As csrc/c10d/bulletin.cpp encodes it: kind, reporter and peer, then a line with the text."""
         try:
-            if not self.control.check(["cause"]):
-                return None
-            return self.control.get("cause").decode(errors="replace").partition("\n")[2]
+            if self.control is None or not self.control.check(["cause"]):
+                return ""
+            return str(self.control.get("cause").decode(errors="replace"))
         except Exception:  # the store has gone: it has nothing more to say, and the limit holds
-            return None
+            return ""
 
     def interrupted(self, op: str, raised: BaseException) -> None:
         """A handler of a signal has ended a wait of this rank: the others would wait for it."""
@@ -247,10 +389,9 @@ class PrivateGroup:
         for attachment in list(self.attached.values()):
             attachment.abort(reason)
 
-    def close(self) -> None:
-        """Ends the group in any state. Transfers in flight get a short time to finish: a rank that only sends
-        returns from its call before its peers have the data. Queued commands fail."""
-        limit = time.monotonic() + _DRAIN_LIMIT
+    def close(self, limit: float) -> None:
+        """Ends the group in any state. Transfers in flight may finish until `limit`, by time.monotonic(): a
+        rank that only sends returns from its call before its peers have the data. Queued commands fail."""
         while time.monotonic() < limit and not all(launch.is_completed() for launch in self._flying):
             time.sleep(0.002)
         self._closing = self._closing or "the process group was destroyed"
@@ -265,7 +406,7 @@ class PrivateGroup:
         if self._core is not None:
             self._core.shutdown()
         if thread is not None and thread is not threading.current_thread():
-            thread.join(_DRAIN_LIMIT)
+            thread.join(max(_JOIN_LIMIT, limit - time.monotonic()))
         # Compiled transfers refer to their group. Left in this cycle, the communicators would keep their
         # threads, which look for messages 100 times a second, until the garbage collector comes by.
         with self._lock:
@@ -276,14 +417,14 @@ class PrivateGroup:
 
 
 class _Refusal:
-    """A rank refused its arguments of a call."""
+    """A rank refused its arguments of a call. Never the caller's own thread: the store may hold it up."""
 
     def __init__(self, lane: int, ordinal: int | None, deadline: float, message: str) -> None:
         self.lane, self.ordinal, self.deadline = lane, ordinal, deadline
         self._message = message
 
     def ready(self) -> bool:
-        return True
+        return False
 
     def begin(self, core: _C.GroupCore | None, error: Exception | None) -> None:  # noqa: ARG002
         if core is not None and self.ordinal is not None:

@@ -8,6 +8,7 @@ host talks to the first ones of the others, and so on. Without it there is one, 
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ..base import settings
-from ..errors import LayoutError
+from ..errors import DeadlineExceededError, LayoutError, MeshcastError, PeerLostError
+from .shortage import as_shortage
+from .store import first_line
 
 if TYPE_CHECKING:
     from ..topology import Topology
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["agreed_count", "connect", "first_rails", "interfaces"]
 
 _MOST = 16
+_KEY = re.compile(r"gloo\d+/(?:[^/\s]+/)?(\d+)")
 
 
 def interfaces() -> tuple[tuple[str, ...], str]:
@@ -72,7 +76,8 @@ def connect(
     store: Any, ranks: Sequence[int], rank: int, names: Sequence[str], deadline: float, timeout: float
 ) -> list[dist.ProcessGroupGloo]:
     """One gloo context of `ranks` for each interface, or one by gloo's choice. Blocks; `deadline` is by
-    time.monotonic(), `timeout` (seconds) is what operations get later."""
+    time.monotonic(), `timeout` (seconds) is what operations get later. Raises DeadlineExceededError or
+    PeerLostError."""
     rails = []
     for index, name in enumerate(names or ("",)):
         left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
@@ -84,9 +89,34 @@ def connect(
             how._devices = [gloo.create_device(interface=name)]
         # Connecting waits in the store, and a wait locks out every other user of its connection: two
         # groups that connect at once over one connection could wait for each other for ever.
-        rail = dist.ProcessGroupGloo(
-            dist.PrefixStore(f"gloo{index}", store.clone()), ranks.index(rank), len(ranks), how
-        )
+        try:
+            rail = dist.ProcessGroupGloo(
+                dist.PrefixStore(f"gloo{index}", store.clone()), ranks.index(rank), len(ranks), how
+            )
+        except Exception as error:
+            raise _failed(error, ranks, rank, deadline) from error
         rail._set_default_timeout(timedelta(seconds=timeout))
         rails.append(rail)
     return rails
+
+
+def _failed(error: Exception, ranks: Sequence[int], rank: int, deadline: float) -> MeshcastError:
+    """For what gloo raises while it connects: it names a peer by the key under which that was to post its
+    address, "gloo0/0/2" for the third rank."""
+    short = as_shortage(error, rank=rank, op="connect", phase="connect")
+    if short is not None:
+        return short
+    named = _KEY.search(str(error))
+    position = int(named[1]) if named else len(ranks)
+    peer = ranks[position] if position < len(ranks) else None
+    late = time.monotonic() >= deadline
+    whom = "the others" if peer is None else f"rank {peer}"
+    why = "within the limit; it is dead, stuck or unreachable" if late else f": {first_line(error)}"
+    kind = DeadlineExceededError if late else PeerLostError
+    return kind(
+        f"rank {rank}: connecting with {whom} of ranks {list(ranks)} over gloo failed {why}",
+        rank=rank,
+        peer=peer,
+        op="connect",
+        phase="connect",
+    )

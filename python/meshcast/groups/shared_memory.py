@@ -6,12 +6,13 @@ cannot. It is used by all ranks of a host that are in a private group, or by non
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .. import _C
 from ..base import settings
-from ..errors import MeshcastError, PeerLostError
+from ..errors import AbortedError, MeshcastError, PeerLostError
 from .board import Board
 
 __all__ = ["LocalMemory"]
@@ -20,6 +21,22 @@ _MEET_LIMIT = 30.0  # seconds; every member is in this call already
 _LOST = "lost "  # and the rank: posted by a rank that leaves because of that
 
 _warned: set[str] = set()  # reasons told so far: one warning for each
+
+
+Lost = Callable[[], "tuple[int, str] | None"]  # a rank of the group that has gone, and why
+
+
+def _check(lost: Lost, rank: int) -> None:
+    found = lost()
+    if found is not None:
+        raise PeerLostError(
+            f"rank {rank} lost rank {found[0]} while the ranks of their host connected their shared memory: "
+            f"{found[1]}. Look at that rank's own output first.",
+            rank=rank,
+            peer=found[0],
+            op="connect",
+            phase="connect",
+        )
 
 
 class LocalMemory:
@@ -41,9 +58,12 @@ class LocalMemory:
         except MeshcastError as error:
             self.offer = f"no {error}"
 
-    def meet(self, group: Sequence[int], offers: Mapping[int, str], rank: int, limit: float) -> None:
-        """Connects with the ranks of this host, given what each of them offered, at most `limit` seconds.
-        A failure is not raised: settle() tells everybody."""
+    def meet(
+        self, board: Board, group: Sequence[int], offers: Mapping[int, str], deadline: float, lost: Lost
+    ) -> None:
+        """Connects with the ranks of this host, given what each of them offered, until `deadline`, by
+        time.monotonic(). Raises PeerLostError where a rank has gone. No other failure is raised: settle()
+        tells everybody."""
         self._ranks = tuple(sorted(offers))
         refusals = {other: text for other, text in offers.items() if not text.startswith("at ")}
         if len(offers) == 1 or refusals:
@@ -56,21 +76,31 @@ class LocalMemory:
         assert self._core is not None
         addresses = {other: text.split(" ", 1)[1] for other, text in offers.items()}
         try:
-            self._core.meet(list(group), addresses, rank, min(limit, _MEET_LIMIT))
+            limit = min(max(deadline - time.monotonic(), 0.001), _MEET_LIMIT)
+            self._core.meet(list(group), addresses, board.rank, limit, lambda: _check(lost, board.rank))
+        except AbortedError:
+            raise
+        except PeerLostError as error:
+            self._core, self._lost = None, error.peer
+            self._look_after_ranks(board)
+            raise
         except MeshcastError as error:
-            if isinstance(error, PeerLostError):
-                self._lost = error.peer
             self._core = None  # closes its socket, so that nobody goes on waiting for this rank
-            self._outcome = f"rank {rank}: {error}"
+            self._outcome = f"rank {board.rank}: {error}"
 
-    def settle(self, board: Board, deadline: float) -> _C.SharedMemory | None:
+    def settle(self, board: Board, deadline: float, lost: Lost) -> _C.SharedMemory | None:
         """The memory if every rank of this host connected, else None, with a warning. Raises PeerLostError
         where a rank has gone, NotPostedError where one does not tell before `deadline`."""
         if not self._ranks:
             return None
         board.post("shm", self._outcome)
-        texts = board.gather("shm", self._ranks, deadline, lambda: self._look_after_ranks(board))
-        failures = [text for text in texts.values() if text]
+
+        def check() -> None:
+            self._look_after_ranks(board)
+            _check(lost, board.rank)
+
+        said = board.gather("shm", self._ranks, deadline, check)
+        failures = [text for text in said.values() if text]
         if not failures:
             return self._core
         self._core = None

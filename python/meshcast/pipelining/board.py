@@ -13,17 +13,23 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from meshcast.base import forks
-from meshcast.errors import AbortedError, DeadlineExceededError, MeshcastError
-from meshcast.groups.board import SLICE, Board, NotPostedError
+from meshcast.errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
+from meshcast.groups.board import SLICE, Board, NotPostedError, Watches
+from meshcast.groups.network import Network
+from meshcast.groups.rails import interfaces
+from meshcast.groups.store import StoreConnection, within
 
 __all__ = ["PipelineBoard", "Refused", "refusals_told"]
 
+_T = TypeVar("_T")
+_GRACE = 1.0  # seconds that the store is given beyond a limit
+_TOLD = 1.0  # seconds that it is given to take a failure
 _made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -51,15 +57,57 @@ class PipelineBoard:
         self.rank = dist.get_rank()
         self.timeout = timeout
         self._published: set[str] = set()
+        self._silent = False  # the store has left a call unanswered
         number = _made.get(key, 0)
         _made[key] = number + 1
-        # Own connection: a wait in the store blocks every other user of the same connection.
         base: Any = c10d._get_process_group_store(key)
-        store = dist.PrefixStore(f"meshcast/pipeline/{number}", base.clone())
+        self._connection = StoreConnection(base, f"meshcast/pipeline/{number}")
+        # Through it the ranks look after each other.
+        self._network = Network(interfaces()[0], timeout or 60.0)
+        self._here: dict[int, str] = {}  # what they said of it, once all have
+        self._watches = Watches(self._here, lambda text: self._network.watch(json.loads(text)))
+        self._store, self._board = self._ask(self._open, timeout, "connecting with the rendezvous store")
+
+    def _open(self) -> tuple[Any, Board]:
+        store = self._connection()
         # A store may outlive the process group. Every life adds as many arrivals as there are ranks.
         life = (int(store.add("arrivals", 1)) - 1) // len(self.ranks)
-        self._store = dist.PrefixStore(str(life), store)
-        self._board = Board(self._store, self.rank, own_connection=True)
+        own = dist.PrefixStore(str(life), store)
+        board = Board(own, self.rank, own_connection=True)
+        board.post("here", json.dumps(self._network.offer()))
+        return own, board
+
+    def _ask(self, call: Callable[[], _T], seconds: float, what: str) -> _T:
+        """call(), which uses the store and ends by itself within so many seconds where that answers."""
+        try:
+            return within(
+                seconds + _GRACE,
+                call,
+                f"the pipeline, {what}",
+                lambda: self._watches.lost_soon(self.ranks, self.rank),
+                rank=self.rank,
+                op="pipeline",
+            )
+        except DeadlineExceededError as error:
+            self._silent = self._silent or error.peer is None
+            raise
+
+    def _look(self) -> None:
+        """For who waits: each rank looks after the next one, and tells the others."""
+        if not self._store.check(["lost"]):
+            lost = self._watches.lost(self._board, self.ranks, "here")
+            if lost is None:
+                return
+            text = f"{lost[0]} rank {self.rank} lost rank {lost[0]}: {lost[1]}"
+            self._store.compare_set("lost", "", text)
+        peer, _, text = self._store.get("lost").decode().partition(" ")
+        raise PeerLostError(
+            f"rank {self.rank}: {text}. Look at that rank's own output first.",
+            rank=self.rank,
+            peer=int(peer),
+            op="pipeline",
+            phase="agree",
+        )
 
     def check_process(self) -> None:
         """Raises AbortedError in a forked child, which has no part in it."""
@@ -67,12 +115,25 @@ class PipelineBoard:
 
     def publish(self, topic: str, value: dict[str, Any]) -> None:
         self._published.add(topic)
-        self._board.post(topic, json.dumps(value))
+        self._ask(lambda: self._board.post(topic, json.dumps(value)), self.timeout, f"telling {topic!r}")
 
     def fail(self, topic: str, message: str) -> None:
-        """Says under `topic` that this rank has only an error. What it published there before stays."""
-        if topic not in self._published:
-            self.publish(topic, {"error": message})
+        """Says under `topic` that this rank has only an error. What it published there before stays. Where
+        the store does not answer, nobody hears it: the error itself is what the caller is to see."""
+        self._tell_failure(topic, [f"{topic}/{self.rank}"], message)
+
+    def _tell_failure(self, topic: str, keys: list[str], message: str) -> None:
+        if topic in self._published or self._silent:
+            return
+        self._published.add(topic)
+        text = json.dumps({"error": message})
+
+        def tell() -> None:
+            for key in keys:
+                self._store.compare_set(key, "", text)
+
+        with suppress(MeshcastError):
+            self._ask(tell, _TOLD - _GRACE, f"telling {topic!r}")
 
     def agree(
         self, topic: str, value: dict[str, Any], decide: Callable[[dict[int, Any]], dict[str, Any]]
@@ -83,52 +144,54 @@ class PipelineBoard:
         `fail_agreement` or by a rank that is interrupted here, is raised as AbortedError.
         """
         try:
-            return self._agree(topic, value, decide)
+            answer = self._ask(
+                lambda: self._answer(topic, value, decide), self.timeout, f"agreeing on {topic!r}"
+            )
         except MeshcastError:
             raise
         except BaseException as raised:  # of a handler of a signal
-            self._answer(topic, {"error": f"rank {self.rank}: {type(raised).__name__}"})
+            text = f"rank {self.rank}: {type(raised).__name__}"
+            with suppress(MeshcastError):
+                self._ask(lambda: self._settle(topic, {"error": text}), _TOLD - _GRACE, f"telling {topic!r}")
             raise
-
-    def _answer(self, topic: str, answer: dict[str, Any]) -> dict[str, Any]:
-        """The answer that counts: this one, or one given before."""
-        said = self._store.compare_set(f"{topic}/answer", "", json.dumps(answer))
-        return dict(json.loads(said))
-
-    def _agree(
-        self, topic: str, value: dict[str, Any], decide: Callable[[dict[int, Any]], dict[str, Any]]
-    ) -> dict[str, Any]:
-        begin = time.monotonic()
-        self.publish(topic, value)
-        if self.rank == self.ranks[0]:
-            found = self._of_all(topic, begin)
-            failed = [said["error"] for said in found.values() if "error" in said]
-            answer = self._answer(topic, {"error": failed[0]} if failed else decide(found))
-        else:
-            while True:
-                left = begin + self.timeout - time.monotonic()
-                try:
-                    self._store.wait([f"{topic}/answer"], timedelta(seconds=max(0.001, min(left, SLICE))))
-                    break
-                except dist.DistStoreError as cause:
-                    if left <= SLICE:
-                        raise self._late(topic, self.ranks, begin) from cause
-            answer = json.loads(self._store.get(f"{topic}/answer"))
         if "error" in answer:
             raise AbortedError(answer["error"], rank=self.rank, op="pipeline", phase="agree")
         return dict(answer)
 
+    def _settle(self, topic: str, answer: dict[str, Any]) -> dict[str, Any]:
+        """The answer that counts: this one, or one given before."""
+        return dict(json.loads(self._store.compare_set(f"{topic}/answer", "", json.dumps(answer))))
+
+    def _answer(
+        self, topic: str, value: dict[str, Any], decide: Callable[[dict[int, Any]], dict[str, Any]]
+    ) -> dict[str, Any]:
+        begin = time.monotonic()
+        self._published.add(topic)
+        self._board.post(topic, json.dumps(value))
+        if self.rank == self.ranks[0]:
+            found = self._of_all(topic, begin)
+            failed = [said["error"] for said in found.values() if "error" in said]
+            return self._settle(topic, {"error": failed[0]} if failed else decide(found))
+        while True:
+            left = begin + self.timeout - time.monotonic()
+            try:
+                self._store.wait([f"{topic}/answer"], timedelta(seconds=max(min(left, SLICE), 1e-3)))
+                return dict(json.loads(self._store.get(f"{topic}/answer")))
+            except dist.DistStoreError as cause:
+                if left <= 0:
+                    raise self._late(topic, self.ranks, begin) from cause
+            self._look()
+
     def fail_agreement(self, topic: str, message: str) -> None:
         """Makes an agreement that this rank has not entered fail on all ranks."""
-        if topic not in self._published:
-            self.publish(topic, {"error": message})
-            self._answer(topic, {"error": message})
+        self._tell_failure(topic, [f"{topic}/{self.rank}", f"{topic}/answer"], message)
 
     def forget_agreement(self, topic: str) -> None:
         """Once all ranks have the answer of a later one."""
         self.forget(topic)
         if self.rank == self.ranks[0]:
-            self._store.delete_key(f"{topic}/answer")
+            key = f"{topic}/answer"
+            self._ask(lambda: self._store.delete_key(key), self.timeout, f"forgetting {topic!r}")
 
     def _of_all(self, topic: str, begin: float) -> dict[int, dict[str, Any]]:
         """What every rank gave, or the error of one that failed: others may then never come."""
@@ -142,6 +205,7 @@ class PipelineBoard:
             failed.extend(each for each in said if "error" in each)
             if failed:
                 raise Refused(MeshcastError(failed[0]["error"]))
+            self._look()
 
         try:
             said = self._board.gather(topic, self.ranks, begin + self.timeout, check)
@@ -153,17 +217,22 @@ class PipelineBoard:
 
     def forget(self, topic: str) -> None:
         self._published.discard(topic)
-        self._board.forget(topic)
+        self._ask(lambda: self._board.forget(topic), self.timeout, f"forgetting {topic!r}")
 
     def collect(self, topic: str, ranks: Iterable[int] | None = None) -> dict[int, dict[str, Any]]:
         """What `ranks` (all by default) published. Raises AbortedError with the message of a rank that
         failed, in rank order, and DeadlineExceededError naming the ranks that said nothing."""
         wanted = self.ranks if ranks is None else sorted(ranks)
+        return self._ask(lambda: self._collect(topic, wanted), self.timeout, f"reading {topic!r}")
+
+    def _collect(self, topic: str, wanted: list[int]) -> dict[int, dict[str, Any]]:
         begin = time.monotonic()
         found: dict[int, dict[str, Any]] = {}
+        if wanted == self.ranks and not self._here:
+            self._here.update(self._board.gather("here", self.ranks, begin + self.timeout, self._look))
         for rank in wanted:
             try:
-                said = self._board.gather(topic, [rank], begin + self.timeout)
+                said = self._board.gather(topic, [rank], begin + self.timeout, self._look)
             except NotPostedError as cause:
                 raise self._late(topic, wanted, begin) from cause
             found[rank] = json.loads(said[rank])

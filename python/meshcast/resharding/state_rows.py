@@ -3,14 +3,17 @@ that there is one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from ..errors import DeadlineExceededError
 from ..groups.board import Board, NotPostedError
+from ..groups.store import within
 from ..layout import Layout
 from ..planning.plan import Problem
 from ..transfers.make import kept_transfer
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Rows"]
 
+_T = TypeVar("_T")
 _OP = "reshard_state_dict"
 
 
@@ -54,13 +58,14 @@ class Rows:
         return dict(zip(self.ranks, rows.tolist(), strict=True))
 
     def post(self, topic: str, text: str) -> None:
-        self._board.post(topic, text)
         self._posted.append(topic)
+        self._ask(lambda: self._board.post(topic, text), self._group.timeout)
 
     def read(self, topic: str, rank: int, deadline: float) -> str:
         """What `rank` posted, or will post at once."""
         try:
-            return self._board.gather(topic, [rank], deadline)[rank]
+            left = max(deadline - time.monotonic(), 0.0)
+            return self._ask(lambda: self._board.gather(topic, [rank], deadline)[rank], left)
         except NotPostedError as late:
             raise DeadlineExceededError(
                 f"{_OP}: rank {rank} did not say what it holds",
@@ -74,5 +79,9 @@ class Rows:
     def forget(self) -> None:
         """Deletes what this rank posted. Only after a round that followed the reading of it."""
         for topic in self._posted:
-            self._board.forget(topic)
+            self._ask(partial(self._board.forget, topic), self._group.timeout)
         self._posted.clear()
+
+    def _ask(self, call: Callable[[], _T], limit: float) -> _T:
+        """call() uses the store, and ends by itself within so many seconds where that answers."""
+        return within(limit + 1.0, call, f"{_OP}, what the ranks hold", rank=self._parent.rank, op=_OP)

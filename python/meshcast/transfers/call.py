@@ -19,7 +19,7 @@ __all__ = ["Call", "CallNumber"]
 
 # A call waits behind others on its group's control thread, which applies the deadline itself; the waiter
 # allows it this much more (seconds) so that the typed error of the control thread arrives first.
-_GRACE = 2.0
+_GRACE = 1.6
 
 
 @dataclass
@@ -48,6 +48,7 @@ class Call:
         self.error: Exception | None = None
         self.statistics: Callable[[], dict[str, Any]] | None = None
         self.flight: Flight | None = None  # its entry in the flight record
+        self.overdue: Callable[[], None] = lambda: None  # for who has waited in vain for its start
         self.brought: Any = None  # what its medium keeps for it
         self.interrupted: Callable[[str, BaseException], None] = lambda _op, _raised: None
         self._born = forks.count
@@ -121,6 +122,8 @@ class Call:
                     self._settled = threading.Event()
                 event = self._settled
             if event is not None and not event.wait(self.remaining() + _GRACE):
+                self.overdue()
+            if not self.settled:
                 raise DeadlineExceededError(
                     f"{self.op} was still queued behind earlier calls of its group after {self.timeout:g} s",
                     op=self.op,

@@ -117,7 +117,8 @@ class PersistentTransfer:
     def plan(self) -> Plan:
         """The plan; waits until it is compiled, which is after the first meeting of all ranks. Raises the
         error of that."""
-        self._compiled.wait()
+        while not self._compiled.wait(1.0):
+            self._group.give_up_if_stuck()
         if self._plan is None:
             raise self._error or self._failure or MeshcastError(f"{self._op}: no plan yet", op=self._op)
         return self._plan
@@ -202,6 +203,7 @@ class PersistentTransfer:
     def _new_call(self, op: str, timeout: float, driven: bool) -> Call:
         call = Call(op, timeout, driven)
         call.interrupted = self._group.interrupted
+        call.overdue = self._group.give_up_if_stuck
         call.flight = Flight(op, self._group.name, self._group.rank, call)
         return call
 

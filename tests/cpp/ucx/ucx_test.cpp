@@ -123,6 +123,31 @@ TEST_CASE("a death ends what waits for that rank, and nothing else", "[ucx]") {
         }) == "");
 }
 
+TEST_CASE("a rank that leaves says why, and what waits for it fails at once", "[ucx]") {
+  CHECK(in_processes(2, [](UcxRank& self) {
+          const auto transport = self.join(14);
+          Tally tally;
+          std::vector<uint8_t> data(1 << 20);
+          if (self.rank == 0) {
+            recv(*transport, 1, 1, data, tally);
+            UcxRank::require(tally.all_ended(kEnd) && tally.failed() == 0, "a message that connects them");
+            UcxRank::require(transport->told(1).empty(), "nothing is told yet");
+            recv(*transport, 1, 2, data, tally);
+            self.meet(0);
+            UcxRank::require(tally.all_ended(kEnd) && tally.failed() == 1, "the receive fails");
+            UcxRank::require(transport->told(1) == "rank 7 died", "the cause is there: " + transport->told(1));
+          } else {
+            send(*transport, 0, 1, data, tally);
+            UcxRank::require(tally.all_ended(kEnd) && tally.failed() == 0, "a message that connects them");
+            self.meet(0);
+            transport->leave_because("rank 7 died");
+            transport->abort();
+          }
+          self.meet(1);
+          transport->shutdown();
+        }) == "");
+}
+
 TEST_CASE("after an abort nothing is written, though a frozen sender goes on", "[ucx]") {
   const bool rdma = GENERATE(false, true);
   CHECK(in_processes(

@@ -40,7 +40,7 @@ def met(
 ) -> dict[int, str]:
     """One rank of a group of two meets the other, within so many seconds. gone: texts of ranks that died."""
     limit = time.monotonic() + seconds
-    watches = Watches(lambda text: lambda: f"{text}: refused" if text in gone else "", known or {})
+    watches = Watches(known or {}, lambda text: lambda: f"{text}: refused" if text in gone else "")
     return meet(Board(store, rank), ranks, f"text of {rank}", limit, lambda: closing, watches)
 
 

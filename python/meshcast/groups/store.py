@@ -1,0 +1,123 @@
+"""The rendezvous store where it may not answer: torch reads from it without a limit, and connects with it for
+as long as the store's own."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ..errors import DeadlineExceededError, MeshcastError, PeerLostError
+from .shortage import as_shortage, no_thread
+
+__all__ = ["StoreConnection", "first_line", "store_failed", "within"]
+
+_T = TypeVar("_T")
+
+
+class StoreConnection:
+    """A connection of one's own, since a wait in the store blocks every other user of the same connection. It
+    is made where it is first used: that may take as long as the store's limit."""
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+        self._opened: dist.Store | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self) -> dist.Store:
+        """Raises ConnectionRefusedError where the process of the store has gone."""
+        with self._lock:
+            if self._opened is None:
+                _refuse_if_gone(self._store)
+                self._opened = dist.PrefixStore(self._prefix, self._store.clone())
+            return self._opened
+
+
+def _refuse_if_gone(store: Any) -> None:
+    """Torch would try again and again until the store's own limit."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        try:
+            socket.create_connection((store.host, store.port), 1.0).close()
+        except ConnectionRefusedError as error:
+            raise ConnectionRefusedError(f"{store.host}:{store.port} refuses connections") from error
+        except TimeoutError:
+            return  # it is slow, or cut off: that is for the caller's limit to say
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says without the stack that torch appends."""
+    return (str(error) or type(error).__name__).partition("\n")[0]
+
+
+def store_failed(
+    error: Exception, what: str, lost: tuple[int, str] | None, *, rank: int, op: str, phase: str
+) -> MeshcastError:
+    """For what torch raises of a store. what: was being done. lost: a rank that has gone, and why: the store
+    may have been its process's."""
+    if lost is not None:
+        return PeerLostError(
+            f"rank {rank} lost rank {lost[0]} in {what}: {lost[1]} (and the rendezvous store: "
+            f"{first_line(error)}). Look at that rank's own output first.",
+            rank=rank,
+            peer=lost[0],
+            op=op,
+            phase=phase,
+        )
+    return MeshcastError(
+        f"rank {rank}: {what}: the rendezvous store does not answer ({first_line(error)}). The process that "
+        "has it is dead or cut off: transfers that the ranks have agreed on go on, new ones need it",
+        rank=rank,
+        op=op,
+        phase=phase,
+    )
+
+
+def within(
+    seconds: float,
+    call: Callable[[], _T],
+    what: str,
+    lost: Callable[[], tuple[int, str] | None] = lambda: None,
+    *,
+    rank: int,
+    op: str,
+    phase: str = "agree",
+) -> _T:
+    """What call() returns or raises, which uses a store. It gets a thread of its own, since that may never
+    return; then DeadlineExceededError. What torch raises of the store becomes an error by store_failed()."""
+    done = threading.Event()
+    found: list[Any] = []
+    failed: list[Exception] = []
+
+    def work() -> None:
+        try:
+            found.append(call())
+        except Exception as error:
+            failed.append(error)
+        done.set()
+
+    try:
+        threading.Thread(target=work, name="meshcast-store", daemon=True).start()
+    except RuntimeError as error:
+        raise no_thread(what, rank=rank, op=op, phase=phase) from error
+    if not done.wait(seconds):
+        raise DeadlineExceededError(
+            f"rank {rank}: {what}: the rendezvous store does not answer, for {seconds:.1f} s by now. Its "
+            "process or its host is frozen, or cut off",
+            rank=rank,
+            op=op,
+            phase=phase,
+            elapsed=seconds,
+            limit=seconds,
+        )
+    if failed:
+        cause = failed[0]
+        if isinstance(cause, (dist.DistError, OSError)) and not isinstance(cause, MeshcastError):
+            short = as_shortage(cause, rank=rank, op=op, phase=phase)
+            raise short or store_failed(cause, what, lost(), rank=rank, op=op, phase=phase) from cause
+        raise cause
+    return found[0]
