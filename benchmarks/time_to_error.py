@@ -17,7 +17,10 @@ import json
 import os
 import random
 import re
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +39,16 @@ _MARK = "<!-- {} of what python -m benchmarks.time_to_error writes -->"
 _CUT = ROOT / "tests/fault/cut_link_program.py"
 _BEFORE = "before it came"  # a row beside the moments: known at the limit alone
 _ANY = "any"
+_SOCKET = "a TCP socket"  # in place of a transport: what the kernel needs
+_CHILD = """
+import socket, sys, time, torch
+held = torch.ones(8 << 20)  # 32 MiB, as ranks of the other rows have
+peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+peer.sendall(b"here")
+time.sleep(60)
+"""
 _NAMES = {  # of faults, in the table
+    "plain": "killed (SIGKILL), without meshcast",
     "kill": "killed (SIGKILL)",
     "exit": "exits with status 1",
     "abort": "aborts (SIGABRT)",
@@ -106,6 +118,25 @@ def _drawn(transport: str, fault: str, rounds: int, seed: int, only: str) -> dic
     return found if fault == "kill" else {_ANY: found[_ANY]} if found else {}
 
 
+def _plain(rounds: int) -> dict[str, _Rounds]:
+    """A process that has imported torch alone. The kernel frees its memory before it closes its connections,
+    and nobody can see its death before that."""
+    found = _Rounds()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        for _ in range(rounds):
+            command = [sys.executable, "-c", _CHILD, str(listening.getsockname()[1])]
+            with subprocess.Popen(command) as child:
+                peer, _ = listening.accept()
+                with peer:
+                    peer.recv(4, socket.MSG_WAITALL)
+                    begin = time.monotonic()
+                    child.kill()
+                    found.wrong += peer.recv(1) != b""
+                    found.times.append(time.monotonic() - begin)
+            found.rounds += 1
+    return {_ANY: found}
+
+
 def _partition(transport: str, rounds: int, seed: int) -> dict[str, _Rounds]:
     """Three hosts, the second of which loses its link to the network of the data."""
     found, rng = _Rounds(), random.Random(seed)
@@ -148,7 +179,7 @@ def text(runs: list[dict[str, Any]]) -> str:
     }
     used: list[dict[str, Any]] = []
     order = [*_NAMES]
-    for key in sorted(rows, key=lambda key: (order.index(key[1]), [*TRANSPORTS].index(key[0]))):
+    for key in sorted(rows, key=lambda key: (order.index(key[1]), [_SOCKET, *TRANSPORTS].index(key[0]))):
         row, run = rows[key]
         if run not in used:
             used.append(run)
@@ -182,7 +213,7 @@ def _kept(runs: list[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.time_to_error", description=__doc__)
-    parser.add_argument("--faults", nargs="*", choices=_NAMES, default=["kill", "stop"])
+    parser.add_argument("--faults", nargs="*", choices=_NAMES, default=["plain", "kill", "stop"])
     parser.add_argument("--transports", nargs="*", choices=TRANSPORTS, default=TRANSPORTS)
     parser.add_argument("--rounds", type=int, default=100, help="for each fault and transport")
     parser.add_argument("--seed", type=int, default=0, help="of the first round; each has the next one")
@@ -196,8 +227,10 @@ def main() -> int:
         "rows": [],
     }
     for fault in args.faults:
-        for transport in args.transports:
-            if fault == "partition":
+        for transport in [_SOCKET] if fault == "plain" else args.transports:
+            if fault == "plain":
+                found = _plain(args.rounds)
+            elif fault == "partition":
                 found = _partition(transport, args.rounds, args.seed) if transport != "shared memory" else {}
             else:
                 found = _drawn(transport, fault, args.rounds, args.seed, args.moments)
