@@ -3,7 +3,7 @@
 python tools/wheels.py [--wheels "2.13.0:3.11:cpu 2.15.0:3.13:cuda"] [--out dist/wheels]
 
 A wheel works with one minor release of torch, so its version names it (0.2.0+torch2.13.cpu) and its metadata
-require it. `pip install --find-links dist/wheels meshcast` then takes the one that fits, or says that none does.
+require it. `pip install --find-links dist/wheels meshcast` then takes the one that fits, or says none does.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ void raise_cause(const Cause& cause, const GroupIdentity& group, CallId call) {
   throw Error(ErrorKind::Aborted,
               fmt::format("rank {}: call {} of {}: the group was aborted by rank {}: {}", group.rank,
                           call.ordinal, group.name, cause.reporter, cause.text),
-              context_of(group, call, cause.peer));
+              context_of(group, call, peer_in(cause, group.rank)));
 }
 
 std::string format_ranks(const std::vector<int32_t>& ranks) {

@@ -11,10 +11,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import meshcast
 import pytest
 import torch
-from meshcast import _C, AbortedError, DeadlineExceededError, Layout, MeshcastError, PeerLostError
+from meshcast import (  # functions too: an import on first use would lack memory
+    _C,
+    AbortedError,
+    DeadlineExceededError,
+    Layout,
+    MeshcastError,
+    PeerLostError,
+    reshard_local,
+)
 from torch.distributed.tensor import Replicate, Shard
 
 GROUP_TIMEOUT = 60.0
@@ -26,9 +33,7 @@ def move(rank: int, size: int = 100) -> None:
     layouts = Layout([0], [Shard(0)]), Layout([1, 2], [Replicate()])
     full = torch.arange(float(size))
     mine = full if rank == 0 else None
-    out = meshcast.reshard_local(
-        mine, layouts[0], None, layouts[1], shape=(size,), dtype=torch.float32, timeout=60.0
-    )
+    out = reshard_local(mine, layouts[0], None, layouts[1], shape=(size,), dtype=torch.float32, timeout=60.0)
     assert rank == 0 or torch.equal(out, full)
 
 

@@ -23,7 +23,8 @@ class StoreConnection:
     is made where it is first used: that may take as long as the store's limit."""
 
     def __init__(self, store: Any, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
+        # Not torch's own object, whose end is the end of its process group.
+        self._store = dist.PrefixStore(prefix, store)
         self._opened: dist.Store | None = None
         self._lock = threading.Lock()
 
@@ -32,7 +33,7 @@ class StoreConnection:
         with self._lock:
             if self._opened is None:
                 _refuse_if_gone(self._store)
-                self._opened = dist.PrefixStore(self._prefix, self._store.clone())
+                self._opened = self._store.clone()
             return self._opened
 
 
