@@ -95,7 +95,7 @@ def build(name: str, out: Path, work: Path) -> tuple[Path, str, str]:
     (raw,) = (work / "raw").glob("*.whl")
     excluded = [word for library in EXCLUDED for word in ("--exclude", library)]
     platform = f"{PLATFORM}_{os.uname().machine}"
-    audit = [
+    audit: list[str | Path] = [
         builder,
         "-m",
         "auditwheel",

@@ -53,7 +53,7 @@ def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
     ranks = list(group.global_ranks_in_group) or list(range(size))
     messages = settle(life, rank, ranks, timeout.total_seconds())
 
-    def split(part_store: Any, members: list[int], part_options: Any) -> _C.ProcessGroupMeshcast | None:
+    def part_of(part_store: Any, members: list[int], part_options: Any) -> _C.ProcessGroupMeshcast | None:
         """The backend of a part of the group; None on ranks outside. members: ranks of the group."""
         if rank not in members:
             return None
@@ -67,7 +67,7 @@ def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
         )
         return _create(part, options)
 
-    backend = _C.ProcessGroupMeshcast(inner, rank, size, broadcasts.start, at_least, messages, cuda, split)
+    backend = _C.ProcessGroupMeshcast(inner, rank, size, broadcasts.start, at_least, messages, cuda, part_of)
     broadcasts.key = backend.key
     return backend
 

@@ -33,7 +33,7 @@ class StoreConnection:
         with self._lock:
             if self._opened is None:
                 _refuse_if_gone(self._store)
-                self._opened = self._store.clone()
+                self._opened = self._store.clone()  # type: ignore[attr-defined]
             return self._opened
 
 

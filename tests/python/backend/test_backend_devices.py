@@ -44,9 +44,13 @@ def no_multicast(*_: Any) -> None:
     raise AssertionError("one rank alone multicasts nothing")
 
 
+def no_split(*_: Any) -> None:
+    raise AssertionError("nobody splits this group")
+
+
 def backend_with(side: Any) -> Any:
     gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=20))
-    return _C.ProcessGroupMeshcast(gloo, 0, 1, no_multicast, 1, None, side)
+    return _C.ProcessGroupMeshcast(gloo, 0, 1, no_multicast, 1, None, side, no_split)
 
 
 def on(device: str, *shape: int) -> torch.Tensor:
