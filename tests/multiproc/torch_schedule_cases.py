@@ -230,6 +230,50 @@ def what_a_schedule_shows(lib: Any, world: Any) -> Any:
     return found
 
 
+@program(2)
+def a_schedule_with_transfers(lib: Any, world: Any) -> Any:
+    schedule, _, _ = built(lib, world, "ScheduleInterleaved1F1B", 2, 4)
+    order = schedule.pipeline_order_with_comms
+    return {rank: [str(each) for each in row] for rank, row in order.items()}
+
+
+class Placed:
+    """What a schedule looks at of stages that it never runs."""
+
+    def __init__(self, lib: Any, ranks: int, each: int) -> None:
+        class Looked(lib.stage._PipelineStageBase):
+            def __init__(self, index: int) -> None:
+                self.submod, self.group, self.stage_index = None, None, index
+                self.num_stages, self.group_size, self.group_rank = ranks * each, ranks, 0
+                self.has_backward = False
+
+            _create_grad_recv_info = _prepare_forward_infra = _prepare_backward_infra = None
+
+        self.stages = [Looked(index * ranks) for index in range(each)]
+
+
+@program(1)
+def orders_of_stages_that_do_not_run(lib: Any, _: Any) -> Any:
+    found = []
+    for name in ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble"):
+        for ranks, each, count in ((2, 2, 4), (4, 2, 8), (4, 3, 12)):
+            schedule = getattr(lib, name)(Placed(lib, ranks, each).stages, count)
+            order = {
+                rank: [str(one) for one in row if one is not None]
+                for rank, row in schedule.pipeline_order.items()
+            }
+            checked = lib.schedules._validate_schedule(schedule.pipeline_order, ranks, ranks * each, count)
+            found.append((order, checked, schedule.pp_group_size, schedule.rank))
+    return found
+
+
+@program(2)
+def weights_before_inputs(lib: Any, world: Any) -> Any:
+    stage = lib.PipelineStage(Layer(0), world.rank, 2, CPU, group=world.group)
+    stage.has_backward = True
+    return raised(lambda: stage.backward_weight_one_chunk(bwd_chunk_id=0), AssertionError)
+
+
 def actions(lib: Any, text: str) -> list[Any]:
     return [lib.schedules._Action.from_str(each) for each in text.split(",")]
 

@@ -19,6 +19,7 @@ from multiproc.torch_programs import (
 )
 from multiproc.torch_schedule_cases import built, mse
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -348,8 +349,15 @@ def in_columns(name: str, how: str) -> None:
                 fully_shard(module, mesh=over, mp_policy=policy)
             elif how == "fsdp inside":
                 module = nn.Sequential(fully_shard(module, mesh=over), nn.Identity())
+            elif how == "replicated":
+                replicate(module, mesh=over)
             modules.append(module)
         stages = stages_of(lib, modules, numbers, count, world.mesh.get_group("pp"))
+        for stage, module in zip(stages, modules, strict=True) if "late" in how else ():
+            if how == "fsdp late":
+                fully_shard(module, mesh=over)
+            else:
+                stage.submod = DistributedDataParallel(module, process_group=world.mesh.get_group("dp"))
         schedule = getattr(lib, name)(stages[0] if count == 2 else stages, 4, loss_fn=mse)
         optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.1)
         found = []
@@ -361,11 +369,22 @@ def in_columns(name: str, how: str) -> None:
         return found
 
 
-for how in ("none", "ddp", "fsdp", "fsdp nested", "fsdp mixed", "fsdp inside"):
+for how in (
+    "none",
+    "ddp",
+    "fsdp",
+    "fsdp nested",
+    "fsdp mixed",
+    "fsdp inside",
+    "fsdp late",
+    "ddp late",
+    "replicated",
+):
     in_columns("Schedule1F1B", how)
 in_columns("ScheduleGPipe", "fsdp")
 in_columns("ScheduleInterleaved1F1B", "fsdp")
 in_columns("ScheduleInterleavedZeroBubble", "fsdp")
+in_columns("ScheduleLoopedBFS", "fsdp")
 
 
 @program(4, exact=False)

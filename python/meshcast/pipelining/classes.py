@@ -156,6 +156,13 @@ class PipelineScheduleMulti(PipelineSchedule, torch_schedules.PipelineScheduleMu
 class _PipelineScheduleRuntime(PipelineScheduleMulti, torch_schedules._PipelineScheduleRuntime):
     """As torch's: actions are loaded from a file or given as a list, with transfers or without."""
 
+    def __getattr__(self, name: str) -> Any:
+        """The order with transfers as torch would lower it, made when somebody looks at it."""
+        if name != "pipeline_order_with_comms" or not self.__dict__.get("pipeline_order"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        super()._prepare_schedule_with_comms(self.pipeline_order)
+        return self.pipeline_order_with_comms
+
     def _load_csv(self, filename: str, format: Any = "compute_only") -> None:  # noqa: A002
         order = load_order(filename)
         if format == "compute_only":

@@ -45,6 +45,8 @@ def checked(stages: Sequence[PipelineStage], microbatches: int) -> dict[int, Pip
                     f"stages {first.stage_index} and {stage.stage_index} of rank {first.rank} have unlike "
                     f"{what}: {mine} and {theirs}"
                 )
+    for stage in stages:
+        stage.learn_wrappers()
     by_index = {stage.stage_index: stage for stage in stages}
     if len(by_index) != len(stages):
         raise LayoutError(f"rank {first.rank} makes a stage twice: {[s.stage_index for s in stages]}")

@@ -183,15 +183,23 @@ class PipelineStage(StageCompute):
             )
             # A DTensor says by its own placements what is still to be summed.
             self.summed_dims = [] if use_dtensor else self.data_dims
-            pipeline = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-            wrapped = look_through(submodule, self.mesh, self.data_dims, pipeline, f"stage {stage_index}")
-            self.submod, self._columns = wrapped.module, wrapped.columns
+            self._columns: dist.ProcessGroup | None = None
+            self.learn_wrappers()
             self.reduced_elsewhere: set[int] = set()  # ids of parameters that an earlier stage here has too
             self._example_rows: int | None = None
             self.shared = shared_parameters_of(stage_index, shared_parameters or {}, self.submod)
             # The stages of each shared parameter, ascending; the schedule tells once the ranks agreed.
             self.sharing: Mapping[str, Sequence[int]] | None = None
             self._begin_compute()
+
+    def learn_wrappers(self) -> None:
+        """Looks for DDP and FSDP2, which may be put around the module, or into it, after the stage was made
+        and before its schedule is."""
+        pipeline = dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group)
+        where = f"stage {self.stage_index}"
+        wrapped = look_through(self.submod, self.mesh, self.data_dims, pipeline, where)
+        self.submod, self._columns = wrapped.module, wrapped.columns or self._columns
+        self._learn_module()
 
     def scale_grads(self, grad_scale_factor: float) -> None:
         """As in torch: all that is in ``grad`` is divided; what several stages of a rank hold, once."""

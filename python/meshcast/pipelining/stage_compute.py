@@ -33,10 +33,12 @@ class StageCompute(torch_stage.PipelineStage):
     output_placements: ValuePlacements
     use_dtensor: bool
 
-    def _begin_compute(self) -> None:
+    def _learn_module(self) -> None:
         # A module that writes on its inputs in place gets copies; FSDP2 could not try again.
         self._writes_on_inputs = any(True for _ in fsdp_parts(self.submod))
         self._last_backward = LastBackward(self.submod)
+
+    def _begin_compute(self) -> None:
         self._stood_in = False  # whether a micro-batch of this step ran on stand_ins
         self.ways: Sequence[Way] = ()  # of each micro-batch of the step
         self.seed_of: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, loss: torch.ones_like(loss)
@@ -44,6 +46,7 @@ class StageCompute(torch_stage.PipelineStage):
         self._gradients: dict[int, Sequence[torch.Tensor | None]] = {}  # of its outputs
         self._hooks: dict[int, tuple[int, bool]] = {}  # that there were before a forward; it made some
         self._late: dict[int, SplitBackward] = {}  # micro-batches whose weight gradients are to come
+        self._due: set[int] = set()  # micro-batches whose weights are still to be asked for
         self._told = False  # that this module's backward cannot be split
 
     @property
@@ -183,6 +186,8 @@ class StageCompute(torch_stage.PipelineStage):
         outputs, inputs = self.fwd_cache.pop(bwd_chunk_id)
         _, hooked = self._hooks.pop(bwd_chunk_id, (0, False))
         trained = [] if self.is_first else inputs
+        if not full_backward:
+            self._due.add(bwd_chunk_id)
         if self.is_last:
             goes = loss is not None and loss.requires_grad
             roots, seeds = ([loss], [self.seed_of(bwd_chunk_id, loss)]) if goes else ([], [])
@@ -212,7 +217,14 @@ class StageCompute(torch_stage.PipelineStage):
         )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:  # noqa: ARG002
-        """Accumulates the gradients of the weights that `backward_one_chunk` left."""
+        """Accumulates the gradients of the weights that `backward_one_chunk` left. Raises AssertionError, as
+        torch does, where that has not run."""
+        if bwd_chunk_id not in self._due:
+            raise AssertionError(
+                f"rank {self.rank}, stage {self.stage_index}: backward_weight_one_chunk of micro-batch "
+                f"{bwd_chunk_id} without `backward_one_chunk(full_backward=False)` before it"
+            )
+        self._due.remove(bwd_chunk_id)
         if bwd_chunk_id in self.dw_runner:
             self.dw_runner.pop(bwd_chunk_id)()
         split = self._late.pop(bwd_chunk_id, None)
@@ -272,7 +284,8 @@ class StageCompute(torch_stage.PipelineStage):
     def clear_runtime_states(self) -> None:
         """Drops what a step has kept."""
         super().clear_runtime_states()
-        for kept in (self.bwd_cache, self.dw_runner, self._arrived, self._gradients, self._hooks, self._late):
+        late = (self._hooks, self._late, self._due)
+        for kept in (self.bwd_cache, self.dw_runner, self._arrived, self._gradients, *late):
             kept.clear()
         self._stood_in = False
 
