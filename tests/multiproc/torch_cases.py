@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import multiproc.torch_schedule_cases
-import multiproc.torch_stage_cases  # noqa: F401  each registers its programs
+import multiproc.torch_stage_cases
+import multiproc.torch_value_cases  # noqa: F401  each registers its programs
 from multiproc.torch_programs import PROGRAMS
 
 CASES = PROGRAMS

@@ -158,7 +158,10 @@ class StageCompute(torch_stage.PipelineStage):
         if self.is_last:
             roots: tuple[Any, ...] = (output,)
             if save_forward_output:
-                self.output_chunks.append(tree_map_only(torch.Tensor, torch.Tensor.detach, output))
+                plain = type(output) is torch.Tensor  # most are: no walk through a tree
+                self.output_chunks.append(
+                    output.detach() if plain else tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+                )
         else:
             roots = as_tuple(output, f"rank {self.rank}, stage {self.stage_index}")
         self.fwd_cache[fwd_chunk_id] = roots, inputs
