@@ -263,7 +263,6 @@ class PipelineSchedule(ScheduleViews, torch_schedules._PipelineSchedule):
             stage.loss_taken(mb_index)
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
-        # The graph behind it goes as soon as its backward has run.
         return self._feeds[stage.stage_index].loss.losses.pop(mb_index, None) if stage.is_last else None
 
     def close(self) -> None:
