@@ -112,7 +112,7 @@ class Noted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         if not isinstance(gradient, FakeTensor):
-            ctx.notes.append(int(gradient[0, 0] * MICROBATCHES))  # the loss is a mean over them
+            ctx.notes.append(int(gradient[0, 0]))  # scaled when the step ends
         return gradient, None
 
 

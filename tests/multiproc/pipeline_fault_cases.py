@@ -243,7 +243,6 @@ def bad_arguments_of_the_stage(_) -> None:
 
     raises(LayoutError, "stage_index must be in 0..1", call=stage(index=2))
     raises(LayoutError, "get_mesh is not used here", call=stage(get_mesh=lambda *_: None))
-    raises(LayoutError, "dw_builder", call=stage(dw_builder=lambda: None))
     raises(
         LayoutError,
         "expected one placement for each of the 1 mesh dimensions",

@@ -48,15 +48,27 @@ def train_alone(
     y: torch.Tensor,
     microbatches: int,
     loss_fn: Callable[..., torch.Tensor] = nn.functional.mse_loss,
+    as_torch: Sequence[nn.Module] = (),
 ) -> Reference:
+    """as_torch: modules whose gradients are scaled as those of stages without mesh=: once, after all sums."""
     reference = Reference()
+    scale = 1 if as_torch else microbatches
     for part, target in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
         output = run(part)
         loss = loss_fn(output, target)
-        (loss / microbatches).backward()
+        (loss / scale).backward()
         reference.losses.append(loss.item())
         reference.outputs.append(output.detach())
+    scale_once(as_torch, microbatches)
     return reference
+
+
+def scale_once(modules: Sequence[nn.Module], microbatches: int) -> None:
+    """As torch does when a step ends: all that is in ``grad``."""
+    for module in modules:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(microbatches)
 
 
 @dataclass

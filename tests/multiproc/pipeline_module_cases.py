@@ -26,6 +26,7 @@ from multiproc.pipeline_models import (
     largest_difference,
     mlp,
     place,
+    scale_once,
     train_alone,
 )
 from multiproc.pipeline_value_cases import CASES as VALUE_CASES
@@ -79,8 +80,9 @@ def dropout_case(name: str, recompute: bool, **options: Any):
                     torch.manual_seed(microbatch_seed(11, step, index, number))
                     value = module(value)
                 loss = mse(value, target)
-                (loss / 6).backward()
+                loss.backward()
                 expected.append(loss.item())
+            scale_once(reference, 6)
             torch.set_rng_state(before)
             losses: list[torch.Tensor] = []
             schedule.step(x, target=y, losses=losses)
@@ -118,7 +120,7 @@ def autocast_case(name: str, **options: Any):
         x, y = batch(12, dtype=torch.float32)
         schedule = chain(context.rank, 4, module, name, 6, **options)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            expected = train_alone(nn.Sequential(*reference), x, y, 6)
+            expected = train_alone(nn.Sequential(*reference), x, y, 6, as_torch=reference)
             losses: list[torch.Tensor] = []
             schedule.step(x, target=y, losses=losses)
         assert largest_difference(module, reference[context.rank]) == 0.0

@@ -122,7 +122,7 @@ def two_stages_per_rank_without_meshes(context) -> None:
     count = 2 * context.world
     reference, mine = mlp(count), mlp(count)
     x, y = batch(20)
-    train_alone(nn.Sequential(*reference), x, y, 10)
+    train_alone(nn.Sequential(*reference), x, y, 10, as_torch=reference)
     indices = [context.rank, context.rank + context.world]
     stages = [PipelineStage(mine[index], index, count, CPU) for index in indices]
     schedule = ScheduleInterleaved1F1B(stages, 10, loss_fn=nn.functional.mse_loss, timeout=TIMEOUT)

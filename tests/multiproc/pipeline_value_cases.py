@@ -210,7 +210,7 @@ def many_shapes_one_after_the_other(_) -> None:
         schedule = Schedule1F1B(stage, 2, loss_fn=mse, timeout=TIMEOUT, varying_shapes=True)
         for rows in (2, 4, 6, 2, 4):
             x, y = batch(rows, seed=rows)
-            train_alone(nn.Sequential(*reference), x, y, 2)
+            train_alone(nn.Sequential(*reference), x, y, 2, as_torch=reference)
             schedule.step(x, target=y)
     finally:
         varying._KEPT = kept

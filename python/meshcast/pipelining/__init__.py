@@ -2,22 +2,29 @@
 
 A schedule is data (`action`, `schedules`), made runnable by passes (`lower`, `validate`), then simulated
 (`simulate`) or run (`schedule`, `runtime`). The values between stages are resharded from mesh to mesh by
-`meshcast.transfers.persistent` (`wiring`). `Pipe`, `SplitPoint`, `pipe_split` and `pipeline` are torch's own.
+`meshcast.transfers.persistent` (`wiring`). The modules
+`schedules`, `stage`, `microbatch`, `_utils` and `_backward` have all the names of torch's.
 """
 
 from __future__ import annotations
 
-from torch.distributed.pipelining import Pipe, SplitPoint, pipe_split, pipeline
+from torch.distributed.pipelining import SplitPoint, pipe_split
 
+from meshcast.pipelining import _backward, _utils, microbatch, schedules, stage  # noqa: F401  at torch's places
 from meshcast.pipelining.action import Action, ActionKind, dump_csv, load_csv
 from meshcast.pipelining.classes import (
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleEager1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
     ScheduleZBH1,
     ScheduleZBH2,
     ScheduleZBV,
+    ScheduleZBVZeroBubble,
+    _ScheduleForwardOnly,  # noqa: F401  torch has it here
     get_schedule_class,
 )
 from meshcast.pipelining.edge import Edge
@@ -26,18 +33,11 @@ from meshcast.pipelining.grad_scaler import GradScaler
 from meshcast.pipelining.lower import lower
 from meshcast.pipelining.norms import clip_grad_norm_, grad_norm
 from meshcast.pipelining.partition import Layer, Partition, Value, partition
+from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.randomness import microbatch_seed
-from meshcast.pipelining.refused import (
-    ScheduleDualPipeV,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    build_stage,
-)
 from meshcast.pipelining.simulate import SimulationReport, simulate
-from meshcast.pipelining.stage import PipelineStage
+from meshcast.pipelining.traced import Pipe, build_stage, pipeline
 from meshcast.pipelining.validate import validate
-
-ScheduleZBVZeroBubble = ScheduleZBV  # torch's name for it
 
 __all__ = [
     "Action",

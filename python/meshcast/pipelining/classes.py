@@ -1,33 +1,48 @@
-"""The schedule classes, named and called as those of torch.distributed.pipelining."""
+"""The schedule classes, named and called as those of torch.distributed.pipelining, of which they are
+subclasses."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.pipelining import _utils
+from torch.distributed.pipelining import schedules as torch_schedules
 from typing_extensions import Unpack
 
-from meshcast.errors import LayoutError
-from meshcast.pipelining.refused import reason_against
+from meshcast.errors import LayoutError, MeshcastError
+from meshcast.pipelining.board import refusals_told
+from meshcast.pipelining.compat import load_order, torch_order
+from meshcast.pipelining.orders import build
+from meshcast.pipelining.own_stages import check_kinds
+from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.schedule import Options, PipelineSchedule
-from meshcast.pipelining.stage import PipelineStage
 
 __all__ = [
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "Schedule1F1B",
+    "ScheduleDualPipeV",
     "ScheduleEager1F1B",
     "ScheduleGPipe",
     "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
     "ScheduleZBH1",
     "ScheduleZBH2",
     "ScheduleZBV",
+    "ScheduleZBVZeroBubble",
+    "_PipelineScheduleRuntime",
+    "_ScheduleForwardOnly",
     "get_schedule_class",
 ]
 
+_logger = logging.getLogger(__name__)
 
-class PipelineScheduleSingle(PipelineSchedule):
+
+class PipelineScheduleSingle(PipelineSchedule, torch_schedules.PipelineScheduleSingle):
     """Base of the schedules of one stage on each rank. Arguments beyond `stage`: see `PipelineSchedule`."""
 
     def __init__(
@@ -41,23 +56,37 @@ class PipelineScheduleSingle(PipelineSchedule):
         scale_grads: bool = True,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(
-            [stage],
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            scale_grads,
-            **options,
-        )
+        check_kinds([stage])
+        with refusals_told(stage.group):
+            torch_schedules.PipelineScheduleSingle.__init__(
+                self,
+                stage,
+                n_microbatches,
+                loss_fn,
+                args_chunk_spec,
+                kwargs_chunk_spec,
+                output_merge_spec,
+                scale_grads,
+            )
+        self._built_order = self.pipeline_order
+        self._begin([stage], **options)
+
+    def _get_pipeline_order(self) -> Any:
+        """torch's for torch's schedules, unless there are too few micro-batches for it; else what runs, but
+        for options that change it."""
+        if self.name in _OF_TORCH and self._n_microbatches >= self._num_stages:
+            return super()._get_pipeline_order()
+        return self.name and torch_order(build(self.name, self._num_stages, max(1, self._n_microbatches)))
 
 
-class PipelineScheduleMulti(PipelineSchedule):
+class PipelineScheduleMulti(PipelineSchedule, torch_schedules.PipelineScheduleMulti):
     """Base of the schedules of several stages on each rank. Arguments beyond these: see `PipelineSchedule`.
 
-    backward_requires_autograd must be True; defer_pp_recv changes nothing: receives are posted ahead anyway.
+    A subclass gives the actions of every rank in ``pipeline_order``, as one of torch's does. defer_pp_recv
+    changes nothing: receives are posted ahead anyway.
     """
+
+    _orders_itself = False  # whether torch's constructor makes the order that runs
 
     def __init__(
         self,
@@ -70,31 +99,100 @@ class PipelineScheduleMulti(PipelineSchedule):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,  # noqa: ARG002  torch has it
+        *,
+        use_full_backward: bool | None = None,  # noqa: ARG002  of no effect in torch either
         **options: Unpack[Options],
     ) -> None:
-        if not backward_requires_autograd:
-            raise LayoutError(
-                "backward_requires_autograd=False is not supported: backward runs autograd here"
-            )
-        super().__init__(
-            list(stages),
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            scale_grads,
-            **options,
-        )
+        check_kinds(stages)
+        with refusals_told(stages[0].group):
+            first, each = stages[0], len(stages)
+            known = self.name is not None or self._orders_itself
+            if known and (first.num_stages % each or (self.name == "ZBV" and each != 2)):
+                raise LayoutError(
+                    f"{type(self).__name__} has equally many stages on each rank"
+                    f"{', exactly 2' if self.name == 'ZBV' else ''}: found {each} of {first.num_stages} here"
+                )
+            for stage in stages:
+                # torch counts ranks, here sets of them.
+                if isinstance(stage, PipelineStage) and not stage.alone:
+                    stage.group_size = max(1, first.num_stages // each)
+                    stage.group_rank = min(one.stage_index for one in stages) % stage.group_size
+            given: dict[str, Any] = {
+                "stages": stages,
+                "n_microbatches": n_microbatches,
+                "loss_fn": loss_fn,
+                "output_merge_spec": output_merge_spec,
+                "scale_grads": scale_grads,
+                "backward_requires_autograd": backward_requires_autograd,
+            }
+            if not isinstance(self, torch_schedules.ScheduleLoopedBFS):  # which has none
+                given |= {"args_chunk_spec": args_chunk_spec, "kwargs_chunk_spec": kwargs_chunk_spec}
+            if self._orders_itself:
+                super(PipelineSchedule, self).__init__(**given)
+            elif isinstance(self, torch_schedules._PipelineScheduleRuntime):
+                torch_schedules._PipelineScheduleRuntime.__init__(self, **given)
+            else:
+                torch_schedules.PipelineScheduleMulti.__init__(self, **given)
+            if self.name == "ZBV":
+                self.stage_index_to_group_rank = _utils.generate_stage_to_rank_mapping(
+                    first.group_size, first.num_stages, style="v"
+                )
+                for stage in stages:
+                    stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+            if self.name is not None:
+                ranks = first.num_stages // each
+                self.pipeline_order = torch_order(
+                    build(
+                        self.name,
+                        first.num_stages,
+                        max(1, n_microbatches),
+                        ranks=ranks if self.name != "ZBV" else None,
+                    )
+                )
+            self._built_order = self.pipeline_order
+        self._begin(stages, **options)
 
 
-class ScheduleGPipe(PipelineScheduleSingle):
+class _PipelineScheduleRuntime(PipelineScheduleMulti, torch_schedules._PipelineScheduleRuntime):
+    """As torch's: actions are loaded from a file or given as a list, with transfers or without."""
+
+    def __getattr__(self, name: str) -> Any:
+        """The order with transfers as torch would lower it, made when somebody looks at it."""
+        if name != "pipeline_order_with_comms" or not self.__dict__.get("pipeline_order"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        super()._prepare_schedule_with_comms(self.pipeline_order)
+        return self.pipeline_order_with_comms
+
+    def _load_csv(self, filename: str, format: Any = "compute_only") -> None:  # noqa: A002
+        order = load_order(filename)
+        if format == "compute_only":
+            self.pipeline_order = order
+        self._prepare_schedule_with_comms(order, format)
+
+    def _prepare_schedule_with_comms(self, actions: Any, format: Any = "compute_only") -> None:  # noqa: A002
+        super()._prepare_schedule_with_comms(actions, format)
+        lowered = format == "compute_comms"
+        self._given_order = (self.pipeline_order_with_comms if lowered else actions), lowered
+
+
+class _ScheduleForwardOnly(PipelineScheduleSingle, torch_schedules._ScheduleForwardOnly):
+    """Forwards alone; losses are refused."""
+
+    name = "ForwardOnly"
+
+    def _step(self, args: Any, kwargs: Any, target: Any, losses: Any, *more: Any, **named: Any) -> Any:
+        if target is not None or losses is not None or more[3].targets is not None:
+            raise MeshcastError("a forward-only schedule computes no losses", op="pipeline")
+        return super()._step(args, kwargs, target, losses, *more, **named)
+
+
+class ScheduleGPipe(PipelineScheduleSingle, torch_schedules.ScheduleGPipe):
     """All forwards, then all backwards; see `meshcast.pipelining.orders.gpipe`."""
 
     name = "GPipe"
 
 
-class Schedule1F1B(PipelineScheduleSingle):
+class Schedule1F1B(PipelineScheduleSingle, torch_schedules.Schedule1F1B):
     """One backward and one forward in turn; see `meshcast.pipelining.orders.one_f_one_b`."""
 
     name = "1F1B"
@@ -121,38 +219,99 @@ class ScheduleZBH2(PipelineScheduleSingle):
     name = "ZBH2"
 
 
-class ScheduleZBV(PipelineScheduleMulti):
+class ScheduleZBVZeroBubble(_PipelineScheduleRuntime, torch_schedules.ScheduleZBVZeroBubble):
     """Two stages on each rank, down the ranks and up again; see `meshcast.pipelining.orders.zb_v`."""
 
     name = "ZBV"
 
 
-class ScheduleInterleaved1F1B(PipelineScheduleMulti):
+ScheduleZBV = ScheduleZBVZeroBubble
+
+
+class ScheduleInterleaved1F1B(_PipelineScheduleRuntime, torch_schedules.ScheduleInterleaved1F1B):
     """Several stages on each rank, stage s on rank s mod p; see
     `meshcast.pipelining.orders.interleaved`."""
 
     name = "Interleaved1F1B"
 
 
+class _OrderOfTorch(_PipelineScheduleRuntime):
+    """Base of schedules whose order is torch's."""
+
+    _orders_itself = True
+    _faster = ""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _logger.info("%s runs; %s", type(self).__name__, self._faster)
+
+
+class ScheduleLoopedBFS(_OrderOfTorch, torch_schedules.ScheduleLoopedBFS):
+    """torch's: stage after stage, all micro-batches through each."""
+
+    _faster = "ScheduleInterleaved1F1B takes as long and holds fewer activations"
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            output_merge_spec=output_merge_spec,
+            scale_grads=scale_grads,
+            backward_requires_autograd=backward_requires_autograd,
+            defer_pp_recv=defer_pp_recv,
+            **options,
+        )
+
+
+class ScheduleInterleavedZeroBubble(_OrderOfTorch, torch_schedules.ScheduleInterleavedZeroBubble):
+    """torch's: interleaved, weight gradients fill bubbles."""
+
+    _faster = "ScheduleInterleaved1F1B with delay_weight_grad=True is faster where transfers take time"
+
+
+class ScheduleDualPipeV(_OrderOfTorch, torch_schedules.ScheduleDualPipeV):
+    """torch's: two stages on each rank as in ZBV; a forward and a backward can be run as one action by a
+    function that `register_custom_function` takes."""
+
+    _faster = "without a function that overlaps forward and backward, ScheduleZBVZeroBubble is faster"
+
+
+_OF_TORCH = ("GPipe", "1F1B")
 _CLASSES: dict[str, type[PipelineSchedule]] = {
-    cls.name.lower(): cls
-    for base in (PipelineScheduleSingle, PipelineScheduleMulti)
-    for cls in base.__subclasses__()
+    "1F1B": Schedule1F1B,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+    "GPipe": ScheduleGPipe,
+    "LoopedBFS": ScheduleLoopedBFS,
+    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
+    "PipelineScheduleSingle": PipelineScheduleSingle,
+    "PipelineScheduleMulti": PipelineScheduleMulti,
+    "ZBVZeroBubble": ScheduleZBVZeroBubble,
+    "DualPipeV": ScheduleDualPipeV,
+    "Eager1F1B": ScheduleEager1F1B,
+    "ZBH1": ScheduleZBH1,
+    "ZBH2": ScheduleZBH2,
+    "ZBV": ScheduleZBV,
 }
-_CLASSES["zbvzerobubble"] = ScheduleZBV  # torch's name for it
 
 
-def get_schedule_class(name: str) -> type[PipelineSchedule]:
-    """The class of a schedule, in any case, with or without "Schedule" before its name. torch's names are
-    accepted where the schedule is there.
+def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
+    """The class of a schedule, in any case, with or without "Schedule" before its name.
 
-    Raises LayoutError that lists the names there are, or says why one of torch's is not among them.
+    Raises LayoutError, which is a ValueError, that lists the names there are.
     """
-    wanted = name.lower().removeprefix("schedule")
-    if wanted in _CLASSES:
-        return _CLASSES[wanted]
-    reason = reason_against(wanted)
-    if reason is not None:
-        raise LayoutError(f"schedule {name!r} is not offered: {reason}")
-    known = ", ".join(cls.name for cls in dict.fromkeys(_CLASSES.values()))
-    raise LayoutError(f"there is no schedule {name!r}; choose one of {known}")
+    found = {name.lower(): cls for name, cls in _CLASSES.items()}
+    wanted = schedule_name.lower()
+    if wanted.removeprefix("schedule") in found:
+        return found[wanted.removeprefix("schedule")]
+    raise LayoutError(f"there is no schedule {schedule_name!r}; choose one of {', '.join(_CLASSES)}")

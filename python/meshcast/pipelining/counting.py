@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshcast.errors import LayoutError
+from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.shapes import local_values
-from meshcast.pipelining.stage import PipelineStage
 
 __all__ = ["Counted", "all_reduce_over", "counted", "outside_mesh", "own_stages", "parameters"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshcast.pipelining.deliveries import Delivery
-from meshcast.pipelining.stage import PipelineStage
+from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.transfers.handle import Handle
 from meshcast.transfers.persistent import PersistentTransfer
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from meshcast.pipelining.counting import all_reduce_over, outside_mesh, own_stages, parameters
+from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.shapes import local_values
-from meshcast.pipelining.stage import PipelineStage
 
 __all__ = ["GradScaler"]
 

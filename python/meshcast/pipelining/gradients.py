@@ -7,7 +7,8 @@ cross between them by the ratio of their degrees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from meshcast.pipelining.layouts import StageMesh
 
-__all__ = ["average_gradients", "sum_gradients"]
+__all__ = ["average_gradients", "kept_apart", "sum_gradients"]
 
 _BUCKET_BYTES = 32 << 20  # gradients travel together up to this size: fewer messages, bounded extra memory
 
@@ -38,6 +39,24 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.Proc
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.div_(group.size())
+
+
+@contextmanager
+def kept_apart(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Inside, parameters have no gradients of earlier steps; afterwards these are added again."""
+    earlier = {
+        id(parameter): (parameter, parameter.grad)
+        for module in modules
+        for parameter in module.parameters()
+        if parameter.grad is not None
+    }
+    for parameter, _ in earlier.values():
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in earlier.values():
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
 
 def _reduce(

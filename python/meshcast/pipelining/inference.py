@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -153,12 +153,7 @@ def infer_outputs(
     one, two = (each.outputs for each in found)
     assert one is not None and two is not None
     outputs = [
-        LocalValue(
-            tuple(2 * a - b for a, b in zip(first.shape, second.shape, strict=True)),
-            first.dtype,
-            first.requires_grad,
-            first.placements,
-        )
+        replace(first, shape=tuple(2 * a - b for a, b in zip(first.shape, second.shape, strict=True)))
         for first, second in zip(one, two, strict=True)
     ]
     return Inferred(outputs, stand_in, copies)
@@ -343,10 +338,7 @@ def _on_data(
             outputs = module(*given, **named)
         described = describe_values(as_tuple(outputs, what), False)
         found.append(
-            [
-                LocalValue(each.shape, each.dtype, trained and each.dtype.is_floating_point, each.placements)
-                for each in described
-            ]
+            [replace(each, requires_grad=trained and each.dtype.is_floating_point) for each in described]
         )
     zeros, ones = found
     if zeros != ones:

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.utils._pytree import tree_flatten
 
 from meshcast.errors import LayoutError
-from meshcast.pipelining.stage import PipelineStage
+from meshcast.pipelining.pipeline_stage import PipelineStage
 
 __all__ = ["Sharding", "StepLoss"]
 
@@ -33,6 +33,7 @@ class StepLoss:
     Args:
         targets: of each micro-batch, this rank's; None without any.
         scale: gradients are those of the mean over micro-batches; else of the sum.
+        as_torch: losses are returned as the function made them, and gradients scaled once, at the end.
     """
 
     def __init__(
@@ -43,15 +44,18 @@ class StepLoss:
         targets: Sequence[Any] | None,
         loss_kwargs: Mapping[str, Any],
         scale: bool,
+        as_torch: bool,
     ) -> None:
         self._stage = stage
         self._loss_fn = loss_fn
-        self._targets = targets
+        self.targets = targets
         self._loss_kwargs = loss_kwargs
         self._scale = scale
+        self._as_torch = as_torch
         self._parts = [1.0] * microbatches  # of a micro-batch's samples and tokens, this rank's
         self._weights = [1.0 / microbatches] * microbatches  # of the micro-batch in the step
         self._taken: list[tuple[int, torch.Tensor, Any]] = []  # micro-batch, mean or sum, weight of a sum
+        self.losses: dict[int, torch.Tensor] = {}  # what backwards start from
         self._pairs = self._means = 0
         self._is_global = False  # DTensor arithmetic has gone over all ranks already
 
@@ -89,13 +93,13 @@ class StepLoss:
     def take(self, microbatch: int, output: Any) -> torch.Tensor | None:
         """Computes the loss of the last stage's output, where there is a loss function and a target. Returns
         what its backward starts from."""
-        if self._loss_fn is None or self._targets is None:
+        if self._loss_fn is None or self.targets is None:
             return None
         if self._parts[microbatch] == 0:
-            loss = _of_no_samples(output)
+            loss = self.losses[microbatch] = _of_no_samples(output)
             self._taken.append((microbatch, loss.detach(), 0.0))
             return loss
-        found = self._loss_fn(output, self._targets[microbatch], **self._loss_kwargs)
+        found = self._loss_fn(output, self.targets[microbatch], **self._loss_kwargs)
         loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         self._pairs += weight is not None
         self._means += weight is None
@@ -103,7 +107,7 @@ class StepLoss:
             raise LayoutError(
                 "loss_fn returned a pair (sum, weight) for some micro-batches and not for others"
             )
-        if isinstance(loss, DTensor):
+        if isinstance(loss, DTensor) and not self._as_torch:
             loss, self._parts[microbatch], self._is_global = loss.full_tensor(), 1.0, True
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
@@ -113,12 +117,15 @@ class StepLoss:
                     "loss_fn must return a tensor with one element, or a pair (sum, weight) of them, found "
                     f"{getattr(value, 'shape', type(value).__name__)}"
                 )
-        self._taken.append((microbatch, loss.detach(), weight))
+        # As torch's, a loss that is returned needs a gradient; but it does not keep the graph alive.
+        kept = loss.detach().requires_grad_(self._as_torch and loss.requires_grad)
+        self._taken.append((microbatch, kept, weight))
+        self.losses[microbatch] = loss
         return loss
 
     def seed(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
         """d(step's loss) / d(this rank's loss); of sums it lacks the division by the weight of the step."""
-        if self._pairs:
+        if self._pairs or self._as_torch:
             return torch.ones_like(loss)
         count = 1 if self._scale else sum(weight > 0 for weight in self._weights)
         return torch.full_like(loss, self._parts[microbatch] * (self._weights[microbatch] * count))
@@ -128,8 +135,10 @@ class StepLoss:
         Called by all ranks of the last stage, once all losses are there."""
         if not self._taken:
             return [], None
+        if self._as_torch and not self._pairs:
+            return [loss for _, loss, _ in self._taken], None
         kind = self._taken[0][1]
-        losses = torch.stack([loss.reshape(()) for _, loss, _ in self._taken]).double()
+        losses = torch.stack([loss.detach().reshape(()) for _, loss, _ in self._taken]).double()
         weights = torch.zeros_like(losses)
         if self._pairs:
             each = [torch.as_tensor(weight, device=kind.device).reshape(()) for _, _, weight in self._taken]

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from meshcast.errors import LayoutError
 
-__all__ = ["Pieces", "cut", "whole"]
+__all__ = ["Pieces", "as_it_is", "cut", "gathered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,11 @@ class Pieces:
                 )
 
 
-def whole(values: Any) -> Any:
+def as_it_is(values: Any) -> Any:
+    return values
+
+
+def gathered(values: Any) -> Any:
     """The same with DTensors gathered: a micro-batch is the same rows whatever the mesh."""
     return tree_map(lambda value: value.full_tensor() if isinstance(value, DTensor) else value, values)
 
@@ -58,7 +62,6 @@ def cut(
     """
     if not args and not kwargs:
         return [], [], [1] * count
-    args, kwargs = whole((args, kwargs))
     sizes = [
         *_sizes(args, args_spec, what),
         *_sizes(tuple(kwargs.values()), kwargs_spec and tuple(kwargs_spec[name] for name in kwargs), what),

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from meshcast.errors import LayoutError
 from meshcast.pipelining.counting import all_reduce_over, counted, own_stages, parameters
+from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.shapes import local_values
-from meshcast.pipelining.stage import PipelineStage
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from torch.distributed.pipelining.stage import _PipelineStage as _TracedStage
+from torch.distributed.pipelining import stage as torch_stage
 
 from meshcast.errors import LayoutError
-from meshcast.pipelining.refused import TRACED
-from meshcast.pipelining.stage import PipelineStage
+from meshcast.pipelining.pipeline_stage import PipelineStage
 
-__all__ = ["checked", "reduce_once"]
+__all__ = ["check_kinds", "checked", "reduce_once"]
+
+
+def check_kinds(stages: object) -> None:
+    """Raises LayoutError for what are no stages, or torch's own. Other subclasses of torch's base may be
+    looked at, but not run."""
+    if not isinstance(stages, Sequence) or not stages:
+        raise LayoutError(f"a schedule needs at least one stage on this rank, found {stages!r}")
+    for stage in stages:
+        if type(stage) in (torch_stage.PipelineStage, torch_stage._PipelineStage) or not isinstance(
+            stage, torch_stage._PipelineStageBase
+        ):
+            raise LayoutError(
+                f"stage must be a meshcast.pipelining.PipelineStage, found {type(stage).__name__} of "
+                f"{type(stage).__module__}: import it, pipeline and build_stage from meshcast.pipelining"
+            )
 
 
 def checked(stages: Sequence[PipelineStage], microbatches: int) -> dict[int, PipelineStage]:
     """The stages by number, ascending. Raises LayoutError unless they can be one rank's."""
-    for stage in stages:
-        if not isinstance(stage, PipelineStage):
-            hint = f": {TRACED}" if isinstance(stage, _TracedStage) else ""
-            raise LayoutError(
-                f"stage must be a meshcast.pipelining.PipelineStage, found {type(stage).__name__}{hint}"
-            )
-    if not stages:
-        raise LayoutError("a schedule needs at least one stage on this rank, found none")
     if microbatches < 1:
         raise LayoutError(f"n_microbatches must be at least 1, found {microbatches}")
     first = stages[0]
@@ -39,6 +45,8 @@ def checked(stages: Sequence[PipelineStage], microbatches: int) -> dict[int, Pip
                     f"stages {first.stage_index} and {stage.stage_index} of rank {first.rank} have unlike "
                     f"{what}: {mine} and {theirs}"
                 )
+    for stage in stages:
+        stage.learn_wrappers()
     by_index = {stage.stage_index: stage for stage in stages}
     if len(by_index) != len(stages):
         raise LayoutError(f"rank {first.rank} makes a stage twice: {[s.stage_index for s in stages]}")

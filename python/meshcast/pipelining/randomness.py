@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from meshcast.pipelining.stage import PipelineStage
+from meshcast.pipelining.pipeline_stage import PipelineStage
 
 __all__ = ["microbatch_seed", "random_state"]
 

@@ -27,7 +27,8 @@ class Recipe:
     """One schedule's options, the same on every rank, so that all make the same actions of them.
 
     links: pairs of stages; None: each stage feeds the next. warmup, budget, times, delayed: as
-    `PipelineSchedule` explains them.
+    `PipelineSchedule` explains them. given: the actions of each row, in place of those of a schedule known by
+    name; lowered_already: with their transfers.
     """
 
     name: str
@@ -38,6 +39,8 @@ class Recipe:
     budget: Budget
     times: Mapping[str, Any]
     delayed: bool
+    given: Actions | None = None
+    lowered_already: bool = False
 
     def check_options(self) -> None:
         """Raises ScheduleError, before anything is agreed on, for options that no placement makes good."""
@@ -62,9 +65,11 @@ class Recipe:
     def lowered(self, rows: int, *, train: bool) -> Actions:
         """Lowered and validated actions, by row of the schedule. rows: how many sets of ranks there are."""
         built = self._built(rows)
-        if not train:
-            built = forward_only(built)
-        lowered = lower(built, self.links, AHEAD)
+        if self.lowered_already and train:
+            lowered = built
+        else:
+            built = {rank: [each for each in row if each.kind.is_compute] for rank, row in built.items()}
+            lowered = lower(built if train else forward_only(built), self.links, AHEAD)
         validate(lowered, self.stages, self.microbatches, links=self.links, forward_only=not train)
         return lowered
 
@@ -73,7 +78,9 @@ class Recipe:
         return simulate_actions(self.lowered(rows, train=train), self._costs(**times))
 
     def _built(self, rows: int | None) -> Actions:
-        """Compute actions of a training step, by row of the schedule."""
+        """Actions of a training step, by row of the schedule; compute only but for `lowered_already`."""
+        if self.given is not None:
+            return self.given
         costs = self._costs()
         warmup = resolve_warmup(
             self.warmup,

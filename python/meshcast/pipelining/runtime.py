@@ -21,12 +21,13 @@ import torch
 from meshcast.errors import LayoutError, MeshcastError
 from meshcast.pipelining.action import Action, ActionKind
 from meshcast.pipelining.edge_transfers import Arrival, EdgeTransfers
+from meshcast.pipelining.functions import Arriving, Functions
 from meshcast.pipelining.gpu_clock import GpuClock, Mark
 from meshcast.pipelining.inference import Way
 from meshcast.pipelining.lower import Link
+from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.randomness import random_state
 from meshcast.pipelining.shapes import as_tuple, local_values
-from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.trace import Trace
 from meshcast.pipelining.wiring import StageValue, Wiring
 from meshcast.transfers.handle import Handle
@@ -51,22 +52,36 @@ class Feed(Protocol):
     def keywords(self, microbatch: int) -> Mapping[str, Any]:
         """Local keyword arguments of any stage."""
 
-    def output(self, microbatch: int, output: Any) -> torch.Tensor | None:
-        """Takes the last stage's output; returns the local loss that its backward starts from."""
+    keep_outputs: bool
 
-    def seed(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
-        """The gradient of the step's loss with respect to this local loss."""
+
+class Owner(Protocol):
+    """The schedule, as torch's runtime and functions of the user call it."""
+
+    def _maybe_compute_loss(
+        self, stage: Any, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: Any = None
+    ) -> None: ...
+
+    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any: ...
 
 
 class Runtime:
     """Runs lowered schedules, one after the other, over the edges of one rank.
 
+    owner: computes and keeps the losses.
     wiring: that of any micro-batch: all join the same stages.
     """
 
     def __init__(
-        self, stages: Mapping[int, PipelineStage], wiring: Wiring, timeout: float, *, overlap: bool = True
+        self,
+        owner: Owner,
+        stages: Mapping[int, PipelineStage],
+        wiring: Wiring,
+        timeout: float,
+        *,
+        overlap: bool = True,
     ) -> None:
+        self._owner = owner
         self._stages = stages
         self._rank = next(iter(stages.values())).rank
         self._local = {link for link in wiring.links if wiring.is_local(link)}
@@ -81,8 +96,8 @@ class Runtime:
         self._names: dict[Action, str] = {}  # of the actions of that row
         self._arriving: dict[Action, list[Arrival]] = {}
         self._outputs: dict[_Key, list[torch.Tensor]] = {}
-        self._losses: dict[int, torch.Tensor] = {}
-        self._gradients: dict[_Key, list[torch.Tensor | None]] = {}
+        self._gradients: dict[_Key, Sequence[torch.Tensor | None]] = {}
+        self._functions = Functions()
         self._sends: list[tuple[Action, float, EdgeTransfers, Handle[Any]]] = []
         self._run: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.F: self._forward,
@@ -136,6 +151,8 @@ class Runtime:
             seed: see `random_state`; None leaves the random state alone.
         """
         self._feeds, self._wirings, self._train, self._seed = feeds, wirings, train, seed
+        for index, stage in self._stages.items():
+            stage.ways = [wiring.ways[index] for wiring in wirings]
         self._trace = Trace()
         if self._gpu is not None:
             self._gpu.begin_step()
@@ -147,7 +164,10 @@ class Runtime:
             begin = time.perf_counter()
             mark = self._gpu.mark() if computes and self._gpu is not None else None
             try:
-                self._run[action.kind](action)
+                if self._functions:
+                    self._run_custom(action)
+                else:
+                    self._run[action.kind](action)
             except Exception as cause:
                 if cause is self._raised:
                     raise
@@ -158,6 +178,57 @@ class Runtime:
                     self._trace.count(action.kind)
         self._settle_sends(wait=True)
         self._trace.finish(self.bytes_sent - sent_before)
+
+    def use(self, functions: Functions) -> None:
+        """In the steps from now on."""
+        self._functions = functions
+
+    def _run_custom(self, action: Action) -> None:
+        """As a function of the user does it, where there is one."""
+        functions = self._functions
+        if action in functions.fused:
+            run, parts = functions.fused[action]
+            for part in parts:
+                self._settle_for(part)
+            run()
+            for part in parts:
+                self._computed(part)
+        elif action.kind in functions.by_kind:
+            self._settle_for(action)
+            functions.by_kind[action.kind](action)
+            self._computed(action)
+        elif action not in functions.inside:
+            self._run[action.kind](action)
+
+    def _settle_for(self, action: Action) -> None:
+        """A function of the user waits for what comes from other ranks, and passes on by itself what stays on
+        this one."""
+        stage, key = self._stages[action.stage], (action.stage, action.microbatch)
+        if action.kind is ActionKind.F and not stage.is_first:
+            if all(link in self._local for link in self._producers[action.stage]):
+                self._take_inputs(stage, action)
+            else:
+                wait = Arriving(lambda: self._take_inputs(stage, action))
+                self._functions.forward_arriving[key] = [wait]
+        elif action.kind in (ActionKind.B, ActionKind.I) and not stage.is_last:
+            if all(link in self._local for link in self._consumers[action.stage]):
+                self._take_gradients(stage, action)
+            else:
+                wait = Arriving(lambda: self._take_gradients(stage, action))
+                self._functions.backward_arriving[key] = [wait]
+
+    def _computed(self, action: Action) -> None:
+        """Behind a function of the user."""
+        stage, key = self._stages[action.stage], (action.stage, action.microbatch)
+        if (
+            action.kind is ActionKind.F
+            and not stage.is_last
+            and self._last_consumer[action.stage] is not None
+        ):
+            outputs, _ = stage.fwd_cache[action.microbatch]
+            self._outputs[key] = [local_values(value.detach()) for value in outputs]
+        elif action.kind in (ActionKind.B, ActionKind.I) and self._last_producer[action.stage] is not None:
+            self._gradients[key] = stage.bwd_cache.pop(action.microbatch)
 
     def _add_compute(self, action: Action, begin: float, mark: Mark | None) -> None:
         """To the trace, without the wait for what it needed, which has an event of its own."""
@@ -170,10 +241,10 @@ class Runtime:
 
     def clear(self) -> None:
         """Drops what a failed step left."""
-        for kept in (self._arriving, self._outputs, self._losses, self._gradients, self._sends):
+        for kept in (self._arriving, self._outputs, self._gradients, self._sends):
             kept.clear()
         for stage in self._stages.values():
-            stage.clear()
+            stage.clear_runtime_states()
 
     def _named(self, action: Action, cause: Exception) -> Exception:
         what = _NAMES.get(action.kind, str(action))
@@ -190,14 +261,16 @@ class Runtime:
         stage, microbatch = self._stages[action.stage], action.microbatch
         feed, wiring = self._feeds[action.stage], self._wirings[microbatch]
         way = wiring.ways[action.stage]
-        inputs = feed.arguments(microbatch) if stage.is_first else self._arrived_inputs(stage, action)
+        if not stage.is_first:
+            self._take_inputs(stage, action)
         with nullcontext() if self._seed is None else random_state(self._seed, stage, microbatch):
-            output = stage.forward(microbatch, inputs, feed.keywords(microbatch), self._train, way)
+            output = stage.forward_one_chunk(
+                microbatch, feed.arguments(microbatch), feed.keywords(microbatch), feed.keep_outputs
+            )
+        if not self._train:
+            del stage.fwd_cache[microbatch]
         if stage.is_last:
-            loss = feed.output(microbatch, output)
-            if self._train and loss is not None:
-                stage.keep_loss(microbatch, loss)
-                self._losses[microbatch] = loss
+            self._owner._maybe_compute_loss(stage, output, None, microbatch)
             return
         values = [
             local_values(value.detach())
@@ -213,6 +286,10 @@ class Runtime:
                 ]
         if self._last_consumer[action.stage] is not None:
             self._outputs[action.stage, microbatch] = values
+
+    def _take_inputs(self, stage: PipelineStage, action: Action) -> None:
+        if not stage.has_inputs(action.microbatch):  # else a function of the user has passed them on
+            stage.receive(action.microbatch, self._arrived_inputs(stage, action))
 
     def _arrived_inputs(self, stage: PipelineStage, action: Action) -> list[Any]:
         wiring = self._wirings[action.microbatch]
@@ -233,6 +310,8 @@ class Runtime:
         tensor = buffer.detach()
         if stage.use_dtensor:
             tensor = stage.wrap(tensor, stage.input_placements[index], value.shape)
+        elif value.sent is not None:
+            tensor = stage.as_before(tensor, value.sent)
         return tensor.requires_grad_(self._train and value.requires_grad)
 
     def _wait(self, receive: Action) -> list[list[torch.Tensor]]:
@@ -287,13 +366,13 @@ class Runtime:
     def _backward(self, action: Action) -> None:
         """B, or I."""
         stage, microbatch = self._stages[action.stage], action.microbatch
+        loss = None
         if stage.is_last:
-            feed = self._feeds[action.stage]
-            seeds: list[torch.Tensor | None] = [feed.seed(microbatch, self._losses.pop(microbatch))]
+            loss = self._owner._maybe_get_loss(stage, microbatch)
         else:
-            seeds = self._arrived_gradients(action)
-        run = stage.backward_inputs if action.kind is ActionKind.I else stage.backward
-        gradients = run(microbatch, seeds)
+            self._take_gradients(stage, action)
+        stage.backward_one_chunk(microbatch, loss=loss, full_backward=action.kind is ActionKind.B)
+        gradients = stage.bwd_cache.pop(microbatch)
         for link in self._producers[action.stage]:
             transfers = self._wirings[microbatch].backward.get(link)
             if transfers is not None and link in self._local:
@@ -303,7 +382,11 @@ class Runtime:
             self._gradients[action.stage, microbatch] = gradients
 
     def _backward_weights(self, action: Action) -> None:
-        self._stages[action.stage].backward_weights(action.microbatch)
+        self._stages[action.stage].backward_weight_one_chunk(action.microbatch)
+
+    def _take_gradients(self, stage: PipelineStage, action: Action) -> None:
+        if not stage.has_gradients(action.microbatch):
+            stage.receive_gradients(action.microbatch, self._arrived_gradients(action))
 
     def _arrived_gradients(self, action: Action) -> list[torch.Tensor | None]:
         """One per output: the sum over its consumers, nearest stage first."""

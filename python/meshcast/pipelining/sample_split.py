@@ -18,7 +18,7 @@ from meshcast.layout import Layout
 from meshcast.pipelining.shapes import LocalValue
 
 if TYPE_CHECKING:
-    from meshcast.pipelining.stage import PipelineStage
+    from meshcast.pipelining.pipeline_stage import PipelineStage
 
 __all__ = ["check_split"]
 

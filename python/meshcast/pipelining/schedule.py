@@ -3,14 +3,14 @@ and outputs."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 import torch
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from meshcast.errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
 from meshcast.groups.parent import parent_group, seconds
@@ -18,21 +18,20 @@ from meshcast.pipelining.action import Action, Actions
 from meshcast.pipelining.auto_warmup import AutoWarmup, Budget
 from meshcast.pipelining.board import PipelineBoard, Refused
 from meshcast.pipelining.devices import current
-from meshcast.pipelining.draw import draw_panels, panel_of
 from meshcast.pipelining.edge import links_of
-from meshcast.pipelining.estimate import transfer_times
-from meshcast.pipelining.lower import Link
-from meshcast.pipelining.measured import Event, exposed_seconds
+from meshcast.pipelining.functions import Functions, functions_for, functions_of
+from meshcast.pipelining.given import GivenOrder
+from meshcast.pipelining.gradients import kept_apart
 from meshcast.pipelining.microbatches import Pieces
 from meshcast.pipelining.own_stages import checked, reduce_once
+from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.recipe import Recipe
 from meshcast.pipelining.runtime import Runtime
-from meshcast.pipelining.stage import PipelineStage
+from meshcast.pipelining.schedule_views import ScheduleViews
 from meshcast.pipelining.step import StepFeed
 from meshcast.pipelining.table import StageTable, agree_on_stages, describe_stages
 from meshcast.pipelining.varying import Wirings, agree_on_step
 from meshcast.pipelining.wiring import Wiring
-from meshcast.topology import Topology
 
 __all__ = ["Options", "PipelineSchedule"]
 
@@ -51,8 +50,12 @@ class Options(TypedDict, total=False):
     timeout: float | timedelta | None
 
 
-class PipelineSchedule:
+class PipelineSchedule(ScheduleViews, torch_schedules._PipelineSchedule):
     """Base of all schedules. Every rank of every stage makes its own, in the same order.
+
+    Its subclasses are schedules of torch.distributed.pipelining too. What differs is how a step runs. One
+    that has no `name` runs the actions that it was given as torch's: ``pipeline_order``, or, with their
+    transfers, ``pipeline_order_with_comms``.
 
     Args:
         stages: this rank's stages.
@@ -83,17 +86,15 @@ class PipelineSchedule:
         LayoutError: bad arguments.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str | None] = None
+    pipeline_order: Any
+    _built_order: Any = None  # what that was when it was made
+    _given_order: tuple[Any, bool] | None = None  # of actions that came later; whether with their transfers
+    _backward_requires_autograd = True
 
-    def __init__(
+    def _begin(
         self,
         stages: Sequence[PipelineStage],
-        n_microbatches: int,
-        loss_fn: Callable[..., torch.Tensor] | None = None,
-        args_chunk_spec: tuple[Any, ...] | None = None,
-        kwargs_chunk_spec: dict[str, Any] | None = None,
-        output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
-        scale_grads: bool = True,
         *,
         sync_gradients: bool = True,
         warmup: AutoWarmup | None = None,
@@ -105,20 +106,24 @@ class PipelineSchedule:
         seed: int | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
-        group = next((stage.group for stage in stages if isinstance(stage, PipelineStage)), None)
+        """What torch does not have, behind torch's constructor."""
+        n_microbatches, loss_fn = self._n_microbatches, self._loss_fn
+        self._runs = all(isinstance(stage, PipelineStage) for stage in stages)
+        if not self._runs:  # stages of another kind, which can only be looked at
+            return
+        group = stages[0].group
         self._timeout = seconds(timeout, parent_group(group, "pipeline").timeout)
         self._board = PipelineBoard(group, self._timeout)
-        self._microbatches = n_microbatches
         self._overlap = overlap
         try:
-            self._stages = checked(stages, n_microbatches)
+            self._mine = checked(stages, n_microbatches)
             if not sync_gradients and any(stage.shared for stage in stages):
                 raise LayoutError(
                     "shared_parameters need sync_gradients=True: their gradients are summed by step"
                 )
-            first = next(iter(self._stages.values()))
+            first = next(iter(self._mine.values()))
             self._recipe = Recipe(
-                self.name,
+                self.name or "",
                 first.num_stages,
                 n_microbatches,
                 None if first.edges is None else links_of(first.edges),
@@ -127,34 +132,35 @@ class PipelineSchedule:
                 times or {},
                 delay_weight_grad,
             )
-            self._recipe.check_options()
-            reduce_once(self._stages.values())
+            if self.name is not None:
+                self._recipe.check_options()
+            reduce_once(self._mine.values())
         except Exception as error:
             self._board.fail("stage", str(error))
             raise
         self._rank = first.rank
         self._device = first.device
-        self._loss_fn = loss_fn
-        self._chunk_specs = (args_chunk_spec, kwargs_chunk_spec)
-        self._merge_spec = output_merge_spec
-        self._scale_grads = scale_grads
         self._sync_gradients = sync_gradients
         self._table: StageTable | None = None
-        self._wirings = Wirings(self._stages, self._board, self._timeout, varying_shapes)
+        self._wirings = Wirings(self._mine, self._board, self._timeout, varying_shapes)
         self._runtime: Runtime | None = None
         self._rows: dict[bool, list[Action]] = {}  # this rank's lowered actions; key: training
         self._seed = seed
+        self._given: GivenOrder | None = None  # torch's actions, where those are what runs
+        self._feeds: Mapping[int, StepFeed] = {}  # of the last step
+        self._samples: Sequence[int] = ()  # of its micro-batches
         self._steps = 0  # that were run
         self._calls = 0  # of step and eval, those that were refused too
         self._weighings = 0  # steps at whose end the ranks learnt a weight
         self._weighted: bool | None = None  # whether the loss function returns (sum, weight), once known
         self._summaries = 0
         self._failed: str | None = None
-        options = f"{self.name}, warm-up {warmup}, budget {memory_budget}, delayed {delay_weight_grad}"
+        kind = self.name or type(self).__name__
+        options = f"{kind}, warm-up {warmup}, budget {memory_budget}, delayed {delay_weight_grad}"
         options += f", varying shapes {varying_shapes}, seed {seed}"
         self._board.publish(
             "stage",
-            describe_stages(list(self._stages.values()), options, n_microbatches, loss_fn is not None),
+            describe_stages(list(self._mine.values()), options, n_microbatches, loss_fn is not None),
         )
 
     @property
@@ -167,12 +173,6 @@ class PipelineSchedule:
             for row, stages in enumerate(table.rows)
             for rank in sorted(table.ranks[stages[0]])
         }
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes this rank has sent to other ranks over the edges of the pipeline, both directions, in all
-        steps so far."""
-        return 0 if self._runtime is None else self._runtime.bytes_sent
 
     def step(
         self,
@@ -221,6 +221,8 @@ class PipelineSchedule:
         *args: Any,
         target: Any = None,
         losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
         arg_mbs: Sequence[Any] | None = None,
         kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
         target_mbs: Sequence[Any] | None = None,
@@ -230,60 +232,38 @@ class PipelineSchedule:
         size than those of training."""
         pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
         with torch.no_grad():
-            return self._step(args, kwargs, target, losses, True, None, False, pieces)
+            return self._step(args, kwargs, target, losses, return_outputs, loss_kwargs, False, pieces)
 
-    def trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes this rank's part of the last step as a Chrome trace."""
-        if self._runtime is None:
-            raise MeshcastError("there is no step to trace yet", op="pipeline")
-        self._runtime.trace.write(path, self._rank)
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """As in torch: a step of micro-batches that are there; it trains if the stages have a backward."""
+        self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        train = any(stage.has_backward for stage in self._mine.values())
+        pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
+        self._step((), {}, None, losses, return_outputs, loss_kwargs, train, pieces, merge=False)
 
-    def summary(self, *, together: bool = False) -> str:
-        """One line about this rank's last step: its time, the parts that went into computing and into waiting
-        for values, the bubble (all that is not computing), micro-batches held, memory and bytes sent.
+    def _maybe_compute_loss(
+        self,
+        stage: Any,
+        output: Any,
+        target_mbs: Any,  # noqa: ARG002  those of the step are known
+        mb_index: int,
+        loss_kwargs: Any = None,  # noqa: ARG002
+    ) -> None:
+        """As in torch."""
+        loss = self._feeds[stage.stage_index].loss.take(mb_index, output) if stage.is_last else None
+        if loss is not None and stage.has_backward:
+            stage.loss_taken(mb_index)
 
-        together: every rank of the pipeline calls it; the line then also says how long this rank waited for
-            values that were on their way, by the clocks of the hosts: communication that was not hidden.
-        """
-        if self._runtime is None:
-            raise MeshcastError("there is no step to sum up yet", op="pipeline")
-        trace = self._runtime.trace
-        if not together:
-            return trace.summary(self._rank)
-        mine = trace.on_the_clock(self._rank)
-        sends = [[each.name, each.begin, each.end] for each in mine if "SEND" in each.name]
-        topic = f"sends/{self._summaries}"
-        self._board.publish(topic, {"sends": sends})
-        found = self._board.collect(topic)
-        if self._summaries:  # all have read that one, or they would not be here
-            self._board.forget(f"sends/{self._summaries - 1}")
-        self._summaries += 1
-        others = [
-            Event(rank, *send) for rank, said in found.items() if rank != self._rank for send in said["sends"]
-        ]
-        return trace.summary(self._rank, exposed_seconds([*mine, *others]).get(self._rank, 0.0))
-
-    def draw(self, path: str | os.PathLike[str], **times: Any) -> None:
-        """Writes the simulated timeline of a step; the suffix of `path` tells the format.
-
-        Args:
-            times: forward, backward, weight and transfer as `simulate` takes them; default: those that the
-                schedule was made with.
-        """
-        table = self._agreed()
-        report = self._recipe.simulated(len(table.rows), train=table.trains, **times)
-        title = f"{self.name}, {self._recipe.stages} stages, {self._microbatches} micro-batches, simulated"
-        draw_panels([panel_of(title, report)], Path(path))
-
-    def transfer_times(self, topology: Topology | None = None) -> dict[Link, float]:
-        """Seconds that a micro-batch of the last step takes over each link by the planner's cost model: what
-        ``draw`` and ``times`` take as ``transfer``, beside seconds of compute. topology: as `plan` takes
-        it; default: that of the stages."""
-        wiring = self._wirings.last
-        if wiring is None:
-            raise MeshcastError("there is no step yet, so no shapes of values", op="pipeline")
-        stage = next(iter(self._stages.values()))
-        return transfer_times(wiring, self._agreed(), topology or stage.topology, stage.strategy)
+    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
+        return self._feeds[stage.stage_index].loss.losses.pop(mb_index, None) if stage.is_last else None
 
     def close(self) -> None:
         """Drops the transfers. Later steps raise AbortedError."""
@@ -300,7 +280,12 @@ class PipelineSchedule:
         loss_kwargs: dict[str, Any] | None,
         train: bool,
         pieces: Pieces,
+        merge: bool = True,
     ) -> Any:
+        if losses is not None and not isinstance(losses, list):
+            raise TypeError(f"losses must be a list, found {type(losses).__name__}")
+        if not self._runs:
+            raise LayoutError("the stages are none of meshcast.pipelining: they cannot run here")
         self._board.check_process()
         if self._failed is not None:
             raise AbortedError(f"the pipeline failed before: {self._failed}", rank=self._rank, op="pipeline")
@@ -315,28 +300,37 @@ class PipelineSchedule:
                     train,
                     lambda stage: StepFeed(
                         stage,
-                        self._microbatches,
+                        self._n_microbatches,
                         args if stage.is_first else (),
                         kwargs,
                         target if stage.is_last else None,
-                        self._chunk_specs,
+                        (self._args_chunk_spec, self._kwargs_chunk_spec),
                         self._loss_fn,
                         loss_kwargs or {},
-                        self._scale_grads,
+                        self.scale_grads,
                         return_outputs,
                         pieces,
                         train,
+                        self._agreed().as_torch,
                     ),
                     pieces,
                 )
-                if train:
-                    for stage in self._stages.values():
-                        stage.begin_step(self._microbatches)
+                self._feeds = feeds
+                for index, stage in self._mine.items():
+                    stage.clear_runtime_states()
+                    stage.chunks, stage.has_backward = self._n_microbatches, train
+                    stage.seed_of = feeds[index].loss.seed
+                    if train:
+                        stage.begin_step(self._n_microbatches)
+                runtime.use(functions_for(self, self._given, feeds) if train else Functions())
+                seed = None if self._seed is None else (self._seed, self._steps)
                 with self._accumulating(train):
-                    runtime.run(self._row(train), feeds, wirings, train=train, seed=self._step_seed())
+                    runtime.run(self._row(train), feeds, wirings, train=train, seed=seed)
                     self._finish(feeds, train, losses)
+                if train:
+                    self._scale_as_torch()
                 if not train:
-                    for stage in self._stages.values():
+                    for stage in self._mine.values():
                         stage.end_evaluation()
         except Refused as refused:
             raise refused.error from refused.error.__cause__
@@ -344,16 +338,35 @@ class PipelineSchedule:
             self._fail(error)
             raise
         self._steps += 1
-        last = [feeds[index] for index, stage in self._stages.items() if stage.is_last]
-        return last[0].merged(self._merge_spec) if return_outputs and last else None
+        last = [feeds[index] for index, stage in self._mine.items() if stage.is_last]
+        return last[0].merged(self._output_merge_spec) if merge and return_outputs and last else None
+
+    def _scale_as_torch(self) -> None:
+        """Divides all that is in ``grad``, also by earlier steps, by the number of micro-batches; or calls
+        what the user registered for it."""
+        if not self._agreed().as_torch or self._weighted:
+            return
+        count = sum(min(1, each) for each in self._samples) if self.scale_grads else 1
+        reduced = self._mine if self._given is None else self._given.reduced(self._mine)
+        registered = functions_of(self).get(torch_schedules.REDUCE_GRAD)
+        for index in reduced:
+            if registered is None:
+                self._mine[index].scale_grads(count)
+            else:
+                action = torch_schedules._Action(index, torch_schedules.REDUCE_GRAD, None)
+                registered(action, torch_schedules._PipelineContext(self))
 
     def _agreed(self) -> StageTable:
         """Raises the same LayoutError on every rank where the ranks contradict each other."""
         if self._table is None:
             table = agree_on_stages(self._board)
+            self._given = GivenOrder.of(self)
+            if self._given is not None:
+                rows = self._given.rows(table)
+                self._recipe = replace(self._recipe, given=rows, lowered_already=self._given.lowered)
             self._recipe.check_placement(table.rows, self._rank)
             self._table = table
-            for stage in self._stages.values():
+            for stage in self._mine.values():
                 stage.sharing = table.shared
         return self._table
 
@@ -364,11 +377,11 @@ class PipelineSchedule:
         feeds: dict[int, StepFeed] = {}
         mine: Exception | None = None
         try:
-            if train and not torch.is_grad_enabled():
+            if train and self._backward_requires_autograd and not torch.is_grad_enabled():
                 raise MeshcastError(
                     "step trains and needs gradients enabled; use eval under torch.no_grad", op="pipeline"
                 )
-            feeds = {index: feed_of(stage) for index, stage in self._stages.items()}
+            feeds = {index: feed_of(stage) for index, stage in self._mine.items()}
             self._wirings.check_shapes(feeds, cut=not pieces.given)
         except Exception as error:
             mine = error
@@ -381,6 +394,7 @@ class PipelineSchedule:
                 "alike": pieces.given,
                 "samples": feeds[0].samples() if 0 in feeds else None,
                 "weighted": self._weighted,
+                "order": "" if self._given is None else self._given.digest,
             }
         else:
             said = {"refused": str(mine) or type(mine).__name__}
@@ -393,53 +407,40 @@ class PipelineSchedule:
             raise Refused(
                 mine or AbortedError(text, rank=self._rank, peer=rank, op="pipeline", phase="agree")
             ) from mine
-        self._weighted = answer["weighted"]
+        self._weighted, self._samples = answer["weighted"], answer["samples"]
         wirings = self._wirings.of_step(answer["keys"], answer["samples"], feeds, self._agreed())
         if self._runtime is None:
-            self._runtime = Runtime(self._stages, wirings[0], self._timeout, overlap=self._overlap)
+            self._runtime = Runtime(self, self._mine, wirings[0], self._timeout, overlap=self._overlap)
         for index, feed in feeds.items():
             inputs = [wiring.inputs[index] for wiring in wirings]
             feed.learn_shares(inputs, answer["samples"], answer["alike"])
         return self._runtime, feeds, wirings
 
-    def _step_seed(self) -> tuple[int, int] | None:
-        return None if self._seed is None else (self._seed, self._steps)
-
     def _row(self, train: bool) -> list[Action]:
         if train not in self._rows:
             table = self._agreed()
             lowered = self._recipe.lowered(len(table.rows), train=train)
-            self._rows[train] = lowered[table.row_of(next(iter(self._stages)))]
+            row = lowered[table.row_of(next(iter(self._mine)))]
+            if train and self._given is not None and torch_schedules.OVERLAP_F_B in functions_of(self):
+                row = self._given.side_by_side(row)
+            self._rows[train] = row
         return self._rows[train]
 
-    @contextmanager
-    def _accumulating(self, train: bool) -> Iterator[None]:
+    def _accumulating(self, train: bool) -> AbstractContextManager[None]:
         """Keeps gradients of earlier steps out of the sum over ranks: they have been summed already."""
-        apart = [
-            stage
-            for stage in self._stages.values()
+        return kept_apart(
+            stage.submod
+            for stage in self._mine.values()
             if train
-            and ((self._sync_gradients and (stage.reduces or stage.shared)) or self._weighted is not False)
-        ]
-        earlier = list(
-            {
-                id(parameter): (parameter, parameter.grad)
-                for stage in apart
-                for parameter in stage.submod.parameters()
-                if parameter.grad is not None
-            }.values()
+            and (
+                (self._sync_gradients and ((stage.reduces and not stage.alone) or stage.shared))
+                or self._weighted is not False
+            )
         )
-        for parameter, _ in earlier:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in earlier:
-                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
     def _finish(self, feeds: Mapping[int, StepFeed], train: bool, losses: list[Any] | None) -> None:
         """Once all actions ran: what the ranks of a stage do together."""
-        members = next(iter(self._stages.values())).mesh.ranks
+        members = next(iter(self._mine.values())).mesh.ranks
         if len(members) > 1:
             # The collectives below are those of the user's mesh and cannot be aborted: nobody enters them
             # unless all got here.
@@ -448,9 +449,9 @@ class PipelineSchedule:
             if self._steps:
                 self._board.forget(f"step/{self._steps - 1}")
         weight: float | None = None
-        for stage in self._stages.values() if train else ():
+        for stage in self._mine.values() if train else ():
             stage.drop_stand_ins()
-        for index, stage in self._stages.items():
+        for index, stage in self._mine.items():
             if stage.is_last:
                 means, weight = feeds[index].loss.finish()
                 if losses is not None:
@@ -459,14 +460,14 @@ class PipelineSchedule:
             raise LayoutError("loss_fn returned a pair (sum, weight), but a mean in the steps before")
         if train and self._weighted is not False:
             weight = self._learn_weight(weight)
-        for stage in self._stages.values():
+        for stage in self._mine.values():
             if train and self._sync_gradients:
                 stage.sync_gradients()
         if train and self._wirings.shared is not None:
             self._wirings.shared.sum()
-        if weight and train and self._scale_grads:
+        if weight and train and self.scale_grads:
             parameters = {
-                id(each): each for stage in self._stages.values() for each in stage.submod.parameters()
+                id(each): each for stage in self._mine.values() for each in stage.submod.parameters()
             }
             for parameter in parameters.values():
                 if parameter.grad is not None:
@@ -495,5 +496,5 @@ class PipelineSchedule:
         if self._runtime is None:
             return
         self._runtime.clear()
-        if next(iter(self._stages.values())).mesh.size > 1:
+        if next(iter(self._mine.values())).mesh.size > 1:
             self._board.fail(f"step/{self._steps}", cause)

@@ -13,9 +13,11 @@ from torch.distributed.tensor.placement_types import Placement, Shard, _StridedS
 
 from meshcast.errors import LayoutError
 from meshcast.layout import Layout
+from meshcast.pipelining.compat import mesh_layout
 
 __all__ = [
     "LocalValue",
+    "SentDTensor",
     "as_tuple",
     "describe_values",
     "global_shape",
@@ -26,13 +28,25 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
+class SentDTensor:
+    """What makes a DTensor of its local part on a rank of another stage: there its mesh has other ranks, but
+    the same names of dimensions and layout (`compat.mesh_layout`)."""
+
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]  # of the whole
+    names: tuple[str, ...]
+    layout: tuple[Any, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class LocalValue:
-    """One output of one micro-batch on one rank. placements: of a DTensor, else None."""
+    """One output of one micro-batch on one rank. placements, sent: of a DTensor, else None."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
     placements: tuple[Placement, ...] | None = None
+    sent: SentDTensor | None = None
 
 
 def as_tuple(values: Any, what: str) -> tuple[torch.Tensor, ...]:
@@ -69,10 +83,14 @@ def describe_values(values: Sequence[torch.Tensor], with_grad: bool) -> list[Loc
     """Local shapes of tensors or DTensors."""
     described = []
     for value in values:
-        placements = tuple(value.placements) if isinstance(value, DTensor) else None
-        local = value.to_local() if isinstance(value, DTensor) else value
+        placements = sent = None
+        local = value
+        if isinstance(value, DTensor):
+            placements, local = tuple(value.placements), value.to_local()
+            names = tuple(value.device_mesh.mesh_dim_names or ())
+            sent = SentDTensor(placements, tuple(value.shape), names, mesh_layout(value.device_mesh))
         described.append(
-            LocalValue(tuple(local.shape), value.dtype, with_grad and value.requires_grad, placements)
+            LocalValue(tuple(local.shape), value.dtype, with_grad and value.requires_grad, placements, sent)
         )
     return described
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 
 from meshcast.layout import Layout
 from meshcast.pipelining.devices import make_transfer
-from meshcast.pipelining.stage import PipelineStage
+from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.table import StageTable
 from meshcast.planning.plan import Problem
 from meshcast.transfers.persistent import PersistentTransfer

@@ -16,9 +16,9 @@ from meshcast.base.checks import dtype_name
 from meshcast.errors import LayoutError
 from meshcast.pipelining.layouts import Placements, local_shard
 from meshcast.pipelining.loss import Sharding, StepLoss
-from meshcast.pipelining.microbatches import Pieces, cut, whole
+from meshcast.pipelining.microbatches import Pieces, as_it_is, cut, gathered
+from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.shapes import local_values
-from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.wiring import StageValue
 
 __all__ = ["StepFeed"]
@@ -44,12 +44,12 @@ class StepFeed:
         keep_outputs: bool,
         pieces: Pieces,
         train: bool,
+        as_torch: bool,
     ) -> None:
         pieces.check(microbatches)
         self._stage = stage
         self._microbatches = microbatches
-        self._keep_outputs = keep_outputs
-        self._outputs: list[Any] = []
+        self.keep_outputs = keep_outputs
         for name, given, cut_already in (("args", args, pieces.args), ("kwargs", kwargs, pieces.kwargs)):
             if given and cut_already is not None:
                 raise LayoutError(f"step got both {name} and {name[:-1]}_mbs: give one")
@@ -61,7 +61,10 @@ class StepFeed:
         if stage.is_last and train and loss_fn is not None and target is None and pieces.targets is None:
             raise LayoutError(f"{where}: the last stage has a loss_fn and needs targets: step(..., target=y)")
         self._batch, self._target_placements = _split_by_samples(stage)
-        arguments, keywords, self._samples = cut(args, dict(kwargs), microbatches, *chunk_specs, where)
+        # A stage of one rank takes DTensors as they are: their mesh joins pipelines.
+        whole = as_it_is if stage.alone else gathered
+        args, named, target = whole((args, dict(kwargs), target))
+        arguments, keywords, self._samples = cut(args, named, microbatches, *chunk_specs, where)
         if pieces.args is not None:
             mine = pieces.args if stage.is_first else ()
             arguments = [each if isinstance(each, tuple) else (each,) for each in map(whole, mine)]
@@ -89,6 +92,7 @@ class StepFeed:
             targets and [tree_map(self._target, each) for each in targets],
             loss_kwargs,
             scale_grads,
+            as_torch,
         )
 
     @property
@@ -145,7 +149,7 @@ class StepFeed:
                 continue
             known[id(values)] = number
             self.loss.learn_part(number, self._shardings(number, values))
-        self.loss.learn_weights(samples, alike or self._stage.mesh.device_mesh is None)
+        self.loss.learn_weights(samples, alike or self._stage.alone)
 
     def _shardings(self, microbatch: int, values: Mapping[int, StageValue]) -> list[Sharding]:
         stage = self._stage
@@ -172,23 +176,13 @@ class StepFeed:
     def keywords(self, microbatch: int) -> Mapping[str, Any]:
         return self._keywords[microbatch] if self._keywords else {}
 
-    def output(self, microbatch: int, output: Any) -> torch.Tensor | None:
-        """Takes the last stage's output; returns what its backward starts from, if anything."""
-        if self._keep_outputs:
-            self._outputs.append(
-                tree_map(lambda value: value.detach() if isinstance(value, torch.Tensor) else value, output)
-            )
-        return self.loss.take(microbatch, output)
-
-    def seed(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
-        return self.loss.seed(microbatch, loss)
-
     def merged(self, spec: Any) -> Any:
         """The outputs, micro-batches joined as torch.distributed.pipelining does; a list of them where they
         differ in more than their number of samples, or have none."""
-        kinds = {str(tree_map(_kind, output)) for output in self._outputs}
+        outputs = self._stage.output_chunks
+        kinds = {str(tree_map(_kind, output)) for output in outputs}
         joined = len(kinds) == 1 and "('tensor',)" not in next(iter(kinds))
-        return merge_chunks(self._outputs, spec) if joined or spec is not None else list(self._outputs)
+        return merge_chunks(outputs, spec) if joined or spec is not None else list(outputs)
 
     def _argument(self, index: int, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -198,7 +192,7 @@ class StepFeed:
         return self._stage.wrap(local, placements, value.shape) if self._stage.use_dtensor else local
 
     def _target(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or self._stage.alone:
             return value
         placements = tuple(
             each if not isinstance(each, Shard) or each.dim < value.dim() else Replicate()
@@ -208,7 +202,7 @@ class StepFeed:
         return self._stage.wrap(local, placements, value.shape) if self._stage.use_dtensor else local
 
     def _shard(self, value: Any, placements: Placements) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or self._stage.alone:
             return value
         return local_shard(value, self._stage.mesh, placements)
 

@@ -11,7 +11,7 @@ from meshcast.errors import LayoutError
 from meshcast.layout import Layout
 from meshcast.pipelining.board import PipelineBoard
 from meshcast.pipelining.edge import Edge
-from meshcast.pipelining.stage import PipelineStage
+from meshcast.pipelining.pipeline_stage import PipelineStage
 
 __all__ = ["StageTable", "agree_on_stages", "describe_stages"]
 
@@ -28,6 +28,12 @@ class StageTable:
     edges: tuple[Edge, ...] | None
     trains: bool
     shared: dict[str, list[int]]  # stages of each shared parameter, ascending
+    alone: list[bool]  # of each stage, whether it is one rank, as in torch: it has no mesh
+
+    @property
+    def as_torch(self) -> bool:
+        """Whether gradients are scaled as torch does it: once, when all is summed."""
+        return all(self.alone)
 
     def row_of(self, stage: int) -> int:
         return next(row for row, stages in enumerate(self.rows) if stage in stages)
@@ -58,6 +64,7 @@ def describe_stages(
                 ],
                 "data_dims": stage.data_dims,
                 "summed": stage.summed_dims,
+                "alone": stage.alone,
                 "shared": {
                     key: [str(parameter.dtype), *parameter.shape] for key, parameter in stage.shared.items()
                 },
@@ -90,6 +97,7 @@ def agree_on_stages(board: PipelineBoard) -> StageTable:
     inputs: list[list[Layout]] = []
     data_dims: list[list[int]] = []
     summed: list[list[int]] = []
+    alone: list[bool] = []
     shared: dict[str, dict[int, Any]] = {}
     members: list[int] = []
     for stage in range(first["stages"]):
@@ -104,6 +112,7 @@ def agree_on_stages(board: PipelineBoard) -> StageTable:
         inputs.append([Layout.from_wire(Reader(each, "input")) for each in chosen["inputs"]])
         data_dims.append(chosen["data_dims"])
         summed.append(chosen["summed"])
+        alone.append(chosen["alone"])
         for key, kind in chosen["shared"].items():
             shared.setdefault(key, {})[stage] = kind
     # Of the last stage, which has the loss.
@@ -111,7 +120,7 @@ def agree_on_stages(board: PipelineBoard) -> StageTable:
     edges = None if first["edges"] is None else tuple(Edge(*each) for each in first["edges"])
     _check_shared(shared)
     stages_of = {key: sorted(kinds) for key, kinds in shared.items()}
-    return StageTable(ranks, _rows(ranks), inputs, data_dims, summed, edges, trains, stages_of)
+    return StageTable(ranks, _rows(ranks), inputs, data_dims, summed, edges, trains, stages_of, alone)
 
 
 def _check_shared(shared: dict[str, dict[int, Any]]) -> None:
@@ -135,7 +144,7 @@ def _same_on(described: dict[int, dict[str, Any]], members: list[int], stage: in
         )
     for rank in members:
         said = described[rank]["mine"][str(stage)]
-        for field in ("ranks", "inputs", "data_dims", "summed", "shared"):
+        for field in ("ranks", "inputs", "data_dims", "summed", "shared", "alone"):
             if said[field] != chosen[field]:
                 raise LayoutError(
                     f"the ranks of stage {stage} disagree on {field}: rank {members[0]} has "

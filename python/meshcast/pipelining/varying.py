@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 from meshcast.errors import LayoutError
 from meshcast.pipelining.board import PipelineBoard
+from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.shared import SharedGradients
-from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.step import StepFeed
 from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.wiring import Wiring, connect
@@ -32,7 +32,8 @@ def agree_on_step(said: dict[int, Any]) -> dict[str, Any]:
     """What the first rank makes of all ranks' words on a step.
 
     Each says {"refused": text}, or "mode" (train or eval), "shapes" (a name for those of each micro-batch),
-    "alike", "weighted" and, on the first stage, "samples" (how many each micro-batch has). The answer has the
+    "alike", "weighted", "order" (a name for actions that were given, not built) and, on the first stage,
+    "samples" (how many each micro-batch has). The answer has the
     combined names, or who refused what.
     """
     refused = {rank: each["refused"] for rank, each in said.items() if "refused" in each}
@@ -44,6 +45,15 @@ def agree_on_step(said: dict[int, Any]) -> dict[str, Any]:
             refused = {
                 first: f"the ranks of a pipeline make unlike calls: rank {first} calls {modes[first]}, rank "
                 f"{other} calls {modes[other]}"
+            }
+    if not refused:
+        orders = {rank: each["order"] for rank, each in said.items()}
+        first = min(orders)
+        other = next((rank for rank, order in orders.items() if order != orders[first]), None)
+        if other is not None:
+            refused = {
+                first: f"the ranks of a pipeline disagree on the order of actions: rank {first} has "
+                f"{orders[first]}, rank {other} has {orders[other]}"
             }
     if refused:
         return {"refused": [[rank, text] for rank, text in sorted(refused.items())]}

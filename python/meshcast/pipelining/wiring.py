@@ -4,7 +4,7 @@ transfer."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from meshcast.pipelining.edge_transfers import EdgeTransfers, LocalShape
 from meshcast.pipelining.inference import DataUse, Inferred, Way
 from meshcast.pipelining.layouts import gradient_placements
 from meshcast.pipelining.lower import Link
+from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.sample_split import check_split
-from meshcast.pipelining.shapes import LocalValue, global_shape, with_empty
+from meshcast.pipelining.shapes import LocalValue, SentDTensor, global_shape, with_empty
 from meshcast.pipelining.shared import SharedGradients
-from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.wire import decode_value, encode_value
 from meshcast.planning.plan import Problem
@@ -42,6 +42,7 @@ class StageValue:
     dtype: torch.dtype
     requires_grad: bool
     layout: Layout
+    sent: SentDTensor | None = None  # of a stage without mesh=: the DTensor that it is the local part of
 
 
 @dataclass(slots=True)
@@ -243,6 +244,7 @@ def _values(index: int, found: Mapping[int, Mapping[str, Any]], table: StageTabl
                 local.dtype,
                 any(outputs[output][0].requires_grad for outputs in locals_of.values()),
                 layout,
+                local.sent if table.alone[index] else None,
             )
         )
     return values
@@ -278,9 +280,8 @@ def _inputs(
     for edge in own:
         if edge.to_stage == index:
             value = _value_of(edge, values)
-            inputs[edge.input] = StageValue(
-                value.shape, value.dtype, value.requires_grad, table.input_layout(index, edge.input)
-            )
+            layout = table.input_layout(index, edge.input)
+            inputs[edge.input] = replace(value, layout=layout, sent=value.sent if stage.alone else None)
     return dict(sorted(inputs.items()))
 
 
@@ -293,6 +294,8 @@ def _examples(stage: PipelineStage, inputs: Mapping[int, StageValue]) -> list[to
         )
         if stage.use_dtensor:
             local = stage.wrap(local, stage.input_placements[index], value.shape)
+        elif value.sent is not None:
+            local = stage.as_before(local, value.sent)
         examples.append(local.requires_grad_(value.requires_grad))
     return examples
 

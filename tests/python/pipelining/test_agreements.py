@@ -18,7 +18,14 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 
 def said(**fields: object) -> dict:
-    return {"mode": "step", "shapes": ["a", "b"], "alike": False, "samples": None, "weighted": None, **fields}
+    known = {"mode": "step", "shapes": ["a", "b"], "alike": False, "samples": None}
+    return {**known, "weighted": None, "order": "", **fields}
+
+
+def test_ranks_that_were_given_unlike_orders() -> None:
+    (rank, text), *others = agree_on_step({2: said(order="a"), 5: said(order="b")})["refused"]
+    assert (rank, others) == (2, [])
+    assert "rank 2 has a, rank 5 has b" in text
 
 
 def test_the_first_stage_tells_the_samples_and_anyone_the_rest() -> None:

@@ -5,7 +5,7 @@ must not mind."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,11 +122,21 @@ class Feed:
     def keywords(self, microbatch: int) -> dict[str, Any]:  # noqa: ARG002
         return {}
 
-    def output(self, microbatch: int, output: Any) -> torch.Tensor:  # noqa: ARG002
-        return output.sum()
+    keep_outputs = False
 
-    def seed(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        return torch.ones_like(loss)
+
+class Owner:
+    """The schedule: the loss of the last stage is the sum of its output."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, torch.Tensor] = {}
+
+    def _maybe_compute_loss(self, stage: Any, output: Any, _targets: Any, number: int) -> None:
+        self.losses[number] = output.sum()
+        stage.loss_taken(number)
+
+    def _maybe_get_loss(self, stage: Any, number: int) -> Any:
+        return self.losses[number] if stage.is_last else None
 
 
 @dataclass
@@ -146,12 +156,20 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _logged(stream: Stream, word: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    def call(microbatch: int, *rest: Any) -> Any:
-        stream.ops.append(f"{word} {microbatch}")
-        return run(microbatch, *rest)
+class LoggedStage(PipelineStage):
+    """Its backwards are written down: whole, of the inputs, of the weights."""
 
-    return call
+    stream: Stream
+
+    def backward_one_chunk(
+        self, number: int, loss: Any = None, full_backward: bool = True, last: bool = False
+    ) -> None:
+        self.stream.ops.append(f"{'B' if full_backward else 'I'} {number}")
+        super().backward_one_chunk(number, loss, full_backward, last)
+
+    def backward_weight_one_chunk(self, number: int, last: bool = False) -> None:
+        self.stream.ops.append(f"W {number}")
+        super().backward_weight_one_chunk(number, last)
 
 
 def step(
@@ -160,10 +178,8 @@ def step(
     """One step of stage `index` of a pipeline, every transfer of which stays in flight."""
     stream, started = Stream(), {}
     module = Logged(stream)
-    stage = PipelineStage(module, index, STAGES, torch.device("cpu"))
-    stage.device = GPU
-    for name, word in (("backward", "B"), ("backward_inputs", "I"), ("backward_weights", "W")):
-        monkeypatch.setattr(stage, name, _logged(stream, word, getattr(stage, name)))
+    stage = LoggedStage(module, index, STAGES, torch.device("cpu"))
+    stage.device, stage.stream, stage.has_backward = GPU, stream, True
     monkeypatch.setattr(GpuClock, "mark", lambda _: Mark(len(stream.ops)))
     value = StageValue((ROWS, 4), torch.float32, True, Layout([0], [Replicate()]))
     links = [(each, each + 1) for each in range(STAGES - 1)]
@@ -177,7 +193,7 @@ def step(
     )  # type: ignore[arg-type]  # fmt: skip
     recipe = Recipe(schedule, STAGES, MICROBATCHES, None, None, None, {}, delayed)
     row = recipe.lowered(STAGES, train=True)[index]
-    runtime = Runtime({index: stage}, wiring, 10.0, overlap=overlap)
+    runtime = Runtime(Owner(), {index: stage}, wiring, 10.0, overlap=overlap)
     runtime.run(row, {index: Feed()}, [wiring] * MICROBATCHES, train=True)
     return Run(runtime, stream, started, [*forward.values(), *backward.values()], row)
 

@@ -1,0 +1,322 @@
+"""PipelineStage: a module, its place in the pipeline and the mesh it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten
+
+from meshcast.base import checks
+from meshcast.errors import LayoutError
+from meshcast.pipelining.board import refusals_told
+from meshcast.pipelining.compat import init_stage
+from meshcast.pipelining.devices import stage_device
+from meshcast.pipelining.edge import Edge, check_edges
+from meshcast.pipelining.gradients import average_gradients, sum_gradients
+from meshcast.pipelining.inference import (
+    DataUse,
+    Inferred,
+    infer_outputs,
+    is_empty,
+    needs_stand_in,
+    outputs_on_fakes,
+)
+from meshcast.pipelining.layouts import (
+    Placements,
+    ValuePlacements,
+    numbered_dims,
+    stage_mesh,
+)
+from meshcast.pipelining.layouts import data_dims as split_dims
+from meshcast.pipelining.shapes import (
+    LocalValue,
+    as_tuple,
+    describe_values,
+    rows_of,
+)
+from meshcast.pipelining.stage_compute import StageCompute
+from meshcast.pipelining.wrappers import look_through, shared_parameters_of
+from meshcast.planning.plan import STRATEGIES
+from meshcast.topology import Topology
+
+__all__ = ["PipelineStage"]
+
+Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+class PipelineStage(StageCompute):
+    """One stage of a pipeline, as this rank runs it.
+
+    It is a stage of torch.distributed.pipelining, with its attributes and methods. What differs is where
+    values come from: over edges that reshard them, to any later stage.
+
+    Args:
+        submodule: the stage's module, also inside DistributedDataParallel or FSDP2 over the ranks that its
+            samples are split over: gradients are summed once per step. Its positional inputs are the values
+            of the edges that lead here (stage 0: the arguments of ``step``), its outputs the values that
+            leave: a tensor or a tuple of tensors; the last stage may return anything ``loss_fn`` takes. It
+            sees this rank's local shards, whose batch dimension may be of size 0.
+        stage_index, num_stages: its place.
+        device: where it computes and receives: the CPU, or a GPU, where all stages must be on GPUs. Batches
+            and targets are given there; ``mesh`` is on the same kind of device.
+        input_args: examples of one micro-batch's local inputs; checked against what the producers send.
+        output_args: examples (device "meta" will do) of one micro-batch's local outputs, for modules whose
+            shapes cannot be inferred. Of micro-batches with other numbers of samples dimension 0 follows.
+        output_grads, input_grads: examples of gradients, as torch takes them; here layouts follow from the
+            values. torch 2.11 has ``group`` and ``dw_builder`` in their places, which is understood.
+        group: the ranks of the whole pipeline, all stages together; default: the default group.
+        dw_builder: as in torch: called behind the backward of a micro-batch, it returns the function that
+            computes the gradients of the weights. Without it a backward is split without help of the module.
+        get_mesh: as in torch: the mesh, on ranks of this pipeline and of others beside it, of DTensors that
+            the stage before this one returns. Each rank gets the part of its own pipeline.
+        mesh: the ranks of this stage, any shape. None: one rank, as in torch: number ``stage_index`` of
+            ``group``, or the calling rank where the group has fewer ranks than there are stages. Stages that
+            share a rank share all their ranks.
+        input_placements, output_placements: one list of placements for all values, or one list for each.
+            Default: Shard(0) over the first mesh dimension, Replicate() over the others.
+        data_dims: numbers or names of the mesh dimensions over whose ranks samples or tokens are split, so
+            that each computes a part of the loss. Gradients of parameters are summed over them, as are those
+            of inputs that are whole there; those of outputs that are whole there are shared out. Default: the
+            dimensions on which an input is Shard(0). Name them for context parallelism, and where samples are
+            split inside the module.
+        loss_dims: of the last stage, the mesh dimensions over which ranks have losses of different samples or
+            tokens. Default: data_dims. Give more for tensor-parallel modules whose loss is that of a shard of
+            the sequence.
+        edges: all edges of the pipeline, the same on every rank. Default: output j of each stage is input j
+            of the next.
+        use_dtensor: the module gets DTensors on ``mesh`` instead of local shards. Outputs may be either in
+            both cases.
+        shared_parameters: {key: name of a parameter of the module}. Stages that name the same key share that
+            parameter (tied embeddings): each has a copy, equal at the start, and after a step each copy gets
+            the sum of the gradients of all.
+        strategy, topology: of the transfers between stages, as `meshcast.plan` takes them; the same on every
+            rank. Without a topology rates are assumed.
+
+    Raises:
+        LayoutError: naming the argument that is wrong.
+    """
+
+    def __init__(
+        self,
+        submodule: torch.nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        input_args: Tensors | None = None,
+        output_args: Tensors | None = None,
+        output_grads: Any = None,
+        input_grads: Any = None,
+        group: dist.ProcessGroup | None = None,
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
+        get_mesh: Any = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        input_placements: Sequence[Any] | None = None,
+        output_placements: Sequence[Any] | None = None,
+        data_dims: Sequence[int | str] | None = None,
+        loss_dims: Sequence[int | str] | None = None,
+        edges: Sequence[Edge] | None = None,
+        use_dtensor: bool = False,
+        shared_parameters: Mapping[str, str] | None = None,
+        strategy: str = "auto",
+        topology: Topology | None = None,
+    ) -> None:
+        if isinstance(output_grads, dist.ProcessGroup):
+            # torch 2.11 has group and dw_builder in these places, and nothing of DTensors.
+            group, dw_builder, output_grads, input_grads = output_grads, input_grads, None, None
+        with refusals_told(group):
+            if not 0 <= stage_index < num_stages:
+                raise LayoutError(f"stage_index must be in 0..{num_stages - 1}, found {stage_index}")
+            where = f"stage {stage_index}"
+            if mesh is not None and get_mesh is not None:
+                raise LayoutError(
+                    f"{where}: get_mesh is not used here: with mesh= the placements say what arrives"
+                )
+            self.input_examples = None if input_args is None else as_tuple(input_args, f"{where}, input_args")
+            self.output_examples = (
+                None if output_args is None else as_tuple(output_args, f"{where}, output_args")
+            )
+            device = stage_device(where, device, mesh)
+            self.mesh = stage_mesh(stage_index, num_stages, group, mesh, dist.get_rank())
+            init_stage(
+                self,
+                submodule,
+                stage_index,
+                num_stages=num_stages,
+                mesh=mesh,
+                device=device,
+                input_args=self.input_examples,
+                output_args=self.output_examples,
+                output_grads=output_grads,
+                input_grads=input_grads,
+                group=group,
+                dw_builder=dw_builder,
+                get_mesh=get_mesh,
+            )
+            self.rank = dist.get_rank()
+            self.input_placements = ValuePlacements(
+                f"stage {stage_index}, input_placements", input_placements, self.mesh
+            )
+            self.output_placements = ValuePlacements(
+                f"stage {stage_index}, output_placements", output_placements, self.mesh
+            )
+            self.edges = None if edges is None else check_edges(edges, num_stages)
+            if use_dtensor and mesh is None:
+                raise LayoutError(f"stage {stage_index}: use_dtensor needs mesh=")
+            self.use_dtensor = use_dtensor
+            self.strategy = checks.choice(f"stage {stage_index}: strategy", strategy, STRATEGIES)
+            self.topology = topology
+            self.data_dims_given, self.loss_dims_given = data_dims is not None, loss_dims is not None
+            self.data_dims = (
+                split_dims(self.input_placements)
+                if data_dims is None
+                else numbered_dims(f"stage {stage_index}, data_dims", data_dims, self.mesh)
+            )
+            self.loss_dims = (
+                self.data_dims
+                if loss_dims is None
+                else numbered_dims(f"stage {stage_index}, loss_dims", loss_dims, self.mesh)
+            )
+            # A DTensor says by its own placements what is still to be summed.
+            self.summed_dims = [] if use_dtensor else self.data_dims
+            self._columns: dist.ProcessGroup | None = None
+            self.learn_wrappers()
+            self.reduced_elsewhere: set[int] = set()  # ids of parameters that an earlier stage here has too
+            self._example_rows: int | None = None
+            self.shared = shared_parameters_of(stage_index, shared_parameters or {}, self.submod)
+            # The stages of each shared parameter, ascending; the schedule tells once the ranks agreed.
+            self.sharing: Mapping[str, Sequence[int]] | None = None
+            self._begin_compute()
+
+    def learn_wrappers(self) -> None:
+        """Looks for DDP and FSDP2, which may be put around the module, or into it, after the stage was made
+        and before its schedule is."""
+        pipeline = dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group)
+        where = f"stage {self.stage_index}"
+        wrapped = look_through(self.submod, self.mesh, self.data_dims, pipeline, where)
+        self.submod, self._columns = wrapped.module, wrapped.columns or self._columns
+        self._learn_module()
+
+    def scale_grads(self, grad_scale_factor: float) -> None:
+        """As in torch: all that is in ``grad`` is divided; what several stages of a rank hold, once."""
+        for each in self._own_parameters() if grad_scale_factor != 1 else ():
+            if each.grad is not None:
+                each.grad.div_(grad_scale_factor)
+
+    def _own_parameters(self) -> list[torch.nn.Parameter]:
+        return [each for each in self.submod.parameters() if id(each) not in self.reduced_elsewhere]
+
+    @property
+    def batch_parts(self) -> int:
+        """How many ways the samples of a micro-batch are split: the data-parallel degree."""
+        parts = 1
+        for dim in self.data_dims:
+            parts *= self.mesh.shape[dim]
+        return parts
+
+    @property
+    def batch_part(self) -> int:
+        """Which of these parts this rank has."""
+        part = 0
+        for dim in self.data_dims:
+            part = part * self.mesh.shape[dim] + self.mesh.coordinate[dim]
+        return part
+
+    @property
+    def reduces(self) -> bool:
+        """Whether `sync_gradients` has something to do."""
+        return self.batch_parts > 1 or self._columns is not None
+
+    def sync_gradients(self) -> None:
+        """Sums the gradients of the parameters over the data-parallel ranks of the stage; inside
+        DistributedDataParallel over other pipelines (``group=``) it takes their mean over these. Called by
+        all of these ranks, once per step. What several stages of a rank hold is left to the first of them.
+
+        ``step`` does it unless the schedule was made with ``sync_gradients=False``.
+        """
+        own = self._own_parameters()
+        if self.batch_parts > 1:
+            sum_gradients(own, self.mesh, self.data_dims)
+        if self._columns is not None:
+            average_gradients(own, self._columns)
+
+    def output_layout(self, index: int, local: LocalValue) -> Placements:
+        """Placements of output `index`: those given, else those of the DTensor, else the default."""
+        if local.placements is None or self.output_placements.given or self.alone:
+            return self.output_placements[index]
+        return local.placements
+
+    def infer(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], with_grad: bool, empty: bool, data: DataUse
+    ) -> Inferred:
+        """Local shapes of the outputs of one micro-batch, and how to run the module for it. empty, data:
+        everywhere_empty, data of `infer_outputs`."""
+        rows, what = rows_of(args), f"rank {self.rank}, stage {self.stage_index}"
+        peers = self.mesh.along([dim for dim in range(len(self.mesh.shape)) if dim not in self.data_dims])
+        if self._example_rows is None:
+            self._example_rows = rows_of(self.input_examples) if self.input_examples else rows
+        known = self.output_examples is not None and rows == self._example_rows
+        found = None
+        if not self.is_last and not (known and data != "always"):
+            try:
+                found = infer_outputs(
+                    self.submod,
+                    args,
+                    kwargs,
+                    with_grad=with_grad,
+                    what=what,
+                    everywhere_empty=empty,
+                    peers=peers,
+                    data=data,
+                )
+            except LayoutError:
+                if self.output_examples is None:
+                    raise
+            if found is not None and (self.output_examples is None or not found.needs_data):
+                self._writes_on_inputs = self._writes_on_inputs or found.copies
+                return found
+        stand_in = is_empty((args, kwargs)) and needs_stand_in(
+            self.submod, args, kwargs, with_grad=with_grad, peers=peers, what=what
+        )
+        if self.is_last:  # its outputs matter to the loss function alone
+            outputs = None
+            if self._may_split_loss():
+                outputs = outputs_on_fakes(self.submod, args, kwargs, with_grad=with_grad)
+            tensors = [each for each in tree_flatten(outputs)[0] if isinstance(each, torch.Tensor)]
+            return Inferred(describe_values(tensors, with_grad), stand_in)
+        try:
+            examples = self._examples(rows)
+        except LayoutError:
+            if found is None:
+                raise
+            return found  # which needs data
+        for index, value in enumerate(examples):
+            examples[index] = value.detach().requires_grad_(with_grad and value.is_floating_point())
+        return Inferred(describe_values(examples, with_grad), stand_in)
+
+    def _may_split_loss(self) -> bool:
+        """Whether the last stage must look at its outputs to know what its loss is of (sample_split.py)."""
+        return not self.loss_dims_given and any(
+            size > 1 and dim not in self.loss_dims for dim, size in enumerate(self.mesh.shape)
+        )
+
+    def _examples(self, rows: int | None) -> list[torch.Tensor]:
+        """output_args as of a micro-batch with so many samples on this rank. Raises LayoutError where they do
+        not tell."""
+        examples, known = self.output_examples or (), self._example_rows
+        if rows == known:
+            return list(examples)
+        found = []
+        for value in examples:
+            if not known or rows is None or value.dim() == 0 or value.shape[0] % known:
+                raise LayoutError(
+                    f"rank {self.rank}, stage {self.stage_index}: output_args is of {known} samples, which "
+                    f"does not tell the shapes of {rows}: dimension 0 of {tuple(value.shape)} is no multiple"
+                )
+            size = value.shape[0] // known * rows
+            found.append(torch.empty((size, *value.shape[1:]), dtype=value.dtype, device="meta"))
+        return found

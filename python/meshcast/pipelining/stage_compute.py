@@ -1,0 +1,298 @@
+"""What a stage computes: the forward and the backward of a micro-batch, as the methods of torch's stages."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import stage as torch_stage
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map_only
+
+from meshcast.pipelining.compat import mesh_of
+from meshcast.pipelining.inference import Way, stand_ins, without_stand_in, writes_on_input
+from meshcast.pipelining.layouts import Placements, StageMesh, ValuePlacements, gradient_placements
+from meshcast.pipelining.shapes import SentDTensor, as_tuple, local_values
+from meshcast.pipelining.split_backward import SplitBackward, hooks_made
+from meshcast.pipelining.wrappers import LastBackward, fsdp_parts
+
+__all__ = ["StageCompute"]
+
+
+class StageCompute(torch_stage.PipelineStage):
+    """The part of `PipelineStage` that runs the module. Values come in by `receive` and `receive_gradients`,
+    and are left in ``fwd_cache`` and ``bwd_cache``, where torch's stages leave them."""
+
+    rank: int
+    mesh: StageMesh
+    data_dims: list[int]
+    input_placements: ValuePlacements
+    output_placements: ValuePlacements
+    use_dtensor: bool
+
+    def _learn_module(self) -> None:
+        # A module that writes on its inputs in place gets copies; FSDP2 could not try again.
+        self._writes_on_inputs = any(True for _ in fsdp_parts(self.submod))
+        self._last_backward = LastBackward(self.submod)
+
+    def _begin_compute(self) -> None:
+        self._stood_in = False  # whether a micro-batch of this step ran on stand_ins
+        self.ways: Sequence[Way] = ()  # of each micro-batch of the step
+        self.seed_of: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, loss: torch.ones_like(loss)
+        self._arrived: dict[int, list[Any]] = {}  # inputs by micro-batch
+        self._gradients: dict[int, Sequence[torch.Tensor | None]] = {}  # of its outputs
+        self._hooks: dict[int, tuple[int, bool]] = {}  # that there were before a forward; it made some
+        self._late: dict[int, SplitBackward] = {}  # micro-batches whose weight gradients are to come
+        self._due: set[int] = set()  # micro-batches whose weights are still to be asked for
+        self._told = False  # that this module's backward cannot be split
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is one rank, as in torch: no mesh was given."""
+        return self.mesh.device_mesh is None
+
+    def wrap(
+        self,
+        local: torch.Tensor,
+        placements: Placements,
+        shape: Sequence[int],
+        mesh: DeviceMesh | None = None,
+    ) -> torch.Tensor:
+        """The DTensor on the stage's mesh, or another, that a local shard belongs to."""
+        stride = torch.empty(tuple(shape), device="meta").stride()
+        return DTensor.from_local(
+            local,
+            self.mesh.device_mesh if mesh is None else mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=stride,
+        )
+
+    def as_before(self, local: torch.Tensor, sent: SentDTensor) -> torch.Tensor:
+        """The DTensor that the stage before returned, of its local part."""
+        return self.wrap(local, sent.placements, sent.shape, mesh_of(self, sent.names, sent.layout))
+
+    def begin_step(self, microbatches: int) -> None:
+        """Before the first action of a step that trains."""
+        self._last_backward.begin_step(microbatches)
+
+    def drop_stand_ins(self) -> None:
+        """After the last action of a step that trains: what only a fake sample met has gradients
+        of zeros, and an optimizer would take it for used."""
+        if self._stood_in and not self._last_backward.active:
+            for parameter in self.submod.parameters():
+                if parameter.grad is not None and not local_values(parameter.grad).any():
+                    parameter.grad = None
+        self._stood_in = False
+
+    def end_evaluation(self) -> None:
+        """After the last action of a step without backward."""
+        self._last_backward.reshard()
+
+    def receive(self, microbatch: int, inputs: list[Any]) -> None:
+        """The inputs that a forward will take."""
+        self._arrived[microbatch] = inputs
+
+    def has_inputs(self, microbatch: int) -> bool:
+        return microbatch in self._arrived
+
+    def receive_gradients(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """One for each output, which a backward will take: local shards laid out as `gradient_placements`
+        says; None where no gradient comes back."""
+        self._gradients[microbatch] = gradients
+
+    def has_gradients(self, microbatch: int) -> bool:
+        return microbatch in self._gradients
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """As in torch: the outputs of the stage before, which is on this rank too."""
+        values = as_tuple(prev_stage_outputs, f"rank {self.rank}, stage {self.stage_index - 1}")
+        train = self.has_backward
+        self.receive(
+            mb_index, [each.detach().requires_grad_(train and each.requires_grad) for each in values]
+        )
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
+    ) -> None:
+        """As in torch: the gradients that the stage after it, which is on this rank too, has computed."""
+        self.receive_gradients(mb_index, next_stage_bwd_outputs)
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
+        return self.bwd_cache.pop(mb_index)
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Runs the module for a micro-batch. args: of the first stage; others take what has arrived."""
+        inputs = list(args) if self.is_first else self._arrived.pop(fwd_chunk_id)
+        kwargs = kwargs or {}
+        way = self.ways[fwd_chunk_id] if self.ways else Way()
+        hooks_before = hooks_made()
+        given = inputs
+        buffers: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        if way.stand_in:
+            self._stood_in = self._stood_in or self.has_backward
+            given, kwargs = stand_ins((inputs, dict(kwargs)), 1)
+            buffers = [(each, each.clone(), each._version) for each in self.submod.buffers()]
+        try:
+            output = self.submod(*(_copied(given) if self._writes_on_inputs else given), **kwargs)
+        except RuntimeError as error:
+            if self._writes_on_inputs or not writes_on_input(error):
+                raise
+            self._writes_on_inputs = True  # from now on, on all ranks of the stage: they run the same module
+            output = self.submod(*_copied(given), **kwargs)
+        if way.stand_in:
+            output = without_stand_in(output, way)
+        for buffer, before, version in buffers:
+            if buffer._version != version:
+                buffer.data.copy_(before)  # a running mean, say, has seen nothing
+        if self.is_last:
+            roots: tuple[Any, ...] = (output,)
+            if save_forward_output:
+                plain = type(output) is torch.Tensor  # most are: no walk through a tree
+                self.output_chunks.append(
+                    output.detach() if plain else tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+                )
+        else:
+            roots = as_tuple(output, f"rank {self.rank}, stage {self.stage_index}")
+        self.fwd_cache[fwd_chunk_id] = roots, inputs
+        if self.has_backward:
+            self._hooks[fwd_chunk_id] = hooks_before, hooks_made() != hooks_before
+        return output
+
+    def loss_taken(self, microbatch: int) -> None:
+        """The last stage goes backward from its loss, which is part of the forward."""
+        before, _ = self._hooks[microbatch]
+        self._hooks[microbatch] = before, hooks_made() != before
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,  # noqa: ARG002  torch has it
+    ) -> None:
+        """Accumulates into the parameters' gradients. Those of the inputs are then in ``bwd_cache``, one for
+        each, local and in the layout of `gradient_placements`; None for an input that takes none.
+
+        full_backward: else only as far as the inputs need it; `backward_weight_one_chunk` does the rest.
+        """
+        outputs, inputs = self.fwd_cache.pop(bwd_chunk_id)
+        _, hooked = self._hooks.pop(bwd_chunk_id, (0, False))
+        trained = [] if self.is_first else inputs
+        if not full_backward:
+            self._due.add(bwd_chunk_id)
+        if self.is_last:
+            goes = loss is not None and loss.requires_grad
+            roots, seeds = ([loss], [self.seed_of(bwd_chunk_id, loss)]) if goes else ([], [])
+        else:
+            roots, seeds = self._roots(outputs, self._gradients.pop(bwd_chunk_id))
+        if not full_backward and self._last_backward.active:
+            self._tell_whole("FSDP2 reduces gradients inside the backward")
+            full_backward = True
+        if not full_backward and self.dw_builder is None and roots:
+            needed = [value for value in trained if isinstance(value, torch.Tensor) and value.requires_grad]
+            split = self._late[bwd_chunk_id] = SplitBackward(roots, seeds, needed, hooked)
+            split.input_gradients()
+            if split.whole:
+                self._tell_whole(split.whole)
+        else:
+            self._last_backward.before_backward()
+            if roots:
+                torch.autograd.backward(roots, seeds)
+        if self.dw_builder is not None:
+            run = self.dw_builder()
+            if full_backward:
+                run()
+            else:
+                self.dw_runner[bwd_chunk_id] = run
+        self.bwd_cache[bwd_chunk_id] = tuple(
+            self._input_gradient(index, value) for index, value in enumerate(trained)
+        )
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:  # noqa: ARG002
+        """Accumulates the gradients of the weights that `backward_one_chunk` left. Raises AssertionError, as
+        torch does, where that has not run."""
+        if bwd_chunk_id not in self._due:
+            raise AssertionError(
+                f"rank {self.rank}, stage {self.stage_index}: backward_weight_one_chunk of micro-batch "
+                f"{bwd_chunk_id} without `backward_one_chunk(full_backward=False)` before it"
+            )
+        self._due.remove(bwd_chunk_id)
+        if bwd_chunk_id in self.dw_runner:
+            self.dw_runner.pop(bwd_chunk_id)()
+        split = self._late.pop(bwd_chunk_id, None)
+        if split is not None:
+            split.weight_gradients()
+
+    def _tell_whole(self, reason: str) -> None:
+        """Once, that the backward is not split."""
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"rank {self.rank}: the backward of stage {self.stage_index} is not split, so its weight "
+                f"gradients are not delayed: {reason}",
+                stacklevel=3,
+            )
+
+    def _roots(
+        self, outputs: Sequence[Any], gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where the backward starts, and the gradients there."""
+        roots, seeds = [], []
+        for index, (root, gradient) in enumerate(zip(outputs, gradients, strict=True)):
+            if gradient is not None and root.requires_grad:
+                if isinstance(root, DTensor):
+                    if not isinstance(gradient, DTensor):
+                        placements = gradient_placements(tuple(root.placements))
+                        gradient = self.wrap(gradient, placements, root.shape, root.device_mesh)
+                elif not self.is_last and (copies := self._copies(index)) > 1:
+                    # All data-parallel ranks made this value, and what is behind it is summed over them.
+                    gradient = gradient / copies
+                roots.append(root)
+                seeds.append(gradient)
+        return roots, seeds
+
+    def _copies(self, output: int) -> int:
+        """How many data-parallel ranks have all of this output."""
+        count = 1
+        placements = self.output_placements[output]
+        for dim in self.data_dims:
+            if isinstance(placements[dim], Replicate):
+                count *= self.mesh.shape[dim]
+        return count
+
+    def _input_gradient(self, index: int, value: Any) -> torch.Tensor | None:
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+            return None
+        gradient = value.grad
+        value.grad = None
+        if gradient is None:  # the module did not use it
+            return torch.zeros_like(local_values(value))
+        if isinstance(gradient, DTensor):
+            given: Any = value
+            own = self.input_placements[index] if self.use_dtensor else tuple(given.placements)
+            gradient = gradient.redistribute(placements=gradient_placements(own))
+        return local_values(gradient)
+
+    def clear_runtime_states(self) -> None:
+        """Drops what a step has kept."""
+        super().clear_runtime_states()
+        late = (self._hooks, self._late, self._due)
+        for kept in (self.bwd_cache, self.dw_runner, self._arrived, self._gradients, *late):
+            kept.clear()
+        self._stood_in = False
+
+
+def _copied(values: Sequence[Any]) -> list[Any]:
+    """For a module that writes on its inputs in place."""
+    return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]

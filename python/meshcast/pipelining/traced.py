@@ -1,0 +1,88 @@
+"""Stages that torch traces: its Pipe, whose stages run here over the edges that the tracer found."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import pipelining as torch_pipelining
+from torch.distributed.pipelining._IR import _modify_graph_op_device
+
+from meshcast.pipelining.edge import Edge
+from meshcast.pipelining.pipeline_stage import PipelineStage
+
+__all__ = ["Pipe", "_PipelineStage", "build_stage", "pipeline"]
+
+
+class _PipelineStage(PipelineStage):
+    """A stage of a `Pipe`. Values travel to any later stage that uses them, and their gradients back.
+
+    pipe_info: of ``pipe.info()``. Other arguments as those of `PipelineStage`.
+    """
+
+    def __init__(
+        self,
+        stage_module: torch.nn.Module,
+        stage_index: int,
+        pipe_info: Any,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.pipe_info = pipe_info
+        nodes = [node for node in pipe_info.graph.nodes if node.op == "call_module"]
+        if not any(each.is_meta for each in stage_module.parameters()):
+            stage_module.to(device)
+        super().__init__(
+            stage_module, stage_index, pipe_info.num_stages, device, group=group, edges=_edges_between(nodes)
+        )
+        self.node = nodes[stage_index]
+        self.name = self.node.name
+        self.submod_to_stage_index = {node.name: index for index, node in enumerate(nodes)}
+
+
+def _edges_between(nodes: list[Any]) -> list[Edge]:
+    """Arguments of a stage that are the model's own are given to it by name; the others are its inputs."""
+    number = {node: index for index, node in enumerate(nodes)}
+    edges = []
+    for stage, node in enumerate(nodes):
+        inputs = 0
+        for argument in node.args:
+            output, source = 0, argument
+            while source.target is operator.getitem:
+                source, output = source.args
+            if source in number:
+                edges.append(Edge(number[source], output, stage, inputs))
+                inputs += 1
+    return edges
+
+
+def build_stage(
+    stage_module: torch.nn.Module,
+    stage_index: int,
+    pipe_info: Any,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> _PipelineStage:
+    """As torch's: the stage of a module of a `Pipe`."""
+    return _PipelineStage(stage_module, stage_index, pipe_info, device, group)
+
+
+class Pipe(torch_pipelining.Pipe):
+    """torch's, whose stages run here."""
+
+    def build_stage(  # type: ignore[override]
+        self, stage_index: int, device: torch.device, group: dist.ProcessGroup | None = None
+    ) -> _PipelineStage:
+        module = self.get_stage_module(stage_index)
+        if isinstance(module, torch.fx.GraphModule):
+            _modify_graph_op_device(module, device)
+        return _PipelineStage(module, stage_index, self.info(), device, group)
+
+
+def pipeline(*args: Any, **kwargs: Any) -> Pipe:
+    """torch.distributed.pipelining.pipeline: traces a module and cuts it."""
+    pipe: Any = torch_pipelining.pipeline(*args, **kwargs)
+    pipe.__class__ = Pipe  # torch has no way to name the class that it makes
+    return pipe

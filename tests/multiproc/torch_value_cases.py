@@ -1,0 +1,173 @@
+"""Programs about rarer values: frozen stages, DTensors in loops, outputs of other kinds, one micro-batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from multiproc.torch_programs import (
+    CPU,
+    Layer,
+    batch,
+    folded,
+    gradients,
+    layers,
+    looped,
+    program,
+    stages_of,
+    step,
+)
+from multiproc.torch_schedule_cases import built, mse
+from multiproc.torch_stage_cases import column
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+def frozen_stage(number: int) -> None:
+    @program(3, name=f"stage_{number}_is_frozen")
+    def run(lib: Any, world: Any) -> Any:
+        found = []
+        for name in ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"):
+            schedule, stages, modules = built(lib, world, name, 3, 6)
+            for stage, module in zip(stages, modules, strict=True):
+                if stage.stage_index == number:
+                    module.requires_grad_(False)
+            found.append((step(schedule, stages, *batch(12)), gradients(modules)))
+        return found
+
+
+frozen_stage(0)
+frozen_stage(1)
+
+
+@program(2)
+def one_microbatch(lib: Any, world: Any) -> Any:
+    found = []
+    for name in ("ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS"):
+        schedule, stages, modules = built(lib, world, name, 2, 1)
+        found.append((step(schedule, stages, *batch(4)), gradients(modules)))
+    return found
+
+
+@program(2)
+def outputs_of_the_last_stage(lib: Any, world: Any) -> Any:
+    class Last(Layer):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x)
+            return {"logits": y, "more": [y * 2, (y + 1,)]} if world.rank else y
+
+    modules = layers([world.rank], Last)
+    example = torch.empty(2, 6, device="meta", requires_grad=True)
+    stages = stages_of(  # with shapes: torch cannot find those of a dictionary
+        lib, modules, [world.rank], 2, world.group, input_args=example, output_args=example
+    )
+    schedule = lib.schedules._ScheduleForwardOnly(stages[0], 4)
+    x, _ = batch(8)
+    with torch.no_grad():
+        return schedule.step(x) if world.rank == 0 else schedule.step()
+
+
+@program(2)
+def lists_between_stages(lib: Any, world: Any) -> Any:
+    class Two(Layer):
+        def forward(self, x: torch.Tensor, y: Any = None) -> Any:
+            z = super().forward(x if y is None else x + y)
+            return z if world.rank else [z, z.sin()]
+
+    modules = layers([world.rank], Two)
+    stages = stages_of(lib, modules, [world.rank], 2, world.group)
+    schedule = lib.ScheduleGPipe(stages[0], 4, loss_fn=mse)
+    return step(schedule, stages, *batch(8)), gradients(modules)
+
+
+@program(2)
+def scaling_is_switched(lib: Any, world: Any) -> Any:
+    schedule, stages, modules = built(lib, world, "Schedule1F1B", 2, 4)
+    found = []
+    for flag in (True, False, True):
+        schedule.scale_grads = flag
+        found.append((step(schedule, stages, *batch(8)), gradients(modules)))
+    return found
+
+
+@program(2)
+def evaluation_alone(lib: Any, world: Any) -> Any:
+    found = []
+    for name in ("ScheduleGPipe", "ScheduleInterleaved1F1B"):
+        schedule, stages, _ = built(lib, world, name, 2, 4, None)
+        x, _ = batch(8)
+        with torch.no_grad():
+            found += [schedule.eval(x) if stages[0].is_first else schedule.eval() for _ in range(2)]
+    return found
+
+
+@program(2, exact=False)
+def two_schedules_of_the_same_stages(lib: Any, world: Any) -> Any:
+    modules = layers([world.rank])
+    stages = stages_of(lib, modules, [world.rank], 2, world.group)
+    found = []
+    for name in ("ScheduleGPipe", "Schedule1F1B"):
+        schedule = getattr(lib, name)(stages[0], 4, loss_fn=mse)
+        found.append((step(schedule, stages, *batch(8)), gradients(modules)))
+    return found
+
+
+def dtensors_in_a_loop(name: str) -> None:
+    @program(4, name=f"dtensors_{name}", exact=False)
+    def run(lib: Any, world: Any) -> Any:
+        rank, _ = column(world)
+        mesh = world.mesh["dp"]
+        numbers = folded(rank, 2) if name == "ScheduleZBVZeroBubble" else looped(rank, 2, 2)
+
+        class Parallel(Layer):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                given = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()])
+                return given + self.second(torch.tanh(self.first(given)))
+
+        modules = [Parallel(number, hidden=8) for number in numbers]
+        for module in modules:
+            second = RowwiseParallel(output_layouts=Replicate(), use_local_output=False)
+            parallelize_module(module, mesh, {"first": ColwiseParallel(), "second": second})
+        stages = stages_of(lib, modules, numbers, 4, world.mesh.get_group("pp"), get_mesh=lambda *_: mesh)
+        schedule = getattr(lib, name)(stages, 4, loss_fn=lambda out, target: mse(out.full_tensor(), target))
+        return [(step(schedule, stages, *batch(8, seed=seed)), gradients(modules)) for seed in range(2)]
+
+
+for each in ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"):
+    dtensors_in_a_loop(each)
+
+
+@program(4, exact=False)
+def dtensors_with_given_shapes(lib: Any, world: Any) -> Any:
+    rank, _ = column(world)
+    mesh = world.mesh["dp"]
+
+    class Parallel(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.second(torch.tanh(self.first(x)))
+
+    module = Parallel(rank, hidden=8)
+    second = RowwiseParallel(output_layouts=Replicate(), use_local_output=False)
+    parallelize_module(module, mesh, {"first": ColwiseParallel(), "second": second})
+
+    def example(needs: bool) -> DTensor:
+        # A gradient is a sum over the ranks that have a part of the weights.
+        placement = Replicate() if needs else Partial()
+        return DTensor.from_local(torch.empty(2, 6), mesh, [placement]).requires_grad_(needs)
+
+    stage = lib.PipelineStage(
+        module,
+        rank,
+        2,
+        CPU,
+        input_args=example(True) if rank else DTensor.from_local(torch.empty(2, 6), mesh, [Replicate()]),
+        output_args=example(True),
+        input_grads=example(False) if rank else None,
+        output_grads=example(False) if not rank else None,
+        group=world.mesh.get_group("pp"),
+        get_mesh=lambda *_: mesh,
+    )
+    schedule = lib.Schedule1F1B(stage, 4, loss_fn=lambda out, target: mse(out.full_tensor(), target))
+    x, y = batch(8)
+    given = DTensor.from_local(x, mesh, [Replicate()])
+    return step(schedule, [stage], given, y), gradients([module])
