@@ -228,13 +228,17 @@ class PipelineBoard:
     def _collect(self, topic: str, wanted: list[int]) -> dict[int, dict[str, Any]]:
         begin = time.monotonic()
         found: dict[int, dict[str, Any]] = {}
-        if wanted == self.ranks and not self._here:
-            self._here.update(self._board.gather("here", self.ranks, begin + self.timeout, self._look))
-        for rank in wanted:
+
+        def gather(what: str, ranks: list[int]) -> dict[int, str]:
             try:
-                said = self._board.gather(topic, [rank], begin + self.timeout, self._look)
+                return self._board.gather(what, ranks, begin + self.timeout, self._look)
             except NotPostedError as cause:
                 raise self._late(topic, wanted, begin) from cause
+
+        if wanted == self.ranks and not self._here:
+            self._here.update(gather("here", self.ranks))
+        for rank in wanted:
+            said = gather(topic, [rank])
             found[rank] = json.loads(said[rank])
             # Checked at once: the ranks after a failed one may be waiting for it in turn.
             if "error" in found[rank] and rank != self.rank:
