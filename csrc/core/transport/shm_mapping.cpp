@@ -7,6 +7,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "transport/unix_socket.h"
@@ -32,10 +33,10 @@ ShmMapping::ShmMapping(const char* name, size_t nbytes) : nbytes_(nbytes) {
 }
 
 ShmMapping::ShmMapping(int fd, size_t least) {
-  const off_t end = lseek(fd, 0, SEEK_END);  // fstat would tie the binary to a newer glibc
-  if (end < 0) fail_with_errno("shared memory of a peer");
+  struct stat status {};
+  if (fstat(fd, &status) != 0) fail_with_errno("shared memory of a peer");
   if ((fcntl(fd, F_GET_SEALS) & kSeals) != kSeals) throw std::runtime_error("a peer's memory is not sealed");
-  nbytes_ = static_cast<size_t>(end);
+  nbytes_ = static_cast<size_t>(status.st_size);
   if (nbytes_ < least) throw std::runtime_error("a peer's shared memory is too small");
   map(fd);
 }
