@@ -79,13 +79,15 @@ void raise_cause(const Cause& cause, const GroupIdentity& group, CallId call) {
   if (cause.kind == static_cast<int32_t>(ErrorKind::PeerLost)) {
     const std::string seen =
         cause.reporter == group.rank ? "" : fmt::format(" (first seen by rank {})", cause.reporter);
-    throw Error(ErrorKind::PeerLost, fmt::format("rank {}: {}{}", group.rank, cause.text, seen),
-                context_of(group, call, cause.peer));
+    const Error error(ErrorKind::PeerLost, fmt::format("rank {}: {}{}", group.rank, cause.text, seen),
+                      context_of(group, call, cause.peer));
+    throw BrokenError(error, cause);
   }
-  throw Error(ErrorKind::Aborted,
-              fmt::format("rank {}: call {} of {}: the group was aborted by rank {}: {}", group.rank,
-                          call.ordinal, group.name, cause.reporter, cause.text),
-              context_of(group, call, peer_in(cause, group.rank)));
+  const Error error(ErrorKind::Aborted,
+                    fmt::format("rank {}: call {} of {}: the group was aborted by rank {}: {}", group.rank,
+                                call.ordinal, group.name, cause.reporter, cause.text),
+                    context_of(group, call, peer_in(cause, group.rank)));
+  throw BrokenError(error, cause);
 }
 
 std::string format_ranks(const std::vector<int32_t>& ranks) {

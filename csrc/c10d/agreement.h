@@ -3,9 +3,11 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "c10d/bulletin.h"
+#include "common/error.h"
 #include "transport/transport.h"
 
 namespace meshcast {
@@ -38,7 +40,13 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
 std::vector<int32_t> compare_postings(Bulletin& bulletin, const GroupIdentity& group, CallId call,
                                       const std::string& descriptor);
 
-// Why the group is broken, as an error of this call.
+// The group is broken, and a rank has said why.
+struct BrokenError : Error {
+  BrokenError(const Error& error, Cause why) : Error(error), cause(std::move(why)) {}
+  const Cause cause;
+};
+
+// Throws BrokenError, as an error of this call.
 [[noreturn]] void raise_cause(const Cause& cause, const GroupIdentity& group, CallId call);
 
 // "[1, 4, 5]"

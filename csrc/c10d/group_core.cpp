@@ -108,9 +108,8 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_whole(CallId call, const PlanText& 
   int32_t slot = -1;
   try {
     slot = agree_in_time(call, text, *offered, timeout_seconds);
-  } catch (const Error& error) {
-    // So that peers are told what it was, and no other kind of error.
-    if (error.kind() == ErrorKind::PeerLost) watcher_->peer_lost(error);
+  } catch (const BrokenError& error) {
+    watcher_->adopt(error.cause);  // so that peers are told the first cause, and not what it led to here
     throw;
   }
   if (leads) slots_->take(slot);

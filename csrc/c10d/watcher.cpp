@@ -135,12 +135,8 @@ void Watcher::abort(const std::string& reason) {
   give_up(cause);
 }
 
-void Watcher::peer_lost(const Error& error) {
+void Watcher::adopt(const Cause& cause) {
   if (failed()) return;
-  std::string text = error.what();
-  const std::string me = fmt::format("rank {}: ", group_.rank);
-  if (text.starts_with(me)) text.erase(0, me.size());
-  const Cause cause{static_cast<int32_t>(error.kind()), group_.rank, error.context().peer, std::move(text)};
   note_local(cause, nullptr);
   give_up(cause);
 }

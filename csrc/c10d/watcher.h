@@ -51,7 +51,7 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   void transport_failed(int32_t peer, const TransportError& error, const RunState& run);
   void run_failed(const Error& error, const RunState& run);  // with a text that names all there is to name
   void abort(const std::string& reason);
-  void peer_lost(const Error& error);  // seen by other means than a run
+  void adopt(const Cause& cause);  // found by other means than a run
   int32_t rank() const { return group_.rank; }
 
   // Posts what only this rank knows, if the store takes it soon. Afterwards the engine is not used any more.
