@@ -26,7 +26,8 @@ struct Multicast {
   int64_t at_least = 0;  // bytes; smaller broadcasts are the inner backend's
 };
 
-// Makes the backend of a part of a group, whose ranks in it are given; null on ranks outside. Collective over all of it.
+// Makes the backend of a part of a group, whose ranks in it are given; null on ranks outside. Collective over
+// all of it.
 using Splitter = std::function<c10::intrusive_ptr<c10d::Backend>(
     const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
     const c10::intrusive_ptr<c10d::Backend::Options>& options)>;

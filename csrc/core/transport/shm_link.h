@@ -69,8 +69,9 @@ class ShmRendezvous {
   // Connects this rank with all others of `members` (which holds this rank too and ascends); every member must
   // call. Throws std::runtime_error with the reason, and no later than `deadline`. To be called once. Calls
   // check() every few milliseconds, which may throw.
-  ShmMembership meet(const std::vector<ShmMember>& members, int rank, TimePoint deadline,
-                     const std::function<void()>& check = [] {});
+  ShmMembership meet(
+      const std::vector<ShmMember>& members, int rank, TimePoint deadline,
+      const std::function<void()>& check = [] {});
 
  private:
   std::unique_ptr<ShmProgress::Place> place_;
