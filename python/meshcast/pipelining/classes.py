@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
+from meshcast.base.arguments import typed_arguments
 from meshcast.errors import LayoutError
 from meshcast.pipelining.refused import reason_against
 from meshcast.pipelining.schedule import Options, PipelineSchedule
@@ -73,11 +74,9 @@ class PipelineScheduleMulti(PipelineSchedule):
         **options: Unpack[Options],
     ) -> None:
         if not backward_requires_autograd:
-            raise LayoutError(
-                "backward_requires_autograd=False is not supported: backward runs autograd here"
-            )
+            self._refused = "backward_requires_autograd=False is not supported: backward runs autograd here"
         super().__init__(
-            list(stages),
+            stages,
             n_microbatches,
             loss_fn,
             args_chunk_spec,
@@ -142,6 +141,7 @@ _CLASSES: dict[str, type[PipelineSchedule]] = {
 _CLASSES["zbvzerobubble"] = ScheduleZBV  # torch's name for it
 
 
+@typed_arguments()
 def get_schedule_class(name: str) -> type[PipelineSchedule]:
     """The class of a schedule, in any case, with or without "Schedule" before its name. torch's names are
     accepted where the schedule is there.

@@ -4,7 +4,7 @@ and outputs."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import Any, ClassVar, TypedDict
 
 import torch
 
-from meshcast.errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
+from meshcast.base import checks
+from meshcast.errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, typed
 from meshcast.groups.parent import parent_group, seconds
 from meshcast.pipelining.action import Action, Actions
 from meshcast.pipelining.auto_warmup import AutoWarmup, Budget
@@ -24,7 +25,7 @@ from meshcast.pipelining.estimate import transfer_times
 from meshcast.pipelining.lower import Link
 from meshcast.pipelining.measured import Event, exposed_seconds
 from meshcast.pipelining.microbatches import Pieces
-from meshcast.pipelining.own_stages import checked, reduce_once
+from meshcast.pipelining.own_stages import check_options, checked, divide_gradients, reduce_once
 from meshcast.pipelining.recipe import Recipe
 from meshcast.pipelining.runtime import Runtime
 from meshcast.pipelining.stage import PipelineStage
@@ -84,6 +85,7 @@ class PipelineSchedule:
     """
 
     name: ClassVar[str]
+    _refused = ""  # why, where a subclass has refused an argument of its own
 
     def __init__(
         self,
@@ -105,17 +107,19 @@ class PipelineSchedule:
         seed: int | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
-        group = next((stage.group for stage in stages if isinstance(stage, PipelineStage)), None)
-        self._timeout = seconds(timeout, parent_group(group, "pipeline").timeout)
-        self._board = PipelineBoard(group, self._timeout)
+        # Whatever is wrong here, the conversation comes first: the other ranks read in it that this one
+        # raised.
+        given = list(stages) if isinstance(stages, Iterable) else []
+        group = next((stage.group for stage in given if isinstance(stage, PipelineStage)), None)
+        self._board = PipelineBoard(group, parent_group(group, "pipeline").timeout)
         self._microbatches = n_microbatches
         self._overlap = overlap
         try:
-            self._stages = checked(stages, n_microbatches)
-            if not sync_gradients and any(stage.shared for stage in stages):
-                raise LayoutError(
-                    "shared_parameters need sync_gradients=True: their gradients are summed by step"
-                )
+            if self._refused:
+                raise LayoutError(self._refused)
+            self._timeout = self._board.timeout = seconds(timeout, self._board.timeout)
+            check_options(stages, loss_fn, times, seed)
+            self._stages = checked(given, n_microbatches, sync_gradients)
             first = next(iter(self._stages.values()))
             self._recipe = Recipe(
                 self.name,
@@ -129,9 +133,12 @@ class PipelineSchedule:
             )
             self._recipe.check_options()
             reduce_once(self._stages.values())
-        except Exception as error:
+        except Exception as cause:
+            error = typed(cause, f"{self.name}()", self._board.rank)
             self._board.fail("stage", str(error))
-            raise
+            if error is cause:
+                raise
+            raise error from cause
         self._rank = first.rank
         self._device = first.device
         self._loss_fn = loss_fn
@@ -328,6 +335,7 @@ class PipelineSchedule:
                         train,
                     ),
                     pieces,
+                    losses,
                 )
                 if train:
                     for stage in self._stages.values():
@@ -358,12 +366,14 @@ class PipelineSchedule:
         return self._table
 
     def _prepared(
-        self, train: bool, feed_of: Callable[[PipelineStage], StepFeed], pieces: Pieces
+        self, train: bool, feed_of: Callable[[PipelineStage], StepFeed], pieces: Pieces, losses: Any
     ) -> tuple[Runtime, dict[int, StepFeed], list[Wiring]]:
         """All that can be refused, before data moves. Raises Refused on every rank if one has a reason."""
         feeds: dict[int, StepFeed] = {}
         mine: Exception | None = None
         try:
+            if losses is not None and not isinstance(losses, list):
+                raise LayoutError(f"losses must be a list, which is filled, found {checks.shown(losses)}")
             if train and not torch.is_grad_enabled():
                 raise MeshcastError(
                     "step trains and needs gradients enabled; use eval under torch.no_grad", op="pipeline"
@@ -371,7 +381,7 @@ class PipelineSchedule:
             feeds = {index: feed_of(stage) for index, stage in self._stages.items()}
             self._wirings.check_shapes(feeds, cut=not pieces.given)
         except Exception as error:
-            mine = error
+            mine = typed(error, "step" if train else "eval", self._rank)
         if mine is None:
             said: dict[str, Any] = {
                 "mode": "step" if train or not self._agreed().trains else "eval",
@@ -465,12 +475,7 @@ class PipelineSchedule:
         if train and self._wirings.shared is not None:
             self._wirings.shared.sum()
         if weight and train and self._scale_grads:
-            parameters = {
-                id(each): each for stage in self._stages.values() for each in stage.submod.parameters()
-            }
-            for parameter in parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.div_(weight)
+            divide_gradients(self._stages.values(), weight)
 
     def _learn_weight(self, own: float | None) -> float | None:
         """The weight of the step, which the last stage knows; None where its losses are means."""

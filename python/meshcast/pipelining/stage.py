@@ -136,6 +136,12 @@ class PipelineStage:
             # torch 2.11 has group and dw_builder in these places, and nothing of DTensors.
             group, dw_builder, output_grads, input_grads = output_grads, input_grads, None, None
         with refusals_told(group):
+            for name, value in (("stage_index", stage_index), ("num_stages", num_stages)):
+                checks.integer(name, value, -(1 << 31), (1 << 31) - 1)
+            if not isinstance(submodule, torch.nn.Module):
+                raise LayoutError(f"submodule must be a torch.nn.Module, found {checks.shown(submodule)}")
+            if topology is not None and not isinstance(topology, Topology):
+                raise LayoutError(f"topology must be a meshcast.Topology, found {checks.shown(topology)}")
             if not 0 <= stage_index < num_stages:
                 raise LayoutError(f"stage_index must be in 0..{num_stages - 1}, found {stage_index}")
             for name, value in (
