@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "MeshcastError",
     "PeerLostError",
     "PlanMismatchError",
+    "concerns_all",
+    "typed",
 ]
 
 _Base: type[RuntimeError] = getattr(dist, "DistError", RuntimeError)
@@ -48,6 +51,7 @@ class MeshcastError(_Base):  # type: ignore[misc, valid-type]
         limit: float | None = None,
     ) -> None:
         super().__init__(message)
+        self.told = False  # whether the other ranks of the call have been told by this one
         self.rank = rank
         self.peer = peer
         self.op = op
@@ -103,3 +107,24 @@ class PeerLostError(MeshcastError):
 
 class AbortedError(MeshcastError):
     """The group failed or was aborted before; the message carries the first cause."""
+
+
+def typed(error: Exception, op: str, rank: int | None = None) -> Exception:
+    """What a call raises that got `error` from its arguments: a MeshcastError, but torch.OutOfMemoryError as
+    it is, since programs wait for that by its name."""
+    if isinstance(error, MeshcastError | torch.OutOfMemoryError):
+        return error
+    text = (str(error).splitlines() or [""])[0]
+    where = op if rank is None else f"{op} on rank {rank}"
+    if isinstance(error, MemoryError) or "allocate memory" in text:
+        return MeshcastError(f"{where}: there is not enough memory: {text}", rank=rank, op=op)
+    return LayoutError(
+        f"{where}: these arguments cannot be used: {type(error).__name__}: {text}", rank=rank, op=op
+    )
+
+
+def concerns_all(error: Exception) -> bool:
+    """Whether the other ranks of the call know of an error, or will find it themselves."""
+    return getattr(error, "told", False) or isinstance(
+        error, AbortedError | DeadlineExceededError | PeerLostError | PlanMismatchError
+    )

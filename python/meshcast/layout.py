@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .base import checks
+from .base.arguments import typed_arguments
 from .base.json_reader import Reader
 from .errors import LayoutError
 
@@ -27,6 +28,7 @@ Box = tuple[tuple[int, int], ...]
 _Placement = tuple[str, int, int, str]
 
 _MAX_MESH_DIMS = 5
+_DIMS = (-(1 << 31), (1 << 31) - 1)  # what a placement may name; the tensor's own are checked with its shape
 _MAX_RANKS = 1 << 20  # a mesh above this is a typing error; nothing is allocated for it
 _REDUCE_OPS = ("sum", "avg", "min", "max", "product")
 # Which parts of a _Placement its JSON form has, by kind.
@@ -55,6 +57,7 @@ class Layout:
 
     __slots__ = ("__dict__", "_hash", "_mesh_shape", "_ndim", "_placements", "_ranks")
 
+    @typed_arguments()
     def __init__(self, mesh: Any, placements: Sequence[Placement]) -> None:
         mesh_shape, ranks = _read_mesh(mesh)
         if isinstance(placements, str) or not isinstance(placements, Iterable):
@@ -93,7 +96,7 @@ class Layout:
             S01).
         """
         if not isinstance(text, str):
-            raise LayoutError(f"layout {text!r}: expected text; {_NOTATION_HELP}")
+            raise LayoutError(f"layout {checks.shown(text)}: expected text; {_NOTATION_HELP}")
         found = _NOTATION.fullmatch(text)
         if found is None:
             raise LayoutError(f"layout {checks.shown(text)} cannot be read; {_NOTATION_HELP}")
@@ -176,6 +179,7 @@ class Layout:
         """The operations of its Partial placements."""
         return frozenset(p[3] for p in self._placements if p[0] == "partial")
 
+    @typed_arguments()
     def shards(self, shape: Sequence[int]) -> dict[int, list[Box]]:
         """Boxes that each rank holds of a tensor of `shape`, in the order in which its local tensor holds
         them.
@@ -183,14 +187,14 @@ class Layout:
         A rank has several boxes only under `_StridedShard`, and none if its shard is empty. Uneven sizes
         follow torch.chunk.
         """
-        return {
-            rank: [box for box, _ in pieces]
-            for rank, _, pieces in self._core(shape).shards(checks.shape(shape))
-        }
+        sizes = checks.shape(shape)
+        return {rank: [box for box, _ in pieces] for rank, _, pieces in self._core(sizes).shards(sizes)}
 
+    @typed_arguments()
     def local_shapes(self, shape: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Shape of each rank's local tensor; an empty shard has a zero in it."""
-        return {rank: local for rank, local, _ in self._core(shape).shards(checks.shape(shape))}
+        sizes = checks.shape(shape)
+        return {rank: local for rank, local, _ in self._core(sizes).shards(sizes)}
 
     def to_wire(self) -> dict[str, Any]:
         """The JSON form: {"mesh_shape": [...], "ranks": [...], "placements": [["shard", 0], ["replicate"],
@@ -332,12 +336,11 @@ def _read_placement(index: int, placement: Any) -> _Placement:
     from torch.distributed.tensor import placement_types as torch_types
 
     if isinstance(placement, torch_types._StridedShard):
-        split_factor = int(placement.split_factor)
-        if split_factor < 1:
-            raise LayoutError(f"placement {index}, {placement}: split_factor must be at least 1")
-        return "strided_shard", int(placement.dim), split_factor, ""
+        where = f"placement {index}, _StridedShard"
+        split_factor = checks.integer(f"{where}: split_factor", placement.split_factor, 1, checks.MAX_INT64)
+        return "strided_shard", checks.integer(where, placement.dim, *_DIMS), split_factor, ""
     if isinstance(placement, torch_types.Shard):
-        return "shard", int(placement.dim), 1, ""
+        return "shard", checks.integer(f"placement {index}, Shard", placement.dim, *_DIMS), 1, ""
     if isinstance(placement, torch_types.Replicate):
         return "replicate", 0, 1, ""
     if type(placement) is torch_types.Partial:

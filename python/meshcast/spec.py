@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .base import checks
+from .base.arguments import typed_arguments
 from .errors import LayoutError
 
 if TYPE_CHECKING:
@@ -34,26 +36,33 @@ class TensorSpec:
     requires_grad: bool = False
     device: torch.device | str | None = field(default=None)
 
+    @typed_arguments()
     def __post_init__(self) -> None:
         try:
             shape = torch.Size(int(size) for size in self.shape)
-        except (TypeError, ValueError) as cause:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as cause:
             raise LayoutError(
-                f"TensorSpec: shape must be a sequence of integers, found {self.shape!r}"
+                f"TensorSpec: shape must be a sequence of integers, found {checks.shown(self.shape)}"
             ) from cause
         if any(size < 0 for size in shape):
             raise LayoutError(f"TensorSpec: sizes must not be negative, found {tuple(shape)}")
         if not isinstance(self.dtype, torch.dtype):
-            raise LayoutError(f"TensorSpec: dtype must be a torch.dtype, found {self.dtype!r}")
+            raise LayoutError(f"TensorSpec: dtype must be a torch.dtype, found {checks.shown(self.dtype)}")
         if self.device is not None:
-            _check_device(torch.device(self.device), self.mesh)
+            try:
+                device = torch.device(self.device)
+            except (TypeError, RuntimeError) as cause:
+                raise LayoutError(f"TensorSpec: device {checks.shown(self.device)} is none") from cause
+            _check_device(device, self.mesh)
         object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "placements", tuple(self.placements))
+        placements = checks.listed("TensorSpec: placements", self.placements)
+        object.__setattr__(self, "placements", placements)
 
 
 def _check_device(device: torch.device, mesh: DeviceMesh) -> None:
-    if device.type != mesh.device_type:
-        raise LayoutError(f"TensorSpec: device is {device}, but the mesh is on {mesh.device_type}")
+    kind = getattr(mesh, "device_type", None)
+    if device.type != kind:
+        raise LayoutError(f"TensorSpec: device is {device}, but the mesh is on {kind}")
     if device.index is not None and device.type == "cuda" and device.index != torch.cuda.current_device():
         raise LayoutError(
             f"TensorSpec: device is {device}, but results are made on the current GPU, "

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from .base import checks
+from .base.arguments import typed_arguments
 from .base.gather import gather_facts, ranks_by_host
 from .base.host import host_identity, network_links
 from .base.json_reader import Reader, read_json
@@ -66,6 +67,7 @@ class Topology:
 
     __slots__ = ("_cores", "_hash", "_hosts", "_latency_ns", "_uniform")
 
+    @typed_arguments()
     def __init__(self, hosts: Iterable[Host], latency_us: float = 20.0) -> None:
         self._set(tuple(_checked_host(i, h) for i, h in enumerate(hosts)), None, _latency_ns(latency_us))
         seen: dict[int, int] = {}
@@ -87,6 +89,7 @@ class Topology:
         self._cores: dict[int, _C.Topology] = {}
 
     @classmethod
+    @typed_arguments()
     def uniform(
         cls,
         ranks_per_host: int,
@@ -108,6 +111,7 @@ class Topology:
         return topology
 
     @classmethod
+    @typed_arguments()
     def from_hosts(
         cls,
         hosts: Mapping[int, str],
@@ -148,10 +152,17 @@ class Topology:
             LayoutError: on every rank alike, where a speed is unknown and nic_gbps is not given. Where all
                 ranks are on one host no link matters, and none is asked for.
         """
-        facts = gather_facts((host_identity(), network_links()), group)
+
+        def check() -> None:
+            _latency_ns(latency_us)
+            for name, rate in (("nic_gbps", nic_gbps), ("local_gbps", local_gbps)):
+                if rate is not None or name != "nic_gbps":
+                    _rate(name, rate)
+
+        facts = gather_facts((host_identity(), network_links()), group, check)
         ranks_of = ranks_by_host({rank: identity for rank, (identity, _) in facts.items()})
-        known = None if nic_gbps is None else checks.positive("nic_gbps", nic_gbps)
-        inside = checks.positive("local_gbps", local_gbps)
+        known = None if nic_gbps is None else float(nic_gbps)
+        inside = float(local_gbps)
         hosts = []
         for ranks in ranks_of:
             links = facts[ranks[0]][1]

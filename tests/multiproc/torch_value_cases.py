@@ -14,10 +14,11 @@ from multiproc.torch_programs import (
     layers,
     looped,
     program,
+    raised,
     stages_of,
     step,
 )
-from multiproc.torch_schedule_cases import built, mse
+from multiproc.torch_schedule_cases import built, mse, shapes
 from multiproc.torch_stage_cases import column
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -171,3 +172,48 @@ def dtensors_with_given_shapes(lib: Any, world: Any) -> Any:
     x, y = batch(8)
     given = DTensor.from_local(x, mesh, [Replicate()])
     return step(schedule, [stage], given, y), gradients([module])
+
+
+@program(2)
+def microbatches_given_one_by_one(lib: Any, world: Any) -> Any:
+    found = []
+    for name in ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"):
+        schedule, stages, modules = built(lib, world, name, 2, 4)
+        x, y = batch(8)
+        losses: list[Any] = []
+        for stage in stages:
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        args = [(each,) for each in x.chunk(4)] if stages[0].is_first else None
+        last = any(stage.is_last for stage in stages)
+        schedule._step_microbatches(args, None, list(y.chunk(4)) if last else None, losses if last else None)
+        found.append(([loss.detach() for loss in losses], gradients(modules)))
+        found.append([chunk for stage in stages for chunk in stage.output_chunks])
+        found.append(raised(lambda: schedule._check_inputs([1]), ValueError))  # noqa: B023
+        found.append(raised(lambda: schedule._check_inputs((1,) * 4), TypeError))  # noqa: B023
+    return found
+
+
+@program(2)
+def backward_without_autograd(lib: Any, world: Any) -> Any:
+    s = lib.schedules
+    numbers = looped(world.rank, 2, 2)
+    modules = layers(numbers)
+    stages = stages_of(lib, modules, numbers, 4, world.group, **shapes(4))
+    schedule = lib.ScheduleInterleaved1F1B(stages, 4, loss_fn=mse, backward_requires_autograd=False)
+    seen: list[str] = []
+
+    def backward(action: Any, context: Any) -> None:
+        seen.append(str(action))
+        stage = next(each for each in context.schedule_ref._stages if each.stage_index == action.stage_index)
+        if not stage.is_last:
+            s._wait_batch_p2p(
+                context.schedule_ref.bwd_recv_ops.pop((action.stage_index, action.microbatch_index))
+            )
+        stage.fwd_cache.pop(action.microbatch_index)
+        stage.bwd_cache[action.microbatch_index] = (torch.ones(2, 6),) if not stage.is_first else ()
+
+    schedule.register_custom_function(s.FULL_BACKWARD, backward)
+    schedule.register_custom_function(s.REDUCE_GRAD, lambda *_: None)
+    with torch.no_grad():
+        return step(schedule, stages, *batch(8)), seen

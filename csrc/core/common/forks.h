@@ -13,6 +13,7 @@ uint32_t forks() noexcept;  // from the first process to this one, as far as thi
 // Remembers which process made what has it as a member.
 class Origin {
  public:
+  Origin() noexcept {}                                         // not defaulted: Clang wants that for constants
   bool foreign() const noexcept { return forks_ != forks(); }  // this is a forked child of that process
   void check() const;                                          // throws Error where foreign()
 

@@ -15,8 +15,6 @@
 namespace meshcast {
 namespace {
 
-constexpr int64_t kCheckMs = 50;  // between two checks of who waits
-
 socklen_t abstract_address(const std::string& name, sockaddr_un* out) {
   *out = {};
   out->sun_family = AF_UNIX;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,7 +18,10 @@ MAX_INT64 = (1 << 63) - 1
 
 def shown(item: Any, limit: int = 60) -> str:
     """`repr` short enough for a one-line message, whatever was handed in."""
-    text = repr(item).replace("\n", " ")
+    try:
+        text = repr(item).replace("\n", " ")
+    except Exception:  # a repr that raises, as of a tensor that cannot be read
+        text = f"a {type(item).__name__}"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
@@ -63,12 +67,17 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     return value
 
 
+def listed(name: str, value: Any) -> tuple[Any, ...]:
+    """`value` as a tuple; text is no sequence here."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise LayoutError(f"{name} {shown(value)}: expected a sequence")
+    return tuple(value)
+
+
 def shape(value: Any) -> tuple[int, ...]:
     """A tensor shape: up to 8 sizes from 0 to 2^63 - 1. Their product is checked against the bytes of the
     tensor in C++."""
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise LayoutError(f"shape {shown(value)}: expected a sequence of sizes")
-    sizes = tuple(value)
+    sizes = listed("shape", value)
     if len(sizes) > MAX_DIMS:
         raise LayoutError(f"shape of {len(sizes)} dimensions: allowed are 0 to {MAX_DIMS}")
     return tuple(integer(f"size of dimension {d}", size, 0, MAX_INT64) for d, size in enumerate(sizes))
@@ -82,6 +91,19 @@ def dtype(value: Any) -> torch.dtype:
             f"dtype {shown(value)}: expected a torch dtype or its name, for example float32, bfloat16, int64"
         )
     return found
+
+
+_UNMOVED = re.compile(r"q?u?int[1-7]|qu?int\w+|bits?\w*|qint\w+")
+
+
+def movable(name: str, value: torch.dtype) -> torch.dtype:
+    """`value` unless torch itself cannot copy its elements: quantized, bits, and integers below a byte."""
+    if _UNMOVED.fullmatch(dtype_name(value)):
+        raise LayoutError(
+            f"{name} {value}: quantized types, bits and integers of less than a byte are not moved; view the "
+            "tensor as uint8"
+        )
+    return value
 
 
 def dtype_name(value: torch.dtype) -> str:

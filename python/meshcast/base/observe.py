@@ -23,7 +23,8 @@ from typing import Any, Protocol
 
 import torch
 
-from . import forks, settings  # noqa: F401  forks has to be there before the first fork
+from ..errors import LayoutError
+from . import checks, forks, settings  # noqa: F401  forks has to be there before the first fork
 
 __all__ = [
     "Completable",
@@ -118,8 +119,13 @@ def flight_record() -> list[dict[str, Any]]:
 
 
 def dump_flight_record(path: str | Path) -> None:
-    """Writes flight_record() as JSON, replacing the file in one step."""
+    """Writes flight_record() as JSON, replacing the file in one step. Raises LayoutError for what is no path,
+    and OSError where it cannot be written."""
+    if not isinstance(path, str | os.PathLike):
+        raise LayoutError(f"dump_flight_record: path {checks.shown(path)}: expected a path")
     target = Path(path)
+    if not target.name or "\0" in str(target):
+        raise LayoutError(f"dump_flight_record: path {checks.shown(path)} names no file")
     scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
     text = json.dumps({"process": os.getpid(), "written": time.time(), "calls": flight_record()}, indent=1)
     scratch.write_text(text, encoding="utf-8")

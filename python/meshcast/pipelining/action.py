@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from meshcast.base.arguments import typed_arguments
+from meshcast.base.checks import shown
 from meshcast.pipelining.errors import ScheduleError
 
 __all__ = ["Action", "ActionKind", "Actions", "dump_csv", "load_csv"]
@@ -86,6 +88,12 @@ class Action:
     peer: int = -1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.kind, ActionKind):
+            raise ScheduleError(f"kind of an action: expected an ActionKind, found {shown(self.kind)}")
+        for name in ("stage", "microbatch", "peer"):
+            value = getattr(self, name)
+            if not isinstance(value, int):
+                raise ScheduleError(f"{name} of an action: expected an integer, found {shown(value)}")
         if self.kind.is_compute:
             if self.peer != -1:
                 raise ScheduleError(
@@ -104,6 +112,7 @@ class Action:
     __repr__ = __str__
 
     @staticmethod
+    @typed_arguments(ScheduleError)
     def parse(text: str) -> Action:
         """The action that ``str`` wrote. Raises ScheduleError that names the text and, for torch's other
         actions, why they are refused."""
@@ -143,6 +152,7 @@ def neighbour(stage: int, kind: ActionKind) -> int:
     return stage + 1 if kind in (ActionKind.SEND_F, ActionKind.RECV_B) else stage - 1
 
 
+@typed_arguments(ScheduleError)
 def load_csv(path: str | os.PathLike[str]) -> Actions:
     """Reads a schedule, one row per rank, one cell per step; empty cells (idle steps) are dropped.
 
@@ -165,6 +175,7 @@ def load_csv(path: str | os.PathLike[str]) -> Actions:
     return actions
 
 
+@typed_arguments(ScheduleError)
 def dump_csv(actions: Mapping[int, Sequence[Action]], path: str | os.PathLike[str]) -> None:
     """Writes a schedule, one row per rank in ascending order. torch.distributed.pipelining reads the file
     unless it holds ``>`` or ``<``."""

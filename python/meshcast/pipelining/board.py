@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from meshcast.base import forks
-from meshcast.errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
+from meshcast.errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError, typed
 from meshcast.groups.board import SLICE, Board, NotPostedError, Watches
 from meshcast.groups.network import Network
 from meshcast.groups.rails import interfaces
@@ -269,9 +269,12 @@ def refusals_told(group: Any) -> Iterator[None]:
     their schedules open, instead of waiting for this one's."""
     try:
         yield
-    except Exception as error:
+    except Exception as cause:
+        error = typed(cause, "PipelineStage", dist.get_rank() if dist.is_initialized() else None)
         # A rank that is not in the group shares no conversation with those that are.
         if dist.is_initialized() and (group is None or isinstance(group, dist.ProcessGroup)):
             with suppress(Exception):  # the refusal is what the caller is to see
                 PipelineBoard(group, 0.0).fail("stage", str(error))
-        raise
+        if error is cause:
+            raise
+        raise error from cause

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import _utils
 from torch.distributed.pipelining import schedules as torch_schedules
 from typing_extensions import Unpack
 
+from meshcast.base.arguments import typed_arguments
 from meshcast.errors import LayoutError, MeshcastError
 from meshcast.pipelining.board import refusals_told
 from meshcast.pipelining.compat import load_order, torch_order
@@ -305,6 +306,7 @@ _CLASSES: dict[str, type[PipelineSchedule]] = {
 }
 
 
+@typed_arguments()
 def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
     """The class of a schedule, in any case, with or without "Schedule" before its name.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from meshcast.base.arguments import typed_arguments
 from meshcast.pipelining.counting import all_reduce_over, outside_mesh, own_stages, parameters
 from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.shapes import local_values
@@ -47,6 +48,7 @@ class GradScaler(torch.amp.GradScaler):
     As `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, which agrees once per optimizer.
     """
 
+    @typed_arguments()
     def __init__(
         self,
         stages: PipelineStage | Sequence[PipelineStage],

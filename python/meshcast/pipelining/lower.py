@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
+from meshcast.base.arguments import typed_arguments
 from meshcast.pipelining.action import Action, ActionKind, Actions
 from meshcast.pipelining.errors import ScheduleError
 
@@ -49,6 +50,7 @@ def stage_ranks(actions: Mapping[int, Sequence[Action]]) -> dict[int, int]:
     return ranks
 
 
+@typed_arguments(ScheduleError)
 def lower(
     actions: Mapping[int, Sequence[Action]], links: Sequence[Link] | None = None, ahead: int = AHEAD
 ) -> Actions:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshcast.base.arguments import typed_arguments
 from meshcast.errors import LayoutError
 from meshcast.pipelining.counting import all_reduce_over, counted, own_stages, parameters
 from meshcast.pipelining.pipeline_stage import PipelineStage
@@ -22,6 +23,7 @@ from meshcast.pipelining.shapes import local_values
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
 
+@typed_arguments()
 @torch.no_grad()
 def grad_norm(stages: PipelineStage | Sequence[PipelineStage], norm_type: float = 2.0) -> torch.Tensor:
     """The norm of the gradients of all stages, as if they were one vector. Every rank of the pipeline calls
@@ -53,6 +55,7 @@ def grad_norm(stages: PipelineStage | Sequence[PipelineStage], norm_type: float 
     return _norm(own_stages(stages, "grad_norm"), norm_type, "grad_norm")
 
 
+@typed_arguments()
 @torch.no_grad()
 def clip_grad_norm_(
     stages: PipelineStage | Sequence[PipelineStage],

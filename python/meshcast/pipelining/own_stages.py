@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from torch.distributed.pipelining import stage as torch_stage
 
+from meshcast.base.checks import shown
 from meshcast.errors import LayoutError
+from meshcast.pipelining.orders import check_size
 from meshcast.pipelining.pipeline_stage import PipelineStage
 
 __all__ = ["check_kinds", "checked", "reduce_once"]
@@ -29,6 +31,9 @@ def check_kinds(stages: object) -> None:
 
 def checked(stages: Sequence[PipelineStage], microbatches: int) -> dict[int, PipelineStage]:
     """The stages by number, ascending. Raises LayoutError unless they can be one rank's."""
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int):
+        raise LayoutError(f"n_microbatches must be an integer, found {shown(microbatches)}")
+    check_size(stages[0].num_stages, microbatches)
     if microbatches < 1:
         raise LayoutError(f"n_microbatches must be at least 1, found {microbatches}")
     first = stages[0]

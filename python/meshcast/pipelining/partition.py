@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import Shard
 
+from meshcast.base.arguments import typed_arguments
 from meshcast.layout import Layout
 from meshcast.pipelining.errors import ScheduleError
 from meshcast.pipelining.lower import Link
@@ -99,6 +100,7 @@ class Partition:
         return "\n".join(lines)
 
 
+@typed_arguments(ScheduleError)
 def partition(
     layers: Sequence[Layer],
     stages: int,

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 
 import torch
 
+from meshcast.base.arguments import typed_arguments
 from meshcast.pipelining.pipeline_stage import PipelineStage
 
 __all__ = ["microbatch_seed", "random_state"]
 
 
+@typed_arguments()
 def microbatch_seed(seed: int, step: int, stage: int, microbatch: int, part: int = 0) -> int:
     """What `torch.manual_seed` gets before the forward of a micro-batch, to draw the same elsewhere.
 

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from meshcast.base.arguments import typed_arguments
 from meshcast.pipelining.action import Action, Actions
 from meshcast.pipelining.auto_warmup import AutoWarmup, check_budget, resolve_warmup
 from meshcast.pipelining.costs import Costs, Seconds
 from meshcast.pipelining.errors import ScheduleError
 from meshcast.pipelining.event_simulation import Simulation, Span
 from meshcast.pipelining.lower import AHEAD, Link, lower, stage_ranks
-from meshcast.pipelining.orders import build
+from meshcast.pipelining.orders import build, check_size
 
 __all__ = ["SendModel", "SimulationReport", "Span", "simulate", "simulate_actions"]
 
@@ -46,6 +47,7 @@ class SimulationReport:
     transfers: list[Span]
 
 
+@typed_arguments(ScheduleError)
 def simulate(
     schedule: str | Mapping[int, Sequence[Action]],
     stages: int | None = None,
@@ -97,6 +99,7 @@ def simulate(
     else:
         if stages is None or microbatches is None:
             raise ScheduleError(f"simulate({schedule!r}) needs stages and microbatches")
+        check_size(stages, microbatches)
         costs = Costs.of(max(stages, 0), forward, backward, weight, transfer)
         chosen = resolve_warmup(
             warmup, schedule, stages, microbatches, memory_budget, costs, links, delay_weight_grad

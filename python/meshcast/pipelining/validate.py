@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from meshcast.base.arguments import typed_arguments
 from meshcast.pipelining.action import Action, ActionKind, Actions
 from meshcast.pipelining.costs import Costs
 from meshcast.pipelining.errors import ScheduleError
@@ -28,6 +29,7 @@ __all__ = ["validate"]
 _SEND_MODELS: tuple[SendModel, ...] = ("buffered", "rendezvous")
 
 
+@typed_arguments(ScheduleError)
 def validate(
     actions: Mapping[int, Sequence[Action]],
     stages: int,

@@ -12,6 +12,7 @@ import torch
 
 from .. import _C
 from ..base import checks
+from ..base.arguments import typed_arguments
 from ..errors import LayoutError
 from ..layout import Layout
 from ..topology import DEFAULT, Host, Nic, Topology
@@ -222,6 +223,7 @@ class Plan:
         return Plan, (self.problems, self.topology, self.options)
 
 
+@typed_arguments()
 def plan(
     shape: Sequence[int],
     dtype: torch.dtype | str,
@@ -264,14 +266,17 @@ def plan(
         dtype = checks.dtype(dtype)
     if topology is None:
         topology = DEFAULT
+    if not isinstance(shape, tuple):
+        shape = checks.listed("shape", shape)
     try:
-        key = (((tuple(shape), dtype, src, dst),), topology, Options(strategy, balance, chunk_bytes, seed))
+        key = (((shape, dtype, src, dst),), topology, Options(strategy, balance, chunk_bytes, seed))
         found = cache.lookup(key)
     except TypeError:  # something that cannot be hashed, hence is not allowed: _make says what
         found = None
     return found or _make([(shape, dtype, src, dst)], topology, strategy, balance, chunk_bytes, seed)
 
 
+@typed_arguments()
 def plan_many(
     problems: Iterable[tuple[Sequence[int], torch.dtype | str, Layout, Layout]],
     topology: Topology | None = None,
@@ -291,13 +296,16 @@ def plan_many(
         plan = meshcast.plan_many(problems)
         assert len(plan.problems) == 2
     """
-    listed = list(problems)
+    listed = [
+        (checks.listed("shape", each[0]), *each[1:]) if isinstance(each, tuple) and each else each
+        for each in checks.listed("problems", problems)
+    ]
     if not listed:
         raise LayoutError("plan_many: an empty list; give at least one (shape, dtype, src, dst)")
     if topology is None:
         topology = DEFAULT
     try:
-        problem_keys = tuple((tuple(s), checks.dtype(d), a, b) for s, d, a, b in listed)
+        problem_keys = tuple((s, checks.dtype(d), a, b) for s, d, a, b in listed)
         found = cache.lookup((problem_keys, topology, Options(strategy, balance, chunk_bytes, seed)))
     except (TypeError, ValueError):
         found = None

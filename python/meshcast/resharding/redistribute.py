@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor
 
+from ..base import checks
+from ..errors import LayoutError
 from .reshard import reshard
 
 if TYPE_CHECKING:
@@ -24,6 +26,10 @@ def enable_dtensor_redistribute(enabled: bool = True) -> None:
     Opt in, for the whole process; False takes it back. Every rank of both meshes makes the call. async_op
     returns the finished tensor; forward_dtype is the dtype of the result.
     """
+    if not isinstance(enabled, bool):
+        raise LayoutError(
+            f"enable_dtensor_redistribute: enabled {checks.shown(enabled)}: expected True or False"
+        )
     current: Any = DTensor.redistribute
     original = getattr(current, "_meshcast_original", None)
     if not enabled:

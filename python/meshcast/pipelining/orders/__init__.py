@@ -10,10 +10,10 @@ from meshcast.pipelining.action import Actions
 from meshcast.pipelining.errors import ScheduleError
 from meshcast.pipelining.orders.delay import delay_weights
 from meshcast.pipelining.orders.forward_only import forward_only
-from meshcast.pipelining.orders.spec import OrderSpec
+from meshcast.pipelining.orders.spec import OrderSpec, check_size
 from meshcast.pipelining.orders.warmup import Warmup
 
-__all__ = ["SCHEDULES", "build", "delay_weights", "forward_only", "spec_of"]
+__all__ = ["SCHEDULES", "build", "check_size", "delay_weights", "forward_only", "spec_of"]
 
 
 def _specs() -> dict[str, OrderSpec]:
@@ -48,6 +48,7 @@ def build(
         ScheduleError: unknown name (lists those there are), or an option that the schedule does not have.
     """
     spec = spec_of(name)
+    check_size(stages, microbatches)
     options: dict[str, Any] = {}
     if warmup is not None:
         if not spec.has_warmup:

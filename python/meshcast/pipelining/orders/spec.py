@@ -5,9 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from meshcast.base.checks import shown
 from meshcast.pipelining.action import Actions
+from meshcast.pipelining.errors import ScheduleError
 
-__all__ = ["OrderSpec"]
+__all__ = ["OrderSpec", "check_size"]
+
+# Forwards of a step, over all stages. An action takes some 200 bytes, and there are up to five for each.
+_MOST_FORWARDS = 1 << 20
+
+
+def check_size(stages: int, microbatches: int) -> None:
+    """Raises ScheduleError for a step that nobody could run, before memory is filled with its actions."""
+    for name, count in (("stages", stages), ("microbatches", microbatches)):
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise ScheduleError(f"{name} must be an integer, found {shown(count)}")
+    if stages > 0 and microbatches > 0 and stages * microbatches > _MOST_FORWARDS:
+        raise ScheduleError(
+            f"{stages} stages and {microbatches} micro-batches are {stages * microbatches} forwards in a "
+            f"step; at most {_MOST_FORWARDS} can be scheduled"
+        )
 
 
 @dataclass(frozen=True)
