@@ -101,12 +101,12 @@ std::optional<Cause> Bulletin::read_cause() {
 }
 
 std::optional<std::string> Bulletin::read_key(const std::string& key) {
-  {
-    const Wait wait(*this);
-    if (!store_->check({key})) return std::nullopt;
-  }
+  // In one question: its rank may erase the key between two, and a get() of no key waits for it. What is
+  // compared is the value of no key, so nothing is set.
   const Wait wait(*this);
-  return store_->get_to_str(key);
+  const std::string none("\x01none");
+  const std::string found = store_->compareSet(key, none, none);
+  return found == none ? std::nullopt : std::optional(found);
 }
 
 }  // namespace meshcast

@@ -160,6 +160,8 @@ int32_t GroupCore::agree_in_time(CallId call, const PlanText& text, int32_t offe
         [this](int peer) { return network_->lost(peer); });
   } catch (const Error&) {
     throw;
+  } catch (const std::bad_alloc&) {
+    throw;  // no word of the store
   } catch (const std::exception& error) {
     store_failed(call, text, std::string(error.what(), std::strcspn(error.what(), "\n")));
   }
@@ -211,7 +213,7 @@ void GroupCore::reject(CallId call, const std::string& message) {
     agreement_bulletin_.post(Bulletin::Board::Agreement, call.lane, call.ordinal, identity_.rank,
                              {true, -1, message});
   } catch (const std::exception&) {
-    // See there.
+    // The others hear nothing, and wait to their limits.
   }
 }
 
