@@ -21,7 +21,6 @@ __all__ = [
     "MeshcastError",
     "PeerLostError",
     "PlanMismatchError",
-    "concerns_all",
     "typed",
 ]
 
@@ -51,7 +50,6 @@ class MeshcastError(_Base):  # type: ignore[misc, valid-type]
         limit: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.told = False  # whether the other ranks of the call have been told by this one
         self.rank = rank
         self.peer = peer
         self.op = op
@@ -120,11 +118,4 @@ def typed(error: Exception, op: str, rank: int | None = None) -> Exception:
         return MeshcastError(f"{where}: there is not enough memory: {text}", rank=rank, op=op)
     return LayoutError(
         f"{where}: these arguments cannot be used: {type(error).__name__}: {text}", rank=rank, op=op
-    )
-
-
-def concerns_all(error: Exception) -> bool:
-    """Whether the other ranks of the call know of an error, or will find it themselves."""
-    return getattr(error, "told", False) or isinstance(
-        error, AbortedError | DeadlineExceededError | PeerLostError | PlanMismatchError
     )

@@ -155,9 +155,9 @@ class Topology:
 
         def check() -> None:
             _latency_ns(latency_us)
-            for name, rate in (("nic_gbps", nic_gbps), ("local_gbps", local_gbps)):
-                if rate is not None or name != "nic_gbps":
-                    _rate(name, rate)
+            _rate("local_gbps", local_gbps)
+            if nic_gbps is not None:
+                _rate("nic_gbps", nic_gbps)
 
         facts = gather_facts((host_identity(), network_links()), group, check)
         ranks_of = ranks_by_host({rank: identity for rank, (identity, _) in facts.items()})

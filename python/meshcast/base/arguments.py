@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -36,17 +36,10 @@ def typed_arguments(kind: type[MeshcastError] = LayoutError) -> Callable[[Callab
                     given = inspect.signature(function).bind(*args, **kwargs).arguments
                 except TypeError:
                     raise cause from None
-                text = ", ".join(f"{key}={_shown(value)}" for key, value in given.items() if key != "self")
+                text = ", ".join(f"{key}={shown(value)}" for key, value in given.items() if key != "self")
                 what = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
                 raise kind(f"{name} cannot work with its arguments ({what}); given were {text}") from cause
 
         return call
 
     return net
-
-
-def _shown(value: Any) -> str:
-    try:
-        return shown(value)
-    except Exception:  # a repr of the caller's that raises itself, or of a tensor that cannot be read
-        return f"a {type(value).__name__}"

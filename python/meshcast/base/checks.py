@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -91,19 +90,6 @@ def dtype(value: Any) -> torch.dtype:
             f"dtype {shown(value)}: expected a torch dtype or its name, for example float32, bfloat16, int64"
         )
     return found
-
-
-_UNMOVED = re.compile(r"q?u?int[1-7]|qu?int\w+|bits?\w*|qint\w+")
-
-
-def movable(name: str, value: torch.dtype) -> torch.dtype:
-    """`value` unless torch itself cannot copy its elements: quantized, bits, and integers below a byte."""
-    if _UNMOVED.fullmatch(dtype_name(value)):
-        raise LayoutError(
-            f"{name} {value}: quantized types, bits and integers of less than a byte are not moved; view the "
-            "tensor as uint8"
-        )
-    return value
 
 
 def dtype_name(value: torch.dtype) -> str:

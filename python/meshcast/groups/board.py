@@ -28,7 +28,7 @@ _MET = "met"  # verdict of a meeting: all ranks are here
 _SHORT = "short"  # first word of a verdict: a rank has run out of something, and all may meet again
 
 
-class NotPostedError(TimeoutError):
+class NotPostedError(Exception):
     """Ranks that posted nothing within the limit. elapsed: seconds since the gathering began."""
 
     def __init__(self, ranks: Sequence[int], elapsed: float) -> None:

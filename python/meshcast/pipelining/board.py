@@ -28,8 +28,7 @@ from meshcast.groups.store import StoreConnection, within
 __all__ = ["PipelineBoard", "Refused", "refusals_told"]
 
 _T = TypeVar("_T")
-_GRACE = 1.0  # seconds that the store is given beyond a limit
-_TOLD = 1.0  # seconds that it is given to take a failure
+_GRACE = 1.0  # seconds that the store is given beyond a limit, and to take a failure
 _made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -133,7 +132,7 @@ class PipelineBoard:
                 self._store.compare_set(key, "", text)
 
         with suppress(MeshcastError):
-            self._ask(tell, _TOLD - _GRACE, f"telling {topic!r}")
+            self._ask(tell, 0.0, f"telling {topic!r}")
 
     def agree(
         self, topic: str, value: dict[str, Any], decide: Callable[[dict[int, Any]], dict[str, Any]]
@@ -152,7 +151,7 @@ class PipelineBoard:
         except BaseException as raised:  # of a handler of a signal
             text = f"rank {self.rank}: {type(raised).__name__}"
             with suppress(MeshcastError):
-                self._ask(lambda: self._settle(topic, {"error": text}), _TOLD - _GRACE, f"telling {topic!r}")
+                self._ask(lambda: self._settle(topic, {"error": text}), 0.0, f"telling {topic!r}")
             raise
         if "error" in answer:
             raise AbortedError(answer["error"], rank=self.rank, op="pipeline", phase="agree")

@@ -1,5 +1,5 @@
-"""What differs between releases of torch.distributed.pipelining (torch 2.11 to 2.15), and how its names come
-to the same places here."""
+"""What differs between releases of torch.distributed.pipelining and how its names come to the same places
+here."""
 
 from __future__ import annotations
 

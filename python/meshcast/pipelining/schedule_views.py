@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,7 @@ class ScheduleViews:
     _wirings: Wirings
     _mine: Mapping[int, PipelineStage]
     _n_microbatches: int
-
-    def _agreed(self) -> StageTable:
-        raise NotImplementedError
+    _agreed: Callable[[], StageTable]
 
     @property
     def bytes_sent(self) -> int:

@@ -2,45 +2,11 @@
 
 from __future__ import annotations
 
-from meshcast.pipelining.classes import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleEager1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBH1,
-    ScheduleZBH2,
-    ScheduleZBV,
-    ScheduleZBVZeroBubble,
-    _PipelineScheduleRuntime,
-    _ScheduleForwardOnly,
-    get_schedule_class,
-)
+from meshcast.pipelining import classes
+from meshcast.pipelining.classes import *  # noqa: F403  its __all__, private names of torch's included
 from meshcast.pipelining.compat import names_of_torch
 from meshcast.pipelining.pipeline_stage import PipelineStage
 
-__all__ = [
-    "PipelineScheduleMulti",
-    "PipelineScheduleSingle",
-    "PipelineStage",
-    "Schedule1F1B",
-    "ScheduleDualPipeV",
-    "ScheduleEager1F1B",
-    "ScheduleGPipe",
-    "ScheduleInterleaved1F1B",
-    "ScheduleInterleavedZeroBubble",
-    "ScheduleLoopedBFS",
-    "ScheduleZBH1",
-    "ScheduleZBH2",
-    "ScheduleZBV",
-    "ScheduleZBVZeroBubble",
-    "_PipelineScheduleRuntime",
-    "_ScheduleForwardOnly",
-    "get_schedule_class",
-]
+__all__ = [*classes.__all__, "PipelineStage"]
 
 __getattr__, __dir__ = names_of_torch("schedules", globals())
