@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Callable
 from pathlib import Path
@@ -128,15 +129,30 @@ def test_torch_of_the_interpreter_that_runs_the_front_end_is_found(
     assert done.stdout.split() == [str(site), "2.99.1"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_target_that_cannot_be_written(interpreter: Callable, source_tree: Path) -> None:
-    (source_tree / "build").mkdir(exist_ok=True)
-    (source_tree / "build").chmod(0o555)
-    try:
-        line = build(interpreter(with_torch=True).python, source_tree)
-        assert "cannot be written by this user" in line
-    finally:
-        (source_tree / "build").chmod(0o755)
+UNWRITABLE = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import build_tools
+if os.geteuid() == 0:
+    os.setuid(65534)  # nobody: root may write anywhere
+build_tools.require_writable(Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o777])
+def test_a_target_that_cannot_be_written(source_tree: Path, mode: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "build")
+        target.mkdir()
+        Path(folder).chmod(0o755)
+        target.chmod(mode)
+        command = [sys.executable, "-c", UNWRITABLE, str(source_tree / "tools"), str(target / "release")]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    if mode == 0o777:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert f"{target} cannot be written by this user" in last_line(done.stderr)
 
 
 def configure(source_tree: Path, build: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
