@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def machine(program: str) -> dict[str, Any]:
     """The command, the commit and the machine, for the head of a file of results."""
     return {
-        "command": " ".join([f"python -m {program}", *sys.argv[1:]]),
+        "command": f"python -m {program} {shlex.join(sys.argv[1:])}".strip(),
         "commit": _commit(),
         "cores": os.cpu_count(),
         "kernel": platform.release(),
