@@ -31,7 +31,8 @@ def _rank(way: str, rank: int, world: int, groups: int, target: str, port: int, 
     import torch
     import torch.distributed as dist
 
-    os.environ.update(dict(WAYS[way].env), MESHCAST_HOST_ID=f"host {rank}")
+    # torch asks for the name of whom it connects with; without a name server that takes 5 s each time.
+    os.environ.update(dict(WAYS[way].env), MESHCAST_HOST_ID=f"host {rank}", RES_OPTIONS="attempts:0")
     torch.set_num_threads(1)
     limit = timedelta(seconds=_LIMIT)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
