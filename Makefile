@@ -38,10 +38,10 @@ CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix
 LOCK := flock build/.lock
 
 .DEFAULT_GOAL := build
-.PHONY: build faults cuda-check demo test test-all test-faults test-matrix wheels release-check bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean configure help
+.PHONY: build faults cuda-check demo test test-all test-faults test-matrix test-newest wheels release-check bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean configure help
 
 help:
-	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build faults cuda-check demo test test-all test-faults test-matrix wheels release-check bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean'
+	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build faults cuda-check demo test test-all test-faults test-matrix test-newest wheels release-check bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean'
 
 # ---- set-up ----------------------------------------------------------------------------------------------
 
@@ -106,6 +106,10 @@ test-all: build faults $(VENV)/.stamp-hf asan tsan
 
 test-matrix:
 	$(PYTHON) tools/matrix.py $(if $(MATRIX),--pairs "$(MATRIX)")
+
+# Ten minutes of the tests with the newest torch.
+test-newest:
+	@$(PYTHON) tools/matrix.py --newest
 
 wheels:
 	$(PYTHON) tools/wheels.py $(if $(WHEELS),--wheels "$(WHEELS)")
