@@ -1,0 +1,84 @@
+"""Sub-meshes of one mesh: the ranks of each have their own, and together they hold copies of a tensor.
+
+FSDP2 beside tensor parallelism leaves norms and embeddings on mesh["dp"]: every column of the mesh has a tensor
+of that name on a sub-mesh of its own. What the columns hold is one tensor, a copy in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from ..layout import Layout
+
+__all__ = ["Family", "family_of", "joined", "on_whole_mesh"]
+
+Family = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
+"""What sub-meshes that belong together have in common: the names of their dimensions; shape and ranks of the
+mesh that they are parts of."""
+
+# Dimensions along which ranks hold unlike tensors, by the names that torch's own programs give them.
+_STAGES = "pp"
+
+Key = TypeVar("Key")
+
+
+def family_of(mesh: DeviceMesh) -> Family | None:
+    """None for a mesh that is no part of another."""
+    root = getattr(mesh, "_root_mesh", None)
+    if root is None or root.mesh.numel() == mesh.mesh.numel():
+        return None
+    names = tuple(mesh.mesh_dim_names or ())
+    return names, tuple(root.mesh.shape), tuple(root.mesh.flatten().tolist())
+
+
+def joined(said: Mapping[Key, tuple[Layout, Family | None]]) -> Layout | None:
+    """The one layout of a tensor that several say, each its own: the same, or those of sub-meshes of one mesh,
+    which hold copies of each other. None where they contradict each other."""
+    each: dict[Layout, Family | None] = dict(said.values())
+    layouts = list(each)
+    if len(layouts) == 1:
+        return layouts[0]
+    first = layouts[0]
+    families = set(each.values())
+    ranks = [rank for layout in layouts for rank in layout.ranks]
+    alike = all(
+        layout._placements == first._placements
+        and layout.mesh_shape == first.mesh_shape
+        and not layout.by_boxes
+        for layout in layouts
+    )
+    if len(families) > 1 or None in families or not alike or len(set(ranks)) < len(ranks):
+        return None
+    layouts.sort(key=lambda layout: layout.ranks)
+    mesh = torch.tensor([layout.ranks for layout in layouts]).reshape(-1, *first.mesh_shape)
+    return Layout(mesh, (Replicate(), *first.placements))
+
+
+def on_whole_mesh(x: DTensor, destination: DeviceMesh) -> DTensor:
+    """x as a DTensor on the mesh that its own is a part of, with copies along the dimensions left out; the
+    same on all ranks. x itself where its mesh is no part of another.
+
+    That all slices hold the same is assumed where they are all called: the destination has a rank outside of
+    the whole mesh, or every rank of it. Slices of a dimension named "pp" never do.
+    """
+    mesh = x.device_mesh
+    root = getattr(mesh, "_root_mesh", None)
+    if root is None or root.mesh.numel() == mesh.mesh.numel():
+        return x
+    names, all_names = mesh.mesh_dim_names, root.mesh_dim_names
+    if not names or not all_names or tuple(name for name in all_names if name in names) != tuple(names):
+        return x  # a dimension that was flattened, or dimensions in another order
+    if any(name.startswith(_STAGES) for name in set(all_names) - set(names)):
+        return x
+    if set(destination.mesh.flatten().tolist()) < set(root.mesh.flatten().tolist()):
+        return x
+    own = dict(zip(names, x.placements, strict=True))
+    placements = [own.get(name, Replicate()) for name in all_names]
+    return DTensor.from_local(
+        x.to_local(), root, placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
