@@ -220,7 +220,8 @@ class Layout:
 
     @property
     def placement_texts(self) -> tuple[str, ...]:
-        """The placements as text, without importing torch.distributed.tensor; by boxes: how many there are."""
+        """The placements as text, without importing torch.distributed.tensor; by boxes: how many there
+        are."""
         if self._held:
             return (self._boxes_text(),)
         return tuple(map(_text, self._placements))

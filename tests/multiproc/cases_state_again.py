@@ -1,5 +1,5 @@
-"""reshard_state_dict again and again, beside other calls, and with a dtype for each entry. Ranks 0 and 1 hold, ranks
-1 to 3 receive."""
+"""reshard_state_dict again and again, beside other calls, and with a dtype for each entry. Ranks 0 and 1
+hold, ranks 1 to 3 receive."""
 
 from __future__ import annotations
 
@@ -235,6 +235,7 @@ def dtype_of_each(context) -> None:
                 assert torch.equal(part.float(), wanted), name
     other = {**mine, "w3": torch.float16} if rank == 2 else mine
     raises(meshcast.PlanMismatchError, "'w3'", lambda: meshcast.reshard_state_dict(held, where, dtype=other))
+    raises(meshcast.LayoutError, "'w4'", lambda: meshcast.reshard_state_dict(held, where, dtype={"w4": torch.half}))
     whole = {"n": torch.arange(4)} if rank in HOLDERS else None
     raises(
         meshcast.LayoutError,
@@ -286,6 +287,7 @@ def scales_of_blocks(context) -> None:
         "'s'",
         lambda: meshcast.reshard_state_dict(held, {"w": (mesh, [Shard(1)])}, scales=scales, strict=False),
     )
+    raises(error, "'z'", lambda: call(fits["w"], fits["s"], {"z": ("s", (4, 4))}))
     other = {"w": ("s", (2, 2))} if rank == 3 else scales
     raises(meshcast.PlanMismatchError, "scales", lambda: call(fits["w"], fits["s"], other))
 

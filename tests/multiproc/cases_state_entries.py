@@ -1,4 +1,4 @@
-"""reshard_state_dict with entries of every kind, in five processes: ranks 0 to 2 hold, ranks 2 to 4 receive."""
+"""reshard_state_dict with entries of every kind: ranks 0 to 2 hold, ranks 2 to 4 receive."""
 
 from __future__ import annotations
 

@@ -151,6 +151,31 @@ def slices_that_are_no_copies(context) -> None:
         assert context.rank < 2 or torch.equal(y.to_local(), torch.arange(8.0))
 
 
+def stages_of_one_mesh(context) -> None:
+    """Under one name, slices along "tp" are copies; those along "pp" are other tensors, whatever their name."""
+    mesh = DeviceMesh("cpu", [[[0, 1]], [[2, 3]]], mesh_dim_names=("pp", "dp", "tp"))
+    where = {"w": (quiet_mesh(SERVERS), [Shard(0)])}
+    stages = {rank: mesh["dp"] for rank in TRAINERS if rank == context.rank}
+    for holders in ([0, 1], TRAINERS):
+        state = None
+        if context.rank in holders:
+            local = torch.arange(4.0)
+            state = {"w": DTensor.from_local(local, stages[context.rank], [Shard(0)], run_check=False)}
+        try:
+            check(meshcast.reshard_state_dict(state, where), {"w": torch.arange(4.0)}, where, context.rank)
+        except meshcast.PlanMismatchError:
+            assert holders == TRAINERS
+        else:
+            assert holders == [0, 1]
+    if context.rank in (0, 1, 4, 5):
+        spec = meshcast.TensorSpec((4,), torch.float32, quiet_mesh([[0, 1]]), [Shard(0), Replicate()])
+        x = spec
+        if context.rank < 2:
+            x = DTensor.from_local(torch.arange(4.0), stages[context.rank], [Shard(0)], run_check=False)
+        y = meshcast.reshard(x, *where["w"])
+        check({"w": y}, {"w": torch.arange(4.0)}, where, context.rank)
+
+
 def unlike_meshes(context) -> None:
     """Two meshes that are no slices of one are no copies, and neither are overlapping ones."""
     mesh = quiet_mesh([0, 1] if context.rank < 2 else [2, 3])
@@ -170,5 +195,6 @@ CASES = [
     state_of_adamw,
     sub_mesh_in_reshard,
     slices_that_are_no_copies,
+    stages_of_one_mesh,
     unlike_meshes,
 ]

@@ -1,8 +1,9 @@
-"""reshard_state_dict with names mapped and tensors joined, cut, stacked and turned; layouts by boxes. Ranks 0 to 2
-hold, ranks 2 to 4 receive."""
+"""reshard_state_dict with names mapped and tensors joined, cut, stacked and turned; layouts by boxes. Ranks
+0 to 2 hold, ranks 2 to 4 receive."""
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import meshcast
@@ -50,14 +51,14 @@ def moved(context, fulls, expected, maps, *, dtype=torch.float32, **options) -> 
     ndim = min(full.ndim for full in (*fulls.values(), *expected.values()))
     ways = [[Replicate()], *([Shard(dim)] for dim in range(ndim))]
     for source, target in ((a, b) for a in ways for b in ways):
-        where = {name: (mesh, target) for name in expected}
+        where = dict.fromkeys(expected, (mesh, target))
         held = held_by(rank, fulls, source)
         result = meshcast.reshard_state_dict(held, where, maps=maps, digest=True, **options)
         check(result, expected, where, rank)
     outs = {}
     if rank in RECEIVERS:
         outs = {name: sharded(torch.zeros_like(x), mesh, ways[-1], rank) for name, x in expected.items()}
-    where = {name: (mesh, ways[-1]) for name in expected}
+    where = dict.fromkeys(expected, (mesh, ways[-1]))
     result = meshcast.reshard_state_dict(
         held_by(rank, fulls, ways[-1]), where, outs, maps=maps, max_bytes_in_flight=64, **options
     )
@@ -89,7 +90,7 @@ def split(context) -> None:
     moved(context, {"qkv": qkv, "both": both}, expected, maps)
     groups = [group.split([4, 2, 2]) for group in qkv.chunk(2)]
     expected = {name: torch.cat([group[i] for group in groups]) for i, name in enumerate("qkv")}
-    moved(context, {"qkv": qkv}, expected, [TensorMap("qkv", "q k v".split(), sizes=[8, 4, 4], groups=2)])
+    moved(context, {"qkv": qkv}, expected, [TensorMap("qkv", ["q", "k", "v"], sizes=[8, 4, 4], groups=2)])
     # A part alone is what a rank may want.
     only = [TensorMap("qkv", ["q", "k", "v"], sizes=[8, 4, 4])]
     moved(context, {"qkv": qkv}, {"k": qkv[8:12]}, only)
@@ -205,8 +206,8 @@ def maps_that_do_not_fit(context) -> None:
 
 
 def heads(rank: int, ways: int, query: int, key: int, size: int) -> list:
-    """The rows of a fused qkv that tensor parallelism gives a rank: its query heads, and the key head of these,
-    which ranks share where there are fewer of them."""
+    """The rows of a fused qkv that tensor parallelism gives a rank: its query heads, and the key head of
+    these, which ranks share where there are fewer of them."""
     q = query // ways
     first, last = rank * q * key // query, ((rank + 1) * q - 1) * key // query + 1
     rows = [(rank * q, (rank + 1) * q)]
@@ -277,7 +278,8 @@ def joined(full: torch.Tensor, boxes) -> torch.Tensor:
 
 
 def boxes_that_miss(context) -> None:
-    """A source that does not have what is wanted; boxes outside of the tensor; a local tensor that does not fit."""
+    """A source that does not have what is wanted; boxes outside of the tensor; a local tensor that does not
+    fit."""
     rank = context.rank
     source = Layout.from_boxes({0: [((0, 2), (0, 3))], 1: [((3, 4), (0, 3))]})
     held = {"w": torch.ones(2 if rank == 0 else 1, 3)} if rank < 2 else None
@@ -292,6 +294,12 @@ def boxes_that_miss(context) -> None:
         kind,
         "local shape",
         lambda: call(Layout([3], [Replicate()]), {"w": torch.ones(3, 3)} if rank == 0 else held),
+    )
+    misspelt = {"v": Layout([3], [Replicate()])}
+    raises(
+        meshcast.LayoutError,
+        "layouts= on rank 0 names",
+        lambda: meshcast.reshard_state_dict(held, {"w": misspelt["v"]}, layouts=misspelt),
     )
     raises(
         meshcast.LayoutError,
@@ -343,7 +351,7 @@ def _drawn(rng: random.Random, shape, ranks) -> Layout:
     cuts = [sorted({0, size, rng.randint(0, size), rng.randint(0, size)}) for size in shape]
     boxes = [()]
     for each in cuts:
-        boxes = [(*box, side) for box in boxes for side in zip(each, each[1:], strict=False)]
+        boxes = [(*box, side) for box in boxes for side in itertools.pairwise(each)]
     held = {rank: [] for rank in ranks}
     for box in boxes:
         for rank in rng.sample(ranks, rng.randint(1, 2)):

@@ -39,8 +39,8 @@ def read_boxes(given: Any) -> tuple[int, dict[int, tuple[Box, ...]]]:
     rank. Raises LayoutError naming the rank and the box."""
     if not isinstance(given, Mapping) or not given:
         raise LayoutError(
-            f"from_boxes {checks.shown(given)}: expected a mapping of ranks to lists of boxes, of one rank or "
-            "more"
+            f"from_boxes {checks.shown(given)}: expected a mapping of ranks to lists of boxes, of one rank "
+            "or more"
         )
     ndim: int | None = None
     boxes: dict[int, tuple[Box, ...]] = {}
@@ -80,8 +80,8 @@ def _read_box(rank: int, index: int, box: Any) -> Box:
 
 
 def _check_apart(rank: int, boxes: Sequence[Box]) -> None:
-    """Raises LayoutError where two boxes of a rank overlap. Sweeps along the dimension that tells most of them
-    apart."""
+    """Raises LayoutError where two boxes of a rank overlap. Sweeps along the dimension that tells most of
+    them apart."""
     if len(boxes) < 2:
         return
     ndim = len(boxes[0])

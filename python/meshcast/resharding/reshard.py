@@ -77,10 +77,11 @@ def reshard(
 
     Args:
         x: a DTensor, also on ranks outside its mesh that have one; there a TensorSpec will do. Its local
-            tensor may be strided. On a sub-mesh of an init_device_mesh it counts as one on all of that, with a
-            copy in each of the sub-meshes, unless the destination lies inside it or a dimension "pp" is left
-            out; ranks outside then give the spec of that. Under Partial(op) the values of all ranks are reduced on the way, in the
-            dtype of x; sums and products of floats depend on the order, which is the plan's.
+            tensor may be strided. On a sub-mesh of an init_device_mesh it counts as one on all of that, with
+            a copy in each of the sub-meshes, unless the destination lies inside it or a dimension "pp" is
+            left out; ranks outside then give the spec of that. Under Partial(op) the values of all ranks are
+            reduced on the way, in the dtype of x; sums and products of floats depend on the order, which is
+            the plan's.
         group: process group that holds both meshes; None for the default group.
         dtype: type of the result; the cast happens on the side where fewer bytes travel.
         grad_placements: layout on `mesh` in which the gradient of the result travels back; default:

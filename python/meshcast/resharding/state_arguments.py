@@ -64,7 +64,7 @@ class StateCall:
     ties: dict[str, str]
     out_ties: dict[str, str]
     renamed: dict[str, str | None]
-    unmatched: list[list[str]]
+    unmatched: dict[str, list[str]]
     selects: bool
     maps: list[TensorMap]
     scales: dict[str, Any]
@@ -108,7 +108,7 @@ class StateCall:
             tuple(self.out_ties.items()),
             tuple(self.values),
             tuple(self.renamed.items()),
-            tuple(map(tuple, self.unmatched)),
+            tuple((argument, tuple(names)) for argument, names in self.unmatched.items()),
             self.selects,
             tuple(self.maps),
             tuple((name, scale, tuple(block)) for name, (scale, block) in self.scales.items()),
@@ -125,7 +125,8 @@ def checked_call(rank: int, given: Given) -> StateCall:
     state = _mapping("state_dict", given.state)
     destinations = _mapping("destinations", given.destinations)
     outs = _mapping("out", given.out)
-    reading = Reading(rank, _mapping("layouts", given.layouts))
+    layouts = _mapping("layouts", given.layouts)
+    reading = Reading(rank, layouts)
     maps = _maps(given.maps)
     selected, listed = _selection(given.only)
     options = {
@@ -145,15 +146,16 @@ def checked_call(rank: int, given: Given) -> StateCall:
             wanted[name], mesh, placements = reading.wanted(name, where, dtype_of(name))
             if mesh is not None:
                 meshes[name] = (mesh, placements)
-    names, renamed, unmatched = _renaming(given.rename, state)
+    new_name, renamed, unmatched = _renaming(given.rename, state)
     held: dict[str, Held] = {}
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
     for old, value in state.items():
-        name = names(old)
-        if name is None:
+        named = new_name(old)
+        if named is None:
             continue
+        name = named
         if name in held or name in values:
             raise LayoutError(f"{OP}: rename makes {name!r} of {old!r} and of another key of the state_dict")
         keys[name] = old
@@ -186,7 +188,14 @@ def checked_call(rank: int, given: Given) -> StateCall:
         ties=same_memory(tensors.items()),
         out_ties=out_ties,
         renamed=renamed,
-        unmatched=[unmatched, [name for name in listed if name not in wanted and name not in values]],
+        unmatched={
+            "rename": unmatched,
+            "only": [name for name in listed if name not in wanted and name not in values],
+            "layouts": [new_name(old) or old for old in layouts if old not in state],
+            "dtype": [name for name in given.dtype if name not in wanted]
+            if isinstance(given.dtype, Mapping) and given.only is None
+            else [],
+        },
         selects=given.only is not None,
         maps=maps,
         scales=_scales(given.scales),
@@ -280,8 +289,8 @@ def _scales(given: Any) -> dict[str, Any]:
         read = checks.listed(f"{OP}: scales of {name!r}", pair)
         if len(read) != 2 or not isinstance(read[0], str):
             raise LayoutError(
-                f"{OP}: scales has {checks.shown(pair)} for {name!r}: expected the name of its scales and the "
-                "sizes of a block"
+                f"{OP}: scales has {checks.shown(pair)} for {name!r}: expected the name of its scales and "
+                "the sizes of a block"
             )
         block = checks.listed(f"{OP}: block of {name!r}", read[1])
         sizes = [checks.integer(f"{OP}: block of {name!r}", by, 1, checks.MAX_INT64) for by in block]

@@ -156,7 +156,8 @@ def _end_on_gpu(call: Call, deadline: float) -> None:
 
 
 def compile_batches(parent: ParentGroup, agreed: Agreed, call: StateCall) -> list[Batch]:
-    """Batches of at most max_bytes_in_flight, in the order of the targets. All moves of a target are in one."""
+    """Batches of at most max_bytes_in_flight, in the order of the targets. All moves of a target are in
+    one."""
     limit = call.options["max_bytes_in_flight"]
     options = PlanOptions(call.options["strategy"], call.topology)
     groups: list[tuple[list[Part], int]] = []

@@ -108,25 +108,26 @@ def reshard_state_dict(
             lists, tuples and dicts of such come along to every rank, without a destination; ranks that have
             one have it alike.
         destinations: {name: (mesh, placements)}, or a Layout for a result that is a plain local tensor on the
-            CPU, or (Layout, "cuda"). Each rank names at least those that it is in; what others name it learns.
-        out: {name: tensor} to receive into, for any of the names, on ranks inside its destination; its dtype
-            is then that of the result. A plain tensor takes a whole copy, or the local tensor of a Layout.
-            Outputs may be interleaved in memory, as columns of one matrix are; two elements never have one
-            address, unless two outputs are one tensor and so are their sources. Sources may share memory with
-            outputs, their own and others: they are copied before anything moves, whatever max_bytes_in_flight
-            says. Changes of a source that is in one storage with an output are found by digests alone.
-        layouts: {name: Layout} of plain tensors that are no copies, by their names in state_dict: each rank of
-            the Layout has its local tensor. (Layout, shape) where the layout does not tell the global shape,
-            as boxes do.
+            CPU, or (Layout, "cuda"). Each rank names at least those that it is in, and learns the others.
+        out: {name: tensor} to receive into, for any of the names, on ranks inside its destination;
+            its dtype is then that of the result. A plain tensor takes a whole copy, or the local tensor of a
+            Layout. Outputs may be interleaved in memory, as columns of one matrix are; two elements never
+            have one address, unless two outputs are one tensor and so are their sources. Sources may share
+            memory with outputs, their own and others: they are copied before anything moves, whatever
+            max_bytes_in_flight says. Changes of a source that is in one storage with an output are found by
+            digests alone.
+        layouts: {name: Layout} of plain tensors that are no copies, by their names in
+            state_dict: each rank of the Layout has its local tensor. (Layout, shape) where the layout does
+            not tell the global shape, as boxes do.
         rename: from the names in state_dict to those of maps and destinations: a mapping, in which names that
             stay are left out, or a function of the name. None as a name leaves an entry out.
-        maps: TensorMaps, for tensors that are joined, cut, stacked or transposed on the way; the same on every
-            rank.
+        maps: TensorMaps, for tensors that are joined, cut, stacked or transposed on the way; the same on
+            every rank.
         only: names of destinations, or a function of the name: the others are left out of this call.
         dtype: of the results of floating-point tensors; others keep theirs. Or by the name of the
             destination: a mapping or a function, None keeping that of the source.
-        scales: {name: (name of its scales, block)} of tensors quantised by blocks, by their destinations: both
-            travel as they are, and no destination may cut a block or get other scales than those of its
+        scales: {name: (name of its scales, block)} of tensors quantised by blocks, by their destinations:
+            both travel as they are, and no destination may cut a block or get other scales than those of its
             blocks. The same on every rank.
         max_bytes_in_flight: at most so many bytes (of global tensors, as they travel) are moved at a time;
             a single larger tensor goes alone. None: everything at once.
@@ -135,9 +136,10 @@ def reshard_state_dict(
             arrived, raise on every rank before a tensor moves.
         digest: compare a digest of every tensor at both ends and between replicas. Costs one pass over the
             data on every rank.
-        strict: refuse tensors that have no destination, and entries that cannot travel; False leaves them out.
-        async_op: return a Handle at once; handle.wait() gives the result. Calls of this kind run one after
-            the other, in an order that is the same on all ranks, beside all others.
+        strict: refuse tensors that have no destination, and entries that cannot travel; False leaves them
+            out.
+        async_op: return a Handle at once; handle.wait() gives the result. Calls of this kind run one
+            after the other, in an order that is the same on all ranks, beside all others.
         group, strategy, topology, timeout: see meshcast.reshard; the timeout is for the whole call.
 
     Returns:

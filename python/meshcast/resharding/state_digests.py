@@ -47,8 +47,8 @@ class Digests:
 
 
 def _counted(problem: Problem, rank: int) -> list[tuple[Box, int]]:
-    """The boxes of the source that this rank counts, being the first of their holders, and how many ranks want
-    each."""
+    """The boxes of the source that this rank counts, being the first of their holders, and how many ranks
+    want each."""
     shape, _, src, dst = problem
     wanted = dst._core(shape).tiles(shape)
     found = []

@@ -24,8 +24,8 @@ _OP = "reshard_state_dict"
 
 
 class Held(NamedTuple):
-    """A tensor that this rank holds or has a spec of. layout None: a plain tensor, a copy of which is on every
-    rank that has the name. plain: no DTensor."""
+    """A tensor that this rank holds or has a spec of. layout None: a plain tensor, a copy of which is on
+    every rank that has the name. plain: no DTensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -78,8 +78,8 @@ class Reading:
         local = layout.local_shapes(shape).get(self._rank)
         if local != tuple(value.shape):
             raise LayoutError(
-                f"{_OP}: {name!r} has the local shape {tuple(value.shape)}, but {layout} of {shape} gives rank "
-                f"{self._rank} {'nothing' if local is None else local}"
+                f"{_OP}: {name!r} has the local shape {tuple(value.shape)}, but {layout} of {shape} gives "
+                f"rank {self._rank} {'nothing' if local is None else local}"
             )
         return Held(shape, value.dtype, layout, device, None, True)
 
@@ -125,8 +125,8 @@ def _given_layout(name: str, given: Any, value: torch.Tensor) -> tuple[Layout, t
     if all(p.is_replicate() for p in layout.placements):
         return layout, tuple(value.shape)
     raise LayoutError(
-        f"{_OP}: layouts has {layout} for {name!r}, which does not say how large the tensor is; give (Layout, "
-        "shape)"
+        f"{_OP}: layouts has {layout} for {name!r}, which does not say how large the tensor is; give "
+        "(Layout, shape)"
     )
 
 

@@ -1,4 +1,4 @@
-"""What reshard_state_dict keeps between calls: kinds of call that it has compiled, by the memory they take."""
+"""What reshard_state_dict keeps between calls: what it has compiled, by the memory that takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts of reshard_state_dict: copies of plain tensors, what a map makes of a destination, blocks of scales."""
+"""Layouts of state dicts: copies of plain tensors, what a map makes of a destination, blocks of scales."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def check_blocks(
     tensor: tuple[tuple[int, ...], Layout],
     scales: tuple[tuple[int, ...], Layout],
 ) -> None:
-    """Raises LayoutError unless every rank that gets a part of a tensor gets whole blocks of it, and just their
-    scales. tensor, scales: shape and destination."""
+    """Raises LayoutError unless every rank that gets a part of a tensor gets whole blocks of it, and just
+    their scales. tensor, scales: shape and destination."""
     (shape, layout), (scale_shape, scale_layout) = tensor, scales
     expected = tuple(-(-size // by) for size, by in zip(shape, block, strict=False))
     if len(block) != len(shape) or scale_shape != expected:

@@ -72,7 +72,7 @@ def agree(sides: Mapping[int, Side], maps: Sequence[TensorMap], rank: int) -> Ag
     values = frozenset(name for name in names if name in carried and not said.holders(name))
     if not names and not carried:
         raise LayoutError(
-            f"{OP}: no destinations; give (mesh, placements) for at least one name, on the ranks that receive",
+            f"{OP}: no destinations; give (mesh, placements) for at least one name, where it is received",
             rank=rank,
             op=OP,
         )
@@ -150,8 +150,8 @@ def _target(name: str, goal: Goal, made: tuple[tuple[int, ...], list[Block]] | N
 def _result_dtype(
     name: str, origins: Sequence[Origin], shape: tuple[int, ...], goal: Goal, layout: Layout, said: Said
 ) -> torch.dtype:
-    """What is asked for by name, or for all floating-point tensors; else that of the outputs where given, else
-    that of the source."""
+    """What is asked for by name, or for all floating-point tensors; else that of the outputs where given,
+    else that of the source."""
     rank = said.rank
     kinds = {origin.dtype for origin in origins}
     dtype = origins[0].dtype
@@ -173,8 +173,8 @@ def _result_dtype(
             )
     if asked is None and len(kinds) > 1 and not given:
         raise LayoutError(
-            f"{OP}: {name!r} is made of tensors of unlike dtypes, {sorted(map(str, kinds))}; say which it gets "
-            "(dtype=)",
+            f"{OP}: {name!r} is made of tensors of unlike dtypes, {sorted(map(str, kinds))}; say which it "
+            "gets (dtype=)",
             rank=rank,
             op=OP,
         )
@@ -243,7 +243,8 @@ def _outputs_agree(side: Side, name: str, other: str) -> bool:
 
 def _check_scales(targets: Mapping[str, Target], said: Said) -> None:
     for name, (scale, block) in said.first.scales.items():
-        if name not in targets and scale not in targets:
+        chosen = any(side.selects for side in said.sides.values())
+        if chosen and name not in targets and scale not in targets:
             continue
         for each in (name, scale):
             if each not in targets:

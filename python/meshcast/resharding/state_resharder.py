@@ -22,7 +22,6 @@ from .state_entries import carried, is_carried, local_of, same_memory
 from .state_kept import Known
 from .state_results import ReshardedState
 from .state_run import Conversation, Prepared, conversation
-from .state_specs import OP
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -33,9 +32,10 @@ __all__ = ["StateResharder"]
 class StateResharder:
     """reshard_state_dict for calls that differ in nothing but their values.
 
-    Constructed by every rank of `group`, and run by all of them in one order with their other calls. The first
-    run compiles; later ones look nothing up, and what was compiled lives as long as the StateResharder. A run
-    with tensors of other names, shapes, dtypes or layouts is right all the same, and is compiled anew.
+    Constructed by every rank of `group`, and run by all of them in one order with their other calls. The
+    first run compiles; later ones look nothing up, and what was compiled lives as long as the
+    StateResharder. A run with tensors of other names, shapes, dtypes or layouts is right all the same, and
+    is compiled anew.
 
     Args:
         destinations, options: as for reshard_state_dict.

@@ -19,8 +19,8 @@ __all__ = ["ReshardedState", "arriving", "fill", "note_outputs"]
 
 
 class ReshardedState(dict[str, Any]):
-    """{name: tensor} in the order of this rank's destinations, then entries that are no tensors. version: that
-    of the weights, None if the holders gave none."""
+    """{name: tensor} in the order of this rank's destinations, then entries that are no tensors. version:
+    that of the weights, None if the holders gave none."""
 
     version: int | None = None
 

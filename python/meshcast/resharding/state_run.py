@@ -2,8 +2,8 @@
 
 It has three parts. In the first round every rank says which version it has and whether it knows the tensors;
 if one does not, all read what each holds and wants in the rendezvous store, once. Then the tensors travel. In
-the last round the holders say whether their weights stayed unchanged meanwhile: only then does any rank return
-them. All ranks see all rows, hence all raise the same.
+the last round the holders say whether their weights stayed unchanged meanwhile: only then does any rank
+return them. All ranks see all rows, hence all raise the same.
 """
 
 from __future__ import annotations

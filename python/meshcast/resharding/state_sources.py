@@ -1,5 +1,5 @@
-"""Where the tensors of a call are and where they go, as all ranks say together. Every rank has the same sides,
-so that all raise alike."""
+"""Where the tensors of a call are and where they go, as all ranks say together. Every rank has the same
+sides, so that all raise alike."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ class Said:
         if len(naming) < len(self.ranks):
             other = next(rank for rank in self.ranks if rank not in naming)
             raise mismatch(
-                f"ranks {naming[0]} and {other} ask for different tensors: only ranks {naming} name {name!r}, "
-                "which no rank's state_dict has",
+                f"ranks {naming[0]} and {other} ask for different tensors: only ranks {naming} name "
+                f"{name!r}, which no rank's state_dict has",
                 self.rank,
             )
         raise LayoutError(
@@ -156,8 +156,8 @@ class Said:
                 mine, theirs = getattr(self.first, what), getattr(side, what)
                 if mine != theirs:
                     raise mismatch(
-                        f"the {what} are {_brief(mine)} on rank {self.ranks[0]}, but {_brief(theirs)} on rank "
-                        f"{other}",
+                        f"the {what} are {_brief(mine)} on rank {self.ranks[0]}, but {_brief(theirs)} on "
+                        f"rank {other}",
                         self.rank,
                     )
         new: dict[str, tuple[int, str | None]] = {}
@@ -169,17 +169,21 @@ class Said:
                         f"rename makes {earlier!r} of {old!r} on rank {before}, but {name!r} on rank {rank}",
                         self.rank,
                     )
-        known = {name for side in self.sides.values() for name in (*side.wanted, *side.carried)}
-        for rank in self.ranks:
-            renames, selected = self.sides[rank].unmatched
-            for names, have, what in (
-                (renames, new, "rename names {}, which no rank's state_dict has"),
-                (selected, known, "only names {}, for which no destination is given"),
-            ):
-                odd = [name for name in names if name not in have]
+        wanted = {name for side in self.sides.values() for name in (*side.wanted, *side.carried)}
+        held = {name for side in self.sides.values() for name in side.held}
+        for argument, known, what in (
+            ("rename", new, "no rank's state_dict has"),
+            ("layouts", held, "no rank's state_dict has"),
+            ("only", wanted, "no destination is given for"),
+            ("dtype", wanted, "no destination is given for"),
+        ):
+            for rank in self.ranks:
+                odd = [name for name in self.sides[rank].unmatched[argument] if name not in known]
                 if odd:
                     raise LayoutError(
-                        f"{OP}: {what.format(names_text(odd))} (on rank {rank})", rank=self.rank, op=OP
+                        f"{OP}: {argument}= on rank {rank} names what {what}: {names_text(odd)}",
+                        rank=self.rank,
+                        op=OP,
                     )
 
     def check_extra(self, used: set[str]) -> None:
@@ -190,8 +194,8 @@ class Said:
             extra = [name for name in self.sides[holder].held if name not in used]
             if extra:
                 raise LayoutError(
-                    f"{OP}: rank {holder} holds {names_text(extra)}, for which no destination is given; add one "
-                    "or pass strict=False",
+                    f"{OP}: rank {holder} holds {names_text(extra)}, for which no destination is given; add "
+                    "one or pass strict=False",
                     rank=self.rank,
                     op=OP,
                 )

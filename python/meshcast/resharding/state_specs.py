@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..base import checks
@@ -30,8 +30,8 @@ class Output(NamedTuple):
 
 
 class Side(NamedTuple):
-    """One rank's side of a call. held and outs have dtypes by name. ties, out_ties: tensors, and outputs, that
-    are an earlier one. carried: entries that are no tensors, as JSON. renamed: {name before: name};
+    """One rank's side of a call. ties, out_ties: tensors, and outputs,
+    that are an earlier one. carried: entries that are no tensors, as JSON. renamed: {name before: name};
     unmatched: names that rename= or only= give and this rank does not know. selects: it has an only=. maps:
     as TensorMap.wire says them. scales: {name: [name of its scales, block]}. obstacles: why the rank can take
     no part in transfers between GPUs, and in those between CPUs and GPUs; "" where it can."""
@@ -43,7 +43,7 @@ class Side(NamedTuple):
     out_ties: dict[str, str]
     carried: dict[str, Any]
     renamed: dict[str, str | None]
-    unmatched: list[list[str]]  # of rename, of only
+    unmatched: dict[str, list[str]]
     selects: bool
     maps: list[Any]
     scales: dict[str, Any]
@@ -136,8 +136,8 @@ def decode(text: str, known: dict[Layout, Layout]) -> Side:
 
 
 def _family(said: Any) -> Family:
-    names, shape, ranks = said
-    return tuple(names), tuple(shape), tuple(ranks)
+    names, all_names, shape, ranks = said
+    return tuple(names), tuple(all_names), tuple(shape), tuple(ranks)
 
 
 def held_text(said: Held) -> str:

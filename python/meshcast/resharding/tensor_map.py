@@ -1,4 +1,5 @@
-"""TensorMap: tensors that are joined, cut, stacked or transposed on their way, said once and planned as boxes."""
+"""TensorMap: tensors that are joined, cut, stacked or transposed on their way, said once and planned as
+boxes."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ _Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorMap:
-    """Which tensors of the source make which tensors of the destination. Nothing is joined in memory: each box
-    travels from where it is to where it belongs.
+    """Which tensors of the source make which tensors of the destination. Nothing is joined in memory: each
+    box travels from where it is to where it belongs.
 
     Args:
         sources: name of a tensor of the state_dict, or several; a TensorMap without targets stands for what
@@ -27,13 +28,13 @@ class TensorMap:
         sizes: of several targets along `dim`; None: equal ones.
         stack: several sources become slices along a new dimension `dim`, as torch.stack does; or several
             targets are the slices of one source along it.
-        groups: each of several sources (or targets) is cut into so many equal parts along `dim`, and the parts
-            take turns: first those of the first group, in the order of the names. So are q, k and v
+        groups: each of several sources (or targets) is cut into so many equal parts along `dim`, and the
+            parts take turns: first those of the first group, in the order of the names. So are q, k and v
             interleaved by key heads.
         permute: the dimensions of every source in the order in which the target has them, as torch.permute.
 
-    Maps are the same on every rank. Raises LayoutError for arguments that are wrong by themselves; whether they
-    fit the tensors is seen in the call.
+    Maps are the same on every rank. Raises LayoutError for arguments that are wrong by themselves; whether
+    they fit the tensors is seen in the call.
 
     Example::
 
@@ -88,17 +89,20 @@ class TensorMap:
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
+    def _sources(self) -> tuple[str | TensorMap, ...]:
+        return self.sources  # type: ignore[return-value]  # of any kind only until it is checked
+
     def names(self) -> list[str]:
         """Of all its sources, also those of maps in it."""
         found: list[str] = []
-        for each in self.sources:
+        for each in self._sources():
             found += each.names() if isinstance(each, TensorMap) else [each]
         return found
 
     def wire(self) -> list[Any]:
         """As JSON has it; equal for equal maps."""
         return [
-            [each.wire() if isinstance(each, TensorMap) else each for each in self.sources],
+            [each.wire() if isinstance(each, TensorMap) else each for each in self._sources()],
             list(self.targets),
             self.dim,
             None if self.sizes is None else list(self.sizes),
@@ -161,8 +165,8 @@ class Block:
 
 
 def mapped(each: TensorMap, shapes: Mapping[str, _Shape]) -> dict[str, tuple[_Shape, list[Block]]]:
-    """For each target its shape and the blocks that make it. Raises LayoutError where the map does not fit the
-    shapes of the sources."""
+    """For each target its shape and the blocks that make it. Raises LayoutError where the map does not fit
+    the shapes of the sources."""
     shape, blocks = _joined(each, shapes)
     if len(each.targets) == 1:
         return {each.targets[0]: (shape, blocks)}
@@ -195,7 +199,7 @@ def mapped(each: TensorMap, shapes: Mapping[str, _Shape]) -> dict[str, tuple[_Sh
 
 def _joined(each: TensorMap, shapes: Mapping[str, _Shape]) -> tuple[_Shape, list[Block]]:
     """What its sources make together."""
-    items = [_item(source, shapes, each) for source in each.sources]
+    items = [_item(source, shapes, each) for source in each._sources()]
     if each.permute is not None:
         for shape, _ in items:
             if len(shape) != len(each.permute):
