@@ -38,10 +38,10 @@ CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix
 LOCK := flock build/.lock
 
 .DEFAULT_GOAL := build
-.PHONY: build faults cuda-check demo test test-all test-faults test-matrix wheels bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean configure help
+.PHONY: build faults cuda-check demo test test-all test-faults test-matrix wheels release-check bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean configure help
 
 help:
-	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build faults cuda-check demo test test-all test-faults test-matrix wheels bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean'
+	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build faults cuda-check demo test test-all test-faults test-matrix wheels release-check bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean'
 
 # ---- set-up ----------------------------------------------------------------------------------------------
 
@@ -109,6 +109,10 @@ test-matrix:
 
 wheels:
 	$(PYTHON) tools/wheels.py $(if $(WHEELS),--wheels "$(WHEELS)")
+
+# Whether version, changelog, documents, tag and wheels agree.
+release-check:
+	@$(PYTHON) tools/release_check.py
 
 asan tsan: $(VENV)/.stamp-build
 	@mkdir -p build && tools/ensure_catch2.sh

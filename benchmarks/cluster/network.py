@@ -110,6 +110,7 @@ class Cluster:
     own_cores: bool = True
     owner: str = field(default_factory=owner_name)
     folder: Path = field(init=False)  # for whatever files a run needs; removed with the cluster
+    variables: dict[str, str] = field(default_factory=dict)  # of what runs on the hosts
 
     def __post_init__(self) -> None:
         rates = self.rates
@@ -162,7 +163,7 @@ class Cluster:
         return [*cores, "ip", "netns", "exec", self.namespace(host)]
 
     def environment(self, host: int) -> dict[str, str]:  # noqa: ARG002  as Loopback's
-        return {}
+        return dict(self.variables)
 
     def processes(self) -> set[int]:
         """Of all hosts."""

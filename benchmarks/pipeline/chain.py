@@ -26,6 +26,11 @@ def join_neighbours(cluster: Cluster, mbit: float) -> None:
     for name in hosts:
         limits = f"echo '4096 16384 {_SOCKET}' > /proc/sys/net/ipv4/tcp_wmem"
         _run("ip", "netns", "exec", name, "sh", "-c", limits)
+    # UCX takes an interface only for peers to which the host's best route begins there. So it chooses.
+    cluster.variables = {
+        "MESHCAST_IFNAMES": "",
+        "UCX_NET_DEVICES": ",".join([*cluster.interfaces(), "next", "last"]),
+    }
     for host in range(cluster.hosts - 1):
         here, there = hosts[host : host + 2]
         _run(*f"ip -n {here} link add next type veth peer name last netns {there}".split())
@@ -34,7 +39,9 @@ def join_neighbours(cluster: Cluster, mbit: float) -> None:
             (there, "last", cluster.address(host + 1), cluster.address(host)),
         ):
             _run("ip", "-n", name, "link", "set", device, "up")
-            # The device needs no address: a host answers for its own on any of them.
+            # Of the same address as the network's: what is sent to a neighbour goes this way by itself. UCX
+            # uses no device without one.
+            _run("ip", "-n", name, "addr", "add", f"{own}/32", "dev", device)
             _run(*f"ip -n {name} route add {other}/32 dev {device} src {own}".split())
             burst = max(int(mbit * 1e6 / 8 * _BURST), 8 * 1024)
             shape = ["rate", f"{mbit}mbit", "burst", str(burst), "latency", "100ms"]

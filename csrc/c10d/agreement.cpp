@@ -17,6 +17,7 @@ using Board = Bulletin::Board;
 constexpr auto kLookForCause = std::chrono::milliseconds(100);
 // Ranks that come together have agreed by then, and so have not connected for the sake of looking alone.
 constexpr auto kLookForPeers = std::chrono::milliseconds(50);
+constexpr size_t kFewRanks = 16;  // as many do not crowd a store
 
 ErrorContext context_of(const GroupIdentity& group, CallId call, int32_t peer) {
   ErrorContext context;
@@ -34,10 +35,9 @@ void raise_if_broken(Bulletin& bulletin, const GroupIdentity& group, CallId call
 }
 
 // Every rank that waits for others looks after those that follow it in the group, up to the first that waits
-// too. So each rank is looked after, by one other, and has one connection more for it.
-void raise_if_lost(Bulletin& bulletin, const GroupIdentity& group, CallId call,
-                   const std::vector<int32_t>& missing, double waited,
-                   const std::function<std::string(int)>& lost) {
+// too, which `came` tells. So each rank is looked after, by one other, and has one connection more for it.
+void raise_if_lost(Bulletin& bulletin, const GroupIdentity& group, CallId call, double waited,
+                   const std::function<bool(int32_t)>& came, const std::function<std::string(int)>& lost) {
   const size_t count = group.ranks.size();
   const auto mine = std::find(group.ranks.begin(), group.ranks.end(), group.rank) - group.ranks.begin();
   for (size_t step = 1; step < count; ++step) {
@@ -51,7 +51,7 @@ void raise_if_lost(Bulletin& bulletin, const GroupIdentity& group, CallId call,
                                     call.ordinal, group.name, group.rank, other, waited, why)};
       raise_cause(bulletin.settle_cause(cause), group, call);
     }
-    if (std::find(missing.begin(), missing.end(), other) == missing.end()) return;
+    if (came(other)) return;
   }
 }
 
@@ -124,26 +124,37 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
   std::copy_if(group.ranks.begin(), group.ranks.end(), std::back_inserter(missing),
                [&](int32_t r) { return r != group.rank; });
   int32_t slot = leads ? offered_slot : -1;
+  const auto take = [&](int32_t other, const Posting& posting) {
+    check_posting(group, call, descriptor, other, posting);
+    if (other == first) slot = posting.slot;
+  };
+  const auto came = [&](int32_t other) {
+    const auto at = std::find(missing.begin(), missing.end(), other);
+    if (at == missing.end()) return true;
+    const auto posting = bulletin.read(Board::Agreement, call.lane, call.ordinal, other);
+    if (!posting) return false;
+    take(other, *posting);
+    missing.erase(at);
+    return true;
+  };
+  // All ranks share the store, which answers one question at a time. So many ranks ask less often.
+  const auto crowd = static_cast<int>(std::max<size_t>(1, group.ranks.size() / kFewRanks));
   const TimePoint started = Clock::now();
   TimePoint last_look = started;
   auto pause = std::chrono::microseconds(100);
   for (;;) {
-    missing.erase(std::remove_if(missing.begin(), missing.end(),
-                                 [&](int32_t other) {
-                                   const auto posting =
-                                       bulletin.read(Board::Agreement, call.lane, call.ordinal, other);
-                                   if (!posting) return false;
-                                   check_posting(group, call, descriptor, other, *posting);
-                                   if (other == first) slot = posting->slot;
-                                   return true;
-                                 }),
-                  missing.end());
-    if (missing.empty()) return slot;
+    if (bulletin.all_posted(Board::Agreement, call.lane, call.ordinal, missing)) {
+      const auto postings = bulletin.read_all(Board::Agreement, call.lane, call.ordinal, missing);
+      for (size_t i = 0; i < missing.size(); ++i) take(missing[i], postings[i]);
+      return slot;
+    }
     const TimePoint now = Clock::now();
-    if (now >= deadline) break;
-    checkpoint();
-    if (now - last_look > kLookForCause) {
+    const bool late = now >= deadline;
+    if (!late) checkpoint();
+    if (late || now - last_look > crowd * kLookForCause) {
       last_look = now;
+      for (const int32_t other : std::vector<int32_t>(missing)) came(other);
+      if (late) break;
       raise_if_broken(bulletin, group, call);
       // A rank that knew its plan agreed on nothing: it stands still in a transfer and says so on the other
       // board.
@@ -156,13 +167,14 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
       }
     }
     if (now - started > kLookForPeers) {
-      raise_if_lost(bulletin, group, call, missing, std::chrono::duration<double>(now - started).count(), lost);
+      raise_if_lost(bulletin, group, call, std::chrono::duration<double>(now - started).count(), came, lost);
     }
     // 100 us, doubled up to 20 ms: ranks mostly come together, and a store must not be flooded by those that
     // wait long.
     std::this_thread::sleep_for(pause);
-    pause = std::min(pause * 2, std::chrono::microseconds(20000));
+    pause = std::min(pause * 2, crowd * std::chrono::microseconds(20000));
   }
+  if (missing.empty()) return slot;
   ErrorContext context = context_of(group, call, missing.front());
   context.elapsed = std::chrono::duration<double>(Clock::now() - started).count();
   context.limit = limit_seconds;

@@ -24,6 +24,20 @@ int32_t parse_number(const std::string& text, size_t begin, size_t end) {
   return value;
 }
 
+std::vector<std::string> posting_keys(Bulletin::Board board, int32_t lane, int64_t ordinal,
+                                      const std::vector<int32_t>& ranks) {
+  std::vector<std::string> keys;
+  keys.reserve(ranks.size());
+  for (const int32_t rank : ranks) keys.push_back(posting_key(board, lane, ordinal, rank));
+  return keys;
+}
+
+Posting decode_posting(const std::string& text) {
+  const size_t line = text.find('\n');
+  if (line == std::string::npos || line < 3) return {true, -1, "unreadable posting"};
+  return {text[0] == 'R', parse_number(text, 2, line), text.substr(line + 1)};
+}
+
 }  // namespace
 
 std::string encode(const Cause& cause) {
@@ -63,13 +77,29 @@ void Bulletin::post(Board board, int32_t lane, int64_t ordinal, int32_t rank, co
 }
 
 std::optional<Posting> Bulletin::read(Board board, int32_t lane, int64_t ordinal, int32_t rank) {
-  const std::string key = posting_key(board, lane, ordinal, rank);
-  const auto found = read_key(key);
+  const auto found = read_key(posting_key(board, lane, ordinal, rank));
   if (!found) return std::nullopt;
-  const std::string& text = *found;
-  const size_t line = text.find('\n');
-  if (line == std::string::npos || line < 3) return Posting{true, -1, "unreadable posting"};
-  return Posting{text[0] == 'R', parse_number(text, 2, line), text.substr(line + 1)};
+  return decode_posting(*found);
+}
+
+bool Bulletin::all_posted(Board board, int32_t lane, int64_t ordinal, const std::vector<int32_t>& ranks) {
+  const Wait wait(*this);
+  return ranks.empty() || store_->check(posting_keys(board, lane, ordinal, ranks));
+}
+
+// What was posted stays until its rank has agreed on a later call, or failed in many.
+std::vector<Posting> Bulletin::read_all(Board board, int32_t lane, int64_t ordinal,
+                                        const std::vector<int32_t>& ranks) {
+  const Wait wait(*this);
+  std::vector<Posting> found;
+  if (ranks.empty()) return found;
+  const auto keys = posting_keys(board, lane, ordinal, ranks);
+  if (store_->hasExtendedApi()) {
+    for (const auto& text : store_->multiGet(keys)) found.push_back(decode_posting({text.begin(), text.end()}));
+  } else {
+    for (const auto& key : keys) found.push_back(decode_posting(store_->get_to_str(key)));
+  }
+  return found;
 }
 
 void Bulletin::erase(Board board, int32_t lane, int64_t ordinal, int32_t rank) {

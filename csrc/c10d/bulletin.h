@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -53,6 +54,11 @@ class Bulletin {
   void post(Board board, int32_t lane, int64_t ordinal, int32_t rank, const Posting& posting);
   std::optional<Posting> read(Board board, int32_t lane, int64_t ordinal, int32_t rank);
   void erase(Board board, int32_t lane, int64_t ordinal, int32_t rank);
+
+  // The same for several ranks in one question each, however many there are. read_all: of ranks that have
+  // posted.
+  bool all_posted(Board board, int32_t lane, int64_t ordinal, const std::vector<int32_t>& ranks);
+  std::vector<Posting> read_all(Board board, int32_t lane, int64_t ordinal, const std::vector<int32_t>& ranks);
 
   // That this rank's postings for calls of a lane up to this one are gone: it has left those calls.
   void pass(int32_t lane, int64_t ordinal, int32_t rank);

@@ -42,8 +42,8 @@ Worker::Worker(const Api& api, const std::string& device, const std::map<std::st
   const ucs_status_t status = api_.ucp_init_version(kApiMajor, kApiMinor, &params, config, &context_);
   api_.ucp_config_release(config);
   const char* devices = given("NET_DEVICES");
-  const std::string on = !device.empty() ? device : devices ? devices : "all devices";
-  check(status, fmt::format("ucp_init on {}", on).c_str());
+  devices_ = !device.empty() ? device : devices ? devices : "all devices";
+  check(status, fmt::format("ucp_init on {}", devices_).c_str());
 
   try {
     ucp_worker_params_t worker_params{};
@@ -89,7 +89,15 @@ ucp_ep_h Worker::connect(const std::string& address, ucp_err_handler_cb_t failed
   params.err_handler.cb = failed;
   params.err_handler.arg = argument;
   ucp_ep_h endpoint = nullptr;
-  check(api_.ucp_ep_create(worker_, &params, &endpoint), "ucp_ep_create");
+  const ucs_status_t status = api_.ucp_ep_create(worker_, &params, &endpoint);
+  if (status == UCS_ERR_UNREACHABLE)
+    throw Error(
+        ErrorKind::Generic,
+        fmt::format("UCX {}: no way to the peer from {}. UCX takes an interface only for peers to which "
+                    "this host's best route begins there; name one with MESHCAST_IFNAMES, several with "
+                    "UCX_NET_DEVICES, or set MESHCAST_TRANSPORT=gloo",
+                    api_.version, devices_));
+  check(status, "ucp_ep_create");
   return endpoint;
 }
 

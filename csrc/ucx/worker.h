@@ -61,6 +61,7 @@ class Worker {
   const Api& api_;
   ucp_context_h context_ = nullptr;
   ucp_worker_h worker_ = nullptr;
+  std::string devices_;  // for messages
   std::string address_;
   int event_fd_ = -1;
 };

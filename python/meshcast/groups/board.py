@@ -16,6 +16,7 @@ from .shortage import Shortage
 __all__ = ["LOOK", "SLICE", "Board", "NotPostedError", "Watches", "meet", "refuse_meeting"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02  # seconds between two polls of the store
+_FEW_RANKS = 16  # as many do not crowd a store, which answers one question at a time; more ask less often
 SLICE = 0.25  # seconds of one wait in the store: then there may be a reason to give up, or a signal
 LOOK = 0.05  # seconds after which ranks that meet look after each other
 _LOOK_SOON = 0.5  # seconds in which a peer that has died is seen
@@ -182,7 +183,7 @@ def meet(
     late = store.check(["verdict"])
     board.post("member", text)
     others = [other for other in ranks if other != rank]
-    pause = _FIRST_PAUSE
+    pause, longest = _FIRST_PAUSE, _LONGEST_PAUSE * max(1, len(ranks) // _FEW_RANKS)
     while True:
         # One question for all: were every rank to ask for each, the store would be what they wait for.
         complete = not others or store.check([f"member/{other}" for other in others])
@@ -231,4 +232,4 @@ def meet(
                 limit=elapsed if kind == "deadline" else None,
             )
         time.sleep(min(pause, max(left, _FIRST_PAUSE)))
-        pause = min(pause * 1.5, _LONGEST_PAUSE)
+        pause = min(pause * 1.5, longest)
