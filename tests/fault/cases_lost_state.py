@@ -1,5 +1,5 @@
-"""A rank dies or freezes in the middle of reshard_state_dict, blocking or beside its caller: ranks 0 and 1 hold,
-ranks 1 and 2 receive, and one comes late, so that nothing can be complete by then.
+"""A rank dies or freezes in the middle of reshard_state_dict(async_op=True): ranks 0 and 1 hold, ranks 1 and
+2 receive, and one comes late, so that nothing can be complete by then.
 
 All survivors raise an error that names the lost rank; none returns weights.
 """
@@ -23,7 +23,6 @@ LEAVE_UP = True  # the case ends the group itself
 
 VICTIM = int(os.environ["VICTIM"])
 FAULT = os.environ["FAULT"]  # killed, frozen
-ASYNC = os.environ["ASYNC"] == "1"
 LIMIT = float(os.environ["LIMIT"])  # of the call that meets the fault, seconds
 
 
@@ -36,10 +35,10 @@ def call(rank: int, ranks: list[int], step: int, limit: float):
         held if rank in ranks[:2] else None,
         {name: (target, [Shard(1)]) for name in fulls},
         version=step if rank in ranks[:2] else None,
-        async_op=ASYNC,
+        async_op=True,
         timeout=limit,
     )
-    return handle.wait() if ASYNC else handle
+    return handle.wait()
 
 
 def lost_state(context) -> dict:

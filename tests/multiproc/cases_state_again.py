@@ -235,7 +235,11 @@ def dtype_of_each(context) -> None:
                 assert torch.equal(part.float(), wanted), name
     other = {**mine, "w3": torch.float16} if rank == 2 else mine
     raises(meshcast.PlanMismatchError, "'w3'", lambda: meshcast.reshard_state_dict(held, where, dtype=other))
-    raises(meshcast.LayoutError, "'w4'", lambda: meshcast.reshard_state_dict(held, where, dtype={"w4": torch.half}))
+    raises(
+        meshcast.LayoutError,
+        "'w4'",
+        lambda: meshcast.reshard_state_dict(held, where, dtype={"w4": torch.half}),
+    )
     whole = {"n": torch.arange(4)} if rank in HOLDERS else None
     raises(
         meshcast.LayoutError,

@@ -67,7 +67,9 @@ def _one_stage(family: Family, ranks: Sequence[int]) -> bool:
     _, names, shape, all_ranks = family
     stages = [dim for dim, name in enumerate(names) if name.startswith(_STAGES)]
     place = torch.tensor(all_ranks).reshape(shape)
-    found = {tuple(int(at[dim]) for dim in stages) for at in (torch.isin(place, torch.tensor(ranks))).nonzero()}
+    found = {
+        tuple(int(at[dim]) for dim in stages) for at in (torch.isin(place, torch.tensor(ranks))).nonzero()
+    }
     return len(found) == 1
 
 

@@ -138,15 +138,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def same_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """{name: an earlier name} of tensors that are one: they share all of their memory, element by element."""
-    first: dict[Any, str] = {}
+    first: dict[Any, tuple[str, Any]] = {}
     ties: dict[str, str] = {}
     for name, tensor in tensors:
         local = local_of(tensor)
         if local.numel():
             spec = tensor._spec if isinstance(tensor, DTensor) else None
-            key = (local.data_ptr(), local.dtype, local.shape, local.stride(), spec)
-            earlier = first.setdefault(key, name)
-            if earlier != name:
+            key = (local.data_ptr(), local.dtype, local.shape, local.stride())
+            earlier, its = first.setdefault(key, (name, spec))
+            if earlier != name and its == spec:
                 ties[name] = earlier
     return ties
 

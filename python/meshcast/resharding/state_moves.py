@@ -205,6 +205,8 @@ def _check_gpus(name: str, src: Layout, dst: Layout, types: DeviceTypes, said: S
 def _tie(targets: dict[str, Target], said: Said, makers: Mapping[str, TensorMap]) -> None:
     """Finds targets that are tied at the source and can be at the destination: they travel once. Raises
     LayoutError for outputs that are one tensor where the sources are not."""
+    if not any(side.ties or side.out_ties for side in said.sides.values()):
+        return
     for name, target in targets.items():
         holders = [rank for rank in said.holders(name) if rank in said.origin(name).layout.ranks]
         earlier = {said.sides[rank].ties.get(name) for rank in holders}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ def fill(
     values: dict[str, Any],
 ) -> None:
     """Puts into `result` what this rank asked for. Tied targets are one tensor, as at the source."""
+    specs: dict[Any, DTensorSpec] = {}
     for name in call.wanted:
         if name not in targets:
             result[name] = restored(values[name])
@@ -66,7 +68,7 @@ def fill(
             if target.alias is not None and _one(call, name, target.alias) and twin is not None:
                 result[name] = twin
             else:
-                result[name] = _wrapped(call, target, arrived.get(target.alias or name))
+                result[name] = _wrapped(call, target, arrived.get(target.alias or name), specs)
     for name, value in values.items():
         if name not in result:
             result[name] = restored(value)
@@ -77,7 +79,10 @@ def _one(call: StateCall, name: str, alias: str) -> bool:
     return call.meshes.get(name) == call.meshes.get(alias)
 
 
-def _wrapped(call: StateCall, target: Target, local: torch.Tensor | None) -> torch.Tensor:
+def _wrapped(
+    call: StateCall, target: Target, local: torch.Tensor | None, specs: dict[Any, DTensorSpec]
+) -> torch.Tensor:
+    """The result around what arrived. specs: those made before; a copy costs a tenth."""
     shape = target.shape
     if local is None:  # outside: no elements, but the number of dimensions
         device = "cuda" if target.device_type == "cuda" and torch.cuda.is_available() else None
@@ -85,9 +90,12 @@ def _wrapped(call: StateCall, target: Target, local: torch.Tensor | None) -> tor
     if target.name not in call.meshes:
         return local
     mesh, placements = call.meshes[target.name]
+    key = (mesh, placements, shape, target.dtype)
+    if key in specs:
+        return DTensor(local, copy(specs[key]), requires_grad=False)
     stride = tuple(math.prod(max(size, 1) for size in shape[d + 1 :]) for d in range(len(shape)))
     meta = TensorMeta(torch.Size(shape), stride, target.dtype)
-    spec = DTensorSpec(mesh, positive_placements(placements, len(shape)), tensor_meta=meta)
+    spec = specs[key] = DTensorSpec(mesh, positive_placements(placements, len(shape)), tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
 
 

@@ -43,6 +43,10 @@ class Said:
         self.rank = rank
         self.ranks = sorted(sides)
         self._origins: dict[str, Origin] = {}
+        self._holders: dict[str, dict[int, Held]] = {}
+        for other in self.ranks:
+            for name, held in sides[other].held.items():
+                self._holders.setdefault(name, {})[other] = held
 
     @property
     def first(self) -> Side:
@@ -56,7 +60,8 @@ class Said:
         return list(found)
 
     def holders(self, name: str) -> dict[int, Held]:
-        return {rank: side.held[name] for rank, side in self.sides.items() if name in side.held}
+        """What each rank that has it says of a tensor, by ascending rank."""
+        return self._holders.get(name, {})
 
     def goal(self, name: str) -> Goal:
         """Raises PlanMismatchError where ranks name unlike destinations, or one inside names none."""
@@ -95,7 +100,7 @@ class Said:
 
     def check_asked(self, name: str) -> None:
         """Raises unless some rank has a tensor that is asked for by this name."""
-        if any(name in side.held for side in self.sides.values()):
+        if name in self._holders:
             return
         naming = [rank for rank in self.ranks if name in self.sides[rank].wanted]
         if len(naming) < len(self.ranks):
@@ -170,10 +175,9 @@ class Said:
                         self.rank,
                     )
         wanted = {name for side in self.sides.values() for name in (*side.wanted, *side.carried)}
-        held = {name for side in self.sides.values() for name in side.held}
         for argument, known, what in (
             ("rename", new, "no rank's state_dict has"),
-            ("layouts", held, "no rank's state_dict has"),
+            ("layouts", self._holders, "no rank's state_dict has"),
             ("only", wanted, "no destination is given for"),
             ("dtype", wanted, "no destination is given for"),
         ):
