@@ -45,6 +45,9 @@ def contributions(layout: Layout) -> dict[int, int]:
     out = {}
     for rank, coordinate in zip(layout.ranks, product(*map(range, layout.mesh_shape)), strict=True):
         number = 0
+        if layout.by_boxes:  # without placements
+            out[rank] = 0
+            continue
         for placement, parts, part in zip(layout.placements, layout.mesh_shape, coordinate, strict=True):
             if placement.is_partial():
                 number = number * parts + part
@@ -83,6 +86,12 @@ class _Tensor:
 
     def _masks(self, layout: Layout) -> dict[int, Array]:
         masks = {}
+        if layout.by_boxes:
+            for rank, boxes in layout.shards(self.shape).items():
+                masks[rank] = np.zeros(self.shape, dtype=bool)
+                for box in boxes:
+                    masks[rank][_window(box)] = True
+            return masks
         for rank, indices in dimension_indices(layout, self.shape).items():
             mask = np.zeros(self.shape, dtype=bool)
             mask[np.ix_(*indices)] = True

@@ -1,3 +1,4 @@
+#include <array>
 #include <cstring>
 #include <memory>
 #include <tuple>
@@ -6,6 +7,7 @@
 
 #include "binding/bind.h"
 #include "common/error.h"
+#include "layout/box_tiles.h"
 #include "memory/element_type.h"
 #include "plan/figures.h"
 #include "plan/plan.h"
@@ -16,6 +18,9 @@ namespace {
 
 using PlacementTuple =
     std::tuple<std::string, int, int64_t, std::string>;  // kind, dim, split factor, reduce op
+using PieceTuple = std::tuple<std::vector<std::pair<int64_t, int64_t>>, std::vector<int64_t>, std::vector<int>,
+                              std::vector<int64_t>>;  // box, local index, axis and step of each dimension
+using ShardTuple = std::tuple<std::vector<int64_t>, std::vector<PieceTuple>>;  // local shape, boxes
 using HostTuple = std::tuple<std::vector<int32_t>, std::vector<std::pair<int64_t, int64_t>>, int64_t>;
 using ProblemTuple = std::tuple<std::vector<int64_t>, int64_t, Layout, Layout>;
 
@@ -28,9 +33,47 @@ Placement placement_from(const PlacementTuple& tuple) {
   throw LayoutError("placement kind '" + kind + "' is none of replicate, shard, strided_shard, partial");
 }
 
+template <typename To, typename From>
+std::array<To, kMaxDims> of_dims(const std::vector<From>& values) {
+  if (values.size() > kMaxDims)
+    throw LayoutError("a box of " + std::to_string(values.size()) + " dimensions: at most " +
+                      std::to_string(kMaxDims) + " are supported");
+  std::array<To, kMaxDims> out{};
+  for (size_t d = 0; d < values.size(); ++d) out[d] = static_cast<To>(values[d]);
+  return out;
+}
+
+// Places without axes: the boxes have the dimensions of the local tensor.
+Shard shard_from(int32_t rank, const ShardTuple& tuple) {
+  const auto& [local_shape, pieces] = tuple;
+  Shard shard{rank, local_shape, {}, {}};
+  for (const auto& [box, local, axis, step] : pieces) {
+    ShardPiece piece{{static_cast<int>(box.size()), {}, {}}, of_dims<int64_t>(local)};
+    std::vector<int64_t> lo;
+    std::vector<int64_t> hi;
+    for (const auto& [low, high] : box) {
+      lo.push_back(low);
+      hi.push_back(high);
+    }
+    piece.box.lo = of_dims<int64_t>(lo);
+    piece.box.hi = of_dims<int64_t>(hi);
+    shard.pieces.push_back(piece);
+    if (axis.empty() && step.empty() && local_shape.size() == box.size()) continue;
+    if (axis.size() != box.size() || step.size() != box.size())
+      throw LayoutError("a box of " + std::to_string(box.size()) + " dimensions in a local tensor of " +
+                        std::to_string(local_shape.size()) + ", with " + std::to_string(axis.size()) +
+                        " axes and " + std::to_string(step.size()) + " steps: one of each for a dimension");
+    for (const int each : axis) {
+      if (each < 0 || each >= kMaxDims) throw LayoutError("axis " + std::to_string(each) + " of a box");
+    }
+    shard.places.push_back({of_dims<int8_t>(axis), of_dims<int64_t>(step)});
+  }
+  return shard;
+}
+
 // Ranks arrive as int32 bytes: a mesh of thousands of ranks crosses in one copy.
 Layout layout_from(std::vector<int64_t> mesh_shape, const py::bytes& ranks,
-                   const std::vector<PlacementTuple>& placements) {
+                   const std::vector<PlacementTuple>& placements, const std::vector<ShardTuple>& by_boxes) {
   Layout layout;
   layout.mesh.shape = std::move(mesh_shape);
   const std::string_view raw = ranks;
@@ -39,6 +82,11 @@ Layout layout_from(std::vector<int64_t> mesh_shape, const py::bytes& ranks,
   layout.mesh.ranks.resize(raw.size() / sizeof(int32_t));
   std::memcpy(layout.mesh.ranks.data(), raw.data(), layout.mesh.ranks.size() * sizeof(int32_t));
   for (const PlacementTuple& tuple : placements) layout.placements.push_back(placement_from(tuple));
+  if (!by_boxes.empty() && by_boxes.size() != layout.mesh.ranks.size())
+    throw LayoutError("boxes of " + std::to_string(by_boxes.size()) + " ranks for a mesh of " +
+                      std::to_string(layout.mesh.ranks.size()));
+  for (size_t i = 0; i < by_boxes.size(); ++i)
+    layout.by_boxes.push_back(shard_from(layout.mesh.ranks[i], by_boxes[i]));
   return layout;
 }
 
@@ -65,6 +113,25 @@ py::list shards_list(const Layout& layout, const std::vector<int64_t>& shape) {
     out.append(py::make_tuple(shard.rank, py::tuple(py::cast(shard.local_shape)), pieces));
   }
   return out;
+}
+
+// [(box, ranks that hold it)], without overlaps
+py::list tiles_list(const Layout& layout, const std::vector<int64_t>& shape) {
+  validate(layout, shape);
+  py::list out;
+  for (const BoxTile& tile : box_tiles(layout, shape)) {
+    py::list ranks;
+    for (const auto& holder : tile.holders) ranks.append(holder.first);
+    out.append(py::make_tuple(box_tuple(tile.box), ranks));
+  }
+  return out;
+}
+
+// Throws LayoutError unless the source holds all that the destination wants.
+void check_holds(const Layout& source, const Layout& destination, const std::vector<int64_t>& shape) {
+  validate(source, shape);
+  validate(destination, shape);
+  meet_tiles(box_tiles(source, shape), box_tiles(destination, shape));
 }
 
 Topology topology_from(const std::vector<HostTuple>& hosts, int64_t latency_ns) {
@@ -204,8 +271,11 @@ void bind_plan(py::module_& m) {
   m.attr("ELEMENT_TYPES") = element_types();
 
   py::class_<Layout>(m, "Layout")
-      .def(py::init(&layout_from), py::arg("mesh_shape"), py::arg("ranks"), py::arg("placements"))
+      .def(py::init(&layout_from), py::arg("mesh_shape"), py::arg("ranks"), py::arg("placements"),
+           py::arg("by_boxes") = std::vector<ShardTuple>{})
       .def("shards", &shards_list, py::arg("shape"))
+      .def("tiles", &tiles_list, py::arg("shape"))
+      .def("check_holds", &check_holds, py::arg("destination"), py::arg("shape"))
       .def("describe", [](const Layout& layout) { return describe(layout); });
 
   py::class_<Topology>(m, "Topology")

@@ -8,6 +8,7 @@ from torch import Tensor, dtype
 from torch._C._distributed_c10d import Backend, Store, Work
 
 _Box = tuple[tuple[int, int], ...]
+_Piece = tuple[_Box, tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # box, local index, axes, steps
 _Placement = tuple[str, int, int, str]  # kind, dim, split factor, reduce op
 _Host = tuple[list[int], list[tuple[int, int]], int]  # ranks, (out rate, in rate) of each NIC, local rate
 
@@ -18,10 +19,18 @@ BALANCES: tuple[str, ...]
 ELEMENT_TYPES: tuple[tuple[str, tuple[str, ...], bool], ...]  # dtype, its reductions, whether kernels cast it
 
 class Layout:
-    def __init__(self, mesh_shape: list[int], ranks: bytes, placements: list[_Placement]) -> None: ...
+    def __init__(
+        self,
+        mesh_shape: list[int],
+        ranks: bytes,
+        placements: list[_Placement],
+        by_boxes: Sequence[tuple[tuple[int, ...], tuple[_Piece, ...]]] = ...,
+    ) -> None: ...
     def shards(
         self, shape: Sequence[int]
     ) -> list[tuple[int, tuple[int, ...], list[tuple[_Box, tuple[int, ...]]]]]: ...
+    def tiles(self, shape: Sequence[int]) -> list[tuple[_Box, list[int]]]: ...
+    def check_holds(self, destination: Layout, shape: Sequence[int]) -> None: ...
     def describe(self) -> str: ...
 
 class Topology:

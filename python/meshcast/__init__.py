@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from .resharding.reshard import reshard, reshard_, reshard_many
     from .resharding.resharder import Resharder
     from .resharding.state_dict import reshard_state_dict
+    from .resharding.state_resharder import StateResharder
+    from .resharding.tensor_map import TensorMap
     from .spec import TensorSpec
     from .topology import Topology
 
@@ -58,6 +60,8 @@ __all__ = [
     "Plan",
     "PlanMismatchError",
     "Resharder",
+    "StateResharder",
+    "TensorMap",
     "TensorSpec",
     "Topology",
     "__version__",
@@ -88,6 +92,8 @@ _HOME = {
     "Plan": "planning.plan",
     "PlanMismatchError": "errors",
     "Resharder": "resharding.resharder",
+    "StateResharder": "resharding.state_resharder",
+    "TensorMap": "resharding.tensor_map",
     "TensorSpec": "spec",
     "Topology": "topology",
     "backward": "resharding.autograd",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .base import checks
 from .base.arguments import typed_arguments
+from .base.boxes import Box, Held, held_in_order, read_boxes, read_held
 from .base.json_reader import Reader
 from .errors import LayoutError
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from . import _C
 
 __all__ = ["Box", "Layout"]
-
-Box = tuple[tuple[int, int], ...]
-"""Half-open n-d interval of the global tensor: (lo, hi) per tensor dimension."""
 
 # (kind, dim, split factor, reduce op): what the planner knows about a torch placement.
 _Placement = tuple[str, int, int, str]
@@ -49,13 +47,14 @@ class Layout:
             torch.distributed.tensor. They apply left to right; a negative `d` counts from the last tensor
             dimension.
 
-    Layouts are immutable, compare and hash by value, and can be pickled.
+    Layouts are immutable, compare and hash by value, and can be pickled. `from_boxes` makes those that
+    placements cannot say.
 
     Raises:
         LayoutError: naming the rank, mesh or placement that is wrong and what is allowed.
     """
 
-    __slots__ = ("__dict__", "_hash", "_mesh_shape", "_ndim", "_placements", "_ranks")
+    __slots__ = ("__dict__", "_hash", "_held", "_mesh_shape", "_ndim", "_placements", "_ranks")
 
     @typed_arguments()
     def __init__(self, mesh: Any, placements: Sequence[Placement]) -> None:
@@ -72,10 +71,13 @@ class Layout:
         ranks: array[int],
         placements: tuple[_Placement, ...],
         ndim: int | None,
+        held: tuple[Held, ...] = (),
     ) -> None:
         if not 1 <= len(mesh_shape) <= _MAX_MESH_DIMS:
             raise LayoutError(f"a mesh of {len(mesh_shape)} dimensions: allowed are 1 to {_MAX_MESH_DIMS}")
-        if len(placements) != len(mesh_shape):
+        if len(held) != (len(ranks) if held else 0) or (held and (placements or len(mesh_shape) > 1)):
+            raise LayoutError("a layout by boxes has a list of boxes for each rank, and no placements")
+        if not held and len(placements) != len(mesh_shape):
             raise LayoutError(
                 f"{len(placements)} placements for a mesh of {len(mesh_shape)} dimensions "
                 f"({'x'.join(map(str, mesh_shape))}): give one per mesh dimension"
@@ -83,8 +85,60 @@ class Layout:
         self._mesh_shape = mesh_shape
         self._ranks = ranks.tobytes()
         self._placements = placements
-        self._ndim = ndim  # tensor dimensions, where the notation fixed them
-        self._hash = hash((mesh_shape, self._ranks, placements, ndim))
+        self._ndim = ndim  # tensor dimensions, where the notation or boxes fixed them
+        self._held = held  # by boxes: what each rank holds; else empty
+        self._hash = hash((mesh_shape, self._ranks, placements, ndim, held))
+
+    @classmethod
+    @typed_arguments()
+    def from_boxes(cls, boxes: Mapping[int, Sequence[Box]]) -> Layout:
+        """A layout that says box by box what each rank holds: heads, segments, interleaved rows.
+
+        boxes: {rank: [((lo, hi), ...), ...]}, a half-open interval for each tensor dimension. Boxes of one
+            rank do not overlap. Boxes of several ranks may: those ranks then hold copies. Elements that no
+            rank holds can be asked of no source.
+
+        The local tensor of a rank holds its boxes in the order given. A single box is the local tensor.
+        Several that agree in all but one dimension are joined along it, as torch.cat does. Others lie one
+        after the other in a tensor of one dimension, each row-major. A rank without boxes has an empty one.
+
+        Raises LayoutError naming the rank and the box: overlaps inside a rank, bounds that are no (lo, hi),
+        unlike numbers of dimensions; and, once a shape is known, a box outside of it.
+
+        Example: rows of 4 query heads and 2 key heads of size 8, fused, over two ranks::
+
+            qk = meshcast.Layout.from_boxes({
+                0: [((0, 16), (0, 64)), ((32, 40), (0, 64))],
+                1: [((16, 32), (0, 64)), ((40, 48), (0, 64))],
+            })
+            assert qk.local_shapes((48, 64)) == {0: (24, 64), 1: (24, 64)}
+        """
+        ndim, read = read_boxes(boxes)
+        return cls._of_held(tuple(read), tuple(held_in_order(each, ndim) for each in read.values()), ndim)
+
+    @classmethod
+    def _of_held(cls, ranks: Sequence[int], held: tuple[Held, ...], ndim: int) -> Layout:
+        """A layout by boxes that lie anywhere in the local tensors."""
+        layout = cls.__new__(cls)
+        layout._set((len(ranks),), array("i", ranks), (), ndim, held)
+        return layout
+
+    @property
+    def by_boxes(self) -> bool:
+        """True for a layout from `from_boxes`; it has no placements."""
+        return bool(self._held)
+
+    @typed_arguments()
+    def pieces(self, shape: Sequence[int]) -> dict[int, Held]:
+        """What each rank holds of a tensor of `shape`: its local shape, and where in it each box lies."""
+        sizes = checks.shape(shape)
+        if self._held:
+            self._core(sizes).shards(sizes)  # checks them against the shape
+            return dict(zip(self.ranks, self._held, strict=True))
+        return {
+            rank: (local, tuple((box, at, (), ()) for box, at in found))
+            for rank, local, found in self._core(sizes).shards(sizes)
+        }
 
     @classmethod
     def parse(cls, text: str, first_rank: int = 0) -> Layout:
@@ -147,7 +201,7 @@ class Layout:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks in row-major mesh order."""
+        """Global ranks in row-major mesh order; ascending in a layout by boxes."""
         return tuple(memoryview(self._ranks).cast("i"))
 
     @cached_property
@@ -161,12 +215,15 @@ class Layout:
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """The placements as torch.distributed.tensor objects, one per mesh dimension."""
+        """The placements as torch.distributed.tensor objects, one per mesh dimension; none by boxes."""
         return tuple(_torch_placement(p) for p in self._placements)
 
     @property
     def placement_texts(self) -> tuple[str, ...]:
-        """The placements as text, without importing torch.distributed.tensor."""
+        """The placements as text, without importing torch.distributed.tensor; by boxes: how many there
+        are."""
+        if self._held:
+            return (self._boxes_text(),)
         return tuple(map(_text, self._placements))
 
     @property
@@ -184,8 +241,8 @@ class Layout:
         """Boxes that each rank holds of a tensor of `shape`, in the order in which its local tensor holds
         them.
 
-        A rank has several boxes only under `_StridedShard`, and none if its shard is empty. Uneven sizes
-        follow torch.chunk.
+        A rank has several boxes only under `_StridedShard` and `from_boxes`, and none if its shard is empty.
+        Uneven sizes follow torch.chunk.
         """
         sizes = checks.shape(shape)
         return {rank: [box for box, _ in pieces] for rank, _, pieces in self._core(sizes).shards(sizes)}
@@ -198,12 +255,15 @@ class Layout:
 
     def to_wire(self) -> dict[str, Any]:
         """The JSON form: {"mesh_shape": [...], "ranks": [...], "placements": [["shard", 0], ["replicate"],
-        ...]}, and "ndim" where the notation fixed it."""
+        ...]}, and "ndim" where the notation fixed it. By boxes: no placements, "ndim", and "held", for each
+        rank its local shape and its boxes, each with its place there."""
         wire: dict[str, Any] = {
             "mesh_shape": list(self._mesh_shape),
             "ranks": list(self.ranks),
             "placements": [[p[0], *(p[at] for at in _WIRE_FIELDS[p[0]])] for p in self._placements],
         }
+        if self._held:
+            wire["held"] = [[list(local), _lists(pieces)] for local, pieces in self._held]
         return wire if self._ndim is None else wire | {"ndim": self._ndim}
 
     @classmethod
@@ -221,10 +281,15 @@ class Layout:
             _placement_of_wire(f"{reader.where}.placements[{i}]", p)
             for i, p in enumerate(reader.items("placements"))
         )
-        ndim = reader.integer("ndim", 0, checks.MAX_DIMS) if reader.has("ndim") else None
+        held: tuple[Held, ...] = ()
+        if reader.has("held"):
+            held = tuple(
+                read_held(f"{reader.where}.held[{i}]", value) for i, value in enumerate(reader.items("held"))
+            )
+        ndim = reader.integer("ndim", 0, checks.MAX_DIMS) if held or reader.has("ndim") else None
         reader.finish()
         layout = cls.__new__(cls)
-        layout._set(mesh_shape, array("i", ranks), placements, ndim)
+        layout._set(mesh_shape, array("i", ranks), placements, ndim, held)
         return layout
 
     def _core(self, shape: Sequence[int]) -> _C.Layout:
@@ -241,7 +306,7 @@ class Layout:
                     f"{self} describes tensors of {self._ndim} dimensions, but the shape is {tuple(shape)}"
                 )
             resolved = [self._resolve(i, p, ndim) for i, p in enumerate(self._placements)]
-            core = cores[ndim] = _C.Layout(list(self._mesh_shape), self._ranks, resolved)
+            core = cores[ndim] = _C.Layout(list(self._mesh_shape), self._ranks, resolved, list(self._held))
         return core
 
     def _resolve(self, index: int, placement: _Placement, ndim: int) -> _Placement:
@@ -268,6 +333,7 @@ class Layout:
             and self._mesh_shape == other._mesh_shape
             and self._placements == other._placements
             and self._ndim == other._ndim
+            and self._held == other._held
         )
 
     def __hash__(self) -> int:
@@ -281,19 +347,34 @@ class Layout:
             listed = ",".join(map(str, ranks))
         else:
             listed = f"{','.join(map(str, ranks[:8]))},... {len(ranks)} ranks"
+        if self._held:
+            return f"Layout({self._boxes_text()} on ranks [{listed}])"
         mesh = "x".join(map(str, self._mesh_shape))
         return f"Layout({mesh} ranks [{listed}], ({', '.join(self.placement_texts)}))"
 
+    def _boxes_text(self) -> str:
+        count = sum(len(pieces) for _, pieces in self._held)
+        return f"{count} box{'es' * (count != 1)}"
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._mesh_shape, self._ranks, self._placements, self._ndim)
+        return _rebuild, (self._mesh_shape, self._ranks, self._placements, self._ndim, self._held)
 
 
 def _rebuild(
-    mesh_shape: tuple[int, ...], ranks: bytes, placements: tuple[_Placement, ...], ndim: int | None
+    mesh_shape: tuple[int, ...],
+    ranks: bytes,
+    placements: tuple[_Placement, ...],
+    ndim: int | None,
+    held: tuple[Held, ...] = (),
 ) -> Layout:
     layout = Layout.__new__(Layout)
-    layout._set(mesh_shape, array("i", ranks), placements, ndim)
+    layout._set(mesh_shape, array("i", ranks), placements, ndim, held)
     return layout
+
+
+def _lists(value: Any) -> Any:
+    """Tuples as the lists that JSON makes of them."""
+    return [_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _read_mesh(mesh: Any) -> tuple[tuple[int, ...], array[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
+from operator import attrgetter
 from pathlib import Path
 
 import meshcast
@@ -42,6 +43,9 @@ DOCUMENTED = (
     "reshard_local",
     "reshard_many",
     "reshard_state_dict",
+    "StateResharder",
+    "TensorMap",
+    "Layout.from_boxes",
 )
 IMPORTED = {
     "torch": torch,
@@ -55,13 +59,13 @@ IMPORTED = {
 
 
 def _documented(name: str):
-    text = inspect.getdoc(getattr(meshcast, name)) or ""
+    text = inspect.getdoc(attrgetter(name)(meshcast)) or ""
     (example,) = re.findall(r"^Example.*::\n\n((?:    .*\n|\n)+)", text + "\n", re.MULTILINE)
 
     def case(context) -> None:  # noqa: ARG001
         exec(compile(textwrap.dedent(example), f"meshcast.{name}", "exec"), dict(IMPORTED))
 
-    case.__name__ = f"docstring_of_{name}"
+    case.__name__ = f"docstring_of_{name.replace('.', '_')}"
     return case
 
 

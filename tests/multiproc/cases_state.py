@@ -265,8 +265,12 @@ def refused(context) -> None:
         return {**state, **other} if context.rank == 0 else state
 
     kind = meshcast.LayoutError if context.rank == 0 else meshcast.PlanMismatchError
-    raises(kind, "'step'", lambda: call(on_rank_0({"step": 3})))
-    raises(kind, "from_local", lambda: call(on_rank_0({name: torch.zeros(3)})))
+    raises(kind, "'step'", lambda: call(on_rank_0({"step": object()})))
+    raises(
+        meshcast.PlanMismatchError,
+        "plain tensor",
+        lambda: call(on_rank_0({name: torch.zeros(fulls[name].shape)})),
+    )
     raises(kind, "version", lambda: call(state, version=-1 if context.rank == 0 else 4))
     extra = {"extra": sharded(torch.zeros(3), quiet_mesh([0]), [Shard(0)], 0)} if context.rank == 0 else {}
     raises(meshcast.LayoutError, "'extra'", lambda: call(on_rank_0(extra)))

@@ -15,7 +15,8 @@ MESHCAST = (
     "AbortedError DeadlineExceededError Layout LayoutError MeshcastError PeerLostError Plan "
     "PlanMismatchError Resharder TensorSpec Topology __version__ backward dump_flight_record "
     "enable_dtensor_redistribute flight_record measure_topology plan plan_cache_clear plan_cache_info "
-    "plan_many prepare reshard reshard_ reshard_local reshard_many reshard_state_dict"
+    "plan_many prepare reshard reshard_ reshard_local reshard_many reshard_state_dict StateResharder "
+    "TensorMap"
 )
 PIPELINING = (
     "Action ActionKind Edge GradScaler Layer Partition Pipe PipelineStage Schedule1F1B "

@@ -76,6 +76,57 @@ std::string ranks_text(const std::vector<int32_t>& ranks) {
   return out + (ranks.size() > kShown ? ",...]" : "]");
 }
 
+std::string box_text(const Box& box) {
+  std::string out = "[";
+  for (int d = 0; d < box.ndim; ++d)
+    out += (d ? ", " : "") + std::to_string(box.lo[d]) + ":" + std::to_string(box.hi[d]);
+  return out + "]";
+}
+
+// Whether the memory that a piece names lies inside its local tensor.
+bool fits_local(const Shard& shard, size_t index) {
+  const ShardPiece& piece = shard.pieces[index];
+  std::array<int64_t, kMaxDims> last = piece.local;
+  for (int d = 0; d < piece.box.ndim; ++d) {
+    const int axis = shard.places.empty() ? d : shard.places[index].axis[d];
+    const int64_t step = shard.places.empty() ? 1 : shard.places[index].step[d];
+    if (axis < 0 || axis >= kMaxDims || step < 0) return false;
+    if (piece.box.extent(d) == 1) continue;
+    if (static_cast<size_t>(axis) >= shard.local_shape.size()) return false;
+    last[axis] =
+        checked_add(last[axis], checked_mul(piece.box.extent(d) - 1, step, "local index"), "local index");
+  }
+  for (size_t d = 0; d < shard.local_shape.size(); ++d) {
+    if (piece.local[d] < 0 || last[d] >= shard.local_shape[d]) return false;
+  }
+  return true;
+}
+
+void check_boxes(const Layout& layout, const std::vector<int64_t>& shape) {
+  if (layout.mesh.shape.size() != 1 || layout.by_boxes.size() != layout.mesh.ranks.size())
+    throw LayoutError(
+        "a layout by boxes has a mesh of one dimension and a list of boxes for each of its ranks");
+  for (const Shard& shard : layout.by_boxes) {
+    if (shard.local_shape.size() > kMaxDims)
+      throw LayoutError("a local tensor of " + std::to_string(shard.local_shape.size()) +
+                        " dimensions: at most " + std::to_string(kMaxDims) + " are supported");
+    if (!shard.places.empty() && shard.places.size() != shard.pieces.size())
+      throw LayoutError("a place in the local tensor is needed for every box of a rank, or for none");
+    for (size_t i = 0; i < shard.pieces.size(); ++i) {
+      const Box& box = shard.pieces[i].box;
+      bool inside = box.ndim == static_cast<int>(shape.size()) && !box.empty();
+      for (int d = 0; inside && d < box.ndim; ++d) inside = box.lo[d] >= 0 && box.hi[d] <= shape[d];
+      if (!inside)
+        throw LayoutError("the box " + box_text(box) + " of rank " + std::to_string(shard.rank) +
+                          " is not inside a tensor of shape (" + list_text(shape, ", ") + ")");
+      if (!fits_local(shard, i))
+        throw LayoutError("the box " + box_text(box) + " of rank " + std::to_string(shard.rank) +
+                          " is not inside its local tensor of shape (" + list_text(shard.local_shape, ", ") +
+                          ")");
+    }
+  }
+}
+
 }  // namespace
 
 void validate(const Layout& layout, const std::vector<int64_t>& shape) {
@@ -91,6 +142,10 @@ void validate(const Layout& layout, const std::vector<int64_t>& shape) {
     if (n > 0) elements = checked_mul(elements, n, "number of elements");
   }
   check_mesh(layout.mesh);
+  if (!layout.by_boxes.empty()) {
+    check_boxes(layout, shape);
+    return;
+  }
   if (layout.placements.size() != layout.mesh.shape.size()) {
     throw LayoutError(std::to_string(layout.placements.size()) + " placements for a mesh of " +
                       std::to_string(layout.mesh.shape.size()) + " dimensions: one is needed for each");
@@ -100,6 +155,7 @@ void validate(const Layout& layout, const std::vector<int64_t>& shape) {
 
 std::vector<Shard> shards(const Layout& layout, const std::vector<int64_t>& shape) {
   validate(layout, shape);
+  if (!layout.by_boxes.empty()) return layout.by_boxes;
   const Tiling tiling = tile_layout(layout, shape);
   const size_t ndim = shape.size();
   std::vector<Shard> out(static_cast<size_t>(layout.mesh.size()));
@@ -161,6 +217,11 @@ const char* to_string(ReduceOp op) {
 
 std::string describe(const Layout& layout) {
   std::string out = "mesh " + list_text(layout.mesh.shape, "x") + " " + ranks_text(layout.mesh.ranks) + ",";
+  if (!layout.by_boxes.empty()) {
+    size_t boxes = 0;
+    for (const Shard& shard : layout.by_boxes) boxes += shard.pieces.size();
+    return out + " " + std::to_string(boxes) + (boxes == 1 ? " box" : " boxes");
+  }
   for (const Placement& p : layout.placements) {
     switch (p.kind) {
       case PlacementKind::Replicate: out += " R"; break;

@@ -33,19 +33,22 @@ struct Mesh {
   friend bool operator==(const Mesh&, const Mesh&) = default;
 };
 
-// A mesh and one placement for each of its dimensions.
-struct Layout {
-  Mesh mesh;
-  std::vector<Placement> placements;
-
-  friend bool operator==(const Layout&, const Layout&) = default;
-};
-
 // One box of a shard and the index at which its first element sits in the rank's local tensor.
-// A shard has several pieces only under StridedShard.
+// A shard has several pieces only under StridedShard, or in a layout by boxes.
 struct ShardPiece {
   Box box;
   std::array<int64_t, kMaxDims> local{};
+
+  friend bool operator==(const ShardPiece&, const ShardPiece&) = default;
+};
+
+// How a box lies in a local tensor of other dimensions than its own: a step along dimension d of the box is
+// step[d] steps along dimension axis[d] of the local tensor.
+struct BoxPlace {
+  std::array<int8_t, kMaxDims> axis{};
+  std::array<int64_t, kMaxDims> step{};
+
+  friend bool operator==(const BoxPlace&, const BoxPlace&) = default;
 };
 
 // What one rank holds. An empty shard has a local shape with a zero in it and no pieces.
@@ -53,10 +56,25 @@ struct Shard {
   int32_t rank = -1;
   std::vector<int64_t> local_shape;
   std::vector<ShardPiece> pieces;
+  std::vector<BoxPlace>
+      places;  // parallel to `pieces`; empty: every box has the dimensions of the local tensor
+
+  friend bool operator==(const Shard&, const Shard&) = default;
+};
+
+// A mesh and one placement for each of its dimensions; or, by boxes, a mesh of one dimension without
+// placements, and what each of its ranks holds.
+struct Layout {
+  Mesh mesh;
+  std::vector<Placement> placements;
+  std::vector<Shard> by_boxes;  // empty: by placements; else in mesh order
+
+  friend bool operator==(const Layout&, const Layout&) = default;
 };
 
 // Throws LayoutError naming the offending item: placement count, dims out of range, duplicate or
-// negative ranks, mesh of zero ranks, more dims than supported.
+// negative ranks, mesh of zero ranks, more dims than supported, a box outside of the tensor or of its local
+// tensor.
 void validate(const Layout& layout, const std::vector<int64_t>& shape);
 
 // One shard per mesh position, in row-major mesh order. Mesh dimensions are applied left to right; each

@@ -53,6 +53,13 @@ void check_times(const std::vector<Task>& tasks, const Network& network) {
     throw LayoutError("the transfer would take more than a century at the rates of the topology");
 }
 
+void hash_box(const Box& box, Hasher* hasher) {
+  for (int d = 0; d < box.ndim; ++d) {
+    hasher->add(box.lo[d]);
+    hasher->add(box.hi[d]);
+  }
+}
+
 void hash_layout(const Layout& layout, Hasher* hasher) {
   hasher->add(layout.mesh.shape);
   hasher->add(layout.mesh.ranks);
@@ -62,12 +69,10 @@ void hash_layout(const Layout& layout, Hasher* hasher) {
       hasher->add(v);
     }
   }
-}
-
-void hash_box(const Box& box, Hasher* hasher) {
-  for (int d = 0; d < box.ndim; ++d) {
-    hasher->add(box.lo[d]);
-    hasher->add(box.hi[d]);
+  for (const Shard& shard : layout.by_boxes) {
+    hasher->add(shard.local_shape);
+    hasher->add(static_cast<int64_t>(shard.pieces.size()));
+    for (const ShardPiece& piece : shard.pieces) hash_box(piece.box, hasher);
   }
 }
 

@@ -1,9 +1,27 @@
 #include "plan/packing.h"
 
 #include <algorithm>
+#include <array>
 
 namespace meshcast {
 namespace {
+
+// Of a box that has other dimensions than the local tensor.
+bool contiguous(const Box& box, const BoxPlace& place, const std::vector<int64_t>& local_shape) {
+  std::array<int64_t, kMaxDims> stride{};
+  int64_t size = 1;
+  for (size_t d = local_shape.size(); d-- > 0;) {
+    stride[d] = size;
+    size *= local_shape[d];
+  }
+  int64_t expected = 1;
+  for (int d = box.ndim; d-- > 0;) {
+    if (box.extent(d) == 1) continue;
+    if (place.step[d] * stride[static_cast<size_t>(place.axis[d])] != expected) return false;
+    expected *= box.extent(d);
+  }
+  return true;
+}
 
 bool contiguous(const Box& box, const std::vector<int64_t>& local_shape) {
   int d = 0;
@@ -31,7 +49,10 @@ bool Packing::packs(const ChunkPiece& piece, int32_t rank) const {
   const Shard& shard = shards_[tensor][position->second];
   const auto place = std::find_if(shard.pieces.begin(), shard.pieces.end(),
                                   [&](const ShardPiece& p) { return p.box.contains(piece.box); });
-  return place == shard.pieces.end() || !contiguous(piece.box, shard.local_shape);
+  if (place == shard.pieces.end()) return true;
+  if (shard.places.empty()) return !contiguous(piece.box, shard.local_shape);
+  const auto index = static_cast<size_t>(place - shard.pieces.begin());
+  return !contiguous(piece.box, shard.places[index], shard.local_shape);
 }
 
 bool Packing::packs(const std::vector<ChunkPiece>& pieces, const Chunk& chunk, int32_t rank) const {

@@ -5,6 +5,7 @@
 
 #include "common/checked.h"
 #include "common/error.h"
+#include "layout/box_tiles.h"
 #include "layout/tiling.h"
 
 namespace meshcast {
@@ -54,6 +55,10 @@ class Intersection {
   explicit Intersection(Demand* out) : out_(out) {}
 
   void add(const Problem& problem, int32_t tensor) {
+    if (!problem.src.by_boxes.empty() || !problem.dst.by_boxes.empty()) {
+      add_boxes(problem, tensor);
+      return;
+    }
     const Tiling src = tile_layout(problem.src, problem.shape);
     const Tiling dst = tile_layout(problem.dst, problem.shape);
     // A layout that stays as it is keeps its pending reduction too: nothing is added up, all is copied.
@@ -66,13 +71,7 @@ class Intersection {
       axes[d] = merge_axis(src.axes[d], dst.axes[d]);
       cells = checked_mul(cells, static_cast<int64_t>(axes[d].size()), "number of tasks");
     }
-    cells_ += cells;
-    if (cells_ > kMaxTasks) {
-      throw LayoutError("the layouts cut the tensors into " + std::to_string(cells_) +
-                        " tasks or more, at most " + std::to_string(kMaxTasks) +
-                        " are planned at once: move the tensor in several steps or "
-                        "through a layout that shares more cuts");
-    }
+    count(cells);
     std::vector<size_t> at(ndim, 0);
     std::vector<int64_t> src_part(ndim), dst_part(ndim);
     for (int64_t n = 0; n < cells; ++n) {
@@ -87,8 +86,12 @@ class Intersection {
         dst_part[d] = cell.dst_part;
       }
       task.nbytes = task.box.volume() * problem.element_bytes;
-      emit(std::move(task), src, static_cast<size_t>(src.tile(src_part)),
-           dst.holders[static_cast<size_t>(dst.tile(dst_part))], reduces, same);
+      const auto src_tile = static_cast<size_t>(src.tile(src_part));
+      const std::vector<int32_t>& held = src.holders[src_tile];
+      std::vector<std::pair<int32_t, int32_t>> holders(held.size());
+      for (size_t i = 0; i < held.size(); ++i) holders[i] = {held[i], src.contribution[src_tile][i]};
+      std::sort(holders.begin(), holders.end());
+      emit(std::move(task), holders, dst.holders[static_cast<size_t>(dst.tile(dst_part))], reduces, same);
       for (size_t d = ndim; d-- > 0;) {
         if (++at[d] < axes[d].size()) break;
         at[d] = 0;
@@ -97,13 +100,39 @@ class Intersection {
   }
 
  private:
-  void emit(Task task, const Tiling& src, size_t src_tile, std::vector<int32_t> needed, bool reduces,
-            bool same) {
-    const std::vector<int32_t>& held = src.holders[src_tile];
+  // Where one side lists its boxes, there are no axes to merge: the boxes of both sides meet in pairs.
+  void add_boxes(const Problem& problem, int32_t tensor) {
+    const std::vector<BoxTile> held = box_tiles(problem.src, problem.shape);
+    const std::vector<BoxTile> wanted = box_tiles(problem.dst, problem.shape);
+    const std::vector<TileMeeting> meetings = meet_tiles(held, wanted);
+    const bool same = problem.src == problem.dst;
+    const bool reduces = !same && has_partial(problem.src);
+    count(static_cast<int64_t>(meetings.size()));
+    for (const TileMeeting& meeting : meetings) {
+      Task task;
+      task.tensor = tensor;
+      task.box = meeting.box;
+      task.nbytes = task.box.volume() * problem.element_bytes;
+      std::vector<int32_t> needed;
+      for (const auto& holder : wanted[meeting.wanted].holders) needed.push_back(holder.first);
+      emit(std::move(task), held[meeting.held].holders, std::move(needed), reduces, same);
+    }
+  }
+
+  void count(int64_t cells) {
+    cells_ += cells;
+    if (cells_ > kMaxTasks) {
+      throw LayoutError("the layouts cut the tensors into " + std::to_string(cells_) +
+                        " tasks or more, at most " + std::to_string(kMaxTasks) +
+                        " are planned at once: move the tensor in several steps or "
+                        "through a layout that shares more cuts");
+    }
+  }
+
+  // holders: ascending, each with its contribution.
+  void emit(Task task, const std::vector<std::pair<int32_t, int32_t>>& holders, std::vector<int32_t> needed,
+            bool reduces, bool same) {
     std::sort(needed.begin(), needed.end());
-    std::vector<std::pair<int32_t, int32_t>> holders(held.size());
-    for (size_t i = 0; i < held.size(); ++i) holders[i] = {held[i], src.contribution[src_tile][i]};
-    std::sort(holders.begin(), holders.end());
     task.receivers.reserve(needed.size());
     for (const auto& [rank, contribution] : holders) {
       task.holders.push_back(rank);

@@ -176,7 +176,9 @@ class RankScheduler {
   bool direct(PartRange range) const {
     if (range.end - range.begin != 1) return false;
     const Part& part = program_.parts[static_cast<size_t>(range.begin)];
-    return !casts(part) && form_view(part, form_of(part), nullptr).contiguous();
+    const TensorForm& form = form_of(part);
+    return !casts(part) &&
+           part_view(part, program_.places, form.stride, form.element_bytes, nullptr).contiguous();
   }
 
   bool forwarded_from_staging(const Outgoing& send, const RecvOp& op, const Incoming& recv) const {

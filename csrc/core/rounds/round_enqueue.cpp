@@ -185,8 +185,9 @@ RoundDevice::Stream RoundEngine::stream(StreamRole role, RoundDevice::Stream cal
 StridedView RoundEngine::view(const RoundRun& run, const Part& part) const {
   const bool source = part.side == Side::Source;
   const auto tensor = static_cast<size_t>(part.tensor);
-  const TensorForms& forms = run.rounds().forms;
-  return form_view(part, (source ? forms.source : forms.destination)[tensor],
+  const RankRounds& rounds = run.rounds();
+  const TensorForm& form = (source ? rounds.forms.source : rounds.forms.destination)[tensor];
+  return part_view(part, rounds.program->places, form.stride, form.element_bytes,
                    (source ? run.memory_.source : run.memory_.destination)[tensor]);
 }
 

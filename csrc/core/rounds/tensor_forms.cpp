@@ -39,11 +39,4 @@ void check_forms(const Plan& plan, const TensorForms& forms) {
     check_form(i, forms.source[i], forms.destination[i], forms.wire[i], plan.problems[i].element_bytes);
 }
 
-StridedView form_view(const Part& part, const TensorForm& form, std::byte* base) {
-  StridedView view{base, part.ndim, form.element_bytes, part.extent, form.stride};
-  if (base == nullptr) return view;
-  for (int d = 0; d < part.ndim; ++d) view.data += part.at[d] * form.stride[d];
-  return view;
-}
-
 }  // namespace meshcast

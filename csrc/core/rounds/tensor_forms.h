@@ -37,7 +37,4 @@ struct TensorForms {
 // unpacking can do.
 void check_forms(const Plan& plan, const TensorForms& forms);
 
-// A part of the tensor that begins at `base`.
-StridedView form_view(const Part& part, const TensorForm& form, std::byte* base);
-
 }  // namespace meshcast

@@ -28,13 +28,21 @@ Shard shard_of(const Layout& layout, const std::vector<int64_t>& shape, int32_t 
 }
 
 // Finds `box` in a shard. A planner never cuts a box across two pieces of a shard.
-Part locate(const Shard& shard, const Box& box, int32_t tensor, Side side, int64_t element_bytes) {
-  for (const ShardPiece& piece : shard.pieces) {
+Part locate(const Shard& shard, const Box& box, int32_t tensor, Side side, int64_t element_bytes,
+            std::vector<BoxPlace>* places) {
+  for (size_t i = 0; i < shard.pieces.size(); ++i) {
+    const ShardPiece& piece = shard.pieces[i];
     if (!piece.box.contains(box)) continue;
-    Part part{tensor, side, static_cast<int8_t>(box.ndim), element_bytes, {}, {}};
+    Part part{tensor, side, static_cast<int8_t>(box.ndim), element_bytes, piece.local, {}};
     for (int d = 0; d < box.ndim; ++d) {
-      part.at[d] = piece.local[d] + box.lo[d] - piece.box.lo[d];
+      const int axis = shard.places.empty() ? d : shard.places[i].axis[d];
+      const int64_t step = shard.places.empty() ? 1 : shard.places[i].step[d];
+      part.at[axis] += (box.lo[d] - piece.box.lo[d]) * step;
       part.extent[d] = box.extent(d);
+    }
+    if (!shard.places.empty()) {
+      if (places->empty() || !(places->back() == shard.places[i])) places->push_back(shard.places[i]);
+      part.place = static_cast<int32_t>(places->size()) - 1;
     }
     return part;
   }
@@ -159,11 +167,11 @@ class Projection {
     return static_cast<int32_t>(it - group_.begin());
   }
 
-  CopyOp local_copy(const LocalCopy& copy) const {
+  CopyOp local_copy(const LocalCopy& copy) {
     const LocalShards& local = locals_[copy.tensor];
     const int64_t bytes = plan_.problems[copy.tensor].element_bytes;
-    return {locate(local.source, copy.box, copy.tensor, Side::Source, bytes),
-            locate(local.destination, copy.box, copy.tensor, Side::Destination, bytes)};
+    return {locate(local.source, copy.box, copy.tensor, Side::Source, bytes, &program_.places),
+            locate(local.destination, copy.box, copy.tensor, Side::Destination, bytes, &program_.places)};
   }
 
   PartRange chunk_parts(const Chunk& chunk, Side side) {
@@ -172,8 +180,8 @@ class Projection {
       const ChunkPiece& piece = plan_.pieces[p];
       const LocalShards& local = locals_[piece.tensor];
       const Shard& shard = side == Side::Source ? local.source : local.destination;
-      program_.parts.push_back(
-          locate(shard, piece.box, piece.tensor, side, plan_.problems[piece.tensor].element_bytes));
+      program_.parts.push_back(locate(shard, piece.box, piece.tensor, side,
+                                      plan_.problems[piece.tensor].element_bytes, &program_.places));
     }
     range.end = static_cast<int32_t>(program_.parts.size());
     return range;
@@ -275,6 +283,20 @@ class Projection {
 };
 
 }  // namespace
+
+StridedView part_view(const Part& part, const std::vector<BoxPlace>& places,
+                      const std::array<int64_t, kMaxDims>& stride, int64_t element_bytes, std::byte* base) {
+  StridedView view{base, part.ndim, element_bytes, part.extent, stride};
+  if (part.place >= 0) {
+    const BoxPlace& place = places[static_cast<size_t>(part.place)];
+    for (int d = 0; d < part.ndim; ++d) view.stride[d] = place.step[d] * stride[place.axis[d]];
+  }
+  if (base == nullptr) return view;
+  // Beyond its dimensions a local tensor has strides of 0.
+  const int dims = part.place >= 0 ? kMaxDims : part.ndim;
+  for (int d = 0; d < dims; ++d) view.data += part.at[d] * stride[d];
+  return view;
+}
 
 Program project(const Plan& plan, int32_t rank, const std::vector<int32_t>& group,
                 const std::vector<int32_t>& local) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "layout/box.h"
+#include "memory/strided.h"
 #include "plan/plan.h"
 
 namespace meshcast {
@@ -12,14 +13,15 @@ namespace meshcast {
 // Which of a rank's two local tensors of a problem.
 enum class Side : uint8_t { Source, Destination };
 
-// A box of one local tensor, by local index. Becomes a StridedView once the tensors are known.
+// A box of one local tensor, by local index. Becomes a StridedView once the tensors are known (part_view).
 struct Part {
   int32_t tensor = 0;
   Side side = Side::Source;
   int8_t ndim = 0;
   int64_t element_bytes = 0;
-  std::array<int64_t, kMaxDims> at{};
+  std::array<int64_t, kMaxDims> at{};  // one index for each dimension of the local tensor
   std::array<int64_t, kMaxDims> extent{};
+  int32_t place = -1;  // into Program::places; -1: the box has the dimensions of the local tensor
 };
 
 // Parts [begin, end) of Program::parts, packed one after the other on the wire.
@@ -73,6 +75,7 @@ struct CopyOp {
 struct Program {
   int32_t rank = -1;  // group-local
   std::vector<Part> parts;
+  std::vector<BoxPlace> places;
   std::vector<RecvOp> recvs;
   std::vector<SendOp> sends;
   std::vector<CopyOp> copies;
@@ -85,6 +88,11 @@ struct Program {
   int64_t bytes_sent = 0;
   int64_t bytes_received = 0;
 };
+
+// The memory of a part in a local tensor of these strides (bytes), whose elements of `element_bytes` begin at
+// `base`; without a base only the form of the view is right.
+StridedView part_view(const Part& part, const std::vector<BoxPlace>& places,
+                      const std::array<int64_t, kMaxDims>& stride, int64_t element_bytes, std::byte* base);
 
 // Projects a plan on one rank. `rank` and `group` are global ranks; `group` ascends and holds every rank of
 // the plan. `local` are the ranks that share memory with this one, itself included (or none), and has to be

@@ -48,9 +48,7 @@ Run::Run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label
 StridedView Run::view(const Part& part) const {
   const auto& memories = part.side == Side::Source ? buffers_.source : buffers_.destination;
   const TensorMemory& memory = memories[static_cast<size_t>(part.tensor)];
-  StridedView view{memory.data, part.ndim, part.element_bytes, part.extent, memory.stride};
-  for (int d = 0; d < part.ndim; ++d) view.data += part.at[d] * memory.stride[d];
-  return view;
+  return part_view(part, program_->places, memory.stride, part.element_bytes, memory.data);
 }
 
 int64_t Run::local_position(const Target& target) const {

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..base import checks
+from ..base.json_reader import read_json
 from ..errors import LayoutError
 from ..layout import Layout
 from ..planning.plan import BALANCES, STRATEGIES, Plan, plan
@@ -36,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--src",
         required=True,
         metavar="LAYOUT",
-        help="source: mesh, @ first rank, : sharding per dimension, e.g. 2x4:S0RR",
+        help="source: mesh, @ first rank, : sharding per dimension, e.g. 2x4:S0RR; or boxes by rank, "
+        'e.g. {"0": [[[0, 4], [0, 8]]]}',
     )
     parser.add_argument("--dst", required=True, metavar="LAYOUT", help="destination, e.g. 3x4@8:S0RR")
     group = parser.add_argument_group("topology")
@@ -80,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     layouts = []
     for name in ("--src", "--dst"):
         with _option(name):
-            layout = Layout.parse(getattr(arguments, name[2:]))
+            layout = _read_layout(getattr(arguments, name[2:]))
             layout.shards(shape)
             layouts.append(layout)
     topology = _read_topology(arguments)
@@ -118,6 +120,15 @@ def _option(name: str) -> Iterator[None]:
         raise LayoutError(f"{name}: {error}") from None
     except OSError as error:
         raise LayoutError(f"{name}: cannot write {error.filename}: {error.strerror}") from None
+
+
+def _read_layout(text: str) -> Layout:
+    """The notation, or JSON of boxes by rank: {"0": [[[0, 4], [0, 8]]], ...}."""
+    if not text.lstrip().startswith("{"):
+        return Layout.parse(text)
+    boxes = read_json(text, "layout")
+    ranks = {_read_number(rank, int): listed for rank, listed in boxes.items()}
+    return Layout.from_boxes(ranks)
 
 
 def _read_shape(text: str) -> tuple[int, ...]:

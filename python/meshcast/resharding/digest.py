@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..base.boxes import extents
+
 if TYPE_CHECKING:
+    from ..base.boxes import Piece
     from ..layout import Box, Layout
 
-__all__ = ["shard_digest"]
+__all__ = ["pieces_digest", "shard_digest"]
 
 _ELEMENTS = 1 << 20  # at a time: the mixing takes 24 bytes of memory for each
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,16 +32,25 @@ _SECOND = -7723592293110705685
 def shard_digest(local: torch.Tensor, layout: Layout, shape: Sequence[int], rank: int) -> int:
     """Of this rank's shard, as a signed 64-bit integer; 0 for an empty one. All NaNs count as one value,
     since casts do not keep their payload."""
-    total = 0
-    for owner, _, pieces in layout._core(shape).shards(tuple(shape)):
-        if owner != rank:
-            continue
-        for box, offset in pieces:
-            part = local
-            for dim, ((low, high), begin) in enumerate(zip(box, offset, strict=True)):
-                part = part.narrow(dim, begin, high - low)
-            total += _box_digest(part, box, shape)
+    held = layout.pieces(shape).get(rank)
+    total = 0 if held is None else pieces_digest(local, held[1], shape)
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def pieces_digest(local: torch.Tensor, pieces: Sequence[Piece], shape: Sequence[int]) -> int:
+    """Of boxes in a local tensor, as an integer to be taken modulo 2^64."""
+    return sum(_box_digest(_view(local, piece), piece[0], shape) for piece in pieces)
+
+
+def _view(local: torch.Tensor, piece: Piece) -> torch.Tensor:
+    box, at, axes, steps = piece
+    if not axes and local.ndim == len(box):
+        for dim, ((low, high), begin) in enumerate(zip(box, at, strict=True)):
+            local = local.narrow(dim, begin, high - low)
+        return local
+    strides = [local.stride(axis) * step if step else 0 for axis, step in zip(axes, steps, strict=True)]
+    first = sum(index * stride for index, stride in zip(at, local.stride(), strict=True))
+    return local.as_strided(extents(box), strides, local.storage_offset() + first)
 
 
 def _box_digest(part: torch.Tensor, box: Box, shape: Sequence[int]) -> int:
@@ -64,6 +76,9 @@ def _words(values: torch.Tensor) -> torch.Tensor:
     if values.is_complex():
         parts = torch.view_as_real(values.resolve_conj())
         return _words(parts[..., 0]) * 31 + _words(parts[..., 1])
+    if values.is_floating_point() and values.element_size() == 1:  # torch compares no float8
+        words = values.contiguous().view(torch.uint8).to(torch.int64)
+        return torch.where(values.to(torch.float32).isnan(), torch.full_like(words, 127), words)
     if values.is_floating_point():
         values = torch.where(values != values, torch.full((), math.nan, dtype=values.dtype), values)
     values = values.contiguous()

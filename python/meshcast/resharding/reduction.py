@@ -22,6 +22,8 @@ __all__ = ["Reduction", "check_reducible", "reduced_layout", "reduction_inside",
 def check_reducible(layout: Layout, dtype: torch.dtype, op: str) -> None:
     """Raises LayoutError where partial values of this type cannot be reduced. A Partial mesh dimension of one
     rank reduces nothing."""
+    if not layout.has_partial:
+        return
     for size, placement in zip(layout.mesh_shape, layout.placements, strict=True):
         if not isinstance(placement, Partial) or size == 1:
             continue

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
@@ -19,10 +20,10 @@ from .arguments import Request, call_key, compiled_call, handle_of, start, tell_
 from .compile_trace import traced_reshard
 from .compiled_call import Compiled
 from .memory import check_storage
+from .mesh_family import on_whole_mesh
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
     from ..topology import Topology
@@ -76,8 +77,11 @@ def reshard(
 
     Args:
         x: a DTensor, also on ranks outside its mesh that have one; there a TensorSpec will do. Its local
-            tensor may be strided. Under Partial(op) the values of all ranks are reduced on the way, in the
-            dtype of x; sums and products of floats depend on the order, which is the plan's.
+            tensor may be strided. On a sub-mesh of an init_device_mesh it counts as one on all of that, with
+            a copy in each of the sub-meshes, unless the destination lies inside it or a dimension "pp" is
+            left out; ranks outside then give the spec of that. Under Partial(op) the values of all ranks are
+            reduced on the way, in the dtype of x; sums and products of floats depend on the order, which is
+            the plan's.
         group: process group that holds both meshes; None for the default group.
         dtype: type of the result; the cast happens on the side where fewer bytes travel.
         grad_placements: layout on `mesh` in which the gradient of the result travels back; default:
@@ -294,6 +298,7 @@ def run_call(
     """
     parent = parent_group(group, op)
     limit = seconds(timeout, parent.timeout)
+    requests = [_on_whole_mesh(request) for request in requests]
     records = torch.is_grad_enabled()
     kinds = [call_key(request, records) for request in requests]
     key = None if None in kinds else (op, *kinds, *planned.values())
@@ -308,6 +313,15 @@ def run_call(
     if call is not None:
         call.wait()
     return answer(results)
+
+
+def _on_whole_mesh(request: Request) -> Request:
+    x = request.x
+    if not isinstance(x, DTensor) or getattr(x._spec.mesh, "_root_mesh", None) is None:
+        return request
+    if not isinstance(request.mesh, DeviceMesh):  # refused later
+        return request
+    return request._replace(x=on_whole_mesh(x, request.mesh))
 
 
 def _listed(name: str, value: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,119 +15,311 @@ from ..errors import LayoutError
 from ..layout import Layout
 from ..spec import TensorSpec
 from ..transfers.gpu_offer import own_obstacle
-from .arguments import source_of
 from .memory import check_outs, near, storage_of
-from .state_specs import encode
-from .tensor_move import Destination, Source, positive_placements
+from .state_entries import Held, Reading, Wanted, carried, is_carried, local_of, same_memory
+from .state_specs import OP, encode
+from .tensor_map import TensorMap
+from .tensor_move import positive_placements
 
 if TYPE_CHECKING:
     from ..topology import Topology
 
-__all__ = ["StateCall", "checked_call", "floating_name"]
+__all__ = ["Given", "StateCall", "checked_call", "floating_name"]
 
-_OP = "reshard_state_dict"
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a call as the user gave them; documented at reshard_state_dict."""
+
+    state: Any
+    destinations: Any
+    out: Any = None
+    layouts: Any = None
+    rename: Any = None
+    maps: Any = ()
+    only: Any = None
+    dtype: Any = None
+    scales: Any = None
+    max_bytes_in_flight: Any = None
+    digest: bool = False
+    strict: bool = True
+    strategy: str = "auto"
+    topology: Topology | None = None
 
 
 @dataclass
 class StateCall:
-    """The checked arguments of this rank."""
+    """The checked arguments of this rank. held: by the names that they are sent under; tensors: those of them
+    that are here; meshes: of destinations that have some, with their placements. values: entries that are no
+    tensors, as JSON. The other fields are those of Side."""
 
-    held: dict[str, DTensor]
-    sources: dict[str, Source]
-    destinations: dict[str, Destination]
-    layouts: dict[str, Layout]
-    outs: dict[str, DTensor]
+    held: dict[str, Held]
+    tensors: dict[str, torch.Tensor]
+    wanted: dict[str, Wanted]
+    meshes: dict[str, tuple[DeviceMesh, tuple[Any, ...]]]
+    outs: dict[str, torch.Tensor]
+    values: dict[str, Any]
+    keys: dict[str, str]  # of tensors and values: the key in the state_dict, by name
+    here: frozenset[str]  # names of `tensors`
+    ties: dict[str, str]
+    out_ties: dict[str, str]
+    renamed: dict[str, str | None]
+    unmatched: dict[str, list[str]]
+    selects: bool
+    maps: list[TensorMap]
+    scales: dict[str, Any]
     options: dict[str, Any]
     topology: Topology | None
 
-    def sent(self) -> dict[str, DTensor]:
-        """What is held, with copies of all that shares memory with an output: else neighbours, or a later
-        batch, would read what has already come in."""
-        if not self.outs:
-            return self.held
-        shards = {name: x._local_tensor for name, x in self.held.items()}
-        copied = near(shards, [out._local_tensor for out in self.outs.values()])
+    def sent(self, written: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The memory of what is held, with copies of all that shares some with what this very call writes to:
+        else neighbours, or a later batch, would read what has already come in."""
+        shards = {name: local_of(x) for name, x in self.tensors.items()}
+        if written:
+            for name in near(shards, written):
+                shards[name] = shards[name].clone()
+        return shards
+
+    def watched(self, others: Sequence[torch.Tensor]) -> dict[str, list[tuple[torch.Tensor, int]]]:
+        """What is held in other storages than those that this very call writes to, which are those of the
+        outputs and of `others`; each with its version now."""
+        written = {storage_of(local_of(out)) for out in (*self.outs.values(), *others)}
+        found = {}
+        for name, x in self.tensors.items():
+            if written and storage_of(local_of(x)) in written:
+                continue
+            seen = [x, x._local_tensor] if isinstance(x, DTensor) else [x]
+            found[name] = [(tensor, tensor._version) for tensor in seen if not tensor.is_inference()]
+        return found
+
+    def output_specs(self) -> dict[str, tuple[tuple[int, ...], str, bool]]:
         return {
-            name: DTensor(shards[name].detach().clone(), x._spec, requires_grad=False)
-            if name in copied
-            else x
-            for name, x in self.held.items()
+            name: (tuple(out.shape), checks.dtype_name(out.dtype), not isinstance(out, DTensor))
+            for name, out in self.outs.items()
         }
 
-    def watched(self) -> dict[str, DTensor]:
-        """What is held in other storages than those that this very call writes to."""
-        if not self.outs:
-            return self.held
-        written = {storage_of(out._local_tensor) for out in self.outs.values()}
-        return {name: x for name, x in self.held.items() if storage_of(x._local_tensor) not in written}
-
     def key(self) -> Any:
+        """Equal for calls of one kind."""
         return (
-            tuple((name, s.shape, s.dtype, s.layout, s.device_type) for name, s in self.sources.items()),
-            tuple((name, *where) for name, where in self._wanted().items()),
-            tuple((name, out.shape, out.dtype) for name, out in self.outs.items()),
+            tuple(self.held.items()),
+            tuple(self.wanted.items()),
+            tuple(self.output_specs().items()),
+            tuple(self.ties.items()),
+            tuple(self.out_ties.items()),
+            tuple(self.values),
+            tuple(self.renamed.items()),
+            tuple((argument, tuple(names)) for argument, names in self.unmatched.items()),
+            self.selects,
+            tuple(self.maps),
+            tuple((name, scale, tuple(block)) for name, (scale, block) in self.scales.items()),
             tuple(self.options.items()),
             self.topology,
         )
 
     def text(self) -> str:
-        held = {name: (s.shape, s.dtype, s.layout, s.device_type) for name, s in self.sources.items()}
-        outs = {name: (tuple(out.shape), out.dtype) for name, out in self.outs.items()}
-        obstacles = [own_obstacle(copies_only=copies_only) for copies_only in (False, True)]
-        return encode(held, self._wanted(), outs, self.options, obstacles)
-
-    def _wanted(self) -> dict[str, tuple[Layout, str]]:
-        return {
-            name: (layout, self.destinations[name].mesh.device_type) for name, layout in self.layouts.items()
-        }
+        return encode(self, [own_obstacle(copies_only=copies_only) for copies_only in (False, True)])
 
 
-def checked_call(
-    rank: int, state: Any, destinations: Any, outs: Any, options: dict[str, Any], topology: Any
-) -> StateCall:
-    for name, given in (("state_dict", state), ("destinations", destinations), ("out", outs)):
-        if not isinstance(given, Mapping):
-            raise LayoutError(f"{_OP}: {name} must be a mapping by name, found {type(given).__name__}")
-    if not destinations:
-        raise LayoutError(f"{_OP}: no destinations; give (mesh, placements) for at least one name")
-    targets, layouts = {}, {}
+def checked_call(rank: int, given: Given) -> StateCall:
+    """Raises LayoutError for what is wrong by itself."""
+    state = _mapping("state_dict", given.state)
+    destinations = _mapping("destinations", given.destinations)
+    outs = _mapping("out", given.out)
+    layouts = _mapping("layouts", given.layouts)
+    reading = Reading(rank, layouts)
+    maps = _maps(given.maps)
+    selected, listed = _selection(given.only)
+    options = {
+        "max_bytes_in_flight": None
+        if given.max_bytes_in_flight is None
+        else checks.integer("max_bytes_in_flight", given.max_bytes_in_flight, 1, checks.MAX_INT64),
+        "digest": bool(given.digest),
+        "strict": bool(given.strict),
+        "strategy": given.strategy,
+        "dtype": floating_name(given.dtype) if isinstance(given.dtype, torch.dtype | str) else None,
+    }
+    dtype_of = _dtypes(given.dtype)
+    wanted: dict[str, Wanted] = {}
+    meshes: dict[str, tuple[DeviceMesh, tuple[Any, ...]]] = {}
     for name, where in destinations.items():
-        if not isinstance(where, tuple | list) or len(where) != 2 or not isinstance(where[0], DeviceMesh):
-            raise LayoutError(
-                f"{_OP}: the destination of {name!r} must be (mesh, placements), found {checks.shown(where)}"
-            )
-        targets[name] = Destination(where[0], tuple(where[1]))
-        layouts[name] = Layout(where[0], where[1])
-    held, sources = {}, {}
-    for name, value in state.items():
-        if not options["strict"] and name not in destinations:
+        if selected(name):
+            wanted[name], mesh, placements = reading.wanted(name, where, dtype_of(name))
+            if mesh is not None:
+                meshes[name] = (mesh, placements)
+    new_name, renamed, unmatched = _renaming(given.rename, state)
+    held: dict[str, Held] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, Any] = {}
+    keys: dict[str, str] = {}
+    for old, value in state.items():
+        named = new_name(old)
+        if named is None:
             continue
-        if not isinstance(value, DTensor | TensorSpec):
-            hint = "; wrap it with DTensor.from_local" if isinstance(value, torch.Tensor) else ""
-            raise LayoutError(f"{_OP}: {name!r} is a {type(value).__name__}, expected a DTensor{hint}")
-        source = source_of(value, rank, False, _OP)
-        sources[name] = source
-        if isinstance(value, DTensor) and rank in source.layout.ranks:
-            held[name] = value
-    for name, out in outs.items():
-        _check_out(name, out, targets)
-    check_outs({name: out._local_tensor for name, out in outs.items()}, _OP)
-    return StateCall(held, sources, targets, layouts, dict(outs), options, topology)
+        name = named
+        if name in held or name in values:
+            raise LayoutError(f"{OP}: rename makes {name!r} of {old!r} and of another key of the state_dict")
+        keys[name] = old
+        if isinstance(value, torch.Tensor | TensorSpec):
+            each = held[name] = reading.held(old, value)
+            if isinstance(value, torch.Tensor) and (each.layout is None or rank in each.layout.ranks):
+                tensors[name] = value
+        elif is_carried(value):
+            if selected(name):
+                values[name] = carried(value)
+        elif options["strict"]:
+            raise LayoutError(
+                f"{OP}: {old!r} is a {type(value).__name__}; tensors travel, and None, numbers, text, bytes, "
+                "and lists, tuples and dicts of such; leave it out or pass strict=False"
+            )
+    outputs = {name: out for name, out in outs.items() if selected(name)}
+    for name, out in outputs.items():
+        _check_out(rank, name, out, wanted, meshes)
+    out_ties = same_memory(outputs.items())
+    check_outs({name: local_of(out) for name, out in outputs.items() if name not in out_ties}, OP)
+    return StateCall(
+        held=held,
+        tensors=tensors,
+        wanted=wanted,
+        meshes=meshes,
+        outs=outputs,
+        values=values,
+        keys=keys,
+        here=frozenset(tensors),
+        ties=same_memory(tensors.items()),
+        out_ties=out_ties,
+        renamed=renamed,
+        unmatched={
+            "rename": unmatched,
+            "only": [name for name in listed if name not in wanted and name not in values],
+            "layouts": [new_name(old) or old for old in layouts if old not in state],
+            "dtype": [name for name in given.dtype if name not in wanted]
+            if isinstance(given.dtype, Mapping) and given.only is None
+            else [],
+        },
+        selects=given.only is not None,
+        maps=maps,
+        scales=_scales(given.scales),
+        options=options,
+        topology=given.topology,
+    )
 
 
 def floating_name(dtype: Any) -> str:
     found = checks.dtype(dtype)
     if not found.is_floating_point:
-        raise LayoutError(f"{_OP}: dtype {found}: only floating-point tensors are cast, to a floating dtype")
+        raise LayoutError(f"{OP}: dtype {found}: only floating-point tensors are cast, to a floating dtype")
     return checks.dtype_name(found)
 
 
-def _check_out(name: str, out: Any, targets: Mapping[str, Destination]) -> None:
-    if name not in targets:
-        raise LayoutError(f"{_OP}: out has {name!r}, for which no destination is given")
-    if not isinstance(out, DTensor):
-        raise LayoutError(f"{_OP}: the output of {name!r} is a {type(out).__name__}, expected a DTensor")
-    expected = Layout(targets[name].mesh, positive_placements(targets[name].placements, out.ndim))
-    found = Layout(out.device_mesh, out.placements)
-    if expected != found or out.device_mesh != targets[name].mesh:
-        raise LayoutError(f"{_OP}: the output of {name!r} is under {found}, its destination is {expected}")
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise LayoutError(f"{OP}: {name} must be a mapping by name, found {type(value).__name__}")
+    return value
+
+
+def _maps(given: Any) -> list[TensorMap]:
+    maps = [given] if isinstance(given, TensorMap) else list(checks.listed(f"{OP}: maps", given or ()))
+    made: set[str] = set()
+    for each in maps:
+        if not isinstance(each, TensorMap):
+            raise LayoutError(f"{OP}: maps has {checks.shown(each)}: expected a meshcast.TensorMap")
+        for name in each.targets:
+            if name in made:
+                raise LayoutError(f"{OP}: two maps make {name!r}")
+            made.add(name)
+        if not each.targets:
+            raise LayoutError(f"{OP}: {each} has no targets")
+    return maps
+
+
+def _selection(only: Any) -> tuple[Callable[[str], bool], Sequence[str]]:
+    """Which names a call is about, and those that are listed."""
+    if only is None:
+        return (lambda _: True), ()
+    if callable(only):
+        return (lambda name: bool(only(name))), ()
+    listed = checks.listed(f"{OP}: only", only)
+    chosen = set(listed)
+    return (lambda name: name in chosen), listed
+
+
+def _renaming(
+    rename: Any, state: Mapping[str, Any]
+) -> tuple[Callable[[str], str | None], dict[str, str | None], list[str]]:
+    """The name that each key gets, None to leave it out; what a dict of names says of own keys, and its other
+    keys."""
+    if rename is None:
+        return (lambda name: name), {}, []
+    if callable(rename):
+        return (lambda name: _name(name, rename(name))), {}, []
+    table = {old: _name(old, new) for old, new in _mapping("rename", rename).items()}
+    known = {old: new for old, new in table.items() if old in state}
+    return (lambda name: table.get(name, name)), known, [old for old in table if old not in state]
+
+
+def _name(old: str, new: Any) -> str | None:
+    if new is not None and not isinstance(new, str):
+        raise LayoutError(f"{OP}: rename makes {checks.shown(new)} of {old!r}: expected a name, or None")
+    return new
+
+
+def _dtypes(given: Any) -> Callable[[str], str | None]:
+    """The dtype asked for by name, where that differs by name."""
+    if given is None or isinstance(given, torch.dtype | str):
+        return lambda _: None
+    if not callable(given) and not isinstance(given, Mapping):
+        raise LayoutError(
+            f"{OP}: dtype {checks.shown(given)}: expected a torch dtype, a mapping by name or a function of "
+            "the name"
+        )
+    ask = given.get if isinstance(given, Mapping) else given
+
+    def asked(name: str) -> str | None:
+        found = ask(name)
+        return None if found is None else floating_name(found)
+
+    return asked
+
+
+def _scales(given: Any) -> dict[str, Any]:
+    scales: dict[str, Any] = {}
+    for name, pair in _mapping("scales", given).items():
+        read = checks.listed(f"{OP}: scales of {name!r}", pair)
+        if len(read) != 2 or not isinstance(read[0], str):
+            raise LayoutError(
+                f"{OP}: scales has {checks.shown(pair)} for {name!r}: expected the name of its scales and "
+                "the sizes of a block"
+            )
+        block = checks.listed(f"{OP}: block of {name!r}", read[1])
+        sizes = [checks.integer(f"{OP}: block of {name!r}", by, 1, checks.MAX_INT64) for by in block]
+        scales[name] = [read[0], sizes]
+    return scales
+
+
+def _check_out(
+    rank: int, name: str, out: Any, wanted: Mapping[str, Wanted], meshes: Mapping[str, Any]
+) -> None:
+    if name not in wanted:
+        raise LayoutError(f"{OP}: out has {name!r}, for which no destination is given")
+    if not isinstance(out, torch.Tensor):
+        raise LayoutError(f"{OP}: the output of {name!r} is a {type(out).__name__}, expected a DTensor")
+    where = wanted[name].layout
+    if isinstance(out, DTensor):
+        mesh, placements = meshes.get(name, (None, ()))
+        if mesh is None:
+            raise LayoutError(f"{OP}: the output of {name!r} is a DTensor, its destination {where} plain")
+        expected = Layout(mesh, positive_placements(placements, out.ndim))
+        found = Layout(out.device_mesh, out.placements)
+        if expected != found or out.device_mesh != mesh:
+            raise LayoutError(f"{OP}: the output of {name!r} is under {found}, its destination is {expected}")
+        return
+    whole = not where.by_boxes and all(p.is_replicate() for p in where.placements)
+    if not (wanted[name].plain or whole):
+        raise LayoutError(
+            f"{OP}: the output of {name!r} is a plain tensor, its destination {where} no whole copy; give a "
+            "DTensor, or a Layout as destination"
+        )
+    if rank not in where.ranks:
+        raise LayoutError(f"{OP}: rank {rank} has an output for {name!r}, but is not in {where}")

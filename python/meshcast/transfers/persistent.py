@@ -25,6 +25,7 @@ from .shards import Shards, check_shards, filled, resolved, tensor_text
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from ..layout import Layout
     from ..topology import Topology
     from .casts import Casts
 
@@ -96,9 +97,13 @@ class PersistentTransfer:
         self._backward = backward
         self._op, self._options, self._lane, self._kind = op, options, lane, kind
         self._medium, self._device_types = medium or HostMedium(), device_types
-        # local_shapes() also checks the layout against the shape.
-        self._source = [src.local_shapes(shape).get(parent.rank) for shape, _, src, _ in self.problems]
-        self._destination = [dst.local_shapes(shape).get(parent.rank) for shape, _, _, dst in self.problems]
+        known: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...] | None] = {}
+        for shape, _, src, dst in self.problems:
+            for layout in (src, dst):
+                if (layout, shape) not in known:  # local_shapes() also checks the layout against the shape
+                    known[layout, shape] = layout.local_shapes(shape).get(parent.rank)
+        self._source = [known[src, shape] for shape, _, src, _ in self.problems]
+        self._destination = [known[dst, shape] for shape, _, _, dst in self.problems]
         if all(shape is None for shape in (*self._source, *self._destination)):
             raise LayoutError(f"{op}: rank {parent.rank} is in neither mesh", rank=parent.rank, op=op)
         self._parent = parent

@@ -241,7 +241,9 @@ inline void count_casts(const RankRounds& rounds, CastCounts* counts) {
       for (int32_t p = op.parts.begin; p < op.parts.end; ++p) {
         const Part& part = program.parts[static_cast<size_t>(p)];
         (casts(part) ? cast : plain) += 1;
-        if (!casts(part) || !form_view(part, form(part), nullptr).contiguous()) continue;
+        if (!casts(part) ||
+            !part_view(part, program.places, form(part).stride, form(part).element_bytes, nullptr).contiguous())
+          continue;
         if (op.kind == KernelKind::Unpack) ++counts->unpacked;
         if (op.kind == KernelKind::Pack) ++(part.side == Side::Source ? counts->packed : counts->forwarded);
       }

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "layout/layout.h"
+
+namespace meshcast {
+
+// A box with all ranks that hold it, ascending, each with the number of its partial value (0 without Partial).
+struct BoxTile {
+  Box box;
+  std::vector<std::pair<int32_t, int32_t>> holders;
+};
+
+// Any valid layout as boxes that do not overlap, in row-major order. Where boxes of several ranks overlap, they
+// are cut. Throws LayoutError beyond the largest number of boxes.
+std::vector<BoxTile> box_tiles(const Layout& layout, const std::vector<int64_t>& shape);
+
+// Where a box that is held and one that is wanted meet, by their indices.
+struct TileMeeting {
+  Box box;
+  size_t held = 0;
+  size_t wanted = 0;
+};
+
+// All of them, in row-major order. Throws LayoutError naming a box that is wanted and not held.
+std::vector<TileMeeting> meet_tiles(const std::vector<BoxTile>& held, const std::vector<BoxTile>& wanted);
+
+}  // namespace meshcast

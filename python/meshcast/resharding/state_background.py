@@ -1,0 +1,142 @@
+"""Calls of reshard_state_dict that run beside their caller, one after the other.
+
+They have private groups of their own, so that they need no order with other calls of the process group.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..groups.parent import ParentGroup
+from ..transfers.call import Call
+from ..transfers.handle import Handle
+from .state_kept import Known
+from .state_results import ReshardedState
+from .state_run import Conversation, Prepared, conversation
+from .state_specs import OP
+
+__all__ = ["beside", "started"]
+
+_QUEUE = "background reshard_state_dict"
+
+
+class _Queue:
+    """Work of one process group. Its thread ends when there is none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[_Work] = deque()
+        self._busy = False
+
+    def put(self, work: _Work) -> None:
+        with self._lock:
+            self._waiting.append(work)
+            if self._busy:
+                return
+            self._busy = True
+        thread = threading.Thread(target=self._run, name="meshcast-state", daemon=True)
+        try:
+            thread.start()
+        except (
+            RuntimeError
+        ):  # no thread is to be had: the other ranks wait for this one, so it comes by itself
+            self._run()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._busy = False
+                    return
+                work = self._waiting.popleft()
+            work.run()
+
+
+class _Work:
+    """One call; what a Call waits for. On a GPU it is behind what the caller's stream held, as a call that
+    blocks would be."""
+
+    def __init__(self, step: Callable[[], list[Call]]) -> None:
+        self._step = step
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._made: list[Call] = []
+        self._future: torch.futures.Future[None] = torch.futures.Future()
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def run(self) -> None:
+        try:
+            if self._stream is None:
+                self._made = self._step()
+            else:
+                torch.cuda.set_device(self._stream.device)
+                with torch.cuda.stream(self._stream):
+                    self._made = self._step()
+        except BaseException as error:
+            self._error = error
+        finally:
+            del self._step  # and the tensors that it holds
+            self._ended.set()
+            self._future.set_result(None)
+
+    def wait(self) -> bool:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return self._future
+
+    def figures(self) -> dict[str, Any]:
+        each = [call.statistics() for call in self._made if call.statistics is not None]
+        return {
+            name: sum(figures[name] for figures in each)
+            for name in ("bytes_sent", "bytes_received", "seconds")
+        }
+
+
+def beside(parent: ParentGroup) -> Conversation:
+    """The conversation of the calls that run beside others. Versions are those of the process group."""
+    twin = parent.twin(OP)
+    found: Conversation | None = twin.extras.get(OP)
+    if found is None:
+        found = twin.extras[OP] = Conversation(twin, conversation(parent).versions)
+    return found
+
+
+def started(
+    parent: ParentGroup,
+    prepared: Prepared,
+    limit: float,
+    run: Callable[[Conversation, float, ReshardedState], tuple[Known, list[Call]]] | None = None,
+) -> Handle[ReshardedState]:
+    """Starts a call. limit: seconds. run: what to do in place of Conversation.run alone."""
+    talk = beside(parent)
+    queue: _Queue = talk.parent.extras.setdefault(_QUEUE, _Queue())
+    result = ReshardedState()
+    bounds: list[float] = []
+    deadline = time.monotonic() + limit
+
+    def step() -> list[Call]:
+        if run is None:
+            kind, made = talk.run(prepared, deadline, result)
+        else:
+            kind, made = run(talk, deadline, result)
+        bounds.extend(batch.bound() for batch in kind.batches)
+        return made
+
+    work = _Work(step)
+    call = Call(OP, limit)
+    call.started(work, work.figures)
+    queue.put(work)
+    return Handle(call, result, lambda: sum(bounds))

@@ -1,0 +1,120 @@
+"""What arrived is what was sent: digests of the moves of a call, and source tensors that stayed unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..base.boxes import Piece
+from ..errors import MeshcastError
+from ..layout import Box, Layout
+from ..planning.plan import Problem
+from .digest import pieces_digest, shard_digest
+from .state_batches import Part
+from .state_specs import OP
+
+__all__ = ["Digests", "check_whole", "torn"]
+
+_MODULUS = 1 << 64
+
+
+class Digests:
+    """This rank's digests of a call, by position of the move. Where a layout lists boxes, each element of the
+    source counts as often as it is wanted: ranks may want boxes that overlap."""
+
+    def __init__(self, rank: int, moves: int) -> None:
+        self._rank = rank
+        self._numbers = {"src": [0] * moves, "dst": [0] * moves}
+
+    def observe(self, part: Part, side: str, local: torch.Tensor) -> None:
+        """Takes the digest of a shard as it travels."""
+        shape, _, src, dst = part.problem
+        if not (src.by_boxes or dst.by_boxes):
+            digest = shard_digest(local, src if side == "src" else dst, shape, self._rank)
+        elif side == "dst":
+            digest = pieces_digest(local, dst.pieces(shape)[self._rank][1], shape)
+        else:
+            own = src.pieces(shape)[self._rank][1]
+            digest = sum(
+                times * pieces_digest(local, _inside(own, box), shape)
+                for box, times in _counted(part.problem, self._rank)
+            )
+        self._numbers[side][part.number] = (digest + _MODULUS // 2) % _MODULUS - _MODULUS // 2
+
+    def row(self) -> list[int]:
+        return self._numbers["src"] + self._numbers["dst"]
+
+
+def _counted(problem: Problem, rank: int) -> list[tuple[Box, int]]:
+    """The boxes of the source that this rank counts, being the first of their holders, and how many ranks
+    want each."""
+    shape, _, src, dst = problem
+    wanted = dst._core(shape).tiles(shape)
+    found = []
+    for box, holders in src._core(shape).tiles(shape):
+        if holders[0] == rank:
+            for other, ranks in wanted:
+                common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
+                if all(low < high for low, high in common):
+                    found.append((common, len(ranks)))
+    return found
+
+
+def _inside(pieces: Sequence[Piece], box: Box) -> list[Piece]:
+    """The parts of pieces that are in a box."""
+    found = []
+    for own, at, axes, steps in pieces:
+        common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, box, strict=True))
+        if all(low < high for low, high in common):
+            local = list(at)
+            for dim, ((low, _), (begin, _)) in enumerate(zip(own, common, strict=True)):
+                local[axes[dim] if axes else dim] += (begin - low) * (steps[dim] if steps else 1)
+            found.append((common, tuple(local), axes, steps))
+    return found
+
+
+def check_whole(
+    parts: Sequence[Part], changed: Sequence[str], rows: Mapping[int, list[int]], rank: int, digest: bool
+) -> None:
+    """Raises unless every holder's weights stayed as they were, and, with digests, arrived as they were.
+    parts: by number. changed: names by the number that rows begin with, -1 where nothing changed."""
+    for other, row in rows.items():
+        if row[0] >= 0:
+            raise torn(
+                f"rank {other} changed {changed[row[0]]!r} in place while it travelled; let the call "
+                "return before the next optimiser step",
+                rank,
+                other,
+            )
+    if not digest:
+        return
+    for number, part in enumerate(parts):
+        name = part.move.source
+        shape, _, src, dst = part.problem
+        sent = {other: row[1 + number] for other, row in rows.items()}
+        arrived = {other: row[1 + len(parts) + number] for other, row in rows.items()}
+        if src.by_boxes or dst.by_boxes:
+            same = (sum(sent.values()) - sum(arrived.values())) % _MODULUS == 0
+        else:
+            same = _total(name, shape, src, "source", sent, rank) == _total(
+                name, shape, dst, "result", arrived, rank
+            )
+        if not same:
+            raise torn(f"{name!r} did not arrive as it was sent: the digests differ", rank, None)
+
+
+def _total(
+    name: str, shape: tuple[int, ...], layout: Layout, what: str, digests: Mapping[int, int], rank: int
+) -> int:
+    """The digest of the whole tensor, once the replicas of each shard agree."""
+    first: dict[tuple[Box, ...], int] = {}
+    for owner, boxes in layout.shards(shape).items():
+        same = first.setdefault(tuple(boxes), owner)
+        if digests[same] != digests[owner]:
+            raise torn(f"the replicas of {name!r} on ranks {same} and {owner} differ ({what})", rank, owner)
+    return sum(digests[owner] for owner in first.values()) % _MODULUS
+
+
+def torn(text: str, rank: int, peer: int | None) -> MeshcastError:
+    return MeshcastError(f"{OP}: {text}", rank=rank, peer=peer, op=OP, phase="transfer")

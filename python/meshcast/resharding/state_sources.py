@@ -1,0 +1,223 @@
+"""Where the tensors of a call are and where they go, as all ranks say together. Every rank has the same
+sides, so that all raise alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from ..errors import LayoutError
+from ..layout import Layout
+from .mesh_family import joined
+from .state_entries import Held
+from .state_layouts import copies_on, positive
+from .state_specs import OP, Side, held_text, mismatch, names_text, wanted_text
+
+__all__ = ["Goal", "Origin", "Said"]
+
+
+class Origin(NamedTuple):
+    """A tensor at its source."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+    device_type: str
+
+
+class Goal(NamedTuple):
+    """A tensor at its destination. dtype: asked for, None as the source."""
+
+    layout: Layout
+    device_type: str
+    dtype: str | None
+
+
+class Said:
+    """What all ranks said. rank: this one, for errors."""
+
+    def __init__(self, sides: Mapping[int, Side], rank: int) -> None:
+        self.sides = sides
+        self.rank = rank
+        self.ranks = sorted(sides)
+        self._origins: dict[str, Origin] = {}
+        self._holders: dict[str, dict[int, Held]] = {}
+        for other in self.ranks:
+            for name, held in sides[other].held.items():
+                self._holders.setdefault(name, {})[other] = held
+
+    @property
+    def first(self) -> Side:
+        return self.sides[self.ranks[0]]
+
+    def names(self) -> list[str]:
+        """Of all destinations, in the order in which the ranks say them."""
+        found: dict[str, None] = {}
+        for rank in self.ranks:
+            found.update(dict.fromkeys(self.sides[rank].wanted))
+        return list(found)
+
+    def holders(self, name: str) -> dict[int, Held]:
+        """What each rank that has it says of a tensor, by ascending rank."""
+        return self._holders.get(name, {})
+
+    def goal(self, name: str) -> Goal:
+        """Raises PlanMismatchError where ranks name unlike destinations, or one inside names none."""
+        said = {rank: self.sides[rank].wanted[name] for rank in self.ranks if name in self.sides[rank].wanted}
+        first_rank, first = next(iter(said.items()))
+        layout: Layout | None = first.layout
+        for rank, other in said.items():
+            if other is not first and other != first:
+                same = (other.device_type, other.dtype) == (first.device_type, first.dtype)
+                layout = joined({r: (w.layout, w.family) for r, w in said.items()}) if same else None
+                if layout is None:
+                    raise mismatch(
+                        f"the destination of {name!r} is {wanted_text(first)} on rank {first_rank}, but "
+                        f"{wanted_text(other)} on rank {rank}",
+                        self.rank,
+                    )
+        assert layout is not None
+        for rank in layout.ranks:
+            if rank not in self.sides:
+                raise self._outside(f"the destination of {name!r}", rank)
+            if rank not in said:
+                raise mismatch(
+                    f"ranks {first_rank} and {rank} ask for different tensors: rank {rank} is in the "
+                    f"destination of {name!r}, {layout}, but names none for it",
+                    self.rank,
+                )
+        return Goal(layout, first.device_type, first.dtype)
+
+    def origin(self, name: str) -> Origin:
+        """Raises LayoutError where nobody, or not every rank that should, has it; PlanMismatchError where
+        ranks describe it unlike each other."""
+        found = self._origins.get(name)
+        if found is None:
+            found = self._origins[name] = self._origin(name)
+        return found
+
+    def check_asked(self, name: str) -> None:
+        """Raises unless some rank has a tensor that is asked for by this name."""
+        if name in self._holders:
+            return
+        naming = [rank for rank in self.ranks if name in self.sides[rank].wanted]
+        if len(naming) < len(self.ranks):
+            other = next(rank for rank in self.ranks if rank not in naming)
+            raise mismatch(
+                f"ranks {naming[0]} and {other} ask for different tensors: only ranks {naming} name "
+                f"{name!r}, which no rank's state_dict has",
+                self.rank,
+            )
+        raise LayoutError(
+            f"{OP}: no rank's state_dict has the key {name!r}, for which a destination is given",
+            rank=self.rank,
+            op=OP,
+        )
+
+    def _origin(self, name: str) -> Origin:
+        holders = self.holders(name)
+        first_rank, first = next(iter(holders.items()))
+        for rank, other in holders.items():
+            alike = other is first or (
+                (other.shape, other.dtype, other.device_type, other.layout is None)
+                == (first.shape, first.dtype, first.device_type, first.layout is None)
+            )
+            if not alike:
+                raise self._unlike(name, first_rank, first, rank, other)
+        if first.layout is None:
+            return Origin(first.shape, first.dtype, copies_on(sorted(holders)), first.device_type)
+        inside = {r: h for r, h in holders.items() if h.layout is not None and r in h.layout.ranks}
+        outside = {r: h for r, h in holders.items() if r not in inside}
+        told = inside or outside
+        layout = joined({r: (h.layout, h.family) for r, h in told.items() if h.layout is not None})
+        if layout is None:
+            rank, other = next(
+                (r, h) for r, h in told.items() if h.layout != next(iter(told.values())).layout
+            )
+            raise self._unlike(name, next(iter(told)), next(iter(told.values())), rank, other)
+        for rank, spec in outside.items():  # which may know one of the sub-meshes, or describe all of them
+            if spec.layout != layout and spec.layout not in {h.layout for h in inside.values()}:
+                assert spec.layout is not None
+                if spec.layout.shards(first.shape) != layout.shards(first.shape):
+                    raise self._unlike(name, next(iter(told)), next(iter(told.values())), rank, spec)
+        for rank in layout.ranks:
+            if rank not in self.sides:
+                raise self._outside(repr(name), rank)
+            if rank not in holders:
+                raise LayoutError(
+                    f"{OP}: rank {rank} is in the mesh of {name!r} but its state_dict has no such key",
+                    rank=self.rank,
+                    op=OP,
+                )
+        return Origin(first.shape, first.dtype, positive(layout, len(first.shape)), first.device_type)
+
+    def check_options(self) -> None:
+        """Raises where ranks call otherwise, or a name that one gives is known to none."""
+        for other in self.ranks[1:]:
+            side = self.sides[other]
+            for what in ("options", "maps", "scales"):
+                mine, theirs = getattr(self.first, what), getattr(side, what)
+                if mine != theirs:
+                    raise mismatch(
+                        f"the {what} are {_brief(mine)} on rank {self.ranks[0]}, but {_brief(theirs)} on "
+                        f"rank {other}",
+                        self.rank,
+                    )
+        new: dict[str, tuple[int, str | None]] = {}
+        for rank in self.ranks:
+            for old, name in self.sides[rank].renamed.items():
+                before, earlier = new.setdefault(old, (rank, name))
+                if earlier != name:
+                    raise mismatch(
+                        f"rename makes {earlier!r} of {old!r} on rank {before}, but {name!r} on rank {rank}",
+                        self.rank,
+                    )
+        wanted = {name for side in self.sides.values() for name in (*side.wanted, *side.carried)}
+        for argument, known, what in (
+            ("rename", new, "no rank's state_dict has"),
+            ("layouts", self._holders, "no rank's state_dict has"),
+            ("only", wanted, "no destination is given for"),
+            ("dtype", wanted, "no destination is given for"),
+        ):
+            for rank in self.ranks:
+                odd = [name for name in self.sides[rank].unmatched[argument] if name not in known]
+                if odd:
+                    raise LayoutError(
+                        f"{OP}: {argument}= on rank {rank} names what {what}: {names_text(odd)}",
+                        rank=self.rank,
+                        op=OP,
+                    )
+
+    def check_extra(self, used: set[str]) -> None:
+        """Raises where a rank holds what nobody asked for."""
+        if not self.first.options["strict"] or any(side.selects for side in self.sides.values()):
+            return
+        for holder in self.ranks:
+            extra = [name for name in self.sides[holder].held if name not in used]
+            if extra:
+                raise LayoutError(
+                    f"{OP}: rank {holder} holds {names_text(extra)}, for which no destination is given; add "
+                    "one or pass strict=False",
+                    rank=self.rank,
+                    op=OP,
+                )
+
+    def _outside(self, what: str, rank: int) -> LayoutError:
+        return LayoutError(
+            f"{OP}: {what} is on rank {rank}, which is not in the group; pass group= a group that holds all "
+            "meshes",
+            rank=self.rank,
+            op=OP,
+        )
+
+    def _unlike(self, name: str, a: int, first: Held, b: int, second: Held) -> Exception:
+        return mismatch(
+            f"{name!r} is {held_text(first)} on rank {a}, but {held_text(second)} on rank {b}", self.rank
+        )
+
+
+def _brief(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 300 else f"{text[:297]}..."

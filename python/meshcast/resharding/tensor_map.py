@@ -1,0 +1,279 @@
+"""TensorMap: tensors that are joined, cut, stacked or transposed on their way, said once and planned as
+boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..base import checks
+from ..errors import LayoutError
+
+__all__ = ["Block", "TensorMap", "mapped"]
+
+_Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """Which tensors of the source make which tensors of the destination. Nothing is joined in memory: each
+    box travels from where it is to where it belongs.
+
+    Args:
+        sources: name of a tensor of the state_dict, or several; a TensorMap without targets stands for what
+            it joins.
+        targets: name of a tensor of the destinations, or several.
+        dim: along which several sources are joined, as torch.cat does, and several targets are cut.
+        sizes: of several targets along `dim`; None: equal ones.
+        stack: several sources become slices along a new dimension `dim`, as torch.stack does; or several
+            targets are the slices of one source along it.
+        groups: each of several sources (or targets) is cut into so many equal parts along `dim`, and the
+            parts take turns: first those of the first group, in the order of the names. So are q, k and v
+            interleaved by key heads.
+        permute: the dimensions of every source in the order in which the target has them, as torch.permute.
+
+    Maps are the same on every rank. Raises LayoutError for arguments that are wrong by themselves; whether
+    they fit the tensors is seen in the call.
+
+    Example::
+
+        qkv = meshcast.TensorMap(["q.weight", "k.weight", "v.weight"], "qkv.weight")
+        experts = meshcast.TensorMap([f"experts.{i}.w" for i in range(8)], "experts.w", stack=True)
+        turned = meshcast.TensorMap("proj.weight", "proj.kernel", permute=(1, 0))
+        back = meshcast.TensorMap("gate_up", ["gate", "up"], sizes=[1024, 1024])
+    """
+
+    sources: str | TensorMap | Sequence[str | TensorMap]
+    targets: str | Sequence[str] = ()
+    dim: int = 0
+    sizes: Sequence[int] | None = None
+    stack: bool = False
+    groups: int = 1
+    permute: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        sources = _listed("sources", self.sources, (str, TensorMap))
+        targets = _listed("targets", self.targets, (str,))
+        if not sources:
+            raise LayoutError("TensorMap: sources is empty; name at least one tensor")
+        for each in sources:
+            if isinstance(each, TensorMap) and each.targets:
+                raise LayoutError(f"TensorMap: {each} is a source of another map, and has targets of its own")
+        if len(set(targets)) != len(targets):
+            raise LayoutError(f"TensorMap: targets {list(targets)} name a tensor twice")
+        groups = checks.integer("TensorMap: groups", self.groups, 1, 1 << 20)
+        if len(sources) > 1 and len(targets) > 1 and (self.stack or groups > 1):
+            raise LayoutError("TensorMap: stack and groups need one source or one target")
+        if self.stack and groups > 1:
+            raise LayoutError("TensorMap: slices of a new dimension take no turns; leave out stack or groups")
+        sizes = self.sizes
+        if sizes is not None:
+            sizes = tuple(
+                checks.integer("TensorMap: size", size, 0, checks.MAX_INT64)
+                for size in checks.listed("TensorMap: sizes", sizes)
+            )
+            if len(sizes) != len(targets) or self.stack:
+                raise LayoutError(f"TensorMap: {len(sizes)} sizes for {len(targets)} targets along `dim`")
+        permute = self.permute
+        if permute is not None:
+            permute = tuple(
+                checks.integer("TensorMap: permute", dim, 0, checks.MAX_DIMS - 1)
+                for dim in checks.listed("TensorMap: permute", permute)
+            )
+            if sorted(permute) != list(range(len(permute))):
+                raise LayoutError(f"TensorMap: permute {permute} does not name every dimension once")
+        dim = checks.integer("TensorMap: dim", self.dim, -checks.MAX_DIMS, checks.MAX_DIMS)
+        fields = {"sources": sources, "targets": targets, "dim": dim, "sizes": sizes}
+        fields |= {"stack": bool(self.stack), "groups": groups, "permute": permute}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def _sources(self) -> tuple[str | TensorMap, ...]:
+        return self.sources  # type: ignore[return-value]  # of any kind only until it is checked
+
+    def names(self) -> list[str]:
+        """Of all its sources, also those of maps in it."""
+        found: list[str] = []
+        for each in self._sources():
+            found += each.names() if isinstance(each, TensorMap) else [each]
+        return found
+
+    def wire(self) -> list[Any]:
+        """As JSON has it; equal for equal maps."""
+        return [
+            [each.wire() if isinstance(each, TensorMap) else each for each in self._sources()],
+            list(self.targets),
+            self.dim,
+            None if self.sizes is None else list(self.sizes),
+            self.stack,
+            self.groups,
+            None if self.permute is None else list(self.permute),
+        ]
+
+
+def _listed(name: str, value: Any, kinds: tuple[type, ...]) -> tuple[Any, ...]:
+    listed = (value,) if isinstance(value, kinds) else checks.listed(f"TensorMap: {name}", value)
+    for each in listed:
+        if not isinstance(each, kinds):
+            raise LayoutError(f"TensorMap: {name} has {checks.shown(each)}: expected names of tensors")
+    return listed
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of a source, and where it lies in something that sources make. axes: for each dimension of the
+    source the one that it lies along there; None: a dimension of one element that is gone."""
+
+    source: str
+    low: _Shape  # of the box, in the source
+    sizes: _Shape  # likewise
+    axes: tuple[int | None, ...]
+    at: _Shape  # of its first element, there
+
+    def clipped(self, dim: int, low: int, high: int) -> Block | None:
+        """Its part in [low, high) of a dimension there."""
+        if dim not in self.axes:
+            return self if low <= self.at[dim] < high else None
+        own = self.axes.index(dim)
+        begin, end = max(low, self.at[dim]), min(high, self.at[dim] + self.sizes[own])
+        if begin >= end:
+            return None
+        return replace(
+            self,
+            low=_with(self.low, own, self.low[own] + begin - self.at[dim]),
+            sizes=_with(self.sizes, own, end - begin),
+            at=_with(self.at, dim, begin),
+        )
+
+    def moved(self, dim: int, by: int) -> Block:
+        return replace(self, at=_with(self.at, dim, self.at[dim] + by))
+
+    def without(self, dim: int) -> Block:
+        """Where that dimension, in which it has one element, is gone."""
+        axes = tuple(None if axis is None or axis == dim else axis - (axis > dim) for axis in self.axes)
+        return replace(self, axes=axes, at=self.at[:dim] + self.at[dim + 1 :])
+
+    def beside(self, dim: int, index: int) -> Block:
+        """In slice `index` of a new dimension."""
+        axes = tuple(None if axis is None else axis + (axis >= dim) for axis in self.axes)
+        return replace(self, axes=axes, at=(*self.at[:dim], index, *self.at[dim:]))
+
+    def permuted(self, order: Sequence[int]) -> Block:
+        axes = tuple(None if axis is None else order.index(axis) for axis in self.axes)
+        return replace(self, axes=axes, at=tuple(self.at[dim] for dim in order))
+
+
+def mapped(each: TensorMap, shapes: Mapping[str, _Shape]) -> dict[str, tuple[_Shape, list[Block]]]:
+    """For each target its shape and the blocks that make it. Raises LayoutError where the map does not fit
+    the shapes of the sources."""
+    shape, blocks = _joined(each, shapes)
+    if len(each.targets) == 1:
+        return {each.targets[0]: (shape, blocks)}
+    dim = _dimension(each, len(shape))
+    if each.stack:
+        if shape[dim] != len(each.targets):
+            raise _unfit(each, f"{len(each.targets)} slices are named, but there are {shape[dim]} of {shape}")
+        rest = shape[:dim] + shape[dim + 1 :]
+        return {
+            name: (rest, [part.without(dim) for part in _within(blocks, dim, index, index + 1)])
+            for index, name in enumerate(each.targets)
+        }
+    sizes = each.sizes
+    if sizes is None:
+        if shape[dim] % len(each.targets):
+            raise _unfit(each, f"{shape[dim]} of {shape} cannot be cut into {len(each.targets)} equal parts")
+        sizes = (shape[dim] // len(each.targets),) * len(each.targets)
+    if sum(sizes) != shape[dim]:
+        raise _unfit(each, f"the sizes add up to {sum(sizes)}, but there are {shape[dim]} of {shape}")
+    found: dict[str, tuple[_Shape, list[Block]]] = {}
+    for name, size, places in zip(each.targets, sizes, _turns(each, sizes), strict=True):
+        parts = [
+            part.moved(dim, to - begin)
+            for begin, end, to in places
+            for part in _within(blocks, dim, begin, end)
+        ]
+        found[name] = (_with(shape, dim, size), parts)
+    return found
+
+
+def _joined(each: TensorMap, shapes: Mapping[str, _Shape]) -> tuple[_Shape, list[Block]]:
+    """What its sources make together."""
+    items = [_item(source, shapes, each) for source in each._sources()]
+    if each.permute is not None:
+        for shape, _ in items:
+            if len(shape) != len(each.permute):
+                raise _unfit(each, f"permute has {len(each.permute)} dimensions, a source has shape {shape}")
+        order = each.permute
+        items = [
+            (tuple(shape[d] for d in order), [block.permuted(order) for block in blocks])
+            for shape, blocks in items
+        ]
+    first = items[0][0]
+    slices = each.stack and len(each.targets) <= 1
+    if len(items) == 1 and not slices:
+        return items[0]
+    dim = _dimension(each, len(first) + slices)
+    for shape, _ in items[1:]:
+        same = shape == first if slices else _with(shape, dim, 0) == _with(first, dim, 0)
+        if len(shape) != len(first) or not same:
+            raise _unfit(
+                each, f"sources of shapes {first} and {shape} cannot be joined along dimension {dim}"
+            )
+    joined: list[Block] = []
+    if slices:
+        for index, (_, blocks) in enumerate(items):
+            joined += [block.beside(dim, index) for block in blocks]
+        return (*first[:dim], len(items), *first[dim:]), joined
+    sizes = [shape[dim] for shape, _ in items]
+    for (_, blocks), places in zip(items, _turns(each, sizes), strict=True):
+        for to, end, begin in places:
+            joined += [part.moved(dim, to - begin) for part in _within(blocks, dim, begin, begin + end - to)]
+    return _with(first, dim, sum(sizes)), joined
+
+
+def _item(
+    source: str | TensorMap, shapes: Mapping[str, _Shape], each: TensorMap
+) -> tuple[_Shape, list[Block]]:
+    if isinstance(source, TensorMap):
+        return _joined(source, shapes)
+    if source not in shapes:
+        raise _unfit(each, f"no rank's state_dict has the key {source!r}")
+    shape = tuple(shapes[source])
+    zeros = (0,) * len(shape)
+    return shape, [Block(source, zeros, shape, tuple(range(len(shape))), zeros)]
+
+
+def _turns(each: TensorMap, sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+    """For each of the parts that lie along one dimension: [(begin, end, begin in the part)]."""
+    for size in sizes:
+        if size % each.groups:
+            raise _unfit(each, f"{size} elements cannot be cut into {each.groups} groups")
+    places: list[list[tuple[int, int, int]]] = [[] for _ in sizes]
+    at = 0
+    for group in range(each.groups):
+        for part, size in enumerate(sizes):
+            step = size // each.groups
+            if step:
+                places[part].append((at, at + step, group * step))
+            at += step
+    return places
+
+
+def _within(blocks: Sequence[Block], dim: int, low: int, high: int) -> list[Block]:
+    clipped = (block.clipped(dim, low, high) for block in blocks)
+    return [block for block in clipped if block is not None]
+
+
+def _dimension(each: TensorMap, ndim: int) -> int:
+    if not -ndim <= each.dim < ndim:
+        raise _unfit(each, f"there is no dimension {each.dim} of {ndim}")
+    return each.dim % ndim
+
+
+def _with(values: _Shape, index: int, value: int) -> _Shape:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def _unfit(each: TensorMap, reason: str) -> LayoutError:
+    return LayoutError(f"the map of {each.names()[:4]} to {list(each.targets)[:4]} does not fit: {reason}")

@@ -1,0 +1,139 @@
+#include "layout/box_tiles.h"
+
+#include <random>
+#include <string>
+#include <vector>
+
+#include "catch.h"
+#include "common/error.h"
+#include "plan/cases.h"
+
+using namespace meshcast;
+using namespace meshcast::testing;
+
+namespace {
+
+Box box_of(std::vector<std::pair<int64_t, int64_t>> sides) {
+  Box box;
+  box.ndim = static_cast<int>(sides.size());
+  for (size_t d = 0; d < sides.size(); ++d) {
+    box.lo[d] = sides[d].first;
+    box.hi[d] = sides[d].second;
+  }
+  return box;
+}
+
+// Rank r holds boxes[r], one after the other in a local tensor of one dimension.
+Layout by_boxes(const std::vector<std::vector<Box>>& boxes) {
+  Layout layout;
+  layout.mesh.shape = {static_cast<int64_t>(boxes.size())};
+  for (size_t rank = 0; rank < boxes.size(); ++rank) {
+    layout.mesh.ranks.push_back(static_cast<int32_t>(rank));
+    Shard shard;
+    shard.rank = static_cast<int32_t>(rank);
+    int64_t at = 0;
+    for (const Box& box : boxes[rank]) {
+      ShardPiece piece{box, {}};
+      piece.local[0] = at;
+      BoxPlace place;
+      int64_t step = 1;
+      for (int d = box.ndim; d-- > 0;) {
+        place.step[d] = step;
+        step *= box.extent(d);
+      }
+      at += box.volume();
+      shard.pieces.push_back(piece);
+      shard.places.push_back(place);
+    }
+    shard.local_shape = {at};
+    layout.by_boxes.push_back(shard);
+  }
+  return layout;
+}
+
+std::string error_of(const Layout& layout, const std::vector<int64_t>& shape) {
+  try {
+    validate(layout, shape);
+  } catch (const LayoutError& e) {
+    return e.what();
+  }
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("tiles do not overlap and name every holder") {
+  std::mt19937 random(7);
+  const std::vector<int64_t> shape{7, 6};
+  for (int round = 0; round < 50; ++round) {
+    std::vector<std::vector<Box>> boxes(4);
+    for (auto& each : boxes) {
+      const auto side = [&](int64_t size) {
+        const int64_t lo = static_cast<int64_t>(random() % static_cast<uint64_t>(size));
+        return std::pair{lo, lo + 1 + static_cast<int64_t>(random() % static_cast<uint64_t>(size - lo))};
+      };
+      each.push_back(box_of({side(7), side(6)}));
+    }
+    const Layout layout = by_boxes(boxes);
+    REQUIRE(error_of(layout, shape).empty());
+    const auto tiles = box_tiles(layout, shape);
+    for (int64_t i = 0; i < 7; ++i) {
+      for (int64_t j = 0; j < 6; ++j) {
+        const Box at = box_of({{i, i + 1}, {j, j + 1}});
+        std::vector<int32_t> expected;
+        for (size_t r = 0; r < boxes.size(); ++r) {
+          if (boxes[r][0].contains(at)) expected.push_back(static_cast<int32_t>(r));
+        }
+        std::vector<int32_t> found;
+        int count = 0;
+        for (const BoxTile& tile : tiles) {
+          if (!tile.box.contains(at)) continue;
+          ++count;
+          for (const auto& holder : tile.holders) found.push_back(holder.first);
+        }
+        CHECK(count == (expected.empty() ? 0 : 1));
+        CHECK(found == expected);
+      }
+    }
+  }
+}
+
+TEST_CASE("placements as tiles") {
+  const auto tiles = box_tiles(layout({2, 2}, 0, {shard(0), kReplicate}), {5, 3});
+  REQUIRE(tiles.size() == 2);
+  CHECK(tiles[0].box == box_of({{0, 3}, {0, 3}}));
+  CHECK(tiles[0].holders == std::vector<std::pair<int32_t, int32_t>>{{0, 0}, {1, 0}});
+  CHECK(tiles[1].holders == std::vector<std::pair<int32_t, int32_t>>{{2, 0}, {3, 0}});
+  CHECK(box_tiles(layout({3}, 0, {kReplicate}), {}).size() == 1);
+}
+
+TEST_CASE("what is wanted and not held is named") {
+  const Layout source = by_boxes({{box_of({{0, 2}})}, {box_of({{3, 5}})}});
+  const Layout wanted = by_boxes({{box_of({{1, 4}})}});
+  const auto meet = [&](const Layout& from, const Layout& to) {
+    return meet_tiles(box_tiles(from, {5}), box_tiles(to, {5}));
+  };
+  CHECK_THROWS_WITH(meet(source, wanted), "the box [1:4] is wanted by rank 0 of the destination, but 1 of its "
+                                          "elements are held by no rank of the source");
+  const auto found = meet(source, by_boxes({{box_of({{3, 4}}), box_of({{0, 1}})}}));
+  REQUIRE(found.size() == 2);
+  CHECK(found[0].box == box_of({{0, 1}}));
+  CHECK(found[1].box == box_of({{3, 4}}));
+}
+
+TEST_CASE("boxes outside of the tensor or of the local tensor are refused") {
+  Layout layout = by_boxes({{box_of({{0, 2}, {0, 3}})}});
+  CHECK(error_of(layout, {2, 3}).empty());
+  CHECK(error_of(layout, {2, 2}).find("is not inside a tensor of shape (2, 2)") != std::string::npos);
+  CHECK(error_of(layout, {2, 3, 1}).find("not inside") != std::string::npos);
+  layout.by_boxes[0].local_shape = {5};
+  CHECK(error_of(layout, {2, 3}).find("its local tensor of shape (5)") != std::string::npos);
+  layout.by_boxes[0].local_shape = {6};
+  layout.by_boxes[0].pieces[0].local[0] = 1;
+  CHECK(error_of(layout, {2, 3}).find("local tensor") != std::string::npos);
+  layout.by_boxes[0].pieces[0].local[0] = 0;
+  layout.by_boxes[0].places[0].axis[1] = 1;
+  CHECK(error_of(layout, {2, 3}).find("local tensor") != std::string::npos);
+  layout.by_boxes[0].places.clear();
+  CHECK(!error_of(layout, {2, 3}).empty());
+}
