@@ -37,6 +37,17 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
 
     Raises:
         LayoutError: bad arguments; at the first step as `choose`.
+
+    Example, on every rank::
+
+        from meshcast.pipelining import PipelineStage, get_schedule_class
+
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        stage = PipelineStage(torch.nn.Linear(8, 8), rank, ranks, torch.device("cpu"))
+        schedule = get_schedule_class("auto")(stage, 8, loss_fn=torch.nn.functional.mse_loss)
+        x, y = torch.randn(32, 8), torch.randn(32, 8)
+        for _ in range(2):  # the first step chooses
+            schedule.step(*([x] if stage.is_first else []), target=y if stage.is_last else None)
     """
 
     def __init__(

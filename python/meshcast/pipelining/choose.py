@@ -77,10 +77,17 @@ def choose(
             stages or the budget.
         MeshcastError: as ``step`` raises them.
 
-    Example:
-        >>> choice = choose(stage, loss_fn, x, target=y, memory_budget=8e9)
-        >>> schedule = choice.make(stage, loss_fn)
-        >>> schedule.step(x, target=y)
+    Example, on every rank::
+
+        from meshcast.pipelining import PipelineStage, choose
+
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        stage = PipelineStage(torch.nn.Linear(8, 8), rank, ranks, torch.device("cpu"))
+        x, y = torch.randn(32, 8), torch.randn(32, 8)
+        loss_fn = torch.nn.functional.mse_loss
+        choice = choose(stage, loss_fn, x, target=y, memory_budget=1e9)
+        schedule = choice.make(stage, loss_fn)
+        schedule.step(*([x] if stage.is_first else []), target=y if stage.is_last else None)
     """
     given = example if isinstance(example, tuple) else () if example is None else (example,)
     return search(

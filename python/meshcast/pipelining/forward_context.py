@@ -43,6 +43,27 @@ class ForwardContext(torch_stage.PipelineStage):
         Raises:
             LayoutError: it is no function.
             MeshcastError: there is one already.
+
+        Example, on every rank::
+
+            from contextlib import contextmanager
+            from meshcast.pipelining import PipelineStage, ScheduleGPipe
+
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+            stage = PipelineStage(torch.nn.Linear(8, 8), rank, ranks, torch.device("cpu"))
+            ran = []
+
+            @contextmanager
+            def noted(info):
+                yield
+                if not info.is_metadata_inference:
+                    ran.append(info.microbatch_index)
+
+            handle = stage.register_forward_context(noted)
+            schedule = ScheduleGPipe(stage, 4)
+            schedule.step(*([torch.randn(8, 8)] if stage.is_first else []))
+            assert ran == [0, 1, 2, 3]
+            handle.remove()
         """
         if not callable(context_factory):
             raise LayoutError(

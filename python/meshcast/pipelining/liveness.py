@@ -73,6 +73,24 @@ def analyze_pipeline_activation_liveness(
 
     Raises:
         LayoutError: there is no such rank or stage, or an activation is never released.
+
+    Example, on every rank::
+
+        from meshcast.pipelining import (
+            PipelineStage,
+            ScheduleInterleaved1F1B,
+            analyze_pipeline_activation_liveness,
+        )
+
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        stages = [
+            PipelineStage(torch.nn.Linear(8, 8), number, 2 * ranks, torch.device("cpu"))
+            for number in (rank, rank + ranks)
+        ]
+        schedule = ScheduleInterleaved1F1B(stages, 8, loss_fn=torch.nn.functional.mse_loss)
+        places = analyze_pipeline_activation_liveness(schedule, pp_rank=rank)
+        assert places.num_slots < 2 * 8  # fewer than there are activations
+        assert places.slot_for(rank, 0) == 0
     """
     if granularity not in ("stage_microbatch", "microbatch"):
         raise LayoutError(f'granularity is "stage_microbatch" or "microbatch", found {granularity!r}')
