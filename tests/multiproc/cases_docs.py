@@ -11,6 +11,7 @@ from pathlib import Path
 import meshcast
 import torch
 import torch.distributed as dist
+from meshcast import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -47,6 +48,12 @@ DOCUMENTED = (
     "TensorMap",
     "Layout.from_boxes",
 )
+PIPELINING = (
+    "choose",
+    "ScheduleAuto",
+    "analyze_pipeline_activation_liveness",
+    "PipelineStage.register_forward_context",
+)
 IMPORTED = {
     "torch": torch,
     "dist": dist,
@@ -58,12 +65,12 @@ IMPORTED = {
 }
 
 
-def _documented(name: str):
-    text = inspect.getdoc(attrgetter(name)(meshcast)) or ""
+def _documented(name: str, package: object = meshcast):
+    text = inspect.getdoc(attrgetter(name)(package)) or ""
     (example,) = re.findall(r"^Example.*::\n\n((?:    .*\n|\n)+)", text + "\n", re.MULTILINE)
 
     def case(context) -> None:  # noqa: ARG001
-        exec(compile(textwrap.dedent(example), f"meshcast.{name}", "exec"), dict(IMPORTED))
+        exec(compile(textwrap.dedent(example), f"example of {name}", "exec"), dict(IMPORTED))
 
     case.__name__ = f"docstring_of_{name.replace('.', '_')}"
     return case
@@ -72,4 +79,5 @@ def _documented(name: str):
 CASES = [
     *[_running(index, text) for index, text in enumerate(blocks())],
     *[_documented(name) for name in DOCUMENTED],
+    *[_documented(name, pipelining) for name in PIPELINING],
 ]

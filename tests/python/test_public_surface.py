@@ -19,12 +19,12 @@ MESHCAST = (
     "TensorMap"
 )
 PIPELINING = (
-    "Action ActionKind Edge GradScaler Layer Partition Pipe PipelineStage Schedule1F1B "
-    "ScheduleDualPipeV ScheduleEager1F1B ScheduleError ScheduleGPipe ScheduleInterleaved1F1B "
-    "ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleZBH1 ScheduleZBH2 ScheduleZBV "
-    "ScheduleZBVZeroBubble SimulationReport SplitPoint Value build_stage clip_grad_norm_ dump_csv "
-    "get_schedule_class grad_norm load_csv lower microbatch_seed partition pipe_split pipeline "
-    "simulate validate"
+    "Action ActionKind Choice Edge GradScaler Layer Partition Pipe PipelineActivationLiveness PipelineStage "
+    "PipelineStageInfo Schedule1F1B ScheduleAuto ScheduleDualPipeV ScheduleEager1F1B ScheduleError "
+    "ScheduleGPipe ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleZBH1 "
+    "ScheduleZBH2 ScheduleZBV ScheduleZBVZeroBubble SimulationReport SplitPoint Value "
+    "analyze_pipeline_activation_liveness build_stage choose clip_grad_norm_ dump_csv get_schedule_class "
+    "grad_norm load_csv lower microbatch_seed partition pipe_split pipeline simulate validate"
 )
 COMMANDS = {
     "bench": "--methods --seconds --repeats",

@@ -10,8 +10,12 @@ from __future__ import annotations
 
 from torch.distributed.pipelining import SplitPoint, pipe_split
 
-from meshcast.pipelining import _backward, _utils, microbatch, schedules, stage  # noqa: F401  at torch's places
+from meshcast.pipelining import _backward, _utils, microbatch, schedules, stage  # noqa: F401
 from meshcast.pipelining.action import Action, ActionKind, dump_csv, load_csv
+from meshcast.pipelining.auto import ScheduleAuto
+from meshcast.pipelining.by_name import get_schedule_class
+from meshcast.pipelining.choice import Choice
+from meshcast.pipelining.choose import choose
 from meshcast.pipelining.classes import (
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -25,11 +29,12 @@ from meshcast.pipelining.classes import (
     ScheduleZBV,
     ScheduleZBVZeroBubble,
     _ScheduleForwardOnly,  # noqa: F401  torch has it here
-    get_schedule_class,
 )
+from meshcast.pipelining.compat import PipelineStageInfo, names_of_torch
 from meshcast.pipelining.edge import Edge
 from meshcast.pipelining.errors import ScheduleError
 from meshcast.pipelining.grad_scaler import GradScaler
+from meshcast.pipelining.liveness import PipelineActivationLiveness, analyze_pipeline_activation_liveness
 from meshcast.pipelining.lower import lower
 from meshcast.pipelining.norms import clip_grad_norm_, grad_norm
 from meshcast.pipelining.partition import Layer, Partition, Value, partition
@@ -42,13 +47,17 @@ from meshcast.pipelining.validate import validate
 __all__ = [
     "Action",
     "ActionKind",
+    "Choice",
     "Edge",
     "GradScaler",
     "Layer",
     "Partition",
     "Pipe",
+    "PipelineActivationLiveness",
     "PipelineStage",
+    "PipelineStageInfo",
     "Schedule1F1B",
+    "ScheduleAuto",
     "ScheduleDualPipeV",
     "ScheduleEager1F1B",
     "ScheduleError",
@@ -62,8 +71,10 @@ __all__ = [
     "ScheduleZBVZeroBubble",
     "SimulationReport",
     "SplitPoint",
-    "build_stage",
     "Value",
+    "analyze_pipeline_activation_liveness",
+    "build_stage",
+    "choose",
     "clip_grad_norm_",
     "dump_csv",
     "get_schedule_class",
@@ -77,3 +88,5 @@ __all__ = [
     "simulate",
     "validate",
 ]
+
+__getattr__, __dir__ = names_of_torch("", globals())

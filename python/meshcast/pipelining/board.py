@@ -29,7 +29,18 @@ __all__ = ["PipelineBoard", "Refused", "refusals_told"]
 
 _T = TypeVar("_T")
 _GRACE = 1.0  # seconds that the store is given beyond a limit, and to take a failure
-_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+class _Talks:
+    """The conversations of a group: one connection with the store for all of them, made when the first one
+    begins. They take turns on it: who waits in the store locks out the others for a `SLICE` at most."""
+
+    def __init__(self, store: Any) -> None:
+        self.connection = StoreConnection(store, "meshcast/pipeline")
+        self.count = 0  # that were opened
+
+
+_talks: weakref.WeakKeyDictionary[Any, _Talks] = weakref.WeakKeyDictionary()
 
 
 class Refused(Exception):  # noqa: N818  no error of its own: it never leaves the package
@@ -57,10 +68,12 @@ class PipelineBoard:
         self.timeout = timeout
         self._published: set[str] = set()
         self._silent = False  # the store has left a call unanswered
-        number = _made.get(key, 0)
-        _made[key] = number + 1
-        base: Any = c10d._get_process_group_store(key)
-        self._connection = StoreConnection(base, f"meshcast/pipeline/{number}")
+        talks = _talks.get(key)
+        if talks is None:
+            talks = _talks[key] = _Talks(c10d._get_process_group_store(key))
+        self._connection = talks.connection
+        self._number = talks.count
+        talks.count += 1
         # Through it the ranks look after each other.
         self._network = Network(interfaces()[0], timeout or 60.0)
         self._here: dict[int, str] = {}  # what they said of it, once all have
@@ -68,7 +81,7 @@ class PipelineBoard:
         self._store, self._board = self._ask(self._open, timeout, "connecting with the rendezvous store")
 
     def _open(self) -> tuple[Any, Board]:
-        store = self._connection()
+        store = dist.PrefixStore(str(self._number), self._connection())
         # A store may outlive the process group. Every life adds as many arrivals as there are ranks.
         life = (int(store.add("arrivals", 1)) - 1) // len(self.ranks)
         own = dist.PrefixStore(str(life), store)

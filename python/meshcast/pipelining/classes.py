@@ -12,16 +12,17 @@ from torch.distributed.pipelining import _utils
 from torch.distributed.pipelining import schedules as torch_schedules
 from typing_extensions import Unpack
 
-from meshcast.base.arguments import typed_arguments
 from meshcast.errors import LayoutError, MeshcastError
 from meshcast.pipelining.board import refusals_told
-from meshcast.pipelining.compat import load_order, torch_order
+from meshcast.pipelining.compat import accepted, load_order, lowered, lowers_by_itself, torch_order
+from meshcast.pipelining.gathered_stages import FSDP_DEFAULTS, Gathering
 from meshcast.pipelining.orders import build
 from meshcast.pipelining.own_stages import check_kinds
 from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.schedule import Options, PipelineSchedule
 
 __all__ = [
+    "CLASSES",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "Schedule1F1B",
@@ -37,10 +38,19 @@ __all__ = [
     "ScheduleZBVZeroBubble",
     "_PipelineScheduleRuntime",
     "_ScheduleForwardOnly",
-    "get_schedule_class",
 ]
 
+
+class MultiOptions(Options, total=False):
+    """Those of schedules with several stages on each rank too; see `PipelineScheduleMulti`."""
+
+    max_active_stages: int
+    unshard_lookahead: str | tuple[int, ...]
+    defer_reduce_grad_wait: bool
+
+
 _logger = logging.getLogger(__name__)
+_THEIRS = torch_schedules.__name__
 
 
 class PipelineScheduleSingle(PipelineSchedule, torch_schedules.PipelineScheduleSingle):
@@ -83,11 +93,24 @@ class PipelineScheduleSingle(PipelineSchedule, torch_schedules.PipelineScheduleS
 class PipelineScheduleMulti(PipelineSchedule, torch_schedules.PipelineScheduleMulti):
     """Base of the schedules of several stages on each rank. Arguments beyond these: see `PipelineSchedule`.
 
-    A subclass gives the actions of every rank in ``pipeline_order``, as one of torch's does. defer_pp_recv
-    changes nothing: receives are posted ahead anyway.
+    A subclass gives the actions of every rank in ``pipeline_order``, as one of torch's does.
+
+    Args:
+        defer_pp_recv: only ``pipeline_order_with_comms`` shows it: receives are posted ahead anyway.
+        max_active_stages: how many stages of a rank FSDP2 may hold gathered at once. A rank with more of them
+            frees the one that it needs last, and gathers it again when it computes on it.
+        unshard_lookahead: "full", "auto" or a number for each rank of the schedule: how many of the next
+            stages torch gathers ahead. Only ``pipeline_order_with_comms`` shows it: FSDP2 gathers in its own
+            hooks.
+        defer_reduce_grad_wait: only ``pipeline_order_with_comms`` shows it, with WAIT_REDUCE_GRAD.
+        use_full_backward: without effect, as in torch.
+
+    Raises:
+        LayoutError: bad arguments.
     """
 
     _orders_itself = False  # whether torch's constructor makes the order that runs
+    _faster = ""  # what is faster than that
 
     def __init__(
         self,
@@ -99,13 +122,18 @@ class PipelineScheduleMulti(PipelineSchedule, torch_schedules.PipelineScheduleMu
         output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
-        defer_pp_recv: bool = False,  # noqa: ARG002  torch has it
+        defer_pp_recv: bool = False,
         *,
+        max_active_stages: int = 3,
+        unshard_lookahead: str | tuple[int, ...] = "full",
+        defer_reduce_grad_wait: bool = False,
         use_full_backward: bool | None = None,  # noqa: ARG002  of no effect in torch either
         **options: Unpack[Options],
     ) -> None:
         check_kinds(stages)
         with refusals_told(stages[0].group):
+            self._gathering = Gathering(max_active_stages, unshard_lookahead, defer_reduce_grad_wait)
+            self._defer_pp_recv = defer_pp_recv
             first, each = stages[0], len(stages)
             known = self.name is not None or self._orders_itself
             if known and (first.num_stages % each or (self.name == "ZBV" and each != 2)):
@@ -128,10 +156,18 @@ class PipelineScheduleMulti(PipelineSchedule, torch_schedules.PipelineScheduleMu
             }
             if not isinstance(self, torch_schedules.ScheduleLoopedBFS):  # which has none
                 given |= {"args_chunk_spec": args_chunk_spec, "kwargs_chunk_spec": kwargs_chunk_spec}
+            later = {
+                "defer_pp_recv": defer_pp_recv,
+                "max_active_stages": max_active_stages,
+                "unshard_lookahead": unshard_lookahead,
+                "defer_reduce_grad_wait": defer_reduce_grad_wait,
+            }
             if self._orders_itself:
-                super(PipelineSchedule, self).__init__(**given)
+                theirs = next(each for each in type(self).__mro__ if each.__module__ == _THEIRS)
+                super(PipelineSchedule, self).__init__(**given, **accepted(theirs, later))
             elif isinstance(self, torch_schedules._PipelineScheduleRuntime):
-                torch_schedules._PipelineScheduleRuntime.__init__(self, **given)
+                runtime = torch_schedules._PipelineScheduleRuntime
+                runtime.__init__(self, **given, **accepted(runtime, later))
             else:
                 torch_schedules.PipelineScheduleMulti.__init__(self, **given)
             if self.name == "ZBV":
@@ -151,6 +187,8 @@ class PipelineScheduleMulti(PipelineSchedule, torch_schedules.PipelineScheduleMu
                     )
                 )
             self._built_order = self.pipeline_order
+        if self._faster:
+            _logger.info("%s runs; %s", type(self).__name__, self._faster)
         self._begin(stages, **options)
 
 
@@ -162,18 +200,30 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, torch_schedules._PipelineS
         if name != "pipeline_order_with_comms" or not self.__dict__.get("pipeline_order"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         super()._prepare_schedule_with_comms(self.pipeline_order)
+        self._lower_as_later(self.pipeline_order)
         return self.pipeline_order_with_comms
 
     def _load_csv(self, filename: str, format: Any = "compute_only") -> None:  # noqa: A002
-        order = load_order(filename)
+        order = load_order(filename, waits=format != "compute_only")
         if format == "compute_only":
             self.pipeline_order = order
         self._prepare_schedule_with_comms(order, format)
 
     def _prepare_schedule_with_comms(self, actions: Any, format: Any = "compute_only") -> None:  # noqa: A002
+        with_transfers = format == "compute_comms"
+        if with_transfers and self._gathering.lookahead != "full":
+            raise LayoutError(
+                f"unshard_lookahead={self._gathering.lookahead!r} does not change an order that holds its "
+                "transfers already: give it with the compute actions alone, or write UNSHARD where it belongs"
+            )
         super()._prepare_schedule_with_comms(actions, format)
-        lowered = format == "compute_comms"
-        self._given_order = (self.pipeline_order_with_comms if lowered else actions), lowered
+        self._lower_as_later(actions, format)
+        self._given_order = (self.pipeline_order_with_comms if with_transfers else actions), with_transfers
+
+    def _lower_as_later(self, actions: Any, format: Any = "compute_only") -> None:  # noqa: A002
+        """What torch 2.15 does by itself."""
+        if format == "compute_only" and self._gathering != FSDP_DEFAULTS and not lowers_by_itself():
+            self.pipeline_order_with_comms = lowered(self, actions, self._gathering)
 
 
 class _ScheduleForwardOnly(PipelineScheduleSingle, torch_schedules._ScheduleForwardOnly):
@@ -240,11 +290,6 @@ class _OrderOfTorch(_PipelineScheduleRuntime):
     """Base of schedules whose order is torch's."""
 
     _orders_itself = True
-    _faster = ""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _logger.info("%s runs; %s", type(self).__name__, self._faster)
 
 
 class ScheduleLoopedBFS(_OrderOfTorch, torch_schedules.ScheduleLoopedBFS):
@@ -261,7 +306,7 @@ class ScheduleLoopedBFS(_OrderOfTorch, torch_schedules.ScheduleLoopedBFS):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
-        **options: Unpack[Options],
+        **options: Unpack[MultiOptions],
     ) -> None:
         super().__init__(
             stages,
@@ -289,7 +334,8 @@ class ScheduleDualPipeV(_OrderOfTorch, torch_schedules.ScheduleDualPipeV):
 
 
 _OF_TORCH = ("GPipe", "1F1B")
-_CLASSES: dict[str, type[PipelineSchedule]] = {
+# By the names that `get_schedule_class` takes.
+CLASSES: dict[str, type[PipelineSchedule]] = {
     "1F1B": Schedule1F1B,
     "Interleaved1F1B": ScheduleInterleaved1F1B,
     "GPipe": ScheduleGPipe,
@@ -304,16 +350,3 @@ _CLASSES: dict[str, type[PipelineSchedule]] = {
     "ZBH2": ScheduleZBH2,
     "ZBV": ScheduleZBV,
 }
-
-
-@typed_arguments()
-def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
-    """The class of a schedule, in any case, with or without "Schedule" before its name.
-
-    Raises LayoutError, which is a ValueError, that lists the names there are.
-    """
-    found = {name.lower(): cls for name, cls in _CLASSES.items()}
-    wanted = schedule_name.lower()
-    if wanted.removeprefix("schedule") in found:
-        return found[wanted.removeprefix("schedule")]
-    raise LayoutError(f"there is no schedule {schedule_name!r}; choose one of {', '.join(_CLASSES)}")

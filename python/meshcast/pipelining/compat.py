@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import csv
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -16,16 +18,23 @@ from torch.distributed.pipelining import stage as torch_stage
 
 from meshcast.pipelining.action import Action, ActionKind, Actions
 from meshcast.pipelining.errors import ScheduleError
+from meshcast.pipelining.gathered_stages import Gathering, windows
 
 __all__ = [
     "EXTRA_KINDS",
+    "WAIT_REDUCE_GRAD",
+    "PipelineStageInfo",
+    "accepted",
     "actions_of",
     "fused_pairs",
     "init_stage",
     "load_order",
+    "lowered",
+    "lowers_by_itself",
     "mesh_layout",
     "mesh_of",
     "names_of_torch",
+    "order_of_torch",
     "torch_action",
     "torch_order",
 ]
@@ -33,12 +42,52 @@ __all__ = [
 # Actions that need none here: FSDP2 gathers and frees parameters in its own hooks, gradients are reduced when
 # the step ends, and nobody waits but for the value that is needed (the WAIT actions of torch 2.15).
 EXTRA_KINDS = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT")
+_WAITING = re.compile(r"(\d+)(WAIT(?:_[A-Z]+)*)(\d*)")
+
+
+class _Waiting(str):
+    """A kind of action of torch 2.15 under an older one, which cannot have it among its own."""
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+
+def _waiting(name: str) -> Any:
+    try:
+        return torch_schedules._ComputationType(name)
+    except ValueError:
+        return _Waiting(name)
+
+
+WAIT_REDUCE_GRAD = _waiting("WAIT_REDUCE_GRAD")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineStageInfo:
+    """What a forward is of: what torch 2.15 tells a context of `register_forward_context`.
+
+    Attributes:
+        stage_index: number of the stage.
+        microbatch_index: number of the micro-batch in its step.
+        is_metadata_inference: the module runs to find the shapes of what it returns, not on data.
+    """
+
+    stage_index: int
+    microbatch_index: int
+    is_metadata_inference: bool = False
+
+
+PipelineStageInfo = getattr(torch_stage, "PipelineStageInfo", PipelineStageInfo)  # type: ignore[misc]
 
 
 def names_of_torch(module: str, here: dict[str, Any]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of a module that has the names of torch.distributed.pipelining's module
-    of that name, private ones included, but for those that it defines itself. here: its globals."""
-    theirs = import_module(f"torch.distributed.pipelining.{module}")
+    of that name ("" for the package), private ones included, but for those that it defines itself. here: its
+    globals."""
+    theirs = import_module(".".join(filter(None, ("torch.distributed.pipelining", module))))
 
     def get(name: str) -> Any:
         try:
@@ -93,16 +142,82 @@ def torch_action(action: Action) -> Any:
     return torch_schedules._Action(action.stage, kind, action.microbatch)
 
 
-def load_order(path: str) -> dict[int, list[Any]]:
-    """A file of torch's, with transfers or without, idle steps left out. Waits of torch 2.15, which older
-    releases would read as weight gradients, are left out too: nobody waits here but for what it needs."""
+def load_order(path: str, *, waits: bool) -> dict[int, list[Any]]:
+    """A file of torch's, with transfers or without, idle steps left out. Waits of torch 2.15 stay what they
+    are, also under an older torch, which would read them as weight gradients: who writes the file again
+    writes them again. Nobody waits here but for what it needs. waits=False: they are left out too."""
     with open(path, newline="") as file:
-        return {
-            rank: [
-                torch_schedules._Action.from_str(cell) for cell in row if cell.strip() and "WAIT" not in cell
-            ]
+        read = {
+            rank: [_parsed(cell.strip()) for cell in row if cell.strip()]
             for rank, row in enumerate(csv.reader(file))
         }
+    return {
+        rank: [each for each in row if waits or not each.computation_type.value.startswith("WAIT")]
+        for rank, row in read.items()
+    }
+
+
+def _parsed(cell: str) -> Any:
+    found = _WAITING.fullmatch(cell)
+    if found is None:
+        return torch_schedules._Action.from_str(cell)
+    stage, kind, microbatch = found.groups()
+    return torch_schedules._Action(int(stage), _waiting(kind), int(microbatch) if microbatch else None)
+
+
+def accepted(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that the constructor of a schedule of torch takes under this release."""
+    known = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+    names = set(known)
+    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        # torch's runtime takes what it names nowhere: its subclasses do.
+        names |= set(inspect.signature(torch_schedules.ScheduleInterleaved1F1B.__init__).parameters)
+    return {name: value for name, value in given.items() if name in names}
+
+
+def lowers_by_itself() -> bool:
+    """Whether torch lowers an order as ``max_active_stages`` and ``unshard_lookahead`` say: since 2.15."""
+    return (
+        "unshard_lookahead" in inspect.signature(torch_schedules.ScheduleInterleaved1F1B.__init__).parameters
+    )
+
+
+def lowered(
+    schedule: Any, actions: Mapping[int, Sequence[Any]], gathering: Gathering
+) -> dict[int, list[Any]]:
+    """torch's actions with all that torch 2.15 adds, under an older one. schedule: one of torch's runtime."""
+    rows: dict[int, list[Any]] = {}
+    for rank, each in actions.items():
+        row = [action for action in each if action is not None]
+        computing = [[one.stage_index for one in action.sub_actions or (action,)] for action in row]
+        made: list[Any] = []
+        gathered: set[int] = set()
+        active, ahead = gathering.max_active_stages, gathering.ahead(rank, len(actions))
+        for action, (freed, fetched) in zip(row, windows(computing, active, ahead), strict=True):
+            made += [torch_schedules._Action(stage, torch_schedules.RESHARD, None) for stage in freed]
+            made += [torch_schedules._Action(stage, torch_schedules.UNSHARD, None) for stage in fetched]
+            made.append(action)
+            gathered = gathered.difference(freed).union(fetched)
+        made += [torch_schedules._Action(stage, torch_schedules.RESHARD, None) for stage in sorted(gathered)]
+        made = torch_schedules._add_reduce_grad(made, schedule._n_microbatches)
+        rows[rank] = _with_waits(made) if gathering.defer_wait else made
+    stage_to_rank = schedule.stage_index_to_group_rank.__getitem__
+    rows = torch_schedules._add_send_recv(rows, stage_to_rank=stage_to_rank, num_stages=schedule._num_stages)
+    if schedule._defer_pp_recv:
+        rows = torch_schedules._defer_recv_ops(rows, stage_to_rank=stage_to_rank)
+    return rows
+
+
+def _with_waits(row: Sequence[Any]) -> list[Any]:
+    """One reduction of gradients is on its way at a time: the end of each is waited for before the next."""
+    made: list[Any] = []
+    reducing: list[int] = []
+    for action in row:
+        if action.computation_type == torch_schedules.REDUCE_GRAD:
+            made += [torch_schedules._Action(stage, WAIT_REDUCE_GRAD, None) for stage in reducing]
+            reducing = [action.stage_index]
+        made.append(action)
+    return [*made, *(torch_schedules._Action(stage, WAIT_REDUCE_GRAD, None) for stage in reducing)]
 
 
 def torch_order(actions: Actions) -> dict[int, list[Any]]:
@@ -137,3 +252,21 @@ def fused_pairs(order: dict[int, list[Any]]) -> dict[Action, tuple[Any, list[Act
                 parts = _actions(each)
                 found[parts[0]] = each, parts
     return found
+
+
+def order_of_torch(name: str, stages: int, ranks: int, microbatches: int) -> Actions:
+    """Compute actions of a schedule that torch orders, without stages that could run. Raises what torch
+    raises for numbers that it cannot order."""
+    base = torch_stage._PipelineStageBase
+    looked: Any = type("Looked", (base,), dict.fromkeys(base.__abstractmethods__))
+    style = "v" if name in ("ZBVZeroBubble", "DualPipeV") else "loop"
+    mine = torch_schedules.generate_rank_to_stage_mapping(ranks, stages, style=style)[0]
+    made = []
+    for index in mine:
+        stage = looked.__new__(looked)
+        stage.submod, stage.group, stage.stage_index, stage.has_backward = None, None, index, False
+        stage.num_stages, stage.group_size, stage.group_rank = stages, ranks, 0
+        stage.device = None
+        made.append(stage)
+    schedule = getattr(torch_schedules, f"Schedule{name}")(made, microbatches)
+    return actions_of(schedule.pipeline_order)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ from meshcast.topology import Topology
 __all__ = ["PipelineStage"]
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+_T = TypeVar("_T")
 
 
 class PipelineStage(StageCompute):
@@ -263,8 +264,8 @@ class PipelineStage(StageCompute):
         found = None
         if not self.is_last and not (known and data != "always"):
             try:
-                found = infer_outputs(
-                    self.submod,
+                found = self._probed(
+                    infer_outputs,
                     args,
                     kwargs,
                     with_grad=with_grad,
@@ -279,13 +280,13 @@ class PipelineStage(StageCompute):
             if found is not None and (self.output_examples is None or not found.needs_data):
                 self._writes_on_inputs = self._writes_on_inputs or found.copies
                 return found
-        stand_in = is_empty((args, kwargs)) and needs_stand_in(
-            self.submod, args, kwargs, with_grad=with_grad, peers=peers, what=what
+        stand_in = is_empty((args, kwargs)) and self._probed(
+            needs_stand_in, args, kwargs, with_grad=with_grad, peers=peers, what=what
         )
         if self.is_last:  # its outputs matter to the loss function alone
             outputs = None
             if self._may_split_loss():
-                outputs = outputs_on_fakes(self.submod, args, kwargs, with_grad=with_grad)
+                outputs = self._probed(outputs_on_fakes, args, kwargs, with_grad=with_grad)
             tensors = [each for each in tree_flatten(outputs)[0] if isinstance(each, torch.Tensor)]
             return Inferred(describe_values(tensors, with_grad), stand_in)
         try:
@@ -297,6 +298,10 @@ class PipelineStage(StageCompute):
         for index, value in enumerate(examples):
             examples[index] = value.detach().requires_grad_(with_grad and value.is_floating_point())
         return Inferred(describe_values(examples, with_grad), stand_in)
+
+    def _probed(self, look: Callable[..., _T], *args: Any, **named: Any) -> _T:
+        """What look(module, ...) finds, which runs the module to learn about shapes."""
+        return self.in_context(0, lambda: look(self.submod, *args, **named), inferring=True)
 
     def _may_split_loss(self) -> bool:
         """Whether the last stage must look at its outputs to know what its loss is of (sample_split.py)."""

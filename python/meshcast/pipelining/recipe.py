@@ -4,7 +4,7 @@ validated."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshcast.errors import LayoutError
@@ -44,8 +44,10 @@ class Recipe:
 
     def check_options(self) -> None:
         """Raises ScheduleError, before anything is agreed on, for options that no placement makes good."""
-        if self.warmup is not None or self.budget is not None:
-            # Interleaved schedules depend on the number of ranks, which is known only after the agreement.
+        if spec_of(self.name).open_ranks:
+            # It depends on the number of ranks, known only after the agreement: any will do for the warm-up.
+            replace(self, budget=None)._built(self.stages)
+        elif self.warmup is not None or self.budget is not None:
             self._built(None)
 
     def check_placement(self, rows: Sequence[Sequence[int]], rank: int) -> None:

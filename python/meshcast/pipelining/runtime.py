@@ -22,6 +22,7 @@ from meshcast.errors import LayoutError, MeshcastError
 from meshcast.pipelining.action import Action, ActionKind
 from meshcast.pipelining.edge_transfers import Arrival, EdgeTransfers
 from meshcast.pipelining.functions import Arriving, Functions
+from meshcast.pipelining.gathered_stages import windows
 from meshcast.pipelining.gpu_clock import GpuClock, Mark
 from meshcast.pipelining.inference import Way
 from meshcast.pipelining.lower import Link
@@ -70,6 +71,8 @@ class Runtime:
 
     owner: computes and keeps the losses.
     wiring: that of any micro-batch: all join the same stages.
+    outstanding: how many sends may be on their way at once; None: any number.
+    max_active_stages: how many stages FSDP2 may hold gathered at once.
     """
 
     def __init__(
@@ -80,13 +83,17 @@ class Runtime:
         timeout: float,
         *,
         overlap: bool = True,
+        outstanding: int | None = None,
+        max_active_stages: int = 3,
     ) -> None:
         self._owner = owner
         self._stages = stages
         self._rank = next(iter(stages.values())).rank
         self._local = {link for link in wiring.links if wiring.is_local(link)}
         self._timeout = timeout
-        self._overlap = overlap
+        self._outstanding = outstanding if overlap else 0
+        self._max_active_stages = max_active_stages
+        self._to_free: dict[Action, list[int]] = {}  # stages to free before an action of the row
         self._consumers = {stage: [link for link in wiring.links if link[0] == stage] for stage in stages}
         self._producers = {stage: [link for link in wiring.links if link[1] == stage] for stage in stages}
         # The stage whose transfer comes last: lower() lists them in ascending order.
@@ -158,8 +165,11 @@ class Runtime:
             self._gpu.begin_step()
         if actions is not self._row:
             self._row, self._names = actions, {action: str(action) for action in actions}
+            self._to_free = self._stages_to_free(actions)
         sent_before = self.bytes_sent
         for action in actions:
+            for index in self._to_free.get(action, ()) if self._to_free else ():
+                self._stages[index].free_parameters()
             computes = action.kind in _NAMES
             begin = time.perf_counter()
             mark = self._gpu.mark() if computes and self._gpu is not None else None
@@ -176,8 +186,17 @@ class Runtime:
                 self._add_compute(action, begin, mark)
                 if train:
                     self._trace.count(action.kind)
-        self._settle_sends(wait=True)
+        self._settle_sends(keep=0)
         self._trace.finish(self.bytes_sent - sent_before)
+
+    def _stages_to_free(self, actions: Sequence[Action]) -> dict[Action, list[int]]:
+        """So that FSDP2 holds no more stages gathered than it may."""
+        sharded = [index for index, stage in self._stages.items() if stage.accumulates]
+        if len(sharded) <= self._max_active_stages:
+            return {}
+        computing = [[action.stage] if action.kind in _NAMES else [] for action in actions]
+        window = windows(computing, self._max_active_stages, self._max_active_stages)
+        return {action: freed for action, (freed, _) in zip(actions, window, strict=True) if freed}
 
     def use(self, functions: Functions) -> None:
         """In the steps from now on."""
@@ -411,18 +430,20 @@ class Runtime:
             del self._gradients[key]
 
     def _send(self, action: Action, transfers: EdgeTransfers, tensors: Sequence[torch.Tensor]) -> None:
-        self._settle_sends(wait=False)
+        self._settle_sends(keep=self._outstanding and self._outstanding - 1)
         begin = time.perf_counter()
         self._sends.append((action, begin, transfers, transfers.send(tensors, self._timeout)))
-        if not self._overlap:
-            self._settle_sends(wait=True)
+        if self._outstanding == 0:
+            self._settle_sends(keep=0)
 
-    def _settle_sends(self, *, wait: bool) -> None:
-        """Lets go of values that have been sent, so that a step holds no more of them than are in flight."""
+    def _settle_sends(self, *, keep: int | None) -> None:
+        """Lets go of values that have been sent, so that a step holds no more of them than are in flight, and
+        waits until so many are; None: for none."""
         flying = []
-        for send in self._sends:
+        late = 0 if keep is None else len(self._sends) - keep
+        for number, send in enumerate(self._sends):
             action, begin, transfers, handle = send
-            if not wait and not handle.is_completed():
+            if number >= late and not handle.is_completed():
                 flying.append(send)
                 continue
             self._until_ended(handle)

@@ -4,7 +4,6 @@ and outputs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, TypedDict
@@ -12,6 +11,7 @@ from typing import Any, ClassVar, TypedDict
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from meshcast.base.checks import shown
 from meshcast.errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
 from meshcast.groups.parent import parent_group, seconds
 from meshcast.pipelining.action import Action, Actions
@@ -20,8 +20,8 @@ from meshcast.pipelining.board import PipelineBoard, Refused
 from meshcast.pipelining.devices import current
 from meshcast.pipelining.edge import links_of
 from meshcast.pipelining.functions import Functions, functions_for, functions_of
+from meshcast.pipelining.gathered_stages import FSDP_DEFAULTS, Gathering
 from meshcast.pipelining.given import GivenOrder
-from meshcast.pipelining.gradients import kept_apart
 from meshcast.pipelining.microbatches import Pieces
 from meshcast.pipelining.own_stages import checked, reduce_once
 from meshcast.pipelining.pipeline_stage import PipelineStage
@@ -29,6 +29,7 @@ from meshcast.pipelining.recipe import Recipe
 from meshcast.pipelining.runtime import Runtime
 from meshcast.pipelining.schedule_views import ScheduleViews
 from meshcast.pipelining.step import StepFeed
+from meshcast.pipelining.step_end import StepEnd, pairs_are_final
 from meshcast.pipelining.table import StageTable, agree_on_stages, describe_stages
 from meshcast.pipelining.varying import Wirings, agree_on_step
 from meshcast.pipelining.wiring import Wiring
@@ -46,11 +47,12 @@ class Options(TypedDict, total=False):
     delay_weight_grad: bool
     overlap: bool
     varying_shapes: bool
+    max_outstanding_sends: int | None
     seed: int | None
     timeout: float | timedelta | None
 
 
-class PipelineSchedule(ScheduleViews, torch_schedules._PipelineSchedule):
+class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule):
     """Base of all schedules. Every rank of every stage makes its own, in the same order.
 
     Its subclasses are schedules of torch.distributed.pipelining too. What differs is how a step runs. One
@@ -77,6 +79,8 @@ class PipelineSchedule(ScheduleViews, torch_schedules._PipelineSchedule):
         overlap: False: wait for each send where it is made, for comparison.
         varying_shapes: micro-batches may differ in more than the number of their samples, in a step
             (``arg_mbs``) and from step to step. Each new shape costs what the first step costs.
+        max_outstanding_sends: how many sends of this rank may be on their way at once: of more, the oldest is
+            waited for first. None: any number. It bounds the memory of values that others are slow to take.
         seed: each forward begins from a random state of its own, made of this number, the number of the step,
             the stage and the micro-batch (see `microbatch_seed`), and leaves the random state of the process
             as it was: dropout is then the same under every schedule. An integer, the same on every rank.
@@ -91,6 +95,8 @@ class PipelineSchedule(ScheduleViews, torch_schedules._PipelineSchedule):
     _built_order: Any = None  # what that was when it was made
     _given_order: tuple[Any, bool] | None = None  # of actions that came later; whether with their transfers
     _backward_requires_autograd = True
+    _gathering: Gathering = FSDP_DEFAULTS
+    _finalize_gradients = True  # of the step that runs
 
     def _begin(
         self,
@@ -103,6 +109,7 @@ class PipelineSchedule(ScheduleViews, torch_schedules._PipelineSchedule):
         delay_weight_grad: bool = False,
         overlap: bool = True,
         varying_shapes: bool = False,
+        max_outstanding_sends: int | None = None,
         seed: int | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
@@ -117,6 +124,7 @@ class PipelineSchedule(ScheduleViews, torch_schedules._PipelineSchedule):
         self._overlap = overlap
         try:
             self._mine = checked(stages, n_microbatches)
+            self._outstanding = _outstanding(max_outstanding_sends)
             if not sync_gradients and any(stage.shared for stage in stages):
                 raise LayoutError(
                     "shared_parameters need sync_gradients=True: their gradients are summed by step"
@@ -151,13 +159,15 @@ class PipelineSchedule(ScheduleViews, torch_schedules._PipelineSchedule):
         self._samples: Sequence[int] = ()  # of its micro-batches
         self._steps = 0  # that were run
         self._calls = 0  # of step and eval, those that were refused too
-        self._weighings = 0  # steps at whose end the ranks learnt a weight
-        self._weighted: bool | None = None  # whether the loss function returns (sum, weight), once known
+        self._weighings = 0
+        self._weighted = None
         self._summaries = 0
         self._failed: str | None = None
         kind = self.name or type(self).__name__
         options = f"{kind}, warm-up {warmup}, budget {memory_budget}, delayed {delay_weight_grad}"
         options += f", varying shapes {varying_shapes}, seed {seed}"
+        if self._gathering.max_active_stages != FSDP_DEFAULTS.max_active_stages:
+            options += f", {self._gathering.max_active_stages} stages gathered"
         self._board.publish(
             "stage",
             describe_stages(list(self._mine.values()), options, n_microbatches, loss_fn is not None),
@@ -184,6 +194,7 @@ class PipelineSchedule(ScheduleViews, torch_schedules._PipelineSchedule):
         arg_mbs: Sequence[Any] | None = None,
         kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
         target_mbs: Sequence[Any] | None = None,
+        finalize_gradients: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Runs one batch through the pipeline, forward and backward. Every rank of every stage calls it.
@@ -199,6 +210,9 @@ class PipelineSchedule(ScheduleViews, torch_schedules._PipelineSchedule):
             arg_mbs, kwarg_mbs, target_mbs: arguments (a tuple each), keyword arguments and targets that are
                 micro-batches already, in place of whole ones; of unlike shapes with ``varying_shapes``.
                 However many samples it has, every micro-batch counts the same.
+            finalize_gradients: False: stages under FSDP2 keep their gradients as they are, neither reduced
+                over ranks nor divided, until a step with True: one reduction for several steps. Stages
+                without FSDP2 do as always. The same on every rank; ``loss_fn`` returns means.
             kwargs: keyword arguments of this stage's module; tensors are cut like the arguments.
 
         Returns:
@@ -213,8 +227,14 @@ class PipelineSchedule(ScheduleViews, torch_schedules._PipelineSchedule):
                 AbortedError with this first cause; one that had finished its part does so in its next step.
                 The transfers of the pipeline have ended.
         """
+        if not isinstance(finalize_gradients, bool):
+            raise TypeError(f"finalize_gradients must be a bool, found {type(finalize_gradients).__name__}")
         pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
-        return self._step(args, kwargs, target, losses, return_outputs, loss_kwargs, True, pieces)
+        self._finalize_gradients = finalize_gradients
+        try:
+            return self._step(args, kwargs, target, losses, return_outputs, loss_kwargs, True, pieces)
+        finally:
+            self._finalize_gradients = True
 
     def eval(
         self,
@@ -289,6 +309,7 @@ class PipelineSchedule(ScheduleViews, torch_schedules._PipelineSchedule):
         self._board.check_process()
         if self._failed is not None:
             raise AbortedError(f"the pipeline failed before: {self._failed}", rank=self._rank, op="pipeline")
+        finalize = self._finalize_gradients or not train
         try:
             train = self._agreed().trains and train
         except DeadlineExceededError as error:
@@ -321,14 +342,14 @@ class PipelineSchedule(ScheduleViews, torch_schedules._PipelineSchedule):
                     stage.chunks, stage.has_backward = self._n_microbatches, train
                     stage.seed_of = feeds[index].loss.seed
                     if train:
-                        stage.begin_step(self._n_microbatches)
+                        stage.begin_step(self._n_microbatches, finalize=finalize)
                 runtime.use(functions_for(self, self._given, feeds) if train else Functions())
                 seed = None if self._seed is None else (self._seed, self._steps)
                 with self._accumulating(train):
                     runtime.run(self._row(train), feeds, wirings, train=train, seed=seed)
-                    self._finish(feeds, train, losses)
+                    self._finish(feeds, train, losses, finalize)
                 if train:
-                    self._scale_as_torch()
+                    self._scale_as_torch(finalize)
                 if not train:
                     for stage in self._mine.values():
                         stage.end_evaluation()
@@ -340,21 +361,6 @@ class PipelineSchedule(ScheduleViews, torch_schedules._PipelineSchedule):
         self._steps += 1
         last = [feeds[index] for index, stage in self._mine.items() if stage.is_last]
         return last[0].merged(self._output_merge_spec) if merge and return_outputs and last else None
-
-    def _scale_as_torch(self) -> None:
-        """Divides all that is in ``grad``, also by earlier steps, by the number of micro-batches; or calls
-        what the user registered for it."""
-        if not self._agreed().as_torch or self._weighted:
-            return
-        count = sum(min(1, each) for each in self._samples) if self.scale_grads else 1
-        reduced = self._mine if self._given is None else self._given.reduced(self._mine)
-        registered = functions_of(self).get(torch_schedules.REDUCE_GRAD)
-        for index in reduced:
-            if registered is None:
-                self._mine[index].scale_grads(count)
-            else:
-                action = torch_schedules._Action(index, torch_schedules.REDUCE_GRAD, None)
-                registered(action, torch_schedules._PipelineContext(self))
 
     def _agreed(self) -> StageTable:
         """Raises the same LayoutError on every rank where the ranks contradict each other."""
@@ -381,13 +387,16 @@ class PipelineSchedule(ScheduleViews, torch_schedules._PipelineSchedule):
                 raise MeshcastError(
                     "step trains and needs gradients enabled; use eval under torch.no_grad", op="pipeline"
                 )
+            if train and self._weighted and not self._finalize_gradients:
+                raise LayoutError(pairs_are_final(), op="pipeline")
             feeds = {index: feed_of(stage) for index, stage in self._mine.items()}
             self._wirings.check_shapes(feeds, cut=not pieces.given)
         except Exception as error:
             mine = error
         if mine is None:
+            mode = "step" if train or not self._agreed().trains else "eval"
             said: dict[str, Any] = {
-                "mode": "step" if train or not self._agreed().trains else "eval",
+                "mode": mode if self._finalize_gradients else f"{mode} with finalize_gradients=False",
                 "shapes": [
                     " ".join(names) for names in zip(*(feeds[i].digests() for i in feeds), strict=True)
                 ],
@@ -410,7 +419,15 @@ class PipelineSchedule(ScheduleViews, torch_schedules._PipelineSchedule):
         self._weighted, self._samples = answer["weighted"], answer["samples"]
         wirings = self._wirings.of_step(answer["keys"], answer["samples"], feeds, self._agreed())
         if self._runtime is None:
-            self._runtime = Runtime(self, self._mine, wirings[0], self._timeout, overlap=self._overlap)
+            self._runtime = Runtime(
+                self,
+                self._mine,
+                wirings[0],
+                self._timeout,
+                overlap=self._overlap,
+                outstanding=self._outstanding,
+                max_active_stages=self._gathering.max_active_stages,
+            )
         for index, feed in feeds.items():
             inputs = [wiring.inputs[index] for wiring in wirings]
             feed.learn_shares(inputs, answer["samples"], answer["alike"])
@@ -426,66 +443,6 @@ class PipelineSchedule(ScheduleViews, torch_schedules._PipelineSchedule):
             self._rows[train] = row
         return self._rows[train]
 
-    def _accumulating(self, train: bool) -> AbstractContextManager[None]:
-        """Keeps gradients of earlier steps out of the sum over ranks: they have been summed already."""
-        return kept_apart(
-            stage.submod
-            for stage in self._mine.values()
-            if train
-            and (
-                (self._sync_gradients and ((stage.reduces and not stage.alone) or stage.shared))
-                or self._weighted is not False
-            )
-        )
-
-    def _finish(self, feeds: Mapping[int, StepFeed], train: bool, losses: list[Any] | None) -> None:
-        """Once all actions ran: what the ranks of a stage do together."""
-        members = next(iter(self._mine.values())).mesh.ranks
-        if len(members) > 1:
-            # The collectives below are those of the user's mesh and cannot be aborted: nobody enters them
-            # unless all got here.
-            self._board.publish(f"step/{self._steps}", {})
-            self._board.collect(f"step/{self._steps}", members)
-            if self._steps:
-                self._board.forget(f"step/{self._steps - 1}")
-        weight: float | None = None
-        for stage in self._mine.values() if train else ():
-            stage.drop_stand_ins()
-        for index, stage in self._mine.items():
-            if stage.is_last:
-                means, weight = feeds[index].loss.finish()
-                if losses is not None:
-                    losses[:] = means
-        if train and weight is not None and self._weighted is False:
-            raise LayoutError("loss_fn returned a pair (sum, weight), but a mean in the steps before")
-        if train and self._weighted is not False:
-            weight = self._learn_weight(weight)
-        for stage in self._mine.values():
-            if train and self._sync_gradients:
-                stage.sync_gradients()
-        if train and self._wirings.shared is not None:
-            self._wirings.shared.sum()
-        if weight and train and self.scale_grads:
-            parameters = {
-                id(each): each for stage in self._mine.values() for each in stage.submod.parameters()
-            }
-            for parameter in parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.div_(weight)
-
-    def _learn_weight(self, own: float | None) -> float | None:
-        """The weight of the step, which the last stage knows; None where its losses are means."""
-        last = self._agreed().ranks[-1]
-        topic = f"weight/{self._weighings}"
-        if self._rank == last[0]:
-            self._board.publish(topic, {"weight": own})
-            if self._weighings:  # all have read that one, or they would not have begun this step
-                self._board.forget(f"weight/{self._weighings - 1}")
-        self._weighings += 1
-        found = self._board.collect(topic, last[:1])[last[0]]["weight"]
-        self._weighted = found is not None
-        return found
-
     def _fail(self, error: BaseException) -> None:
         """Takes the other ranks along, in bounded time, with the first cause."""
         cause = f"rank {self._rank}: {type(error).__name__}" if not str(error) else str(error)
@@ -498,3 +455,10 @@ class PipelineSchedule(ScheduleViews, torch_schedules._PipelineSchedule):
         self._runtime.clear()
         if next(iter(self._mine.values())).mesh.size > 1:
             self._board.fail(f"step/{self._steps}", cause)
+
+
+def _outstanding(limit: Any) -> int | None:
+    """The limit of sends on their way. Raises LayoutError for what is none."""
+    if limit is None or (isinstance(limit, int) and not isinstance(limit, bool) and limit >= 1):
+        return limit
+    raise LayoutError(f"max_outstanding_sends must be None or an integer of at least 1, found {shown(limit)}")

@@ -121,6 +121,11 @@ class SplitBackward:
         self._kept.clear()
         self.roots = self.seeds = self.inputs = ()
 
+    @property
+    def kept_bytes(self) -> int:
+        """Of the gradients that the second part starts from."""
+        return sum(each.nbytes for _, gradients in self._kept for each in gradients if each is not None)
+
     def _keeper(self, boundary: _Boundary) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
         def keep(gradients: tuple[torch.Tensor | None, ...]) -> None:
             self._kept.append((boundary, gradients))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from meshcast.pipelining.compat import names_of_torch
+from meshcast.pipelining.compat import PipelineStageInfo, names_of_torch
 from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.traced import _PipelineStage, build_stage
 
-__all__ = ["PipelineStage", "_PipelineStage", "build_stage"]
+__all__ = ["PipelineStage", "PipelineStageInfo", "_PipelineStage", "build_stage"]
 
 __getattr__, __dir__ = names_of_torch("stage", globals())

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import stage as torch_stage
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
 from meshcast.pipelining.compat import mesh_of
+from meshcast.pipelining.forward_context import ForwardContext
 from meshcast.pipelining.inference import Way, stand_ins, without_stand_in, writes_on_input
 from meshcast.pipelining.layouts import Placements, StageMesh, ValuePlacements, gradient_placements
 from meshcast.pipelining.shapes import SentDTensor, as_tuple, local_values
@@ -22,7 +22,7 @@ from meshcast.pipelining.wrappers import LastBackward, fsdp_parts
 __all__ = ["StageCompute"]
 
 
-class StageCompute(torch_stage.PipelineStage):
+class StageCompute(ForwardContext):
     """The part of `PipelineStage` that runs the module. Values come in by `receive` and `receive_gradients`,
     and are left in ``fwd_cache`` and ``bwd_cache``, where torch's stages leave them."""
 
@@ -39,6 +39,7 @@ class StageCompute(torch_stage.PipelineStage):
         self._last_backward = LastBackward(self.submod)
 
     def _begin_compute(self) -> None:
+        self._begin_contexts()
         self._stood_in = False  # whether a micro-batch of this step ran on stand_ins
         self.ways: Sequence[Way] = ()  # of each micro-batch of the step
         self.seed_of: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, loss: torch.ones_like(loss)
@@ -76,9 +77,18 @@ class StageCompute(torch_stage.PipelineStage):
         """The DTensor that the stage before returned, of its local part."""
         return self.wrap(local, sent.placements, sent.shape, mesh_of(self, sent.names, sent.layout))
 
-    def begin_step(self, microbatches: int) -> None:
-        """Before the first action of a step that trains."""
-        self._last_backward.begin_step(microbatches)
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients can wait for a later step to be reduced: the module has parts under FSDP2."""
+        return self._last_backward.active
+
+    def begin_step(self, microbatches: int, *, finalize: bool = True) -> None:
+        """Before the first action of a step that trains. finalize: gradients are reduced in it."""
+        self._last_backward.begin_step(microbatches, finalize=finalize)
+
+    def free_parameters(self) -> None:
+        """Makes FSDP2 hold the rank's own shards again, until the module runs next."""
+        self._last_backward.reshard()
 
     def drop_stand_ins(self) -> None:
         """After the last action of a step that trains: what only a fake sample met has gradients
@@ -91,7 +101,7 @@ class StageCompute(torch_stage.PipelineStage):
 
     def end_evaluation(self) -> None:
         """After the last action of a step without backward."""
-        self._last_backward.reshard()
+        self.free_parameters()
 
     def receive(self, microbatch: int, inputs: list[Any]) -> None:
         """The inputs that a forward will take."""
@@ -144,12 +154,12 @@ class StageCompute(torch_stage.PipelineStage):
             given, kwargs = stand_ins((inputs, dict(kwargs)), 1)
             buffers = [(each, each.clone(), each._version) for each in self.submod.buffers()]
         try:
-            output = self.submod(*(_copied(given) if self._writes_on_inputs else given), **kwargs)
+            output = self.in_context(fwd_chunk_id, lambda: self._run_module(given, kwargs))
         except RuntimeError as error:
             if self._writes_on_inputs or not writes_on_input(error):
                 raise
             self._writes_on_inputs = True  # from now on, on all ranks of the stage: they run the same module
-            output = self.submod(*_copied(given), **kwargs)
+            output = self.in_context(fwd_chunk_id, lambda: self._run_module(given, kwargs))
         if way.stand_in:
             output = without_stand_in(output, way)
         for buffer, before, version in buffers:
@@ -168,6 +178,9 @@ class StageCompute(torch_stage.PipelineStage):
         if self.has_backward:
             self._hooks[fwd_chunk_id] = hooks_before, hooks_made() != hooks_before
         return output
+
+    def _run_module(self, given: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self.submod(*(_copied(given) if self._writes_on_inputs else given), **kwargs)
 
     def loss_taken(self, microbatch: int) -> None:
         """The last stage goes backward from its loss, which is part of the forward."""

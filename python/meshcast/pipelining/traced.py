@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import pipelining as torch_pipelining
+from torch.distributed.pipelining import stage as torch_stage
 from torch.distributed.pipelining._IR import _modify_graph_op_device
 
 from meshcast.pipelining.edge import Edge
@@ -21,6 +22,11 @@ class _PipelineStage(PipelineStage):
 
     pipe_info: of ``pipe.info()``. Other arguments as those of `PipelineStage`.
     """
+
+    get_stage_index_of_submod = torch_stage._PipelineStage.get_stage_index_of_submod
+    find_dst_rank = torch_stage._PipelineStage.find_dst_rank
+    _get_output_node = torch_stage._PipelineStage._get_output_node
+    _move_submod_to_device = torch_stage._PipelineStage._move_submod_to_device
 
     def __init__(
         self,

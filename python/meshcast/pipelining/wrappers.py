@@ -108,8 +108,9 @@ class LastBackward:
     def active(self) -> bool:
         return bool(self._parts)
 
-    def begin_step(self, microbatches: int) -> None:
-        self._left = microbatches
+    def begin_step(self, microbatches: int, *, finalize: bool = True) -> None:
+        """finalize: its last backward is the last; else a later step's is."""
+        self._left = microbatches if finalize else microbatches + 1
         self.reshard()  # a forward outside may have left parameters gathered
 
     def reshard(self) -> None:

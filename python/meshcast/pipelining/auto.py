@@ -1,0 +1,208 @@
+"""ScheduleAuto: a schedule that is chosen at the first step, what ``get_schedule_class("auto")`` gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from meshcast.errors import LayoutError, MeshcastError
+from meshcast.pipelining.choice import Choice, listed_stages
+from meshcast.pipelining.choose import Batch, search
+from meshcast.pipelining.classes import ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from meshcast.pipelining.microbatches import Pieces
+from meshcast.pipelining.own_stages import check_kinds
+from meshcast.pipelining.pipeline_stage import PipelineStage
+from meshcast.pipelining.schedule import Options, PipelineSchedule
+
+__all__ = ["ScheduleAuto"]
+
+
+class ScheduleAuto(torch_schedules._PipelineSchedule):
+    """Chooses as `choose` does, with the batch of the first step, and runs what was chosen from then on.
+
+    Args:
+        stages: this rank's stage, or a list of them.
+        n_microbatches: of a step; None lets it be chosen too.
+        loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads: as schedules take them.
+        memory_budget: bytes of activations that this rank may hold at once; None: no limit.
+        show: the first rank prints the table.
+        options: of every schedule, see `PipelineSchedule`, but for those that are chosen: warmup and
+            delay_weight_grad.
+
+    Attributes:
+        choice: what was chosen; None before the first step.
+
+    Raises:
+        LayoutError: bad arguments; at the first step as `choose`.
+
+    Example, on every rank::
+
+        from meshcast.pipelining import PipelineStage, get_schedule_class
+
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        stage = PipelineStage(torch.nn.Linear(8, 8), rank, ranks, torch.device("cpu"))
+        schedule = get_schedule_class("auto")(stage, 8, loss_fn=torch.nn.functional.mse_loss)
+        x, y = torch.randn(32, 8), torch.randn(32, 8)
+        for _ in range(2):  # the first step chooses
+            schedule.step(*([x] if stage.is_first else []), target=y if stage.is_last else None)
+    """
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
+        scale_grads: bool = True,
+        *,
+        memory_budget: float | None = None,
+        show: bool = True,
+        **options: Any,
+    ) -> None:
+        chosen_here = {"warmup", "times", "delay_weight_grad"}.intersection(options)
+        if chosen_here:
+            raise LayoutError(f"ScheduleAuto chooses {', '.join(sorted(chosen_here))}: leave it out")
+        unknown = set(options) - set(Options.__annotations__)
+        if unknown:
+            raise TypeError(f"ScheduleAuto has no arguments {', '.join(sorted(unknown))}")
+        self.choice: Choice | None = None
+        self._schedule: PipelineSchedule | None = None
+        self._early: PipelineSchedule | None = None  # that evaluates before the first step
+        self._listed = listed_stages(stages)
+        check_kinds(self._listed)
+        count: Any = n_microbatches  # None until it is chosen
+        super().__init__(
+            count,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+        )
+        self._budget, self._show, self._options = memory_budget, show, dict(options)
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: Sequence[Any] | None = None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        finalize_gradients: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """As `PipelineSchedule.step`; the first one chooses before that."""
+        pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
+        if self._schedule is None:
+            specs = self._args_chunk_spec, self._kwargs_chunk_spec
+            self._choose(Batch(args, kwargs, target, specs, pieces), loss_kwargs)
+        return self._chosen.step(
+            *args,
+            target=target,
+            losses=losses,
+            return_outputs=return_outputs,
+            loss_kwargs=loss_kwargs,
+            arg_mbs=arg_mbs,
+            kwarg_mbs=kwarg_mbs,
+            target_mbs=target_mbs,
+            finalize_gradients=finalize_gradients,
+            **kwargs,
+        )
+
+    def eval(self, *args: Any, **named: Any) -> Any:
+        """As `PipelineSchedule.eval`. Before the first step forwards run in an order that fits every
+        placement, in as many micro-batches as there are ranks in the pipeline, unless their number was
+        given."""
+        if self._schedule is not None:
+            return self._schedule.eval(*args, **named)
+        if self._early is None:
+            self._early = self._made(self._plain(), self._n_microbatches or self._listed[0].num_stages, {})
+        return self._early.eval(*args, **named)
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """As in torch."""
+        if self._schedule is None:
+            pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
+            self._choose(Batch((), {}, None, (None, None), pieces), loss_kwargs)
+        self._chosen._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+
+    def close(self) -> None:
+        """Drops the transfers."""
+        for each in (self._schedule, self._early):
+            if each is not None:
+                each.close()
+
+    @property
+    def _chosen(self) -> PipelineSchedule:
+        assert self._schedule is not None
+        return self._schedule
+
+    def __getattr__(self, name: str) -> Any:
+        """What the chosen schedule has: ``trace``, ``summary``, ``draw``, ``pipeline_order`` and so on."""
+        chosen = self.__dict__.get("_schedule")
+        if chosen is None or name.startswith("__"):
+            raise AttributeError(f"ScheduleAuto has no {name!r} before its first step chooses a schedule")
+        return getattr(chosen, name)
+
+    def _choose(self, batch: Batch, loss_kwargs: Mapping[str, Any] | None) -> None:
+        if not torch.is_grad_enabled():
+            raise MeshcastError(
+                "step trains and needs gradients enabled; use eval under torch.no_grad", op="pipeline"
+            )
+        self.choice = search(
+            self._listed,
+            self._loss_fn,
+            batch,
+            self._n_microbatches,
+            self._budget,
+            loss_kwargs=loss_kwargs,
+            timeout=self._options.get("timeout"),
+            show=self._show,
+        )
+        self._n_microbatches = self.choice.microbatches
+        self._schedule = self._made(self.choice.schedule, self._n_microbatches, self.choice.options)
+        if self._early is not None:
+            self._early.close()
+            self._early = None
+
+    def _made(self, kind: Any, microbatches: int, options: Mapping[str, Any]) -> PipelineSchedule:
+        single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
+        specs: dict[str, Any] = {
+            "args_chunk_spec": self._args_chunk_spec,
+            "kwargs_chunk_spec": self._kwargs_chunk_spec,
+        }
+        if issubclass(kind, torch_schedules.ScheduleLoopedBFS):  # which has none
+            if any(each is not None for each in specs.values()):
+                raise LayoutError("ScheduleLoopedBFS was chosen, which takes no chunk specs")
+            specs = {}
+        return kind(
+            self._listed[0] if single else self._listed,
+            microbatches,
+            loss_fn=self._loss_fn,
+            output_merge_spec=self._output_merge_spec,
+            scale_grads=self.scale_grads,
+            **specs,
+            **{**self._options, **options},
+        )
+
+    def _plain(self) -> type[PipelineSchedule]:
+        numbers, count = sorted(stage.stage_index for stage in self._listed), self._listed[0].num_stages
+        if len(numbers) == 1:
+            return ScheduleGPipe
+        return ScheduleZBVZeroBubble if sum(numbers) == count - 1 else ScheduleInterleaved1F1B

@@ -1,0 +1,381 @@
+"""Which schedule, options and number of micro-batches: measured on the real stages, then simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from meshcast.base.arguments import typed_arguments
+from meshcast.base.checks import shown
+from meshcast.errors import AbortedError, LayoutError
+from meshcast.groups.parent import parent_group, seconds
+from meshcast.pipelining.board import PipelineBoard
+from meshcast.pipelining.candidates import Candidate, Times, best_of, candidates, counts_to_try
+from meshcast.pipelining.choice import Choice, listed_stages
+from meshcast.pipelining.classes import CLASSES
+from meshcast.pipelining.devices import current
+from meshcast.pipelining.edge import links_of
+from meshcast.pipelining.errors import ScheduleError
+from meshcast.pipelining.lower import Link, chain
+from meshcast.pipelining.microbatches import Pieces, cut
+from meshcast.pipelining.own_stages import check_kinds
+from meshcast.pipelining.pipeline_stage import PipelineStage
+from meshcast.pipelining.trial import Measured, as_before, measured
+
+__all__ = ["Batch", "choose", "search"]
+
+_AT_ONCE = 2  # micro-batches of a step that is measured
+
+
+@typed_arguments()
+def choose(
+    stages: PipelineStage | Sequence[PipelineStage],
+    loss_fn: Callable[..., Any] | None,
+    example: Any,
+    microbatches: int | Sequence[int] | None = None,
+    memory_budget: float | None = None,
+    *,
+    target: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    loss_kwargs: Mapping[str, Any] | None = None,
+    timeout: float | timedelta | None = None,
+    show: bool = True,
+) -> Choice:
+    """Finds the schedule that makes a step shortest. Every rank of every stage calls it, before training.
+
+    It runs a few micro-batches through the real stages, one after the other, and measures on every rank the
+    forward, the backward, its two parts I and W, the transfers and the bytes that a micro-batch holds. It
+    then simulates every schedule that runs these stages where they are, with each number of micro-batches,
+    warm-ups in between, and weights delayed or not. Of those within the budget the fastest is taken; steps
+    within one percent count as equally long, and the one that holds least is taken of these.
+
+    Gradients, buffers and random state are put back. Summing gradients over data-parallel ranks takes the
+    same time under every schedule and is left out of the times.
+
+    Args:
+        stages: this rank's, as a schedule takes them.
+        loss_fn: as schedules take it; counts on the last stage.
+        example: a batch as ``step`` takes it, a tensor or a tuple of arguments; counts on the first stage.
+            Batches of training are taken to have as many samples.
+        microbatches: how many there may be: a number, several, or None for as many as ranks of the schedule,
+            and twice that again and again while there are samples.
+        memory_budget: bytes of activations that this rank may hold at once; None: no limit. Ranks may have
+            unlike ones.
+        target: targets of the batch; counts on the last stage.
+        kwargs: keyword arguments of this rank's stages, whole.
+        loss_kwargs: more arguments for ``loss_fn``.
+        timeout: limit for each transfer and each agreement, seconds or timedelta; default: the group's.
+        show: the first rank prints the table.
+
+    Returns:
+        The same choice on every rank: ``choice.make(stages, loss_fn)`` is the schedule.
+
+    Raises:
+        LayoutError: bad arguments, the ranks contradict each other, or no schedule fits the placement of the
+            stages or the budget.
+        MeshcastError: as ``step`` raises them.
+
+    Example, on every rank::
+
+        from meshcast.pipelining import PipelineStage, choose
+
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        stage = PipelineStage(torch.nn.Linear(8, 8), rank, ranks, torch.device("cpu"))
+        x, y = torch.randn(32, 8), torch.randn(32, 8)
+        loss_fn = torch.nn.functional.mse_loss
+        choice = choose(stage, loss_fn, x, target=y, memory_budget=1e9)
+        schedule = choice.make(stage, loss_fn)
+        schedule.step(*([x] if stage.is_first else []), target=y if stage.is_last else None)
+    """
+    given = example if isinstance(example, tuple) else () if example is None else (example,)
+    return search(
+        listed_stages(stages),
+        loss_fn,
+        Batch(given, dict(kwargs or {}), target),
+        microbatches,
+        memory_budget,
+        loss_kwargs=loss_kwargs,
+        timeout=timeout,
+        show=show,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """An example, whole or in micro-batches already; what ``step`` would get on this rank."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any
+    specs: tuple[Any, Any] = (None, None)
+    pieces: Pieces = field(default_factory=Pieces)
+
+    def has_inputs(self) -> bool:
+        return bool(self.args or self.kwargs or self.pieces.args or self.pieces.kwargs)
+
+    def has_target(self) -> bool:
+        return self.target is not None or self.pieces.targets is not None
+
+    def samples(self, where: str) -> int:
+        """Of the first stage's batch; of micro-batches that are cut already their number."""
+        if self.pieces.args is not None or self.pieces.kwargs is not None:
+            return len(self.pieces.args or self.pieces.kwargs or ())
+        return sum(cut(self.args, dict(self.kwargs), 1, *self.specs, where)[2])
+
+    def first(self, count: int, stages: Sequence[PipelineStage], where: str) -> tuple[Pieces, int]:
+        """The first micro-batches of a batch that is cut into so many, as these stages take them, and how
+        many they are."""
+        few = min(count, _AT_ONCE)
+        pieces = self.pieces
+        args, kwargs, targets = pieces.args, pieces.kwargs, pieces.targets
+        if args is None and kwargs is None and (self.args or self.kwargs):
+            args, kwargs, _ = cut(self.args, dict(self.kwargs), count, *self.specs, where)
+        if targets is None and self.target is not None:
+            targets = [each[0] for each in cut((self.target,), {}, count, None, None, f"{where}, target")[0]]
+        is_first, is_last = (any(getattr(s, what) for s in stages) for what in ("is_first", "is_last"))
+        found = Pieces(
+            args[:few] if args and is_first else None,
+            kwargs[:few] if kwargs and any(kwargs) else None,
+            targets[:few] if targets and is_last else None,
+        )
+        return found, few
+
+
+def search(
+    stages: list[PipelineStage],
+    loss_fn: Callable[..., Any] | None,
+    batch: Batch,
+    microbatches: int | Sequence[int] | None,
+    memory_budget: float | None,
+    *,
+    loss_kwargs: Mapping[str, Any] | None,
+    timeout: float | timedelta | None,
+    show: bool,
+) -> Choice:
+    """See `choose`."""
+    check_kinds(stages)
+    for each in stages:
+        if not isinstance(each, PipelineStage):
+            raise LayoutError("the stages are none of meshcast.pipelining: they cannot run here")
+    return _Search(stages, loss_fn, loss_kwargs, timeout).find(batch, microbatches, memory_budget, show)
+
+
+class _Search:
+    """One conversation of all ranks about what to choose."""
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        loss_fn: Callable[..., Any] | None,
+        loss_kwargs: Mapping[str, Any] | None,
+        timeout: float | timedelta | None,
+    ) -> None:
+        self._stages, self._loss_fn, self._loss_kwargs = stages, loss_fn, loss_kwargs
+        self._first = stages[0]
+        group = self._first.group
+        self._timeout = seconds(timeout, parent_group(group, "choose").timeout)
+        self._board = PipelineBoard(group, self._timeout)
+        edges = self._first.edges
+        self._links = None if edges is None else links_of(edges)
+
+    def find(
+        self,
+        batch: Batch,
+        microbatches: int | Sequence[int] | None,
+        budget: float | None,
+        show: bool,
+    ) -> Choice:
+        plan = self._agreed(batch, microbatches, budget)
+        found: dict[str, Measured] = {}
+        try:
+            with as_before(self._stages), current(self._first.device):
+                for count in plan["measured"]:
+                    found[str(count)] = measured(
+                        self._stages,
+                        *batch.first(count, self._stages, f"rank {self._first.rank}, example"),
+                        plan["rows"],
+                        self._loss_fn,
+                        self._loss_kwargs,
+                        timeout=self._timeout,
+                    )
+        except BaseException as error:
+            self._board.fail_agreement("times", f"rank {self._first.rank}: {error or type(error).__name__}")
+            raise
+        answer = self._board.agree("times", found, lambda said: self._decided(said, plan))
+        if "refused" in answer:
+            raise LayoutError(answer["refused"], rank=self._first.rank, op="choose")
+        listed = [_candidate(each) for each in answer["candidates"]]
+        chosen = listed[answer["best"]]
+        times = [_times(each) for each in answer["times"]]
+        choice = Choice(
+            CLASSES[chosen.schedule], chosen.microbatches, dict(chosen.options), listed, times, chosen
+        )
+        if show and self._first.rank == self._board.ranks[0]:
+            print(choice.explain(), flush=True)
+        return choice
+
+    # ---- before anything runs --------------------------------------------------------------------------
+
+    def _agreed(
+        self,
+        batch: Batch,
+        microbatches: int | Sequence[int] | None,
+        budget: float | None,
+    ) -> dict[str, Any]:
+        """What all ranks know then: the rows, the numbers of micro-batches, which of them are measured."""
+        mine: Exception | None = None
+        said: dict[str, Any] = {}
+        try:
+            counts = _counts(microbatches)
+            if budget is not None and not budget > 0:
+                raise LayoutError(f"memory_budget must be a number of bytes above 0, found {shown(budget)}")
+            last = any(stage.is_last for stage in self._stages)
+            if last and (self._loss_fn is None or not batch.has_target()):
+                raise LayoutError("the last stage measures the backward: it needs loss_fn and target=")
+            samples = None
+            if any(stage.is_first for stage in self._stages):
+                if not batch.has_inputs():
+                    raise LayoutError("the first stage needs a batch: choose(stages, loss_fn, x, ...)")
+                samples = batch.samples(f"rank {self._first.rank}, example")
+            said = {
+                "mine": sorted(stage.stage_index for stage in self._stages),
+                "stages": self._first.num_stages,
+                "counts": counts,
+                "budget": budget,
+                "samples": samples,
+            }
+        except Exception as error:
+            mine = error
+            said = {"refused": str(error) or type(error).__name__}
+        answer = self._board.agree("placement", said, _placed)
+        if "wrong" in answer:
+            raise LayoutError(answer["wrong"], rank=self._first.rank, op="choose")
+        if "refused" in answer:
+            rank, text = answer["refused"]
+            if mine is not None:
+                raise mine
+            raise AbortedError(text, rank=self._first.rank, peer=rank, op="choose", phase="agree")
+        return answer
+
+    # ---- on the first rank -----------------------------------------------------------------------------
+
+    def _decided(self, said: Mapping[int, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
+        rows, samples = plan["rows"], plan["samples"]
+        known = [
+            _together([each[str(count)] for each in said.values()], samples / count, self._links)
+            for count in sorted(plan["measured"], reverse=True)
+        ]
+        try:
+            found = candidates(rows, plan["counts"], samples, known, self._links, plan["budgets"])
+            best = best_of(found)
+        except ScheduleError as error:
+            return {"refused": str(error)}
+        return {
+            "best": found.index(best),
+            "candidates": [{**asdict(each), "seconds": _written(each.seconds)} for each in found],
+            "times": [{**asdict(each), "transfer": _by_name(each.transfer)} for each in known],
+        }
+
+
+def _counts(microbatches: int | Sequence[int] | None) -> list[int] | None:
+    if microbatches is None:
+        return None
+    listed = [microbatches] if isinstance(microbatches, int) else list(microbatches)
+    if not listed or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in listed):
+        raise LayoutError(
+            f"microbatches must be a number of at least 1, or several, found {shown(microbatches)}"
+        )
+    return sorted(set(listed))
+
+
+def _placed(said: Mapping[int, Any]) -> dict[str, Any]:
+    """What the first rank makes of all ranks' words."""
+    refused = [(rank, each["refused"]) for rank, each in said.items() if "refused" in each]
+    if refused:
+        return {"refused": refused[0]}
+    first = min(said)
+    for what in ("stages", "counts"):
+        for rank, each in said.items():
+            if each[what] != said[first][what]:
+                text = f"the ranks disagree on {what}: rank {first} has {said[first][what]}, rank {rank} has "
+                return {"wrong": f"{text}{each[what]}"}
+    rows = sorted({tuple(each["mine"]) for each in said.values()})
+    stages = [stage for row in rows for stage in row]
+    if sorted(stages) != list(range(said[first]["stages"])):
+        text = (
+            f"the ranks have stages {[list(row) for row in rows]} of {said[first]['stages']}: each stage is "
+        )
+        return {"wrong": f"{text}on ranks that all have the same ones"}
+    samples = next(each["samples"] for each in said.values() if each["samples"] is not None)
+    counts = said[first]["counts"] or counts_to_try(samples, len(rows))
+    if max(counts) > samples:
+        return {"wrong": f"the example has {samples} samples, too few for {max(counts)} micro-batches"}
+    budgets = []
+    for row in rows:
+        given = [each["budget"] for each in said.values() if tuple(each["mine"]) == row]
+        budgets.append(min((limit for limit in given if limit is not None), default=None))
+    return {
+        "rows": [list(row) for row in rows],
+        "counts": counts,
+        "measured": sorted({min(counts), max(counts)}),
+        "samples": samples,
+        "budgets": budgets,
+    }
+
+
+def _together(found: Sequence[Measured], samples: float, links: Sequence[Link] | None) -> Times:
+    """Of all ranks: of each stage its slowest, and its fullest, rank."""
+    of_stage: dict[int, dict[str, float]] = {}
+    of_link: dict[Link, float] = {}
+    for each in found:
+        for stage, numbers in each["stages"].items():
+            known = of_stage.setdefault(int(stage), {})
+            for what, value in numbers.items():
+                known[what] = max(known.get(what, 0.0), value)
+        for name, value in each["links"].items():
+            source, _, consumer = name.partition(">")
+            link = int(source), int(consumer)
+            of_link[link] = max(of_link.get(link, 0.0), value)
+    listed = [of_stage[stage] for stage in sorted(of_stage)]
+    for link in chain(len(listed)) if links is None else links:
+        of_link.setdefault(link, 0.0)  # between stages of the same ranks nothing travels
+    numbers = {
+        what: [each.get(what, 0.0) for each in listed] for what in ("F", "B", "I", "W", "held", "between")
+    }
+    return Times(
+        samples,
+        numbers["F"],
+        numbers["B"],
+        numbers["I"],
+        numbers["W"],
+        of_link,
+        numbers["held"],
+        numbers["between"],
+    )
+
+
+# ---- as JSON -------------------------------------------------------------------------------------------
+
+
+def _written(value: float) -> float | None:
+    return None if value == float("inf") else value
+
+
+def _by_name(times: Mapping[Link, float]) -> dict[str, float]:
+    return {f"{source}>{target}": value for (source, target), value in times.items()}
+
+
+def _candidate(said: Mapping[str, Any]) -> Candidate:
+    known = dict(said)
+    known["seconds"] = float("inf") if known["seconds"] is None else known["seconds"]
+    return Candidate(**known)
+
+
+def _times(said: Mapping[str, Any]) -> Times:
+    links = {}
+    for name, value in said["transfer"].items():
+        source, _, target = name.partition(">")
+        links[int(source), int(target)] = value
+    return Times(**{**said, "transfer": links})

@@ -1,0 +1,130 @@
+"""The end of a step: what the ranks of a stage do together once all actions have run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from meshcast.errors import LayoutError
+from meshcast.pipelining.board import PipelineBoard
+from meshcast.pipelining.functions import functions_of
+from meshcast.pipelining.given import GivenOrder
+from meshcast.pipelining.gradients import kept_apart
+from meshcast.pipelining.pipeline_stage import PipelineStage
+from meshcast.pipelining.step import StepFeed
+from meshcast.pipelining.table import StageTable
+from meshcast.pipelining.varying import Wirings
+
+__all__ = ["StepEnd"]
+
+
+class StepEnd:
+    """Base of `PipelineSchedule`."""
+
+    _mine: Mapping[int, PipelineStage]
+    _board: PipelineBoard
+    _rank: int
+    _steps: int
+    _wirings: Wirings
+    _given: GivenOrder | None
+    _samples: Sequence[int]
+    _sync_gradients: bool
+    scale_grads: bool
+    _agreed: Callable[[], StageTable]
+    _weighings: int  # steps at whose end the ranks learnt a weight
+    _weighted: bool | None  # whether the loss function returns (sum, weight), once known
+
+    def _accumulating(self, train: bool) -> AbstractContextManager[None]:
+        """Keeps gradients of earlier steps out of the sum over ranks: they have been summed already."""
+        return kept_apart(
+            stage.submod
+            for stage in self._mine.values()
+            if train
+            and (
+                (self._sync_gradients and ((stage.reduces and not stage.alone) or stage.shared))
+                or self._weighted is not False
+            )
+        )
+
+    def _finish(
+        self, feeds: Mapping[int, StepFeed], train: bool, losses: list[Any] | None, finalize: bool
+    ) -> None:
+        for stage in self._mine.values() if train and not finalize else ():
+            stage.free_parameters()  # what is left gathered has gradients that FSDP2 is still to reduce
+        members = next(iter(self._mine.values())).mesh.ranks
+        if len(members) > 1:
+            # The collectives below are those of the user's mesh and cannot be aborted: nobody enters them
+            # unless all got here.
+            self._board.publish(f"step/{self._steps}", {})
+            self._board.collect(f"step/{self._steps}", members)
+            if self._steps:
+                self._board.forget(f"step/{self._steps - 1}")
+        weight: float | None = None
+        for stage in self._mine.values() if train else ():
+            stage.drop_stand_ins()
+        for index, stage in self._mine.items():
+            if stage.is_last:
+                means, weight = feeds[index].loss.finish()
+                if losses is not None:
+                    losses[:] = means
+        if train and weight is not None and self._weighted is False:
+            raise LayoutError("loss_fn returned a pair (sum, weight), but a mean in the steps before")
+        if train and self._weighted is not False:
+            weight = self._learn_weight(weight)
+        if train and self._weighted and not finalize:
+            raise LayoutError(pairs_are_final())
+        for stage in self._mine.values():
+            if train and self._sync_gradients:
+                stage.sync_gradients()
+        if train and self._wirings.shared is not None:
+            self._wirings.shared.sum()
+        if weight and train and self.scale_grads:
+            parameters = {
+                id(each): each for stage in self._mine.values() for each in stage.submod.parameters()
+            }
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.div_(weight)
+
+    def _learn_weight(self, own: float | None) -> float | None:
+        """The weight of the step, which the last stage knows; None where its losses are means."""
+        last = self._agreed().ranks[-1]
+        topic = f"weight/{self._weighings}"
+        if self._rank == last[0]:
+            self._board.publish(topic, {"weight": own})
+            if self._weighings:  # all have read that one, or they would not have begun this step
+                self._board.forget(f"weight/{self._weighings - 1}")
+        self._weighings += 1
+        found = self._board.collect(topic, last[:1])[last[0]]["weight"]
+        self._weighted = found is not None
+        return found
+
+    def _scale_as_torch(self, finalize: bool) -> None:
+        """Divides all that is in ``grad``, also by earlier steps, by the number of micro-batches; or calls
+        what the user registered for it. finalize: else a stage under FSDP2 is left to a later step."""
+        if not self._agreed().as_torch or self._weighted:
+            return
+        count = sum(min(1, each) for each in self._samples) if self.scale_grads else 1
+        reduced = self._mine if self._given is None else self._given.reduced(self._mine)
+        registered = functions_of(self).get(torch_schedules.REDUCE_GRAD)
+        schedule: Any = self
+        for index in reduced:
+            if not finalize and self._mine[index].accumulates:
+                continue
+            if registered is None:
+                self._mine[index].scale_grads(count)
+            else:
+                action = torch_schedules._Action(index, torch_schedules.REDUCE_GRAD, None)
+                registered(action, torch_schedules._PipelineContext(schedule))
+
+
+def pairs_are_final() -> str:
+    """Why a step of pairs has to finalize its gradients."""
+    return (
+        "finalize_gradients=False needs a loss_fn that returns means: gradients of sums are divided by the "
+        "weight of their own step, which FSDP2 cannot do to those that it has not reduced. Return means, or "
+        "finalize every step"
+    )
