@@ -272,6 +272,8 @@ def refused(context) -> None:
         lambda: call(on_rank_0({name: torch.zeros(fulls[name].shape)})),
     )
     raises(kind, "version", lambda: call(state, version=-1 if context.rank == 0 else 4))
+    listed = ["auto"] if context.rank == 0 else "auto"
+    raises(kind, "unhashable", lambda: call(state, strategy=listed))
     extra = {"extra": sharded(torch.zeros(3), quiet_mesh([0]), [Shard(0)], 0)} if context.rank == 0 else {}
     raises(meshcast.LayoutError, "'extra'", lambda: call(on_rank_0(extra)))
     check(call(on_rank_0(extra), strict=False), fulls, destinations, context.rank)

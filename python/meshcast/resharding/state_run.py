@@ -59,10 +59,14 @@ class Prepared:
         try:
             self.version = _version(version)
             call = checked_call(rank, given) if again is None else again[0]
-            self.call, self.key = call, call.key() if again is None else again[1]
+            key = call.key() if again is None else again[1]
+            hash(key)  # here, where it is refused, and not where it is looked for
+            self.call, self.key = call, key
             self.versions = call.watched(written)
         except LayoutError as error:
             self.refused = error
+        except TypeError as error:
+            self.refused = LayoutError(f"{OP}: an argument cannot be used: {error}", rank=rank, op=OP)
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
