@@ -21,8 +21,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..base import checks
-from ..errors import DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
+from ..errors import (
+    AbortedError,
+    DeadlineExceededError,
+    MeshcastError,
+    PeerLostError,
+    PlanMismatchError,
+    typed,
+    was_told,
+)
 from ..groups.parent import ParentGroup, parent_group, seconds
+from ..groups.telling import raise_refused
 from ..layout import Layout
 from ..spec import TensorSpec
 from ..transfers.persistent import PlanOptions
@@ -46,7 +55,7 @@ _OP = "reshard_state_dict"
 _KEPT = 8  # kinds of call whose plans a group keeps
 _PAUSE = 0.0002  # seconds between two looks at whether a GPU is through
 _NONE = -1  # in a row: no version, nothing known
-_REFUSED = -2
+_REFUSED = -2  # this rank raises what it posts
 
 
 class ReshardedState(dict[str, DTensor]):
@@ -70,7 +79,6 @@ class _State:
 
     def __init__(self, parent: ParentGroup) -> None:
         self.rows = Rows(parent)
-        self.calls = 0
         self.versions: dict[tuple[str, ...], int] = {}  # the last that arrived, by the names of the tensors
         self.known: OrderedDict[Any, _Known] = OrderedDict()
 
@@ -133,21 +141,22 @@ def reshard_state_dict(
         received = meshcast.reshard_state_dict(held, {"w": (serving, [Shard(1)])}, digest=True)
         assert bool((received["w"].to_local() == 1).all())
     """
-    parent = parent_group(group, _OP)
-    limit = seconds(timeout, parent.timeout)
-    deadline = time.monotonic() + limit
+    try:
+        parent = parent_group(group, _OP)
+    except Exception as error:
+        raise_refused(error, _OP, (), group, timeout)
     state: _State | None = parent.extras.get(_OP)
     if state is None:
         state = parent.extras[_OP] = _State(parent)
-    state.calls += 1
-    state.rows.connect(limit)
-    refused: LayoutError | None = None
+    number = state.rows.number()
+    refused: Exception | None = None
     call: StateCall | None = None
     known: _Known | None = None
-    number = 0
+    given, limit, text = _NONE, parent.timeout, ""
     try:
+        limit = seconds(timeout, parent.timeout)
         if version is not None:
-            number = checks.integer(f"{_OP}: version", version, 0, (1 << 62) - 1)
+            given = checks.integer(f"{_OP}: version", version, 0, (1 << 62) - 1)
         options = {
             "dtype": None if dtype is None else floating_name(dtype),
             "max_bytes_in_flight": None
@@ -157,64 +166,76 @@ def reshard_state_dict(
             "strict": bool(strict),
             "strategy": strategy,
         }
-        call = checked_call(parent.rank, state_dict or {}, destinations, out or {}, options, topology)
+        call = checked_call(
+            parent.rank,
+            {} if state_dict is None else state_dict,
+            destinations,
+            {} if out is None else out,
+            options,
+            topology,
+        )
         known = state.known.get(call.key())
-    except LayoutError as error:
-        refused = error
-    exchange = f"specs {state.calls}"
-    names = () if call is None else tuple(call.destinations)
-    if refused is not None:
-        state.rows.post(exchange, str(refused))
-    elif known is None:
-        assert call is not None
-        state.rows.post(exchange, call.text())
+        text = call.text() if known is None else ""
+    except Exception as error:
+        refused = typed(error, _OP, parent.rank)
+    deadline = time.monotonic() + limit
+    names = () if call is None or refused is not None else tuple(call.destinations)
     row = [
         _REFUSED if refused is not None else _NONE if known is None else known.number,
-        _NONE if version is None else number,
+        given,
         state.versions.get(names, _NONE),
         int(call is not None and bool(call.held)),
     ]
     rows = state.rows.gather(row, _left(deadline))
-    for other, theirs in rows.items():
-        if theirs[0] == _REFUSED:
-            if refused is not None:
-                raise refused
-            raise PlanMismatchError(
-                f"{_OP}: rank {other} refused its arguments: {state.rows.read(exchange, other, deadline)}",
-                rank=parent.rank,
-                peer=other,
-                op=_OP,
-                phase="agree",
-            )
+    exchange = f"specs {number}"
+    if refused is not None:
+        state.rows.post(exchange, str(refused))
+        raise refused
+    _raise_another(state.rows, rows, _REFUSED, "refused its arguments", exchange, parent.rank, deadline)
     assert call is not None
     agreed = _agreed_version(rows, parent.rank)
+    failure: Exception | None = None
+    entries = [] if known is None else known.entries
     if known is None or any(theirs[0] != known.number for theirs in rows.values()):
-        if known is not None:
-            state.rows.post(exchange, call.text())
+        state.rows.post(exchange, text or call.text())
         said = {other: decode(state.rows.read(exchange, other, deadline)) for other in state.rows.ranks}
-        entries = merge(said, parent.rank)
-        known = _Known(state.calls, entries, _compile(parent, entries, call))
-        state.known[call.key()] = known
-        while len(state.known) > _KEPT:
-            state.known.popitem(last=False)
+        entries, known = merge(said, parent.rank), None
     digests: dict[tuple[str, int], int] = {}
-    versions = {
-        name: [(tensor, tensor._version) for tensor in (x, x._local_tensor)]
-        for name, x in call.watched().items()
-    }
-    with torch.no_grad():
-        results = _move(known, call, parent.rank, deadline, digests if digest else None)
+    versions: dict[str, list[tuple[torch.Tensor, int]]] = {}
+    results: list[DTensor] = []
+    try:
+        if known is None:
+            known = _Known(number, entries, _compile(parent, entries, call))
+            state.known[call.key()] = known
+            while len(state.known) > _KEPT:
+                state.known.popitem(last=False)
+        versions = {
+            name: [(tensor, tensor._version) for tensor in (x, x._local_tensor)]
+            for name, x in call.watched().items()
+        }
+        with torch.no_grad():
+            results = _move(known, call, parent.rank, deadline, digests if digest else None)
+    except (DeadlineExceededError, PeerLostError, AbortedError):
+        raise
+    except Exception as error:  # of one rank's tensors: ranks that do not need them have to hear of it
+        failure = typed(error, _OP, parent.rank)
     changed = [
         index
-        for index, entry in enumerate(known.entries)
+        for index, entry in enumerate(entries)
         if any(tensor._version != seen for tensor, seen in versions.get(entry.name, ()))
     ]
-    row = [changed[0] if changed else _NONE]
+    row = [_REFUSED if failure is not None else changed[0] if changed else _NONE]
     if digest:
-        row += [digests.get((side, i), 0) for side in ("src", "dst") for i in range(len(known.entries))]
+        row += [digests.get((side, i), 0) for side in ("src", "dst") for i in range(len(entries))]
     rows = state.rows.gather(row, _left(deadline))
     state.rows.forget()
-    _check_whole(known.entries, rows, parent.rank, digest)
+    if failure is not None:
+        state.rows.post(f"failed {number}", str(failure))
+        raise failure
+    _raise_another(
+        state.rows, rows, _REFUSED, "could not take part", f"failed {number}", parent.rank, deadline
+    )
+    _check_whole(entries, rows, parent.rank, digest)
     if agreed != _NONE:
         state.versions[names] = agreed
     resharded = ReshardedState(zip(call.destinations, results, strict=True))
@@ -224,6 +245,27 @@ def reshard_state_dict(
 
 def _left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 1e-3)
+
+
+def _raise_another(
+    texts: Rows,
+    rows: Mapping[int, list[int]],
+    mark: int,
+    what: str,
+    topic: str,
+    rank: int,
+    deadline: float,
+) -> None:
+    """Raises where another rank's row has the mark that it raises by itself, with what it says about it."""
+    for other, theirs in rows.items():
+        if theirs[0] == mark:
+            raise PlanMismatchError(
+                f"{_OP}: rank {other} {what}: {texts.read(topic, other, deadline)}",
+                rank=rank,
+                peer=other,
+                op=_OP,
+                phase="agree",
+            )
 
 
 def _agreed_version(rows: Mapping[int, list[int]], rank: int) -> int:
@@ -292,26 +334,34 @@ def _source(entry: Entry, call: StateCall) -> Source:
 def _move(
     known: _Known, call: StateCall, rank: int, deadline: float, digests: dict[tuple[str, int], int] | None
 ) -> list[DTensor]:
-    """Runs the batches, one after the other."""
+    """Runs the batches, one after the other. Where one fails here, the ranks of the others hear of it."""
     results: dict[int, DTensor] = {}
-    sent = call.sent()
-    for indices, compiled in known.batches:
-        names = [known.entries[i].name for i in indices]
-        xs = [sent.get(name) for name in names]
-        outs = [call.outs.get(name) for name in names]
-        observe = None if digests is None else _observer(indices, compiled, rank, digests)
-        moved, launch = compiled.begin(xs, _left(deadline), outs, observe)
-        if launch is not None:
-            launch.wait()
-            if known.entries[indices[0]].device_types != ("cpu", "cpu"):
-                _end_on_gpu(launch, deadline)
-        for position, index in enumerate(indices):
-            results[index] = moved[position]
-            move = compiled.moves[position]
-            if digests is not None and move.local_shape is not None:
-                local = moved[position]._local_tensor.to(move.wire_dtype)
-                layout = compiled.problems[position][3]
-                digests["dst", index] = shard_digest(local, layout, move.shape, rank)
+    begun = 0
+    try:
+        sent = call.sent()
+        for indices, compiled in known.batches:
+            names = [known.entries[i].name for i in indices]
+            xs = [sent.get(name) for name in names]
+            outs = [call.outs.get(name) for name in names]
+            observe = None if digests is None else _observer(indices, compiled, rank, digests)
+            moved, launch = compiled.begin(xs, _left(deadline), outs, observe)
+            begun += 1
+            if launch is not None:
+                launch.wait()
+                if known.entries[indices[0]].device_types != ("cpu", "cpu"):
+                    _end_on_gpu(launch, deadline)
+            for position, index in enumerate(indices):
+                results[index] = moved[position]
+                move = compiled.moves[position]
+                if digests is not None and move.local_shape is not None:
+                    local = moved[position]._local_tensor.to(move.wire_dtype)
+                    layout = compiled.problems[position][3]
+                    digests["dst", index] = shard_digest(local, layout, move.shape, rank)
+    except Exception as error:
+        for _, compiled in known.batches[begun + was_told(error) :]:
+            if compiled.transfer is not None:
+                compiled.transfer._group.refuse(0, typed(error, _OP, rank), _left(deadline))
+        raise
     return [results[index] for index in range(len(known.entries))]
 
 
