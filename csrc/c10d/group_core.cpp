@@ -1,5 +1,6 @@
 #include "c10d/group_core.h"
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <thread>
@@ -7,6 +8,7 @@
 
 #include <fmt/format.h>
 
+#include "c10d/refusals.h"
 #include "c10d/tensor_memory.h"
 #include "common/fault_point.h"
 
@@ -15,6 +17,11 @@ namespace {
 
 constexpr size_t kMostPosted = 64;                        // calls
 constexpr auto kSeenIn = std::chrono::milliseconds(500);  // in which one that has died is seen
+// Ranks to which a call is new ask for an agreement as they come to it. Those that come later than this after a
+// refusal meet anew for nothing.
+constexpr auto kOthersCome = std::chrono::milliseconds(150);
+constexpr auto kCauseComes = std::chrono::seconds(2);      // after a rank has decided that it will
+constexpr auto kOwnRuns = std::chrono::milliseconds(500);  // earlier calls of a rank that refuses get so long
 
 }  // namespace
 
@@ -126,10 +133,11 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_whole(CallId call, const PlanText& 
 void GroupCore::note_posted(CallId call, bool rejected) {
   posted_.push_back({call, rejected});
   if (posted_.size() <= kMostPosted) return;
-  const CallId old = posted_.front().call;
+  const auto [old, rejected_before] = posted_.front();
   posted_.pop_front();
   agreement_bulletin_.pass(old.lane, old.ordinal, identity_.rank);
   agreement_bulletin_.erase(Bulletin::Board::Agreement, old.lane, old.ordinal, identity_.rank);
+  if (rejected_before) agreement_bulletin_.erase_decision(old.lane, old.ordinal);
 }
 
 // That everybody agreed on a call means that everybody has read what was posted for those before, but for
@@ -215,6 +223,38 @@ void GroupCore::reject(CallId call, const std::string& message) {
   } catch (const std::exception&) {
     // The others hear nothing, and wait to their limits.
   }
+}
+
+void GroupCore::refuse(CallId call, const std::string& message) {
+  reject(call, message);
+  try {
+    const TimePoint begun = Clock::now();
+    const auto over = [this] { return failure() != nullptr; };
+    Life mine = Life::GoesOn;
+    if (look_for_others(agreement_bulletin_, identity_, call, begun + kOthersCome, over) == Others::Unseen) {
+      // Calls that came before this one may still be going on.
+      while (!over() && Clock::now() < begun + kOwnRuns && !watched_->in_flight().empty())
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      mine = Life::Over;
+    }
+    if (decide(agreement_bulletin_, call, mine) == Life::GoesOn) return;
+    watcher_->adopt(mine == Life::Over
+                        ? agreement_bulletin_.settle_cause(as_cause({call, identity_.rank, message}))
+                        : await_cause(agreement_bulletin_, begun + kCauseComes));
+  } catch (const std::exception&) {
+    // The store does not answer: the others hear nothing, and wait to their limits.
+  }
+}
+
+bool GroupCore::awaited_in(CallId call) {
+  origin_.check();
+  const std::lock_guard lock(agree_mutex_);
+  return std::any_of(identity_.ranks.begin(), identity_.ranks.end(), [&](int32_t other) {
+    if (other == identity_.rank) return false;
+    const auto posting = agreement_bulletin_.read(Bulletin::Board::Agreement, call.lane, call.ordinal, other);
+    if (posting) return !posting->rejected;
+    return agreement_bulletin_.waits_in(call.lane, other) == call.ordinal;
+  });
 }
 
 c10::intrusive_ptr<c10d::Work> GroupCore::start(const AgreedPlan& agreed, StartArgs args) {

@@ -50,6 +50,13 @@ class GroupCore final : public GroupBase {
   // answer they hear nothing, and wait to their limits.
   void reject(CallId call, const std::string& message);
 
+  // The same at any time: ranks to which the call is not new may be in it by now, with bytes under way. Then it
+  // ends them, and this life of the group. Blocks for a fraction of a second.
+  void refuse(CallId call, const std::string& message);
+
+  // Whether another rank waits for this one in a call, as far as the store knows.
+  bool awaited_in(CallId call);
+
   // Throws LayoutError where a tensor does not fit the plan, before anything is enqueued, and AbortedError
   // with the first cause where the group has failed.
   c10::intrusive_ptr<c10d::Work> start(const AgreedPlan& agreed, StartArgs args);

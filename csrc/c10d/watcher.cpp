@@ -15,6 +15,7 @@ using Seconds = std::chrono::duration<double>;
 
 constexpr auto kLook = milliseconds(200);    // between looks at the bulletin
 constexpr auto kStall = milliseconds(2000);  // a call this old says what it is (or a quarter of its limit)
+constexpr auto kRefusalTold = milliseconds(1000);  // after a refusal all ranks know whether the group goes on
 constexpr auto kStoreGrace = Reporters::kStoreGrace;  // after it ticks decide alone
 constexpr auto kPostingLife = std::chrono::seconds(60);
 constexpr auto kPinGrace = milliseconds(2000);  // an aborted request may take this long to let go
@@ -143,12 +144,16 @@ void Watcher::adopt(const Cause& cause) {
 
 // What this rank saw gives the numbers (elapsed, bytes); the first cause, perhaps another rank's, gives kind
 // and text.
-void Watcher::give_up(const Cause& cause) {
+void Watcher::give_up(const Cause& given) {
   Local local;
+  Cause cause;
   {
     const std::lock_guard lock(mutex_);
     if (local_) local = *local_;
+    if (!first_) first_ = given;
+    cause = *first_;
   }
+  if (const auto refused = refused_in(cause)) return end_with(cause, error_of(*refused, group_));
   const bool known = cause.kind >= 0 && cause.kind <= static_cast<int32_t>(ErrorKind::Aborted);
   const auto kind =
       known ? static_cast<ErrorKind>(cause.kind) : ErrorKind::Aborted;  // the text came from the store
@@ -169,10 +174,19 @@ void Watcher::give_up(const Cause& cause) {
     context.bytes_expected = local.bytes_expected;
     context.address = address_in(cause.text);
   }
+  end_with(cause, Error(kind, text, context));
+}
+
+void Watcher::end_with(const Cause& cause, const Error& error) {
   const Entered inside(engine_use_);
   if (!inside) return;
   engine_.leave_because(cause);
-  engine_.fail(std::make_exception_ptr(Error(kind, text, context)));
+  engine_.fail(std::make_exception_ptr(error));
+}
+
+std::optional<RefusedCall> Watcher::refused() {
+  const std::lock_guard lock(mutex_);
+  return first_ ? refused_in(*first_) : std::nullopt;
 }
 
 void Watcher::report() {
@@ -234,8 +248,23 @@ void Watcher::look() {
     return;
   }
   const TimePoint now = Clock::now();
+  tell_where_it_waits(runs);
   erase_old_postings(now);
   for (const auto& run : runs) look_for_stalls(run, now);
+}
+
+// For a rank that refuses a call and cannot tell from its arguments which ranks wait for it.
+void Watcher::tell_where_it_waits(const Runs& runs) {
+  std::map<int32_t, int64_t> oldest;
+  for (const auto& run : runs) {
+    const RunLabel& label = run->label();
+    const auto [it, fresh] = oldest.try_emplace(label.lane, label.ordinal);
+    if (!fresh) it->second = std::min(it->second, label.ordinal);
+  }
+  for (const auto& [lane, ordinal] : oldest) {
+    const auto [it, fresh] = told_waits_.try_emplace(lane, -1);
+    if (std::exchange(it->second, ordinal) != ordinal) bulletin_.wait_in(lane, ordinal, group_.rank);
+  }
 }
 
 // Others may still be in a call that this rank has left, so a posting stays for a while.
@@ -263,7 +292,8 @@ void Watcher::look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint no
     bulletin_.post(Bulletin::Board::Stall, call.lane, call.ordinal, group_.rank,
                    {false, -1, label.descriptor()});
   }
-  const std::vector<int32_t> silent = compare_postings(bulletin_, group_, call, label.descriptor());
+  const std::vector<int32_t> silent = compare_postings(bulletin_, group_, call, label.descriptor(),
+                                                       now > stall_time(*run) + kRefusalTold);
   if (now < run->deadline()) return;
   const std::string who = silent.empty()
                               ? "every rank is in this call, so the network is too slow or the limit too short"

@@ -10,7 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
+from ..errors import (
+    AbortedError,
+    DeadlineExceededError,
+    MeshcastError,
+    PeerLostError,
+    PlanMismatchError,
+)
 from .shortage import Shortage
 
 __all__ = ["LOOK", "SLICE", "Board", "NotPostedError", "Watches", "meet", "refuse_meeting"]
@@ -27,6 +33,7 @@ _ERRORS: dict[str, type[MeshcastError]] = {  # by the first word of a verdict
 }
 _MET = "met"  # verdict of a meeting: all ranks are here
 _SHORT = "short"  # first word of a verdict: a rank has run out of something, and all may meet again
+_REFUSED = "refused"  # likewise: a rank refused what the others meet for
 
 
 class NotPostedError(Exception):
@@ -158,10 +165,10 @@ class Watches:
         return (other, why) if why else None
 
 
-def refuse_meeting(store: Any, message: str) -> bool:
+def refuse_meeting(store: Any, message: str, *, by: int | None = None) -> bool:
     """Ends the meeting for all ranks, which may meet again in another life of the group; message: what this
-    rank has run out of. Answers whether that was the verdict."""
-    verdict = f"{_SHORT} {message}"
+    rank has run out of, or, given `by` which rank, why it refused. Answers whether that was the verdict."""
+    verdict = f"{_SHORT} {message}" if by is None else f"{_REFUSED}/{by} {message}"
     return bool(store.compare_set("verdict", "", verdict).decode() == verdict)
 
 
@@ -172,18 +179,20 @@ def meet(
     deadline: float,
     closing: Callable[[], str],
     watches: Watches,
+    waits: Callable[[], None] = lambda: None,
 ) -> dict[int, str]:
     """Posts `text` and returns everybody's, once all ranks of a group are here.
 
     The first rank that sees all, or gives up, decides for all: were each to judge for itself, one could leave
     while the others already connect and wait for it until their deadline. closing(): why this rank ends the
-    group, "" while it does not. Raises DeadlineExceededError, PeerLostError, AbortedError or Shortage.
+    group, "" while it does not. waits(): called once it takes longer than a moment. Raises DeadlineExceededError, PeerLostError, AbortedError or Shortage.
     """
     begin, rank, store = time.monotonic(), board.rank, board.store
     late = store.check(["verdict"])
     board.post("member", text)
     others = [other for other in ranks if other != rank]
     pause, longest = _FIRST_PAUSE, _LONGEST_PAUSE * max(1, len(ranks) // _FEW_RANKS)
+    told = False
     while True:
         # One question for all: were every rank to ask for each, the store would be what they wait for.
         complete = not others or store.check([f"member/{other}" for other in others])
@@ -208,6 +217,9 @@ def meet(
                     f"lost/{lost[0]} rank {rank} lost rank {lost[0]} while the group of ranks {list(ranks)} "
                     f"met, after {elapsed:.1f} s: {lost[1]}. Look at that rank's own output first."
                 )
+        if not told and elapsed > LOOK:
+            told = True
+            waits()
         if proposal and not verdict:
             verdict = store.compare_set("verdict", "", proposal).decode()
         if verdict == _MET:
@@ -219,6 +231,11 @@ def meet(
             if kind == _SHORT:
                 raise Shortage(MeshcastError(message, rank=rank, op="connect", phase="connect"))
             kind, _, gone = kind.partition("/")
+            if kind == _REFUSED:
+                text = f"rank {rank}: rank {gone} refused its arguments: {message}"
+                raise Shortage(
+                    PlanMismatchError(text, rank=rank, peer=int(gone), op="connect", phase="connect")
+                )
             error = _ERRORS[kind] if not late else AbortedError
             missing = board.missing("member", others) if kind == "deadline" else []
             peer = int(gone) if gone and int(gone) != rank else next(iter(missing), None)

@@ -82,6 +82,11 @@ class Batch:
         """Seconds that no plan of it can beat."""
         return 0.0 if self._transfer is None else self._transfer.plan.lower_bound
 
+    def refuse(self, error: Exception, limit: float) -> None:
+        """Tells the other ranks that this one does not run it. limit: seconds."""
+        if self._transfer is not None:
+            self._transfer._group.refuse(0, error, limit)
+
     def run(
         self,
         sent: Mapping[str, torch.Tensor],

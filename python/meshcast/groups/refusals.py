@@ -1,0 +1,236 @@
+"""How a rank tells the others that it refused a call: those whose call it is, as far as its arguments say; else
+those that are seen to wait for this rank.
+
+A rank that waits for others to meet writes in the store which group meets; one that waits for an agreement, or
+in a transfer, has written so for its group. What nobody waits for stays open: it is taken for a call of the
+group that this rank uses next, as it is where all ranks refused their own.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PlanMismatchError
+from .board import refuse_meeting
+
+if TYPE_CHECKING:
+    from .. import _C
+    from .private import PrivateGroup
+
+__all__ = ["Connection", "MeetingRefusal", "OpenRefusal", "OpenRefusals", "Refusal"]
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25  # seconds between two looks for ranks that wait
+_HOLD = 0.3  # seconds that a refusing call waits for a first answer: then later calls know whose it was
+_NONE = "\x01none"
+_lock = threading.Lock()  # of all open refusals: one may be open in several process groups
+
+
+class Refusal:
+    """Command of a group: this rank refused its arguments of a call. Never in the caller's own thread: the
+    store may hold it up."""
+
+    refusal: Exception | None = None
+    meets = True
+
+    def __init__(
+        self, group: PrivateGroup, lane: int, ordinal: int | None, deadline: float, message: str
+    ) -> None:
+        self.lane, self.ordinal, self.deadline = lane, ordinal, deadline
+        self._group, self._message = group, message
+
+    def ready(self) -> bool:
+        return False
+
+    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:  # noqa: ARG002
+        if core is None or self.ordinal is None:
+            return False
+        core.refuse(self.lane, self.ordinal, self._message)
+        return self._group.left(core, self.lane, self.ordinal)
+
+
+class MeetingRefusal:
+    """Command of a group: this rank refused to meet the others, which raise and may meet again."""
+
+    lane = -1
+    ordinal: int | None = 0
+    refusal: Exception | None = None
+    meets = False
+
+    def __init__(self, group: PrivateGroup, deadline: float, message: str) -> None:
+        self.deadline = deadline
+        self._group, self._message = group, message
+
+    def ready(self) -> bool:
+        return False
+
+    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:
+        if core is None and error is None:
+            with suppress(Exception):  # where the store does not answer, the others wait to their limits
+                refuse_meeting(self._group.next_life(), self._message, by=self._group.rank)
+        return False
+
+
+class Connection:
+    """Command of a group: it comes up, if it is not. Counted in no lane."""
+
+    lane = -1
+    ordinal: int | None = 0
+    refusal: Exception | None = None
+    meets = True
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.done = threading.Event()
+        self.error: Exception | None = None
+
+    def ready(self) -> bool:
+        return True
+
+    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:  # noqa: ARG002
+        self.error = error
+        self.done.set()
+        return False
+
+
+@dataclass(eq=False)
+class OpenRefusal:
+    """A refusal of which it is not known whose call it was. known: ranks that are in it. prepares: it was no
+    call, but prepare(). limit: seconds for what tells it."""
+
+    error: Exception
+    known: frozenset[int]
+    prepares: bool
+    limit: float
+    closed: threading.Event = field(default_factory=threading.Event)
+
+
+class OpenRefusals:
+    """Those of one process group, and which of its groups meet here."""
+
+    def __init__(
+        self,
+        store: Callable[[], Any],
+        ranks: Iterable[int],
+        rank: int,
+        groups: Callable[[], list[PrivateGroup]],
+        group_of: Callable[[Sequence[int]], PrivateGroup],
+    ) -> None:
+        """groups: the private groups that there are; group_of: makes one."""
+        self.open: list[OpenRefusal] = []
+        self._store, self._rank = store, rank
+        self._others = [other for other in ranks if other != rank]
+        self._groups, self._group_of = groups, group_of
+        self._meetings: dict[tuple[int, ...], bool] = {}
+        self._meetings_lock = threading.Lock()
+
+    def add(self, refusal: OpenRefusal, *, keeps: bool) -> None:
+        """Looks for ranks that wait for this one, in the background, and tells those. keeps: what nobody has
+        waited for by the next call is taken for one of that call's group."""
+        if keeps:
+            self.open.append(refusal)
+        with suppress(RuntimeError):  # without a thread, the next call tells
+            threading.Thread(
+                target=self._search, args=(refusal,), name="meshcast-refusal", daemon=True
+            ).start()
+
+    @staticmethod
+    def hold(refusal: OpenRefusal) -> None:
+        """Returns once it has been told, or soon."""
+        refusal.closed.wait(_HOLD)
+
+    def assume(self, group: PrivateGroup) -> None:
+        """Before a call of a group: what is open was meant for it, where it may have been."""
+        with _lock:
+            for refusal in list(self.open):
+                if not refusal.closed.is_set() and refusal.known.issubset(group.ranks):
+                    self._tell(refusal, group)
+            self.open[:] = [refusal for refusal in self.open if not refusal.closed.is_set()]
+
+    def _tell(self, refusal: OpenRefusal, group: PrivateGroup) -> None:
+        if refusal.prepares:
+            group.refuse_meeting(refusal.error, refusal.limit)
+        else:
+            group.refuse(0, refusal.error, refusal.limit)
+        refusal.closed.set()
+
+    def _search(self, refusal: OpenRefusal) -> None:
+        end, pause = time.monotonic() + refusal.limit, _FIRST_PAUSE
+        while not refusal.closed.wait(pause) and time.monotonic() < end:
+            try:
+                group = self._awaiting(refusal)
+            except Exception:  # the store has gone, or the process group
+                return
+            if group is not None:
+                with _lock, suppress(Exception):
+                    if not refusal.closed.is_set():
+                        self._tell(refusal, group)
+                        self.open[:] = [other for other in self.open if other is not refusal]
+                return
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+
+    def _awaiting(self, refusal: OpenRefusal) -> PrivateGroup | None:
+        """A group of which a rank waits for this one."""
+        if not refusal.prepares:
+            for group in self._groups():
+                if refusal.known.issubset(group.ranks) and group.is_awaited():
+                    return group
+        for ranks, prepares in self._others_meetings():
+            fits = prepares == refusal.prepares and self._rank in ranks and refusal.known.issubset(ranks)
+            if fits:
+                group = self._group_of(ranks)
+                if group.is_untouched():
+                    return group
+        return None
+
+    def meets(self, ranks: tuple[int, ...], *, prepares: bool) -> None:
+        """A group has waited here for some time for its ranks to meet. prepares: for prepare()."""
+        with self._meetings_lock:
+            self._meetings[ranks] = prepares
+            self._write_meetings()
+
+    def has_met(self, ranks: tuple[int, ...]) -> None:
+        """Or does not meet any more."""
+        if ranks in self._meetings:
+            with self._meetings_lock, suppress(Exception):
+                del self._meetings[ranks]
+                self._write_meetings()
+
+    def _write_meetings(self) -> None:
+        store, key = self._store(), f"meeting/{self._rank}"
+        if self._meetings:
+            store.set(key, json.dumps(list(self._meetings.items())))
+        else:
+            store.delete_key(key)
+
+    def _others_meetings(self) -> Iterable[tuple[Sequence[int], bool]]:
+        store = self._store()
+        for other in self._others:
+            # In one question, see csrc/c10d/bulletin.cpp.
+            text = store.compare_set(f"meeting/{other}", _NONE, _NONE).decode()
+            if text != _NONE:
+                for ranks, prepares in json.loads(text):
+                    yield ranks, prepares
+
+
+def refused_error(
+    rank: int, name: str, ordinal: int, refused: tuple[int, int, int, str], lane: int
+) -> PlanMismatchError:
+    """Of a call that came to a life of its group that a refused call has ended."""
+    _, number, other, text = refused
+    what = (
+        "refused its arguments" if (lane, ordinal) == refused[:2] else f"refused call {number} of this group"
+    )
+    return PlanMismatchError(
+        f"rank {rank}: call {ordinal} of {name}: rank {other} {what}: {text}",
+        rank=rank,
+        peer=None if other == rank else other,
+        op="reshard",
+        sequence=ordinal,
+        phase="agree",
+    )
