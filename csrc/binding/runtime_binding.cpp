@@ -216,10 +216,10 @@ void bind_runtime(py::module_& m) {
           py::arg("lane"), py::arg("ordinal"), py::arg("message"), NoGil())
       .def(
           "refuse",
-          [](GroupCore& self, int32_t lane, int64_t ordinal, const std::string& message) {
-            self.refuse({lane, ordinal}, message);
+          [](GroupCore& self, int32_t lane, int64_t ordinal, const std::string& message, bool agreed) {
+            self.refuse({lane, ordinal}, message, agreed);
           },
-          py::arg("lane"), py::arg("ordinal"), py::arg("message"), NoGil())
+          py::arg("lane"), py::arg("ordinal"), py::arg("message"), py::arg("agreed"), NoGil())
       .def(
           "awaited_in",
           [](GroupCore& self, int32_t lane, int64_t ordinal) { return self.awaited_in({lane, ordinal}); },

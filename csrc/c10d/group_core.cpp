@@ -225,13 +225,14 @@ void GroupCore::reject(CallId call, const std::string& message) {
   }
 }
 
-void GroupCore::refuse(CallId call, const std::string& message) {
+void GroupCore::refuse(CallId call, const std::string& message, bool agreed) {
   reject(call, message);
   try {
     const TimePoint begun = Clock::now();
     const auto over = [this] { return failure() != nullptr; };
     Life mine = Life::GoesOn;
-    if (look_for_others(agreement_bulletin_, identity_, call, begun + kOthersCome, over) == Others::Unseen) {
+    if (agreed ||
+        look_for_others(agreement_bulletin_, identity_, call, begun + kOthersCome, over) == Others::Unseen) {
       // Calls that came before this one may still be going on.
       while (!over() && Clock::now() < begun + kOwnRuns && !watched_->in_flight().empty())
         std::this_thread::sleep_for(std::chrono::milliseconds(5));

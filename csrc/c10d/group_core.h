@@ -51,8 +51,9 @@ class GroupCore final : public GroupBase {
   void reject(CallId call, const std::string& message);
 
   // The same at any time: ranks to which the call is not new may be in it by now, with bytes under way. Then it
-  // ends them, and this life of the group. Blocks for a fraction of a second.
-  void refuse(CallId call, const std::string& message);
+  // ends them, and this life of the group. Blocks for a fraction of a second. agreed: this rank has agreed on
+  // the call, so they are.
+  void refuse(CallId call, const std::string& message, bool agreed);
 
   // Whether another rank waits for this one in a call, as far as the store knows.
   bool awaited_in(CallId call);

@@ -87,7 +87,7 @@ def draw(seed: int, world: int) -> Draw:
         members,
         sources,
         targets,
-        (Shard(0), rng.choice([Shard(1), Replicate(), Shard(0)])),
+        (Shard(0), rng.choice([Shard(1), Replicate()])),
         rng.choice([torch.float32, torch.bfloat16]),
         (rng.choice([6, 7, 12]), rng.choice([6, 7, 256])),
         function,

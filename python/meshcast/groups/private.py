@@ -26,7 +26,7 @@ from ..topology import Topology
 from .agreements import Agreements
 from .board import Board, refuse_meeting
 from .meeting import Meeting, cause_in
-from .refusals import Connection, MeetingRefusal, OpenRefusals, Refusal, refused_error
+from .refusals import NO_LANE, Connection, OpenRefusals, Refusal, refused_error
 from .shortage import Shortage, no_thread
 
 __all__ = ["Attachment", "Command", "PrivateGroup"]
@@ -94,6 +94,7 @@ class PrivateGroup:
         self._known = known
         self._refusals = refusals
         self._left: list[tuple[_C.GroupCore, list[Attachment]]] = []  # of lives that refused calls have ended
+        self._origin, self._lives = "", 0  # what the stores of its lives are called, and how many there were
         self._began_anew = False
         self._next: dict[int, int] = {}  # by lane, the first ordinal of this life
         self._core: _C.GroupCore | None = None
@@ -152,14 +153,20 @@ class PrivateGroup:
     def refuse(self, lane: int, error: Exception, timeout: float, *, ordinal: int | None = None) -> None:
         """Tells the other ranks, in the background, that this rank refused its arguments of a call: they
         raise at once instead of waiting. ordinal: of a call that has been counted."""
-        self.submit(Refusal(self, lane, ordinal, time.monotonic() + timeout, str(error)))
+        limit, backward = time.monotonic() + timeout, lane == _C.AgreedPlan.REVERSE_LANE
+        self.submit(Refusal(self, lane, ordinal, limit, str(error), agreed=backward))
 
-    def refuse_meeting(self, error: Exception, timeout: float) -> None:
-        """The same of prepare(), which is counted in no lane: the others meet again."""
-        self.submit(MeetingRefusal(self, time.monotonic() + timeout, str(error)))
+    def refuse_call(self, error: Exception, timeout: float, *, prepares: bool) -> None:
+        """The same of a call of lane 0, or of prepare(), which is counted in no lane."""
+        if prepares:
+            self.submit(Refusal(self, NO_LANE, 0, time.monotonic() + timeout, str(error)))
+        else:
+            self.refuse(0, error, timeout)
 
     def _refusal_of(self, command: Command) -> Refusal:
-        return Refusal(self, command.lane, command.ordinal, command.deadline, str(command.refusal))
+        return Refusal(
+            self, command.lane, command.ordinal, command.deadline, str(command.refusal), agreed=True
+        )
 
     def next_ordinal(self, lane: int) -> int:
         """That of the next call that this rank makes."""
@@ -337,11 +344,14 @@ class PrivateGroup:
         return mine
 
     def next_life(self) -> Any:
-        """The store of this life of the group. All members come to each life exactly once, so counting
-        arrivals tells lives apart even where they share a store."""
+        """The store of the next life of this group: all members come to each life exactly once. Counting
+        arrivals tells this group from others that shared a store with it before."""
         store = self._open_store()
-        arrivals = int(store.add(f"{self.name}/arrivals", 1))
-        return dist.PrefixStore(f"{self.name}/{(arrivals - 1) // len(self.ranks)}", store)
+        if not self._origin:
+            arrivals = int(store.add(f"{self.name}/arrivals", 1))
+            self._origin = f"{self.name}/{(arrivals - 1) // len(self.ranks)}"
+        self._lives += 1
+        return dist.PrefixStore(f"{self._origin}/{self._lives}", store)
 
     def _meet(self, command: Command) -> bool:
         """Brings the group up. False: this thread was given up meanwhile."""

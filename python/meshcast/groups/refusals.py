@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from .. import _C
     from .private import PrivateGroup
 
-__all__ = ["Connection", "MeetingRefusal", "OpenRefusal", "OpenRefusals", "Refusal"]
+__all__ = ["NO_LANE", "Connection", "OpenRefusal", "OpenRefusals", "Refusal", "refused_error"]
+
+NO_LANE = -1  # of commands that are counted in none
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25  # seconds between two looks for ranks that wait
 _HOLD = 0.3  # seconds that a refusing call waits for a first answer: then later calls know whose it was
@@ -32,44 +34,35 @@ _lock = threading.Lock()  # of all open refusals: one may be open in several pro
 
 
 class Refusal:
-    """Command of a group: this rank refused its arguments of a call. Never in the caller's own thread: the
-    store may hold it up."""
+    """Command of a group: this rank refused its arguments of a call, or, in no lane, to prepare. Never in the
+    caller's own thread: the store may hold it up. Where the ranks have yet to meet, those that do raise, and
+    may meet again."""
 
-    refusal: Exception | None = None
-    meets = True
-
-    def __init__(
-        self, group: PrivateGroup, lane: int, ordinal: int | None, deadline: float, message: str
-    ) -> None:
-        self.lane, self.ordinal, self.deadline = lane, ordinal, deadline
-        self._group, self._message = group, message
-
-    def ready(self) -> bool:
-        return False
-
-    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:  # noqa: ARG002
-        if core is None or self.ordinal is None:
-            return False
-        core.refuse(self.lane, self.ordinal, self._message)
-        return self._group.left(core, self.lane, self.ordinal)
-
-
-class MeetingRefusal:
-    """Command of a group: this rank refused to meet the others, which raise and may meet again."""
-
-    lane = -1
-    ordinal: int | None = 0
     refusal: Exception | None = None
     meets = False
 
-    def __init__(self, group: PrivateGroup, deadline: float, message: str) -> None:
-        self.deadline = deadline
-        self._group, self._message = group, message
+    def __init__(
+        self,
+        group: PrivateGroup,
+        lane: int,
+        ordinal: int | None,
+        deadline: float,
+        message: str,
+        *,
+        agreed: bool = False,
+    ) -> None:
+        """agreed: this rank has agreed on the call with the others."""
+        self.lane, self.ordinal, self.deadline = lane, ordinal, deadline
+        self._group, self._message, self._agreed = group, message, agreed
 
     def ready(self) -> bool:
         return False
 
     def begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:
+        assert self.ordinal is not None  # submit() has counted it
+        if core is not None and self.lane != NO_LANE:
+            core.refuse(self.lane, self.ordinal, self._message, self._agreed)
+            return self._group.left(core, self.lane, self.ordinal)
         if core is None and error is None:
             with suppress(Exception):  # where the store does not answer, the others wait to their limits
                 refuse_meeting(self._group.next_life(), self._message, by=self._group.rank)
@@ -79,7 +72,7 @@ class MeetingRefusal:
 class Connection:
     """Command of a group: it comes up, if it is not. Counted in no lane."""
 
-    lane = -1
+    lane = NO_LANE
     ordinal: int | None = 0
     refusal: Exception | None = None
     meets = True
@@ -153,10 +146,7 @@ class OpenRefusals:
             self.open[:] = [refusal for refusal in self.open if not refusal.closed.is_set()]
 
     def _tell(self, refusal: OpenRefusal, group: PrivateGroup) -> None:
-        if refusal.prepares:
-            group.refuse_meeting(refusal.error, refusal.limit)
-        else:
-            group.refuse(0, refusal.error, refusal.limit)
+        group.refuse_call(refusal.error, refusal.limit, prepares=refusal.prepares)
         refusal.closed.set()
 
     def _search(self, refusal: OpenRefusal) -> None:

@@ -81,11 +81,7 @@ def _tell(
         if parent.rank not in known:
             return  # nobody waits for it
         if parent.ranks.issuperset(known):
-            own = parent.private(sorted(known), op)
-            if prepares:
-                own.refuse_meeting(error, limit)
-            else:
-                own.refuse(0, error, limit)
+            parent.private(sorted(known), op).refuse_call(error, limit, prepares=prepares)
             return
         known = set()
     refusal = OpenRefusal(error, frozenset(known), prepares, limit)
