@@ -18,6 +18,7 @@ from meshcast.pipelining import (
     simulate,
 )
 from meshcast.pipelining.candidates import Candidate, Times, best_of, candidates, counts_to_try, times_at
+from meshcast.pipelining.choose import _together
 from meshcast.pipelining.compat import order_of_torch
 from meshcast.pipelining.errors import ScheduleError
 from torch import nn
@@ -136,6 +137,26 @@ def test_smaller_microbatches_are_on_the_line_through_two_sizes() -> None:
     assert times_at(3.0, [small]) == small
     falling = times_at(32.0, [times(1, samples=2.0, forward=2.0), times(1, samples=8.0, forward=1.0)])
     assert falling.forward == [0.0]  # no time is negative
+
+
+def test_of_the_ranks_of_a_stage_the_slowest_counts_and_the_fullest() -> None:
+    def said(stage: int, forward: float, held: int, links: dict[str, float]) -> Any:
+        numbers = {"F": forward, "B": 2 * forward, "I": forward, "W": forward, "held": held, "between": 1}
+        return {"stages": {str(stage): numbers}, "links": links}
+
+    ranks = [
+        said(0, 1.0, 10, {"0>1": 0.1}),
+        said(1, 3.0, 20, {"0>1": 0.3}),
+        said(1, 2.0, 40, {"0>1": 0.2}),
+        said(2, 1.0, 30, {}),
+    ]
+    for order in (ranks, ranks[::-1]):
+        together = _together(order, 4.0, None)
+        assert together.forward == [1.0, 3.0, 1.0]
+        assert together.backward == [2.0, 6.0, 2.0]
+        assert together.held == [10, 40, 30]
+        assert together.transfer == {(0, 1): 0.3, (1, 2): 0.0}
+        assert together.samples == 4.0
 
 
 def test_the_number_of_microbatches_is_chosen_too() -> None:

@@ -244,6 +244,22 @@ def test_gradients_that_wait_for_a_later_step(scale: bool) -> None:
             torch.testing.assert_close(found.grad.full_tensor(), expected.grad / (2 if scale else 1))
 
 
+def test_what_an_earlier_step_left_is_divided_when_gradients_are_reduced() -> None:
+    """As torch does: by every step that reduces, and by no other."""
+    stages, modules = stages_of(1, sharded=True)
+    _, plain = stages_of(1)
+    schedule = ScheduleGPipe(stages[0], 2, loss_fn=mse)
+    expected = torch.zeros(4, 4)
+    for final in (True, False, False, True):
+        x, y = torch.randn(4, 4), torch.randn(4, 4)
+        schedule.step(x, target=y, finalize_gradients=final)
+        losses = [mse(plain[0](a), b) for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
+        expected += torch.autograd.grad(sum(losses), plain[0][0].weight)[0]
+        if final:
+            expected /= 2
+            torch.testing.assert_close(modules[0][0].weight.grad.full_tensor(), expected)
+
+
 def test_stages_without_fsdp_finalize_every_step() -> None:
     found = []
     for finalize in (True, False):
