@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from meshcast import Layout
+from meshcast.resharding import state_results
 from meshcast.resharding.reduction import tensor_spec
 from meshcast.resharding.tensor_move import TensorMove
 from meshcast.transfers import gpu_copies, gpu_offer, persistent
@@ -172,7 +173,16 @@ def fake_gpu(seed: int) -> Iterator[FakeGpu]:
             result._local_tensor.untyped_storage().fill_(POISON)
         return result
 
+    empty = state_results.empty
+
+    def rubbish(shape, dtype, device_type: str) -> torch.Tensor:
+        result = empty(shape, dtype, device_type)
+        if device_type == "cuda" and result.numel():
+            result.untyped_storage().fill_(POISON)
+        return result
+
     with (
+        mock.patch.object(state_results, "empty", rubbish),
         mock.patch.object(gpu_copies, "COPIES", gpu),
         mock.patch.object(gpu_offer, "gpu_obstacle", return_value=""),
         mock.patch.object(persistent, "check_shards", check_on_cpu),

@@ -17,7 +17,7 @@ from ..spec import TensorSpec
 from ..transfers.gpu_offer import own_obstacle
 from .memory import check_outs, near, storage_of
 from .state_entries import Held, Reading, Wanted, carried, is_carried, local_of, same_memory
-from .state_specs import OP, encode
+from .state_specs import OP, Output, Side, encode
 from .tensor_map import TensorMap
 from .tensor_move import positive_placements
 
@@ -92,9 +92,9 @@ class StateCall:
             found[name] = [(tensor, tensor._version) for tensor in seen if not tensor.is_inference()]
         return found
 
-    def output_specs(self) -> dict[str, tuple[tuple[int, ...], str, bool]]:
+    def output_specs(self) -> dict[str, Output]:
         return {
-            name: (tuple(out.shape), checks.dtype_name(out.dtype), not isinstance(out, DTensor))
+            name: Output(tuple(out.shape), checks.dtype_name(out.dtype), not isinstance(out, DTensor))
             for name, out in self.outs.items()
         }
 
@@ -117,7 +117,23 @@ class StateCall:
         )
 
     def text(self) -> str:
-        return encode(self, [own_obstacle(copies_only=copies_only) for copies_only in (False, True)])
+        return encode(
+            Side(
+                held=self.held,
+                wanted=self.wanted,
+                outs=self.output_specs(),
+                ties=self.ties,
+                out_ties=self.out_ties,
+                carried=self.values,
+                renamed=self.renamed,
+                unmatched=self.unmatched,
+                selects=self.selects,
+                maps=[each.wire() for each in self.maps],
+                scales=self.scales,
+                options=self.options,
+                obstacles=[own_obstacle(copies_only=copies_only) for copies_only in (False, True)],
+            )
+        )
 
 
 def checked_call(rank: int, given: Given) -> StateCall:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
@@ -43,9 +44,15 @@ def arriving(call: StateCall, targets: dict[str, Target], rank: int) -> dict[str
             shapes[key] = target.layout.local_shapes(target.shape)[rank] if inside else None
         shape = shapes[key]
         if shape is not None:
-            device = "cuda" if target.device_type == "cuda" else None
-            found[name] = torch.empty(shape, dtype=target.dtype, device=device)
+            found[name] = empty(shape, target.dtype, target.device_type)
     return found
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device_type: str) -> torch.Tensor:
+    """Memory that a target arrives in. A rank without GPU may be outside a mesh on GPUs, where it makes
+    shells."""
+    device = "cuda" if device_type == "cuda" and torch.cuda.is_available() else None
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def fill(
@@ -85,8 +92,7 @@ def _wrapped(
     """The result around what arrived. specs: those made before; a copy costs a tenth."""
     shape = target.shape
     if local is None:  # outside: no elements, but the number of dimensions
-        device = "cuda" if target.device_type == "cuda" and torch.cuda.is_available() else None
-        local = torch.zeros((0,) * len(shape), dtype=target.dtype, device=device)
+        local = empty((0,) * len(shape), target.dtype, target.device_type).zero_()
     if target.name not in call.meshes:
         return local
     mesh, placements = call.meshes[target.name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..base import checks
 from ..base.json_reader import Reader
@@ -12,9 +12,6 @@ from ..errors import PlanMismatchError
 from ..layout import Layout
 from .mesh_family import Family
 from .state_entries import Held, Wanted
-
-if TYPE_CHECKING:
-    from .state_arguments import StateCall
 
 __all__ = ["OP", "Output", "Side", "decode", "encode", "held_text", "mismatch", "names_text", "wanted_text"]
 
@@ -61,8 +58,11 @@ class _Table:
         return -1 if value is None else self.places.setdefault(value, len(self.places))
 
 
-def encode(call: StateCall, obstacles: Sequence[str]) -> str:
-    """This rank's side as JSON."""
+_SAID_AS_THEY_ARE = [name for name in Side._fields if name not in ("held", "wanted", "outs")]
+
+
+def encode(side: Side) -> str:
+    """As JSON."""
     layouts, families, dtypes = _Table(), _Table(), _Table()
     held = {
         name: [
@@ -73,7 +73,7 @@ def encode(call: StateCall, obstacles: Sequence[str]) -> str:
             families.place(each.family),
             int(each.plain),
         ]
-        for name, each in call.held.items()
+        for name, each in side.held.items()
     }
     wanted = {
         name: [
@@ -83,7 +83,7 @@ def encode(call: StateCall, obstacles: Sequence[str]) -> str:
             each.dtype,
             int(each.plain),
         ]
-        for name, each in call.wanted.items()
+        for name, each in side.wanted.items()
     }
     return json.dumps(
         {
@@ -92,17 +92,8 @@ def encode(call: StateCall, obstacles: Sequence[str]) -> str:
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes.places],
             "held": held,
             "wanted": wanted,
-            "outs": call.output_specs(),
-            "ties": call.ties,
-            "out_ties": call.out_ties,
-            "carried": call.values,
-            "renamed": call.renamed,
-            "unmatched": call.unmatched,
-            "selects": call.selects,
-            "maps": [each.wire() for each in call.maps],
-            "scales": call.scales,
-            "options": call.options,
-            "obstacles": list(obstacles),
+            "outs": side.outs,
+            **{name: getattr(side, name) for name in _SAID_AS_THEY_ARE},
         },
         separators=(",", ":"),
     )
@@ -131,8 +122,7 @@ def decode(text: str, known: dict[Layout, Layout]) -> Side:
         for name, (layout, device, family, dtype, plain) in said["wanted"].items()
     }
     outs = {name: Output(tuple(shape), dtype, plain) for name, (shape, dtype, plain) in said["outs"].items()}
-    rest = {name: said[name] for name in Side._fields if name not in ("held", "wanted", "outs")}
-    return Side(held=held, wanted=wanted, outs=outs, **rest)
+    return Side(held, wanted, outs, **{name: said[name] for name in _SAID_AS_THEY_ARE})
 
 
 def _family(said: Any) -> Family:
