@@ -159,7 +159,9 @@ class Worlds:
         self._store_of = dist.TCPStore
         self._context = multiprocessing.get_context("forkserver")
         # What is not there is left out.
-        self._context.set_forkserver_preload(["torch.distributed.tensor", "meshcast.resharding.local", __name__])
+        self._context.set_forkserver_preload(
+            ["torch.distributed.tensor", "meshcast.resharding.local", __name__]
+        )
 
     def run(self, way: str, world: int, groups: int, target: str) -> dict[str, Any]:
         """What rank 0 found, or {"failed": why}."""

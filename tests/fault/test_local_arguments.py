@@ -114,6 +114,15 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "microbatch_seed": (pipelining.microbatch_seed, {"seed": 1, "step": 0, "stage": 0, "microbatch": 0}),
     "get_schedule_class": (pipelining.get_schedule_class, {"schedule_name": "1F1B"}),
+    "choose": (
+        pipelining.choose,
+        {"stages": [], "loss_fn": None, "example": 1, "microbatches": 1, "memory_budget": 1.0},
+    ),
+    "ScheduleAuto": (pipelining.ScheduleAuto, {"stages": [], "n_microbatches": 2}),
+    "analyze_pipeline_activation_liveness": (
+        pipelining.analyze_pipeline_activation_liveness,
+        {"schedule": None, "pp_rank": 0, "stage_indices": [0], "granularity": "microbatch"},
+    ),
     "Action.parse": (pipelining.Action.parse, {"text": "0F0"}),
     "Action": (pipelining.Action, {"stage": 0, "kind": pipelining.ActionKind.F, "microbatch": 0, "peer": -1}),
     "grad_norm": (pipelining.grad_norm, {"stages": [], "norm_type": 2.0}),

@@ -17,6 +17,7 @@ from multiproc.pipeline_models import (
     TIMEOUT,
     batch,
     check_gradients,
+    columns,
     in_a_row,
     mlp,
     place,
@@ -153,11 +154,15 @@ def on_meshes(_: Any) -> dict[str, Any]:
     x, y = batch(12)
     choice = choose(stage, mse, x, [2, 4], target=y, timeout=TIMEOUT, show=False)
     alike_on_all_ranks(choice)
+    assert not stage.is_whole, "the user would not be told of it"
     schedule = choice.make(stage, mse, timeout=TIMEOUT)
     schedule.step(x, target=y)
     train_alone(nn.Sequential(*reference), x, y, choice.microbatches)
     check_gradients(module, reference[here.stage])
     assert [each.samples for each in choice.times] == [3.0, 6.0]
+    for each in choice.times:
+        assert (each.inputs[1], each.weights[1]) == (each.backward[1], 0.0)
+        assert each.weights[0] > 0.0
     return {"chosen": choice.chosen.name}
 
 
@@ -217,6 +222,31 @@ def auto(context: Any) -> dict[str, Any]:
     return {"chosen": schedule.choice.chosen.name}
 
 
+def pipelines_side_by_side(context: Any) -> dict[str, Any]:
+    """FSDP2 joins two pipelines: both choose the same, or none does."""
+    reference, stage, _, _ = columns(context.rank)
+    everybody = dist.new_group()
+    part = context.rank % 2
+    x, y = batch(12)
+    mine = slice(6 * part, 6 * part + 6)
+    args, target = given([stage], x[mine], y[mine])
+    raises(
+        (AbortedError, LayoutError),
+        "give columns= a group of all their ranks",
+        call=lambda: choose(stage, mse, args, **target, timeout=TIMEOUT, show=False),
+    )
+    choice = choose(stage, mse, args, 2, **target, columns=everybody, timeout=TIMEOUT, show=False)
+    alike_on_all_ranks(choice)
+    schedule = choice.make(stage, mse, timeout=TIMEOUT)
+    schedule.step(*args, **target)
+    for each in (slice(0, 6), slice(6, 12)):
+        train_alone(
+            nn.Sequential(*reference), x[each], y[each], choice.microbatches, lambda a, b: mse(a, b) / 2
+        )
+    check_gradients(stage.submod, reference[stage.stage_index])
+    return {"chosen": choice.chosen.name, "microbatches": choice.microbatches}
+
+
 def contradictions(context: Any) -> None:
     """All ranks hear of it, before anything runs, and can go on."""
     stage = PipelineStage(mlp(4)[context.rank], context.rank, 4, CPU, group=dist.new_group())
@@ -271,6 +301,7 @@ CASES = [
     on_meshes,
     budgets,
     auto,
+    pipelines_side_by_side,
     contradictions,
     a_module_that_fails,
 ]

@@ -56,8 +56,7 @@ struct Shard {
   int32_t rank = -1;
   std::vector<int64_t> local_shape;
   std::vector<ShardPiece> pieces;
-  std::vector<BoxPlace>
-      places;  // parallel to `pieces`; empty: every box has the dimensions of the local tensor
+  std::vector<BoxPlace> places{};  // of `pieces`; empty: each has the dimensions of the local tensor
 
   friend bool operator==(const Shard&, const Shard&) = default;
 };
@@ -67,7 +66,7 @@ struct Shard {
 struct Layout {
   Mesh mesh;
   std::vector<Placement> placements;
-  std::vector<Shard> by_boxes;  // empty: by placements; else in mesh order
+  std::vector<Shard> by_boxes{};  // empty: by placements; else in mesh order
 
   friend bool operator==(const Layout&, const Layout&) = default;
 };

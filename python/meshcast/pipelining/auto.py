@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from meshcast.errors import LayoutError, MeshcastError
@@ -28,6 +29,7 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
         n_microbatches: of a step; None lets it be chosen too.
         loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads: as schedules take them.
         memory_budget: bytes of activations that this rank may hold at once; None: no limit.
+        columns: as `choose` takes it.
         show: the first rank prints the table.
         options: of every schedule, see `PipelineSchedule`, but for those that are chosen: warmup and
             delay_weight_grad.
@@ -61,6 +63,7 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
         scale_grads: bool = True,
         *,
         memory_budget: float | None = None,
+        columns: dist.ProcessGroup | None = None,
         show: bool = True,
         **options: Any,
     ) -> None:
@@ -84,7 +87,8 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
             output_merge_spec,
             scale_grads,
         )
-        self._budget, self._show, self._options = memory_budget, show, dict(options)
+        self._budget, self._columns, self._show = memory_budget, columns, show
+        self._options = dict(options)
 
     def step(
         self,
@@ -172,6 +176,7 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
             self._n_microbatches,
             self._budget,
             loss_kwargs=loss_kwargs,
+            columns=self._columns,
             timeout=self._options.get("timeout"),
             show=self._show,
         )

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 from meshcast.base.arguments import typed_arguments
 from meshcast.base.checks import shown
 from meshcast.errors import AbortedError, LayoutError
@@ -40,6 +42,7 @@ def choose(
     target: Any = None,
     kwargs: Mapping[str, Any] | None = None,
     loss_kwargs: Mapping[str, Any] | None = None,
+    columns: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
     show: bool = True,
 ) -> Choice:
@@ -66,6 +69,8 @@ def choose(
         target: targets of the batch; counts on the last stage.
         kwargs: keyword arguments of this rank's stages, whole.
         loss_kwargs: more arguments for ``loss_fn``.
+        columns: a group of all ranks of all pipelines that DDP or FSDP2 joins, where each has its own
+            ``group=``: all of them get one choice. Every rank of it calls this function.
         timeout: limit for each transfer and each agreement, seconds or timedelta; default: the group's.
         show: the first rank prints the table.
 
@@ -97,6 +102,7 @@ def choose(
         microbatches,
         memory_budget,
         loss_kwargs=loss_kwargs,
+        columns=columns,
         timeout=timeout,
         show=show,
     )
@@ -151,6 +157,7 @@ def search(
     memory_budget: float | None,
     *,
     loss_kwargs: Mapping[str, Any] | None,
+    columns: dist.ProcessGroup | None,
     timeout: float | timedelta | None,
     show: bool,
 ) -> Choice:
@@ -159,7 +166,8 @@ def search(
     for each in stages:
         if not isinstance(each, PipelineStage):
             raise LayoutError("the stages are none of meshcast.pipelining: they cannot run here")
-    return _Search(stages, loss_fn, loss_kwargs, timeout).find(batch, microbatches, memory_budget, show)
+    found = _Search(stages, loss_fn, loss_kwargs, columns, timeout)
+    return found.find(batch, microbatches, memory_budget, show)
 
 
 class _Search:
@@ -170,11 +178,13 @@ class _Search:
         stages: list[PipelineStage],
         loss_fn: Callable[..., Any] | None,
         loss_kwargs: Mapping[str, Any] | None,
+        columns: dist.ProcessGroup | None,
         timeout: float | timedelta | None,
     ) -> None:
         self._stages, self._loss_fn, self._loss_kwargs = stages, loss_fn, loss_kwargs
         self._first = stages[0]
-        group = self._first.group
+        self._columns = columns
+        group = self._first.group if columns is None else columns
         self._timeout = seconds(timeout, parent_group(group, "choose").timeout)
         self._board = PipelineBoard(group, self._timeout)
         edges = self._first.edges
@@ -231,6 +241,13 @@ class _Search:
             counts = _counts(microbatches)
             if budget is not None and not budget > 0:
                 raise LayoutError(f"memory_budget must be a number of bytes above 0, found {shown(budget)}")
+            for stage in self._stages:
+                stage.learn_wrappers()
+            if self._columns is None and any(stage.joins_pipelines for stage in self._stages):
+                raise LayoutError(
+                    f"rank {self._first.rank}: DDP or FSDP2 joins stage {self._first.stage_index} with other "
+                    "pipelines, which need the same schedule: give columns= a group of all their ranks"
+                )
             last = any(stage.is_last for stage in self._stages)
             if last and (self._loss_fn is None or not batch.has_target()):
                 raise LayoutError("the last stage measures the backward: it needs loss_fn and target=")
@@ -308,7 +325,7 @@ def _placed(said: Mapping[int, Any]) -> dict[str, Any]:
             f"the ranks have stages {[list(row) for row in rows]} of {said[first]['stages']}: each stage is "
         )
         return {"wrong": f"{text}on ranks that all have the same ones"}
-    samples = next(each["samples"] for each in said.values() if each["samples"] is not None)
+    samples = min(each["samples"] for each in said.values() if each["samples"] is not None)
     counts = said[first]["counts"] or counts_to_try(samples, len(rows))
     if max(counts) > samples:
         return {"wrong": f"the example has {samples} samples, too few for {max(counts)} micro-batches"}

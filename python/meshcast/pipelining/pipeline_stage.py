@@ -39,7 +39,7 @@ from meshcast.pipelining.shapes import (
     rows_of,
 )
 from meshcast.pipelining.stage_compute import StageCompute
-from meshcast.pipelining.wrappers import look_through, shared_parameters_of
+from meshcast.pipelining.wrappers import fsdp_groups, fsdp_parts, look_through, shared_parameters_of
 from meshcast.planning.plan import STRATEGIES
 from meshcast.topology import Topology
 
@@ -231,6 +231,14 @@ class PipelineStage(StageCompute):
     def reduces(self) -> bool:
         """Whether `sync_gradients` has something to do."""
         return self.batch_parts > 1 or self._columns is not None
+
+    @property
+    def joins_pipelines(self) -> bool:
+        """Whether DDP or FSDP2 joins it with ranks of other pipelines."""
+        own = set(dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group))
+        groups = [group for part in fsdp_parts(self.submod) for group in fsdp_groups(part)]
+        ranks = {rank for each in groups for rank in each.mesh_info.mesh.mesh.flatten().tolist()}
+        return self._columns is not None or not ranks <= own
 
     def sync_gradients(self) -> None:
         """Sums the gradients of the parameters over the data-parallel ranks of the stage; inside

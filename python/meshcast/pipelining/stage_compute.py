@@ -48,7 +48,7 @@ class StageCompute(ForwardContext):
         self._hooks: dict[int, tuple[int, bool]] = {}  # that there were before a forward; it made some
         self._late: dict[int, SplitBackward] = {}  # micro-batches whose weight gradients are to come
         self._due: set[int] = set()  # micro-batches whose weights are still to be asked for
-        self._told = False  # that this module's backward cannot be split
+        self.is_whole = False  # its backward cannot be split, which has been told
 
     @property
     def alone(self) -> bool:
@@ -249,8 +249,8 @@ class StageCompute(ForwardContext):
 
     def _tell_whole(self, reason: str) -> None:
         """Once, that the backward is not split."""
-        if not self._told:
-            self._told = True
+        if not self.is_whole:
+            self.is_whole = True
             warnings.warn(
                 f"rank {self.rank}: the backward of stage {self.stage_index} is not split, so its weight "
                 f"gradients are not delayed: {reason}",

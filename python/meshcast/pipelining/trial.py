@@ -98,6 +98,10 @@ def measured(
         else:
             name = f"{place[0]}>{place[1]}"
             links[name] = max(links.get(name, 0.0), middle)
+    for stage in stages:
+        if stage.is_whole:  # what I takes beyond B, or below it, is noise
+            numbers = found["stages"][str(stage.stage_index)]
+            numbers |= {"I": numbers["B"], "W": 0.0}
     found["links"] = links
     return found
 
@@ -217,7 +221,9 @@ def as_before(stages: Sequence[PipelineStage]) -> Iterator[None]:
     parameters = [each for stage in stages for each in stage.submod.parameters()]
     gradients = [parameter.grad for parameter in parameters]
     buffers = [(each, each.detach().clone()) for stage in stages for each in stage.submod.buffers()]
-    told = [stage._told for stage in stages]  # what was warned of: an order that nobody asked for
+    told = [stage.is_whole for stage in stages]
+    for stage in stages:
+        stage.is_whole = False  # which measuring finds out; it warns of an order that nobody asked for
     device = stages[0].device
     random = torch.get_rng_state()
     on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -230,7 +236,7 @@ def as_before(stages: Sequence[PipelineStage]) -> Iterator[None]:
     finally:
         for stage, known in zip(stages, told, strict=True):
             stage.free_parameters()
-            stage._told = known
+            stage.is_whole = known
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         with torch.no_grad():

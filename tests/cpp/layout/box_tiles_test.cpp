@@ -113,8 +113,9 @@ TEST_CASE("what is wanted and not held is named") {
   const auto meet = [&](const Layout& from, const Layout& to) {
     return meet_tiles(box_tiles(from, {5}), box_tiles(to, {5}));
   };
-  CHECK_THROWS_WITH(meet(source, wanted), "the box [1:4] is wanted by rank 0 of the destination, but 1 of its "
-                                          "elements are held by no rank of the source");
+  CHECK_THROWS_WITH(meet(source, wanted),
+                    "the box [1:4] is wanted by rank 0 of the destination, but 1 of its "
+                    "elements are held by no rank of the source");
   const auto found = meet(source, by_boxes({{box_of({{3, 4}}), box_of({{0, 1}})}}));
   REQUIRE(found.size() == 2);
   CHECK(found[0].box == box_of({{0, 1}}));

@@ -119,18 +119,16 @@ inline int64_t extent_of(const Shard& shard, const TensorForm& form) {
 template <class Visit>
 void each_element(const Shard& shard, const std::vector<int64_t>& shape, const TensorForm& form,
                   const Visit& visit) {
-  for (const ShardPiece& piece : shard.pieces) {
+  for (size_t p = 0; p < shard.pieces.size(); ++p) {
+    const ShardPiece& piece = shard.pieces[p];
     std::vector<int64_t> index(shape.size());
     for (int64_t i = 0; i < piece.box.volume(); ++i) {
       int64_t rest = i;
-      int64_t offset = 0;
       for (size_t d = shape.size(); d-- > 0;) {
-        const int64_t at = rest % piece.box.extent(static_cast<int>(d));
+        index[d] = piece.box.lo[d] + rest % piece.box.extent(static_cast<int>(d));
         rest /= piece.box.extent(static_cast<int>(d));
-        index[d] = piece.box.lo[d] + at;
-        offset += (piece.local[d] + at) * form.stride[d];
       }
-      visit(offset, linear_index(shape, index));
+      visit(local_offset(shard, p, index, form.stride), linear_index(shape, index));
     }
   }
 }

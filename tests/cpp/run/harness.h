@@ -29,6 +29,20 @@ inline int64_t linear_index(const std::vector<int64_t>& shape, const std::vector
   return out;
 }
 
+// Where an element of piece `p`, of this global index, lies in a local tensor of these strides.
+template <class Strides>
+int64_t local_offset(const Shard& shard, size_t p, const std::vector<int64_t>& index, const Strides& strides) {
+  const ShardPiece& piece = shard.pieces[p];
+  int64_t at = 0;
+  for (size_t d = 0; d < shard.local_shape.size(); ++d) at += piece.local[d] * strides[d];
+  for (size_t d = 0; d < index.size(); ++d) {
+    const size_t axis = shard.places.empty() ? d : static_cast<size_t>(shard.places[p].axis[d]);
+    const int64_t step = shard.places.empty() ? 1 : shard.places[p].step[d];
+    at += (index[d] - piece.box.lo[d]) * step * strides[axis];
+  }
+  return at;
+}
+
 // fill: write the true values; otherwise -1 everywhere.
 inline LocalTensor make_local(const Shard& shard, const std::vector<int64_t>& shape, bool fill) {
   LocalTensor out;
@@ -43,14 +57,15 @@ inline LocalTensor make_local(const Shard& shard, const std::vector<int64_t>& sh
   out.memory.data = reinterpret_cast<std::byte*>(out.data.data());
   for (size_t d = 0; d < n; ++d) out.memory.stride[d] = strides[d] * 8;
   if (!fill) return out;
-  for (const ShardPiece& piece : shard.pieces) {
-    std::vector<int64_t> index(n);
-    for (size_t d = 0; d < n; ++d) index[d] = piece.box.lo[d];
+  for (size_t p = 0; p < shard.pieces.size(); ++p) {
+    const ShardPiece& piece = shard.pieces[p];
+    const size_t dims = shape.size();
+    std::vector<int64_t> index(dims);
+    for (size_t d = 0; d < dims; ++d) index[d] = piece.box.lo[d];
     for (int64_t i = 0; i < piece.box.volume(); ++i) {
-      int64_t at = 0;
-      for (size_t d = 0; d < n; ++d) at += (piece.local[d] + index[d] - piece.box.lo[d]) * strides[d];
+      const int64_t at = local_offset(shard, p, index, strides);
       out.data[static_cast<size_t>(at)] = linear_index(shape, index);
-      for (size_t d = n; d-- > 0;) {
+      for (size_t d = dims; d-- > 0;) {
         if (++index[d] < piece.box.hi[d]) break;
         index[d] = piece.box.lo[d];
       }

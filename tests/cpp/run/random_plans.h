@@ -34,6 +34,42 @@ inline Layout random_layout(std::mt19937& rng, int world, size_t tensor_dims) {
   return layout;
 }
 
+// The same shards as boxes, cut at random, which lie in a flat local tensor in any order.
+inline Layout as_boxes(std::mt19937& rng, const Layout& layout, const std::vector<int64_t>& shape) {
+  Layout out;
+  out.mesh = {{layout.mesh.size()}, layout.mesh.ranks};
+  for (const Shard& shard : shards(layout, shape)) {
+    std::vector<Box> boxes;
+    for (const ShardPiece& piece : shard.pieces) {
+      Box low = piece.box;
+      const int d = low.ndim == 0 ? 0 : static_cast<int>(rng() % static_cast<uint32_t>(low.ndim));
+      if (low.ndim > 0 && low.extent(d) > 1) {
+        Box high = low;
+        low.hi[d] = high.lo[d] = low.lo[d] + 1 + static_cast<int64_t>(rng() % (low.extent(d) - 1));
+        boxes.push_back(high);
+      }
+      boxes.push_back(low);
+    }
+    std::shuffle(boxes.begin(), boxes.end(), rng);
+    Shard flat;
+    flat.rank = shard.rank;
+    int64_t at = 0;
+    for (const Box& box : boxes) {
+      ShardPiece piece{box, {}};
+      piece.local[0] = at;
+      BoxPlace place;
+      int64_t step = 1;
+      for (int d = box.ndim; d-- > 0; step *= box.extent(d)) place.step[d] = step;
+      at += box.volume();
+      flat.pieces.push_back(piece);
+      flat.places.push_back(place);
+    }
+    flat.local_shape = {at};
+    out.by_boxes.push_back(std::move(flat));
+  }
+  return out;
+}
+
 inline Plan random_plan(std::mt19937& rng, int world) {
   Problem problem;
   const size_t dims = rng() % 4;
@@ -41,6 +77,8 @@ inline Plan random_plan(std::mt19937& rng, int world) {
   problem.element_bytes = 8;
   problem.src = random_layout(rng, world, dims);
   problem.dst = random_layout(rng, world, dims);
+  if (rng() % 3 == 0) problem.src = as_boxes(rng, problem.src, problem.shape);
+  if (rng() % 3 == 0) problem.dst = as_boxes(rng, problem.dst, problem.shape);
   PlanOptions options;
   options.chunk_bytes = 64;  // many chunks even of a small tensor, so that windows and forwards matter
   options.strategy = rng() % 2 ? Strategy::Broadcast : Strategy::SendRecv;

@@ -47,6 +47,7 @@ inline int64_t reduced(int64_t i, int64_t count, ReduceOp op) {
 inline int64_t contribution_of(const Layout& layout, int32_t rank) {
   const auto it = std::find(layout.mesh.ranks.begin(), layout.mesh.ranks.end(), rank);
   if (it == layout.mesh.ranks.end()) return -1;
+  if (layout.placements.empty()) return 0;  // boxes
   int64_t rest = it - layout.mesh.ranks.begin();
   int64_t out = 0;
   int64_t scale = 1;
@@ -62,7 +63,7 @@ inline int64_t contribution_of(const Layout& layout, int32_t rank) {
 
 inline int64_t contributions_of(const Layout& layout) {
   int64_t out = 1;
-  for (size_t d = 0; d < layout.mesh.shape.size(); ++d) {
+  for (size_t d = 0; d < layout.placements.size(); ++d) {
     if (layout.placements[d].kind == PlacementKind::Partial) out *= layout.mesh.shape[d];
   }
   return out;
@@ -84,6 +85,7 @@ inline Plan random_reduction(std::mt19937& rng, int world, ReduceOp op,
       placement.op = op;
     }
   } while (contributions_of(problem.src) < 2);
+  if (rng() % 3 == 0) problem.dst = as_boxes(rng, problem.dst, problem.shape);
   PlanOptions options;
   options.chunk_bytes = 64;
   const int64_t per_host = hosts.empty() ? 1 : static_cast<int64_t>(hosts.front().size());

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <iterator>
 
 #include <fmt/format.h>
 
@@ -23,10 +24,30 @@ struct Access {
   const Part* part = nullptr;
 };
 
-bool overlap(const Access& a, const Access& b) {
+// Where the elements of a part lie in a flat local tensor, ascending.
+std::vector<int64_t> flat_elements(const Part& part, const BoxPlace& place) {
+  std::vector<int64_t> out{part.at[0]};
+  for (int d = 0; d < part.ndim; ++d) {
+    const size_t before = out.size();
+    for (int64_t i = 1; i < part.extent[static_cast<size_t>(d)]; ++i) {
+      for (size_t e = 0; e < before; ++e) out.push_back(out[e] + i * place.step[static_cast<size_t>(d)]);
+    }
+  }
+  std::sort(out.begin(), out.end());
+  return out;
+}
+
+bool overlap(const Access& a, const Access& b, const std::vector<BoxPlace>& places) {
   if ((a.part == nullptr) != (b.part == nullptr)) return false;
   if (a.part == nullptr) return a.staging < b.staging + b.nbytes && b.staging < a.staging + a.nbytes;
   if (a.part->tensor != b.part->tensor || a.part->side != b.part->side) return false;
+  if (a.part->place >= 0) {
+    const auto mine = flat_elements(*a.part, places[static_cast<size_t>(a.part->place)]);
+    const auto theirs = flat_elements(*b.part, places[static_cast<size_t>(b.part->place)]);
+    std::vector<int64_t> common;
+    std::set_intersection(mine.begin(), mine.end(), theirs.begin(), theirs.end(), std::back_inserter(common));
+    return !common.empty();
+  }
   for (int d = 0; d < a.part->ndim; ++d) {
     const auto at = static_cast<size_t>(d);
     if (a.part->at[at] >= b.part->at[at] + b.part->extent[at] ||
@@ -122,7 +143,7 @@ class StreamCheck {
   void add(const Access& access) {
     const Clock3& known = clocks_[access.stream];
     for (const Access& other : accesses_) {
-      if (!(access.write || other.write) || !overlap(access, other)) continue;
+      if (!(access.write || other.write) || !overlap(access, other, rounds_.program->places)) continue;
       // Messages of one group have no order among themselves.
       const bool ordered = other.step != access.step && known[other.stream] >= other.time;
       if (ordered || !mistake_.empty()) continue;
