@@ -88,7 +88,7 @@ def draw(seed: int, world: int) -> Draw:
         sources,
         targets,
         (Shard(0), rng.choice([Shard(1), Replicate()])),
-        rng.choice([torch.float32, torch.bfloat16]),
+        torch.float32 if "quantized" in value else rng.choice([torch.float32, torch.bfloat16]),
         (rng.choice([6, 7, 12]), rng.choice([6, 7, 256])),
         function,
         argument,
@@ -279,7 +279,7 @@ FUNCTIONS = {
     "prepare": Function(
         lambda case, rank, group, number: {"meshes": case.ranks, "group": group},  # noqa: ARG005
         lambda **given: [meshcast.prepare(**given)],
-        {"meshes": _SPECS, "timeout": _LIMITS, "group": _GROUPS},
+        {"meshes": _SPECS, "timeout": _LIMITS},
     ),
 }
 

@@ -115,6 +115,13 @@ class PrivateGroup:
         forks.check(self._born, "reshard")
         if self._refusals.open and command.ordinal is None and not isinstance(command, Refusal):
             self._refusals.assume(self)
+        refusal = self._submit(command)
+        if refusal is not None:
+            refusal.wait()
+
+    def _submit(self, command: Command) -> Refusal | None:
+        """What tells the others, where this rank refused the call as it began it."""
+        refusal: Refusal | None = None
         with self._lock:
             if command.ordinal is None:
                 ordinal = self._ordinals.get(command.lane, 0)
@@ -123,21 +130,22 @@ class PrivateGroup:
             if self._thread is None and self._core is not None and command.ready():
                 if not command.begin(self._core, None):
                     if command.refusal is None:
-                        return
-                    command = self._refusal_of(command)
+                        return None
+                    command = refusal = self._refusal_of(command)
             self._queue.append(command)
             if self._thread is not None:
-                return
+                return refusal
             self._thread = threading.Thread(
                 target=self._run, name=f"meshcast-control {self.name}", daemon=True
             )
             try:
                 self._thread.start()
-                return
+                return refusal
             except RuntimeError:  # the next command may get one
                 self._thread = None
                 self._queue.pop()
         self._begin_without_thread(command)
+        return None
 
     def _begin_without_thread(self, command: Command) -> None:
         """Nobody can do it. All ranks hear of that at once, over what this thread can use, and may go on."""
@@ -150,18 +158,21 @@ class PrivateGroup:
                 self._core.reject(command.lane, command.ordinal, str(error))
         command.begin(None, self._error or error)
 
-    def refuse(self, lane: int, error: Exception, timeout: float, *, ordinal: int | None = None) -> None:
+    def refuse(self, lane: int, error: Exception, timeout: float, *, ordinal: int | None = None) -> Refusal:
         """Tells the other ranks, in the background, that this rank refused its arguments of a call: they
         raise at once instead of waiting. ordinal: of a call that has been counted."""
         limit, backward = time.monotonic() + timeout, lane == _C.AgreedPlan.REVERSE_LANE
-        self.submit(Refusal(self, lane, ordinal, limit, str(error), agreed=backward))
+        refusal = Refusal(self, lane, ordinal, limit, str(error), agreed=backward)
+        self.submit(refusal)
+        return refusal
 
-    def refuse_call(self, error: Exception, timeout: float, *, prepares: bool) -> None:
+    def refuse_call(self, error: Exception, timeout: float, *, prepares: bool) -> Refusal:
         """The same of a call of lane 0, or of prepare(), which is counted in no lane."""
-        if prepares:
-            self.submit(Refusal(self, NO_LANE, 0, time.monotonic() + timeout, str(error)))
-        else:
-            self.refuse(0, error, timeout)
+        if not prepares:
+            return self.refuse(0, error, timeout)
+        refusal = Refusal(self, NO_LANE, 0, time.monotonic() + timeout, str(error))
+        self.submit(refusal)
+        return refusal
 
     def _refusal_of(self, command: Command) -> Refusal:
         return Refusal(
@@ -259,9 +270,11 @@ class PrivateGroup:
         if command.ordinal is not None and command.ordinal < self._next.get(command.lane, 0):
             command.begin(None, self._skipped(command.ordinal))
             return False
-        if command.begin(core, None):
-            return True
-        return False if command.refusal is None else self._begin(self._refusal_of(command))
+        return command.begin(core, None)
+
+    def runs_here(self) -> bool:
+        """Whether this is the control thread, which may wait for the store."""
+        return self._thread is threading.current_thread()
 
     def left(self, core: _C.GroupCore, lane: int, ordinal: int) -> bool:
         """Whether a rank refused a call while it was in flight, so that this life of the group is over; and

@@ -28,6 +28,7 @@ __all__ = ["NO_LANE", "Connection", "OpenRefusal", "OpenRefusals", "Refusal", "r
 NO_LANE = -1  # of commands that are counted in none
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25  # seconds between two looks for ranks that wait
+_TOLD = 0.7  # seconds that a refusing call waits until others are told, at most
 _HOLD = 0.3  # seconds that a refusing call waits for a first answer: then later calls know whose it was
 _NONE = "\x01none"
 _lock = threading.Lock()  # of all open refusals: one may be open in several process groups
@@ -54,11 +55,22 @@ class Refusal:
         """agreed: this rank has agreed on the call with the others."""
         self.lane, self.ordinal, self.deadline = lane, ordinal, deadline
         self._group, self._message, self._agreed = group, message, agreed
+        self._over = threading.Event()
 
     def ready(self) -> bool:
         return False
 
+    def wait(self) -> None:
+        """Returns once all ranks can know of it, or soon: a call made at once could else be over before."""
+        self._over.wait(_TOLD)
+
     def begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:
+        again = self._begin(core, error)
+        if not again:
+            self._over.set()
+        return again
+
+    def _begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:
         assert self.ordinal is not None  # submit() has counted it
         if core is not None and self.lane != NO_LANE:
             core.refuse(self.lane, self.ordinal, self._message, self._agreed)

@@ -68,7 +68,7 @@ def _tell(
         return
     limit = _limit(timeout, parents[0])
     if private is not None:
-        private.refuse(0, error, limit)
+        private.refuse(0, error, limit).wait()
         return
     known: set[int] = set()
     complete = True
@@ -81,12 +81,12 @@ def _tell(
         if parent.rank not in known:
             return  # nobody waits for it
         if parent.ranks.issuperset(known):
-            parent.private(sorted(known), op).refuse_call(error, limit, prepares=prepares)
+            parent.private(sorted(known), op).refuse_call(error, limit, prepares=prepares).wait()
             return
         known = set()
     refusal = OpenRefusal(error, frozenset(known), prepares, limit)
     for each in parents:
-        each.refusals.add(refusal, keeps=sure and not prepares)
+        each.refusals.add(refusal, keeps=len(parents) == 1 and not prepares)
     OpenRefusals.hold(refusal)
 
 

@@ -175,12 +175,11 @@ class PersistentTransfer:
         except Exception as error:
             found = typed(error, self._op, self._group.rank)
             call.failed(found)
-            self._group.refuse(self._lane, found, timeout)
+            self._group.refuse(self._lane, found, timeout).wait()
             mark_told(found)
             raise found from error.__cause__ if found is error else error
         command = _Start(self, call, src, dst, reverse=False)
-        if driven:
-            call.begin_again = command.begin_again
+        call.begin_again = command.begin_again
         self._submit(command)
         call.number.ordinal = command.ordinal if command.ordinal is not None else -1
         return call
@@ -409,7 +408,12 @@ class _Start:
                 if group.left(core, self.lane, self.ordinal) and not reverse:
                     return True
                 if starts and core.error() is None:
-                    self.refusal = cause = typed(cause, call.op, group.rank)
+                    cause = typed(cause, call.op, group.rank)
+                    if group.runs_here():  # before this rank goes on
+                        core.refuse(self.lane, self.ordinal, str(cause), agreed=True)
+                        group.left(core, self.lane, self.ordinal)
+                    else:
+                        self.refusal = cause
                 elif isinstance(cause, AbortedError):
                     cause = group.refused_error(core, self.lane, self.ordinal) or cause
             transfer._failure = cause
