@@ -49,6 +49,8 @@ _LAYOUTS = {
 _SHAPES = {n: v for n, v in SHAPES.items() if n != "other"}
 _PLACEMENTS = {n: v for n, v in PLACEMENTS.items() if n not in ("none", "generator that raises", "numbers")}
 _SHARDS = {f"shard: {name}": name for name in SHARDS}
+# Of a DTensor, whose local tensor of another type is cast.
+_SPOILED = {name: how for name, how in _SHARDS.items() if how != "another type"}
 
 
 @dataclass
@@ -232,17 +234,17 @@ FUNCTIONS = {
     "reshard": Function(
         _reshard,
         lambda **given: _locals(meshcast.reshard(**given)),
-        {"x": {**_OTHER, **_SHARDS}, "mesh": _OTHER, "placements": _PLACEMENTS, "dtype": _KINDS, **_OPTIONS},
+        {"x": {**_OTHER, **_SPOILED}, "mesh": _OTHER, "placements": _PLACEMENTS, "dtype": _KINDS, **_OPTIONS},
     ),
     "reshard_many": Function(
         _reshard_many,
         lambda **given: _locals(*meshcast.reshard_many(**given)),
-        {"xs": {**_OTHER, **_SHARDS}, "mesh": _OTHER, "placements": _PLACEMENTS, "dtype": _KINDS, **_OPTIONS},
+        {"xs": {**_OTHER, **_SPOILED}, "mesh": _OTHER, "placements": _PLACEMENTS, "dtype": _KINDS, **_OPTIONS},
     ),
     "reshard_": Function(
         _reshard_into,
         lambda **given: _locals(meshcast.reshard_(**given)),
-        {"out": {**_SPECS, **_SHARDS}, "x": {**_SPECS, **_SHARDS}, **_OPTIONS},
+        {"out": {**_SPECS, **_SHARDS}, "x": {**_SPECS, **_SPOILED}, **_OPTIONS},
     ),
     "reshard_local": Function(
         _local_arguments,
@@ -262,7 +264,7 @@ FUNCTIONS = {
         _state,
         lambda **given: _locals(*meshcast.reshard_state_dict(**given).values()),
         {
-            "state_dict": {**_SPECS, **_SHARDS},
+            "state_dict": {**_SPECS, **_SPOILED},
             "destinations": {**_SPECS, "empty": dict, "no mesh": lambda: {"w": (3, [Shard(0)])}},
             "out": _SPECS,
             "dtype": _KINDS,
@@ -273,9 +275,9 @@ FUNCTIONS = {
     ),
     "Resharder": Function(_specs, _construct, {"src_spec": _SPECS, "dst_spec": _SPECS, **_OPTIONS}),
     "Resharder.run": Function(
-        _run, lambda resharder, **given: _locals(resharder.run(**given)), {"x": {**_SPECS, **_SHARDS}, "out": {**_SPECS, **_SHARDS}}
+        _run, lambda resharder, **given: _locals(resharder.run(**given)), {"x": {**_SPECS, **_SPOILED}, "out": {**_SPECS, **_SHARDS}}
     ),
-    "Resharder.start": Function(_run, _started, {"x": {**_SPECS, **_SHARDS}, "out": {**_SPECS, **_SHARDS}}),
+    "Resharder.start": Function(_run, _started, {"x": {**_SPECS, **_SPOILED}, "out": {**_SPECS, **_SHARDS}}),
     "prepare": Function(
         lambda case, rank, group, number: {"meshes": case.ranks, "group": group},  # noqa: ARG005
         lambda **given: [meshcast.prepare(**given)],

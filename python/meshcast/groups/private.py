@@ -190,6 +190,9 @@ class PrivateGroup:
         core = self._core
         return core is not None and core.awaited_in(0, self._ordinals.get(0, 0))
 
+    def is_up(self) -> bool:
+        return self._core is not None
+
     def is_untouched(self) -> bool:
         """Whether this rank is neither in it nor on the way there."""
         return self._core is None and self._thread is None and self._error is None

@@ -143,9 +143,19 @@ class OpenRefusals:
             threading.Thread(target=self._search, args=(refusal,), name="meshcast-refusal", daemon=True).start()
 
     @staticmethod
-    def hold(refusal: OpenRefusal) -> None:
-        """Returns once it has been told, or soon."""
-        refusal.closed.wait(_HOLD)
+    def settle(refusal: OpenRefusal, where: Sequence[OpenRefusals]) -> None:
+        """Returns once it has been told, or soon. Where nobody is seen to wait, but there is only one group
+        that can be meant, that is told."""
+        if refusal.closed.wait(_HOLD) or refusal.prepares:
+            return
+        with _lock:
+            fitting = [(open_, group) for open_ in where for group in open_._fitting(refusal) if group.is_up()]
+            if len(fitting) != 1 or refusal.closed.is_set():
+                return
+            open_, group = fitting[0]
+            told = open_._tell(refusal, group)
+            open_._forget_closed()
+        told.wait()
 
     def assume(self, group: PrivateGroup) -> None:
         """Before a call of a group: what is open was meant for it, where it may have been."""
@@ -153,11 +163,18 @@ class OpenRefusals:
             for refusal in list(self.open):
                 if not refusal.closed.is_set() and refusal.known.issubset(group.ranks):
                     self._tell(refusal, group)
-            self.open[:] = [refusal for refusal in self.open if not refusal.closed.is_set()]
+            self._forget_closed()
 
-    def _tell(self, refusal: OpenRefusal, group: PrivateGroup) -> None:
-        group.refuse_call(refusal.error, refusal.limit, prepares=refusal.prepares)
+    def _fitting(self, refusal: OpenRefusal) -> list[PrivateGroup]:
+        return [group for group in self._groups() if refusal.known.issubset(group.ranks)]
+
+    def _tell(self, refusal: OpenRefusal, group: PrivateGroup) -> Refusal:
+        told = group.refuse_call(refusal.error, refusal.limit, prepares=refusal.prepares)
         refusal.closed.set()
+        return told
+
+    def _forget_closed(self) -> None:
+        self.open[:] = [refusal for refusal in self.open if not refusal.closed.is_set()]
 
     def _search(self, refusal: OpenRefusal) -> None:
         end, pause = time.monotonic() + refusal.limit, _FIRST_PAUSE
@@ -170,15 +187,15 @@ class OpenRefusals:
                 with _lock, suppress(Exception):
                     if not refusal.closed.is_set():
                         self._tell(refusal, group)
-                        self.open[:] = [other for other in self.open if other is not refusal]
+                        self._forget_closed()
                 return
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
     def _awaiting(self, refusal: OpenRefusal) -> PrivateGroup | None:
         """A group of which a rank waits for this one."""
         if not refusal.prepares:
-            for group in self._groups():
-                if refusal.known.issubset(group.ranks) and group.is_awaited():
+            for group in self._fitting(refusal):
+                if group.is_awaited():
                     return group
         for ranks, prepares in self._others_meetings():
             fits = prepares == refusal.prepares and self._rank in ranks and refusal.known.issubset(ranks)

@@ -87,7 +87,7 @@ def _tell(
     refusal = OpenRefusal(error, frozenset(known), prepares, limit)
     for each in parents:
         each.refusals.add(refusal, keeps=len(parents) == 1 and not prepares)
-    OpenRefusals.hold(refusal)
+    OpenRefusals.settle(refusal, [each.refusals for each in parents])
 
 
 def _parents(group: Any, op: str) -> tuple[list[ParentGroup], bool]:

@@ -241,8 +241,7 @@ class PersistentTransfer:
         try:
             self._compile()
         except Exception as error:
-            if found is None:
-                core.reject(self._lane, ordinal, f"rank {self._group.rank}: {error}")
+            core.refuse(self._lane, ordinal, str(typed(error, self._op)), agreed=found is not None)
             raise
         if found is not None:
             return found
