@@ -235,7 +235,8 @@ void GroupCore::adopt_told_refusal() {
 }
 
 void GroupCore::refuse(CallId call, const std::string& message, bool agreed) {
-  reject(call, message);
+  // Ranks that still read what this one agreed to must not take that for undone.
+  if (!agreed) reject(call, message);
   try {
     const TimePoint begun = Clock::now();
     // Also ranks that have exchanged nothing with this one are told as it leaves.

@@ -24,9 +24,9 @@ from ..base.observe import Completable
 from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PlanMismatchError
 from ..topology import Topology
 from .agreements import Agreements
-from .board import Board, refuse_meeting
-from .meeting import Meeting, cause_in
-from .refusals import NO_LANE, Connection, OpenRefusals, Refusal, refused_error
+from .board import Board, OtherMeetingError, refuse_meeting
+from .meeting import Meeting, Met, cause_in
+from .refusals import NO_LANE, Connection, OpenRefusals, Refusal, meeting_for, refused_error
 from .shortage import Shortage, no_thread
 
 __all__ = ["Attachment", "Command", "PrivateGroup"]
@@ -372,6 +372,7 @@ class PrivateGroup:
     def _meet(self, command: Command) -> bool:
         """Brings the group up. False: this thread was given up meanwhile."""
         prepares = isinstance(command, Connection)
+        assert command.ordinal is not None  # submit() has counted it
         meeting = Meeting(
             self.ranks,
             self.rank,
@@ -379,10 +380,14 @@ class PrivateGroup:
             self.timeout,
             self._known,
             lambda: self._closing,
+            meeting_for(command.lane, command.ordinal),
             lambda: self._refusals.meets(self.ranks, prepares=prepares),
         )
+        met: Met | None = None
         try:
-            met = meeting.run(self.next_life, command.deadline, self._stated)
+            while met is None:
+                with suppress(OtherMeetingError):
+                    met = meeting.run(self.next_life, command.deadline, self._stated)
         finally:
             self._refusals.has_met(self.ranks)
         self.topology, self.interfaces = met.topology, met.interfaces

@@ -23,11 +23,26 @@ if TYPE_CHECKING:
     from .. import _C
     from .private import PrivateGroup
 
-__all__ = ["NO_LANE", "Connection", "OpenRefusal", "OpenRefusals", "Refusal", "refused_error"]
+__all__ = [
+    "NO_LANE",
+    "Connection",
+    "OpenRefusal",
+    "OpenRefusals",
+    "Refusal",
+    "meeting_for",
+    "refused_error",
+]
 
 NO_LANE = -1  # of commands that are counted in none
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25  # seconds between two looks for ranks that wait
+
+
+def meeting_for(lane: int, ordinal: int) -> str:
+    """What a command calls the meeting of its ranks."""
+    return "prepare" if lane == NO_LANE else f"{lane}.{ordinal}"
+
+
 _TOLD = 0.7  # seconds that a refusing call waits until others are told, at most
 _HOLD = 0.3  # seconds that a refusing call waits for a first answer: then later calls know whose it was
 _NONE = "\x01none"
@@ -77,7 +92,8 @@ class Refusal:
             return self._group.left(core, self.lane, self.ordinal)
         if core is None and error is None:
             with suppress(Exception):  # where the store does not answer, the others wait to their limits
-                refuse_meeting(self._group.next_life(), self._message, by=self._group.rank)
+                what = meeting_for(self.lane, self.ordinal)
+                refuse_meeting(self._group.next_life(), self._message, by=self._group.rank, what=what)
         return False
 
 

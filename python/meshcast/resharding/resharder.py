@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Resharder"]
 
 _OP = "Resharder"
+_NO_SPEC = object()  # None is what something else than a DTensor has
 
 
 class Resharder:
@@ -85,7 +86,7 @@ class Resharder:
             self._repeat = Repeat.of(self._compiled, self._kept, _OP, self._limit)
         except Exception as error:  # of this rank alone, where it has no GPU: the others raise as they call
             raise_refused(error, _OP, [src_spec, dst_spec], group, timeout)
-        self._known_spec: Any = None  # the spec object that the last source came with
+        self._known_spec: Any = _NO_SPEC  # the spec object that the last source came with
         self._reverse: Resharder | None = None
 
     @property
