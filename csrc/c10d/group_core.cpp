@@ -235,6 +235,7 @@ void GroupCore::adopt_told_refusal() {
 }
 
 void GroupCore::refuse(CallId call, const std::string& message, bool agreed) {
+  origin_.check();
   // Ranks that still read what this one agreed to must not take that for undone.
   if (!agreed) reject(call, message);
   try {

@@ -113,8 +113,9 @@ class PrivateGroup:
         in this thread if nothing is queued, the group is up and it is ready; else on the control thread.
         Raises AbortedError in a forked child."""
         forks.check(self._born, "reshard")
-        if self._refusals.open and command.ordinal is None and not isinstance(command, Refusal):
-            self._refusals.assume(self)
+        if self._refusals.open and not isinstance(command, Refusal):
+            if command.ordinal is None or command.lane == NO_LANE:
+                self._refusals.assume(self)
         refusal = self._submit(command)
         if refusal is not None:
             refusal.wait()

@@ -177,7 +177,11 @@ class OpenRefusals:
         """Before a call of a group: what is open was meant for it, where it may have been."""
         with _lock:
             for refusal in list(self.open):
-                if not refusal.closed.is_set() and refusal.known.issubset(group.ranks):
+                if refusal.closed.is_set() or not refusal.known.issubset(group.ranks):
+                    continue
+                if refusal.prepares and not group.is_untouched():
+                    refusal.closed.set()  # nobody can wait for that any more
+                else:
                     self._tell(refusal, group)
             self._forget_closed()
 

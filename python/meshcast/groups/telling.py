@@ -86,7 +86,7 @@ def _tell(
         known = set()
     refusal = OpenRefusal(error, frozenset(known), prepares, limit)
     for each in parents:
-        each.refusals.add(refusal, keeps=len(parents) == 1 and not prepares)
+        each.refusals.add(refusal, keeps=len(parents) == 1)
     OpenRefusals.settle(refusal, [each.refusals for each in parents])
 
 
