@@ -1,5 +1,5 @@
-"""Drawn invalid calls: every public function that has other ranks, with one argument spoiled on one rank, on some
-or on all, between valid calls whose values are checked. Each draw has a process group of its own.
+"""Drawn invalid calls: every public function that has other ranks, with one argument spoiled on one rank, on
+some or on all, between valid calls whose values are checked. Each draw has a process group of its own.
 
 MESHCAST_TEST_SEED: of the first draw; MESHCAST_TEST_DRAWS: how many."""
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fault.bad_values import PLACEMENTS, SHAPES, SHARDS, TIMEOUTS, WRONG, spoiled
 from meshcast import Layout, MeshcastError, PlanMismatchError
 from multiproc.meshes import quiet_mesh, sharded
-from multiproc.oracle import coordinates, cut, unique_fill
+from multiproc.oracle import cut, unique_fill
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 GROUP_TIMEOUT = 20.0  # seconds: what a rank would wait that hears of no refusal
@@ -39,7 +39,12 @@ _KINDS = {
     "number": lambda: 6,
     "hostile": _HOSTILE,
 }
-_STRATEGIES = {"unknown": lambda: "fastest", "number": lambda: 3, "list": lambda: ["auto"], "hostile": _HOSTILE}
+_STRATEGIES = {
+    "unknown": lambda: "fastest",
+    "number": lambda: 3,
+    "list": lambda: ["auto"],
+    "hostile": _HOSTILE,
+}
 _TOPOLOGIES = {"text": lambda: "text", "number": lambda: 3, "object": object, "hostile": _HOSTILE}
 _GROUPS = {"text": lambda: "world", "number": lambda: 3, "object": object, "hostile": _HOSTILE}
 _LAYOUTS = {
@@ -79,7 +84,9 @@ def draw(seed: int, world: int) -> Draw:
     members = sorted(rng.sample(range(world), rng.choice([3, world])))
     count = rng.randint(1, len(members) - 1)
     sources = sorted(rng.sample(members, count))
-    targets = sorted({*(rank for rank in members if rank not in sources), *rng.sample(sources, rng.randint(0, 1))})
+    targets = sorted(
+        {*(rank for rank in members if rank not in sources), *rng.sample(sources, rng.randint(0, 1))}
+    )
     function = rng.choice(list(FUNCTIONS))
     argument = rng.choice(list(FUNCTIONS[function].spoils))
     value = rng.choice(list(FUNCTIONS[function].spoils[argument]))
@@ -227,7 +234,9 @@ def _started(resharder: Any, **given: Any) -> list[torch.Tensor | None]:
 
 
 _OPTIONS = {"strategy": _STRATEGIES, "topology": _TOPOLOGIES, "timeout": _LIMITS, "group": _GROUPS}
-_SPECS = {name: _OTHER[name] for name in ("a number", "text", "an object", "a hostile object", "a plain tensor")}
+_SPECS = {
+    name: _OTHER[name] for name in ("a number", "text", "an object", "a hostile object", "a plain tensor")
+}
 
 FUNCTIONS = {
     "reshard": Function(
@@ -238,7 +247,13 @@ FUNCTIONS = {
     "reshard_many": Function(
         _reshard_many,
         lambda **given: _locals(*meshcast.reshard_many(**given)),
-        {"xs": {**_OTHER, **_SPOILED}, "mesh": _OTHER, "placements": _PLACEMENTS, "dtype": _KINDS, **_OPTIONS},
+        {
+            "xs": {**_OTHER, **_SPOILED},
+            "mesh": _OTHER,
+            "placements": _PLACEMENTS,
+            "dtype": _KINDS,
+            **_OPTIONS,
+        },
     ),
     "reshard_": Function(
         _reshard_into,
@@ -274,7 +289,9 @@ FUNCTIONS = {
     ),
     "Resharder": Function(_specs, _construct, {"src_spec": _SPECS, "dst_spec": _SPECS, **_OPTIONS}),
     "Resharder.run": Function(
-        _run, lambda resharder, **given: _locals(resharder.run(**given)), {"x": {**_SPECS, **_SPOILED}, "out": {**_SPECS, **_SHARDS}}
+        _run,
+        lambda resharder, **given: _locals(resharder.run(**given)),
+        {"x": {**_SPECS, **_SPOILED}, "out": {**_SPECS, **_SHARDS}},
     ),
     "Resharder.start": Function(_run, _started, {"x": {**_SPECS, **_SPOILED}, "out": {**_SPECS, **_SHARDS}}),
     "prepare": Function(
@@ -342,7 +359,9 @@ def _run_draw(context, case: Draw, rank: int, group: Any) -> float:
     if name.startswith("Resharder."):
         owner = meshcast.Resharder(_tensor(case, rank, 0), _target(case, rank), group=group)
     if case.argument == "group" and not case.before:
-        _valid(case, rank, group, 0, "reshard_local")  # a process group that meshcast does not know is not told
+        _valid(
+            case, rank, group, 0, "reshard_local"
+        )  # a process group that meshcast does not know is not told
     for number in range(case.before):
         _valid(case, rank, owner, number, name)
     given = FUNCTIONS[name].arguments(case, rank, owner, 5)
@@ -377,11 +396,13 @@ def _check_raised(case: Draw, rank: int, raised: Exception | None, results: list
         assert isinstance(raised, MeshcastError), f"refused with {raised!r}"
         return
     if raised is None:
-        # It may have had all that it needs from others; then it has it all. Some shards are looked at only once
-        # the ranks have agreed.
+        # It may have had all that it needs from others; then it has it all. Some shards are looked at only
+        # once the ranks have agreed.
         assert case.before or case.value in _SHARDS, "a new call went through"
         if rank in case.targets:
-            expected = cut(full_of(case, 5), (len(case.targets),), (case.targets.index(rank),), [case.placements[1]])
+            expected = cut(
+                full_of(case, 5), (len(case.targets),), (case.targets.index(rank),), [case.placements[1]]
+            )
             assert all(torch.equal(result, expected) for result in results), "wrong values, and no error"
         return
     assert isinstance(raised, PlanMismatchError), f"heard of a refusal by {raised!r}"
@@ -389,7 +410,6 @@ def _check_raised(case: Draw, rank: int, raised: Exception | None, results: list
 
 
 def drawn(context) -> dict[str, float]:
-    """Some threads less than there are processors for would be kind to nobody here: ranks wait most of the time."""
     print(f"MESHCAST_TEST_SEED={SEED} MESHCAST_TEST_DRAWS={DRAWS}", file=sys.stderr)
     wrong, latest = [], 0.0
     for seed in range(SEED, SEED + DRAWS):

@@ -199,7 +199,8 @@ def meet(
 
     The first rank that sees all, or gives up, decides for all: were each to judge for itself, one could leave
     while the others already connect and wait for it until their deadline. closing(): why this rank ends the
-    group, "" while it does not. what: they meet for, without a blank; waits(): called once it takes longer than a moment. Raises DeadlineExceededError, PeerLostError, AbortedError or Shortage.
+    group, "" while it does not. what: they meet for, without a blank. waits(): called once it takes longer
+    than a moment. Raises DeadlineExceededError, PeerLostError, AbortedError, Shortage or OtherMeetingError.
     """
     begin, rank, store = time.monotonic(), board.rank, board.store
     late = store.check(["verdict"])

@@ -83,9 +83,7 @@ class Meeting:
         self._ranks, self._rank, self._name, self._timeout = tuple(ranks), rank, name, timeout
         self._known, self._closing, self._what, self._waits = known, closing, what, waits
 
-    def run(
-        self, life: Callable[[], Any], deadline: float, first: Callable[[], dict[int, int]]
-    ) -> Met:
+    def run(self, life: Callable[[], Any], deadline: float, first: Callable[[], dict[int, int]]) -> Met:
         """Waits until every member is here, then connects. Raises Shortage where a rank has run out of
         something before that, or refused what they meet for: the members may meet again, in another life.
         OtherMeetingError: likewise, where that was something else. life(): the
@@ -111,9 +109,7 @@ class Meeting:
                     raise short from error
                 raise Shortage(short) from error
             known.watch_by(lambda text: network.watch(json.loads(text)[3]))
-            mine = json.dumps(
-                [host_identity(), memory.offer, told, network.offer(), list(first().items())]
-            )
+            mine = json.dumps([host_identity(), memory.offer, told, network.offer(), list(first().items())])
             said = meet(
                 board,
                 self._ranks,

@@ -145,7 +145,9 @@ def parent_group(group: dist.ProcessGroup | None, op: str) -> ParentGroup:
         raise MeshcastError(f"{op}: no process group; call torch.distributed.init_process_group first", op=op)
     key = dist.group.WORLD if group is None else group
     if not isinstance(key, dist.ProcessGroup):  # new_group gives a number to ranks outside
-        raise LayoutError(f"{op}: group {checks.shown(group)} is not a process group that this rank belongs to", op=op)
+        raise LayoutError(
+            f"{op}: group {checks.shown(group)} is not a process group that this rank belongs to", op=op
+        )
     known = _parents.get(key)
     if known is not None:
         known.check_process(op)

@@ -113,9 +113,9 @@ class PrivateGroup:
         in this thread if nothing is queued, the group is up and it is ready; else on the control thread.
         Raises AbortedError in a forked child."""
         forks.check(self._born, "reshard")
-        if self._refusals.open and not isinstance(command, Refusal):
-            if command.ordinal is None or command.lane == NO_LANE:
-                self._refusals.assume(self)
+        is_new = command.ordinal is None or command.lane == NO_LANE
+        if self._refusals.open and is_new and not isinstance(command, Refusal):
+            self._refusals.assume(self)
         refusal = self._submit(command)
         if refusal is not None:
             refusal.wait()
@@ -128,11 +128,11 @@ class PrivateGroup:
                 ordinal = self._ordinals.get(command.lane, 0)
                 self._ordinals[command.lane] = ordinal + 1
                 command.ordinal = ordinal
-            if self._thread is None and self._core is not None and command.ready():
-                if not command.begin(self._core, None):
-                    if command.refusal is None:
-                        return None
-                    command = refusal = self._refusal_of(command)
+            at_once = self._thread is None and self._core is not None and command.ready()
+            if at_once and not command.begin(self._core, None):
+                if command.refusal is None:
+                    return None
+                command = refusal = self._refusal_of(command)
             self._queue.append(command)
             if self._thread is not None:
                 return refusal
@@ -274,7 +274,7 @@ class PrivateGroup:
         if command.ordinal is not None and command.ordinal < self._next.get(command.lane, 0):
             command.begin(None, self._skipped(command.ordinal))
             return False
-        return command.begin(core, None)
+        return bool(command.begin(core, None))
 
     def runs_here(self) -> bool:
         """Whether this is the control thread, which may wait for the store."""
@@ -328,7 +328,7 @@ class PrivateGroup:
             core.shutdown()
 
     def _stated(self) -> dict[int, int]:
-        """By lane, the next ordinal of this rank, where the ranks may have been through with different ones."""
+        """By lane, the next ordinal of this rank, where ranks may have been through with different ones."""
         if not self._began_anew:
             return {}
         with self._lock:
@@ -340,8 +340,9 @@ class PrivateGroup:
 
     def _skipped(self, ordinal: int) -> MeshcastError:
         return PlanMismatchError(
-            f"rank {self.rank}: call {ordinal} of {self.name}: other ranks were through with this call when they "
-            "heard that an earlier one was refused, so nothing can be moved by it any more; the next one works",
+            f"rank {self.rank}: call {ordinal} of {self.name}: other ranks were through with this call when "
+            "they heard that an earlier one was refused, so nothing can be moved by it any more; the next "
+            "one works",
             rank=self.rank,
             op="reshard",
             sequence=ordinal,

@@ -1,9 +1,9 @@
-"""How a rank tells the others that it refused a call: those whose call it is, as far as its arguments say; else
-those that are seen to wait for this rank.
+"""How a rank tells the others that it refused a call: those whose call it is, as far as its arguments say;
+else those that are seen to wait for this rank.
 
-A rank that waits for others to meet writes in the store which group meets; one that waits for an agreement, or
-in a transfer, has written so for its group. What nobody waits for stays open: it is taken for a call of the
-group that this rank uses next, as it is where all ranks refused their own.
+A rank that waits for others to meet writes in the store which group meets. One that waits for an agreement,
+or in a transfer, has written so for its group. What nobody waits for stays open: it is taken for a call of
+the group that this rank uses next, as it is where all ranks refused their own.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import PlanMismatchError
 from .board import refuse_meeting
 
 if TYPE_CHECKING:
     from .. import _C
-    from .private import PrivateGroup
 
 __all__ = [
     "NO_LANE",
@@ -49,6 +48,20 @@ _NONE = "\x01none"
 _lock = threading.Lock()  # of all open refusals: one may be open in several process groups
 
 
+class Group(Protocol):
+    """What is used of a private group."""
+
+    rank: int
+    ranks: tuple[int, ...]
+
+    def next_life(self) -> Any: ...
+    def left(self, core: _C.GroupCore, lane: int, ordinal: int) -> bool: ...
+    def refuse_call(self, error: Exception, timeout: float, *, prepares: bool) -> Refusal: ...
+    def is_awaited(self) -> bool: ...
+    def is_up(self) -> bool: ...
+    def is_untouched(self) -> bool: ...
+
+
 class Refusal:
     """Command of a group: this rank refused its arguments of a call, or, in no lane, to prepare. Never in the
     caller's own thread: the store may hold it up. Where the ranks have yet to meet, those that do raise, and
@@ -59,7 +72,7 @@ class Refusal:
 
     def __init__(
         self,
-        group: PrivateGroup,
+        group: Group,
         lane: int,
         ordinal: int | None,
         deadline: float,
@@ -139,8 +152,8 @@ class OpenRefusals:
         store: Callable[[], Any],
         ranks: Iterable[int],
         rank: int,
-        groups: Callable[[], list[PrivateGroup]],
-        group_of: Callable[[Sequence[int]], PrivateGroup],
+        groups: Callable[[], list[Group]],
+        group_of: Callable[[Sequence[int]], Group],
     ) -> None:
         """groups: the private groups that there are; group_of: makes one."""
         self.open: list[OpenRefusal] = []
@@ -156,7 +169,9 @@ class OpenRefusals:
         if keeps:
             self.open.append(refusal)
         with suppress(RuntimeError):  # without a thread, the next call tells
-            threading.Thread(target=self._search, args=(refusal,), name="meshcast-refusal", daemon=True).start()
+            threading.Thread(
+                target=self._search, args=(refusal,), name="meshcast-refusal", daemon=True
+            ).start()
 
     @staticmethod
     def settle(refusal: OpenRefusal, where: Sequence[OpenRefusals]) -> None:
@@ -165,7 +180,9 @@ class OpenRefusals:
         if refusal.closed.wait(_HOLD) or refusal.prepares:
             return
         with _lock:
-            fitting = [(open_, group) for open_ in where for group in open_._fitting(refusal) if group.is_up()]
+            fitting = [
+                (open_, group) for open_ in where for group in open_._fitting(refusal) if group.is_up()
+            ]
             if len(fitting) != 1 or refusal.closed.is_set():
                 return
             open_, group = fitting[0]
@@ -173,7 +190,7 @@ class OpenRefusals:
             open_._forget_closed()
         told.wait()
 
-    def assume(self, group: PrivateGroup) -> None:
+    def assume(self, group: Group) -> None:
         """Before a call of a group: what is open was meant for it, where it may have been."""
         with _lock:
             for refusal in list(self.open):
@@ -185,10 +202,10 @@ class OpenRefusals:
                     self._tell(refusal, group)
             self._forget_closed()
 
-    def _fitting(self, refusal: OpenRefusal) -> list[PrivateGroup]:
+    def _fitting(self, refusal: OpenRefusal) -> list[Group]:
         return [group for group in self._groups() if refusal.known.issubset(group.ranks)]
 
-    def _tell(self, refusal: OpenRefusal, group: PrivateGroup) -> Refusal:
+    def _tell(self, refusal: OpenRefusal, group: Group) -> Refusal:
         told = group.refuse_call(refusal.error, refusal.limit, prepares=refusal.prepares)
         refusal.closed.set()
         return told
@@ -211,7 +228,7 @@ class OpenRefusals:
                 return
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
-    def _awaiting(self, refusal: OpenRefusal) -> PrivateGroup | None:
+    def _awaiting(self, refusal: OpenRefusal) -> Group | None:
         """A group of which a rank waits for this one."""
         if not refusal.prepares:
             for group in self._fitting(refusal):
@@ -251,8 +268,7 @@ class OpenRefusals:
             # In one question, see csrc/c10d/bulletin.cpp.
             text = store.compare_set(f"meeting/{other}", _NONE, _NONE).decode()
             if text != _NONE:
-                for ranks, prepares in json.loads(text):
-                    yield ranks, prepares
+                yield from json.loads(text)
 
 
 def refused_error(
@@ -260,7 +276,9 @@ def refused_error(
 ) -> PlanMismatchError:
     """Of a call that came to a life of its group that a refused call has ended."""
     _, number, other, text = refused
-    what = "refused its arguments" if (lane, ordinal) == refused[:2] else f"refused call {number} of this group"
+    what = (
+        "refused its arguments" if (lane, ordinal) == refused[:2] else f"refused call {number} of this group"
+    )
     return PlanMismatchError(
         f"rank {rank}: call {ordinal} of {name}: rank {other} {what}: {text}",
         rank=rank,

@@ -1,4 +1,4 @@
-"""What a public call raises on one rank before it has begun: the other ranks of the call raise as well, soon."""
+"""What a public call raises on one rank before it has begun: the other ranks of the call raise as well."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from ..base import forks
 from ..errors import AbortedError, LayoutError, mark_told, typed, was_told
+from ..layout import Layout
 from .parent import ParentGroup, known_parents, parent_group, seconds
 from .refusals import OpenRefusal, OpenRefusals
-from ..layout import Layout
 
 if TYPE_CHECKING:
     from .private import PrivateGroup
@@ -91,8 +91,8 @@ def _tell(
 
 
 def _parents(group: Any, op: str) -> tuple[list[ParentGroup], bool]:
-    """Where a call with this group may have ranks that wait, and whether that is sure. None in a forked child,
-    which has no part in any, and for a group without this rank."""
+    """Where a call with this group may have ranks that wait, and whether that is sure. None in a forked
+    child, which has no part in any, and for a group without this rank."""
     try:
         return [parent_group(group, op)], True
     except AbortedError:

@@ -106,7 +106,9 @@ def reshard_local(
         private = parent.private(sorted({*src_layout.ranks, *dst_layout.ranks}), _OP)
         if parent.rank not in private.ranks:
             return Handle(None, None, lambda: 0.0) if async_op else None
-        transfer = _transfer(parent, src_layout, dst_layout, shape, dtype, device, PlanOptions(strategy, topology))
+        transfer = _transfer(
+            parent, src_layout, dst_layout, shape, dtype, device, PlanOptions(strategy, topology)
+        )
         if dst is None:
             local_shape = dst_layout.local_shapes(shape).get(parent.rank)
             where = "cuda" if transfer._device_types[1] == "cuda" else None

@@ -76,7 +76,8 @@ class Resharder:
             self._src, self._dst = _spec_of("src_spec", src_spec), _spec_of("dst_spec", dst_spec)
             if tuple(self._src.shape) != tuple(self._dst.shape):
                 raise LayoutError(
-                    f"{_OP}: src_spec has shape {tuple(self._src.shape)}, but dst_spec {tuple(self._dst.shape)}"
+                    f"{_OP}: src_spec has shape {tuple(self._src.shape)}, but dst_spec "
+                    f"{tuple(self._dst.shape)}"
                 )
             source = source_of(self._src, parent.rank, True, _OP, spec_inside=True)
             destination = Destination(self._dst.mesh, tuple(self._dst.placements), self._dst.dtype)
