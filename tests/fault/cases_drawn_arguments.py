@@ -97,7 +97,7 @@ def draw(seed: int, world: int) -> Draw:
         targets,
         (Shard(0), rng.choice([Shard(1), Replicate()])),
         torch.float32 if "quantized" in value else rng.choice([torch.float32, torch.bfloat16]),
-        (rng.choice([6, 7, 12]), rng.choice([6, 7, 256])),
+        (rng.choice([8, 11, 12]), rng.choice([8, 11, 256])),
         function,
         argument,
         value,

@@ -34,7 +34,7 @@ __all__ = [
 
 NO_LANE = -1  # of commands that are counted in none
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25  # seconds between two looks for ranks that wait
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.05  # seconds between two looks for ranks that wait
 
 
 def meeting_for(lane: int, ordinal: int) -> str:
@@ -43,7 +43,8 @@ def meeting_for(lane: int, ordinal: int) -> str:
 
 
 _TOLD = 0.7  # seconds that a refusing call waits until others are told, at most
-_HOLD = 0.3  # seconds that a refusing call waits for a first answer: then later calls know whose it was
+_HOLD = 0.6  # seconds that a refusing call waits for a first answer: then later calls know whose it was
+_JOIN_LIMIT = 0.5  # seconds that these looks get to end when their process group does
 _NONE = "\x01none"
 _lock = threading.Lock()  # of all open refusals: one may be open in several process groups
 
@@ -142,6 +143,7 @@ class OpenRefusal:
     prepares: bool
     limit: float
     closed: threading.Event = field(default_factory=threading.Event)
+    told: Refusal | None = None  # by which it was closed
 
 
 class OpenRefusals:
@@ -157,6 +159,7 @@ class OpenRefusals:
     ) -> None:
         """groups: the private groups that there are; group_of: makes one."""
         self.open: list[OpenRefusal] = []
+        self._searches: dict[OpenRefusal, threading.Thread] = {}
         self._store, self._rank = store, rank
         self._others = [other for other in ranks if other != rank]
         self._groups, self._group_of = groups, group_of
@@ -177,18 +180,16 @@ class OpenRefusals:
     def settle(refusal: OpenRefusal, where: Sequence[OpenRefusals]) -> None:
         """Returns once it has been told, or soon. Where nobody is seen to wait, but there is only one group
         that can be meant, that is told."""
-        if refusal.closed.wait(_HOLD) or refusal.prepares:
-            return
-        with _lock:
-            fitting = [
-                (open_, group) for open_ in where for group in open_._fitting(refusal) if group.is_up()
-            ]
-            if len(fitting) != 1 or refusal.closed.is_set():
-                return
-            open_, group = fitting[0]
-            told = open_._tell(refusal, group)
-            open_._forget_closed()
-        told.wait()
+        if not refusal.closed.wait(_HOLD) and not refusal.prepares:
+            with _lock:
+                fitting = [(each, group) for each in where for group in each._fitting(refusal)]
+                fitting = [(each, group) for each, group in fitting if group.is_up()]
+                if len(fitting) == 1 and not refusal.closed.is_set():
+                    each, group = fitting[0]
+                    each._tell(refusal, group)
+                    each._forget_closed()
+        if refusal.told is not None:
+            refusal.told.wait()
 
     def assume(self, group: Group) -> None:
         """Before a call of a group: what is open was meant for it, where it may have been."""
@@ -205,15 +206,20 @@ class OpenRefusals:
     def _fitting(self, refusal: OpenRefusal) -> list[Group]:
         return [group for group in self._groups() if refusal.known.issubset(group.ranks)]
 
-    def _tell(self, refusal: OpenRefusal, group: Group) -> Refusal:
-        told = group.refuse_call(refusal.error, refusal.limit, prepares=refusal.prepares)
+    def _tell(self, refusal: OpenRefusal, group: Group) -> None:
+        refusal.told = group.refuse_call(refusal.error, refusal.limit, prepares=refusal.prepares)
         refusal.closed.set()
-        return told
 
     def _forget_closed(self) -> None:
         self.open[:] = [refusal for refusal in self.open if not refusal.closed.is_set()]
 
     def _search(self, refusal: OpenRefusal) -> None:
+        try:
+            self._search_until_closed(refusal)
+        finally:
+            self._searches.pop(refusal, None)
+
+    def _search_until_closed(self, refusal: OpenRefusal) -> None:
         end, pause = time.monotonic() + refusal.limit, _FIRST_PAUSE
         while not refusal.closed.wait(pause) and time.monotonic() < end:
             try:

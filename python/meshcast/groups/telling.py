@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..base import forks
+from ..base.observe import log
 from ..errors import AbortedError, LayoutError, mark_told, typed, was_told
 from ..layout import Layout
 from .parent import ParentGroup, known_parents, parent_group, seconds
@@ -46,7 +47,7 @@ def raise_refused(
         try:
             _tell(found, op, places, group, timeout, prepares, private)
         except Exception as failed:  # this rank's error is worth more than the obstacle to telling it
-            found.add_note(f"The other ranks could not be told: {failed}")
+            log.warning("%s: the other ranks could not be told of an error: %s", op, failed)
     elif not was_told(error):
         found = typed(error, op)
     if found is error:

@@ -355,10 +355,10 @@ class _Start:
 
     def begin_again(self) -> bool:
         """After the work of a call failed that somebody waits for: see PrivateGroup.begin_again."""
-        again = (
-            not self._reverse and self._core is not None and isinstance(self._transfer._medium, HostMedium)
-        )
-        return again and self._transfer._group.begin_again(self, self._core)
+        core = self._core
+        if self._reverse or core is None or not isinstance(self._transfer._medium, HostMedium):
+            return False
+        return self._transfer._group.begin_again(self, core)
 
     def begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:
         transfer, call, reverse = self._transfer, self._call, self._reverse
@@ -378,9 +378,8 @@ class _Start:
             if reverse and number.core is not running:
                 raise AbortedError(
                     f"rank {transfer._group.rank}: {call.op} call {self.ordinal} of "
-                    f"{transfer._group.name}: "
-                    "the group has begun anew since the forward of this call, since a rank refused another one; "
-                    "run the step again",
+                    f"{transfer._group.name}: the group has begun anew since the forward of this call, since "
+                    "a rank refused another one; run the step again",
                     rank=transfer._group.rank,
                     op=call.op,
                     sequence=self.ordinal,
