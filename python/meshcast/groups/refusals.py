@@ -171,10 +171,20 @@ class OpenRefusals:
         waited for by the next call is taken for one of that call's group."""
         if keeps:
             self.open.append(refusal)
+        thread = threading.Thread(target=self._search, args=(refusal,), name="meshcast-refusal", daemon=True)
+        self._searches[refusal] = thread
         with suppress(RuntimeError):  # without a thread, the next call tells
-            threading.Thread(
-                target=self._search, args=(refusal,), name="meshcast-refusal", daemon=True
-            ).start()
+            thread.start()
+
+    def close(self) -> None:
+        """Nobody is looked for any more. A thread that the store holds up is left behind."""
+        searches = dict(self._searches)
+        for refusal in searches:
+            refusal.closed.set()
+        end = time.monotonic() + _JOIN_LIMIT
+        for thread in searches.values():
+            with suppress(RuntimeError):  # it was never started, or is this one
+                thread.join(max(end - time.monotonic(), 0.0))
 
     @staticmethod
     def settle(refusal: OpenRefusal, where: Sequence[OpenRefusals]) -> None:
