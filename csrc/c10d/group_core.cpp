@@ -21,6 +21,7 @@ constexpr auto kSeenIn = std::chrono::milliseconds(500);  // in which one that h
 // refusal meet anew for nothing.
 constexpr auto kOthersCome = std::chrono::milliseconds(150);
 constexpr auto kCauseComes = std::chrono::seconds(2);      // after a rank has decided that it will
+constexpr auto kTold = std::chrono::milliseconds(20);      // in which peers hear why this rank has left
 constexpr auto kOwnRuns = std::chrono::milliseconds(500);  // earlier calls of a rank that refuses get so long
 
 }  // namespace
@@ -225,10 +226,23 @@ void GroupCore::reject(CallId call, const std::string& message) {
   }
 }
 
+void GroupCore::adopt_told_refusal() {
+  for (size_t peer = 0; peer < identity_.ranks.size(); ++peer) {
+    if (identity_.ranks[peer] == identity_.rank) continue;
+    const Cause cause = decode_cause(network_->told(static_cast<int>(peer)));
+    if (refused_in(cause)) return watcher_->adopt(cause);
+  }
+}
+
 void GroupCore::refuse(CallId call, const std::string& message, bool agreed) {
-  reject(call, message);
+  origin_.check();
+  // Ranks that still read what this one agreed to must not take that for undone.
+  if (!agreed) reject(call, message);
   try {
     const TimePoint begun = Clock::now();
+    // Also ranks that have exchanged nothing with this one are told as it leaves.
+    for (size_t peer = 0; peer < identity_.ranks.size(); ++peer)
+      if (identity_.ranks[peer] != identity_.rank) network_->lost(static_cast<int>(peer));
     const auto over = [this] { return failure() != nullptr; };
     Life mine = Life::GoesOn;
     if (agreed ||
@@ -242,6 +256,7 @@ void GroupCore::refuse(CallId call, const std::string& message, bool agreed) {
     watcher_->adopt(mine == Life::Over
                         ? agreement_bulletin_.settle_cause(as_cause({call, identity_.rank, message}))
                         : await_cause(agreement_bulletin_, begun + kCauseComes));
+    std::this_thread::sleep_for(kTold);
   } catch (const std::exception&) {
     // The store does not answer: the others hear nothing, and wait to their limits.
   }
@@ -259,6 +274,7 @@ bool GroupCore::awaited_in(CallId call) {
 }
 
 c10::intrusive_ptr<c10d::Work> GroupCore::start(const AgreedPlan& agreed, StartArgs args) {
+  if (network_->anybody_told()) adopt_told_refusal();
   refuse_if_failed();
   bin_->empty();
   try {

@@ -76,6 +76,7 @@ class GroupCore final : public GroupBase {
   void note_posted(CallId call, bool rejected);
   void erase_read();
   void raise_if_told(CallId call);  // where a peer has left and told why
+  void adopt_told_refusal();        // of a call in which this rank needed nothing from that peer
 
   class WatchedEngine;
 

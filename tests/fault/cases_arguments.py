@@ -10,8 +10,8 @@ import time
 import meshcast
 import torch
 import torch.distributed as dist
-from meshcast import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
 from fault.bad_values import spoiled
+from meshcast import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
 from multiproc.meshes import quiet_mesh, sharded
 from torch.distributed.tensor import Replicate, Shard
 
@@ -179,14 +179,14 @@ def one_rank_refuses_at_once_again(context) -> None:
 
 
 def one_rank_refuses_without_ranks(context) -> None:
-    """The arguments of rank 1 do not say who else is in the call: in the first call of a group, where a kind is
-    new, and where it is known."""
+    """The arguments of rank 1 do not say who else is in the call: in the first call of a group, and where a
+    kind is known."""
     group = fresh_group()
     for turn in range(3):
         if context.rank == 1:
             x = sharded(torch.zeros(6, 6), quiet_mesh(A), [Shard(0)], context.rank)
-            wrong = lambda: meshcast.reshard(x, "a mesh", [Shard(1)], group=group)  # noqa: E731, B023
-            in_time(lambda: raises(LayoutError, wrong, "DeviceMesh"), SOON)
+            wrong = functools.partial(meshcast.reshard, x, "a mesh", [Shard(1)], group=group)
+            in_time(functools.partial(raises, LayoutError, wrong, "DeviceMesh"), SOON)
         else:
             call = lambda: raises(PlanMismatchError, lambda: send(context, group), "rank 1", "DeviceMesh")  # noqa: E731
             in_time(call, SOON)

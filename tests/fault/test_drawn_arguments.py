@@ -1,4 +1,5 @@
-"""A rank's refusal of a call is told to the other ranks at once, whatever was wrong; see cases_drawn_arguments.py.
+"""A rank's refusal of a call is told to the other ranks at once, whatever was wrong; see
+cases_drawn_arguments.py.
 
 A failure names its seed. MESHCAST_TEST_SEED=that MESHCAST_TEST_DRAWS=1 draws it again."""
 

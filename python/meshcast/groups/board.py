@@ -19,7 +19,16 @@ from ..errors import (
 )
 from .shortage import Shortage
 
-__all__ = ["LOOK", "SLICE", "Board", "NotPostedError", "Watches", "meet", "refuse_meeting"]
+__all__ = [
+    "LOOK",
+    "SLICE",
+    "Board",
+    "NotPostedError",
+    "OtherMeetingError",
+    "Watches",
+    "meet",
+    "refuse_meeting",
+]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02  # seconds between two polls of the store
 _FEW_RANKS = 16  # as many do not crowd a store, which answers one question at a time; more ask less often
@@ -43,6 +52,10 @@ class NotPostedError(Exception):
         super().__init__(f"ranks {list(ranks)} posted nothing within {elapsed:.1f} s")
         self.ranks = list(ranks)
         self.elapsed = elapsed
+
+
+class OtherMeetingError(Exception):
+    """This life of the group was for another call, which a rank refused: the next one may be for this."""
 
 
 class Board:
@@ -165,10 +178,11 @@ class Watches:
         return (other, why) if why else None
 
 
-def refuse_meeting(store: Any, message: str, *, by: int | None = None) -> bool:
+def refuse_meeting(store: Any, message: str, *, by: int | None = None, what: str = "") -> bool:
     """Ends the meeting for all ranks, which may meet again in another life of the group; message: what this
-    rank has run out of, or, given `by` which rank, why it refused. Answers whether that was the verdict."""
-    verdict = f"{_SHORT} {message}" if by is None else f"{_REFUSED}/{by} {message}"
+    rank has run out of, or, given `by` which rank, why it refused `what` (see meet). Answers whether that was
+    the verdict."""
+    verdict = f"{_SHORT} {message}" if by is None else f"{_REFUSED}/{by}/{what} {message}"
     return bool(store.compare_set("verdict", "", verdict).decode() == verdict)
 
 
@@ -179,13 +193,15 @@ def meet(
     deadline: float,
     closing: Callable[[], str],
     watches: Watches,
+    what: str = "",
     waits: Callable[[], None] = lambda: None,
 ) -> dict[int, str]:
     """Posts `text` and returns everybody's, once all ranks of a group are here.
 
     The first rank that sees all, or gives up, decides for all: were each to judge for itself, one could leave
     while the others already connect and wait for it until their deadline. closing(): why this rank ends the
-    group, "" while it does not. waits(): called once it takes longer than a moment. Raises DeadlineExceededError, PeerLostError, AbortedError or Shortage.
+    group, "" while it does not. what: they meet for, without a blank. waits(): called once it takes longer
+    than a moment. Raises DeadlineExceededError, PeerLostError, AbortedError, Shortage or OtherMeetingError.
     """
     begin, rank, store = time.monotonic(), board.rank, board.store
     late = store.check(["verdict"])
@@ -232,6 +248,9 @@ def meet(
                 raise Shortage(MeshcastError(message, rank=rank, op="connect", phase="connect"))
             kind, _, gone = kind.partition("/")
             if kind == _REFUSED:
+                gone, _, refused = gone.partition("/")
+                if refused != what:
+                    raise OtherMeetingError
                 text = f"rank {rank}: rank {gone} refused its arguments: {message}"
                 raise Shortage(
                     PlanMismatchError(text, rank=rank, peer=int(gone), op="connect", phase="connect")

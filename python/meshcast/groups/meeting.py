@@ -16,7 +16,15 @@ from ..base.host import host_identity
 from ..base.observe import log
 from ..errors import AbortedError, DeadlineExceededError, MeshcastError
 from ..topology import Topology
-from .board import LOOK, Board, NotPostedError, Watches, meet, refuse_meeting
+from .board import (
+    LOOK,
+    Board,
+    NotPostedError,
+    OtherMeetingError,
+    Watches,
+    meet,
+    refuse_meeting,
+)
 from .network import Network
 from .rails import agreed_count, first_rails, interfaces
 from .shared_memory import LocalMemory
@@ -58,7 +66,7 @@ class Meeting:
     """One rank's part in one life.
 
     known: what ranks posted when they met before. closing(): why this rank ends the group, "" while it does
-    not. waits(): called once the meeting takes longer than a moment.
+    not. what: the ranks meet for. waits(): called once the meeting takes longer than a moment.
     """
 
     def __init__(
@@ -69,14 +77,16 @@ class Meeting:
         timeout: float,
         known: dict[int, str],
         closing: Callable[[], str],
+        what: str,
         waits: Callable[[], None],
     ) -> None:
         self._ranks, self._rank, self._name, self._timeout = tuple(ranks), rank, name, timeout
-        self._known, self._closing, self._waits = known, closing, waits
+        self._known, self._closing, self._what, self._waits = known, closing, what, waits
 
     def run(self, life: Callable[[], Any], deadline: float, first: Callable[[], dict[int, int]]) -> Met:
         """Waits until every member is here, then connects. Raises Shortage where a rank has run out of
-        something before that, or refused to meet: the members may meet again, in another life. life(): the
+        something before that, or refused what they meet for: the members may meet again, in another life.
+        OtherMeetingError: likewise, where that was something else. life(): the
         store of this one. first(): by lane, the first call that this rank has still to make."""
         what = f"connecting the private group of ranks {list(self._ranks)}"
         where: Any = {"rank": self._rank, "op": "connect", "phase": "connect"}
@@ -107,9 +117,10 @@ class Meeting:
                 deadline,
                 self._closing,
                 known,
+                self._what,
                 self._waits,
             )
-        except (MeshcastError, Shortage):
+        except (MeshcastError, Shortage, OtherMeetingError):
             raise
         except Exception as error:
             short = as_shortage(error, **where)

@@ -123,6 +123,7 @@ class ParentGroup:
         if self._born != forks.count:
             return
         limit = time.monotonic() + _DRAIN_LIMIT if limit is None else limit
+        self.refusals.close()
         groups, self._groups = list(self._groups.values()), {}
         self.compiled.clear()
         self.extras.clear()

@@ -24,9 +24,9 @@ from ..base.observe import Completable
 from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PlanMismatchError
 from ..topology import Topology
 from .agreements import Agreements
-from .board import Board, refuse_meeting
-from .meeting import Meeting, cause_in
-from .refusals import NO_LANE, Connection, OpenRefusals, Refusal, refused_error
+from .board import Board, OtherMeetingError, refuse_meeting
+from .meeting import Meeting, Met, cause_in
+from .refusals import NO_LANE, Connection, OpenRefusals, Refusal, meeting_for, refused_error
 from .shortage import Shortage, no_thread
 
 __all__ = ["Attachment", "Command", "PrivateGroup"]
@@ -113,31 +113,40 @@ class PrivateGroup:
         in this thread if nothing is queued, the group is up and it is ready; else on the control thread.
         Raises AbortedError in a forked child."""
         forks.check(self._born, "reshard")
-        if self._refusals.open and command.ordinal is None and not isinstance(command, Refusal):
+        is_new = command.ordinal is None or command.lane == NO_LANE
+        if self._refusals.open and is_new and not isinstance(command, Refusal):
             self._refusals.assume(self)
+        refusal = self._submit(command)
+        if refusal is not None:
+            refusal.wait()
+
+    def _submit(self, command: Command) -> Refusal | None:
+        """What tells the others, where this rank refused the call as it began it."""
+        refusal: Refusal | None = None
         with self._lock:
             if command.ordinal is None:
                 ordinal = self._ordinals.get(command.lane, 0)
                 self._ordinals[command.lane] = ordinal + 1
                 command.ordinal = ordinal
-            if self._thread is None and self._core is not None and command.ready():
-                if not command.begin(self._core, None):
-                    if command.refusal is None:
-                        return
-                    command = self._refusal_of(command)
+            at_once = self._thread is None and self._core is not None and command.ready()
+            if at_once and not command.begin(self._core, None):
+                if command.refusal is None:
+                    return None
+                command = refusal = self._refusal_of(command)
             self._queue.append(command)
             if self._thread is not None:
-                return
+                return refusal
             self._thread = threading.Thread(
                 target=self._run, name=f"meshcast-control {self.name}", daemon=True
             )
             try:
                 self._thread.start()
-                return
+                return refusal
             except RuntimeError:  # the next command may get one
                 self._thread = None
                 self._queue.pop()
         self._begin_without_thread(command)
+        return None
 
     def _begin_without_thread(self, command: Command) -> None:
         """Nobody can do it. All ranks hear of that at once, over what this thread can use, and may go on."""
@@ -150,18 +159,21 @@ class PrivateGroup:
                 self._core.reject(command.lane, command.ordinal, str(error))
         command.begin(None, self._error or error)
 
-    def refuse(self, lane: int, error: Exception, timeout: float, *, ordinal: int | None = None) -> None:
+    def refuse(self, lane: int, error: Exception, timeout: float, *, ordinal: int | None = None) -> Refusal:
         """Tells the other ranks, in the background, that this rank refused its arguments of a call: they
         raise at once instead of waiting. ordinal: of a call that has been counted."""
         limit, backward = time.monotonic() + timeout, lane == _C.AgreedPlan.REVERSE_LANE
-        self.submit(Refusal(self, lane, ordinal, limit, str(error), agreed=backward))
+        refusal = Refusal(self, lane, ordinal, limit, str(error), agreed=backward)
+        self.submit(refusal)
+        return refusal
 
-    def refuse_call(self, error: Exception, timeout: float, *, prepares: bool) -> None:
+    def refuse_call(self, error: Exception, timeout: float, *, prepares: bool) -> Refusal:
         """The same of a call of lane 0, or of prepare(), which is counted in no lane."""
-        if prepares:
-            self.submit(Refusal(self, NO_LANE, 0, time.monotonic() + timeout, str(error)))
-        else:
-            self.refuse(0, error, timeout)
+        if not prepares:
+            return self.refuse(0, error, timeout)
+        refusal = Refusal(self, NO_LANE, 0, time.monotonic() + timeout, str(error))
+        self.submit(refusal)
+        return refusal
 
     def _refusal_of(self, command: Command) -> Refusal:
         return Refusal(
@@ -178,6 +190,9 @@ class PrivateGroup:
         """Whether another rank waits for the next call of this one, as far as the store knows."""
         core = self._core
         return core is not None and core.awaited_in(0, self._ordinals.get(0, 0))
+
+    def is_up(self) -> bool:
+        return self._core is not None
 
     def is_untouched(self) -> bool:
         """Whether this rank is neither in it nor on the way there."""
@@ -259,9 +274,11 @@ class PrivateGroup:
         if command.ordinal is not None and command.ordinal < self._next.get(command.lane, 0):
             command.begin(None, self._skipped(command.ordinal))
             return False
-        if command.begin(core, None):
-            return True
-        return False if command.refusal is None else self._begin(self._refusal_of(command))
+        return bool(command.begin(core, None))
+
+    def runs_here(self) -> bool:
+        """Whether this is the control thread, which may wait for the store."""
+        return self._thread is threading.current_thread()
 
     def left(self, core: _C.GroupCore, lane: int, ordinal: int) -> bool:
         """Whether a rank refused a call while it was in flight, so that this life of the group is over; and
@@ -311,7 +328,7 @@ class PrivateGroup:
             core.shutdown()
 
     def _stated(self) -> dict[int, int]:
-        """By lane, the next ordinal of this rank, where the ranks may have been through with different ones."""
+        """By lane, the next ordinal of this rank, where ranks may have been through with different ones."""
         if not self._began_anew:
             return {}
         with self._lock:
@@ -323,8 +340,9 @@ class PrivateGroup:
 
     def _skipped(self, ordinal: int) -> MeshcastError:
         return PlanMismatchError(
-            f"rank {self.rank}: call {ordinal} of {self.name}: other ranks were through with this call when they "
-            "heard that an earlier one was refused, so nothing can be moved by it any more; the next one works",
+            f"rank {self.rank}: call {ordinal} of {self.name}: other ranks were through with this call when "
+            "they heard that an earlier one was refused, so nothing can be moved by it any more; the next "
+            "one works",
             rank=self.rank,
             op="reshard",
             sequence=ordinal,
@@ -356,6 +374,7 @@ class PrivateGroup:
     def _meet(self, command: Command) -> bool:
         """Brings the group up. False: this thread was given up meanwhile."""
         prepares = isinstance(command, Connection)
+        assert command.ordinal is not None  # submit() has counted it
         meeting = Meeting(
             self.ranks,
             self.rank,
@@ -363,10 +382,14 @@ class PrivateGroup:
             self.timeout,
             self._known,
             lambda: self._closing,
+            meeting_for(command.lane, command.ordinal),
             lambda: self._refusals.meets(self.ranks, prepares=prepares),
         )
+        met: Met | None = None
         try:
-            met = meeting.run(self.next_life, command.deadline, self._stated)
+            while met is None:
+                with suppress(OtherMeetingError):
+                    met = meeting.run(self.next_life, command.deadline, self._stated)
         finally:
             self._refusals.has_met(self.ranks)
         self.topology, self.interfaces = met.topology, met.interfaces

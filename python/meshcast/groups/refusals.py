@@ -1,9 +1,9 @@
-"""How a rank tells the others that it refused a call: those whose call it is, as far as its arguments say; else
-those that are seen to wait for this rank.
+"""How a rank tells the others that it refused a call: those whose call it is, as far as its arguments say;
+else those that are seen to wait for this rank.
 
-A rank that waits for others to meet writes in the store which group meets; one that waits for an agreement, or
-in a transfer, has written so for its group. What nobody waits for stays open: it is taken for a call of the
-group that this rank uses next, as it is where all ranks refused their own.
+A rank that waits for others to meet writes in the store which group meets. One that waits for an agreement,
+or in a transfer, has written so for its group. What nobody waits for stays open: it is taken for a call of
+the group that this rank uses next, as it is where all ranks refused their own.
 """
 
 from __future__ import annotations
@@ -14,23 +14,53 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import PlanMismatchError
 from .board import refuse_meeting
 
 if TYPE_CHECKING:
     from .. import _C
-    from .private import PrivateGroup
 
-__all__ = ["NO_LANE", "Connection", "OpenRefusal", "OpenRefusals", "Refusal", "refused_error"]
+__all__ = [
+    "NO_LANE",
+    "Connection",
+    "OpenRefusal",
+    "OpenRefusals",
+    "Refusal",
+    "meeting_for",
+    "refused_error",
+]
 
 NO_LANE = -1  # of commands that are counted in none
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25  # seconds between two looks for ranks that wait
-_HOLD = 0.3  # seconds that a refusing call waits for a first answer: then later calls know whose it was
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.05  # seconds between two looks for ranks that wait
+
+
+def meeting_for(lane: int, ordinal: int) -> str:
+    """What a command calls the meeting of its ranks."""
+    return "prepare" if lane == NO_LANE else f"{lane}.{ordinal}"
+
+
+_TOLD = 0.7  # seconds that a refusing call waits until others are told, at most
+_HOLD = 0.6  # seconds that a refusing call waits for a first answer: then later calls know whose it was
+_JOIN_LIMIT = 0.5  # seconds that these looks get to end when their process group does
 _NONE = "\x01none"
 _lock = threading.Lock()  # of all open refusals: one may be open in several process groups
+
+
+class Group(Protocol):
+    """What is used of a private group."""
+
+    rank: int
+    ranks: tuple[int, ...]
+
+    def next_life(self) -> Any: ...
+    def left(self, core: _C.GroupCore, lane: int, ordinal: int) -> bool: ...
+    def refuse_call(self, error: Exception, timeout: float, *, prepares: bool) -> Refusal: ...
+    def is_awaited(self) -> bool: ...
+    def is_up(self) -> bool: ...
+    def is_untouched(self) -> bool: ...
 
 
 class Refusal:
@@ -43,7 +73,7 @@ class Refusal:
 
     def __init__(
         self,
-        group: PrivateGroup,
+        group: Group,
         lane: int,
         ordinal: int | None,
         deadline: float,
@@ -54,18 +84,30 @@ class Refusal:
         """agreed: this rank has agreed on the call with the others."""
         self.lane, self.ordinal, self.deadline = lane, ordinal, deadline
         self._group, self._message, self._agreed = group, message, agreed
+        self._over = threading.Event()
 
     def ready(self) -> bool:
         return False
 
+    def wait(self) -> None:
+        """Returns once all ranks can know of it, or soon: a call made at once could else be over before."""
+        self._over.wait(_TOLD)
+
     def begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:
+        again = self._begin(core, error)
+        if not again:
+            self._over.set()
+        return again
+
+    def _begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:
         assert self.ordinal is not None  # submit() has counted it
         if core is not None and self.lane != NO_LANE:
             core.refuse(self.lane, self.ordinal, self._message, self._agreed)
             return self._group.left(core, self.lane, self.ordinal)
         if core is None and error is None:
             with suppress(Exception):  # where the store does not answer, the others wait to their limits
-                refuse_meeting(self._group.next_life(), self._message, by=self._group.rank)
+                what = meeting_for(self.lane, self.ordinal)
+                refuse_meeting(self._group.next_life(), self._message, by=self._group.rank, what=what)
         return False
 
 
@@ -101,6 +143,7 @@ class OpenRefusal:
     prepares: bool
     limit: float
     closed: threading.Event = field(default_factory=threading.Event)
+    told: Refusal | None = None  # by which it was closed
 
 
 class OpenRefusals:
@@ -111,11 +154,12 @@ class OpenRefusals:
         store: Callable[[], Any],
         ranks: Iterable[int],
         rank: int,
-        groups: Callable[[], list[PrivateGroup]],
-        group_of: Callable[[Sequence[int]], PrivateGroup],
+        groups: Callable[[], list[Group]],
+        group_of: Callable[[Sequence[int]], Group],
     ) -> None:
         """groups: the private groups that there are; group_of: makes one."""
         self.open: list[OpenRefusal] = []
+        self._searches: dict[OpenRefusal, threading.Thread] = {}
         self._store, self._rank = store, rank
         self._others = [other for other in ranks if other != rank]
         self._groups, self._group_of = groups, group_of
@@ -127,29 +171,65 @@ class OpenRefusals:
         waited for by the next call is taken for one of that call's group."""
         if keeps:
             self.open.append(refusal)
+        thread = threading.Thread(target=self._search, args=(refusal,), name="meshcast-refusal", daemon=True)
+        self._searches[refusal] = thread
         with suppress(RuntimeError):  # without a thread, the next call tells
-            threading.Thread(
-                target=self._search, args=(refusal,), name="meshcast-refusal", daemon=True
-            ).start()
+            thread.start()
+
+    def close(self) -> None:
+        """Nobody is looked for any more. A thread that the store holds up is left behind."""
+        searches = dict(self._searches)
+        for refusal in searches:
+            refusal.closed.set()
+        end = time.monotonic() + _JOIN_LIMIT
+        for thread in searches.values():
+            with suppress(RuntimeError):  # it was never started, or is this one
+                thread.join(max(end - time.monotonic(), 0.0))
 
     @staticmethod
-    def hold(refusal: OpenRefusal) -> None:
-        """Returns once it has been told, or soon."""
-        refusal.closed.wait(_HOLD)
+    def settle(refusal: OpenRefusal, where: Sequence[OpenRefusals]) -> None:
+        """Returns once it has been told, or soon. Where nobody is seen to wait, but there is only one group
+        that can be meant, that is told."""
+        if not refusal.closed.wait(_HOLD) and not refusal.prepares:
+            with _lock:
+                fitting = [(each, group) for each in where for group in each._fitting(refusal)]
+                fitting = [(each, group) for each, group in fitting if group.is_up()]
+                if len(fitting) == 1 and not refusal.closed.is_set():
+                    each, group = fitting[0]
+                    each._tell(refusal, group)
+                    each._forget_closed()
+        if refusal.told is not None:
+            refusal.told.wait()
 
-    def assume(self, group: PrivateGroup) -> None:
+    def assume(self, group: Group) -> None:
         """Before a call of a group: what is open was meant for it, where it may have been."""
         with _lock:
             for refusal in list(self.open):
-                if not refusal.closed.is_set() and refusal.known.issubset(group.ranks):
+                if refusal.closed.is_set() or not refusal.known.issubset(group.ranks):
+                    continue
+                if refusal.prepares and not group.is_untouched():
+                    refusal.closed.set()  # nobody can wait for that any more
+                else:
                     self._tell(refusal, group)
-            self.open[:] = [refusal for refusal in self.open if not refusal.closed.is_set()]
+            self._forget_closed()
 
-    def _tell(self, refusal: OpenRefusal, group: PrivateGroup) -> None:
-        group.refuse_call(refusal.error, refusal.limit, prepares=refusal.prepares)
+    def _fitting(self, refusal: OpenRefusal) -> list[Group]:
+        return [group for group in self._groups() if refusal.known.issubset(group.ranks)]
+
+    def _tell(self, refusal: OpenRefusal, group: Group) -> None:
+        refusal.told = group.refuse_call(refusal.error, refusal.limit, prepares=refusal.prepares)
         refusal.closed.set()
 
+    def _forget_closed(self) -> None:
+        self.open[:] = [refusal for refusal in self.open if not refusal.closed.is_set()]
+
     def _search(self, refusal: OpenRefusal) -> None:
+        try:
+            self._search_until_closed(refusal)
+        finally:
+            self._searches.pop(refusal, None)
+
+    def _search_until_closed(self, refusal: OpenRefusal) -> None:
         end, pause = time.monotonic() + refusal.limit, _FIRST_PAUSE
         while not refusal.closed.wait(pause) and time.monotonic() < end:
             try:
@@ -160,15 +240,15 @@ class OpenRefusals:
                 with _lock, suppress(Exception):
                     if not refusal.closed.is_set():
                         self._tell(refusal, group)
-                        self.open[:] = [other for other in self.open if other is not refusal]
+                        self._forget_closed()
                 return
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
-    def _awaiting(self, refusal: OpenRefusal) -> PrivateGroup | None:
+    def _awaiting(self, refusal: OpenRefusal) -> Group | None:
         """A group of which a rank waits for this one."""
         if not refusal.prepares:
-            for group in self._groups():
-                if refusal.known.issubset(group.ranks) and group.is_awaited():
+            for group in self._fitting(refusal):
+                if group.is_awaited():
                     return group
         for ranks, prepares in self._others_meetings():
             fits = prepares == refusal.prepares and self._rank in ranks and refusal.known.issubset(ranks)
@@ -204,8 +284,7 @@ class OpenRefusals:
             # In one question, see csrc/c10d/bulletin.cpp.
             text = store.compare_set(f"meeting/{other}", _NONE, _NONE).decode()
             if text != _NONE:
-                for ranks, prepares in json.loads(text):
-                    yield ranks, prepares
+                yield from json.loads(text)
 
 
 def refused_error(

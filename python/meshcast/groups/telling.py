@@ -1,4 +1,4 @@
-"""What a public call raises on one rank before it has begun: the other ranks of the call raise as well, soon."""
+"""What a public call raises on one rank before it has begun: the other ranks of the call raise as well."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..base import forks
+from ..base.observe import log
 from ..errors import AbortedError, LayoutError, mark_told, typed, was_told
 from ..layout import Layout
 from .parent import ParentGroup, known_parents, parent_group, seconds
@@ -46,7 +47,7 @@ def raise_refused(
         try:
             _tell(found, op, places, group, timeout, prepares, private)
         except Exception as failed:  # this rank's error is worth more than the obstacle to telling it
-            found.add_note(f"The other ranks could not be told: {failed}")
+            log.warning("%s: the other ranks could not be told of an error: %s", op, failed)
     elif not was_told(error):
         found = typed(error, op)
     if found is error:
@@ -68,7 +69,7 @@ def _tell(
         return
     limit = _limit(timeout, parents[0])
     if private is not None:
-        private.refuse(0, error, limit)
+        private.refuse(0, error, limit).wait()
         return
     known: set[int] = set()
     complete = True
@@ -81,18 +82,18 @@ def _tell(
         if parent.rank not in known:
             return  # nobody waits for it
         if parent.ranks.issuperset(known):
-            parent.private(sorted(known), op).refuse_call(error, limit, prepares=prepares)
+            parent.private(sorted(known), op).refuse_call(error, limit, prepares=prepares).wait()
             return
         known = set()
     refusal = OpenRefusal(error, frozenset(known), prepares, limit)
     for each in parents:
-        each.refusals.add(refusal, keeps=sure and not prepares)
-    OpenRefusals.hold(refusal)
+        each.refusals.add(refusal, keeps=len(parents) == 1)
+    OpenRefusals.settle(refusal, [each.refusals for each in parents])
 
 
 def _parents(group: Any, op: str) -> tuple[list[ParentGroup], bool]:
-    """Where a call with this group may have ranks that wait, and whether that is sure. None in a forked child,
-    which has no part in any, and for a group without this rank."""
+    """Where a call with this group may have ranks that wait, and whether that is sure. None in a forked
+    child, which has no part in any, and for a group without this rank."""
     try:
         return [parent_group(group, op)], True
     except AbortedError:

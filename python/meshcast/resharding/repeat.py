@@ -91,8 +91,11 @@ class Repeat:
                 core, ordinal, work, flight = started
             work.wait()
         except BaseException as error:
-            again = isinstance(error, MeshcastError) and core is not None
-            if again and self._group.take_back(core, self._transfer._lane, ordinal):
+            if (
+                core is not None
+                and isinstance(error, MeshcastError)
+                and self._group.take_back(core, self._transfer._lane, ordinal)
+            ):
                 return False  # others had begun anew before it
             if flight is not None:
                 flight.failed(error)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Resharder"]
 
 _OP = "Resharder"
+_NO_SPEC = object()  # None is what something else than a DTensor has
 
 
 class Resharder:
@@ -75,7 +76,8 @@ class Resharder:
             self._src, self._dst = _spec_of("src_spec", src_spec), _spec_of("dst_spec", dst_spec)
             if tuple(self._src.shape) != tuple(self._dst.shape):
                 raise LayoutError(
-                    f"{_OP}: src_spec has shape {tuple(self._src.shape)}, but dst_spec {tuple(self._dst.shape)}"
+                    f"{_OP}: src_spec has shape {tuple(self._src.shape)}, but dst_spec "
+                    f"{tuple(self._dst.shape)}"
                 )
             source = source_of(self._src, parent.rank, True, _OP, spec_inside=True)
             destination = Destination(self._dst.mesh, tuple(self._dst.placements), self._dst.dtype)
@@ -85,7 +87,7 @@ class Resharder:
             self._repeat = Repeat.of(self._compiled, self._kept, _OP, self._limit)
         except Exception as error:  # of this rank alone, where it has no GPU: the others raise as they call
             raise_refused(error, _OP, [src_spec, dst_spec], group, timeout)
-        self._known_spec: Any = None  # the spec object that the last source came with
+        self._known_spec: Any = _NO_SPEC  # the spec object that the last source came with
         self._reverse: Resharder | None = None
 
     @property

@@ -51,9 +51,8 @@ class Call:
         self.flight: Flight | None = None  # its entry in the flight record
         self.overdue: Callable[[], None] = lambda: None  # for who has waited in vain for its start
         self.brought: Any = None  # what its medium keeps for it
-        self.begin_again: Callable[[], bool] = lambda: (
-            False
-        )  # for who waits at once, once the work has failed
+        # For who waits in a thread of the program, once the work has failed: see PrivateGroup.begin_again.
+        self.begin_again: Callable[[], bool] | None = None
         self.interrupted: Callable[[str, BaseException], None] = lambda _op, _raised: None
         self._born = forks.count
         self._lock = threading.Lock()
@@ -119,7 +118,7 @@ class Call:
             raise
 
     def _begins_again(self) -> bool:
-        if not self.driven:
+        if self.begin_again is None:
             return False
         with self._lock:
             work, self.work, self._settled = self.work, None, None

@@ -180,12 +180,11 @@ class PersistentTransfer:
         except Exception as error:
             found = typed(error, self._op, self._group.rank)
             call.failed(found)
-            self._group.refuse(self._lane, found, timeout)
+            self._group.refuse(self._lane, found, timeout).wait()
             mark_told(found)
             raise found from error.__cause__ if found is error else error
         command = _Start(self, call, src, dst, reverse=False)
-        if driven:
-            call.begin_again = command.begin_again
+        call.begin_again = command.begin_again
         self._submit(command)
         call.number.ordinal = command.ordinal if command.ordinal is not None else -1
         return call
@@ -247,8 +246,7 @@ class PersistentTransfer:
         try:
             self._compile()
         except Exception as error:
-            if found is None:
-                core.reject(self._lane, ordinal, f"rank {self._group.rank}: {error}")
+            core.refuse(self._lane, ordinal, str(typed(error, self._op)), agreed=found is not None)
             raise
         if found is not None:
             return found
@@ -362,10 +360,10 @@ class _Start:
 
     def begin_again(self) -> bool:
         """After the work of a call failed that somebody waits for: see PrivateGroup.begin_again."""
-        again = (
-            not self._reverse and self._core is not None and isinstance(self._transfer._medium, HostMedium)
-        )
-        return again and self._transfer._group.begin_again(self, self._core)
+        core = self._core
+        if self._reverse or core is None or not isinstance(self._transfer._medium, HostMedium):
+            return False
+        return self._transfer._group.begin_again(self, core)
 
     def begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:
         transfer, call, reverse = self._transfer, self._call, self._reverse
@@ -384,9 +382,9 @@ class _Start:
                 )
             if reverse and number.core is not running:
                 raise AbortedError(
-                    f"rank {transfer._group.rank}: {call.op} call {self.ordinal} of {transfer._group.name}: the "
-                    "group has begun anew since the forward of this call, since a rank refused another one; "
-                    "run the step again",
+                    f"rank {transfer._group.rank}: {call.op} call {self.ordinal} of "
+                    f"{transfer._group.name}: the group has begun anew since the forward of this call, since "
+                    "a rank refused another one; run the step again",
                     rank=transfer._group.rank,
                     op=call.op,
                     sequence=self.ordinal,
@@ -416,7 +414,12 @@ class _Start:
                 if group.left(core, self.lane, self.ordinal) and not reverse:
                     return True
                 if starts and core.error() is None:
-                    self.refusal = cause = typed(cause, call.op, group.rank)
+                    cause = typed(cause, call.op, group.rank)
+                    if group.runs_here():  # before this rank goes on
+                        core.refuse(self.lane, self.ordinal, str(cause), agreed=True)
+                        group.left(core, self.lane, self.ordinal)
+                    else:
+                        self.refusal = cause
                 elif isinstance(cause, AbortedError):
                     cause = group.refused_error(core, self.lane, self.ordinal) or cause
             transfer._failure = cause
