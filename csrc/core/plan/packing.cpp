@@ -17,7 +17,7 @@ bool contiguous(const Box& box, const BoxPlace& place, const std::vector<int64_t
   int64_t expected = 1;
   for (int d = box.ndim; d-- > 0;) {
     if (box.extent(d) == 1) continue;
-    if (place.step[d] * stride[static_cast<size_t>(place.axis[d])] != expected) return false;
+    if (place.step[d] * stride[static_cast<uint8_t>(place.axis[d])] != expected) return false;
     expected *= box.extent(d);
   }
   return true;
