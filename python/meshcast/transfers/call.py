@@ -151,10 +151,12 @@ class Call:
         except MeshcastError as error:
             if self._begins_again():
                 return self._end()
+            self.begin_again = None
             self.error = error
             if self.flight is not None:
                 self.flight.failed(error)
             raise
+        self.begin_again = None  # it holds the tensors, and the plan
         if self._success is not None:
             with self._lock:
                 step, self._success = self._success, None
