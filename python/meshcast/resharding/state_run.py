@@ -63,6 +63,7 @@ class Prepared:
             self.version = _version(version)
             call = checked_call(rank, given) if again is None else again[0]
             self.call, self.key = call, call.key() if again is None else again[1]
+            hash(self.key)  # here, where it is refused, and not where it is looked for
             self.versions = call.watched(written)
         except Exception as error:
             self.refused = typed(error, OP, rank)
