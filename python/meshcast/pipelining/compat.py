@@ -106,6 +106,7 @@ def init_stage(stage: Any, *args: Any, num_stages: int, mesh: DeviceMesh | None,
     named = {name: value for name, value in named.items() if name in known}
     given(stage, *args, num_stages=room, **named)  # type: ignore[misc]
     stage.num_stages = num_stages
+    stage.fwd_cache = {}  # torch 2.15 has another in its place
 
 
 def mesh_layout(mesh: DeviceMesh) -> tuple[Any, ...] | None:
