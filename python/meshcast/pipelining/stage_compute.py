@@ -301,7 +301,7 @@ class StageCompute(ForwardContext):
         """Drops what a step has kept."""
         super().clear_runtime_states()
         late = (self._hooks, self._late, self._due)
-        for kept in (self.fwd_cache, self.bwd_cache, self.dw_runner, self._arrived, self._gradients, *late):
+        for kept in (self.bwd_cache, self.dw_runner, self._arrived, self._gradients, *late):
             kept.clear()
         self._stood_in = False
 
