@@ -135,6 +135,16 @@ class Watches:
                 return None
         return None
 
+    def lost_of(self, board: Board, ranks: Iterable[int], topic: str) -> tuple[int, str] | None:
+        """The first of these ranks that has gone, as far as that is known by now. topic: as for lost()."""
+        for other in ranks:
+            if other not in self._watches and board.has(topic, other):
+                self._watches[other] = self._watch(board.read(topic, [other])[other])
+            found = self._ask(other)
+            if found is not None:
+                return found
+        return None
+
     def lost_soon(self, ranks: Sequence[int], rank: int) -> tuple[int, str] | None:
         """The same without a store, of all ranks that are known. Waits a little where nobody is seen."""
         watched = []

@@ -1,0 +1,47 @@
+"""The thread of a rank that receives weights while it serves others."""
+
+from __future__ import annotations
+
+import threading
+
+from ..base.observe import log
+from ..groups.shortage import no_thread
+from .state_background import behind, own_stream
+from .weight_side import Side
+
+__all__ = ["Receiver"]
+
+_OP = "WeightSync"
+
+
+class Receiver:
+    """Takes part in every push. It waits in the rendezvous store, and looks four times a second whether it is
+    to end."""
+
+    def __init__(self, side: Side) -> None:
+        self._side = side
+        self._stream = own_stream()
+        self._thread = threading.Thread(target=self._run, name="meshcast-weights", daemon=True)
+
+    def start(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            rank = self._side.parent.rank
+            raise no_thread("a WeightSync receives", rank=rank, op=_OP, phase="start") from error
+
+    def join(self, seconds: float) -> None:
+        """Waits until it has ended, after Side.leave() or the end of the process group."""
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        side = self._side
+        with behind(self._stream):
+            while not side.leaving() and not side.buffers.over:
+                try:
+                    side.received()
+                except Exception as error:
+                    log.warning("rank %d: %s: %s", side.parent.rank, _OP, error)
+                    if not side.buffers.over:  # the next pull raises it, and pushes go on
+                        side.buffers.refuse(error)
