@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -75,7 +76,7 @@ class Job:
         self.context.wait_for_all(name, limit=limit)
 
     def close(self) -> None:
-        self.meet("close")
+        self.meet(f"close {self.sync._name}")
         self.sync.close()
 
 
@@ -91,7 +92,7 @@ def versions_arrive(context) -> None:
             assert job.sync.version == version
             assert job.sync.stats.version == version
             assert job.sync.stats.bytes_received > 0
-    job.meet("five")
+        job.meet(f"version {version}")
     if job.trains:
         assert job.sync.stats.version == 5
         assert job.sync.stats.bytes_sent > 0
@@ -295,19 +296,19 @@ def other_shapes(context) -> None:
 
 def refusals(context) -> None:
     """Wrong pushes raise on all ranks, move nothing, and the next one succeeds."""
-    job = Job(context)
+    job, count = Job(context), itertools.count()
     mismatch, layout = meshcast.PlanMismatchError, meshcast.LayoutError
 
-    def all_raise(kind, text, version, told=(mismatch, "")):
+    def all_raise(kind, text, version, told=(mismatch, "")) -> None:
         """told: what the other ranks get, where they are told by one."""
         if job.trains:
             raises(kind, text, lambda: job.sync.push(version))
         else:
             raises(*told, lambda: job.sync.pull(1000))
             assert job.sync.version is None or job.sync.state.version == job.sync.version
-        job.meet(f"{text} {version}")
+        job.meet(f"refused {next(count)}")
 
-    def whole(version):
+    def whole(version) -> None:
         if job.trains:
             job.push(version)
         else:
@@ -336,65 +337,71 @@ def refusals(context) -> None:
 
 
 def changed_on_the_way(context) -> None:
-    """A state that is changed while it travels is no version: those that serve keep the old one."""
+    """A state that is changed while it travels is no version: those that serve keep the old one, or know
+    that what they have is torn."""
     for buffers in (2, 1):
-        job = Job(context, buffers=buffers)
-        if job.trains:
-            job.push(1)
-        else:
-            assert job.sync.pull(1) == 1
-        job.meet(f"{buffers} one")
-        if job.trains:
-            job.become(2)
-            if job.rank == 0:
-                side = job.sync._side
-                original = side._calls.run
+        _change_on_the_way(Job(context, buffers=buffers), buffers)
 
-                def run(*arguments):
-                    job.held["w"].to_local().add_(1)
-                    return original(*arguments)
 
-                side._calls.run = run
-            raises(meshcast.MeshcastError, "changed 'w' in place", lambda: job.sync.push(2))
+def _change_on_the_way(job: Job, buffers: int) -> None:
+    if job.trains:
+        job.push(1)
+    else:
+        assert job.sync.pull(1) == 1
+    job.meet(f"{buffers} one")
+    if job.trains:
+        job.become(2)
+        calls = job.sync._side._calls
+        original = calls.run
+
+        def run(*arguments):
             if job.rank == 0:
-                side._calls.run = original
+                job.held["w"].to_local().add_(1)
+            return original(*arguments)
+
+        calls.run = run
+        raises(meshcast.MeshcastError, "changed 'w' in place", lambda: job.sync.push(2))
+        calls.run = original
+    else:
+        raises(meshcast.MeshcastError, "changed 'w' in place", lambda: job.sync.pull(2))
+        if buffers == 2:
+            job.check(1)
         else:
-            raises(meshcast.MeshcastError, "changed 'w' in place", lambda: job.sync.pull(2))
-            if buffers == 2:
-                job.check(1)
-            else:
-                raises(meshcast.MeshcastError, "torn", lambda: job.sync.state)
-                assert job.sync.version is None
-        job.meet(f"{buffers} torn")
-        if job.trains:
-            job.push(3)
-        else:
-            assert job.sync.pull() == 3
-            job.check(3)
-        job.close()
+            raises(meshcast.MeshcastError, "torn", lambda: job.sync.state)
+            assert job.sync.version is None
+    job.meet(f"{buffers} torn")
+    if job.trains:
+        job.push(3)
+    else:
+        assert job.sync.pull(3) == 3
+        job.check(3)
+    job.close()
 
 
 def constructors_disagree(context) -> None:
     """One rank refuses its arguments, or has another destination: all hear of it."""
     rank = context.rank
-    wrongs = ({"buffers": 3}, {"buffers": "2"}, {"timeout": -1}, {"out": {}}, {"maps": 7})
-    for number, wrong in enumerate(wrongs):
-        full = torch.arange(8.0)
-        held = {"x": sharded(full, quiet_mesh(TRAINERS), [Shard(0)], rank)} if rank < 2 else None
+    held = {"x": sharded(torch.arange(8.0), quiet_mesh(TRAINERS), [Shard(0)], rank)} if rank < 2 else None
+
+    def calling(sync):
+        return (lambda: sync.push(1)) if rank < 2 else (lambda: sync.pull(1))
+
+    def refused(wrong: dict) -> None:
         where = {"x": (quiet_mesh([2, 3]), [Shard(0)])}
         if rank == 2:
             raises(meshcast.LayoutError, "", lambda: meshcast.WeightSync(held, where, **wrong))
-        else:
-            sync = meshcast.WeightSync(held, where)
-            call = (lambda: sync.push(1)) if rank < 2 else (lambda: sync.pull(1))
-            raises(meshcast.PlanMismatchError, "rank 2 refused its arguments", call)
-            raises(meshcast.MeshcastError, "rank 2 refused its arguments", call)
-            sync.close()
-        context.wait_for_all(f"wrong {number}")
+            return
+        sync = meshcast.WeightSync(held, where)
+        raises(meshcast.PlanMismatchError, "rank 2 refused its arguments", calling(sync))
+        raises(meshcast.MeshcastError, "rank 2 refused its arguments", calling(sync))
+        sync.close()
+
+    for wrong in ({"buffers": 3}, {"buffers": "2"}, {"timeout": -1}, {"out": {}}, {"maps": 7}):
+        refused(wrong)
+        context.wait_for_all(f"refused {wrong}")
     where = {"x": (quiet_mesh([2, 3]), [Replicate() if rank == 3 else Shard(0)])}
     sync = meshcast.WeightSync(held, where)
-    call = (lambda: sync.push(1)) if rank < 2 else (lambda: sync.pull(1))
-    raises(meshcast.PlanMismatchError, "the destination of 'x'", call)
+    raises(meshcast.PlanMismatchError, "the destination of 'x'", calling(sync))
     context.wait_for_all("close")
     sync.close()
 

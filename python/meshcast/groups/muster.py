@@ -24,12 +24,14 @@ from ..errors import (
     PeerLostError,
     PlanMismatchError,
 )
-from .board import SLICE, Board, Watches
+from .board import FIRST_PAUSE, LONGEST_PAUSE, SLICE, Board, Watches
 from .network import Network
 from .rails import interfaces
 
 __all__ = ["Late", "Muster"]
 
+_PREFIX = "muster"
+_DAY = timedelta(days=1)
 _GO, _LATE = "go", "late"  # verdicts of one muster; the others end all that would follow
 _ENDS: dict[str, type[MeshcastError]] = {
     "closed": AbortedError,
@@ -55,32 +57,49 @@ class Muster:
     """
 
     def __init__(
-        self, name: str, store: Callable[[], dist.Store], ranks: Sequence[int], rank: int, limit: float
+        self,
+        name: str,
+        store: Callable[[], dist.Store],
+        another_store: Callable[[], dist.Store],
+        ranks: Sequence[int],
+        rank: int,
+        limit: float,
     ) -> None:
-        """name: for errors. store: makes a connection that nothing else uses. limit: of what connects with a
-        rank to look after it, seconds."""
+        """name: for errors. store: the connection of the process group; another_store: makes one that nothing
+        else uses. limit: of what connects with a rank to look after it, seconds."""
         self.number = 0
         self.ended: MeshcastError | None = None  # what has ended them all, once this rank has heard of it
         self._here: dict[int, str] = {}  # what ranks said of themselves
-        self._name, self._open_store, self._limit = name, store, limit
+        self._name, self._limit = name, limit
+        self._open_store, self._open_another = store, another_store
+        self._waiting: Any = None  # the store, where it may be waited in
         self._ranks, self._rank = sorted(ranks), rank
         self._first = 0  # whose keys are in the store
 
     def open(self, calls: bool) -> None:
         """Tells the others that this rank is here, and does not wait for them. calls: it is one of those that
         call for musters."""
-        store = dist.PrefixStore("muster", self._open_store())
+        store = dist.PrefixStore(_PREFIX, self._open_store())
         # A store may outlive the process group. Every life adds as many arrivals as there are ranks.
-        life = (int(store.add("arrivals", 1)) - 1) // len(self._ranks)
-        self._store: Any = dist.PrefixStore(str(life), store)
-        self._board = Board(self._store, self._rank, own_connection=True)
+        self._life = (int(store.add("arrivals", 1)) - 1) // len(self._ranks)
+        self._store: Any = dist.PrefixStore(str(self._life), store)
+        self._board = Board(self._store, self._rank)
         self._network = Network(interfaces()[0], self._limit)
         self._watches = Watches(self._here, lambda text: self._network.watch(json.loads(text)["network"]))
         self._board.post("here", json.dumps({"calls": calls, "network": self._network.offer()}))
 
-    def called(self, seconds: float = SLICE) -> bool:
-        """Whether somebody has called for the next muster, or ended them all. Waits so long for that."""
-        return self._comes(f"called/{self.number}", seconds)
+    def called(self) -> bool:
+        """Whether somebody has called for the next muster, or ended them all."""
+        return self._has(f"called/{self.number}")
+
+    def wait_for_call(self) -> None:
+        """Returns once that is so, or a day has passed. For a thread of its own, which needs no CPU time
+        meanwhile; what ends it is `end`, of this rank or another."""
+        if self._waiting is None:
+            store = dist.PrefixStore(_PREFIX, self._open_another())
+            self._waiting = dist.PrefixStore(str(self._life), store)
+        with suppress(dist.DistStoreError):  # torch prints a warning each time that a wait comes to its limit
+            self._waiting.wait([f"called/{self.number}"], _DAY)
 
     def answer(self) -> None:
         """This rank is ready for the next one, which also calls for it. It has to wait for the verdict."""
@@ -98,16 +117,20 @@ class Muster:
 
         deadline: by time.monotonic(), when this rank gives up; None: when others do. leaving(): why it
         leaves for good, "" while it does not. Raises Late, or what has ended all musters."""
-        begin, number = time.monotonic(), self.number
-        while not self._comes(f"verdict/{number}", _slice(deadline)):
+        begin, number, pause = time.monotonic(), self.number, FIRST_PAUSE
+        looked = begin
+        while not self._has(f"verdict/{number}"):
+            now = time.monotonic()
             if why := leaving():
                 self.end("failed", why)
-            elif deadline is not None:
-                missing = [rank for rank in self._ranks if not self._ready(rank)]
-                if time.monotonic() >= deadline:
-                    self._settle(number, self._late(missing, time.monotonic() - begin))
-                else:
-                    self.look_after(missing)
+            elif deadline is not None and now >= deadline:
+                self._settle(number, self._late(self._missing(), now - begin))
+            elif deadline is not None and now - looked > SLICE:
+                self.look_after(self._missing())
+                looked = time.monotonic()
+            else:
+                time.sleep(pause)
+                pause = min(pause * 1.5, LONGEST_PAUSE)
         said = json.loads(self._store.get(f"verdict/{number}"))
         self.number = number + 1
         if said["kind"] == _GO:
@@ -161,9 +184,11 @@ class Muster:
             number += 1
         self._store.add(f"called/{number}", 0)  # wakes who waits for a call
 
-    def _ready(self, rank: int) -> bool:
-        there = self._board.has("at", rank)
-        return there and int(self._board.read("at", [rank])[rank]) == self.number
+    def _missing(self) -> list[int]:
+        """Ranks that are not ready for the next one."""
+        there = [rank for rank in self._ranks if self._board.has("at", rank)]
+        at = self._board.read("at", there)
+        return [rank for rank in self._ranks if rank not in at or int(at[rank]) != self.number]
 
     def _late(self, missing: list[int], elapsed: float) -> dict[str, Any]:
         if not missing:  # the last one has come, and not yet said so
@@ -196,12 +221,5 @@ class Muster:
         said = self._store.compare_set(f"verdict/{number}", "", json.dumps(verdict))
         return dict(json.loads(said))
 
-    def _comes(self, key: str, seconds: float) -> bool:
-        with suppress(dist.DistStoreError):
-            self._store.wait([key], timedelta(seconds=max(seconds, 1e-3)))
-            return True
-        return False
-
-
-def _slice(deadline: float | None) -> float:
-    return SLICE if deadline is None else min(SLICE, deadline - time.monotonic())
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))

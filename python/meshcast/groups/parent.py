@@ -82,6 +82,10 @@ class ParentGroup:
                 self._twins[name] = found
             return found
 
+    def store(self) -> dist.Store:
+        """The connection of its private groups, which no one waits in."""
+        return self._store()
+
     def another_store(self) -> dist.Store:
         """A new connection, for who waits in the store: that blocks every other user of the connection."""
         return self._store().clone()  # type: ignore[attr-defined]

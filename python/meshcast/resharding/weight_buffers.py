@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import AbortedError, DeadlineExceededError, MeshcastError
+from ..groups.board import SLICE
 from .state_results import Memory, ReshardedState
 
 __all__ = ["Buffer", "Buffers", "WeightStats"]
@@ -42,7 +44,6 @@ class Buffers:
 
     def __init__(self, count: int, rank: int) -> None:
         self.stats: WeightStats | None = None
-        self.waiting = 0  # threads in take()
         self._rank = rank
         self._buffers = [Buffer() for _ in range(count)]
         self._current: Buffer | None = None  # that is served
@@ -125,23 +126,21 @@ class Buffers:
             )
         raise MeshcastError(f"rank {self._rank}: {_OP}: {text}", rank=self._rank, op=_OP)
 
-    def take(self, wanted: int | None, deadline: float) -> int:
+    def take(self, wanted: int | None, deadline: float, look: Callable[[], None] = lambda: None) -> int:
         """Makes the newest whole version current, once there is one, and one as new as `wanted`. Returns the
-        number of what is current then."""
+        number of what is current then. look(): called now and then while it waits."""
         begin = time.monotonic()
-        with self._changed:
-            self.waiting += 1
-            try:
-                while True:
-                    found = self._taken(wanted)
-                    if found is not None:
-                        return found
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        raise self.late(wanted, time.monotonic() - begin)
-                    self._changed.wait(left)
-            finally:
-                self.waiting -= 1
+        while True:
+            with self._changed:
+                found = self._taken(wanted)
+                if found is not None:
+                    return found
+                now = time.monotonic()
+                if now >= deadline:
+                    raise self.late(wanted, now - begin)
+                told = self._changed.wait(min(SLICE, deadline - now))
+            if not told:
+                look()
 
     def _taken(self, wanted: int | None) -> int | None:
         newest, current, least = self._newest, self._current, -1 if wanted is None else wanted

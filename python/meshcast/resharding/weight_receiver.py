@@ -15,8 +15,8 @@ _OP = "WeightSync"
 
 
 class Receiver:
-    """Takes part in every push. It waits in the rendezvous store, and looks four times a second whether it is
-    to end."""
+    """Takes part in every push. Between two it waits in the rendezvous store, on a connection of its own, and
+    needs no CPU time."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
@@ -31,7 +31,7 @@ class Receiver:
             raise no_thread("a WeightSync receives", rank=rank, op=_OP, phase="start") from error
 
     def join(self, seconds: float) -> None:
-        """Waits until it has ended, after Side.leave() or the end of the process group."""
+        """Waits until it has ended, after Side.leave() and Side.end()."""
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(seconds)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from ..errors import AbortedError, LayoutError, MeshcastError, PlanMismatchError, typed
+from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError, typed
+from ..groups.board import LONGEST_PAUSE, SLICE
 from ..groups.muster import Late, Muster
 from ..groups.parent import ParentGroup
 from ..groups.store import store_failed, within
@@ -55,7 +57,12 @@ class Side:
         return self._left or ("its process group was destroyed" if self.parent.closed else "")
 
     def leave(self, why: str) -> None:
-        self._left = self._left or f"rank {self.parent.rank}: {why}"
+        """Ends everything on all ranks, since this one goes. Takes a second at most."""
+        if not self._left:
+            self._left = f"rank {self.parent.rank} {why}"
+            self.end(
+                "closed", self._left, AbortedError(f"{_OP}: {self._left}", rank=self.parent.rank, op=_OP)
+            )
 
     def ask(self, call: Callable[[], None], seconds: float, what: str) -> None:
         """call(), which uses the store and ends by itself within so many seconds where that answers."""
@@ -77,12 +84,17 @@ class Side:
         were not ready for it."""
 
         def settle() -> None:
+            looked = time.monotonic()
             while not self.muster.called():
+                now = time.monotonic()
                 if why := self.leaving():
                     raise AbortedError(f"{_OP}: {why}", rank=self.parent.rank, op=_OP)
-                if time.monotonic() >= deadline:
-                    raise Late(self.buffers.late(None, time.monotonic() - begin))
-                self.muster.look_after(self.muster.callers())
+                if now >= deadline:
+                    raise Late(self.buffers.late(None, now - begin))
+                if now - looked > SLICE:
+                    self.muster.look_after(self.muster.callers())
+                    looked = time.monotonic()
+                time.sleep(LONGEST_PAUSE)
             self.muster.answer()
             self.muster.verdict(deadline, self.leaving)
 
@@ -91,20 +103,26 @@ class Side:
         self._moved(None, time.monotonic() - start)
 
     def received(self) -> None:
-        """One look for a push, and the push, if there is one. For the thread that receives."""
+        """Waits for a push, and takes part in it. For the thread that receives."""
         start = time.monotonic()
 
         def settle() -> None:
-            if not self.muster.called():
-                if self.buffers.waiting:  # it would wait for ranks that have gone
-                    self.muster.look_after(self.muster.callers())
+            nonlocal start
+            self.muster.wait_for_call()
+            if self.leaving() or not self.muster.called():
                 raise Late(self.buffers.late(None, 0.0))
+            start = time.monotonic()
             self.muster.answer()
             self.muster.verdict(None, self.leaving)
 
         with suppress(Late):
             self._together(settle)
             self._moved(None, time.monotonic() - start)
+
+    def look(self) -> None:
+        """For who waits for a version: whether those that push are still there."""
+        with suppress(DeadlineExceededError):  # the store does not answer: the limit of the wait holds
+            self.ask(lambda: self.muster.look_after(self.muster.callers()), 0.0, "looking after ranks")
 
     def _together(self, settle: Callable[[], None]) -> None:
         """Waits with the other ranks until all are ready. Any error but Late ends everything."""
@@ -176,7 +194,7 @@ class Side:
         self.buffers.fill(buffer, result, stats)
 
     def _interrupted(self, raised: BaseException) -> None:
-        self.leave(f"was interrupted by {type(raised).__name__}")
+        self._left = f"rank {self.parent.rank} was interrupted by {type(raised).__name__}"
         self._give_up(AbortedError(f"{_OP}: {self._left}", rank=self.parent.rank, op=_OP))
 
     def _give_up(self, error: MeshcastError) -> None:
@@ -187,11 +205,15 @@ class Side:
     def end(self, kind: str, text: str, error: MeshcastError) -> None:
         """Ends everything on all ranks, and here with `error`. Takes a second at most."""
         self.buffers.end(error)
-        with suppress(Exception):  # where the store does not answer, the others wait to their limits
-            within(
-                _TELL,
-                lambda: self.muster.end(kind, text),
-                "ending a WeightSync",
-                rank=self.parent.rank,
-                op=_OP,
-            )
+        told = threading.Event()
+
+        def tell() -> None:
+            with suppress(Exception):  # where the store does not answer, the others wait to their limits
+                self.muster.end(kind, text)
+            told.set()
+
+        try:
+            threading.Thread(target=tell, name="meshcast-store", daemon=True).start()
+        except RuntimeError:  # none is to be had, or the interpreter ends: this rank's own waits for it, too
+            tell()
+        told.wait(_TELL)

@@ -9,13 +9,14 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import Unpack
 
 from ..base import checks, forks
-from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, typed
+from ..errors import DeadlineExceededError, LayoutError, MeshcastError, typed
 from ..groups.muster import Late, Muster
 from ..groups.parent import parent_group, seconds
 from .state_arguments import Given
@@ -109,7 +110,7 @@ class WeightSync:
         except Exception as error:
             wrong, given = typed(error, _OP, parent.rank), Given(None, None)
         twin = parent.twin(self._name)
-        muster = Muster(self._name, twin.another_store, list(parent.ranks), parent.rank, limit)
+        muster = Muster(self._name, twin.store, twin.another_store, list(parent.ranks), parent.rank, limit)
         self._buffers = Buffers(count, parent.rank)
         self._limit, self._one = limit, count == 1
         self._side = Side(twin, muster, given, state, out, self._buffers, limit)
@@ -124,16 +125,15 @@ class WeightSync:
         except MeshcastError as error:
             self._side.end("refused", f"rank {parent.rank} refused its arguments: {error}", error)
             raise
-        receiver, side, held = self._receiver, self._side, self._buffers
+        receiver, side = self._receiver, self._side
 
-        def end() -> None:
-            text = f"{_OP}: its process group was destroyed"
-            held.end(AbortedError(text, rank=parent.rank, op=_OP))
+        def end(why: str) -> None:
+            side.leave(why)
             if receiver is not None:
                 receiver.join(_JOIN)
 
-        parent.at_end[self._name] = end
-        weakref.finalize(self, side.leave, "dropped its WeightSync").atexit = False
+        parent.at_end[self._name] = partial(end, "has destroyed its process group")
+        weakref.finalize(self, side.leave, "has dropped it").atexit = False
 
     def push(self, version: int) -> None:
         """Sends the state as it is now to every other rank. Returns once it has left: the tensors may be
@@ -182,7 +182,7 @@ class WeightSync:
         wanted = None if version is None else checks.integer(f"{_OP}: version", version, 0, _LARGEST)
         deadline = begin + self._limit
         if self._side.pushes or not self._one:
-            return self._buffers.take(wanted, deadline)
+            return self._buffers.take(wanted, deadline, self._side.look)
         with self._taking_turns("pull"):
             current = self._buffers.version()
             while current is None or wanted is None or current < wanted:
@@ -218,12 +218,10 @@ class WeightSync:
         if self._closed:
             return
         self._closed = True
-        text = f"rank {self._parent.rank} has closed it"
         self._side.leave("has closed it")
         limit = time.monotonic() + _JOIN
         if self._receiver is not None:
             self._receiver.join(_JOIN)
-        self._side.end("closed", text, AbortedError(f"{_OP}: {text}", rank=self._parent.rank, op=_OP))
         self._parent.at_end.pop(self._name, None)
         self._parent.drop_twin(self._name, limit)
 
