@@ -159,8 +159,9 @@ class Buffers:
 
     def late(self, wanted: int | None, elapsed: float) -> DeadlineExceededError:
         what = "any version" if wanted is None else f"version {wanted} or a newer one"
+        why = "nobody has pushed one" if self._claimed is None else "a push is on its way, and not through"
         return DeadlineExceededError(
-            f"rank {self._rank}: {_OP}.pull waited {elapsed:.1f} s for {what}, which nobody has pushed",
+            f"rank {self._rank}: {_OP}.pull waited {elapsed:.1f} s for {what}: {why}",
             rank=self._rank,
             op=_OP,
             phase="wait",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from ..base import forks
 from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError, typed
 from ..groups.board import LONGEST_PAUSE, SLICE
 from ..groups.muster import Late, Muster
@@ -45,6 +46,7 @@ class Side:
         self._calls = Repeated(parent.rank, given)
         self._talk = Conversation(parent, {})
         self._left = ""  # why this rank ends
+        self._born = forks.count
 
     def check(self) -> None:
         """Raises LayoutError for arguments that are wrong by themselves."""
@@ -58,7 +60,7 @@ class Side:
 
     def leave(self, why: str) -> None:
         """Ends everything on all ranks, since this one goes. Takes a second at most."""
-        if not self._left:
+        if not self._left and self._born == forks.count:
             self._left = f"rank {self.parent.rank} {why}"
             self.end(
                 "closed", self._left, AbortedError(f"{_OP}: {self._left}", rank=self.parent.rank, op=_OP)
