@@ -133,6 +133,23 @@ def two_memories(context) -> None:
         job.close()
 
 
+def store_does_not_fill(context) -> None:
+    """What the ranks say in the rendezvous store goes again."""
+    job = Job(context)
+    found = []
+    for last in (5, 25):
+        for version in range(last - 4 if last == 5 else 6, last + 1):
+            if job.trains:
+                job.sync.push(version)
+            else:
+                job.sync.pull(version)
+        job.meet(f"{last}")
+        found.append(context.store.num_keys())
+        job.meet(f"counted {last}")
+    assert found[1] - found[0] <= 3 * context.world, found  # those of the two meetings between
+    job.close()
+
+
 def beside_others(context) -> None:
     """Pushes while servers make other calls, in no order with them, and no thread is in the way."""
     job = Job(context)
@@ -475,6 +492,7 @@ def group_is_destroyed(context) -> None:
 CASES = [
     versions_arrive,
     two_memories,
+    store_does_not_fill,
     beside_others,
     a_slow_server,
     one_buffer,
