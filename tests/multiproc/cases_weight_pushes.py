@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import threading
 import time
 
@@ -13,71 +11,10 @@ import torch.distributed as dist
 from meshcast import Layout
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.oracle import coordinates, cut, unique_fill
+from multiproc.weight_job import TRAINERS, Job, raises, values
 from torch.distributed.tensor import Replicate, Shard
 
 GROUP_TIMEOUT = 40.0
-TRAINERS = [0, 1]
-# No size is a multiple of the number of its ranks.
-SHAPES = {"w": (7, 5), "v": (11, 3), "b": (3,)}
-
-
-def raises(kind: type[Exception], text: str, function):
-    try:
-        function()
-    except kind as error:
-        assert text in str(error), f"expected {text!r} in: {error}"
-        return error
-    raise AssertionError(f"no {kind.__name__} of {text!r}")
-
-
-def values(version: int) -> dict[str, torch.Tensor]:
-    """The whole weights of a version: float32, and bfloat16 for "v"."""
-    full = {name: unique_fill(shape, torch.float32, version) for name, shape in SHAPES.items()}
-    return full | {"v": full["v"].remainder(97).to(torch.bfloat16)}
-
-
-class Job:
-    """The weights on this rank, and where they go. where: of "w" and "v"; "b" is whole on each server."""
-
-    def __init__(self, context, trainers=TRAINERS, servers=None, **options) -> None:
-        self.context, self.rank, self.trainers = context, context.rank, trainers
-        self.servers = list(range(len(trainers), context.world)) if servers is None else servers
-        mesh = quiet_mesh(self.servers)
-        self.where = {"w": (mesh, [Shard(1)]), "v": (mesh, [Shard(0)]), "b": (mesh, [Replicate()])}
-        self.trains, self.serves = self.rank in trainers, self.rank in self.servers
-        self.held = {
-            name: sharded(full, quiet_mesh(trainers), [Shard(0)], self.rank)
-            for name, full in values(0).items()
-        }
-        self.sync = meshcast.WeightSync(self.held if self.trains else None, self.where, **options)
-
-    def become(self, version: int) -> None:
-        """A step of the optimiser, in place."""
-        for name, full in values(version).items():
-            self.held[name].to_local().copy_(
-                sharded(full, quiet_mesh(self.trainers), [Shard(0)], self.rank).to_local()
-            )
-
-    def push(self, version: int) -> None:
-        self.become(version)
-        self.sync.push(version)
-
-    def check(self, version: int, state=None) -> None:
-        """This rank serves exactly that version."""
-        state = self.sync.state if state is None else state
-        assert state.version == version, state.version
-        for name, full in values(version).items():
-            mesh, placements = self.where[name]
-            part = cut(full, mesh.mesh.shape, coordinates(mesh.mesh)[self.rank], placements)
-            assert state[name].dtype == full.dtype
-            assert torch.equal(state[name].to_local(), part), (name, version)
-
-    def meet(self, name: str, limit: float = 30.0) -> None:
-        self.context.wait_for_all(name, limit=limit)
-
-    def close(self) -> None:
-        self.meet(f"close {self.sync._name}")
-        self.sync.close()
 
 
 def versions_arrive(context) -> None:
@@ -311,118 +248,6 @@ def other_shapes(context) -> None:
     job.close()
 
 
-def refusals(context) -> None:
-    """Wrong pushes raise on all ranks, move nothing, and the next one succeeds."""
-    job, count = Job(context), itertools.count()
-    mismatch, layout = meshcast.PlanMismatchError, meshcast.LayoutError
-
-    def all_raise(kind, text, version, told=(mismatch, "")) -> None:
-        """told: what the other ranks get, where they are told by one."""
-        if job.trains:
-            raises(kind, text, lambda: job.sync.push(version))
-        else:
-            raises(*told, lambda: job.sync.pull(1000))
-            assert job.sync.version is None or job.sync.state.version == job.sync.version
-        job.meet(f"refused {next(count)}")
-
-    def whole(version) -> None:
-        if job.trains:
-            job.push(version)
-        else:
-            assert job.sync.pull(version) == version
-            job.check(version)
-        job.meet(f"whole {version}")
-
-    all_raise(mismatch, "the versions differ", 10 + context.rank, (mismatch, "the versions differ"))
-    whole(12)
-    all_raise(mismatch, "no newer", 12, (mismatch, "no newer"))
-    for wrong in (None, "x", -1, True, 1.5):
-        all_raise(layout, "version", wrong, (mismatch, "refused its arguments"))
-    whole(13)
-    if job.trains:
-        job.held["more"] = job.held.pop("b")
-    all_raise(layout, "'b'", 14, (layout, "'b'"))
-    if job.trains:
-        job.held["b"] = job.held.pop("more")
-    whole(15)
-    if job.serves:
-        job.check(15)
-        raises(layout, "version", lambda: job.sync.pull("x"))
-        raises(layout, "gave no state", lambda: job.sync.push(16))
-    whole(16)
-    job.close()
-
-
-def changed_on_the_way(context) -> None:
-    """A state that is changed while it travels is no version: those that serve keep the old one, or know
-    that what they have is torn."""
-    for buffers in (2, 1):
-        _change_on_the_way(Job(context, buffers=buffers), buffers)
-
-
-def _change_on_the_way(job: Job, buffers: int) -> None:
-    if job.trains:
-        job.push(1)
-    else:
-        assert job.sync.pull(1) == 1
-    job.meet(f"{buffers} one")
-    if job.trains:
-        job.become(2)
-        calls = job.sync._side._calls
-        original = calls.run
-
-        def run(*arguments):
-            if job.rank == 0:
-                job.held["w"].to_local().add_(1)
-            return original(*arguments)
-
-        calls.run = run
-        raises(meshcast.MeshcastError, "changed 'w' in place", lambda: job.sync.push(2))
-        calls.run = original
-    else:
-        raises(meshcast.MeshcastError, "changed 'w' in place", lambda: job.sync.pull(2))
-        if buffers == 2:
-            job.check(1)
-        else:
-            raises(meshcast.MeshcastError, "torn", lambda: job.sync.state)
-            assert job.sync.version is None
-    job.meet(f"{buffers} torn")
-    if job.trains:
-        job.push(3)
-    else:
-        assert job.sync.pull(3) == 3
-        job.check(3)
-    job.close()
-
-
-def constructors_disagree(context) -> None:
-    """One rank refuses its arguments, or has another destination: all hear of it."""
-    rank = context.rank
-    held = {"x": sharded(torch.arange(8.0), quiet_mesh(TRAINERS), [Shard(0)], rank)} if rank < 2 else None
-
-    def calling(sync):
-        return (lambda: sync.push(1)) if rank < 2 else (lambda: sync.pull(1))
-
-    def refused(wrong: dict) -> None:
-        where = {"x": (quiet_mesh([2, 3]), [Shard(0)])}
-        if rank == 2:
-            raises(meshcast.LayoutError, "", lambda: meshcast.WeightSync(held, where, **wrong))
-            return
-        sync = meshcast.WeightSync(held, where)
-        raises(meshcast.PlanMismatchError, "rank 2 refused its arguments", calling(sync))
-        raises(meshcast.MeshcastError, "rank 2 refused its arguments", calling(sync))
-        sync.close()
-
-    for wrong in ({"buffers": 3}, {"buffers": "2"}, {"timeout": -1}, {"out": {}}, {"maps": 7}):
-        refused(wrong)
-        context.wait_for_all(f"refused {wrong}")
-    where = {"x": (quiet_mesh([2, 3]), [Replicate() if rank == 3 else Shard(0)])}
-    sync = meshcast.WeightSync(held, where)
-    raises(meshcast.PlanMismatchError, "the destination of 'x'", calling(sync))
-    context.wait_for_all("close")
-    sync.close()
-
-
 def idle(context) -> dict:
     """Between pushes nobody burns a core, and every thread is gone after close()."""
     before = {thread.name for thread in threading.enumerate()}
@@ -443,52 +268,6 @@ def idle(context) -> dict:
     return {"share": share}
 
 
-def a_forked_child(context) -> None:
-    """It gets an error, and its parent goes on."""
-    job = Job(context)
-    if job.trains:
-        job.push(1)
-    else:
-        assert job.sync.pull(1) == 1
-    child = os.fork()
-    if child == 0:
-        try:
-            call = (lambda: job.sync.push(2)) if job.trains else job.sync.pull
-            raises(meshcast.AbortedError, "was forked from process", call)
-            raises(meshcast.AbortedError, "was forked from process", job.sync.close)
-        except BaseException as error:
-            print(error, flush=True)
-            os._exit(3)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    if job.trains:
-        job.push(2)
-    else:
-        assert job.sync.pull(2) == 2
-        job.check(2)
-    job.close()
-
-
-def group_is_destroyed(context) -> None:
-    """The thread ends with the process group, and calls say why nothing comes any more."""
-    ranks = list(range(context.world))
-    group = dist.new_group(ranks)
-    job = Job(context, group=group)
-    if job.trains:
-        job.push(1)
-    else:
-        assert job.sync.pull(1) == 1
-    job.meet("destroy")
-    begin = time.monotonic()
-    dist.destroy_process_group(group)
-    assert time.monotonic() - begin < 4.0
-    assert not any(thread.name == "meshcast-weights" for thread in threading.enumerate())
-    call = (lambda: job.sync.push(2)) if job.trains else (lambda: job.sync.pull(2))
-    raises(meshcast.AbortedError, "destroyed", call)
-    if job.serves:
-        job.check(1)
-
-
 CASES = [
     versions_arrive,
     two_memories,
@@ -499,10 +278,5 @@ CASES = [
     colocated,
     from_five_boxes,
     other_shapes,
-    refusals,
-    changed_on_the_way,
-    constructors_disagree,
     idle,
-    a_forked_child,
-    group_is_destroyed,
 ]

@@ -1,4 +1,4 @@
-"""WeightSync, between 2 trainers and 2 or 3 servers; see cases_weight_pushes.py."""
+"""WeightSync, 2 trainers and 2 or 3 servers; see cases_weight_pushes.py and cases_weight_refusals.py."""
 
 from __future__ import annotations
 
@@ -10,19 +10,37 @@ from multiproc.harness import WorldResult, run_world
 
 pytestmark = pytest.mark.timeout(270)
 
-MODULE = Path(__file__).with_name("cases_weight_pushes.py")
-CASES = re.findall(r"\w+", MODULE.read_text().split("CASES = [")[1])
+PUSHES = Path(__file__).with_name("cases_weight_pushes.py")
+REFUSALS = Path(__file__).with_name("cases_weight_refusals.py")
+
+
+def cases(module: Path) -> list[str]:
+    return re.findall(r"\w+", module.read_text().split("CASES = [")[1])
 
 
 @pytest.fixture(scope="module", params=[4, 5])
-def world(request: pytest.FixtureRequest) -> WorldResult:
-    return run_world(MODULE, request.param)
+def pushes(request: pytest.FixtureRequest) -> WorldResult:
+    return run_world(PUSHES, request.param)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_weight_pushes(world: WorldResult, case: str) -> None:
-    world.check(case)
+@pytest.fixture(scope="module")
+def refusals() -> WorldResult:
+    return run_world(REFUSALS, 4)
 
 
-def test_processes_end_cleanly(world: WorldResult) -> None:
-    world.check_ends()
+@pytest.mark.parametrize("case", cases(PUSHES))
+def test_pushes(pushes: WorldResult, case: str) -> None:
+    pushes.check(case)
+
+
+def test_pushes_end_cleanly(pushes: WorldResult) -> None:
+    pushes.check_ends()
+
+
+@pytest.mark.parametrize("case", cases(REFUSALS))
+def test_refusals(refusals: WorldResult, case: str) -> None:
+    refusals.check(case)
+
+
+def test_refusals_end_cleanly(refusals: WorldResult) -> None:
+    refusals.check_ends()

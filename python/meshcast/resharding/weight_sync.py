@@ -77,8 +77,8 @@ class WeightSync:
                 weights["w"].add_(1)  # a step of the optimiser
                 sync.push(version)
             else:
-                assert sync.pull(version) == version
-                assert bool((sync.state["w"].to_local() == version).all())
+                newest = sync.pull(version)  # or a later one
+                assert bool((sync.state["w"].to_local() == newest).all())
         sync.close()
     """
 
@@ -133,11 +133,11 @@ class WeightSync:
                 receiver.join(_JOIN)
 
         parent.at_end[self._name] = partial(end, "has destroyed its process group")
-        weakref.finalize(self, side.leave, "has dropped it").atexit = False
+        weakref.finalize(self, _dropped, side, parent.at_end, self._name).atexit = False
 
     def push(self, version: int) -> None:
-        """Sends the state as it is now to every other rank. Returns once it has left: the tensors may be
-        changed again. They may not be while it runs.
+        """Sends the state as it is now to every rank that asks for it. Returns once it is whole there: the
+        tensors may be changed again. They may not be while it runs.
 
         version: 0 or more, larger than that of every earlier push, and the same on all ranks that push.
 
@@ -252,3 +252,9 @@ class WeightSync:
                 raise late.error from None
             return False
         return True
+
+
+def _dropped(side: Side, at_end: dict[str, Any], name: str) -> None:
+    """Nobody has closed it. Its connections end with the process group: this may be any thread."""
+    at_end.pop(name, None)
+    side.leave("has dropped it")
