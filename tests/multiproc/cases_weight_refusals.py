@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import threading
 import time
 
@@ -176,10 +177,37 @@ def group_is_destroyed(context) -> None:
         job.check(1)
 
 
+def interrupted(context) -> None:
+    """A handler of a signal ends a push that waits: its error comes unchanged, the others are told."""
+
+    def handler(*_):
+        raise ZeroDivisionError("from the handler")
+
+    if context.rank > 1:
+        context.wait_for_all("over")
+    job = Job(context)
+    if job.trains:
+        begin = time.monotonic()
+        if context.rank == 0:
+            before = signal.signal(signal.SIGALRM, handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            raises(ZeroDivisionError, "from the handler", lambda: job.sync.push(1))
+            signal.signal(signal.SIGALRM, before)
+        else:
+            raises(meshcast.AbortedError, "rank 0 was interrupted", lambda: job.sync.push(1))
+        assert time.monotonic() - begin < 5
+        raises(meshcast.AbortedError, "rank 0 was interrupted", lambda: job.sync.push(2))
+        context.wait_for_all("over")
+    else:
+        raises(meshcast.AbortedError, "rank 0 was interrupted", job.sync.pull)
+    job.close()
+
+
 CASES = [
     refusals,
     changed_on_the_way,
     constructors_disagree,
+    interrupted,
     a_forked_child,
     group_is_destroyed,
 ]

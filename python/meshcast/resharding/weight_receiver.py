@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import torch
+
 from ..base.observe import log
 from ..groups.shortage import no_thread
 from .state_background import behind, own_stream
@@ -18,9 +20,11 @@ class Receiver:
     """Takes part in every push. Between two it waits in the rendezvous store, on a connection of its own, and
     needs no CPU time."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: Side, on_gpu: bool) -> None:
+        """on_gpu: it receives there, behind what the stream of this thread holds by then."""
         self._side = side
-        self._stream = own_stream()
+        gpu = on_gpu and torch.cuda.is_available()
+        self._stream = torch.cuda.current_stream() if gpu else own_stream()
         self._thread = threading.Thread(target=self._run, name="meshcast-weights", daemon=True)
 
     def start(self) -> None:

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch.distributed as dist
+
 from ..base import forks
-from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError, typed
+from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
 from ..groups.board import LONGEST_PAUSE, SLICE
 from ..groups.muster import Late, Muster
 from ..groups.parent import ParentGroup
-from ..groups.store import store_failed, within
+from ..groups.store import first_line, store_failed, within
 from .state_again import Repeated
 from .state_arguments import Given
 from .state_results import ReshardedState
@@ -48,11 +50,14 @@ class Side:
         self._left = ""  # why this rank ends
         self._born = forks.count
 
-    def check(self) -> None:
-        """Raises LayoutError for arguments that are wrong by themselves."""
+    def check(self) -> bool:
+        """Raises LayoutError for arguments that are wrong by themselves. Returns whether this rank asks for
+        tensors on a GPU."""
         prepared = self._calls.prepared(self._state, self._out, None, None)
         if prepared.refused is not None:
             raise prepared.refused
+        call = prepared.call
+        return call is not None and any(each.device_type == "cuda" for each in call.wanted.values())
 
     def leaving(self) -> str:
         """Why this rank takes no part in anything that has not begun; "" while it does."""
@@ -132,20 +137,22 @@ class Side:
             settle()
         except Late:
             raise
-        except Exception as error:
+        except (dist.DistError, OSError) as error:
             if self.muster.ended is not None:  # the others know
                 self.buffers.end(self.muster.ended)
                 raise
-            if isinstance(error, MeshcastError):
-                self._give_up(error)
-                raise
-            lost = self.muster.gone()
-            failed = store_failed(error, _OP, lost, rank=self.parent.rank, op=_OP, phase="agree")
+            failed = error if isinstance(error, MeshcastError) else self._store_failed(error)
             self._give_up(failed)
+            if failed is error:
+                raise
             raise failed from error
         except BaseException as raised:  # of a handler of a signal
             self._interrupted(raised)
             raise
+
+    def _store_failed(self, error: Exception) -> MeshcastError:
+        where: Any = {"rank": self.parent.rank, "op": _OP, "phase": "agree"}
+        return store_failed(error, _OP, self.muster.gone(), **where)
 
     def _moved(self, version: Any, waited: float) -> None:
         """The transfer. Errors that all ranks have alike, in which nothing moved or what moved is known to be
@@ -156,13 +163,7 @@ class Side:
             if not (isinstance(error, LayoutError | PlanMismatchError) or type(error) is MeshcastError):
                 self._give_up(error)
             raise
-        except Exception as error:
-            shown = typed(error, _OP, self.parent.rank)
-            self._give_up(MeshcastError(str(shown), rank=self.parent.rank, op=_OP))
-            if shown is error:
-                raise
-            raise shown from error
-        except BaseException as raised:
+        except BaseException as raised:  # of a handler of a signal; or there is no memory
             self._interrupted(raised)
             raise
 
@@ -196,7 +197,8 @@ class Side:
         self.buffers.fill(buffer, result, stats)
 
     def _interrupted(self, raised: BaseException) -> None:
-        self._left = f"rank {self.parent.rank} was interrupted by {type(raised).__name__}"
+        what = f"{type(raised).__name__}: {first_line(raised)}"
+        self._left = f"rank {self.parent.rank} was interrupted by {what}"
         self._give_up(AbortedError(f"{_OP}: {self._left}", rank=self.parent.rank, op=_OP))
 
     def _give_up(self, error: MeshcastError) -> None:

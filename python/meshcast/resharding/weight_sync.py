@@ -50,7 +50,8 @@ class WeightSync:
     Such a rank is always ready, unless it is stuck or frozen. A version that nobody has pulled gives way to
     the next one. **With one buffer** `pull` itself writes into the weights that are served, so a push waits
     for every such rank to be in `pull`. Each rank has as many buffers as it likes. A rank that pushes and is
-    in a destination as well receives in its `push`.
+    in a destination as well receives in its `push`. Onto a GPU the thread writes behind what the stream of
+    the constructor's caller holds: read the weights on that stream.
 
     Args:
         state: {name: entry} of a rank that pushes, as the state_dict of reshard_state_dict; None elsewhere.
@@ -118,9 +119,9 @@ class WeightSync:
         try:
             if wrong is not None:
                 raise wrong
-            self._side.check()
+            on_gpu = self._side.check()
             if state is None and not self._one:
-                self._receiver = Receiver(self._side)
+                self._receiver = Receiver(self._side, on_gpu)
                 self._receiver.start()
         except MeshcastError as error:
             self._side.end("refused", f"rank {parent.rank} refused its arguments: {error}", error)
