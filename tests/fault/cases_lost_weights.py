@@ -64,8 +64,8 @@ def fail() -> None:
 def named(error: BaseException) -> bool:
     """A frozen rank is one of those that are silent; the limit of a pull may come before that of the push."""
     text = str(error)
-    ranks = [str(rank) for found in re.findall(r"ranks? \[?([\d, ]+)", text) for rank in found.split(", ")]
-    return str(VICTIM) in ranks or (FAULT == "frozen" and "is on its way" in text)
+    ranks = " ".join(re.findall(r"ranks? \[?([\d, ]+)", text))
+    return str(VICTIM) in re.findall(r"\d+", ranks) or (FAULT == "frozen" and "is on its way" in text)
 
 
 def lost_weights(context) -> None:
@@ -125,15 +125,12 @@ def lost_weights(context) -> None:
         else:
             with pytest.raises(MeshcastError, match="torn"):
                 job.sync.state  # noqa: B018
-    begin = time.monotonic()
     with pytest.raises(LOST):
         job.call(3)
-    print(f"again after {time.monotonic() - begin:.2f} s", flush=True)
     context.wait_for_all("survived", [r for r in range(4) if r != VICTIM], limit=60.0)
     begin = time.monotonic()
     job.sync.close()
     dist.destroy_process_group()
-    print(f"ended after {time.monotonic() - begin:.2f} s", flush=True)
     assert time.monotonic() - begin < 10
     if FAULT == "frozen" and rank == (VICTIM + 1) % 4:
         os.kill(int(context.store.get("victim")), signal.SIGKILL)

@@ -33,7 +33,6 @@ def test_lost_weights(victim: int, fault: str, buffers: int) -> None:
     limit = 6.0 if fault in ("frozen", "thawed") else 40.0
     env = {"VICTIM": str(victim), "FAULT": fault, "LIMIT": str(limit), "BUFFERS": str(buffers)}
     world = run_world(MODULE, 4, limit=150.0, env=env)
-    print(world.transcript(), world.seconds)
     if fault == "thawed":
         world.check("lost_weights")
         world.check_ends()

@@ -226,6 +226,26 @@ def from_five_boxes(context) -> None:
     sync.close()
 
 
+def some_ranks(context) -> None:
+    """A group of some ranks; the others know of nothing. Two WeightSyncs at a time."""
+    ranks = [1, 2, 3]
+    group = dist.new_group(ranks)
+    if context.rank not in ranks:
+        return
+    jobs = [Job(context, trainers=[1], servers=[2, 3], group=group, buffers=2) for _ in range(2)]
+    for version in (1, 2):
+        for job in jobs if context.rank == 2 else reversed(jobs):
+            if job.trains:
+                job.push(version)
+            else:
+                job.sync.pull(version)
+                job.check(job.sync.version)
+    context.wait_for_all("close", ranks)
+    for job in jobs:
+        job.sync.close()
+    dist.destroy_process_group(group)
+
+
 def other_shapes(context) -> None:
     """The state may come to hold tensors of another shape: those that receive hear of it in the push."""
     job = Job(context)
@@ -277,6 +297,7 @@ CASES = [
     one_buffer,
     colocated,
     from_five_boxes,
+    some_ranks,
     other_shapes,
     idle,
 ]

@@ -225,6 +225,8 @@ class WeightSync:
             self._receiver.join(_JOIN)
         self._parent.at_end.pop(self._name, None)
         self._parent.drop_twin(self._name, limit)
+        if self._receiver is not None:  # a version that was on its way for longer is aborted by now
+            self._receiver.join(_JOIN)
 
     def _check(self, what: str) -> None:
         forks.check(self._born, f"{_OP}.{what}")
