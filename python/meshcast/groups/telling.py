@@ -74,7 +74,8 @@ def _tell(
     known: set[int] = set()
     complete = True
     for place in places:
-        ranks = _ranks_of(place)
+        # A list of numbers is ranks for prepare() alone.
+        ranks = None if isinstance(place, list) and not prepares else _ranks_of(place)
         complete = complete and ranks is not None
         known.update(ranks or ())
     parent = parents[0]

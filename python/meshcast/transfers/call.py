@@ -118,14 +118,17 @@ class Call:
             raise
 
     def _begins_again(self) -> bool:
-        if self.begin_again is None:
+        if self.begin_again is None or self._born != forks.count:
             return False
         with self._lock:
             work, self.work, self._settled = self.work, None, None
-        if self.begin_again():
-            return True
-        self.work = work
-        return False
+        again = False
+        try:
+            again = self.begin_again()
+        finally:
+            if not again:
+                self.work = work
+        return again
 
     def _end(self) -> None:
         if not self.settled:
