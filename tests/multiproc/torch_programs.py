@@ -157,6 +157,11 @@ def stages_of(
     ]
 
 
+def forwards(stage: Any) -> Any:
+    """What a stage keeps of its forwards, by micro-batch. torch 2.15 gave it another name."""
+    return stage._forward_chunk_states if hasattr(stage, "_forward_chunk_states") else stage.fwd_cache
+
+
 def step(schedule: Any, stages: list[Any], x: Any, y: Any, call: str = "step", **more: Any) -> Any:
     """One call with what the stages of this rank need. Returns output and losses."""
     losses: list[torch.Tensor] = []

@@ -12,6 +12,7 @@ from multiproc.torch_programs import (
     Layer,
     batch,
     folded,
+    forwards,
     gradients,
     layers,
     looped,
@@ -226,7 +227,7 @@ def what_a_schedule_shows(lib: Any, world: Any) -> Any:
             ]
             found += [len(stage.output_chunks), stage.submod is not None, stage.device.type]
             stage.clear_runtime_states()
-            found += [len(stage.output_chunks), len(stage.fwd_cache)]
+            found += [len(stage.output_chunks), len(forwards(stage))]
     return found
 
 
@@ -329,12 +330,16 @@ def reordered_with_transfers(lib: Any, world: Any) -> Any:
     modules = layers([world.rank])
     stages = stages_of(lib, modules, [world.rank], 2, world.group)
 
+    # torch 2.15 wants to be told when a send is waited for.
+    waits = "WAIT_SEND_F" in lib.schedules._ComputationType.__members__
+    after_f, after_b = (",0WAIT_SEND_F0,0WAIT_SEND_F1", ",1WAIT_SEND_B0,1WAIT_SEND_B1") if waits else ("", "")
+
     class Reordered(lib.schedules._PipelineScheduleRuntime):
         def __init__(self, stages: Any, n_microbatches: int, loss_fn: Any) -> None:
             super().__init__(stages=stages, n_microbatches=n_microbatches, loss_fn=loss_fn)
             self.pipeline_order_with_comms = {
-                0: actions(lib, "0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0RECV_B1,0B0,0B1"),
-                1: actions(lib, "1RECV_F0,1RECV_F1,1F0,1F1,1B0,1B1,1SEND_B0,1SEND_B1"),
+                0: actions(lib, "0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0RECV_B1,0B0,0B1" + after_f),
+                1: actions(lib, "1RECV_F0,1RECV_F1,1F0,1F1,1B0,1B1,1SEND_B0,1SEND_B1" + after_b),
             }
 
     schedule = Reordered(stages, 2, mse)

@@ -10,6 +10,7 @@ from multiproc.torch_programs import (
     Layer,
     batch,
     folded,
+    forwards,
     gradients,
     layers,
     looped,
@@ -210,7 +211,7 @@ def backward_without_autograd(lib: Any, world: Any) -> Any:
             s._wait_batch_p2p(
                 context.schedule_ref.bwd_recv_ops.pop((action.stage_index, action.microbatch_index))
             )
-        stage.fwd_cache.pop(action.microbatch_index)
+        forwards(stage).pop(action.microbatch_index)
         stage.bwd_cache[action.microbatch_index] = (torch.ones(2, 6),) if not stage.is_first else ()
 
     schedule.register_custom_function(s.FULL_BACKWARD, backward)

@@ -199,6 +199,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, torch_schedules._PipelineS
         """The order with transfers as torch would lower it, made when somebody looks at it."""
         if name != "pipeline_order_with_comms" or not self.__dict__.get("pipeline_order"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self._gathering.ahead(0, len(self.pipeline_order))  # raises where torch 2.15 would, with our names
         super()._prepare_schedule_with_comms(self.pipeline_order)
         self._lower_as_later(self.pipeline_order)
         return self.pipeline_order_with_comms
@@ -216,6 +217,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, torch_schedules._PipelineS
                 f"unshard_lookahead={self._gathering.lookahead!r} does not change an order that holds its "
                 "transfers already: give it with the compute actions alone, or write UNSHARD where it belongs"
             )
+        self._gathering.ahead(0, len(actions))
         super()._prepare_schedule_with_comms(actions, format)
         self._lower_as_later(actions, format)
         self._given_order = (self.pipeline_order_with_comms if with_transfers else actions), with_transfers

@@ -106,6 +106,9 @@ def init_stage(stage: Any, *args: Any, num_stages: int, mesh: DeviceMesh | None,
     named = {name: value for name, value in named.items() if name in known}
     given(stage, *args, num_stages=room, **named)  # type: ignore[misc]
     stage.num_stages = num_stages
+    states = getattr(stage, "_forward_chunk_states", None)
+    if states is not None:  # its name since torch 2.15
+        stage.fwd_cache = states
 
 
 def mesh_layout(mesh: DeviceMesh) -> tuple[Any, ...] | None:

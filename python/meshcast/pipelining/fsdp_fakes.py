@@ -22,7 +22,8 @@ def can_be_faked(module: torch.nn.Module, *, exactly: bool = True) -> bool:
         state: Any = part._get_fsdp_state()
         if len(state._modules) > 1:
             return False
-        if exactly and any(group.mp_policy.param_dtype is not None for group in fsdp_groups(part)):
+        parameters = [each for group in fsdp_groups(part) for each in group.fsdp_params]
+        if exactly and any(each.mp_policy.param_dtype is not None for each in parameters):
             return False
     return True
 
