@@ -222,7 +222,9 @@ void bind_runtime(py::module_& m) {
           py::arg("lane"), py::arg("ordinal"), py::arg("message"), py::arg("agreed"), NoGil())
       .def(
           "awaited_in",
-          [](GroupCore& self, int32_t lane, int64_t ordinal) { return self.awaited_in({lane, ordinal}); },
+          [](GroupCore& self, int32_t lane, int64_t ordinal) {
+            return self.awaited_in({lane, ordinal});
+          },
           py::arg("lane"), py::arg("ordinal"), NoGil())
       .def("refused",
            [](const GroupCore& self) -> std::optional<std::tuple<int32_t, int64_t, int32_t, std::string>> {

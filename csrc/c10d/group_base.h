@@ -27,10 +27,10 @@ class GroupBase {
   GroupBase(const GroupBase&) = delete;
   GroupBase& operator=(const GroupBase&) = delete;
 
-  void abort(const std::string& reason);     // ends all runs, here and on the other ranks; does not block
-  std::optional<std::string> error() const;  // the first cause
+  void abort(const std::string& reason);       // ends all runs, here and on the other ranks; does not block
+  std::optional<std::string> error() const;    // the first cause
   std::optional<RefusedCall> refused() const;  // where the first cause is that a rank refused a call
-  void refuse_if_failed() const;             // throws AbortedError with the first cause
+  void refuse_if_failed() const;               // throws AbortedError with the first cause
 
  protected:
   explicit GroupBase(GroupIdentity identity)

@@ -20,9 +20,10 @@ constexpr auto kSeenIn = std::chrono::milliseconds(500);  // in which one that h
 // Ranks to which a call is new ask for an agreement as they come to it. Those that come later than this after a
 // refusal meet anew for nothing.
 constexpr auto kOthersCome = std::chrono::milliseconds(150);
-constexpr auto kCauseComes = std::chrono::seconds(2);      // after a rank has decided that it will
-constexpr auto kTold = std::chrono::milliseconds(20);      // in which peers hear why this rank has left
-constexpr auto kOwnRuns = std::chrono::milliseconds(500);  // a rank that refuses waits so long for its earlier calls
+constexpr auto kCauseComes = std::chrono::seconds(2);  // after a rank has decided that it will
+constexpr auto kTold = std::chrono::milliseconds(20);  // in which peers hear why this rank has left
+constexpr auto kOwnRuns =
+    std::chrono::milliseconds(500);  // a rank that refuses waits so long for its earlier calls
 
 }  // namespace
 

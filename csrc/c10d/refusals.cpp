@@ -53,9 +53,8 @@ Error error_of(const RefusedCall& refused, const GroupIdentity& group) {
 }
 
 Life decide(Bulletin& bulletin, CallId call, Life mine) {
-  return bulletin.decide(call.lane, call.ordinal, mine == Life::Over ? kOver : kGoesOn) == kOver
-             ? Life::Over
-             : Life::GoesOn;
+  return bulletin.decide(call.lane, call.ordinal, mine == Life::Over ? kOver : kGoesOn) == kOver ? Life::Over
+                                                                                                 : Life::GoesOn;
 }
 
 Cause await_cause(Bulletin& bulletin, TimePoint limit) {

@@ -357,8 +357,8 @@ void Watcher::look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint no
     bulletin_.post(Bulletin::Board::Stall, call.lane, call.ordinal, group_.rank,
                    {false, -1, label.descriptor()});
   }
-  const std::vector<int32_t> silent = compare_postings(bulletin_, group_, call, label.descriptor(),
-                                                       now > stall_time(*run) + kRefusalTold);
+  const std::vector<int32_t> silent =
+      compare_postings(bulletin_, group_, call, label.descriptor(), now > stall_time(*run) + kRefusalTold);
   if (now < run->deadline()) return;
   const std::string who = silent.empty()
                               ? "every rank is in this call, so the network is too slow or the limit too short"
