@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .resharding.state_dict import reshard_state_dict
     from .resharding.state_resharder import StateResharder
     from .resharding.tensor_map import TensorMap
+    from .resharding.weight_sync import WeightSync
     from .spec import TensorSpec
     from .topology import Topology
 
@@ -64,6 +65,7 @@ __all__ = [
     "TensorMap",
     "TensorSpec",
     "Topology",
+    "WeightSync",
     "__version__",
     "backward",
     "dump_flight_record",
@@ -96,6 +98,7 @@ _HOME = {
     "TensorMap": "resharding.tensor_map",
     "TensorSpec": "spec",
     "Topology": "topology",
+    "WeightSync": "resharding.weight_sync",
     "backward": "resharding.autograd",
     "dump_flight_record": "base.observe",
     "enable_dtensor_redistribute": "resharding.redistribute",

@@ -241,8 +241,8 @@ def a_sparse_shard_on_one_rank(context) -> None:
 
 
 def a_call_before_a_refused_one(context) -> None:
-    """Rank 0 has sent its part of a known call and refuses the next, while another is late for the first or in
-    it: that one goes on to its end, on every rank."""
+    """Rank 0 has sent its part of a known call and refuses the next, while another is late for the first or
+    in it: that one goes on to its end, on every rank."""
     group = fresh_group()
     works(context, group)
     for late in (1, 2, 3):

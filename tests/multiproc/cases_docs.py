@@ -46,6 +46,7 @@ DOCUMENTED = (
     "reshard_state_dict",
     "StateResharder",
     "TensorMap",
+    "WeightSync",
     "Layout.from_boxes",
 )
 PIPELINING = (

@@ -180,6 +180,16 @@ def resharder_reuses(context) -> None:
         check(result, fulls, where, rank)
         places.add(tuple(x.to_local().data_ptr() for x in result.values() if x.to_local().numel()))
     assert len(places) == 1
+    for step, sizes in ((4, (2, 5, 9)), (5, (2, 5, 9)), (6, (3, 5, 8))):  # under the same names
+        fulls = {
+            name: unique_fill((size, 4), torch.float32, step)
+            for name, size in zip(("w3", "w5", "w8"), sizes, strict=True)
+        }
+        held = {name: sharded(full, quiet_mesh(HOLDERS), [Shard(0)], rank) for name, full in fulls.items()}
+        result = send.run(held if rank in HOLDERS else None)
+        check(result, fulls, where, rank)
+    fulls, held, where = weights(rank, 3)
+    result = send.run(held)
     watched = None if held is None else weakref.ref(held["w3"]._local_tensor)
     del held
     gc.collect()

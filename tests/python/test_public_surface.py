@@ -16,7 +16,7 @@ MESHCAST = (
     "PlanMismatchError Resharder TensorSpec Topology __version__ backward dump_flight_record "
     "enable_dtensor_redistribute flight_record measure_topology plan plan_cache_clear plan_cache_info "
     "plan_many prepare reshard reshard_ reshard_local reshard_many reshard_state_dict StateResharder "
-    "TensorMap"
+    "TensorMap WeightSync"
 )
 PIPELINING = (
     "Action ActionKind Choice Edge GradScaler Layer Partition Pipe PipelineActivationLiveness PipelineStage "

@@ -20,6 +20,8 @@ from ..errors import (
 from .shortage import Shortage
 
 __all__ = [
+    "FIRST_PAUSE",
+    "LONGEST_PAUSE",
     "LOOK",
     "SLICE",
     "Board",
@@ -30,7 +32,7 @@ __all__ = [
     "refuse_meeting",
 ]
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02  # seconds between two polls of the store
+FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two polls of the store
 _FEW_RANKS = 16  # as many do not crowd a store, which answers one question at a time; more ask less often
 SLICE = 0.25  # seconds of one wait in the store: then there may be a reason to give up, or a signal
 LOOK = 0.05  # seconds after which ranks that meet look after each other
@@ -100,7 +102,7 @@ class Board:
         """What `ranks` posted, once all have. deadline: by time.monotonic(). check(): called between polls,
         raises where waiting has lost its sense. Raises NotPostedError past the deadline."""
         begin = time.monotonic()
-        wanted, pause = list(ranks), _FIRST_PAUSE
+        wanted, pause = list(ranks), FIRST_PAUSE
         missing = wanted
         while True:
             left = deadline - time.monotonic()
@@ -116,8 +118,8 @@ class Board:
             if left <= 0:
                 raise NotPostedError(missing, time.monotonic() - begin)
             if not self._own_connection:
-                time.sleep(min(pause, max(left, _FIRST_PAUSE)))
-                pause = min(pause * 1.5, _LONGEST_PAUSE)
+                time.sleep(min(pause, max(left, FIRST_PAUSE)))
+                pause = min(pause * 1.5, LONGEST_PAUSE)
 
 
 class Watches:
@@ -155,6 +157,16 @@ class Watches:
                 return None
         return None
 
+    def lost_of(self, board: Board, ranks: Iterable[int], topic: str) -> tuple[int, str] | None:
+        """The first of these ranks that has gone, as far as that is known by now. topic: as for lost()."""
+        for other in ranks:
+            if other not in self._watches and board.has(topic, other):
+                self._watches[other] = self._watch(board.read(topic, [other])[other])
+            found = self._ask(other)
+            if found is not None:
+                return found
+        return None
+
     def lost_soon(self, ranks: Sequence[int], rank: int) -> tuple[int, str] | None:
         """The same without a store, of all ranks that are known. Waits a little where nobody is seen."""
         watched = []
@@ -169,7 +181,7 @@ class Watches:
                 found = self._ask(other)
                 if found is not None:
                     return found
-            time.sleep(_LONGEST_PAUSE)
+            time.sleep(LONGEST_PAUSE)
         return None
 
     def _ask(self, other: int) -> tuple[int, str] | None:
@@ -207,7 +219,7 @@ def meet(
     late = store.check(["verdict"])
     board.post("member", text)
     others = [other for other in ranks if other != rank]
-    pause, longest = _FIRST_PAUSE, _LONGEST_PAUSE * max(1, len(ranks) // _FEW_RANKS)
+    pause, longest = FIRST_PAUSE, LONGEST_PAUSE * max(1, len(ranks) // _FEW_RANKS)
     told = False
     while True:
         # One question for all: were every rank to ask for each, the store would be what they wait for.
@@ -267,5 +279,5 @@ def meet(
                 elapsed=elapsed,
                 limit=elapsed if kind == "deadline" else None,
             )
-        time.sleep(min(pause, max(left, _FIRST_PAUSE)))
+        time.sleep(min(pause, max(left, FIRST_PAUSE)))
         pause = min(pause * 1.5, longest)

@@ -65,6 +65,7 @@ class ParentGroup:
             lambda: [group for group in list(self._groups.values()) if rank in group.ranks],
             lambda members: self.private(members, "reshard"),
         )
+        self.at_end: dict[str, Callable[[], None]] = {}  # by name, what else ends with it; never blocks long
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> ParentGroup:
@@ -89,6 +90,21 @@ class ParentGroup:
                 found._known = self._known
                 self._twins[name] = found
             return found
+
+    def store(self) -> dist.Store:
+        """The connection of its private groups, which no one waits in."""
+        return self._store()
+
+    def another_store(self) -> dist.Store:
+        """A new connection, for who waits in the store: that blocks every other user of the connection."""
+        return self._store().clone()  # type: ignore[attr-defined]
+
+    def drop_twin(self, name: str, limit: float) -> None:
+        """Ends a twin that is not needed any more. limit: as for close()."""
+        with self._groups_lock:
+            twin = self._twins.pop(name, None)
+        if twin is not None:
+            twin.close(limit)
 
     def private(self, ranks: Sequence[int], op: str) -> PrivateGroup:
         """The private group of these global ranks, ascending and unique. Raises LayoutError for ranks outside
@@ -117,6 +133,11 @@ class ParentGroup:
         """Raises AbortedError in a forked child, which has no part in the group."""
         forks.check(self._born, op)
 
+    def abort(self, reason: str) -> None:
+        """Fails the calls of all its private groups, on all ranks. Never blocks."""
+        for group in list(self._groups.values()):
+            group.abort(reason)
+
     def close(self, limit: float | None = None) -> None:
         """limit: by time.monotonic(), until when transfers in flight may finish."""
         self.closed = True
@@ -132,6 +153,9 @@ class ParentGroup:
         for twin in self._twins.values():
             twin.close(limit)
         self._twins.clear()
+        ends, self.at_end = list(self.at_end.values()), {}
+        for end in ends:
+            end()
 
 
 _parents: weakref.WeakKeyDictionary[dist.ProcessGroup, ParentGroup] = weakref.WeakKeyDictionary()

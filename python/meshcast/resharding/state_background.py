@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .state_results import ReshardedState
 from .state_run import Conversation, Prepared, conversation
 from .state_specs import OP
 
-__all__ = ["beside", "started"]
+__all__ = ["behind", "beside", "own_stream", "started"]
 
 _QUEUE = "background reshard_state_dict"
 
@@ -58,6 +59,22 @@ class _Queue:
             work.run()
 
 
+def own_stream() -> torch.cuda.Stream | None:
+    """The stream that the caller works on; None where it uses no GPU."""
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+
+@contextmanager
+def behind(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """What is done in this thread comes after what that stream holds."""
+    if stream is None:
+        yield
+        return
+    torch.cuda.set_device(stream.device)
+    with torch.cuda.stream(stream):
+        yield
+
+
 class _Work:
     """One call; what a Call waits for. On a GPU it is behind what the caller's stream held, as a call that
     blocks would be."""
@@ -68,16 +85,12 @@ class _Work:
         self._error: BaseException | None = None
         self._made: list[Call] = []
         self._future: torch.futures.Future[None] = torch.futures.Future()
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self._stream = own_stream()
 
     def run(self) -> None:
         try:
-            if self._stream is None:
+            with behind(self._stream):
                 self._made = self._step()
-            else:
-                torch.cuda.set_device(self._stream.device)
-                with torch.cuda.stream(self._stream):
-                    self._made = self._step()
         except BaseException as error:
             self._error = error
         finally:

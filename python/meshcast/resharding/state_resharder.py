@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
 from ..groups.parent import parent_group, seconds
 from ..transfers.call import Call
 from ..transfers.handle import Handle
-from .state_arguments import Given, StateCall
+from .state_again import Repeated
+from .state_arguments import Given
 from .state_background import started
 from .state_dict import StateOptions, Where
-from .state_entries import carried, is_carried, local_of, same_memory
 from .state_kept import Known
-from .state_results import ReshardedState
-from .state_run import Conversation, Prepared, conversation
+from .state_results import Memory, ReshardedState
+from .state_run import Conversation, conversation
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -63,14 +61,8 @@ class StateResharder:
     ) -> None:
         self._parent = parent_group(group, "StateResharder")
         self._limit = seconds(timeout, self._parent.timeout)
-        self._given = Given(None, destinations, **options)
-        self._reuses = bool(reuse_output)
-        self._call: StateCall | None = None  # the last one of its kind, without its tensors
-        self._key: Any = None
-        self._like: dict[str, Any] = {}  # of its entries, by their names in the state_dict
-        self._outs: dict[str, Any] = {}
-        self._known: dict[int, Known] = {}  # by conversation: calls beside others have their own
-        self._arrived: dict[str, torch.Tensor] = {}
+        self._calls = Repeated(self._parent.rank, Given(None, destinations, **options))
+        self._memory = Memory() if reuse_output else None
 
     def run(
         self,
@@ -81,9 +73,9 @@ class StateResharder:
     ) -> ReshardedState:
         """One call. state_dict, out, version, the result and the errors: as for reshard_state_dict."""
         deadline = time.monotonic() + self._limit
-        prepared = self._prepared(state_dict, out, version)
+        prepared = self._calls.prepared(state_dict, out, version, self._memory)
         result = ReshardedState()
-        self._run(conversation(self._parent), prepared, deadline, result)
+        self._calls.run(conversation(self._parent), prepared, deadline, result, self._memory)
         return result
 
     def start(
@@ -94,75 +86,9 @@ class StateResharder:
         version: int | None = None,
     ) -> Handle[ReshardedState]:
         """run() that returns at once; handle.wait() gives the result."""
-        prepared = self._prepared(state_dict, out, version)
+        prepared = self._calls.prepared(state_dict, out, version, self._memory)
 
         def run(talk: Conversation, deadline: float, result: ReshardedState) -> tuple[Known, list[Call]]:
-            return self._run(talk, prepared, deadline, result)
+            return self._calls.run(talk, prepared, deadline, result, self._memory)
 
         return started(self._parent, prepared, self._limit, run)
-
-    def _run(
-        self, talk: Conversation, prepared: Prepared, deadline: float, result: ReshardedState
-    ) -> tuple[Known, list[Call]]:
-        same = prepared.key is self._key and prepared.key is not None
-        known = self._known.get(id(talk)) if same else None
-        reused = self._arrived if self._reuses and same else None
-        known, made = talk.run(prepared, deadline, result, known, reused)
-        if same:
-            self._known[id(talk)] = known
-        return known, made
-
-    def _prepared(self, state: Any, out: Any, version: Any) -> Prepared:
-        given = replace(self._given, state=state, out=out)
-        again = self._again(state, out)
-        if again is not None:
-            return Prepared(self._parent.rank, given, version, (again, self._key), self._written())
-        prepared = Prepared(self._parent.rank, given, version)
-        if prepared.call is not None:
-            self._key = prepared.key
-            self._known.clear()
-            self._arrived = {}
-            # Weights that it has sent are none of its business any more.
-            self._call = replace(prepared.call, tensors={}, outs={})
-            self._like = {old: _likeness(x) for old, x in (state or {}).items() if not is_carried(x)}
-            self._outs = {name: _place(x) for name, x in prepared.call.outs.items()}
-        return prepared
-
-    def _written(self) -> list[torch.Tensor]:
-        return list(self._arrived.values()) if self._reuses else []
-
-    def _again(self, state: Any, out: Any) -> StateCall | None:
-        """The last call with other tensors; None where it is of another kind."""
-        call = self._call
-        if call is None or not isinstance(state or {}, Mapping) or not isinstance(out or {}, Mapping):
-            return None
-        state, out = state or {}, out or {}
-        tensors = {old: x for old, x in state.items() if not is_carried(x)}
-        if {old: _likeness(x) for old, x in tensors.items()} != self._like:
-            return None
-        if {name: _place(x) for name, x in out.items() if name in call.wanted} != self._outs:
-            return None
-        names = {old: name for name, old in call.keys.items()}
-        sent = {names[old]: x for old, x in tensors.items() if names.get(old) in call.here}
-        values = {names[old]: carried(x) for old, x in state.items() if old in names and is_carried(x)}
-        if values.keys() != call.values.keys() or same_memory(sent.items()) != call.ties:
-            return None
-        outs = {name: x for name, x in out.items() if name in call.wanted}
-        return replace(call, tensors=sent, values=values, outs=outs)
-
-
-def _likeness(x: Any) -> Any:
-    """Equal for entries that are described alike."""
-    if isinstance(x, DTensor):
-        return x._spec
-    if isinstance(x, torch.Tensor):
-        return x.shape, x.dtype, x.device
-    return x  # a spec, which is equal to itself alone, or what is refused
-
-
-def _place(x: Any) -> Any:
-    """Equal for outputs that are one piece of memory."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    local = local_of(x)
-    return _likeness(x), local.data_ptr(), local.shape, local.stride()

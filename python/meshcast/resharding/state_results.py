@@ -17,7 +17,7 @@ from .state_entries import local_of, restored
 from .state_moves import Target
 from .tensor_move import positive_placements
 
-__all__ = ["ReshardedState", "arriving", "fill", "note_outputs"]
+__all__ = ["Memory", "ReshardedState", "arriving", "fill", "note_outputs"]
 
 
 class ReshardedState(dict[str, Any]):
@@ -25,6 +25,26 @@ class ReshardedState(dict[str, Any]):
     that of the weights, None if the holders gave none."""
 
     version: int | None = None
+
+
+class Memory:
+    """Local tensors that calls arrive in again and again, by target. tensors: those of the last call."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._targets: dict[str, Target] = {}
+
+    def forget(self) -> None:
+        """For calls of another kind. A call that is on its way keeps what it has."""
+        self.tensors, self._targets = {}, {}
+
+    def fitting(self, targets: dict[str, Target]) -> dict[str, torch.Tensor]:
+        """`tensors`, empty where they are of other targets: ranks that hold may come to hold others, of which
+        a rank that receives hears in the call itself."""
+        if targets is not self._targets and targets != self._targets:
+            self.tensors = {}
+        self._targets = targets
+        return self.tensors
 
 
 def arriving(call: StateCall, targets: dict[str, Target], rank: int) -> dict[str, torch.Tensor]:

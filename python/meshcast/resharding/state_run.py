@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from .state_digests import Digests, check_whole
 from .state_entries import local_of
 from .state_kept import Kept, Known
 from .state_moves import Agreed, agree
-from .state_results import ReshardedState, arriving, fill, note_outputs
+from .state_results import Memory, ReshardedState, arriving, fill, note_outputs
 from .state_rows import Rows
 from .state_specs import OP, decode, mismatch
 
@@ -96,10 +96,12 @@ class Conversation:
         deadline: float,
         result: ReshardedState,
         known: Known | None = None,
-        reused: dict[str, torch.Tensor] | None = None,
+        memory: Memory | None = None,
+        moving: Callable[[], None] = lambda: None,
     ) -> tuple[Known, list[Call]]:
-        """Fills `result`. known: the kind of call, where the caller has kept it. reused: by target, where the
-        tensors of the last such call arrived, or empty. Returns the kind and the transfers that were made."""
+        """Fills `result`. known: the kind of call, where the caller has kept it. memory: to arrive in, in
+        place of new one. moving(): called once nobody has anything to refuse, before the first byte is
+        written. Returns the kind and the transfers that were made."""
         rank, rows = self.parent.rank, self.rows
         call, number = prepared.call, rows.number()
         if call is not None and known is None:
@@ -135,6 +137,7 @@ class Conversation:
                 if theirs[4]:
                     carried[other] = json.loads(rows.read(topic, other, deadline))
         values = _merged(carried, rank)
+        moving()
         digests = Digests(rank, len(agreed.moves)) if call.options["digest"] else None
         failure: Exception | None = None
         arrived: dict[str, torch.Tensor] = {}
@@ -142,6 +145,7 @@ class Conversation:
         try:
             if known is None:
                 known = Known(number, agreed, compile_batches(self.parent, agreed, call), carried)
+            reused = None if memory is None else memory.fitting(agreed.targets)
             arrived = reused or arriving(call, agreed.targets, rank)
             written = [*map(local_of, call.outs.values()), *(reused or {}).values()]
             sent = call.sent(written)

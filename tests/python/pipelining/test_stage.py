@@ -144,7 +144,8 @@ class Traced(nn.Module):
 def test_waits_in_a_file_of_a_later_torch(tmp_path: Path, form: str) -> None:
     """Older releases read 1WAIT_B0 as a weight gradient of stage 1."""
     path = tmp_path / "schedule.csv"
-    more = {"compute_only": "", "compute_comms": "1REDUCE_GRAD,1WAIT_REDUCE_GRAD,0REDUCE_GRAD,0WAIT_REDUCE_GRAD"}[form]
+    reductions = "1REDUCE_GRAD,1WAIT_REDUCE_GRAD,0REDUCE_GRAD,0WAIT_REDUCE_GRAD"
+    more = {"compute_only": "", "compute_comms": reductions}[form]
     path.write_text(f"0F0,1WAIT_F0,1F0,,1B0,0WAIT_B0,0B0,{more}\n".replace(",,", "," if more else ",,"))
     module = nn.Linear(3, 3)
     stages = [PipelineStage(module, index, 2, CPU) for index in range(2)]

@@ -1,0 +1,223 @@
+"""One rank's side of a WeightSync: it gets ready with the others, and then moves a version with them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from ..base import forks
+from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
+from ..groups.board import LONGEST_PAUSE, SLICE
+from ..groups.muster import Late, Muster
+from ..groups.parent import ParentGroup
+from ..groups.store import first_line, store_failed, within
+from .state_again import Repeated
+from .state_arguments import Given
+from .state_results import ReshardedState
+from .state_run import Conversation
+from .weight_buffers import Buffers, WeightStats
+
+__all__ = ["Side"]
+
+_OP = "WeightSync"
+_TELL = 1.0  # seconds that the store gets to take why this rank ends
+
+
+class Side:
+    """Used by one thread at a time, but for `buffers`. state: of a rank that pushes, else None."""
+
+    def __init__(
+        self,
+        parent: ParentGroup,
+        muster: Muster,
+        given: Given,
+        state: Mapping[str, Any] | None,
+        out: Any,
+        buffers: Buffers,
+        limit: float,
+    ) -> None:
+        """parent: a twin, whose private groups nothing else uses. limit: of a transfer, seconds."""
+        self.parent, self.muster, self.buffers, self.limit = parent, muster, buffers, limit
+        self.pushes = state is not None
+        self._state, self._out = state, out
+        self._calls = Repeated(parent.rank, given)
+        self._talk = Conversation(parent, {})
+        self._left = ""  # why this rank ends
+        self._born = forks.count
+
+    def check(self) -> bool:
+        """Raises LayoutError for arguments that are wrong by themselves. Returns whether this rank asks for
+        tensors on a GPU."""
+        prepared = self._calls.prepared(self._state, self._out, None, None)
+        if prepared.refused is not None:
+            raise prepared.refused
+        call = prepared.call
+        return call is not None and any(each.device_type == "cuda" for each in call.wanted.values())
+
+    def leaving(self) -> str:
+        """Why this rank takes no part in anything that has not begun; "" while it does."""
+        return self._left or ("its process group was destroyed" if self.parent.closed else "")
+
+    def leave(self, why: str) -> None:
+        """Ends everything on all ranks, since this one goes. Takes a second at most."""
+        if not self._left and self._born == forks.count:
+            self._left = f"rank {self.parent.rank} {why}"
+            self.end(
+                "closed", self._left, AbortedError(f"{_OP}: {self._left}", rank=self.parent.rank, op=_OP)
+            )
+
+    def ask(self, call: Callable[[], None], seconds: float, what: str) -> None:
+        """call(), which uses the store and ends by itself within so many seconds where that answers."""
+        within(seconds + _TELL, call, f"{_OP}, {what}", self.muster.gone, rank=self.parent.rank, op=_OP)
+
+    def pushed(self, version: int) -> None:
+        """One push. Blocks. Raises Late where other ranks were not ready."""
+        begin = time.monotonic()
+
+        def settle() -> None:
+            self.muster.answer()
+            self.muster.verdict(begin + self.limit, self.leaving)
+
+        self._together(lambda: self.ask(settle, self.limit, "getting ready"))
+        self._moved(version, time.monotonic() - begin)
+
+    def pulled(self, begin: float, deadline: float) -> None:
+        """One version into this rank's only buffer. Blocks. Raises Late where there was none, or other ranks
+        were not ready for it."""
+
+        def settle() -> None:
+            looked = time.monotonic()
+            while not self.muster.called():
+                now = time.monotonic()
+                if why := self.leaving():
+                    raise AbortedError(f"{_OP}: {why}", rank=self.parent.rank, op=_OP)
+                if now >= deadline:
+                    raise Late(self.buffers.late(None, now - begin))
+                if now - looked > SLICE:
+                    self.muster.look_after(self.muster.callers())
+                    looked = time.monotonic()
+                time.sleep(LONGEST_PAUSE)
+            self.muster.answer()
+            self.muster.verdict(deadline, self.leaving)
+
+        start = time.monotonic()
+        self._together(lambda: self.ask(settle, max(deadline - start, 0.0), "waiting for a push"))
+        self._moved(None, time.monotonic() - start)
+
+    def received(self) -> None:
+        """Waits for a push, and takes part in it. For the thread that receives."""
+        start = time.monotonic()
+
+        def settle() -> None:
+            nonlocal start
+            self.muster.wait_for_call()
+            if self.leaving() or not self.muster.called():
+                raise Late(self.buffers.late(None, 0.0))
+            start = time.monotonic()
+            self.muster.answer()
+            self.muster.verdict(None, self.leaving)
+
+        with suppress(Late):
+            self._together(settle)
+            self._moved(None, time.monotonic() - start)
+
+    def look(self) -> None:
+        """For who waits for a version: whether those that push are still there."""
+        with suppress(DeadlineExceededError):  # the store does not answer: the limit of the wait holds
+            self.ask(lambda: self.muster.look_after(self.muster.callers()), 0.0, "looking after ranks")
+
+    def _together(self, settle: Callable[[], None]) -> None:
+        """Waits with the other ranks until all are ready. Any error but Late ends everything."""
+        try:
+            settle()
+        except Late:
+            raise
+        except (dist.DistError, OSError) as error:
+            if self.muster.ended is not None:  # the others know
+                self.buffers.end(self.muster.ended)
+                raise
+            failed = error if isinstance(error, MeshcastError) else self._store_failed(error)
+            self._give_up(failed)
+            if failed is error:
+                raise
+            raise failed from error
+        except BaseException as raised:  # of a handler of a signal
+            self._interrupted(raised)
+            raise
+
+    def _store_failed(self, error: Exception) -> MeshcastError:
+        where: Any = {"rank": self.parent.rank, "op": _OP, "phase": "agree"}
+        return store_failed(error, _OP, self.muster.gone(), **where)
+
+    def _moved(self, version: Any, waited: float) -> None:
+        """The transfer. Errors that all ranks have alike, in which nothing moved or what moved is known to be
+        torn, leave everything in use; others end it."""
+        try:
+            self._move(version, waited)
+        except MeshcastError as error:
+            if not (isinstance(error, LayoutError | PlanMismatchError) or type(error) is MeshcastError):
+                self._give_up(error)
+            raise
+        except BaseException as raised:  # of a handler of a signal; or there is no memory
+            self._interrupted(raised)
+            raise
+
+    def _move(self, version: Any, waited: float) -> None:
+        buffer = self.buffers.claim()
+        try:
+            begin = time.monotonic()
+            result = ReshardedState()
+            prepared = self._calls.prepared(self._state, self._out, version, buffer.memory)
+            if self.pushes and version is None:
+                prepared.refused = prepared.refused or LayoutError(
+                    f"{_OP}: push needs a version: an integer that grows", rank=self.parent.rank, op=_OP
+                )
+            _, made = self._calls.run(
+                self._talk,
+                prepared,
+                begin + self.limit,
+                result,
+                buffer.memory,
+                lambda: self.buffers.tear(buffer),
+            )
+            assert result.version is not None  # each rank that pushes gives one
+            each = [call.statistics() for call in made if call.statistics is not None]
+            sent, got = (
+                sum(int(figures[name]) for figures in each) for name in ("bytes_sent", "bytes_received")
+            )
+            stats = WeightStats(result.version, sent, got, waited, time.monotonic() - begin)
+        except BaseException:
+            self.buffers.release()
+            raise
+        self.buffers.fill(buffer, result, stats)
+
+    def _interrupted(self, raised: BaseException) -> None:
+        what = f"{type(raised).__name__}: {first_line(raised)}"
+        self._left = f"rank {self.parent.rank} was interrupted by {what}"
+        self._give_up(AbortedError(f"{_OP}: {self._left}", rank=self.parent.rank, op=_OP))
+
+    def _give_up(self, error: MeshcastError) -> None:
+        """The others may wait for this rank."""
+        self.parent.abort(f"rank {self.parent.rank} gave up a push: {error}")
+        self.end("failed", str(error), error)
+
+    def end(self, kind: str, text: str, error: MeshcastError) -> None:
+        """Ends everything on all ranks, and here with `error`. Takes a second at most."""
+        self.buffers.end(error)
+        told = threading.Event()
+
+        def tell() -> None:
+            with suppress(Exception):  # where the store does not answer, the others wait to their limits
+                self.muster.end(kind, text)
+            told.set()
+
+        try:
+            threading.Thread(target=tell, name="meshcast-store", daemon=True).start()
+        except RuntimeError:  # none is to be had, or the interpreter ends: this rank's own waits for it, too
+            tell()
+        told.wait(_TELL)
