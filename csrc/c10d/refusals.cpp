@@ -35,7 +35,9 @@ std::optional<RefusedCall> refused_in(const Cause& cause) {
 }
 
 bool goes_before(CallId call, CallId refused) {
-  return call.lane == AgreedPlan::kReverseLane || (call.lane == refused.lane && call.ordinal < refused.ordinal);
+  const bool backward = call.lane == AgreedPlan::kReverseLane;
+  if (call.lane != refused.lane) return backward;
+  return !backward && call.ordinal < refused.ordinal;
 }
 
 Error error_of(const RefusedCall& refused, const GroupIdentity& group) {

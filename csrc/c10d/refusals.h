@@ -24,7 +24,7 @@ Cause as_cause(const RefusedCall& refused);
 std::optional<RefusedCall> refused_in(const Cause& cause);
 
 // Whether a call goes on to its end although the other was refused: ranks that refuse one may be through with
-// those before it. A backward can belong to any forward.
+// those before it. Backwards have the numbers of their forwards, which say nothing of their order.
 bool goes_before(CallId call, CallId refused);
 
 // What a rank that was in one of the calls raises; `group` is as it sees it.

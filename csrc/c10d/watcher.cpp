@@ -19,6 +19,7 @@ constexpr auto kStall = milliseconds(2000);  // a call this old says what it is 
 constexpr auto kRefusalTold = milliseconds(1000);  // after a refusal all ranks know whether the group goes on
 // Calls of other lanes have no order with a refused one. A rank that is through with them may have left.
 constexpr auto kOtherLanes = milliseconds(500);
+constexpr auto kBackwards = milliseconds(5000);  // likewise of backwards, where the refused call is a forward
 constexpr auto kLeavePause = milliseconds(1);
 constexpr auto kStoreGrace = Reporters::kStoreGrace;  // after it ticks decide alone
 constexpr auto kPostingLife = std::chrono::seconds(60);
@@ -218,7 +219,7 @@ void Watcher::leave(TimePoint limit) {
 void Watcher::end_if_refused() {
   bool ends = false;
   bool hopeless = false;
-  TimePoint other_lanes;
+  TimePoint seen;
   Cause cause;
   {
     const std::lock_guard lock(mutex_);
@@ -226,7 +227,7 @@ void Watcher::end_if_refused() {
     cause = *first_;
     hopeless = hopeless_;
     ends = leaves_ || hopeless;
-    other_lanes = refusal_seen_ + kOtherLanes;
+    seen = refusal_seen_;
   }
   const auto refused = refused_in(cause);
   if (!refused || failed()) return;
@@ -239,7 +240,12 @@ void Watcher::end_if_refused() {
       const bool before = meshcast::goes_before(call, refused->call);
       if (!before && call.lane == refused->call.lane) {
         ends = true;
-      } else if (now >= (before ? run->deadline() : std::min(run->deadline(), other_lanes))) {
+        continue;
+      }
+      const TimePoint limit = call.lane == refused->call.lane ? run->deadline()
+                              : before                        ? seen + kBackwards
+                                                              : seen + kOtherLanes;
+      if (now >= std::min(run->deadline(), limit)) {
         ends = true;
       } else if (!hopeless) {
         return;
