@@ -20,6 +20,7 @@ KEPT = []
 
 def open_weights(context) -> None:
     rank = context.rank
+    context.wait_for_all("there")  # else a rank may still be connecting in the group that ends
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", int(os.environ["STORE_PORT"]), is_master=rank == 0)
     limit = timedelta(seconds=GROUP_TIMEOUT)
