@@ -68,6 +68,15 @@ def named(error: BaseException) -> bool:
     return str(VICTIM) in re.findall(r"\d+", ranks) or (FAULT == "frozen" and "is on its way" in text)
 
 
+def go_on(context, job: Job) -> None:
+    """All ranks, once none is frozen."""
+    context.wait_for_all("thawed", limit=60.0)
+    job.call(3)
+    context.wait_for_all("three", limit=60.0)
+    job.sync.close()
+    dist.destroy_process_group()
+
+
 def lost_weights(context) -> None:
     rank = context.rank
     job = Job(rank)
@@ -80,12 +89,7 @@ def lost_weights(context) -> None:
         if FAULT == "thawed":
             fail()
             # It goes on here, and finds what it has missed.
-            context.wait_for_all("thawed", limit=60.0)
-            job.call(3)
-            context.wait_for_all("three", limit=60.0)
-            job.sync.close()
-            dist.destroy_process_group()
-            return
+            return go_on(context, job)
 
         def tear(_):
             time.sleep(0.5)  # the others have begun
@@ -110,12 +114,7 @@ def lost_weights(context) -> None:
         context.wait_for_all("late", [r for r in range(4) if r != VICTIM], limit=60.0)
         if rank == 0:
             os.kill(int(context.store.get("victim")), signal.SIGCONT)
-        context.wait_for_all("thawed", limit=60.0)
-        job.call(3)
-        context.wait_for_all("three", limit=60.0)
-        job.sync.close()
-        dist.destroy_process_group()
-        return
+        return go_on(context, job)
     if FAULT == "idle":
         assert time.monotonic() - begin < 5, "the death was not seen"
         assert isinstance(caught.value, PeerLostError), caught.value

@@ -320,7 +320,7 @@ def unlike_settings(context) -> None:
         work.wait()
         assert got.tolist() == [float(previous)] * 3
 
-    missing = {"MESHCAST_UCX": "/there/is/no/libucp.so.0"}
+    missing = {"MESHCAST_UCX": "/nonexistent/libucp.so.0"}
     told = "gloo" if context.rank == 1 else "ucx"
     for mine, expected in (
         ({}, "ucx"),

@@ -18,7 +18,7 @@ from multiproc.threads import thread_names
 from torch.distributed.tensor import Shard
 
 GROUP_TIMEOUT = 60.0
-_MISSING = "/there/is/no/libucp.so.0"
+_MISSING = "/nonexistent/libucp.so.0"
 _GROUPS = 12
 
 

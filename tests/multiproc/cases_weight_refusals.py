@@ -34,11 +34,7 @@ def refusals(context) -> None:
         job.meet(f"refused {next(count)}")
 
     def whole(version) -> None:
-        if job.trains:
-            job.push(version)
-        else:
-            assert job.sync.pull(version) == version
-            job.check(version)
+        job.turn(version)
         job.meet(f"whole {version}")
 
     all_raise(mismatch, "the versions differ", 10 + context.rank, (mismatch, "the versions differ"))
@@ -69,10 +65,7 @@ def changed_on_the_way(context) -> None:
 
 
 def _change_on_the_way(job: Job, buffers: int) -> None:
-    if job.trains:
-        job.push(1)
-    else:
-        assert job.sync.pull(1) == 1
+    job.turn(1)
     job.meet(f"{buffers} one")
     if job.trains:
         job.become(2)
@@ -95,11 +88,7 @@ def _change_on_the_way(job: Job, buffers: int) -> None:
             raises(meshcast.MeshcastError, "torn", lambda: job.sync.state)
             assert job.sync.version is None
     job.meet(f"{buffers} torn")
-    if job.trains:
-        job.push(3)
-    else:
-        assert job.sync.pull(3) == 3
-        job.check(3)
+    job.turn(3)
     job.close()
 
 
@@ -134,10 +123,7 @@ def constructors_disagree(context) -> None:
 def a_forked_child(context) -> None:
     """It gets an error, and its parent goes on."""
     job = Job(context)
-    if job.trains:
-        job.push(1)
-    else:
-        assert job.sync.pull(1) == 1
+    job.turn(1)
     child = os.fork()
     if child == 0:
         try:
@@ -149,11 +135,7 @@ def a_forked_child(context) -> None:
             os._exit(3)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    if job.trains:
-        job.push(2)
-    else:
-        assert job.sync.pull(2) == 2
-        job.check(2)
+    job.turn(2)
     job.close()
 
 
@@ -162,10 +144,7 @@ def group_is_destroyed(context) -> None:
     ranks = list(range(context.world))
     group = dist.new_group(ranks)
     job = Job(context, group=group)
-    if job.trains:
-        job.push(1)
-    else:
-        assert job.sync.pull(1) == 1
+    job.turn(1)
     job.meet("destroy")
     begin = time.monotonic()
     dist.destroy_process_group(group)

@@ -55,6 +55,14 @@ class Job:
         self.become(version)
         self.sync.push(version)
 
+    def turn(self, version: int) -> None:
+        """The next version, on either side."""
+        if self.trains:
+            self.push(version)
+        else:
+            assert self.sync.pull(version) == version
+            self.check(version)
+
     def check(self, version: int, state=None) -> None:
         """This rank serves exactly that version."""
         state = self.sync.state if state is None else state
