@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -213,6 +214,24 @@ void bind_runtime(py::module_& m) {
             self.reject({lane, ordinal}, message);
           },
           py::arg("lane"), py::arg("ordinal"), py::arg("message"), NoGil())
+      .def(
+          "refuse",
+          [](GroupCore& self, int32_t lane, int64_t ordinal, const std::string& message, bool agreed) {
+            self.refuse({lane, ordinal}, message, agreed);
+          },
+          py::arg("lane"), py::arg("ordinal"), py::arg("message"), py::arg("agreed"), NoGil())
+      .def(
+          "awaited_in",
+          [](GroupCore& self, int32_t lane, int64_t ordinal) {
+            return self.awaited_in({lane, ordinal});
+          },
+          py::arg("lane"), py::arg("ordinal"), NoGil())
+      .def("refused",
+           [](const GroupCore& self) -> std::optional<std::tuple<int32_t, int64_t, int32_t, std::string>> {
+             const auto found = self.refused();
+             if (!found) return std::nullopt;
+             return std::tuple(found->call.lane, found->call.ordinal, found->rank, found->text);
+           })
       .def(
           "start",
           [](GroupCore& self, const AgreedPlan& agreed, int64_t ordinal, bool reverse, OptionalTensors src,

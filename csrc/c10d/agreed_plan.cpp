@@ -74,7 +74,7 @@ PlanDirection& AgreedPlan::direction(bool reverse) const {
 }
 
 RunLabel AgreedPlan::label(bool reverse, int64_t ordinal) const {
-  return {slot_, reverse, reverse ? kReverseLane : lane_, ordinal, direction(reverse).text};
+  return {slot_, reverse, lane(reverse), ordinal, direction(reverse).text};
 }
 
 }  // namespace meshcast

@@ -63,6 +63,7 @@ class AgreedPlan {
   AgreedPlan& operator=(const AgreedPlan&) = delete;
 
   int32_t slot() const { return slot_; }
+  int32_t lane(bool reverse) const { return reverse ? kReverseLane : lane_; }
 
   // How often it has been run before: counted by who starts its runs, alike on all ranks.
   int64_t next_run() { return runs_++; }

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "c10d/refusals.h"
 #include "common/error.h"
 #include "common/fault_point.h"
 
@@ -76,6 +77,10 @@ void check_posting(const GroupIdentity& group, CallId call, const std::string& d
 }  // namespace
 
 void raise_cause(const Cause& cause, const GroupIdentity& group, CallId call) {
+  if (const auto refused = refused_in(cause)) {
+    if (goes_before(call, refused->call)) return;
+    throw BrokenError(error_of(*refused, group), cause);
+  }
   if (cause.kind == static_cast<int32_t>(ErrorKind::PeerLost)) {
     const std::string seen =
         cause.reporter == group.rank ? "" : fmt::format(" (first seen by rank {})", cause.reporter);
@@ -95,7 +100,7 @@ std::string format_ranks(const std::vector<int32_t>& ranks) {
 }
 
 std::vector<int32_t> compare_postings(Bulletin& bulletin, const GroupIdentity& group, CallId call,
-                                      const std::string& descriptor) {
+                                      const std::string& descriptor, bool rejections) {
   std::vector<int32_t> silent;
   // Both boards: a rank to which the call is not new has posted on the board of stalls alone.
   for (const int32_t other : group.ranks) {
@@ -104,7 +109,8 @@ std::vector<int32_t> compare_postings(Bulletin& bulletin, const GroupIdentity& g
     // A rank to which the call is new waits in agree() and has no other notice.
     const auto agreeing = bulletin.read(Board::Agreement, call.lane, call.ordinal, other);
     if (stalled) check_posting(group, call, descriptor, other, *stalled);
-    if (agreeing) check_posting(group, call, descriptor, other, *agreeing);
+    if (agreeing && (rejections || !agreeing->rejected))
+      check_posting(group, call, descriptor, other, *agreeing);
     if (!stalled) silent.push_back(other);
   }
   return silent;
@@ -125,6 +131,8 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
                [&](int32_t r) { return r != group.rank; });
   int32_t slot = leads ? offered_slot : -1;
   const auto take = [&](int32_t other, const Posting& posting) {
+    if (posting.rejected && decide(bulletin, call, Life::GoesOn) == Life::Over)
+      raise_cause(await_cause(bulletin, deadline), group, call);
     check_posting(group, call, descriptor, other, posting);
     if (other == first) slot = posting.slot;
   };

@@ -36,9 +36,10 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
               const std::function<void()>& checkpoint, const std::function<std::string(int)>& lost);
 
 // Compares what others posted for a call with this rank's descriptor. Returns the ranks that do not say that
-// they stand still in it too; throws PlanMismatch as above.
+// they stand still in it too; throws PlanMismatch as above. rejections: whether those count; a rank that
+// refuses a call that is in flight says so by a cause of its own, see refusals.h, but that takes a moment.
 std::vector<int32_t> compare_postings(Bulletin& bulletin, const GroupIdentity& group, CallId call,
-                                      const std::string& descriptor);
+                                      const std::string& descriptor, bool rejections);
 
 // The group is broken, and a rank has said why.
 struct BrokenError : Error {

@@ -113,7 +113,30 @@ void Bulletin::pass(int32_t lane, int64_t ordinal, int32_t rank) {
 }
 
 int64_t Bulletin::passed(int32_t lane, int32_t rank) {
-  const auto found = read_key(fmt::format("passed/{}/{}", lane, rank));
+  return read_ordinal(fmt::format("passed/{}/{}", lane, rank));
+}
+
+std::string Bulletin::decide(int32_t lane, int64_t ordinal, const std::string& word) {
+  const Wait wait(*this);
+  return store_->compareSet(fmt::format("decision/{}/{}", lane, ordinal), std::string(), word);
+}
+
+void Bulletin::erase_decision(int32_t lane, int64_t ordinal) {
+  const Wait wait(*this);
+  store_->deleteKey(fmt::format("decision/{}/{}", lane, ordinal));
+}
+
+void Bulletin::wait_in(int32_t lane, int64_t ordinal, int32_t rank) {
+  const Wait wait(*this);
+  store_->set(fmt::format("waits/{}/{}", lane, rank), std::to_string(ordinal));
+}
+
+int64_t Bulletin::waits_in(int32_t lane, int32_t rank) {
+  return read_ordinal(fmt::format("waits/{}/{}", lane, rank));
+}
+
+int64_t Bulletin::read_ordinal(const std::string& key) {
+  const auto found = read_key(key);
   int64_t out = -1;
   if (found) std::from_chars(found->data(), found->data() + found->size(), out);
   return out;

@@ -64,6 +64,14 @@ class Bulletin {
   void pass(int32_t lane, int64_t ordinal, int32_t rank);
   int64_t passed(int32_t lane, int32_t rank);  // -1: none
 
+  // Of a call that a rank refused: the word that counts, this one or that which another rank wrote before.
+  std::string decide(int32_t lane, int64_t ordinal, const std::string& word);
+  void erase_decision(int32_t lane, int64_t ordinal);
+
+  // The oldest call of a lane that this rank has been in for long.
+  void wait_in(int32_t lane, int64_t ordinal, int32_t rank);
+  int64_t waits_in(int32_t lane, int32_t rank);  // the last that it told; -1: none
+
   // Returns the cause that counts: this one, or the one that another rank wrote before.
   Cause settle_cause(const Cause& cause);
   std::optional<Cause> read_cause();
@@ -79,6 +87,7 @@ class Bulletin {
   class Wait;
 
   std::optional<std::string> read_key(const std::string& key);
+  int64_t read_ordinal(const std::string& key);  // -1: none
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::atomic<TimePoint> waits_since_{TimePoint()};

@@ -17,6 +17,11 @@ std::optional<std::string> GroupBase::error() const {
   return text_of(cause);
 }
 
+std::optional<RefusedCall> GroupBase::refused() const {
+  origin_.check();
+  return failure() ? watcher_->refused() : std::nullopt;
+}
+
 void GroupBase::refuse_if_failed() const {
   origin_.check();
   const auto cause = failure();

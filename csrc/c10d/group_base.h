@@ -11,6 +11,7 @@
 
 #include "c10d/agreed_plan.h"
 #include "c10d/agreement.h"
+#include "c10d/refusals.h"
 #include "c10d/reshard_work.h"
 #include "c10d/watcher.h"
 #include "common/error.h"
@@ -26,9 +27,10 @@ class GroupBase {
   GroupBase(const GroupBase&) = delete;
   GroupBase& operator=(const GroupBase&) = delete;
 
-  void abort(const std::string& reason);     // ends all runs, here and on the other ranks; does not block
-  std::optional<std::string> error() const;  // the first cause
-  void refuse_if_failed() const;             // throws AbortedError with the first cause
+  void abort(const std::string& reason);       // ends all runs, here and on the other ranks; does not block
+  std::optional<std::string> error() const;    // the first cause
+  std::optional<RefusedCall> refused() const;  // where the first cause is that a rank refused a call
+  void refuse_if_failed() const;               // throws AbortedError with the first cause
 
  protected:
   explicit GroupBase(GroupIdentity identity)

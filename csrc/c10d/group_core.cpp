@@ -1,5 +1,6 @@
 #include "c10d/group_core.h"
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <thread>
@@ -7,6 +8,7 @@
 
 #include <fmt/format.h>
 
+#include "c10d/refusals.h"
 #include "c10d/tensor_memory.h"
 #include "common/fault_point.h"
 
@@ -15,6 +17,13 @@ namespace {
 
 constexpr size_t kMostPosted = 64;                        // calls
 constexpr auto kSeenIn = std::chrono::milliseconds(500);  // in which one that has died is seen
+// Ranks to which a call is new ask for an agreement as they come to it. Those that come later than this after a
+// refusal meet anew for nothing.
+constexpr auto kOthersCome = std::chrono::milliseconds(150);
+constexpr auto kCauseComes = std::chrono::seconds(2);  // after a rank has decided that it will
+constexpr auto kTold = std::chrono::milliseconds(20);  // in which peers hear why this rank has left
+constexpr auto kOwnRuns =
+    std::chrono::milliseconds(500);  // a rank that refuses waits so long for its earlier calls
 
 }  // namespace
 
@@ -110,6 +119,7 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_whole(CallId call, const PlanText& 
     slot = agree_in_time(call, text, *offered, timeout_seconds);
   } catch (const BrokenError& error) {
     watcher_->adopt(error.cause);  // so that peers are told the first cause, and not what it led to here
+    watcher_->leave(TimePoint::max());
     throw;
   }
   if (leads) slots_->take(slot);
@@ -126,10 +136,11 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_whole(CallId call, const PlanText& 
 void GroupCore::note_posted(CallId call, bool rejected) {
   posted_.push_back({call, rejected});
   if (posted_.size() <= kMostPosted) return;
-  const CallId old = posted_.front().call;
+  const auto [old, rejected_before] = posted_.front();
   posted_.pop_front();
   agreement_bulletin_.pass(old.lane, old.ordinal, identity_.rank);
   agreement_bulletin_.erase(Bulletin::Board::Agreement, old.lane, old.ordinal, identity_.rank);
+  if (rejected_before) agreement_bulletin_.erase_decision(old.lane, old.ordinal);
 }
 
 // That everybody agreed on a call means that everybody has read what was posted for those before, but for
@@ -217,7 +228,54 @@ void GroupCore::reject(CallId call, const std::string& message) {
   }
 }
 
+void GroupCore::adopt_told_refusal() {
+  for (size_t peer = 0; peer < identity_.ranks.size(); ++peer) {
+    if (identity_.ranks[peer] == identity_.rank) continue;
+    const Cause cause = decode_cause(network_->told(static_cast<int>(peer)));
+    if (refused_in(cause)) return watcher_->adopt(cause);
+  }
+}
+
+void GroupCore::refuse(CallId call, const std::string& message, bool agreed) {
+  origin_.check();
+  // Ranks that still read what this one agreed to must not take that for undone.
+  if (!agreed) reject(call, message);
+  try {
+    const TimePoint begun = Clock::now();
+    // Also ranks that have exchanged nothing with this one are told as it leaves.
+    for (size_t peer = 0; peer < identity_.ranks.size(); ++peer)
+      if (identity_.ranks[peer] != identity_.rank) network_->lost(static_cast<int>(peer));
+    const auto over = [this] { return failure() != nullptr; };
+    Life mine = Life::GoesOn;
+    if (agreed ||
+        look_for_others(agreement_bulletin_, identity_, call, begun + kOthersCome, over) == Others::Unseen) {
+      mine = Life::Over;
+    }
+    if (decide(agreement_bulletin_, call, mine) == Life::GoesOn) return;
+    watcher_->adopt(mine == Life::Over
+                        ? agreement_bulletin_.settle_cause(as_cause({call, identity_.rank, message}))
+                        : await_cause(agreement_bulletin_, begun + kCauseComes));
+    watcher_->leave(Clock::now() + kOwnRuns);
+    std::this_thread::sleep_for(kTold);
+  } catch (const std::exception&) {
+    // The store does not answer: the others hear nothing, and wait to their limits.
+  }
+}
+
+bool GroupCore::awaited_in(CallId call) {
+  origin_.check();
+  const std::lock_guard lock(agree_mutex_);
+  return std::any_of(identity_.ranks.begin(), identity_.ranks.end(), [&](int32_t other) {
+    if (other == identity_.rank) return false;
+    const auto posting = agreement_bulletin_.read(Bulletin::Board::Agreement, call.lane, call.ordinal, other);
+    if (posting) return !posting->rejected;
+    return agreement_bulletin_.waits_in(call.lane, other) == call.ordinal;
+  });
+}
+
 c10::intrusive_ptr<c10d::Work> GroupCore::start(const AgreedPlan& agreed, StartArgs args) {
+  if (network_->anybody_told()) adopt_told_refusal();
+  watcher_->come_to({agreed.lane(args.reverse), args.ordinal});
   refuse_if_failed();
   bin_->empty();
   try {

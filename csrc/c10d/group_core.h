@@ -50,6 +50,14 @@ class GroupCore final : public GroupBase {
   // answer they hear nothing, and wait to their limits.
   void reject(CallId call, const std::string& message);
 
+  // The same at any time: ranks to which the call is not new may be in it by now, with bytes under way. Then it
+  // ends them, and this life of the group. Blocks for a fraction of a second. agreed: this rank has agreed on
+  // the call, so they are.
+  void refuse(CallId call, const std::string& message, bool agreed);
+
+  // Whether another rank waits for this one in a call, as far as the store knows.
+  bool awaited_in(CallId call);
+
   // Throws LayoutError where a tensor does not fit the plan, before anything is enqueued, and AbortedError
   // with the first cause where the group has failed.
   c10::intrusive_ptr<c10d::Work> start(const AgreedPlan& agreed, StartArgs args);
@@ -68,6 +76,7 @@ class GroupCore final : public GroupBase {
   void note_posted(CallId call, bool rejected);
   void erase_read();
   void raise_if_told(CallId call);  // where a peer has left and told why
+  void adopt_told_refusal();        // of a call in which this rank needed nothing from that peer
 
   class WatchedEngine;
 

@@ -16,6 +16,15 @@ bool is_empty(const std::vector<int64_t>& shape) {
   return std::any_of(shape.begin(), shape.end(), [](int64_t extent) { return extent == 0; });
 }
 
+// Null where there is none, however torch says so.
+std::byte* address_of(const at::Tensor& tensor) {
+  try {
+    return static_cast<std::byte*>(tensor.data_ptr());
+  } catch (const c10::Error&) {  // of a fake tensor
+    return nullptr;
+  }
+}
+
 TensorMemory checked_memory(const char* side, const std::optional<at::Tensor>& tensor,
                             const std::optional<std::vector<int64_t>>& shape, int64_t element_bytes,
                             size_t index, at::Device device) {
@@ -39,12 +48,20 @@ TensorMemory checked_memory(const char* side, const std::optional<at::Tensor>& t
                                   element_bytes, tensor->element_size()));
   }
   TensorMemory memory;
-  memory.data = static_cast<std::byte*>(tensor->data_ptr());
+  memory.data = address_of(*tensor);
   if (!memory.data) {
     throw LayoutError(fmt::format(
         "{} tensor {}: it has no memory of its own (a pending asynchronous result, a fake or another "
         "wrapped tensor); wait for it or pass what it wraps",
         side, index));
+  }
+  int64_t last = tensor->storage_offset();
+  for (int64_t d = 0; d < tensor->dim(); ++d) last += (tensor->size(d) - 1) * tensor->stride(d);
+  if (static_cast<size_t>((last + 1) * element_bytes) > tensor->storage().nbytes()) {
+    throw LayoutError(fmt::format(
+        "{} tensor {}: its memory holds {} bytes, fewer than the {} that its shape and strides reach; was its "
+        "storage resized?",
+        side, index, tensor->storage().nbytes(), (last + 1) * element_bytes));
   }
   for (int64_t d = 0; d < tensor->dim(); ++d)
     memory.stride[static_cast<size_t>(d)] = tensor->stride(d) * element_bytes;
@@ -90,6 +107,8 @@ ElementType checked_type(const std::optional<at::Tensor>& source, ReduceOp op, s
 void refuse_overlap(const std::optional<at::Tensor>& source, const std::optional<at::Tensor>& destination,
                     size_t index) {
   if (!source || !destination || source->numel() == 0 || destination->numel() == 0) return;
+  // What has no strides is refused for that.
+  if (source->layout() != at::kStrided || destination->layout() != at::kStrided) return;
   const auto status = at::get_overlap_status(*source, *destination);
   if (status == at::MemOverlapStatus::Full || status == at::MemOverlapStatus::Partial) {
     throw LayoutError(

@@ -1,6 +1,7 @@
 #include "c10d/watcher.h"
 
 #include <algorithm>
+#include <thread>
 #include <vector>
 
 #include <fmt/format.h>
@@ -15,6 +16,11 @@ using Seconds = std::chrono::duration<double>;
 
 constexpr auto kLook = milliseconds(200);    // between looks at the bulletin
 constexpr auto kStall = milliseconds(2000);  // a call this old says what it is (or a quarter of its limit)
+constexpr auto kRefusalTold = milliseconds(1000);  // after a refusal all ranks know whether the group goes on
+// Calls of other lanes have no order with a refused one. A rank that is through with them may have left.
+constexpr auto kOtherLanes = milliseconds(500);
+constexpr auto kBackwards = milliseconds(5000);  // likewise of backwards, where the refused call is a forward
+constexpr auto kLeavePause = milliseconds(1);
 constexpr auto kStoreGrace = Reporters::kStoreGrace;  // after it ticks decide alone
 constexpr auto kPostingLife = std::chrono::seconds(60);
 constexpr auto kPinGrace = milliseconds(2000);  // an aborted request may take this long to let go
@@ -117,6 +123,13 @@ void Watcher::note_local(Cause cause, const RunState* run, bool known) {
 
 void Watcher::transport_failed(int32_t peer, const TransportError& error, const RunState& run) {
   if (failed()) return;  // an echo of our own abort
+  if (knows_refusal_) {
+    {
+      const std::lock_guard lock(mutex_);
+      hopeless_ = true;
+    }
+    return end_if_refused();
+  }
   note_local(error.told().empty() ? describe_transport_error(peer, error, run) : decode_cause(error.told()),
              &run);
 }
@@ -143,12 +156,19 @@ void Watcher::adopt(const Cause& cause) {
 
 // What this rank saw gives the numbers (elapsed, bytes); the first cause, perhaps another rank's, gives kind
 // and text.
-void Watcher::give_up(const Cause& cause) {
+void Watcher::give_up(const Cause& given) {
   Local local;
+  Cause cause;
   {
     const std::lock_guard lock(mutex_);
     if (local_) local = *local_;
+    if (!first_ || (knows_refusal_ && !refused_in(given))) first_ = given;
+    cause = *first_;
+    const bool refused = refused_in(cause).has_value();
+    if (refused && !knows_refusal_) refusal_seen_ = Clock::now();
+    knows_refusal_ = refused;
   }
+  if (knows_refusal_) return end_if_refused();
   const bool known = cause.kind >= 0 && cause.kind <= static_cast<int32_t>(ErrorKind::Aborted);
   const auto kind =
       known ? static_cast<ErrorKind>(cause.kind) : ErrorKind::Aborted;  // the text came from the store
@@ -169,10 +189,75 @@ void Watcher::give_up(const Cause& cause) {
     context.bytes_expected = local.bytes_expected;
     context.address = address_in(cause.text);
   }
+  end_with(cause, Error(kind, text, context));
+}
+
+void Watcher::end_with(const Cause& cause, const Error& error) {
   const Entered inside(engine_use_);
   if (!inside) return;
   engine_.leave_because(cause);
-  engine_.fail(std::make_exception_ptr(Error(kind, text, context)));
+  engine_.fail(std::make_exception_ptr(error));
+}
+
+bool Watcher::goes_before(CallId call) {
+  const std::lock_guard lock(mutex_);
+  const auto refused = first_ ? refused_in(*first_) : std::nullopt;
+  return !refused || meshcast::goes_before(call, refused->call);
+}
+
+void Watcher::leave(TimePoint limit) {
+  {
+    const std::lock_guard lock(mutex_);
+    leaves_ = true;
+  }
+  for (;; std::this_thread::sleep_for(kLeavePause)) {
+    end_if_refused();
+    if (failed() || !knows_refusal_ || Clock::now() >= limit) return;
+  }
+}
+
+void Watcher::end_if_refused() {
+  bool ends = false;
+  bool hopeless = false;
+  TimePoint seen;
+  Cause cause;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!first_ || !knows_refusal_) return;
+    cause = *first_;
+    hopeless = hopeless_;
+    ends = leaves_ || hopeless;
+    seen = refusal_seen_;
+  }
+  const auto refused = refused_in(cause);
+  if (!refused || failed()) return;
+  {
+    const Entered inside(engine_use_);
+    if (!inside) return;
+    const TimePoint now = Clock::now();
+    for (const auto& run : engine_.in_flight()) {
+      const CallId call{run->label().lane, run->label().ordinal};
+      const bool before = meshcast::goes_before(call, refused->call);
+      if (!before && call.lane == refused->call.lane) {
+        ends = true;
+        continue;
+      }
+      const TimePoint limit = call.lane == refused->call.lane ? run->deadline()
+                              : before                        ? seen + kBackwards
+                                                              : seen + kOtherLanes;
+      if (now >= std::min(run->deadline(), limit)) {
+        ends = true;
+      } else if (!hopeless) {
+        return;
+      }
+    }
+  }
+  if (ends) end_with(cause, error_of(*refused, group_));
+}
+
+std::optional<RefusedCall> Watcher::refused() {
+  const std::lock_guard lock(mutex_);
+  return first_ ? refused_in(*first_) : std::nullopt;
 }
 
 void Watcher::report() {
@@ -234,8 +319,23 @@ void Watcher::look() {
     return;
   }
   const TimePoint now = Clock::now();
+  tell_where_it_waits(runs);
   erase_old_postings(now);
   for (const auto& run : runs) look_for_stalls(run, now);
+}
+
+// For a rank that refuses a call and cannot tell from its arguments which ranks wait for it.
+void Watcher::tell_where_it_waits(const Runs& runs) {
+  std::map<int32_t, int64_t> oldest;
+  for (const auto& run : runs) {
+    const RunLabel& label = run->label();
+    const auto [it, fresh] = oldest.try_emplace(label.lane, label.ordinal);
+    if (!fresh) it->second = std::min(it->second, label.ordinal);
+  }
+  for (const auto& [lane, ordinal] : oldest) {
+    const auto [it, fresh] = told_waits_.try_emplace(lane, -1);
+    if (std::exchange(it->second, ordinal) != ordinal) bulletin_.wait_in(lane, ordinal, group_.rank);
+  }
 }
 
 // Others may still be in a call that this rank has left, so a posting stays for a while.
@@ -263,7 +363,8 @@ void Watcher::look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint no
     bulletin_.post(Bulletin::Board::Stall, call.lane, call.ordinal, group_.rank,
                    {false, -1, label.descriptor()});
   }
-  const std::vector<int32_t> silent = compare_postings(bulletin_, group_, call, label.descriptor());
+  const std::vector<int32_t> silent =
+      compare_postings(bulletin_, group_, call, label.descriptor(), now > stall_time(*run) + kRefusalTold);
   if (now < run->deadline()) return;
   const std::string who = silent.empty()
                               ? "every rank is in this call, so the network is too slow or the limit too short"
@@ -289,7 +390,7 @@ bool Watcher::tick() {
     local = local_;
     published = published_;
   }
-  if (runs.empty() && (!local || failed())) return false;
+  if (runs.empty() && (!local || failed() || knows_refusal_)) return false;
   const TimePoint now = Clock::now();
   const bool look_is_due =
       now - last_look_ >= kLook && !reporting_ && !failed() &&
@@ -314,6 +415,7 @@ void Watcher::end_in_time(const Runs& runs, const std::optional<Local>& local, T
     }
     return;
   }
+  if (knows_refusal_) return end_if_refused();
   const bool unanswered = reporters_->held_up(connection_) || store_failed();
   if (local) {
     if (!unanswered && now - local->seen <= kStoreGrace) return;

@@ -14,6 +14,7 @@
 
 #include "c10d/agreement.h"
 #include "c10d/bulletin.h"
+#include "c10d/refusals.h"
 #include "common/error.h"
 #include "run/admission.h"
 #include "run/reporters.h"
@@ -52,7 +53,15 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   void run_failed(const Error& error, const RunState& run);  // with a text that names all there is to name
   void abort(const std::string& reason);
   void adopt(const Cause& cause);  // found by other means than a run
+  // Before a start. Where this call, or one before it, is known to be refused: leave().
+  void come_to(CallId call) {
+    if (knows_refusal_.load(std::memory_order_relaxed) && !goes_before(call)) leave(TimePoint::max());
+  }
+  // Where the cause is a refused call: this rank has come to it. Returns once the calls before it have ended,
+  // and the group with them, or at `limit`; then that happens later.
+  void leave(TimePoint limit);
   int32_t rank() const { return group_.rank; }
+  std::optional<RefusedCall> refused();  // where that is why the group has failed
 
   // Posts what only this rank knows, if the store takes it soon. Afterwards the engine is not used any more.
   // Not from a tick or a report.
@@ -83,13 +92,17 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   void publish(const Local& local);
   void look();
   Runs old_runs();
+  void tell_where_it_waits(const Runs& runs);
   void erase_old_postings(TimePoint now);
   void look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint now);
 
   Cause describe_transport_error(int32_t peer, const TransportError& error, const RunState& run) const;
   // known: the bulletin has it.
   void note_local(Cause cause, const RunState* run, bool known = false);
-  void give_up(const Cause& cause);  // fails the engine, under the first cause
+  void give_up(const Cause& given);  // fails the engine, under the first cause
+  void end_with(const Cause& cause, const Error& error);
+  void end_if_refused();  // unless calls that came before it are in flight, or this rank has yet to come to it
+  bool goes_before(CallId call);  // a refused one
   bool failed() const { return engine_.error() != nullptr; }
 
   Watched& engine_;
@@ -101,6 +114,13 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   std::mutex mutex_;
   std::condition_variable told_;  // published_, unheard_
   std::optional<Local> local_;
+  std::optional<Cause> first_;  // why the engine has failed, or will when it is left
+  // Where that is a refused call: since when this rank knows, whether it has come there, and whether a call
+  // before it can come to no good end.
+  TimePoint refusal_seen_{};
+  bool leaves_ = false;
+  bool hopeless_ = false;
+  std::atomic<bool> knows_refusal_{false};
   bool published_ = false;  // the bulletin knows a cause; from then on nothing is left to report
   bool unheard_ = false;    // the store failed at the last try
   std::atomic<bool> reporting_{false};
@@ -111,6 +131,7 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
     std::weak_ptr<RunState> run;
   };
   std::map<std::pair<int32_t, int64_t>, Posted> posted_;  // calls (lane, ordinal) that are on the bulletin
+  std::map<int32_t, int64_t> told_waits_;                 // by lane, the call that it says this rank is in
 
   // The ticks' own notes.
   TimePoint last_look_{};  // when a look at the bulletin was wanted

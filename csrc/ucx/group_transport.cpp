@@ -147,8 +147,10 @@ void GroupTransport::say_leave_locked(Peer& peer) {
 // Who tells the cause needs no head start for it.
 void GroupTransport::left_locked(const Header& header, const std::byte* text, int64_t nbytes) {
   Peer& peer = peer_at(header.sender);
-  if (peer.cause.empty() && nbytes > 0)
+  if (peer.cause.empty() && nbytes > 0) {
     peer.cause.assign(reinterpret_cast<const char*>(text), static_cast<size_t>(nbytes));
+    anybody_told_ = true;
+  }
   if (++peer.left_rails != header.count || !peer.lost.empty()) return;
   peer.leaves = Clock::now() + (peer.cause.empty() ? kLeaveGrace : std::chrono::milliseconds(0));
   plane_->due_locked(peer.leaves);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -40,6 +41,7 @@ class GroupTransport final : public ProbingTransport {
   std::string lost(int peer) override;
   void leave_because(const std::string& why) noexcept override;
   std::string told(int peer) override;
+  bool anybody_told() const noexcept override { return anybody_told_.load(std::memory_order_relaxed); }
   void abort() noexcept override;
   void shutdown() override;
 
@@ -140,6 +142,7 @@ class GroupTransport final : public ProbingTransport {
   std::vector<Peer> peers_;
   int64_t untold_ = 0;  // ends and pumps that are queued or under way
   std::string leaves_because_;
+  std::atomic<bool> anybody_told_{false};
   bool aborted_ = false;
   bool shut_down_ = false;
   TimePoint busy_until_ = TimePoint::max();  // when connections that an abort left busy are closed

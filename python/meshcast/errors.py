@@ -21,7 +21,9 @@ __all__ = [
     "MeshcastError",
     "PeerLostError",
     "PlanMismatchError",
+    "mark_told",
     "typed",
+    "was_told",
 ]
 
 _Base: type[RuntimeError] = getattr(dist, "DistError", RuntimeError)
@@ -105,6 +107,15 @@ class PeerLostError(MeshcastError):
 
 class AbortedError(MeshcastError):
     """The group failed or was aborted before; the message carries the first cause."""
+
+
+def mark_told(error: BaseException) -> None:
+    """Notes that the other ranks of the call know of this error, or need not."""
+    error._meshcast_told = True  # type: ignore[attr-defined]
+
+
+def was_told(error: BaseException) -> bool:
+    return getattr(error, "_meshcast_told", False)
 
 
 def typed(error: Exception, op: str, rank: int | None = None) -> Exception:

@@ -10,11 +10,13 @@ import time
 import meshcast
 import torch
 import torch.distributed as dist
+from fault.bad_values import spoiled
 from meshcast import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
 from multiproc.meshes import quiet_mesh, sharded
 from torch.distributed.tensor import Replicate, Shard
 
 GROUP_TIMEOUT = 20.0
+SOON = 2.0  # seconds: half of it for a busy machine
 A, B = [0, 1], [1, 2, 3]  # source and destination ranks; rank 1 is in both
 
 
@@ -146,22 +148,158 @@ def one_rank_refuses(context) -> None:
 
 def one_rank_refuses_known(context) -> None:
     """The same where the plan is known and nothing is exchanged: whoever waits for the rank raises; rank 3,
-    whose data all comes from ranks 0 and 1, may have it already."""
+    whose data all comes from ranks 0 and 1, may have it already. The group goes on."""
+    group = fresh_group()
+    for _ in range(3):
+        works(context, group)
+        if context.rank == 2:
+            raises(LayoutError, lambda: send(context, group, placements=[]), "placements")
+        elif context.rank == 3:
+            with contextlib.suppress(PlanMismatchError):
+                works(context, group)
+        else:
+            call = lambda: raises(PlanMismatchError, lambda: send(context, group), "rank 2", "placements")  # noqa: E731
+            in_time(call, SOON)
+        works(context, group)
+        context.wait_for_all(f"turn {_}")
+
+
+def one_rank_refuses_at_once_again(context) -> None:
+    """Known calls: the rank that refuses goes on at once, and refuses again, before the others have heard."""
     group = fresh_group()
     works(context, group)
-    if context.rank == 2:
-        raises(LayoutError, lambda: send(context, group, placements=[]), "placements")
-    elif context.rank == 3:
+    for _ in range(3):
+        if context.rank == 1:
+            for _ in range(2):
+                raises(LayoutError, lambda: send(context, group, placements=[]), "placements")
+        else:
+            for _ in range(2):
+                raises(PlanMismatchError, lambda: send(context, group), "rank 1")
+        works(context, group)
+
+
+def one_rank_refuses_without_ranks(context) -> None:
+    """The arguments of rank 1 do not say who else is in the call: in the first call of a group, and where a
+    kind is known."""
+    group = fresh_group()
+    for turn in range(3):
+        if context.rank == 1:
+            x = sharded(torch.zeros(6, 6), quiet_mesh(A), [Shard(0)], context.rank)
+            wrong = functools.partial(meshcast.reshard, x, "a mesh", [Shard(1)], group=group)
+            in_time(functools.partial(raises, LayoutError, wrong, "DeviceMesh"), SOON)
+        else:
+            call = lambda: raises(PlanMismatchError, lambda: send(context, group), "rank 1", "DeviceMesh")  # noqa: E731
+            in_time(call, SOON)
+        works(context, group)
+        context.wait_for_all(f"turn {turn}")
+
+
+def all_refuse_without_ranks(context) -> None:
+    """No rank's arguments say who else is in the call, and nobody waits: later calls are not harmed."""
+    group = fresh_group()
+    x = sharded(torch.zeros(6, 6), quiet_mesh(A), [Shard(0)], context.rank)
+    for _ in range(3):
+        raises(LayoutError, lambda: meshcast.reshard(x, "a mesh", [Shard(1)], group=group), "DeviceMesh")
+        works(context, group)
+
+
+def one_rank_refuses_to_prepare(context) -> None:
+    group = fresh_group()
+    meshes = "no meshes" if context.rank == 0 else [0, 1, 2, 3]
+    kind, text = (LayoutError, "ranks") if context.rank == 0 else (PlanMismatchError, "rank 0")
+    in_time(lambda: raises(kind, lambda: meshcast.prepare(meshes, group=group), text), SOON)
+    meshcast.prepare([0, 1, 2, 3], group=group)
+    works(context, group)
+
+
+def one_rank_gives_a_wrong_group(context) -> None:
+    group = fresh_group()
+    works(context, group)
+    if context.rank == 3:
+        in_time(lambda: raises(LayoutError, lambda: send(context, "a group"), "process group"), SOON)
+    elif context.rank == 2:
         with contextlib.suppress(PlanMismatchError):
             works(context, group)
     else:
-        in_time(
-            lambda: raises(
-                PlanMismatchError, lambda: send(context, group, timeout=10), "rank 2", "placements"
-            ),
-            8.0,
-        )
-    _broken(context, group)
+        in_time(lambda: raises(PlanMismatchError, lambda: send(context, group), "rank 3"), SOON)
+    works(context, group)
+
+
+def a_sparse_shard_on_one_rank(context) -> None:
+    """What is seen only as the call starts, or before it: the others are in it by then."""
+    group = fresh_group()
+    for turn in range(4):
+        x = sharded(torch.arange(36.0).reshape(6, 6), quiet_mesh(A), [Shard(0)], context.rank)
+        call = lambda: meshcast.reshard(x, quiet_mesh(B), [Shard(1)], group=group)  # noqa: E731, B023
+        if context.rank == 0:
+            spoiled(x, ("sparse", "freed", "mkldnn", "cut")[turn])
+            in_time(lambda: raises(LayoutError, call), SOON)  # noqa: B023
+        else:
+            in_time(lambda: raises(PlanMismatchError, call, "rank 0"), SOON)  # noqa: B023
+        works(context, group)
+        context.wait_for_all(f"turn {turn}")
+
+
+def a_call_before_a_refused_one(context) -> None:
+    """Rank 0 has sent its part of a known call and refuses the next, while another is late for the first or
+    in it: that one goes on to its end, on every rank."""
+    group = fresh_group()
+    works(context, group)
+    for late in (1, 2, 3):
+        if context.rank == 0:
+            works(context, group)
+            raises(LayoutError, lambda: send(context, group, placements=[]), "placements")
+        else:
+            time.sleep(0.7 * (context.rank == late))
+            works(context, group)
+            raises(PlanMismatchError, lambda: send(context, group), "rank 0", "placements")
+        works(context, group)
+        context.wait_for_all(f"turn {late}")
+
+
+def a_call_in_flight_before_a_refused_one(context) -> None:
+    """The same where the first has been started and is waited for later."""
+    group = fresh_group()
+    mesh, full = quiet_mesh(A), torch.arange(1 << 20).reshape(1 << 10, 1 << 10)
+    x = sharded(full, mesh, [Shard(0)], context.rank)
+    start = functools.partial(meshcast.reshard, x, quiet_mesh(B), [Replicate()], group=group, async_op=True)
+    start().wait()
+    for late in (1, 2, 3):
+        time.sleep(0.7 * (context.rank == late))
+        first = start()
+        if context.rank == 0:
+            raises(LayoutError, lambda: send(context, group, placements=[]), "placements")
+        else:
+            raises(PlanMismatchError, lambda: start().wait(), "rank 0", "placements")
+        result = first.wait()
+        if context.rank in B:
+            assert torch.equal(result.to_local(), full)
+        start().wait()
+        context.wait_for_all(f"turn {late}")
+
+
+def a_backward_before_a_refused_call(context) -> None:
+    """Rank 3 has sent its gradients and refuses the next call, while another is late for the backward."""
+    group = fresh_group()
+    values = torch.arange(36.0).reshape(6, 6)
+    works(context, group)
+    for late in (0, 1, 2):
+        x = sharded(values, quiet_mesh(A), [Shard(0)], context.rank).detach().requires_grad_(True)
+        y = meshcast.reshard(x, quiet_mesh(B), [Shard(1)], group=group)
+        time.sleep(0.7 * (context.rank == late))
+        weights = sharded(values, quiet_mesh(B), [Shard(1)], context.rank)
+        y.backward(weights)
+        if context.rank in A:
+            assert torch.equal(x.grad.to_local(), values[3 * context.rank : 3 * context.rank + 3])
+        if context.rank == 3:
+            raises(LayoutError, lambda: send(context, group, placements=[]), "placements")
+        elif context.rank == 2:  # needs nothing from rank 3
+            with contextlib.suppress(PlanMismatchError):
+                works(context, group)
+        else:
+            raises(PlanMismatchError, lambda: send(context, group), "rank 3", "placements")
+        works(context, group)
+        context.wait_for_all(f"turn {late}")
 
 
 def _broken(context, group) -> None:
@@ -306,6 +444,15 @@ CASES = [
         unknown_strategy,
         one_rank_refuses,
         one_rank_refuses_known,
+        one_rank_refuses_at_once_again,
+        one_rank_refuses_without_ranks,
+        all_refuse_without_ranks,
+        one_rank_refuses_to_prepare,
+        one_rank_gives_a_wrong_group,
+        a_sparse_shard_on_one_rank,
+        a_call_before_a_refused_one,
+        a_call_in_flight_before_a_refused_one,
+        a_backward_before_a_refused_call,
         wrong_local_size,
         shapes_disagree,
         dtypes_disagree,

@@ -81,6 +81,8 @@ class _Connecting:
     """The command of a group that connects its GPUs."""
 
     lane = 0
+    meets = True
+    refusal = None
 
     def __init__(self, group: PrivateGroup, ordinal: int, place: Place, deadline: float) -> None:
         self.group, self.ordinal, self.place, self.deadline = group, ordinal, place, deadline

@@ -53,18 +53,18 @@ class Compilations:
 
     def __init__(self) -> None:
         self.count = 0
-        self._original = state_run.Conversation._compiled
+        self._original = state_run.compile_batches
 
     def __enter__(self):
         def counted(*arguments):
             self.count += 1
             return self._original(*arguments)
 
-        state_run.Conversation._compiled = counted
+        state_run.compile_batches = counted
         return self
 
     def __exit__(self, *_):
-        state_run.Conversation._compiled = self._original
+        state_run.compile_batches = self._original
 
 
 def many_kinds(context) -> None:

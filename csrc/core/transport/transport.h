@@ -89,6 +89,9 @@ class Transport {
   // What a peer told when it left; "" where it told nothing.
   virtual std::string told(int /*peer*/) { return {}; }
 
+  // Whether any peer told something. Costs next to nothing.
+  virtual bool anybody_told() const noexcept { return false; }
+
   // Ends all messages, now and later, with Cause::Aborted. Any thread, idempotent; does not wait.
   virtual void abort() noexcept = 0;
 

@@ -10,7 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
+from ..errors import (
+    AbortedError,
+    DeadlineExceededError,
+    MeshcastError,
+    PeerLostError,
+    PlanMismatchError,
+)
 from .shortage import Shortage
 
 __all__ = [
@@ -20,6 +26,7 @@ __all__ = [
     "SLICE",
     "Board",
     "NotPostedError",
+    "OtherMeetingError",
     "Watches",
     "meet",
     "refuse_meeting",
@@ -37,6 +44,7 @@ _ERRORS: dict[str, type[MeshcastError]] = {  # by the first word of a verdict
 }
 _MET = "met"  # verdict of a meeting: all ranks are here
 _SHORT = "short"  # first word of a verdict: a rank has run out of something, and all may meet again
+_REFUSED = "refused"  # likewise: a rank refused what the others meet for
 
 
 class NotPostedError(Exception):
@@ -46,6 +54,10 @@ class NotPostedError(Exception):
         super().__init__(f"ranks {list(ranks)} posted nothing within {elapsed:.1f} s")
         self.ranks = list(ranks)
         self.elapsed = elapsed
+
+
+class OtherMeetingError(Exception):
+    """This life of the group was for another call, which a rank refused: the next one may be for this."""
 
 
 class Board:
@@ -178,10 +190,11 @@ class Watches:
         return (other, why) if why else None
 
 
-def refuse_meeting(store: Any, message: str) -> bool:
+def refuse_meeting(store: Any, message: str, *, by: int | None = None, what: str = "") -> bool:
     """Ends the meeting for all ranks, which may meet again in another life of the group; message: what this
-    rank has run out of. Answers whether that was the verdict."""
-    verdict = f"{_SHORT} {message}"
+    rank has run out of, or, given `by` which rank, why it refused `what` (see meet). Answers whether that was
+    the verdict."""
+    verdict = f"{_SHORT} {message}" if by is None else f"{_REFUSED}/{by}/{what} {message}"
     return bool(store.compare_set("verdict", "", verdict).decode() == verdict)
 
 
@@ -192,18 +205,22 @@ def meet(
     deadline: float,
     closing: Callable[[], str],
     watches: Watches,
+    what: str = "",
+    waits: Callable[[], None] = lambda: None,
 ) -> dict[int, str]:
     """Posts `text` and returns everybody's, once all ranks of a group are here.
 
     The first rank that sees all, or gives up, decides for all: were each to judge for itself, one could leave
     while the others already connect and wait for it until their deadline. closing(): why this rank ends the
-    group, "" while it does not. Raises DeadlineExceededError, PeerLostError, AbortedError or Shortage.
+    group, "" while it does not. what: they meet for, without a blank. waits(): called once it takes longer
+    than a moment. Raises DeadlineExceededError, PeerLostError, AbortedError, Shortage or OtherMeetingError.
     """
     begin, rank, store = time.monotonic(), board.rank, board.store
     late = store.check(["verdict"])
     board.post("member", text)
     others = [other for other in ranks if other != rank]
     pause, longest = FIRST_PAUSE, LONGEST_PAUSE * max(1, len(ranks) // _FEW_RANKS)
+    told = False
     while True:
         # One question for all: were every rank to ask for each, the store would be what they wait for.
         complete = not others or store.check([f"member/{other}" for other in others])
@@ -228,6 +245,9 @@ def meet(
                     f"lost/{lost[0]} rank {rank} lost rank {lost[0]} while the group of ranks {list(ranks)} "
                     f"met, after {elapsed:.1f} s: {lost[1]}. Look at that rank's own output first."
                 )
+        if not told and elapsed > LOOK:
+            told = True
+            waits()
         if proposal and not verdict:
             verdict = store.compare_set("verdict", "", proposal).decode()
         if verdict == _MET:
@@ -239,6 +259,14 @@ def meet(
             if kind == _SHORT:
                 raise Shortage(MeshcastError(message, rank=rank, op="connect", phase="connect"))
             kind, _, gone = kind.partition("/")
+            if kind == _REFUSED:
+                gone, _, refused = gone.partition("/")
+                if refused != what:
+                    raise OtherMeetingError
+                text = f"rank {rank}: rank {gone} refused its arguments: {message}"
+                raise Shortage(
+                    PlanMismatchError(text, rank=rank, peer=int(gone), op="connect", phase="connect")
+                )
             error = _ERRORS[kind] if not late else AbortedError
             missing = board.missing("member", others) if kind == "deadline" else []
             peer = int(gone) if gone and int(gone) != rank else next(iter(missing), None)

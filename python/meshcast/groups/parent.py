@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ..base import forks
+from ..base import checks, forks
 from ..errors import LayoutError, MeshcastError
 from .private import PrivateGroup
+from .refusals import OpenRefusals
 from .store import StoreConnection
 
-__all__ = ["ParentGroup", "parent_group", "seconds"]
+__all__ = ["ParentGroup", "known_parents", "parent_group", "seconds"]
 
+_LONGEST = 365 * 86400.0  # seconds: more than the clocks of all threads can count
 _DRAIN_LIMIT = 2.0  # seconds that transfers in flight get when their process group ends
 
 
@@ -33,7 +35,7 @@ def seconds(timeout: float | timedelta | None, default: float) -> float:
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not value > 0:
         raise LayoutError(f"timeout must be positive, found {timeout!r}")
-    return value
+    return min(value, _LONGEST)
 
 
 class ParentGroup:
@@ -56,6 +58,13 @@ class ParentGroup:
         self._born = forks.count
         self._groups_lock = threading.Lock()  # two threads must not make one group twice: it meets once
         self._twins: dict[str, ParentGroup] = {}
+        self.refusals = OpenRefusals(
+            store,
+            self.ranks,
+            rank,
+            lambda: [group for group in list(self._groups.values()) if rank in group.ranks],
+            lambda members: self.private(members, "reshard"),
+        )
         self.at_end: dict[str, Callable[[], None]] = {}  # by name, what else ends with it; never blocks long
 
     @classmethod
@@ -116,7 +125,7 @@ class ParentGroup:
                 group = self._groups.get(key)
                 if group is None:
                     group = self._groups[key] = PrivateGroup(
-                        self._store, key, self.rank, self.timeout, self._known
+                        self._store, key, self.rank, self.timeout, self._known, self.refusals
                     )
         return group
 
@@ -135,6 +144,7 @@ class ParentGroup:
         if self._born != forks.count:
             return
         limit = time.monotonic() + _DRAIN_LIMIT if limit is None else limit
+        self.refusals.close()
         groups, self._groups = list(self._groups.values()), {}
         self.compiled.clear()
         self.extras.clear()
@@ -160,7 +170,9 @@ def parent_group(group: dist.ProcessGroup | None, op: str) -> ParentGroup:
         raise MeshcastError(f"{op}: no process group; call torch.distributed.init_process_group first", op=op)
     key = dist.group.WORLD if group is None else group
     if not isinstance(key, dist.ProcessGroup):  # new_group gives a number to ranks outside
-        raise LayoutError(f"{op}: group {group!r} is not a process group that this rank belongs to", op=op)
+        raise LayoutError(
+            f"{op}: group {checks.shown(group)} is not a process group that this rank belongs to", op=op
+        )
     known = _parents.get(key)
     if known is not None:
         known.check_process(op)
@@ -170,7 +182,7 @@ def parent_group(group: dist.ProcessGroup | None, op: str) -> ParentGroup:
     with _parents_lock:
         if key not in c10d._world.pg_map:
             raise LayoutError(
-                f"{op}: group {group!r} is not a process group that this rank belongs to", op=op
+                f"{op}: group {checks.shown(group)} is not a process group that this rank belongs to", op=op
             )
         parent = _parents.get(key)
         if parent is None or parent.closed:
@@ -179,6 +191,11 @@ def parent_group(group: dist.ProcessGroup | None, op: str) -> ParentGroup:
             weakref.finalize(c10d._get_process_group_store(key), parent.close).atexit = False
             _register_exit()
         return parent
+
+
+def known_parents() -> list[ParentGroup]:
+    """Of all process groups that meshcast has been used with."""
+    return [parent for parent in list(_parents.values()) if not parent.closed]
 
 
 def _in_child() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..base import checks
 from ..errors import LayoutError
 from .parent import parent_group, seconds
+from .telling import raise_refused
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -39,12 +40,15 @@ def prepare(
         x = distribute_tensor(torch.ones(4, 2), source, [Shard(0)])
         y = meshcast.reshard(x, target, [Replicate()])  # finds its connections there
     """
-    parent = parent_group(group, _OP)
-    limit = seconds(timeout, parent.timeout)
-    ranks = sorted(set(_ranks(meshes)))
-    if not ranks:
-        raise LayoutError(f"{_OP}: no ranks; give the meshes of a later call, or its ranks")
-    private = parent.private(ranks, _OP)
+    try:
+        parent = parent_group(group, _OP)
+        limit = seconds(timeout, parent.timeout)
+        ranks = sorted(set(_ranks(meshes)))
+        if not ranks:
+            raise LayoutError(f"{_OP}: no ranks; give the meshes of a later call, or its ranks")
+        private = parent.private(ranks, _OP)
+    except Exception as error:
+        raise_refused(error, _OP, [meshes], group, timeout, prepares=True)
     if parent.rank in ranks:
         private.connect(limit)
 

@@ -9,7 +9,6 @@ never calls holds up no other group. The thread ends whenever its queue is empty
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 import time
 from collections import deque
@@ -21,24 +20,20 @@ import torch.distributed as dist
 
 from .. import _C
 from ..base import forks
-from ..base.host import host_identity
-from ..base.observe import Completable, log
-from ..errors import AbortedError, DeadlineExceededError, MeshcastError
+from ..base.observe import Completable
+from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PlanMismatchError
 from ..topology import Topology
 from .agreements import Agreements
-from .board import LOOK, Board, NotPostedError, Watches, meet, refuse_meeting
-from .network import Network
-from .rails import agreed_count, first_rails, interfaces
-from .shared_memory import LocalMemory
-from .shortage import Shortage, as_shortage, few_descriptors, no_thread
-from .store import store_failed
+from .board import Board, OtherMeetingError, refuse_meeting
+from .meeting import Meeting, Met, cause_in
+from .refusals import NO_LANE, Connection, OpenRefusals, Refusal, meeting_for, refused_error
+from .shortage import Shortage, no_thread
 
 __all__ = ["Attachment", "Command", "PrivateGroup"]
 
 _JOIN_LIMIT = 0.5  # seconds that the control thread gets at the end of a group, at least
 # Seconds by which a command may be late: it ends by itself at its deadline, unless the store holds it up.
 _STUCK = 1.5
-_PEER_LOST = "4"  # ErrorKind::PeerLost of a posted cause
 
 
 class Attachment(Protocol):
@@ -58,12 +53,15 @@ class Command(Protocol):
     lane: int
     ordinal: int | None
     deadline: float
+    meets: bool  # whether it wants the group to come up
+    refusal: Exception | None  # once begun: why this rank takes no part, of which the others do not know
 
     def ready(self) -> bool:
         """Whether begin() would not have to wait. Only asked while no command is running."""
 
-    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> None:
-        """Does it with the running group; without one, `error` says why. Raises nothing."""
+    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:
+        """Does it with the running group; without one, `error` says why. Raises nothing. True: nothing has
+        begun, since this life of the group is over, and it is to begin in the next."""
 
 
 class PrivateGroup:
@@ -76,9 +74,10 @@ class PrivateGroup:
         rank: int,
         timeout: float,
         known: dict[int, str],
+        refusals: OpenRefusals,
     ) -> None:
-        """store: connects where that has not been done. known: what ranks posted when they met, shared by the
-        groups of a process group."""
+        """store: connects where that has not been done. known, refusals: what ranks posted when they met, and
+        what this one refused; shared by the groups of a process group."""
         self.ranks = tuple(ranks)
         self.rank = rank
         self.timeout = timeout
@@ -93,6 +92,11 @@ class PrivateGroup:
         self._born = forks.count
         self._open_store = store
         self._known = known
+        self._refusals = refusals
+        self._left: list[tuple[_C.GroupCore, list[Attachment]]] = []  # of lives that refused calls have ended
+        self._origin, self._lives = "", 0  # what the stores of its lives are called, and how many there were
+        self._began_anew = False
+        self._next: dict[int, int] = {}  # by lane, the first ordinal of this life
         self._core: _C.GroupCore | None = None
         self._error: Exception | None = None
         self._closing = ""  # why, once the group is being ended
@@ -109,27 +113,40 @@ class PrivateGroup:
         in this thread if nothing is queued, the group is up and it is ready; else on the control thread.
         Raises AbortedError in a forked child."""
         forks.check(self._born, "reshard")
+        is_new = command.ordinal is None or command.lane == NO_LANE
+        if self._refusals.open and is_new and not isinstance(command, Refusal):
+            self._refusals.assume(self)
+        refusal = self._submit(command)
+        if refusal is not None:
+            refusal.wait()
+
+    def _submit(self, command: Command) -> Refusal | None:
+        """What tells the others, where this rank refused the call as it began it."""
+        refusal: Refusal | None = None
         with self._lock:
             if command.ordinal is None:
                 ordinal = self._ordinals.get(command.lane, 0)
                 self._ordinals[command.lane] = ordinal + 1
                 command.ordinal = ordinal
-            if self._thread is None and self._core is not None and command.ready():
-                command.begin(self._core, None)
-                return
+            at_once = self._thread is None and self._core is not None and command.ready()
+            if at_once and not command.begin(self._core, None):
+                if command.refusal is None:
+                    return None
+                command = refusal = self._refusal_of(command)
             self._queue.append(command)
             if self._thread is not None:
-                return
+                return refusal
             self._thread = threading.Thread(
                 target=self._run, name=f"meshcast-control {self.name}", daemon=True
             )
             try:
                 self._thread.start()
-                return
+                return refusal
             except RuntimeError:  # the next command may get one
                 self._thread = None
                 self._queue.pop()
         self._begin_without_thread(command)
+        return None
 
     def _begin_without_thread(self, command: Command) -> None:
         """Nobody can do it. All ranks hear of that at once, over what this thread can use, and may go on."""
@@ -137,19 +154,53 @@ class PrivateGroup:
         error = no_thread(what, rank=self.rank, op="connect", phase="start")
         with suppress(Exception):  # where the store does not answer, the others wait to their limits
             if self._core is None and self._error is None:
-                refuse_meeting(self._life(), str(error))
+                refuse_meeting(self.next_life(), str(error))
             elif self._core is not None and command.ordinal is not None:
                 self._core.reject(command.lane, command.ordinal, str(error))
         command.begin(None, self._error or error)
 
-    def refuse(self, lane: int, error: Exception, timeout: float, *, ordinal: int | None = None) -> None:
+    def refuse(self, lane: int, error: Exception, timeout: float, *, ordinal: int | None = None) -> Refusal:
         """Tells the other ranks, in the background, that this rank refused its arguments of a call: they
         raise at once instead of waiting. ordinal: of a call that has been counted."""
-        self.submit(_Refusal(lane, ordinal, time.monotonic() + timeout, f"rank {self.rank}: {error}"))
+        limit, backward = time.monotonic() + timeout, lane == _C.AgreedPlan.REVERSE_LANE
+        refusal = Refusal(self, lane, ordinal, limit, str(error), agreed=backward)
+        self.submit(refusal)
+        return refusal
+
+    def refuse_call(self, error: Exception, timeout: float, *, prepares: bool) -> Refusal:
+        """The same of a call of lane 0, or of prepare(), which is counted in no lane."""
+        if not prepares:
+            return self.refuse(0, error, timeout)
+        refusal = Refusal(self, NO_LANE, 0, time.monotonic() + timeout, str(error))
+        self.submit(refusal)
+        return refusal
+
+    def _refusal_of(self, command: Command) -> Refusal:
+        return Refusal(
+            self, command.lane, command.ordinal, command.deadline, str(command.refusal), agreed=True
+        )
+
+    def next_ordinal(self, lane: int) -> int:
+        """That of the next call that this rank makes."""
+        if self._refusals.open:
+            self._refusals.assume(self)
+        return self._ordinals.get(lane, 0)
+
+    def is_awaited(self) -> bool:
+        """Whether another rank waits for the next call of this one, as far as the store knows."""
+        core = self._core
+        return core is not None and core.awaited_in(0, self._ordinals.get(0, 0))
+
+    def is_up(self) -> bool:
+        return self._core is not None
+
+    def is_untouched(self) -> bool:
+        """Whether this rank is neither in it nor on the way there."""
+        return self._core is None and self._thread is None and self._error is None
 
     def connect(self, timeout: float) -> None:
         """Brings the group up, unless it is; blocks. Raises what keeps it from coming up."""
-        command = _Connection(time.monotonic() + timeout)
+        command = Connection(time.monotonic() + timeout)
         try:
             self.submit(command)
             while not command.done.wait(max(command.deadline - time.monotonic(), 0.0) + _STUCK):
@@ -196,21 +247,107 @@ class PrivateGroup:
                     self._thread = None
                     return
                 command = self._running
-            error = self._error
-            if self._core is None and error is None:
-                try:
-                    if not self._take(self._meet(command.deadline)):
-                        return
-                except Shortage as short:  # of this command alone: the others know, and meet again
-                    error = short.error
-                except Exception as cause:
-                    error = self._error = self._error or cause
-            core = self._core
-            if core is None:
-                command.begin(None, error)
-                self._error = _as_first_cause(self._error, self.rank)
-            else:
-                command.begin(core, None)
+            again: bool | None = True
+            while again:
+                again = self._begin(command)
+            if again is None:
+                return
+            if self._core is not None:
+                self._end_left()
+
+    def _begin(self, command: Command) -> bool | None:
+        """True: again, in another life. None: this thread was given up."""
+        error = self._error
+        if self._core is None and error is None and command.meets:
+            try:
+                if not self._meet(command):
+                    return None
+            except Shortage as short:  # of this command alone: the others know, and meet again
+                error = short.error
+            except Exception as cause:
+                error = self._error = self._error or cause
+        core = self._core
+        if core is None:
+            command.begin(None, error)
+            self._error = _as_first_cause(self._error, self.rank)
+            return False
+        if command.ordinal is not None and command.ordinal < self._next.get(command.lane, 0):
+            command.begin(None, self._skipped(command.ordinal))
+            return False
+        return bool(command.begin(core, None))
+
+    def runs_here(self) -> bool:
+        """Whether this is the control thread, which may wait for the store."""
+        return self._thread is threading.current_thread()
+
+    def left(self, core: _C.GroupCore, lane: int, ordinal: int) -> bool:
+        """Whether a rank refused a call while it was in flight, so that this life of the group is over; and
+        whether this call is none of those that ended with it, but for the next life."""
+        refused = core.refused()
+        if refused is None:
+            return False
+        if self._core is core:
+            self._core = None
+            self._left.append((core, list(self.attached.values())))
+            self._began_anew = True
+            self.attached = {}
+            self.agreements = Agreements()
+        return lane != refused[0] or ordinal > refused[1]
+
+    def refused_error(self, core: _C.GroupCore, lane: int, ordinal: int) -> MeshcastError | None:
+        """Of a call that ended with it; None where that is not why the core has failed."""
+        refused = core.refused()
+        return None if refused is None else refused_error(self.rank, self.name, ordinal, refused, lane)
+
+    def begin_again(self, command: Command, core: _C.GroupCore) -> bool:
+        """For who waits for a call that failed: whether that was since others had begun anew before it. Then
+        it begins once more, unless there are later ones."""
+        if command.ordinal is None or not self._may_begin_again(core, command.lane, command.ordinal):
+            return False
+        self.submit(command)
+        return True
+
+    def take_back(self, core: _C.GroupCore, lane: int, ordinal: int) -> bool:
+        """The same, for who counts it once more."""
+        if not self._may_begin_again(core, lane, ordinal):
+            return False
+        with self._lock:
+            self._ordinals[lane] = ordinal
+        return True
+
+    def _may_begin_again(self, core: _C.GroupCore, lane: int, ordinal: int) -> bool:
+        with self._lock:
+            return self.left(core, lane, ordinal) and self._ordinals.get(lane, 0) == ordinal + 1
+
+    def _end_left(self) -> None:
+        """Ends what earlier lives of the group have left."""
+        left, self._left = self._left, []
+        for core, attached in left:
+            for attachment in attached:
+                attachment.close()
+            core.shutdown()
+
+    def _stated(self) -> dict[int, int]:
+        """By lane, the next ordinal of this rank, where ranks may have been through with different ones."""
+        if not self._began_anew:
+            return {}
+        with self._lock:
+            stated = dict(self._ordinals)
+            for command in (self._running, *self._queue):
+                if command is not None and command.ordinal is not None and command.lane in stated:
+                    stated[command.lane] = min(stated[command.lane], command.ordinal)
+            return stated
+
+    def _skipped(self, ordinal: int) -> MeshcastError:
+        return PlanMismatchError(
+            f"rank {self.rank}: call {ordinal} of {self.name}: other ranks were through with this call when "
+            "they heard that an earlier one was refused, so nothing can be moved by it any more; the next "
+            "one works",
+            rank=self.rank,
+            op="reshard",
+            sequence=ordinal,
+            phase="agree",
+        )
 
     def _take(self, core: _C.GroupCore) -> bool:
         """The group has come up, unless its thread was given up meanwhile."""
@@ -224,126 +361,40 @@ class PrivateGroup:
             core.abort(self._closing)
         return mine
 
-    def _life(self) -> Any:
-        """The store of this life of the group. All members come to each life exactly once, so counting
-        arrivals tells lives apart even where they share a store."""
+    def next_life(self) -> Any:
+        """The store of the next life of this group: all members come to each life exactly once. Counting
+        arrivals tells this group from others that shared a store with it before."""
         store = self._open_store()
-        arrivals = int(store.add(f"{self.name}/arrivals", 1))
-        return dist.PrefixStore(f"{self.name}/{(arrivals - 1) // len(self.ranks)}", store)
+        if not self._origin:
+            arrivals = int(store.add(f"{self.name}/arrivals", 1))
+            self._origin = f"{self.name}/{(arrivals - 1) // len(self.ranks)}"
+        self._lives += 1
+        return dist.PrefixStore(f"{self._origin}/{self._lives}", store)
 
-    def _meet(self, deadline: float) -> _C.GroupCore:
-        """Waits until every member is here, then connects. Raises Shortage where a rank has run out of
-        something before that: the members may meet again, in another life."""
-        what = f"connecting the private group of ranks {list(self.ranks)}"
-        where: Any = {"rank": self.rank, "op": "connect", "phase": "connect"}
-        known = Watches(self._known)
-        try:
-            store = self._life()
-            board = Board(store, self.rank)
-            try:
-                if few := few_descriptors():
-                    raise MeshcastError(few, **where)
-                threads = _C.WorkThread()  # kept by the core as well
-                memory = LocalMemory(len(self.ranks))
-                names, told = interfaces()
-                network = Network(names, self.timeout)
-            except Exception as error:
-                short = as_shortage(error, **where)
-                if short is None:
-                    raise
-                if not refuse_meeting(store, str(short)):
-                    raise short from error
-                raise Shortage(short) from error
-            known.watch_by(lambda text: network.watch(json.loads(text)[3]))
-            mine = json.dumps([host_identity(), memory.offer, told, network.offer()])
-            said = meet(board, self.ranks, mine, deadline, lambda: self._closing, known)
-        except (MeshcastError, Shortage):
-            raise
-        except Exception as error:
-            short = as_shortage(error, **where)
-            raise short or self._meeting_failed(error, what, known, deadline) from error
-        self.control = dist.PrefixStore("control", store)
-        try:
-            return self._connect(board, memory, network, said, known, deadline)
-        except Exception as error:
-            failure = error
-            if not isinstance(error, MeshcastError):
-                failure = as_shortage(error, **where) or self._meeting_failed(error, what, known, deadline)
-            # The others have met this rank and would wait for it.
-            with suppress(Exception):
-                _C.post_cause(self.control, self.rank, failure)
-            if failure is error:
-                raise
-            raise failure from error
-        finally:
-            del threads
-
-    def _connect(
-        self,
-        board: Board,
-        memory: LocalMemory,
-        network: Network,
-        said: dict[int, str],
-        watches: Watches,
-        deadline: float,
-    ) -> _C.GroupCore:
-        members: dict[int, list[Any]] = {rank: json.loads(text) for rank, text in said.items()}
-        hosts: dict[int, str] = {rank: member[0] for rank, member in members.items()}
-        count = agreed_count({rank: member[2] for rank, member in members.items()}, self.rank)
-        self.topology = Topology.from_hosts(hosts, nics_per_host=count)
-        self.interfaces = count
-        self.board = Board(dist.PrefixStore("board", board.store), self.rank)
-        offers = {rank: member[1] for rank, member in members.items() if member[0] == hosts[self.rank]}
-        looked = time.monotonic()
-
-        def lost() -> tuple[int, str] | None:
-            """Who of those that have met has gone, as far as this rank sees or another told; raises where one
-            has given up for another reason."""
-            nonlocal looked
-            if time.monotonic() - looked < LOOK:
-                return None
-            looked = time.monotonic()
-            head, _, cause = self._posted().partition("\n")
-            if not cause:
-                return watches.lost(board, self.ranks)
-            kind, _, peer = head.split()
-            if kind == _PEER_LOST and int(peer) != self.rank:
-                return int(peer), cause
-            raise AbortedError(f"rank {self.rank}: {cause}", rank=self.rank, op="connect", phase="connect")
-
-        memory.meet(board, self.ranks, offers, deadline, lost)
-        transport = network.transport(
-            {rank: members[rank][3] for rank in self.ranks},
-            first_rails(self.ranks, self.topology, count),
-            self.rank,
-            board.store,
-            deadline,
-        )
-        self._known.update(said)
-        log.info("rank %d: connected with ranks %s", self.rank, self.name)
-        return _C.GroupCore(
-            transport,
-            self.control,
-            list(self.ranks),
+    def _meet(self, command: Command) -> bool:
+        """Brings the group up. False: this thread was given up meanwhile."""
+        prepares = isinstance(command, Connection)
+        assert command.ordinal is not None  # submit() has counted it
+        meeting = Meeting(
+            self.ranks,
             self.rank,
             self.name,
-            memory.settle(board, deadline, lost),
+            self.timeout,
+            self._known,
+            lambda: self._closing,
+            meeting_for(command.lane, command.ordinal),
+            lambda: self._refusals.meets(self.ranks, prepares=prepares),
         )
-
-    def _meeting_failed(
-        self, error: Exception, what: str, watches: Watches, deadline: float
-    ) -> MeshcastError:
-        """For what torch or the system raised. The process of the store may be a member's."""
-        if isinstance(error, NotPostedError) and time.monotonic() >= deadline:
-            return DeadlineExceededError(
-                f"rank {self.rank}: {what} did not finish in time: {error}",
-                rank=self.rank,
-                peer=error.ranks[0],
-                op="connect",
-                phase="connect",
-            )
-        lost = watches.lost_soon(self.ranks, self.rank)
-        return store_failed(error, what, lost, rank=self.rank, op="connect", phase="connect")
+        met: Met | None = None
+        try:
+            while met is None:
+                with suppress(OtherMeetingError):
+                    met = meeting.run(self.next_life, command.deadline, self._stated)
+        finally:
+            self._refusals.has_met(self.ranks)
+        self.topology, self.interfaces = met.topology, met.interfaces
+        self.board, self.control, self._next = met.board, met.control, met.first
+        return self._take(met.core)
 
     def watch(self, launch: Completable) -> None:
         """Remembers a transfer in flight, so that close() can let it finish."""
@@ -355,22 +406,13 @@ class PrivateGroup:
     def cause(self) -> str | None:
         """Why the group was aborted, by this rank or another; asks the store. None while it is whole."""
         core = self._core
-        found = None if core is None else core.error()
+        found = None if core is None or core.refused() is not None else core.error()
         return found if found is not None else self.posted_cause()
 
     def posted_cause(self) -> str | None:
         """The cause that a rank of the group posted in the store; None where there is none. For the control
         thread: a store that does not answer holds it up."""
-        return self._posted().partition("\n")[2] or None
-
-    def _posted(self) -> str:
-        """As csrc/c10d/bulletin.cpp encodes it: kind, reporter and peer, then a line with the text."""
-        try:
-            if self.control is None or not self.control.check(["cause"]):
-                return ""
-            return str(self.control.get("cause").decode(errors="replace"))
-        except Exception:  # the store has gone: it has nothing more to say, and the limit holds
-            return ""
+        return cause_in(self.control).partition("\n")[2] or None
 
     def interrupted(self, op: str, raised: BaseException) -> None:
         """A handler of a signal has ended a wait of this rank: the others would wait for it."""
@@ -403,6 +445,7 @@ class PrivateGroup:
             self._error = self._error or AbortedError(self._closing, rank=self.rank, phase="connect")
         for command in queue:
             command.begin(None, self._error)
+        self._end_left()
         if self._core is not None:
             self._core.shutdown()
         if thread is not None and thread is not threading.current_thread():
@@ -414,40 +457,6 @@ class PrivateGroup:
             self.attached.clear()
         self._flying.clear()
         self.transfers.clear()
-
-
-class _Refusal:
-    """A rank refused its arguments of a call. Never the caller's own thread: the store may hold it up."""
-
-    def __init__(self, lane: int, ordinal: int | None, deadline: float, message: str) -> None:
-        self.lane, self.ordinal, self.deadline = lane, ordinal, deadline
-        self._message = message
-
-    def ready(self) -> bool:
-        return False
-
-    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> None:  # noqa: ARG002
-        if core is not None and self.ordinal is not None:
-            core.reject(self.lane, self.ordinal, self._message)
-
-
-class _Connection:
-    """The group comes up, if it is not; counted in no lane."""
-
-    lane = 0
-    ordinal: int | None = 0
-
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
-        self.done = threading.Event()
-        self.error: Exception | None = None
-
-    def ready(self) -> bool:
-        return True
-
-    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> None:  # noqa: ARG002
-        self.error = error
-        self.done.set()
 
 
 def _group_name(ranks: tuple[int, ...]) -> str:

@@ -22,7 +22,7 @@ from .compiled_call import Compiled, compile_call
 from .memory import storage_of
 from .tensor_move import Destination, Source, positive_placements
 
-__all__ = ["Request", "call_key", "compiled_call", "handle_of", "source_of", "start", "tell_others"]
+__all__ = ["Request", "call_key", "compiled_call", "handle_of", "source_of", "start"]
 
 _KEPT_CALLS = 1024
 
@@ -50,7 +50,7 @@ def call_key(request: Request, needs_grad: bool) -> Any:
         source = x._spec if isinstance(x, DTensor) else (x.shape, x.dtype, x.mesh, x.placements)
         key = (source, needs_grad and x.requires_grad, *destination)
         hash(key)
-    except (AttributeError, TypeError):
+    except Exception:  # compiling them says what is wrong
         return None
     return key
 
@@ -59,21 +59,16 @@ def compiled_call(
     parent: ParentGroup,
     requests: Sequence[Request],
     key: Any,
-    limit: float,
     op: str,
     options: PlanOptions,
 ) -> Compiled:
-    """Compiles the requests under `key` (None: not kept). A rank that refuses its arguments tells the
-    others."""
-    try:
-        needs_grad = torch.is_grad_enabled()
-        sources = [source_of(request.x, parent.rank, needs_grad, op) for request in requests]
-        destinations = [_destination(request, op) for request in requests]
-        compiled = compile_call(parent, sources, destinations, op, options)
-    except LayoutError as error:
-        tell_others(parent, requests, error, limit, op)
-        raise
+    """Compiles the requests under `key` (None: not kept)."""
+    needs_grad = torch.is_grad_enabled()
+    sources = [source_of(request.x, parent.rank, needs_grad, op) for request in requests]
+    destinations = [_destination(request, op) for request in requests]
+    compiled = compile_call(parent, sources, destinations, op, options)
     if key is not None:
+        # What was compiled has a key that can be hashed.
         if len(parent.compiled) >= _KEPT_CALLS:
             parent.compiled.pop(next(iter(parent.compiled)), None)  # the oldest
         parent.compiled[key] = compiled
@@ -153,19 +148,3 @@ def _destination(request: Request, op: str) -> Destination:
     return Destination(
         mesh, tuple(placements), dtype, None if grad_placements is None else tuple(grad_placements)
     )
-
-
-def tell_others(
-    parent: ParentGroup, requests: Sequence[Request], error: LayoutError, limit: float, op: str
-) -> None:
-    """Ranks whose own arguments are right wait for this one: let them raise at once. Possible where the
-    arguments say who they are."""
-    ranks: set[int] = set()
-    for request in requests:
-        x, mesh = request.x, request.mesh
-        origin = x.device_mesh if isinstance(x, DTensor) else getattr(x, "mesh", None)
-        if not (isinstance(origin, DeviceMesh) and isinstance(mesh, DeviceMesh)):
-            return
-        ranks.update(origin.mesh.flatten().tolist(), mesh.mesh.flatten().tolist())
-    if parent.rank in ranks and parent.ranks.issuperset(ranks):
-        parent.private(sorted(ranks), op).refuse(0, error, limit)

@@ -39,21 +39,21 @@ class _Registered:
 
     def __init__(self, compiled: weakref.ref[Compiled], limit: float) -> None:
         self.compiled, self.limit = compiled, limit
-        self._agreed: dict[int, Any] = {}  # AgreedPlan
+        self._agreed: dict[int, tuple[Any, Any]] = {}  # AgreedPlan, and the core that it was made with
 
     def token(self, number: CallNumber) -> torch.Tensor:
         """The number of a call for its backward, if it has one."""
         slot = -1
         if number.agreed is not None:
             slot = number.agreed.slot
-            self._agreed[slot] = number.agreed
+            self._agreed[slot] = number.agreed, number.core
             if len(self._agreed) > _SLOTS:
                 del self._agreed[next(iter(self._agreed))]
         return torch.tensor([number.ordinal, number.run, slot])
 
     def number(self, token: torch.Tensor) -> CallNumber:
         ordinal, run, slot = token.tolist()
-        return CallNumber(ordinal, run, self._agreed.get(slot))
+        return CallNumber(ordinal, run, *self._agreed.get(slot, (None, None)))
 
 
 _calls: dict[int, _Registered] = {}

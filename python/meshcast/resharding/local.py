@@ -11,13 +11,14 @@ from typing_extensions import Unpack
 
 from ..base import checks
 from ..errors import LayoutError
-from ..groups.parent import parent_group, seconds
+from ..groups.parent import ParentGroup, parent_group, seconds
+from ..groups.telling import raise_refused
 from ..layout import Layout
 from ..planning.plan import Problem
 from ..transfers.gpu_offer import DeviceTypes, device_types_of, require_gpu
 from ..transfers.handle import Handle
 from ..transfers.make import kept_transfer
-from ..transfers.persistent import CallOptions, PlanOptions
+from ..transfers.persistent import CallOptions, PersistentTransfer, PlanOptions
 from .memory import check_storage, note_written, overlaps, storage_of
 from .reduction import check_reducible
 
@@ -96,50 +97,59 @@ def reshard_local(
         if rank in (1, 2, 3):
             assert column[:, 0].tolist() == [0, 0, 1, 1]
     """
-    parent = parent_group(group, _OP)
-    limit = seconds(timeout, parent.timeout)
-    for name, layout in (("src_layout", src_layout), ("dst_layout", dst_layout)):
-        if not isinstance(layout, Layout):
-            raise LayoutError(f"{_OP}: {name} must be a meshcast.Layout, found {type(layout).__name__}")
-    ranks = sorted({*src_layout.ranks, *dst_layout.ranks})
-    private = parent.private(ranks, _OP)
-    if parent.rank not in private.ranks:
-        return Handle(None, None, lambda: 0.0) if async_op else None
     try:
-        if dst_layout.has_partial:
-            raise LayoutError(
-                f"{_OP}: dst_layout {dst_layout} holds Partial; ask for Replicate or Shard instead"
-            )
-        check_reducible(src_layout, dtype, _OP)
-        device_types = _device_types(device)
-        holds = (parent.rank in src_layout.ranks, parent.rank in dst_layout.ranks)
-        if ("cuda", True) in zip(device_types, holds, strict=True):
-            require_gpu(_OP, copies_only=device_types != ("cuda", "cuda"))
-        problem = Problem(tuple(shape), dtype, src_layout, dst_layout)
-        options = PlanOptions(strategy, topology)
-        transfer = kept_transfer(parent, [problem], _OP, options, device_types=device_types)
-        if dst is not None:
+        parent = parent_group(group, _OP)
+        limit = seconds(timeout, parent.timeout)
+        for name, layout in (("src_layout", src_layout), ("dst_layout", dst_layout)):
+            if not isinstance(layout, Layout):
+                raise LayoutError(f"{_OP}: {name} must be a meshcast.Layout, found {type(layout).__name__}")
+        private = parent.private(sorted({*src_layout.ranks, *dst_layout.ranks}), _OP)
+        if parent.rank not in private.ranks:
+            return Handle(None, None, lambda: 0.0) if async_op else None
+        transfer = _transfer(
+            parent, src_layout, dst_layout, shape, dtype, device, PlanOptions(strategy, topology)
+        )
+        if dst is None:
+            local_shape = dst_layout.local_shapes(shape).get(parent.rank)
+            where = "cuda" if transfer._device_types[1] == "cuda" else None
+            dst = None if local_shape is None else torch.empty(local_shape, dtype=dtype, device=where)
+        else:
             check_storage(dst, _OP)
-    except LayoutError as error:
-        private.refuse(0, error, limit)
-        raise
-    if dst is None:
-        local_shape = dst_layout.local_shapes(shape).get(parent.rank)
-        where = "cuda" if device_types[1] == "cuda" else None
-        dst = None if local_shape is None else torch.empty(local_shape, dtype=dtype, device=where)
-    given = src
-    watched = [] if src is None else [src]
-    if src is not None and dst is not None:
-        if overlaps(src, dst):
-            given = src.clone()  # neighbours would read what already came in from others
-        if storage_of(src) == storage_of(dst):
-            watched = []  # this very call writes there
-    call = transfer.launch([given], [dst], limit, driven=not async_op)
+        given = src
+        watched = [] if src is None else [src]
+        if src is not None and dst is not None:
+            if overlaps(src, dst):
+                given = src.clone()  # neighbours would read what already came in from others
+            if storage_of(src) == storage_of(dst):
+                watched = []  # this very call writes there
+        call = transfer.launch([given], [dst], limit, driven=not async_op)
+    except Exception as error:
+        raise_refused(error, _OP, [src_layout, dst_layout], group, timeout)
     if dst is not None:
         written = dst
         call.on_success(lambda: note_written(written))
     handle = Handle(call, dst, lambda: transfer.plan.lower_bound, watched)
     return handle if async_op else handle.wait()
+
+
+def _transfer(
+    parent: ParentGroup,
+    src_layout: Layout,
+    dst_layout: Layout,
+    shape: Any,
+    dtype: Any,
+    device: Any,
+    options: PlanOptions,
+) -> PersistentTransfer:
+    if dst_layout.has_partial:
+        raise LayoutError(f"{_OP}: dst_layout {dst_layout} holds Partial; ask for Replicate or Shard instead")
+    check_reducible(src_layout, dtype, _OP)
+    device_types = _device_types(device)
+    holds = (parent.rank in src_layout.ranks, parent.rank in dst_layout.ranks)
+    if ("cuda", True) in zip(device_types, holds, strict=True):
+        require_gpu(_OP, copies_only=device_types != ("cuda", "cuda"))
+    problem = Problem(tuple(shape), dtype, src_layout, dst_layout)
+    return kept_transfer(parent, [problem], _OP, options, device_types=device_types)
 
 
 def _device_types(device: Any) -> DeviceTypes:

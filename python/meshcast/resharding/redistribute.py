@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ..base import checks
 from ..errors import LayoutError
+from ..groups.telling import raise_refused
 from .reshard import reshard
 
 if TYPE_CHECKING:
@@ -50,7 +51,11 @@ def enable_dtensor_redistribute(enabled: bool = True) -> None:
             return current(self, device_mesh, placements, **options)
         unknown = {name for name, value in options.items() if value} - {"async_op", "forward_dtype"}
         if unknown:
-            raise TypeError(f"redistribute to another mesh takes no {', '.join(sorted(unknown))}")
+            error = TypeError(f"redistribute to another mesh takes no {', '.join(sorted(unknown))}")
+            try:
+                raise_refused(error, "redistribute", [self, device_mesh])
+            except LayoutError:
+                raise error from None
         return reshard(self, device_mesh, placements, dtype=options.get("forward_dtype"))
 
     redistribute._meshcast_original = current  # type: ignore[attr-defined]

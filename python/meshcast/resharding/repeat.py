@@ -81,16 +81,22 @@ class Repeat:
             sources = [local]
         if torch.autograd._profiler_enabled():
             return False
-        work = flight = None
+        work = flight = core = None
         try:
             forks.check(self._group._born, self._op)
             with self._group._lock:
                 started = self._start(sources)
                 if started is None:
                     return False
-                work, flight = started
+                core, ordinal, work, flight = started
             work.wait()
         except BaseException as error:
+            if (
+                core is not None
+                and isinstance(error, MeshcastError)
+                and self._group.take_back(core, self._transfer._lane, ordinal)
+            ):
+                return False  # others had begun anew before it
             if flight is not None:
                 flight.failed(error)
             if not isinstance(error, MeshcastError):  # of a handler of a signal
@@ -101,11 +107,13 @@ class Repeat:
         flight.ended()
         return True
 
-    def _start(self, sources: list[torch.Tensor | None]) -> tuple[Any, Flight] | None:
+    def _start(self, sources: list[torch.Tensor | None]) -> tuple[Any, int, Any, Flight] | None:
         """As PrivateGroup.call and Transfer do; under the lock of the group."""
         group, transfer = self._group, self._transfer
         core, agreed = group._core, transfer._own
         if core is None or agreed is None or transfer._error is not None or group._thread is not None:
+            return None
+        if transfer._own_core is not core or group._refusals.open:
             return None
         lane = transfer._lane
         ordinal = group._ordinals.get(lane, 0)
@@ -114,9 +122,9 @@ class Repeat:
         flight.plan, flight.number = transfer._facts, (lane, ordinal, agreed.next_run())
         try:
             work = core.start(agreed, ordinal, False, sources, self._outputs, self._limit)
-        except Exception as error:
-            transfer._failure = error
+        except Exception as error:  # a general call finds out what to do about it
+            group._ordinals[lane] = ordinal
             flight.failed(error)
-            raise
+            return None
         group.watch(work)
-        return work, flight
+        return core, ordinal, work, flight

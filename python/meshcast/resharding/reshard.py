@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -13,10 +14,11 @@ from typing_extensions import Unpack
 
 from ..errors import LayoutError
 from ..groups.parent import parent_group, seconds
+from ..groups.telling import raise_refused
 from ..spec import TensorSpec
 from ..transfers.handle import Handle
 from ..transfers.persistent import CallOptions, PlanOptions
-from .arguments import Request, call_key, compiled_call, handle_of, start, tell_others
+from .arguments import Request, call_key, compiled_call, handle_of, start
 from .compile_trace import traced_reshard
 from .compiled_call import Compiled
 from .memory import check_storage
@@ -181,23 +183,15 @@ def reshard_many(
         assert weight.device_mesh == bias.device_mesh == target
     """
     op = "reshard_many"
-    parent_group(group, op)  # without a process group nothing else is worth telling
-    listed = _listed("xs", xs)
-    layouts = _listed("placements", placements)
-    gradients: list[Any] = (
-        [None] * len(listed) if grad_placements is None else _listed("grad_placements", grad_placements)
-    )
-    for name, given in (("placements", layouts), ("grad_placements", gradients)):
-        if len(given) != len(listed):
-            raise LayoutError(f"{op}: {len(given)} {name} for {len(listed)} tensors; give one for each")
-    if not listed:
-        raise LayoutError(f"{op}: nothing to transfer; give at least one tensor")
+    try:
+        parent_group(group, op)  # without a process group nothing else is worth telling
+        requests = _requests(op, xs, mesh, placements, dtype, grad_placements)
+    except Exception as error:
+        sources = xs if isinstance(xs, list | tuple) and xs else [None]
+        raise_refused(error, op, [mesh, *sources], group, timeout)
     return run_call(
         op,
-        [
-            Request(x, mesh, where, dtype, gradient)
-            for x, where, gradient in zip(listed, layouts, gradients, strict=True)
-        ],
+        requests,
         lambda results: results,
         async_op=async_op,
         group=group,
@@ -259,13 +253,12 @@ def reshard_(
         assert bool((out.to_local() == 1).all())
     """
     op = "reshard_"
-    parent = parent_group(group, op)
-    request = _request(out, x)
     try:
+        parent_group(group, op)
+        request = _request(out, x)
         _check(out, x)
-    except LayoutError as error:
-        tell_others(parent, [request], error, seconds(timeout, parent.timeout), op)
-        raise
+    except Exception as error:
+        raise_refused(error, op, [x, out], group, timeout)
     with torch.no_grad():
         return run_call(
             op,
@@ -296,18 +289,24 @@ def run_call(
     answer: from the results what the caller returns. out: takes the one result. planned: the fields of
     PlanOptions.
     """
-    parent = parent_group(group, op)
-    limit = seconds(timeout, parent.timeout)
-    requests = [_on_whole_mesh(request) for request in requests]
-    records = torch.is_grad_enabled()
-    kinds = [call_key(request, records) for request in requests]
-    key = None if None in kinds else (op, *kinds, *planned.values())
-    compiled: Compiled | None = parent.compiled.get(key) if key is not None else None
-    if compiled is None:
-        compiled = compiled_call(parent, requests, key, limit, op, PlanOptions(**planned))
-    xs = [request.x if isinstance(request.x, DTensor) else None for request in requests]
-    given = out if isinstance(out, DTensor) else None
-    results, call = start(compiled, xs, limit, None if out is None else [given], driven=not async_op)
+    try:
+        parent = parent_group(group, op)
+        limit = seconds(timeout, parent.timeout)
+        requests = [_on_whole_mesh(request) for request in requests]
+        records = torch.is_grad_enabled()
+        kinds = [call_key(request, records) for request in requests]
+        key = None if None in kinds else (op, *kinds, *planned.values())
+        compiled: Compiled | None = None
+        with suppress(TypeError):  # of what cannot be hashed: compiling says what is wrong with it
+            compiled = parent.compiled.get(key)
+        if compiled is None:
+            compiled = compiled_call(parent, requests, key, op, PlanOptions(**planned))
+        xs = [request.x if isinstance(request.x, DTensor) else None for request in requests]
+        given = out if isinstance(out, DTensor) else None
+        results, call = start(compiled, xs, limit, None if out is None else [given], driven=not async_op)
+    except Exception as error:
+        places = [place for request in requests for place in (request.x, request.mesh)]
+        raise_refused(error, op, places, group, timeout)
     if async_op:
         return handle_of(call, answer(results), compiled, xs, given)
     if call is not None:
@@ -322,6 +321,25 @@ def _on_whole_mesh(request: Request) -> Request:
     if not isinstance(request.mesh, DeviceMesh):  # refused later
         return request
     return request._replace(x=on_whole_mesh(x, request.mesh))
+
+
+def _requests(
+    op: str, xs: Any, mesh: Any, placements: Any, dtype: Any, grad_placements: Any
+) -> list[Request]:
+    listed = _listed("xs", xs)
+    layouts = _listed("placements", placements)
+    gradients: list[Any] = (
+        [None] * len(listed) if grad_placements is None else _listed("grad_placements", grad_placements)
+    )
+    for name, given in (("placements", layouts), ("grad_placements", gradients)):
+        if len(given) != len(listed):
+            raise LayoutError(f"{op}: {len(given)} {name} for {len(listed)} tensors; give one for each")
+    if not listed:
+        raise LayoutError(f"{op}: nothing to transfer; give at least one tensor")
+    return [
+        Request(x, mesh, where, dtype, gradient)
+        for x, where, gradient in zip(listed, layouts, gradients, strict=True)
+    ]
 
 
 def _listed(name: str, value: Any) -> list[Any]:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ..errors import LayoutError
+from ..errors import LayoutError, typed
 from ..groups.parent import parent_group, seconds
+from ..groups.telling import raise_refused
 from ..spec import TensorSpec
 from ..transfers.call import Call
 from ..transfers.handle import Handle
 from ..transfers.persistent import PlanOptions
-from .arguments import Request, handle_of, source_of, tell_others
+from .arguments import handle_of, source_of
 from .autograd import differentiable_call
 from .compiled_call import compile_call
 from .memory import check_storage
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Resharder"]
 
 _OP = "Resharder"
+_NO_SPEC = object()  # None is what something else than a DTensor has
 
 
 class Resharder:
@@ -61,13 +63,6 @@ class Resharder:
         reuse_output: bool = False,
         timeout: float | timedelta | None = None,
     ) -> None:
-        parent = parent_group(group, _OP)
-        self._limit = seconds(timeout, parent.timeout)
-        self._src, self._dst = _spec_of("src_spec", src_spec), _spec_of("dst_spec", dst_spec)
-        if tuple(self._src.shape) != tuple(self._dst.shape):
-            raise LayoutError(
-                f"{_OP}: src_spec has shape {tuple(self._src.shape)}, but dst_spec {tuple(self._dst.shape)}"
-            )
         self._options: dict[str, Any] = {
             "group": group,
             "strategy": strategy,
@@ -76,17 +71,23 @@ class Resharder:
             "timeout": timeout,
         }
         try:
+            parent = parent_group(group, _OP)
+            self._limit = seconds(timeout, parent.timeout)
+            self._src, self._dst = _spec_of("src_spec", src_spec), _spec_of("dst_spec", dst_spec)
+            if tuple(self._src.shape) != tuple(self._dst.shape):
+                raise LayoutError(
+                    f"{_OP}: src_spec has shape {tuple(self._src.shape)}, but dst_spec "
+                    f"{tuple(self._dst.shape)}"
+                )
             source = source_of(self._src, parent.rank, True, _OP, spec_inside=True)
             destination = Destination(self._dst.mesh, tuple(self._dst.placements), self._dst.dtype)
             options = PlanOptions(strategy, topology)
             self._compiled = compile_call(parent, [source], [destination], _OP, options, kept=False)
-        except LayoutError as error:  # of this rank alone, where it has no GPU: the others raise as they call
-            request = Request(self._src, self._dst.mesh, self._dst.placements)
-            tell_others(parent, [request], error, self._limit, _OP)
-            raise
-        self._known_spec: Any = None  # the spec object that the last source came with
-        self._kept = self._compiled.moves[0].allocate() if reuse_output else None
-        self._repeat = Repeat.of(self._compiled, self._kept, _OP, self._limit)
+            self._kept = self._compiled.moves[0].allocate() if reuse_output else None
+            self._repeat = Repeat.of(self._compiled, self._kept, _OP, self._limit)
+        except Exception as error:  # of this rank alone, where it has no GPU: the others raise as they call
+            raise_refused(error, _OP, [src_spec, dst_spec], group, timeout)
+        self._known_spec: Any = _NO_SPEC  # the spec object that the last source came with
         self._reverse: Resharder | None = None
 
     @property
@@ -135,23 +136,25 @@ class Resharder:
 
     def _begin(self, x: DTensor | None, out: DTensor | None, *, driven: bool) -> tuple[DTensor, Call | None]:
         compiled = self._compiled
-        differentiable = bool(compiled.differentiable) and torch.is_grad_enabled()
         try:
+            differentiable = bool(compiled.differentiable) and torch.is_grad_enabled()
             if x is not None and getattr(x, "_spec", None) is not self._known_spec:
                 self._check_source(x)
             self._check_gradient(x, out, differentiable)
             if out is not None:
                 self._check_out(out)
-        except LayoutError as error:
-            if compiled.transfer is not None:
-                compiled.transfer._group.refuse(0, error, self._limit)
-            raise
-        if differentiable:
-            (result,), call = differentiable_call(compiled, [x], self._limit, driven=driven)
-            return result, call
-        if out is None:
-            out = self._kept
-        (result,), call = compiled.begin([x], self._limit, None if out is None else [out], driven=driven)
+            if differentiable:
+                (result,), call = differentiable_call(compiled, [x], self._limit, driven=driven)
+                return result, call
+            if out is None:
+                out = self._kept
+            (result,), call = compiled.begin([x], self._limit, None if out is None else [out], driven=driven)
+        except Exception as error:
+            if compiled.transfer is None:
+                raise typed(error, _OP) from error
+            raise_refused(
+                error, _OP, (), self._options["group"], self._limit, private=compiled.transfer._group
+            )
         return result, call
 
     def _check_gradient(self, x: DTensor | None, out: DTensor | None, differentiable: bool) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..base import checks
-from ..errors import DeadlineExceededError
+from ..errors import DeadlineExceededError, mark_told
 from ..groups.parent import ParentGroup
 from ..layout import Layout
 from ..planning.plan import Problem
@@ -82,6 +82,11 @@ class Batch:
         """Seconds that no plan of it can beat."""
         return 0.0 if self._transfer is None else self._transfer.plan.lower_bound
 
+    def refuse(self, error: Exception, limit: float) -> None:
+        """Tells the other ranks that this one does not run it. limit: seconds."""
+        if self._transfer is not None:
+            self._transfer._group.refuse(0, error, limit)
+
     def run(
         self,
         sent: Mapping[str, torch.Tensor],
@@ -116,18 +121,22 @@ class Batch:
             targets.append(target)
         call = None
         if self._transfer is not None:
-            call = self._transfer.launch(
-                sources, targets, max(deadline - time.monotonic(), 1e-3), driven=True
-            )
-            call.wait()
-            if self._device_types != ("cpu", "cpu"):
-                _end_on_gpu(call, deadline)
-        if observe is not None:
-            for part, target in zip(self.parts, targets, strict=True):
-                if target is not None:
-                    observe(part, "dst", target.to(part.problem.dtype))
-        for name, local in landing.items():
-            arriving[name].copy_(local)
+            left = max(deadline - time.monotonic(), 1e-3)
+            call = self._transfer.launch(sources, targets, left, driven=True)
+        try:
+            if call is not None:
+                call.wait()
+                if self._device_types != ("cpu", "cpu"):
+                    _end_on_gpu(call, deadline)
+            if observe is not None:
+                for part, target in zip(self.parts, targets, strict=True):
+                    if target is not None:
+                        observe(part, "dst", target.to(part.problem.dtype))
+            for name, local in landing.items():
+                arriving[name].copy_(local)
+        except Exception as error:
+            mark_told(error)  # the others are in this call, or through with it
+            raise
         return call
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from ..groups.parent import parent_group, seconds
+from ..groups.telling import raise_refused
 from ..layout import Layout
 from ..transfers.handle import Handle
 from .state_arguments import Given
@@ -162,8 +163,15 @@ def reshard_state_dict(
         received = meshcast.reshard_state_dict(held, {"w": (serving, [Shard(1)])}, digest=True)
         assert bool((received["w"].to_local() == 1).all())
     """
-    parent = parent_group(group, OP)
-    limit = seconds(timeout, parent.timeout)
+    try:
+        parent = parent_group(group, OP)
+    except Exception as error:
+        raise_refused(error, OP, (), group, timeout)
+    limit, wrong = parent.timeout, None
+    try:
+        limit = seconds(timeout, parent.timeout)
+    except Exception as error:
+        wrong = error
     deadline = time.monotonic() + limit
     given = Given(
         state_dict,
@@ -181,7 +189,7 @@ def reshard_state_dict(
         strategy=strategy,
         topology=topology,
     )
-    prepared = Prepared(parent.rank, given, version)
+    prepared = Prepared(parent.rank, given, version, wrong=wrong)
     if async_op:
         return started(parent, prepared, limit)
     result = ReshardedState()

@@ -39,14 +39,14 @@ class Rows:
         self._all = Layout(self.ranks, [Replicate()])
         self._posted: list[str] = []
 
-    def connect(self, limit: float) -> None:
-        if self._group.board is None:
-            self._group.connect(limit)
-
     @property
     def _board(self) -> Board:
-        assert self._group.board is not None  # connect() came before
+        assert self._group.board is not None  # all ranks have been in gather()
         return self._group.board
+
+    def number(self) -> int:
+        """Of the next gathering, the same on all ranks."""
+        return self._group.next_ordinal(0)
 
     def gather(self, row: Sequence[int], limit: float) -> dict[int, list[int]]:
         """Every rank's row, all of one length."""

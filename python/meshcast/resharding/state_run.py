@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..base import checks
-from ..errors import LayoutError, PlanMismatchError
+from ..errors import AbortedError, DeadlineExceededError, PeerLostError, PlanMismatchError, typed, was_told
 from ..groups.parent import ParentGroup
 from ..layout import Layout
 from ..transfers.call import Call
@@ -25,7 +25,7 @@ from .state_batches import compile_batches
 from .state_digests import Digests, check_whole
 from .state_entries import local_of
 from .state_kept import Kept, Known
-from .state_moves import agree
+from .state_moves import Agreed, agree
 from .state_results import Memory, ReshardedState, arriving, fill, note_outputs
 from .state_rows import Rows
 from .state_specs import OP, decode, mismatch
@@ -48,25 +48,26 @@ class Prepared:
         version: Any,
         again: tuple[StateCall, Any] | None = None,
         written: Sequence[torch.Tensor] = (),
+        wrong: Exception | None = None,
     ) -> None:
         """again: a call that has been checked, and its key. written: tensors beside the outputs that the call
-        writes to."""
-        self.refused: LayoutError | None = None
+        writes to. wrong: what was found wrong before."""
+        self.refused: Exception | None = None
         self.call: StateCall | None = None
         self.key: Any = None
         self.version = _NONE
         self.versions: dict[str, list[tuple[torch.Tensor, int]]] = {}
         try:
+            if wrong is not None:
+                raise wrong
             self.version = _version(version)
             call = checked_call(rank, given) if again is None else again[0]
-            key = call.key() if again is None else again[1]
-            hash(key)  # here, where it is refused, and not where it is looked for
-            self.call, self.key = call, key
+            self.call, self.key = call, call.key() if again is None else again[1]
+            hash(self.key)  # here, where it is refused, and not where it is looked for
             self.versions = call.watched(written)
-        except LayoutError as error:
-            self.refused = error
-        except TypeError as error:
-            self.refused = LayoutError(f"{OP}: an argument cannot be used: {error}", rank=rank, op=OP)
+        except Exception as error:
+            self.refused = typed(error, OP, rank)
+            self.call = None
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -85,7 +86,6 @@ class Conversation:
     def __init__(self, parent: ParentGroup, versions: dict[Any, int]) -> None:
         self.parent = parent
         self.rows = Rows(parent)
-        self.calls = 0
         self.versions = versions
         self.kept = Kept()
 
@@ -103,21 +103,13 @@ class Conversation:
         place of new one. moving(): called once nobody has anything to refuse, before the first byte is
         written. Returns the kind and the transfers that were made."""
         rank, rows = self.parent.rank, self.rows
-        self.calls += 1
-        rows.connect(_left(deadline))
-        call = prepared.call
+        call, number = prepared.call, rows.number()
         if call is not None and known is None:
             known = self.kept.get(prepared.key)
-        exchange = f"specs {self.calls}"
-        changed_values = False
-        if prepared.refused is not None:
-            rows.post(exchange, str(prepared.refused))
-        elif call is not None and known is None:
-            rows.post(exchange, call.text())
-        elif call is not None and known is not None:
-            changed_values = known.values.get(rank, _NO_VALUES) != call.values
-            if changed_values:
-                rows.post(f"values {self.calls}", json.dumps(call.values))
+        exchange = f"specs {number}"
+        changed_values = (
+            call is not None and known is not None and known.values.get(rank, _NO_VALUES) != call.values
+        )
         row = [
             _REFUSED if prepared.refused is not None else _NONE if known is None else known.number,
             prepared.version,
@@ -126,69 +118,92 @@ class Conversation:
             int(changed_values),
         ]
         said = rows.gather(row, _left(deadline))
-        self._raise_refusals(prepared, said, exchange, deadline)
+        if prepared.refused is not None:
+            rows.post(exchange, str(prepared.refused))
+            raise prepared.refused
+        self._raise_another(said, "refused its arguments", exchange, deadline)
         assert call is not None
         version = _agreed_version(said, rank)
         if known is None or any(theirs[0] != known.number for theirs in said.values()):
-            if known is not None:
-                rows.post(exchange, call.text())
-            known = self._compiled(call, exchange, deadline)
+            rows.post(exchange, call.text())
+            agreed, carried = self._agreed(call, exchange, deadline)
+            known = None
         else:
+            agreed, carried = known.agreed, known.values
+            topic = f"values {number}"
+            if changed_values:
+                rows.post(topic, json.dumps(call.values))
             for other, theirs in said.items():
                 if theirs[4]:
-                    known.values[other] = json.loads(rows.read(f"values {self.calls}", other, deadline))
-        values = _merged(known.values, rank)
+                    carried[other] = json.loads(rows.read(topic, other, deadline))
+        values = _merged(carried, rank)
         moving()
-        reused = None if memory is None else memory.fitting(known.agreed.targets)
-        arrived = reused or arriving(call, known.agreed.targets, rank)
-        digests = Digests(rank, len(known.parts)) if call.options["digest"] else None
-        observe = None if digests is None else digests.observe
-        written = [*map(local_of, call.outs.values()), *(reused or {}).values()]
-        sent = call.sent(written)
-        if reused is not None:
-            reused.update(arrived)
-        made = [batch.run(sent, arrived, deadline, observe) for batch in known.batches]
-        self.kept.add(prepared.key, known)
+        digests = Digests(rank, len(agreed.moves)) if call.options["digest"] else None
+        failure: Exception | None = None
+        arrived: dict[str, torch.Tensor] = {}
+        made: list[Call | None] = []
+        try:
+            if known is None:
+                known = Known(number, agreed, compile_batches(self.parent, agreed, call), carried)
+            reused = None if memory is None else memory.fitting(agreed.targets)
+            arrived = reused or arriving(call, agreed.targets, rank)
+            written = [*map(local_of, call.outs.values()), *(reused or {}).values()]
+            sent = call.sent(written)
+            if reused is not None:
+                reused.update(arrived)
+            for batch in known.batches:
+                made.append(batch.run(sent, arrived, deadline, None if digests is None else digests.observe))
+            self.kept.add(prepared.key, known)
+        except (DeadlineExceededError, PeerLostError, AbortedError):
+            raise
+        except Exception as error:  # of one rank's tensors: ranks that do not need them have to hear of it
+            failure = typed(error, OP, rank)
+            for batch in [] if known is None else known.batches[len(made) + was_told(error) :]:
+                batch.refuse(failure, _left(deadline))
         changed = [
-            number
-            for number, name in enumerate(known.sources)
+            index
+            for index, name in enumerate([] if known is None else known.sources)
             if any(tensor._version != seen for tensor, seen in prepared.versions.get(name, ()))
         ]
-        last = [changed[0] if changed else _NONE, *([] if digests is None else digests.row())]
-        ended = rows.gather(last, _left(deadline))
+        state = _REFUSED if failure is not None else changed[0] if changed else _NONE
+        ended = rows.gather([state, *([] if digests is None else digests.row())], _left(deadline))
         rows.forget()
+        if failure is not None:
+            rows.post(f"failed {number}", str(failure))
+            raise failure
+        self._raise_another(ended, "could not take part", f"failed {number}", deadline)
+        assert known is not None
         note_outputs(call)
         check_whole(known.parts, known.sources, ended, rank, digests is not None)
         if version != _NONE:
             self.versions[prepared.names] = version
-        fill(result, call, known.agreed.targets, arrived, values)
+        fill(result, call, agreed.targets, arrived, values)
         result.version = None if version == _NONE else version
         return known, [each for each in made if each is not None]
 
-    def _raise_refusals(
-        self, prepared: Prepared, said: Mapping[int, list[int]], exchange: str, deadline: float
-    ) -> None:
+    def _raise_another(self, said: Mapping[int, list[int]], what: str, topic: str, deadline: float) -> None:
+        """Raises where another rank's row says that it raises, with what it posts about it."""
         for other, theirs in said.items():
             if theirs[0] == _REFUSED:
-                if prepared.refused is not None:
-                    raise prepared.refused
                 raise PlanMismatchError(
-                    f"{OP}: rank {other} refused its arguments: {self.rows.read(exchange, other, deadline)}",
+                    f"{OP}: rank {other} {what}: {self.rows.read(topic, other, deadline)}",
                     rank=self.parent.rank,
                     peer=other,
                     op=OP,
                     phase="agree",
                 )
 
-    def _compiled(self, call: StateCall, exchange: str, deadline: float) -> Known:
+    def _agreed(
+        self, call: StateCall, exchange: str, deadline: float
+    ) -> tuple[Agreed, dict[int, dict[str, Any]]]:
+        """From what all ranks said; the same on all, or the same error."""
         layouts: dict[Layout, Layout] = {}
         sides = {
             other: decode(self.rows.read(exchange, other, deadline), layouts) for other in self.rows.ranks
         }
-        agreed = agree(sides, call.maps, self.parent.rank)
-        _merged({other: side.carried for other, side in sides.items()}, self.parent.rank)
-        batches = compile_batches(self.parent, agreed, call)
-        return Known(self.calls, agreed, batches, {other: side.carried for other, side in sides.items()})
+        return agree(sides, call.maps, self.parent.rank), {
+            other: side.carried for other, side in sides.items()
+        }
 
 
 def conversation(parent: ParentGroup) -> Conversation:

@@ -30,6 +30,7 @@ class CallNumber:
     ordinal: int = -1
     run: int = -1
     agreed: _C.AgreedPlan | None = None
+    core: _C.GroupCore | None = None  # with which that was made
 
 
 class Call:
@@ -50,6 +51,8 @@ class Call:
         self.flight: Flight | None = None  # its entry in the flight record
         self.overdue: Callable[[], None] = lambda: None  # for who has waited in vain for its start
         self.brought: Any = None  # what its medium keeps for it
+        # For who waits in a thread of the program, once the work has failed: see PrivateGroup.begin_again.
+        self.begin_again: Callable[[], bool] | None = None
         self.interrupted: Callable[[str, BaseException], None] = lambda _op, _raised: None
         self._born = forks.count
         self._lock = threading.Lock()
@@ -114,6 +117,19 @@ class Call:
             self.interrupted(self.op, raised)
             raise
 
+    def _begins_again(self) -> bool:
+        if self.begin_again is None or self._born != forks.count:
+            return False
+        with self._lock:
+            work, self.work, self._settled = self.work, None, None
+        again = False
+        try:
+            again = self.begin_again()
+        finally:
+            if not again:
+                self.work = work
+        return again
+
     def _end(self) -> None:
         if not self.settled:
             forks.check(self._born, self.op)
@@ -136,10 +152,14 @@ class Call:
         try:
             self.work.wait()
         except MeshcastError as error:
+            if self._begins_again():
+                return self._end()
+            self.begin_again = None
             self.error = error
             if self.flight is not None:
                 self.flight.failed(error)
             raise
+        self.begin_again = None  # it holds the tensors, and the plan
         if self._success is not None:
             with self._lock:
                 step, self._success = self._success, None

@@ -69,6 +69,7 @@ class Handle(Generic[T]):
     def get_future(self) -> torch.futures.Future[T]:
         """A future of the result. Its wait() raises the same typed errors as wait() here."""
         future: _Future[T] = _Future(self._call)
+        self._call.begin_again = None  # callbacks run on threads that must not wait for another life
 
         def finish(_: Any = None) -> None:
             try:

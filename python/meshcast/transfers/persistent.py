@@ -13,7 +13,15 @@ import torch
 from .. import _C
 from ..base.checks import dtype_name
 from ..base.observe import Flight, log, profiled, profiling
-from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PeerLostError
+from ..errors import (
+    AbortedError,
+    DeadlineExceededError,
+    LayoutError,
+    MeshcastError,
+    PeerLostError,
+    mark_told,
+    typed,
+)
 from ..groups.parent import ParentGroup, seconds
 from ..planning.plan import Plan, Problem, plan_many
 from .call import Call, CallNumber
@@ -113,6 +121,7 @@ class PersistentTransfer:
         self._facts: dict[str, Any] | None = None
         self._reverse_facts: dict[str, Any] | None = None
         self._own: _C.AgreedPlan | None = None
+        self._own_core: _C.GroupCore | None = None  # with which its ranks have agreed on it
         self._descriptor = ""
         self._error: Exception | None = None  # why the transfer cannot run
         self._failure: Exception | None = None  # of the last attempt to agree
@@ -168,11 +177,14 @@ class PersistentTransfer:
             self._check("destination", dst, self._destination)
             self._medium.check((*src, *dst))
             src, dst = self._medium.bring(call, resolved(src), dst, reverse=False)
-        except MeshcastError as error:
-            call.failed(error)
-            self._group.refuse(self._lane, error, timeout)
-            raise
+        except Exception as error:
+            found = typed(error, self._op, self._group.rank)
+            call.failed(found)
+            self._group.refuse(self._lane, found, timeout).wait()
+            mark_told(found)
+            raise found from error.__cause__ if found is error else error
         command = _Start(self, call, src, dst, reverse=False)
+        call.begin_again = command.begin_again
         self._submit(command)
         call.number.ordinal = command.ordinal if command.ordinal is not None else -1
         return call
@@ -195,10 +207,12 @@ class PersistentTransfer:
     def _submit(self, command: _Start) -> None:
         try:
             self._group.submit(command)
-        except MeshcastError:
+        except MeshcastError as error:
+            mark_told(error)
             raise
         except BaseException as raised:  # of a handler of a signal: whether it was counted is not known
             self._group.interrupted(self._op, raised)
+            mark_told(raised)
             raise
 
     def reject_reverse(self, number: CallNumber, error: Exception, timeout: float) -> None:
@@ -214,7 +228,8 @@ class PersistentTransfer:
 
     def _has_agreed(self) -> bool:
         """Whether a start would not have to wait. Only while no command of the group is running."""
-        agreed = self._own is not None if self._kind is None else self._kind in self._group.agreements
+        group = self._group
+        agreed = self._own_core is group._core if self._kind is None else self._kind in group.agreements
         return agreed and self._plan is not None
 
     def _agreed(self, core: _C.GroupCore, ordinal: int, call: Call) -> _C.AgreedPlan:
@@ -226,12 +241,12 @@ class PersistentTransfer:
 
     def _agreement(self, core: _C.GroupCore, ordinal: int, call: Call) -> _C.AgreedPlan:
         kinds = self._group.agreements
-        found = self._own if self._kind is None else kinds.use(self._kind)
+        own = self._own if self._own_core is core else None
+        found = own if self._kind is None else kinds.use(self._kind)
         try:
             self._compile()
         except Exception as error:
-            if found is None:
-                core.reject(self._lane, ordinal, f"rank {self._group.rank}: {error}")
+            core.refuse(self._lane, ordinal, str(typed(error, self._op)), agreed=found is not None)
             raise
         if found is not None:
             return found
@@ -252,7 +267,7 @@ class PersistentTransfer:
             raise
         log.info("rank %d: agreed on %s", self._group.rank, self._descriptor)
         if self._kind is None:
-            self._own = agreed
+            self._own, self._own_core = agreed, core
         else:
             kinds.add(self._kind, agreed)
         return agreed
@@ -300,6 +315,8 @@ class _Agreement:
     """Command of a group: the ranks agree on a transfer that nobody has started yet."""
 
     ordinal: int | None = None
+    refusal: Exception | None = None
+    meets = True
 
     def __init__(self, transfer: PersistentTransfer, call: Call) -> None:
         self._transfer, self._call = transfer, call
@@ -308,19 +325,25 @@ class _Agreement:
     def ready(self) -> bool:
         return False
 
-    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> None:
+    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:
         transfer = self._transfer
         assert self.ordinal is not None  # submit() has counted it
         try:
             transfer._agreed(_running(core, error), self.ordinal, self._call)
         except Exception as cause:
+            if core is not None and transfer._group.left(core, self.lane, self.ordinal):
+                return True
             transfer._error = cause
-        finally:
-            transfer._compiled.set()
+        transfer._compiled.set()
+        return False
 
 
 class _Start:
     """Command of a group: one start of a transfer, which the ranks agree on first where they have not."""
+
+    refusal: Exception | None = None
+    meets = True
+    _core: _C.GroupCore | None = None  # with which it was begun
 
     def __init__(
         self, transfer: PersistentTransfer, call: Call, src: Shards, dst: Shards, *, reverse: bool
@@ -335,10 +358,19 @@ class _Start:
         transfer = self._transfer
         return transfer._medium.ready(self._call) and (self._reverse or transfer._has_agreed())
 
-    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> None:
+    def begin_again(self) -> bool:
+        """After the work of a call failed that somebody waits for: see PrivateGroup.begin_again."""
+        core = self._core
+        if self._reverse or core is None or not isinstance(self._transfer._medium, HostMedium):
+            return False
+        return self._transfer._group.begin_again(self, core)
+
+    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:
         transfer, call, reverse = self._transfer, self._call, self._reverse
         number = call.number
         assert self.ordinal is not None  # submit() has counted it
+        starts = False
+        self._core = core
         try:
             running = _running(core, error)
             if transfer._error is not None:
@@ -348,13 +380,24 @@ class _Start:
                 raise transfer._failure or MeshcastError(
                     f"{transfer._op}: the call itself has failed", op=call.op
                 )
+            if reverse and number.core is not running:
+                raise AbortedError(
+                    f"rank {transfer._group.rank}: {call.op} call {self.ordinal} of "
+                    f"{transfer._group.name}: the group has begun anew since the forward of this call, since "
+                    "a rank refused another one; run the step again",
+                    rank=transfer._group.rank,
+                    op=call.op,
+                    sequence=self.ordinal,
+                    phase="start",
+                )
             if not reverse:
                 number.run = agreed.next_run()
                 if transfer._backward is not None:
-                    number.agreed = agreed
+                    number.agreed, number.core = agreed, running
             if call.flight is not None:
                 call.flight.plan = transfer._reverse_facts if reverse else transfer._facts
                 call.flight.number = (self.lane, self.ordinal, number.run)
+            starts = True
             work, statistics = transfer._medium.start(
                 running,
                 call,
@@ -366,14 +409,27 @@ class _Start:
                 timeout=max(call.remaining(), 1e-3),
             )
         except Exception as cause:
+            if core is not None:
+                group = transfer._group
+                if group.left(core, self.lane, self.ordinal) and not reverse:
+                    return True
+                if starts and core.error() is None:
+                    cause = typed(cause, call.op, group.rank)
+                    if group.runs_here():  # before this rank goes on
+                        core.refuse(self.lane, self.ordinal, str(cause), agreed=True)
+                        group.left(core, self.lane, self.ordinal)
+                    else:
+                        self.refusal = cause
+                elif isinstance(cause, AbortedError):
+                    cause = group.refused_error(core, self.lane, self.ordinal) or cause
             transfer._failure = cause
             call.failed(cause)
         else:
             call.started(work, statistics)
             transfer._group.watch(call)
-        finally:
-            if not transfer._compiled.is_set():  # worth it: set() takes a lock and looks for who waits
-                transfer._compiled.set()
+        if not transfer._compiled.is_set():  # worth it: set() takes a lock and looks for who waits
+            transfer._compiled.set()
+        return False
 
 
 def _more_text(problems: Sequence[Problem]) -> str:

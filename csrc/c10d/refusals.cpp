@@ -1,0 +1,87 @@
+#include "c10d/refusals.h"
+
+#include <algorithm>
+#include <sstream>
+#include <thread>
+
+#include <fmt/format.h>
+
+#include "c10d/agreed_plan.h"
+
+namespace meshcast {
+namespace {
+
+constexpr int32_t kRefusedCall = 64;  // kind of such a cause; no ErrorKind
+constexpr auto kPause = std::chrono::milliseconds(5);
+constexpr const char* kOver = "over";
+constexpr const char* kGoesOn = "goes on";
+
+}  // namespace
+
+Cause as_cause(const RefusedCall& refused) {
+  return {kRefusedCall, refused.rank, -1,
+          fmt::format("{} {} {}", refused.call.lane, refused.call.ordinal, refused.text)};
+}
+
+std::optional<RefusedCall> refused_in(const Cause& cause) {
+  if (cause.kind != kRefusedCall) return std::nullopt;
+  std::istringstream head(cause.text);
+  RefusedCall out;
+  out.rank = cause.reporter;
+  if (!(head >> out.call.lane >> out.call.ordinal)) return std::nullopt;
+  head.get();
+  std::getline(head, out.text, '\0');
+  return out;
+}
+
+bool goes_before(CallId call, CallId refused) {
+  const bool backward = call.lane == AgreedPlan::kReverseLane;
+  if (call.lane != refused.lane) return backward;
+  return !backward && call.ordinal < refused.ordinal;
+}
+
+Error error_of(const RefusedCall& refused, const GroupIdentity& group) {
+  ErrorContext context;
+  context.rank = group.rank;
+  context.peer = refused.rank == group.rank ? -1 : refused.rank;
+  context.op = "reshard";
+  context.sequence = refused.call.ordinal;
+  context.phase = "agree";
+  return {ErrorKind::PlanMismatch,
+          fmt::format("rank {}: call {} of {}: rank {} refused its arguments: {}. Calls before it go on to "
+                      "their end; the group can be used for the next",
+                      group.rank, refused.call.ordinal, group.name, refused.rank, refused.text),
+          context};
+}
+
+Life decide(Bulletin& bulletin, CallId call, Life mine) {
+  return bulletin.decide(call.lane, call.ordinal, mine == Life::Over ? kOver : kGoesOn) == kOver ? Life::Over
+                                                                                                 : Life::GoesOn;
+}
+
+Cause await_cause(Bulletin& bulletin, TimePoint limit) {
+  for (;;) {
+    if (const auto cause = bulletin.read_cause()) return *cause;
+    if (Clock::now() >= limit)
+      throw Error(ErrorKind::DeadlineExceeded, "a rank that ended its group did not say why in time");
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
+Others look_for_others(Bulletin& bulletin, const GroupIdentity& group, CallId call, TimePoint limit,
+                       const std::function<bool()>& over) {
+  for (;;) {
+    size_t refusing = 1;
+    for (const int32_t other : group.ranks) {
+      if (other == group.rank) continue;
+      const auto posting = bulletin.read(Bulletin::Board::Agreement, call.lane, call.ordinal, other);
+      if (posting && !posting->rejected) return Others::Agree;
+      if (posting) ++refusing;
+    }
+    if (refusing == group.ranks.size()) return Others::AllRefuse;
+    if (Clock::now() >= limit || over()) return Others::Unseen;
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
+}  // namespace meshcast

@@ -1,0 +1,135 @@
+"""What a public call raises on one rank before it has begun: the other ranks of the call raise as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..base import forks
+from ..base.observe import log
+from ..errors import AbortedError, LayoutError, mark_told, typed, was_told
+from ..layout import Layout
+from .parent import ParentGroup, known_parents, parent_group, seconds
+from .refusals import OpenRefusal, OpenRefusals
+
+if TYPE_CHECKING:
+    from .private import PrivateGroup
+
+__all__ = ["raise_refused"]
+
+
+def raise_refused(
+    error: Exception,
+    op: str,
+    places: Iterable[Any],
+    group: Any = None,
+    timeout: float | timedelta | None = None,
+    *,
+    prepares: bool = False,
+    private: PrivateGroup | None = None,
+) -> NoReturn:
+    """Raises what a call raises here that got `error` from its arguments, and tells the other ranks, unless
+    they know.
+
+    places: what was given for sources and destinations (tensors, specs, meshes, layouts, lists of ranks), in
+    whatever state; from them, or as `private`, the ranks of the call are known. Where one cannot be read, the
+    ranks that wait for this one are looked for. group, timeout: as they were given.
+    """
+    found = error
+    if not was_told(error) and dist.is_available() and dist.is_initialized():
+        found = typed(error, op, dist.get_rank())
+        mark_told(found)
+        try:
+            _tell(found, op, places, group, timeout, prepares, private)
+        except Exception as failed:  # this rank's error is worth more than the obstacle to telling it
+            log.warning("%s: the other ranks could not be told of an error: %s", op, failed)
+    elif not was_told(error):
+        found = typed(error, op)
+    if found is error:
+        raise error
+    raise found from error
+
+
+def _tell(
+    error: Exception,
+    op: str,
+    places: Iterable[Any],
+    group: Any,
+    timeout: Any,
+    prepares: bool,
+    private: PrivateGroup | None,
+) -> None:
+    parents, sure = _parents(group, op)
+    if not parents:
+        return
+    limit = _limit(timeout, parents[0])
+    if private is not None:
+        private.refuse(0, error, limit).wait()
+        return
+    known: set[int] = set()
+    complete = True
+    for place in places:
+        # A list of numbers is ranks for prepare() alone.
+        ranks = None if isinstance(place, list) and not prepares else _ranks_of(place)
+        complete = complete and ranks is not None
+        known.update(ranks or ())
+    parent = parents[0]
+    if complete and known and sure:
+        if parent.rank not in known:
+            return  # nobody waits for it
+        if parent.ranks.issuperset(known):
+            parent.private(sorted(known), op).refuse_call(error, limit, prepares=prepares).wait()
+            return
+        known = set()
+    refusal = OpenRefusal(error, frozenset(known), prepares, limit)
+    for each in parents:
+        each.refusals.add(refusal, keeps=len(parents) == 1)
+    OpenRefusals.settle(refusal, [each.refusals for each in parents])
+
+
+def _parents(group: Any, op: str) -> tuple[list[ParentGroup], bool]:
+    """Where a call with this group may have ranks that wait, and whether that is sure. None in a forked
+    child, which has no part in any, and for a group without this rank."""
+    try:
+        return [parent_group(group, op)], True
+    except AbortedError:
+        return [], False
+    except Exception:  # whatever was given for it
+        if type(group) is int and group == dist.GroupMember.NON_GROUP_MEMBER:
+            return [], False
+        return [parent for parent in known_parents() if parent._born == forks.count], False
+
+
+def _limit(timeout: Any, parent: ParentGroup) -> float:
+    try:
+        return seconds(timeout, parent.timeout)
+    except Exception:
+        return parent.timeout
+
+
+def _ranks_of(place: Any) -> set[int] | None:
+    """Global ranks; None where they cannot be read."""
+    try:
+        if isinstance(place, Layout):
+            return set(place.ranks)
+        if isinstance(place, list):
+            return {rank for each in place for rank in _each_rank(each)}
+        mesh = place if isinstance(place, DeviceMesh) else None
+        mesh = mesh or (place.device_mesh if isinstance(place, DTensor) else place.mesh)
+        return {int(rank) for rank in mesh.mesh.flatten().tolist()} if isinstance(mesh, DeviceMesh) else None
+    except Exception:
+        return None
+
+
+def _each_rank(place: Any) -> set[int]:
+    if isinstance(place, int) and place >= 0:
+        return {place}
+    ranks = _ranks_of(place)
+    if ranks is None:
+        raise LayoutError("no ranks")
+    return ranks
