@@ -124,9 +124,10 @@ asan tsan: $(VENV)/.stamp-build
 	$(LOCK) cmake --build build/$@ -j$(JOBS) --target meshcast_tests
 	build/$@/meshcast_tests
 
-# Ranks that fail at every moment, FAULT_SECONDS of it.
+# Ranks that fail at every moment, FAULT_SECONDS of it, then refused calls and ways to end, as many in proportion.
 test-faults: build faults $(VENV)/.stamp-dev
-	@MESHCAST_FAULT_SECONDS=$(FAULT_SECONDS) $(PY) -m pytest tests/fault/test_matrix.py $(PYTEST_ARGS)
+	@MESHCAST_FAULT_SECONDS=$(FAULT_SECONDS) $(PY) -m pytest tests/fault/test_matrix.py \
+	    tests/fault/test_drawn_arguments.py tests/fault/test_exits.py $(PYTEST_ARGS)
 
 fuzz: build $(VENV)/.stamp-fuzz
 	@PY=$(PY) JOBS=$(JOBS) tools/fuzz.sh $(FUZZ_SECONDS) $(FUZZ_SEED) $(FUZZ_RUNS)

@@ -32,7 +32,7 @@ ErrorContext context_of(const GroupIdentity& group, CallId call, int32_t peer) {
 
 // A rank may have given up on the group before it came to this call.
 void raise_if_broken(Bulletin& bulletin, const GroupIdentity& group, CallId call) {
-  if (const auto cause = bulletin.read_cause()) raise_cause(*cause, group, call);
+  if (const auto cause = bulletin.read_cause()) raise_if_ended(*cause, group, call);
 }
 
 // Every rank that waits for others looks after those that follow it in the group, up to the first that waits
@@ -50,7 +50,7 @@ void raise_if_lost(Bulletin& bulletin, const GroupIdentity& group, CallId call, 
                         fmt::format("call {} of {}: rank {} lost rank {} in phase agree after {:.2f} s: {}. "
                                     "Look at that rank's own output first.",
                                     call.ordinal, group.name, group.rank, other, waited, why)};
-      raise_cause(bulletin.settle_cause(cause), group, call);
+      raise_if_ended(bulletin.settle_cause(cause), group, call);
     }
     if (came(other)) return;
   }
@@ -77,10 +77,7 @@ void check_posting(const GroupIdentity& group, CallId call, const std::string& d
 }  // namespace
 
 void raise_cause(const Cause& cause, const GroupIdentity& group, CallId call) {
-  if (const auto refused = refused_in(cause)) {
-    if (goes_before(call, refused->call)) return;
-    throw BrokenError(error_of(*refused, group), cause);
-  }
+  if (const auto refused = refused_in(cause)) throw BrokenError(error_of(*refused, group), cause);
   if (cause.kind == static_cast<int32_t>(ErrorKind::PeerLost)) {
     const std::string seen =
         cause.reporter == group.rank ? "" : fmt::format(" (first seen by rank {})", cause.reporter);
@@ -93,6 +90,11 @@ void raise_cause(const Cause& cause, const GroupIdentity& group, CallId call) {
                                 call.ordinal, group.name, cause.reporter, cause.text),
                     context_of(group, call, peer_in(cause, group.rank)));
   throw BrokenError(error, cause);
+}
+
+void raise_if_ended(const Cause& cause, const GroupIdentity& group, CallId call) {
+  const auto refused = refused_in(cause);
+  if (!refused || !goes_before(call, refused->call)) raise_cause(cause, group, call);
 }
 
 std::string format_ranks(const std::vector<int32_t>& ranks) {

@@ -50,6 +50,9 @@ struct BrokenError : Error {
 // Throws BrokenError, as an error of this call.
 [[noreturn]] void raise_cause(const Cause& cause, const GroupIdentity& group, CallId call);
 
+// The same, but returns where the cause is a refusal of a later call: this one goes on.
+void raise_if_ended(const Cause& cause, const GroupIdentity& group, CallId call);
+
 // "[1, 4, 5]"
 std::string format_ranks(const std::vector<int32_t>& ranks);
 

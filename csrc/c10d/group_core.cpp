@@ -212,7 +212,7 @@ void GroupCore::raise_if_told(CallId call) {
   for (size_t peer = 0; peer < identity_.ranks.size(); ++peer) {
     if (identity_.ranks[peer] == identity_.rank) continue;
     const std::string told = network_->told(static_cast<int>(peer));
-    if (!told.empty()) raise_cause(decode_cause(told), identity_, call);
+    if (!told.empty()) raise_if_ended(decode_cause(told), identity_, call);
   }
 }
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fault.extent import part
 from multiproc.harness import run_world
 
 MODULE = Path(__file__).with_name("cases_drawn_arguments.py")
@@ -41,4 +42,4 @@ def test_drawn(medium: str) -> None:
 @pytest.mark.timeout(1900)
 @pytest.mark.parametrize("medium", MEDIA)
 def test_many_drawn(medium: str) -> None:
-    _draw(medium, time.time_ns() % 1_000_000, 300, 1800.0)
+    _draw(medium, time.time_ns() % 1_000_000, part(300), 1800.0)

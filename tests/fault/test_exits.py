@@ -6,9 +6,10 @@ import os
 
 import pytest
 from fault.exits import draw, run
+from fault.extent import part
 
 _SEED = int(os.environ.get("EXIT_SEED", "1"))
-_MANY = int(os.environ.get("EXIT_ROUNDS", "200"))
+_MANY = int(os.environ.get("EXIT_ROUNDS", part(300)))
 
 
 @pytest.mark.timeout(200)

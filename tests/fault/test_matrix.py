@@ -7,16 +7,14 @@ matrix, each time with other seeds; `make test-faults` takes thirty.
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import time
 from collections.abc import Iterator
 
 import pytest
+from fault.extent import SECONDS
 from fault.matrix import FAULT_BUILD, ROOT, Ranks, ranks
 from fault.rounds import BY_CLOCK, BY_POINT, FAULTS, TRANSPORTS, combinations, draw
-
-_SLOW_SECONDS = float(os.environ.get("MESHCAST_FAULT_SECONDS", "600"))
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +66,12 @@ def test_a_build_with_fault_points_has_them() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(_SLOW_SECONDS + 300)
+@pytest.mark.timeout(SECONDS + 300)
 def test_matrix(parent_with_points: Ranks) -> None:
     """All faults at all moments, in an order that a seed draws; the seed of a round that fails is in its
     error."""
     first = time.time_ns() % 1_000_000 * 1000
-    end = time.monotonic() + _SLOW_SECONDS
+    end = time.monotonic() + SECONDS
     wrong, done = [], 0
     for turn in itertools.count():
         rounds = combinations(TRANSPORTS, list(FAULTS), [*BY_CLOCK, *BY_POINT])
@@ -81,7 +79,7 @@ def test_matrix(parent_with_points: Ranks) -> None:
         for transport, fault, moment in rounds:
             if time.monotonic() > end:
                 assert not wrong, f"{len(wrong)} of {done} rounds:\n" + "\n\n".join(wrong)
-                assert done > _SLOW_SECONDS / 60
+                assert done > SECONDS / 60
                 return
             try:
                 _check(parent_with_points, first + done, transport, fault, moment)
