@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import setuptools
@@ -20,7 +21,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from build_tools import require_tools, require_torch, require_writable, stop  # noqa: E402
+from build_tools import require_python, require_tools, require_torch, require_writable, stop  # noqa: E402
 
 
 def long_description() -> str:
@@ -34,6 +35,7 @@ class CMakeBuild(build_ext):
     """Configures and builds the target _C. In place, the build folder is the one of `make build`."""
 
     def run(self) -> None:
+        require_python(Path(sysconfig.get_path("include")))
         site = require_torch()
         cmake = require_tools()
         in_place = self.inplace or self.editable_mode

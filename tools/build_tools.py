@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 OLDEST_TORCH = "2.11"
+OLDEST_PYTHON = (3, 10)
 
 
 def stop(sentence: str) -> NoReturn:
@@ -74,6 +75,20 @@ def torch_version() -> str | None:
     return match[1] if match else None
 
 
+def require_python(headers: Path) -> None:
+    """headers: where they are, or should be."""
+    if sys.version_info < OLDEST_PYTHON:
+        stop(
+            f"{sys.executable} is Python {sys.version.split()[0]}, which is too old: build with Python "
+            f"{'.'.join(map(str, OLDEST_PYTHON))} or newer."
+        )
+    if not (headers / "Python.h").exists():
+        stop(
+            f"Python.h is not in {headers}: install the development headers of Python "
+            f"{sysconfig.get_python_version()} (on Debian: apt-get install python3-dev)."
+        )
+
+
 def require_torch() -> Path:
     """Its folder of packages."""
     folder = torch_site()
@@ -81,6 +96,14 @@ def require_torch() -> Path:
         stop(
             f"torch is not installed for {sys.executable}, and the extension must be built against the torch "
             "that it will run with: install torch first, then meshcast."
+        )
+    version = torch_version() or "0"
+    if [int(part) for part in re.findall(r"\d+", version)[:2]] < [
+        int(part) for part in OLDEST_TORCH.split(".")
+    ]:
+        stop(
+            f"torch {version} at {folder / 'torch'} is too old: install torch {OLDEST_TORCH} or newer, then "
+            "meshcast."
         )
     return folder
 

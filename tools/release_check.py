@@ -64,7 +64,11 @@ def check_documents(tree: Path, version: str) -> str:
     named = re.findall(r"Version (\d+\.\d+\.\d+)", (tree / "docs" / "limitations.md").read_text())
     if named != [version]:
         raise WrongError(f"docs/limitations.md names {', '.join(named) or 'no version'}, expected {version}")
-    return "docs/limitations.md names it"
+    minor = version.rpartition(".")[0]
+    status = re.findall(r"Status: (\d+\.\d+)", (tree / "README.md").read_text())
+    if status != [minor]:
+        raise WrongError(f"README.md has status {', '.join(status) or 'of no version'}, expected {minor}")
+    return "docs/limitations.md and README.md name it"
 
 
 def check_tag(tree: Path, version: str) -> str:

@@ -1,4 +1,4 @@
-"""Compares the torch that is imported with the torch that the extension module was built for.
+"""Compares the torch and the Python that run with those that the extension module was built for.
 
 c10d's classes change their layout between minor releases of torch, so a module that was built for another one
 crashes instead of failing: `meshcast/__init__.py` calls `check_torch` before it loads `_C`.
@@ -7,6 +7,11 @@ crashes instead of failing: `meshcast/__init__.py` calls `check_torch` before it
 from __future__ import annotations
 
 import importlib
+import platform
+import sys
+from collections.abc import Collection
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 BUILD_COMMAND = "`pip install .` in meshcast's source folder"
 
@@ -43,21 +48,42 @@ def flavour_mismatch(built: str, built_cuda: str, found: str, found_cuda: str | 
     )
 
 
+def python_mismatch(modules: Collection[str], suffixes: Collection[str]) -> str | None:
+    """One sentence where none of the files of `_C` that are there can be loaded by this Python, else None.
+
+    Args:
+        modules: their names, such as "_C.cpython-311-x86_64-linux-gnu.so".
+        suffixes: those that this Python loads (`importlib.machinery.EXTENSION_SUFFIXES`).
+    """
+    if not modules or any(f"_C{suffix}" in modules for suffix in suffixes):
+        return None
+    return (
+        f"meshcast was built for another Python ({', '.join(sorted(modules))}), but this is "
+        f"{platform.python_implementation()} {platform.python_version()} ({sys.executable}): build meshcast "
+        f"again with {BUILD_COMMAND}, or run the Python that it was built for."
+    )
+
+
 def check_torch(found: str, found_cuda: str | None) -> None:
-    """Raise ImportError when `_C` has not been built, or not for the torch that runs.
+    """Raise ImportError when `_C` has not been built, or not for the torch and the Python that run.
 
     Args:
         found: version of the torch that runs (`torch.__version__`).
         found_cuda: its CUDA (`torch.version.cuda`), None for a CPU build.
     """
+    modules = [path.name for path in Path(__file__).parent.glob("_C.*so")]
     try:
         info = importlib.import_module("meshcast._build_info")
+        if not modules:
+            raise ModuleNotFoundError("_C")
     except ModuleNotFoundError:
         raise ImportError(
             f"meshcast's extension module has not been built: run {BUILD_COMMAND}, or `make build` to work "
             "on meshcast itself."
         ) from None
     sentence = mismatch(info.torch_version, found)
+    if sentence is None:
+        sentence = python_mismatch(modules, EXTENSION_SUFFIXES)
     if sentence is None and getattr(info, "with_cuda", False):
         sentence = flavour_mismatch(info.torch_version, info.torch_cuda, found, found_cuda)
     if sentence is not None:

@@ -16,7 +16,7 @@ import setuptools
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-TOP_LEVEL = ("cmake", "csrc", "python", "tests", "examples", "benchmarks", "docs", "tools")
+TOP_LEVEL = (".ci", "cmake", "csrc", "python", "tests", "examples", "benchmarks", "docs", "tools")
 
 
 @pytest.fixture(scope="session")

@@ -85,12 +85,48 @@ def test_a_named_compiler_that_is_absent(interpreter: Callable, source_tree: Pat
     assert "looked for no-such-compiler on PATH" in line
 
 
-def fake_torch(prefix: Path) -> Path:
+def fake_torch(prefix: Path, version: str = "2.99.1") -> Path:
     """Packages of a virtual environment at `prefix`, with what looks like a torch."""
     site = prefix / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
     (site / "torch").mkdir(parents=True)
-    (site / "torch" / "version.py").write_text("__version__ = '2.99.1'\n")
+    (site / "torch" / "version.py").write_text(f"__version__ = '{version}'\n")
     return site
+
+
+@pytest.mark.parametrize("version", ["2.10.2+cpu", "1.13.1"])
+def test_torch_that_is_too_old_stops_before_cmake(
+    interpreter: Callable, source_tree: Path, version: str
+) -> None:
+    python = interpreter(with_torch=False).python
+    site = fake_torch(python.parents[1], version)
+    line = build(python, source_tree)
+    assert line == (
+        f"meshcast: torch {version} at {site / 'torch'} is too old: install torch 2.11 or newer, "
+        "then meshcast."
+    )
+
+
+PYTHON = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import build_tools
+build_tools.OLDEST_PYTHON = eval(sys.argv[2])
+build_tools.require_python(Path(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("oldest", "expected"),
+    [((3, 10), "Python.h is not in "), ((3, 99), r".* is Python 3\.\d+\.\d+\S*, which is")],
+)
+def test_a_python_without_headers_or_too_old(
+    source_tree: Path, tmp_path: Path, oldest: tuple[int, int], expected: str
+) -> None:
+    command = [sys.executable, "-c", PYTHON, str(source_tree / "tools"), str(oldest), str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert re.match(f"meshcast: {expected}", last_line(done.stderr)), done.stderr
 
 
 ASK = """

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
 
 BUILD_SDIST = """
 import sys
@@ -41,6 +45,20 @@ def test_sdist_needs_no_torch_and_holds_every_source(interpreter: Callable, sour
     assert built == []
 
 
+def test_sdist_holds_all_that_git_has(interpreter: Callable, source_tree: Path) -> None:
+    """So that whoever has the archive can build, test, measure and lint."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(listing, cwd=ROOT, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"{ROOT} is no checkout of git, so there is no list to compare with")
+    tracked = {name for name in done.stdout.split("\0") if name and (ROOT / name).exists()}
+    with tarfile.open(build_sdist(interpreter, source_tree)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
+    assert tracked - names == {".gitignore"}
+    written = {name for name in names - tracked if ".egg-info/" not in name}
+    assert written == {"PKG-INFO", "setup.cfg"}
+
+
 def test_sdist_asks_for_any_torch_that_is_new_enough(interpreter: Callable, source_tree: Path) -> None:
     with tarfile.open(build_sdist(interpreter, source_tree)) as archive:
         member = next(
@@ -61,23 +79,34 @@ print("planned", len(p.tasks), "tasks with meshcast", meshcast.__version__)
 """
 
 
+def install_by_links(site: Path) -> None:
+    """The packages of the running interpreter, as if they had been installed in `site`: what a build
+    environment hides."""
+    for package in Path(torch.__file__).parents[1].iterdir():
+        if not (site / package.name).exists() and not package.name.startswith(("__pycache__", "meshcast")):
+            (site / package.name).symlink_to(package)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
+@pytest.mark.parametrize("isolated", [False, True])
 def test_wheel_from_the_sdist_imports_elsewhere(
-    interpreter: Callable, source_tree: Path, tmp_path: Path
+    interpreter: Callable, source_tree: Path, tmp_path: Path, isolated: bool
 ) -> None:
-    """The slow one: it compiles everything, from the archive and not from the checkout."""
+    """The slow ones: they compile everything, from the archive and not from the checkout. In isolation pip
+    makes an environment for the build, which has no torch, and takes setuptools from an index."""
     sdist = build_sdist(interpreter, source_tree)
     unpacked = tmp_path / "unpacked"
     with tarfile.open(sdist) as archive:
         archive.extractall(unpacked, filter="data")
     (tree,) = unpacked.iterdir()
-    environment = interpreter(with_torch=True)
+    environment = interpreter(with_torch=not isolated)
+    if isolated:
+        install_by_links(environment.site)
 
     pip = ("-m", "pip", "--disable-pip-version-check")
-    done = environment.run(
-        *pip, "wheel", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), ".", cwd=tree
-    )
+    how = [] if isolated else ["--no-build-isolation"]
+    done = environment.run(*pip, "wheel", *how, "--no-deps", "-w", str(tmp_path), ".", cwd=tree)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

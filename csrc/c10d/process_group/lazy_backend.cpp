@@ -66,6 +66,10 @@ void LazyBackend::shutdown() {
   if (const auto backend = end("shut down")) backend->shutdown();
 }
 
+void LazyBackend::reconfigured() {
+  if (const auto backend = end("reconfigured")) backend->abort();
+}
+
 void LazyBackend::refuse(const char* op, int rank, const char* how) const {
   ErrorContext context;
   context.rank = rank;

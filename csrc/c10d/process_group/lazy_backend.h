@@ -33,9 +33,11 @@ class LazyBackend {
   void set_timeout(std::chrono::milliseconds timeout);
   void abort();
   void shutdown();
+  // The group has other members now, which this kind of backend cannot take in.
+  void reconfigured();
 
  private:
-  // How the group was ended, if it was: the later of the two wins, they differ in words only.
+  // How the group was ended, if it was: the later one wins, they differ in words only.
   c10::intrusive_ptr<c10d::Backend> end(const char* how);
   [[noreturn]] void refuse(const char* op, int rank, const char* how) const;
 

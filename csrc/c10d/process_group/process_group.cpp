@@ -128,8 +128,47 @@ void ProcessGroupMeshcast::setTimeout(std::chrono::milliseconds timeout) {
   cuda_.set_timeout(timeout);
 }
 
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+void ProcessGroupMeshcast::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
+  inner_->addEphemeralTimeout(timeout);
+  if (cuda_.possible()) cuda_.get("add_ephemeral_timeout", *this)->addEphemeralTimeout(timeout);
+}
+#endif
+
+void ProcessGroupMeshcast::registerOnCompletionHook(
+    std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  if (!cuda_.possible()) return inner_->registerOnCompletionHook(std::move(hook));
+  cuda_.get("register_on_completion_hook", *this)->registerOnCompletionHook(decltype(hook){hook});
+  onCompletionHook_ = std::move(hook);  // torch asks the owner whether there is one
+}
+
+void ProcessGroupMeshcast::waitForPendingWorks() {
+  if (const auto gpu = cuda_.made()) return gpu->waitForPendingWorks();
+  inner_->waitForPendingWorks();
+}
+
+void ProcessGroupMeshcast::enableCollectivesTiming() {
+  inner_->enableCollectivesTiming();
+  if (cuda_.possible()) cuda_.get("enable_collectives_timing", *this)->enableCollectivesTiming();
+}
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+// Where the inner backend fails, nothing has changed here either.
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::reconfigure(const c10d::ReconfigureOptions& opts) {
+  origin_.check();
+  auto work = inner_->reconfigure(opts);
+  rank_ = inner_->getRank();
+  size_ = inner_->getSize();
+  own_calls_ = 0;  // the inner backend's count begins at 0 too, on old members and new ones
+  reconfigured_ = true;
+  cuda_.reconfigured();
+  if (point_to_point_) point_to_point_->abort();
+  return work;
+}
+#endif
+
 uint64_t ProcessGroupMeshcast::getSequenceNumberForGroup() {
-  const auto gpu = cuda_.made();
+  const auto gpu = reconfigured_ ? nullptr : cuda_.made();
   return inner_->getSequenceNumberForGroup() + own_calls_ + (gpu ? gpu->getSequenceNumberForGroup() : 0);
 }
 
@@ -161,7 +200,7 @@ void ProcessGroupMeshcast::shutdown() {
 }
 
 bool ProcessGroupMeshcast::takes_multicast(const Tensors& tensors) const {
-  if (!multicast_.start || size_ < 2 || tensors.size() != 1) return false;
+  if (!multicast_.start || reconfigured_ || size_ < 2 || tensors.size() != 1) return false;
   const at::Tensor& tensor = tensors.front();
   // Only what is the same on all ranks may decide. Elements are sent in the order of memory, as gloo sends
   // them.
@@ -244,6 +283,14 @@ c10::intrusive_ptr<Work> ProcessGroupMeshcast::gather(std::vector<Tensors>& outp
              [&](Backend& backend) { return backend.gather(outputs, inputs, opts); });
 }
 
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+c10::intrusive_ptr<Work> ProcessGroupMeshcast::gather_single(at::Tensor& output, at::Tensor& input,
+                                                             const c10d::GatherOptions& opts) {
+  return run("gather_single", devices_of(output, input),
+             [&](Backend& backend) { return backend.gather_single(output, input, opts); });
+}
+#endif
+
 c10::intrusive_ptr<Work> ProcessGroupMeshcast::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                                        const c10d::ScatterOptions& opts) {
   return run("scatter", devices_of(outputs, inputs),
@@ -285,7 +332,7 @@ c10::intrusive_ptr<Work> ProcessGroupMeshcast::alltoall(Tensors& outputs, Tensor
 
 // What it would refuse is refused by the inner backend, in its own words.
 bool ProcessGroupMeshcast::takes_point_to_point(const Tensors& tensors, int peer, int tag) const {
-  if (!point_to_point_ || tensors.size() != 1 || tag < 0) return false;
+  if (!point_to_point_ || reconfigured_ || tensors.size() != 1 || tag < 0) return false;
   const at::Tensor& tensor = tensors.front();
   return tensor.device().is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
          (peer == PointToPoint::kAnybody || (peer >= 0 && peer < size_ && peer != rank_));

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/headeronly/version.h>
 
 #include "c10d/process_group/call_batch.h"
 #include "c10d/process_group/lazy_backend.h"
@@ -42,7 +43,8 @@ using Unlocked = std::function<void(const std::function<void()>& ends)>;
 // GPUs is made when a tensor there first needs it. Point-to-point messages on the CPU have a way of their own
 // where the group uses UCX (point_to_point.h). Reshards do not pass through here: they use private groups
 // (group_core.h), which this backend's owner ends together with it.
-// Only the method names that all supported torch releases know are overridden.
+// Collectives are overridden by the names that all supported torch releases know. What later ones added is
+// between #if, as it is not in the headers of the others.
 class ProcessGroupMeshcast final : public c10d::Backend {
  public:
   ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, Multicast multicast,
@@ -66,6 +68,19 @@ class ProcessGroupMeshcast final : public c10d::Backend {
                                           const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override;
   void setTimeout(std::chrono::milliseconds timeout) override;
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+  void addEphemeralTimeout(const std::chrono::milliseconds& timeout) override;
+#endif
+  // Where a GPU may be used these make the backend for GPUs; gloo has no such hooks, and says so.
+  void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
+  void waitForPendingWorks() override;
+  void enableCollectivesTiming() override;
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  // New members and ranks for the group: the inner backend meets them, and carries all calls from then on.
+  bool supportsReconfigure() const override { return inner_->supportsReconfigure(); }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override { return inner_->get_reconfigure_handle(); }
+  c10::intrusive_ptr<c10d::Work> reconfigure(const c10d::ReconfigureOptions& opts) override;
+#endif
   // Numbers start at 0 on every rank, as gloo's and NCCL's do; torch before 2.15 asks for it all the same.
   void setSequenceNumberForGroup() override {}
   // Of both devices together: alike on all ranks, as long as they make the same calls.
@@ -98,6 +113,10 @@ class ProcessGroupMeshcast final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>& outputs,
                                         std::vector<at::Tensor>& inputs,
                                         const c10d::GatherOptions& opts) override;
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+  c10::intrusive_ptr<c10d::Work> gather_single(at::Tensor& output, at::Tensor& input,
+                                               const c10d::GatherOptions& opts) override;
+#endif
   c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>& outputs,
                                          std::vector<std::vector<at::Tensor>>& inputs,
                                          const c10d::ScatterOptions& opts) override;
@@ -143,7 +162,8 @@ class ProcessGroupMeshcast final : public c10d::Backend {
   CallBatch batch_;
   const Multicast multicast_;
   const std::shared_ptr<RecycleBin> bin_ = std::make_shared<RecycleBin>();
-  std::atomic<uint64_t> own_calls_ = 0;  // those that the inner backend did not count
+  std::atomic<uint64_t> own_calls_ = 0;     // those that the inner backend did not count
+  std::atomic<bool> reconfigured_ = false;  // to members that have not met outside the inner backend
 };
 
 }  // namespace meshcast

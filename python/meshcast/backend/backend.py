@@ -42,16 +42,21 @@ def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
 
     store, rank, size, timeout = group.store, group.group_rank, group.group_size, group.timeout
     gloo_options, nccl_options = split(options)
-    life = announce(dist.PrefixStore("messages", store), rank, size)
-    inner = _gloo(dist.PrefixStore("gloo", store), rank, size, timeout, gloo_options)
+    # From torch 2.15 on: no other rank need be there before the first `reconfigure`. Gloo has all calls then.
+    later = getattr(group, "enable_reconfigure", False)
+    life = None if later else announce(dist.PrefixStore("messages", store), rank, size)
+    inner = _gloo(dist.PrefixStore("gloo", store), rank, size, timeout, gloo_options, later)
+    inner.options.global_ranks_in_group = list(group.global_ranks_in_group)  # both as torch sets them
+    inner.options.group_name = group.group_id
     _open_monitored_barrier()
     broadcasts = Broadcasts()
     cuda = InnerNccl(
         store, rank, size, timeout, nccl_options, group.group_id, list(group.global_ranks_in_group)
     )
-    at_least = settings.BROADCAST_BYTES.integer(1, (1 << 63) - 1, op="init_process_group")
+    most = (1 << 63) - 1
+    at_least = settings.BROADCAST_BYTES.integer(1, most, op="init_process_group")
     ranks = list(group.global_ranks_in_group) or list(range(size))
-    messages = settle(life, rank, ranks, timeout.total_seconds())
+    messages = None if later else settle(life, rank, ranks, timeout.total_seconds())
 
     def part_of(part_store: Any, members: list[int], part_options: Any) -> _C.ProcessGroupMeshcast | None:
         """The backend of a part of the group; None on ranks outside. members: ranks of the group."""
@@ -67,14 +72,20 @@ def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
         )
         return _create(part, options)
 
-    backend = _C.ProcessGroupMeshcast(inner, rank, size, broadcasts.start, at_least, messages, cuda, part_of)
+    backend = _C.ProcessGroupMeshcast(
+        inner, rank, size, broadcasts.start, most if later else at_least, messages, cuda, part_of
+    )
     broadcasts.key = backend.key
     return backend
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, options: Any) -> Any:
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, options: Any, later: bool) -> Any:
+    """later: connects no rank before `reconfigure`."""
     if options is None:
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
+        regime = {"enable_reconfigure": True} if later else {}  # torch before 2.15 has no such argument
+        return dist.ProcessGroupGloo(store, rank, size, timeout, **regime)
+    if hasattr(options, "enable_reconfigure"):
+        options.enable_reconfigure = later
     options._timeout = timeout  # the group's own always holds, as in torch for NCCL
     if not options._devices:
         options._devices = [dist.ProcessGroupGloo.create_default_device()]

@@ -50,6 +50,7 @@ class ParentGroup:
         self.timeout = timeout
         self.name = name
         self.closed = False
+        self.place = (-1, 0)  # rank and size of the process group as it was met; `reconfigure` changes them
         self.compiled: dict[Any, Any] = {}  # kinds of call seen before, kept by resharding/arguments.py
         self.extras: dict[str, Any] = {}  # what single operations keep
         self._store = store
@@ -71,7 +72,9 @@ class ParentGroup:
     def of(cls, group: dist.ProcessGroup) -> ParentGroup:
         store = StoreConnection(c10d._get_process_group_store(group), "meshcast")
         ranks, rank, timeout = dist.get_process_group_ranks(group), dist.get_rank(), _group_timeout(group)
-        return cls(ranks, rank, timeout, group.group_name, store)
+        parent = cls(ranks, rank, timeout, group.group_name, store)
+        parent.place = (ranks.index(rank) if rank in ranks else -1, len(ranks))
+        return parent
 
     def twin(self, name: str) -> ParentGroup:
         """The same ranks with private groups of their own, whose calls need no order with those of this one.
@@ -129,6 +132,19 @@ class ParentGroup:
                     )
         return group
 
+    def check_place(self, group: dist.ProcessGroup, op: str) -> None:
+        """Raises LayoutError for a group that was reconfigured to other ranks: torch names those of before,
+        on which meshes and layouts stand."""
+        place = (group.rank(), group.size())
+        if place != self.place:
+            raise LayoutError(
+                f"{op}: process group {self.name!r} was reconfigured: this process is rank {place[0]} of "
+                f"{place[1]} in it, but torch.distributed.get_process_group_ranks names {self.place[1]}, "
+                f"this one at {self.place[0]}; make a new group of its members and use that",
+                rank=self.rank,
+                op=op,
+            )
+
     def check_process(self, op: str) -> None:
         """Raises AbortedError in a forked child, which has no part in the group."""
         forks.check(self._born, op)
@@ -177,6 +193,7 @@ def parent_group(group: dist.ProcessGroup | None, op: str) -> ParentGroup:
     if known is not None:
         known.check_process(op)
         if not known.closed:
+            known.check_place(key, op)
             return known
     forks.check_group(key, op)
     with _parents_lock:
@@ -186,7 +203,9 @@ def parent_group(group: dist.ProcessGroup | None, op: str) -> ParentGroup:
             )
         parent = _parents.get(key)
         if parent is None or parent.closed:
-            parent = _parents[key] = ParentGroup.of(key)
+            parent = ParentGroup.of(key)
+            parent.check_place(key, op)
+            _parents[key] = parent
             # torch drops its store of a group when it destroys the group, but may keep the group itself.
             weakref.finalize(c10d._get_process_group_store(key), parent.close).atexit = False
             _register_exit()

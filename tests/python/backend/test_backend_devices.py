@@ -193,6 +193,55 @@ class Refusing(Side):
         raise LayoutError(f"{op} arrived inside")
 
 
+def group_with(side: Any) -> dist.ProcessGroup:
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend_with(side))
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    return group
+
+
+def test_hooks_at_completion_are_those_of_the_backend_for_gpus() -> None:
+    """Neither gloo nor torch's fake has them; each says so by its name."""
+    side = Side()
+    group = group_with(side)
+    with pytest.raises(RuntimeError, match="waitForPendingWorks, but got gloo"):
+        group._wait_for_pending_works()
+    with pytest.raises(RuntimeError, match="onCompletion hook, but got fake"):
+        group._register_on_completion_hook(print)
+    assert side.ops == ["register_on_completion_hook"] and not group._has_hooks()
+    with pytest.raises(RuntimeError, match="waitForPendingWorks, but got fake"):
+        group._wait_for_pending_works()
+    nowhere = Side(possible=False)
+    with pytest.raises(RuntimeError, match="onCompletion hook, but got gloo"):
+        group_with(nowhere)._register_on_completion_hook(print)
+    assert nowhere.ops == []
+
+
+def test_timing_of_collectives_is_that_of_both_devices() -> None:
+    side = Side(possible=False)
+    group_with(side)._enable_collectives_timing()
+    assert side.ops == []
+    side = Side()
+    with pytest.raises(RuntimeError, match="fake is missing implementation of enableCollectivesTiming"):
+        group_with(side)._enable_collectives_timing()
+    assert side.ops == ["enable_collectives_timing"]
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "gather_single"),
+    reason=f"torch {torch.__version__} has no gather_single and no extensions of limits: torch 2.15 has",
+)
+def test_what_torch_2_15_added_goes_to_the_backend_of_the_device() -> None:
+    backend = backend_with(Refusing())
+    with pytest.raises(LayoutError, match="gather_single arrived inside"):
+        backend.gather_single(on("cuda", 4), on("cuda", 4), dist.GatherOptions())
+    with pytest.raises(RuntimeError, match="gloo does not support gather_single"):
+        backend.gather_single(on("cpu", 4), on("cpu", 4), dist.GatherOptions())
+    with pytest.raises(LayoutError, match="add_ephemeral_timeout arrived inside"):
+        backend._add_ephemeral_timeout(timedelta(seconds=3))
+    backend_with(Side(possible=False))._add_ephemeral_timeout(timedelta(seconds=3))
+
+
 def nested() -> tuple[Any, Any]:
     """A backend whose backend for GPUs is one of ours again: that shows what it was told."""
     inside = backend_with(Refusing())

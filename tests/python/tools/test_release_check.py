@@ -38,6 +38,7 @@ def release(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     (tmp_path / "python" / "meshcast" / "_version.py").write_text('__version__ = "0.3.0"\n')
     (tmp_path / "docs" / "limitations.md").write_text("What it does not do. Version 0.3.0.\n")
+    (tmp_path / "README.md").write_text("Status: 0.3, the interfaces may change.\n")
     (tmp_path / "CHANGELOG.md").write_text(
         "# Changelog\n\n## Unreleased\n\n## 0.3.0 - 2026-01-02\n\n- One thing.\n\n"
         "## 0.2.0 - 2025-01-02\n\n- Another.\n"
@@ -82,6 +83,7 @@ def rewrite(name: str, old: str, new: str) -> Callable[[Path], None]:
         (rewrite("CHANGELOG.md", "0.3.0 - 2026-01-02", "0.3.0 - 9026-01-02"), "is to come"),
         (rewrite("CHANGELOG.md", "- One thing.\n", ""), "says nothing"),
         (rewrite("docs/limitations.md", "0.3.0", "0.2.0"), "docs/limitations.md names 0.2.0"),
+        (rewrite("README.md", "0.3", "0.2"), "README.md has status 0.2, expected 0.3"),
         (lambda tree: git(tree, "tag", "-d", "v0.3.0"), "no tag v0.3.0"),
         (commit, "tag v0.3.0 is at"),
         (lambda tree: (tree / ".gitignore").write_text("dist/\nbuild/\n"), "1 files differ"),
