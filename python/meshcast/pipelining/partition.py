@@ -176,8 +176,7 @@ def partition(
         import torch
         from meshcast.pipelining import partition
 
-        block = lambda: torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
-        model = torch.nn.Sequential(*[torch.nn.Sequential(block()) for _ in range(2)])
+        model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
         topology = meshcast.Topology.uniform(ranks_per_host=2, nic_gbps=10)
         found = partition(model, torch.randn(8, 16), 4, topology, microbatches=8, stages=2)
         assert sum(map(len, found.ranks)) == 4
