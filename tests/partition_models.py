@@ -14,7 +14,7 @@ from meshcast.pipelining.partition_measure import _called, measured_layers
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from gpt.config import MODELS as GPT_MODELS
 from gpt.model import build_stage
