@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
 from gpt.config import MODELS
 from gpt.model import build_stage
+from moe.config import sparse
+from moe.model import build_stage as build_moe
 from unet import model as unet
 from unet.config import MODELS as UNET_MODELS
 
@@ -88,6 +90,16 @@ def test_what_the_model_computes_between_two_layers_belongs_to_the_first() -> No
 
     layers = measured_layers(Model(), (torch.randn(3, 4),), None, [], {})
     assert [[value.shape for value in layer.values] for layer in layers] == [[(3, 5)], [(3, 6)], []]
+
+
+def test_a_gpt_with_experts_sends_two_values_over_every_cut() -> None:
+    """The second is made by the model itself, in front of the first of its layers with experts."""
+    config = sparse(NANO, experts=3, active=2, balance=0.01)
+    layers = measured_layers(build_moe(config, 0, 1, seed=0), (TOKENS,), None, [], {})
+    for index, layer in enumerate(layers[:2]):
+        shapes = [(value.shape, value.used_by) for value in layer.values]
+        assert shapes == [((4, NANO.seq_len, NANO.width), (index + 1,)), ((4,), (index + 1,))]
+    assert [value.shape for value in layers[2].values] == [(4, NANO.seq_len, NANO.width)]
 
 
 def test_each_tensor_parallel_degree_is_measured_with_the_part_of_a_rank() -> None:
