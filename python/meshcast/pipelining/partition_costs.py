@@ -133,10 +133,10 @@ class Evaluator:
 
     def bound(self, cut: Cut) -> float:
         """No schedule of the cut is faster: each stage starts behind one forward of those before it, computes
-        all micro-batches, and sums its gradients."""
+        all micro-batches, and sums its gradients. Infinite where the parameters do not fit."""
         longest = before = 0.0
         for stage in self.stages(cut):
-            if self._room(stage) <= 0:
+            if self._room(stage) < 0:
                 return math.inf
             longest = max(
                 longest, before + self.job.microbatches * (stage.forward + stage.backward) + stage.summed

@@ -92,7 +92,7 @@ def _by_bounds(
     best = min(found.tried.values(), default=math.inf)
     listed = sorted(((bound(cut), cut != first, number, cut) for number, cut in enumerate(cuts)))
     for tries, (least, _, _, cut) in enumerate(listed):
-        if least > best:
+        if least > best or least == math.inf:
             return
         if tries >= _MOST_TRIED:
             found.exhaustive = False
