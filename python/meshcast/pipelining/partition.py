@@ -143,6 +143,8 @@ def partition(
     """The cut of a model into consecutive stages, and of ranks 0..ranks-1 into one mesh for each, that has
     the shortest simulated step, resharding and sums inside the stages included.
 
+    One process calls it, which measures alone; what it finds can be pickled and sent to the ranks of a job.
+
     Args:
         model: a module, which is measured here, in one process; or its layers in order, with times as
             measured on one rank.
