@@ -35,6 +35,7 @@ from meshcast.topology import Topology
 
 __all__ = ["Layer", "Partition", "Value", "partition"]
 
+_MOST_RANKS = 1024
 _COMPARED = 8  # cuts, the fastest of the search, for which all schedules are simulated
 
 
@@ -207,6 +208,8 @@ def partition(
         raise ScheduleError(f"samples must be at least 1, found {shown(samples)}")
     if not (copies >= 0 and (memory is None or memory > 0)):
         raise ScheduleError(f"memory must be above 0 and copies at least 0, found {memory} and {copies}")
+    if not isinstance(ranks, int) or not 1 <= ranks <= _MOST_RANKS:
+        raise ScheduleError(f"ranks must be in 1..{_MOST_RANKS}, found {shown(ranks)}")
     most = min(len(known), ranks)
     counts = (
         list(range(1, most + 1)) if stages is None else [stages] if isinstance(stages, int) else list(stages)

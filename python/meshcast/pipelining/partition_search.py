@@ -68,8 +68,7 @@ def search(
     """
     found = Found({})
     for stages in stage_counts:
-        layer_cuts = math.comb(len(times) - 1, stages - 1)
-        if layer_cuts * _splits_of(ranks, stages, degrees) <= _EXHAUSTIVE:
+        if _count(len(times), ranks, stages, degrees) <= _EXHAUSTIVE:
             cuts = (
                 Cut(layers, split, tensor)
                 for layers in _compositions(len(times), stages)
@@ -77,7 +76,7 @@ def search(
             )
             _by_bounds(cuts, even(len(times), stages, ranks), bound, seconds, found)
         else:
-            _climb(times, stages, ranks, degrees, samples, seconds, found)
+            _climb(times, stages, ranks, degrees, samples, bound, seconds, found)
     return found
 
 
@@ -107,17 +106,25 @@ def _climb(
     ranks: int,
     degrees: Sequence[int],
     samples: int,
+    bound: Callable[[Cut], float],
     seconds: Callable[[Cut], float],
     found: Found,
 ) -> None:
-    """From the most balanced cut and the best of random ones, moves that help."""
+    """From the most balanced cut and the best of random ones, moves that help. What cannot be better than the
+    best so far is not simulated: its bound tells whether it is better than another one."""
     found.exhaustive = False
+    best = min(found.tried.values(), default=math.inf)
+    scores: dict[Cut, float] = {}
     tried: dict[Cut, float] = {}
 
     def score(cut: Cut) -> float:
-        if cut not in tried:
-            tried[cut] = seconds(cut)
-        return tried[cut]
+        nonlocal best
+        if cut not in scores:
+            scores[cut] = bound(cut)
+            if scores[cut] < best:
+                scores[cut] = tried[cut] = seconds(cut)
+                best = min(best, tried[cut])
+        return scores[cut]
 
     starts = [even(len(times), stages, ranks), balanced(times, stages, ranks, samples)]
     # Where little crosses is seen by trying, not by balancing: the best of random cuts are taken further.
@@ -239,12 +246,15 @@ def _splits(
             yield split, tensor
 
 
-def _splits_of(ranks: int, stages: int, degrees: Sequence[int]) -> int:
-    """How many these are."""
+def _count(layers: int, ranks: int, stages: int, degrees: Sequence[int]) -> int:
+    """How many cuts there are, or some number above `_EXHAUSTIVE`."""
+    data_parallel = math.comb(layers - 1, stages - 1) * math.comb(ranks - 1, stages - 1)
+    if data_parallel > _EXHAUSTIVE or len(degrees) == 1:
+        return data_parallel
     ways = [1] + [0] * ranks  # of the stages so far on so many ranks
     for _ in range(stages):
         ways = [
             sum(ways[used - count] * len(_fitting(count, degrees)) for count in range(1, used + 1))
             for used in range(ranks + 1)
         ]
-    return ways[ranks]
+    return math.comb(layers - 1, stages - 1) * ways[ranks]
