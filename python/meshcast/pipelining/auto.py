@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -92,7 +91,6 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
         self._budget, self._columns, self._show = memory_budget, columns, show
         self._options = dict(options)
 
-    @functools.wraps(PipelineSchedule.step, assigned=())
     def step(self, *args: Any, **named: Any) -> Any:
         """As `PipelineSchedule.step`; the first one chooses before that."""
         if self._schedule is None:

@@ -235,7 +235,8 @@ def _proposed(evaluator: Evaluator, counts: Sequence[int], ranks: int) -> Partit
         listed = {id(each): (each, cut) for cut in found.best(_COMPARED) for each in by.best(cut)}
         able = [each for each, _ in listed.values() if not each.why_not]
         chosen = best_of(able) if able else None
-        return chosen and listed[id(chosen)][1], chosen, len(found.tried), found.exhaustive
+        best = None if chosen is None else listed[id(chosen)][1]
+        return best, chosen, len(found.tried), found.exhaustive
 
     cut, chosen, tried, exhaustive = looked(evaluator, counts)
     if cut is None or chosen is None:
