@@ -63,11 +63,12 @@ def held_out_loss(trainer: Trainer, server: nn.Module) -> float:
     total = torch.zeros((), dtype=torch.float64)
     for index in range(EVAL_BATCHES):
         (tokens,), targets = trainer.samples.held_out(index, trainer.options.run.batch)
-        mine, mine_too = (each.tensor_split(ranks)[rank].to(trainer.device) for each in (tokens, targets))
+        samples = len(tokens)
+        tokens, targets = (each.tensor_split(ranks)[rank].to(trainer.device) for each in (tokens, targets))
         with torch.no_grad():
-            outputs = server(mine)  # without samples too: other ranks want its experts
-        if len(mine):
-            total += job.loss(outputs, mine_too).double().cpu() * len(mine) / len(tokens)
+            outputs = server(tokens)  # without samples too: other ranks want its experts
+        if len(tokens):
+            total += job.loss(outputs, targets).double().cpu() * len(tokens) / samples
     dist.all_reduce(total)
     return total.item() / EVAL_BATCHES
 
