@@ -69,7 +69,13 @@ def models() -> dict[str, tuple[list[Layer], int]]:
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize(
     ("model", "memory"),
-    [("gpt", None), ("gpt", 20e9), ("gpt, few samples", 12e9), ("unet", None), ("unet", 4e9)],
+    [
+        ("gpt", None),
+        ("gpt", 20e9),
+        ("gpt, few samples", 12e9),
+        ("unet", None),
+        pytest.param("unet", 4e9, marks=pytest.mark.slow),
+    ],
 )
 def test_it_is_near_the_best_there_is_and_no_worse_than_obvious_choices(
     models: dict[str, tuple[list[Layer], int]], model: str, memory: float | None, network: str
