@@ -96,7 +96,18 @@ def test_a_router_decides_in_float32_under_autocast() -> None:
     x = torch.randn(2, 7, NANO.width, generator=chance)
     with torch.autocast("cpu", torch.bfloat16):
         found = router(x)
-    assert torch.equal(found, router(x))
+    assert torch.equal(found, torch.nn.functional.linear(x, router.weight).softmax(-1))
+
+
+def test_the_imbalance_of_all_layers_adds_up() -> None:
+    whole = model.build_stage(NANO, 0, 1, seed=3)
+    found: list[torch.Tensor] = []
+    for block in whole.layers.values():
+        block.mlp.register_forward_hook(lambda _module, _args, made: found.append(made[1]))
+    tokens = torch.randint(0, 256, (3, NANO.seq_len), generator=torch.Generator().manual_seed(1))
+    imbalance = whole(tokens)[1]
+    assert len(found) == NANO.layers
+    assert torch.equal(imbalance, sum(found, torch.zeros(3)))
 
 
 def test_a_stage_accepts_an_empty_shard() -> None:
