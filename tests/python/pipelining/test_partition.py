@@ -137,9 +137,10 @@ def summed(
     return meshcast.plan((elements,), torch.float32, src, dst, topology=topology).makespan
 
 
-def test_gradients_are_summed_over_the_data_parallel_ranks_once_in_a_step() -> None:
+@pytest.mark.parametrize("schedule", ["1F1B", None])
+def test_gradients_are_summed_over_the_data_parallel_ranks_once_in_a_step(schedule: str | None) -> None:
     layers = [Layer(0.01, 0.02, parameters=4_000_000)]
-    found = partition(layers, 4, 2, SLOW, stages=1, microbatches=3, schedule="1F1B")
+    found = partition(layers, 4, 2, SLOW, stages=1, microbatches=3, schedule=schedule)
     alone = summed([0, 1], 1_000_000, [Partial()], [Replicate()])
     assert found.gradient_sums == pytest.approx([alone], rel=1e-3)
     assert found.step_seconds == pytest.approx(3 * 0.015 + alone, rel=1e-3)
