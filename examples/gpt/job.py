@@ -60,7 +60,8 @@ class GptJob:
         from gpt.model import GPTStage, parallelize
 
         assert isinstance(module, GPTStage)
-        parallelize(module, mesh)
+        if mesh["tensor"].size() > 1:
+            parallelize(module, mesh["tensor"])
 
     def blocks(self, module: nn.Module) -> list[nn.Module]:
         from gpt.model import GPTStage
@@ -78,7 +79,7 @@ class GptJob:
     def edges(self, n_stages: int) -> None:  # noqa: ARG002
         return None  # the hidden state goes from each stage to the next
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         from gpt.model import loss_fn
 
         return loss_fn(outputs, targets)

@@ -6,6 +6,7 @@ alone: any cut into stages and any number of ranks starts from the same weights.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -79,10 +80,12 @@ class Head(nn.Module):
 class GPTStage(nn.Module):
     """Consecutive layers of the model; the first stage also embeds, the last one also projects to logits."""
 
+    block: Callable[[ModelConfig], nn.Module] = Block  # one layer
+
     def __init__(self, config: ModelConfig, layers: range, seed: int) -> None:
         super().__init__()
         self.embedding = Embedding(config) if layers.start == 0 else None
-        self.layers = nn.ModuleDict({str(i): Block(config) for i in layers})
+        self.layers = nn.ModuleDict({str(i): type(self).block(config) for i in layers})
         self.head = Head(config) if layers.stop == config.layers else None
         initialise(self, config, seed)
         if config.tied and self.embedding is not None and self.head is not None:
@@ -125,7 +128,7 @@ def initialise(module: nn.Module, config: ModelConfig, seed: int) -> None:
         elif "norm" in name:
             parameter.fill_(1.0)
         else:
-            into_residual = name.endswith(("attention.out.weight", "down.weight"))
+            into_residual = name.removesuffix(".weight").endswith(("attention.out", "down"))
             std = 0.02 / math.sqrt(2 * config.layers) if into_residual else 0.02
             parameter.normal_(0.0, std, generator=generator_for(seed, TIED if name == head else name))
 

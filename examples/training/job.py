@@ -58,7 +58,8 @@ class Job(Protocol):
         ...
 
     def parallelize(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Shares the layers of a stage over the ranks of a one-dimensional mesh; check() has allowed it."""
+        """Shares the layers of a stage over its ranks: dimension "data" of the mesh has those with samples of
+        their own, "tensor" those that share every layer. check() has allowed it."""
         ...
 
     def blocks(self, module: nn.Module) -> list[nn.Module]:
@@ -73,8 +74,8 @@ class Job(Protocol):
         """Of parameters that several stages hold: {name in the first of them: name in this one}."""
         ...
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean over the samples."""
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Mean over the samples, of what the last stage returns."""
         ...
 
     def samples(self, seed: int, data: str | None) -> Samples:

@@ -14,12 +14,12 @@ from training.options import Options
 def build(
     options: Options, stage: int, n_stages: int, device: torch.device, mesh: DeviceMesh | None = None
 ) -> nn.Module:
-    """Stage `stage` of `n_stages`, its layers shared over dimension "tensor" of `mesh` if that has several
-    ranks. Equal weights for every cut, mesh, rank and device: they are drawn on the CPU."""
+    """Stage `stage` of `n_stages`, its layers shared over the ranks of `mesh` as the job does it. Equal
+    weights for every cut, mesh, rank and device: they are drawn on the CPU."""
     job = options.job
     module = job.build_stage(stage, n_stages, options.seed).to(device)
-    if mesh is not None and mesh["tensor"].size() > 1:
-        job.parallelize(module, mesh["tensor"])
+    if mesh is not None and mesh.size() > 1:
+        job.parallelize(module, mesh)
     if options.recompute:
         for block in job.blocks(module):
             # Keeps the block's input and runs it again in the backward: Chen et al., "Training Deep Nets with

@@ -48,7 +48,8 @@ class UNetJob:
         from unet.model import UNetStage, parallelize
 
         assert isinstance(module, UNetStage)
-        parallelize(module, mesh)
+        if mesh["tensor"].size() > 1:
+            parallelize(module, mesh["tensor"])
 
     def blocks(self, module: nn.Module) -> list[nn.Module]:
         from unet.model import UNetStage
@@ -64,7 +65,7 @@ class UNetJob:
 
         return crossing(n_stages).edges() if n_stages > 1 else None
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         from unet.model import loss_fn
 
         return loss_fn(outputs, targets)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from meshcast import Topology
 from meshcast.errors import AbortedError, LayoutError, MeshcastError
-from meshcast.pipelining import PipelineStage, ScheduleAuto, choose, get_schedule_class
+from meshcast.pipelining import PipelineStage, ScheduleAuto, choose, get_schedule_class, partition
 from multiproc.pipeline_fault_cases import raises
 from multiproc.pipeline_models import (
     CPU,
@@ -166,6 +167,32 @@ def on_meshes(_: Any) -> dict[str, Any]:
     return {"chosen": choice.chosen.name}
 
 
+def proposed(context: Any) -> dict[str, Any]:
+    """Rank 0 measures a whole model; all ranks build the stages, meshes and schedule that it proposes."""
+    reference, model = nn.Sequential(*mlp(5)), nn.Sequential(*mlp(5))
+    x, y = batch(12)
+    said: list[Any] = [None]
+    if context.rank == 0:
+        network = Topology.uniform(ranks_per_host=2, nic_gbps=0.01)
+        names = [name for name, _ in model.named_children()]
+        said = [partition(model, x[:3], 4, network, microbatches=4, stages=[2, 3], layers=names)]
+    dist.broadcast_object_list(said)
+    found = said[0]
+    number = next(stage for stage, ranks in enumerate(found.ranks) if context.rank in ranks)
+
+    def part_of(whole: nn.Module) -> nn.Module:
+        return nn.Sequential(*(whole.get_submodule(name) for name in found.names[number]))
+
+    mesh = found.device_meshes("cpu")[number]
+    stage = PipelineStage(part_of(model), number, len(found.ranks), CPU, group=dist.new_group(), mesh=mesh)
+    schedule = found.make(stage, mse, timeout=TIMEOUT)
+    assert schedule._n_microbatches == 4
+    schedule.step(x, target=y)
+    train_alone(reference, x, y, 4)
+    check_gradients(stage.submod, part_of(reference))
+    return {"ranks": found.ranks, "names": found.names, "schedule": found.schedule.name}
+
+
 def budgets(context: Any) -> dict[str, Any]:
     """Rank 2 may hold two micro-batches; then nothing."""
     reference, module = mlp(4), mlp(4)[context.rank]
@@ -299,6 +326,7 @@ CASES = [
     chosen_and_trained("folded", lambda rank: [rank, 7 - rank], microbatches=8),
     what_is_measured,
     on_meshes,
+    proposed,
     budgets,
     auto,
     pipelines_side_by_side,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -90,36 +91,21 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
         self._budget, self._columns, self._show = memory_budget, columns, show
         self._options = dict(options)
 
-    def step(
-        self,
-        *args: Any,
-        target: Any = None,
-        losses: list[Any] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-        arg_mbs: Sequence[Any] | None = None,
-        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
-        target_mbs: Sequence[Any] | None = None,
-        finalize_gradients: bool = True,
-        **kwargs: Any,
-    ) -> Any:
+    def step(self, *args: Any, **named: Any) -> Any:
         """As `PipelineSchedule.step`; the first one chooses before that."""
-        pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
         if self._schedule is None:
-            specs = self._args_chunk_spec, self._kwargs_chunk_spec
-            self._choose(Batch(args, kwargs, target, specs, pieces), loss_kwargs)
-        return self._chosen.step(
-            *args,
-            target=target,
-            losses=losses,
-            return_outputs=return_outputs,
-            loss_kwargs=loss_kwargs,
-            arg_mbs=arg_mbs,
-            kwarg_mbs=kwarg_mbs,
-            target_mbs=target_mbs,
-            finalize_gradients=finalize_gradients,
-            **kwargs,
-        )
+            bound = inspect.signature(PipelineSchedule.step).bind(self, *args, **named)
+            bound.apply_defaults()
+            given = bound.arguments
+            batch = Batch(
+                given["args"],
+                given["kwargs"],
+                given["target"],
+                (self._args_chunk_spec, self._kwargs_chunk_spec),
+                Pieces(given["arg_mbs"], given["kwarg_mbs"], given["target_mbs"]),
+            )
+            self._choose(batch, given["loss_kwargs"])
+        return self._chosen.step(*args, **named)
 
     def eval(self, *args: Any, **named: Any) -> Any:
         """As `PipelineSchedule.eval`. Before the first step forwards run in an order that fits every

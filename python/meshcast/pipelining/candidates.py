@@ -16,9 +16,9 @@ from meshcast.pipelining.costs import Costs
 from meshcast.pipelining.errors import ScheduleError
 from meshcast.pipelining.lower import Link, lower
 from meshcast.pipelining.orders import build
-from meshcast.pipelining.simulate import simulate_actions
+from meshcast.pipelining.simulate import SimulationReport, simulate_actions
 
-__all__ = ["Candidate", "Times", "best_of", "candidates", "counts_to_try", "times_at"]
+__all__ = ["Candidate", "Times", "best_of", "candidates", "counts_to_try", "ended", "times_at"]
 
 # Steps that differ by less are taken for equally long: measured times do not tell them apart.
 _ALIKE = 0.01
@@ -129,6 +129,7 @@ def candidates(
     known: Sequence[Times],
     links: Sequence[Link] | None,
     budgets: Sequence[float | None],
+    after: Sequence[float] = (),
 ) -> list[Candidate]:
     """Every schedule that runs these stages where they are, simulated for each number of micro-batches.
 
@@ -137,6 +138,7 @@ def candidates(
         counts: numbers of micro-batches. samples: of a batch.
         known: of the sizes that were measured, smallest first.
         budgets: bytes that each rank of the schedule may hold; None: any number.
+        after: seconds that each rank of the schedule needs behind its last action; empty: none.
 
     Raises:
         ScheduleError: no schedule has its stages like that.
@@ -148,7 +150,7 @@ def candidates(
             if isinstance(actions, str):
                 found.append(Candidate(name, count, options, why_not=actions))
             else:
-                found.append(_simulated(name, count, options, actions, times, links, budgets))
+                found.append(_simulated(name, count, options, actions, times, links, budgets, after))
     if not found:
         raise ScheduleError(
             f"no schedule known here runs stages {[list(row) for row in rows]} together: it needs one stage "
@@ -252,6 +254,7 @@ def _simulated(
     times: Times,
     links: Sequence[Link] | None,
     budgets: Sequence[float | None],
+    after: Sequence[float],
 ) -> Candidate:
     held = [_most_held(actions[rank], times) for rank in sorted(actions)]
     over = [rank for rank, limit in enumerate(budgets) if limit is not None and held[rank] > limit]
@@ -260,7 +263,15 @@ def _simulated(
         rank = over[0]
         why_not = f"rank {rank} holds {held[rank] / 1e6:.4g} MB, budget {(budgets[rank] or 0.0) / 1e6:.4g} MB"
     report = simulate_actions(lower(actions, links), times.costs())
-    return Candidate(name, count, options, report.makespan, report.bubble_fraction, held, why_not)
+    return Candidate(name, count, options, ended(report, after), report.bubble_fraction, held, why_not)
+
+
+def ended(report: SimulationReport, after: Sequence[float]) -> float:
+    """The end of the step, if each rank needs so many seconds behind its last action."""
+    ends = [0.0] * len(after)
+    for span in report.timeline if any(after) else ():
+        ends[span.rank] = max(ends[span.rank], span.end)
+    return max([report.makespan, *map(sum, zip(ends, after, strict=True))])
 
 
 def _most_held(row: Sequence[Any], times: Times) -> float:

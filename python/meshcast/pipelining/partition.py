@@ -1,51 +1,42 @@
-"""Proposes a pipeline for a model and a cluster: where to cut the layers, and which ranks run each stage.
+"""Proposes a pipeline for a model and a cluster: where to cut it, which ranks run each stage, and how.
 
 Alpa (Zheng et al., OSDI 2022) chooses stages by their compute times and leaves the resharding between them
-out. Here every candidate is simulated as a whole: the schedule's grid, with compute times from the layers and
-transfer times from the plans of what crosses each cut, on the very ranks of the candidate.
+out. Here every candidate is simulated as a whole: the schedule's grid, with compute times from the layers,
+transfer times from the plans of what crosses each cut, on the very ranks of the candidate, and the sums
+inside of its stages: of tensor-parallel layers in each micro-batch, of gradients at the end of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from meshcast.base.arguments import typed_arguments
-from meshcast.layout import Layout
+from meshcast.base.checks import shown
+from meshcast.pipelining.candidates import Candidate, best_of
+from meshcast.pipelining.classes import CLASSES
 from meshcast.pipelining.errors import ScheduleError
 from meshcast.pipelining.lower import Link
 from meshcast.pipelining.orders import spec_of
-from meshcast.pipelining.partition_search import Cut, best_cut, even
-from meshcast.pipelining.simulate import SimulationReport, simulate
-from meshcast.planning.plan import plan_many
+from meshcast.pipelining.partition_costs import Evaluator, Job
+from meshcast.pipelining.partition_layers import Layer, Value, uses_of
+from meshcast.pipelining.partition_measure import measured_layers
+from meshcast.pipelining.partition_search import Cut, even, search
+from meshcast.pipelining.pipeline_stage import PipelineStage
+from meshcast.pipelining.schedule import PipelineSchedule
+from meshcast.pipelining.simulate import SimulationReport
 from meshcast.topology import Topology
 
 __all__ = ["Layer", "Partition", "Value", "partition"]
 
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A tensor that a layer makes for later ones.
-
-    shape: of a whole micro-batch; dimension 0 is the samples. used_by: layers that take it; empty: the next
-    one.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-    used_by: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """A layer that is never cut. forward, backward: seconds for a whole micro-batch on one rank."""
-
-    forward: float
-    backward: float
-    values: tuple[Value, ...] = ()
+_MOST_RANKS = 1024
+_COMPARED = 8  # cuts, the fastest of the search, for which all schedules are simulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +44,27 @@ class Partition:
     """A proposal.
 
     Attributes:
-        layers: the layers of each stage.
-        ranks: the ranks of each stage, a one-dimensional mesh over which samples are split.
-        forward, backward: seconds of each stage per micro-batch.
+        layers: the layers of each stage; names: those of their modules.
+        ranks: the ranks of each stage; meshes: the same as rows of tensor-parallel ranks. Samples are split
+            over the rows.
+        schedule: with its options, micro-batches and bytes of activations.
+        forward, backward: seconds of each stage per micro-batch, sums over tensor-parallel ranks included.
+        gradient_sums: seconds of each stage per step.
         transfers: seconds per micro-batch from stage to stage, {(producer, consumer): seconds}.
-        report: the simulated step.
-        alternatives: {name: seconds per step} of what else one might do.
-        tried: candidates simulated; exhaustive: these were all there are.
+        step_seconds: of a step, simulated.
+        report: the simulated step, without the sums of gradients.
+        alternatives: {name: seconds per step} of what else one might do, infinite where it does not fit.
+        tried: cuts simulated; exhaustive: no other is faster under the schedule that they were compared by.
     """
 
     layers: list[range]
+    names: list[list[str]]
     ranks: list[list[int]]
+    meshes: list[list[list[int]]]
+    schedule: Candidate
     forward: list[float]
     backward: list[float]
+    gradient_sums: list[float]
     transfers: dict[Link, float]
     report: SimulationReport
     alternatives: dict[str, float]
@@ -74,170 +73,213 @@ class Partition:
 
     @property
     def step_seconds(self) -> float:
-        return self.report.makespan
+        return self.schedule.seconds
+
+    def device_meshes(self, device_type: str) -> list[DeviceMesh]:
+        """Those of all stages, with dimensions "data" and "tensor". Every rank of the job calls it."""
+        return [DeviceMesh(device_type, mesh, mesh_dim_names=("data", "tensor")) for mesh in self.meshes]
+
+    def make(
+        self, stage: PipelineStage, loss_fn: Callable[..., Any] | None = None, **more: Any
+    ) -> PipelineSchedule:
+        """The schedule for this rank's stage. more: further arguments of its class."""
+        made: Any = CLASSES[self.schedule.schedule]
+        return made(stage, self.schedule.microbatches, loss_fn=loss_fn, **{**self.schedule.options, **more})
 
     def explain(self) -> str:
         """Why this one: each stage's share, what crosses, and what the alternatives would take."""
         lines = []
         for stage, (layers, ranks) in enumerate(zip(self.layers, self.ranks, strict=True)):
+            tensor = len(self.meshes[stage][0])
             out = [f"{1e3 * t:.3g} ms to stage {b}" for (a, b), t in self.transfers.items() if a == stage]
             lines.append(
-                f"stage {stage}: layers {_span(layers)} on ranks {_span(ranks)}; forward "
-                f"{1e3 * self.forward[stage]:.3g} ms, backward {1e3 * self.backward[stage]:.3g} ms"
+                f"stage {stage}: layers {_span(layers)} on ranks {_span(ranks)}"
+                + (f", {len(ranks) // tensor} x {tensor} tensor parallel" if tensor > 1 else "")
+                + f"; forward {1e3 * self.forward[stage]:.3g} ms, "
+                + f"backward {1e3 * self.backward[stage]:.3g} ms"
+                + (f", sums gradients in {1e3 * s:.3g} ms" if (s := self.gradient_sums[stage]) else "")
                 + (", sends " + ", ".join(out) if out else "")
             )
         slowest = max(range(len(self.layers)), key=lambda i: self.forward[i] + self.backward[i])
         lines.append(
-            f"step: {1e3 * self.step_seconds:.4g} ms, bubble {self.report.bubble_fraction:.1%}, exposed "
+            f"{self.schedule.name} with {self.schedule.microbatches} micro-batches: "
+            f"{1e3 * self.step_seconds:.4g} ms, bubble {self.report.bubble_fraction:.1%}, exposed "
             f"communication {self.report.exposed_fraction:.1%}; stage {slowest} computes longest"
         )
         lines += [
-            f"{name}: {1e3 * seconds:.4g} ms, {seconds / self.step_seconds:.2f} times as long"
+            f"{name}: "
+            + (
+                "does not fit into memory"
+                if seconds == math.inf
+                else f"{1e3 * seconds:.4g} ms, {seconds / self.step_seconds:.2f} times as long"
+            )
             for name, seconds in self.alternatives.items()
         ]
-        kind = "all there are" if self.exhaustive else "a search from several of them"
-        lines.append(f"{self.tried} candidates simulated: {kind}")
+        kind = (
+            "no other can be faster under the schedule they are compared by"
+            if self.exhaustive
+            else "a search"
+        )
+        lines.append(f"{self.tried} cuts simulated: {kind}")
         return "\n".join(lines)
 
 
 @typed_arguments(ScheduleError)
 def partition(
-    layers: Sequence[Layer],
-    stages: int,
+    model: torch.nn.Module | Sequence[Layer],
+    example: Any,
     ranks: int,
-    *,
     topology: Topology,
-    microbatches: int,
-    samples: int,
-    schedule: str = "Eager1F1B",
+    *,
+    microbatches: int = 16,
+    stages: int | Sequence[int] | None = None,
+    layers: Sequence[str] | None = None,
+    tensor: Sequence[int] = (),
+    tensor_plan: Mapping[str, ParallelStyle] | None = None,
+    schedule: str | None = None,
     delay_weight_grad: bool = False,
+    memory: float | None = None,
+    copies: float = 4.0,
 ) -> Partition:
-    """The cut of `layers` into `stages` consecutive parts, and of ranks 0..ranks-1 into one mesh for each,
-    that has the shortest simulated step, resharding included.
+    """The cut of a model into consecutive stages, and of ranks 0..ranks-1 into one mesh for each, that has
+    the shortest simulated step, resharding and sums inside the stages included.
+
+    One process calls it, which measures alone; what it finds can be pickled and sent to the ranks of a job.
 
     Args:
-        layers: in order, with times as measured on one rank.
-        samples: of a micro-batch. A stage on d ranks takes ceil(samples / d) / samples of a layer's time.
-        microbatches, schedule, delay_weight_grad: as for the schedule that will run.
+        model: a module, which is measured here, in one process; or its layers in order, with times as
+            measured on one rank.
+        example: of a module one micro-batch, a tensor or a tuple of arguments; of layers the number of
+            samples that their times are of. A stage whose samples are split over d ranks takes
+            ceil(samples / d) / samples of a layer's time.
         topology: of the cluster.
+        microbatches: of a step.
+        stages: how many, or several numbers to choose from; None: any.
+        layers: names of the submodules of a module that are not cut; None: its children, and instead of a
+            Sequential, ModuleList or ModuleDict those of it. Each is called once.
+        tensor: tensor-parallel degrees that stages may have besides 1.
+        tensor_plan: what these share, {name: ColwiseParallel() or RowwiseParallel()}, names as of the model
+            with "*" for any part, as in "layers.*.up". Each degree is measured, with the part of the weights
+            that a rank has.
+        schedule: that will run; None: it is chosen, with weights delayed or not and warm-ups in between.
+        delay_weight_grad: as for the schedule, where that is given.
+        memory: bytes that a rank may fill with parameters and activations; None: any number.
+        copies: how often the bytes of its parameters are there: with gradient and two averages of Adam, 4.
 
-    Candidates are stages on consecutive ranks, data parallel. All of them are simulated where there are at
-    most 1,000; else the search starts from the most balanced one and the best of 200 others and moves
-    boundaries and ranks as long as that helps. The time to sum gradients over the ranks of a stage is not
-    counted.
+    Candidates are stages on consecutive ranks, whose tensor-parallel ranks follow each other. For each number
+    of stages that has at most 50,000 of them all are listed, and simulated in the order of a bound until
+    none that is left can be faster; else a search starts from balanced and random ones and moves boundaries,
+    ranks and degrees as long as that helps. They are compared by the eager schedule (1F1B where it does not
+    fit into memory), and the fastest by all schedules. Steps within one percent count as equally long, and
+    the one that holds least is taken of these.
 
     Raises:
-        ScheduleError: fewer layers or ranks than stages, times or values that cannot be, an unknown schedule.
+        ScheduleError: fewer layers or ranks than stages, times or values that cannot be, an unknown schedule,
+            too little memory for every candidate.
+        LayoutError: a module that cannot be measured like that.
+
+    Example::
+
+        import meshcast
+        import torch
+        from meshcast.pipelining import partition
+
+        model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+        topology = meshcast.Topology.uniform(ranks_per_host=2, nic_gbps=10)
+        found = partition(model, torch.randn(8, 16), 4, topology, microbatches=8, stages=2)
+        assert sum(map(len, found.ranks)) == 4
     """
-    if not 1 <= stages <= min(len(layers), ranks):
+    if tensor and not tensor_plan and isinstance(model, torch.nn.Module):
+        raise ScheduleError("tensor-parallel degrees of a module need tensor_plan=: what its ranks share")
+    if any(not isinstance(degree, int) or degree < 1 for degree in tensor):
+        raise ScheduleError(f"tensor-parallel degrees are numbers of at least 1, found {shown(tensor)}")
+    degrees = sorted({degree for degree in tensor if degree > 1})
+    if isinstance(model, torch.nn.Module):
+        given = example if isinstance(example, tuple) else (example,)
+        samples = next((len(each) for each in given if isinstance(each, torch.Tensor) and each.dim()), 0)
+        known = measured_layers(model, given, layers, degrees, tensor_plan or {})
+    else:
+        known, samples = list(model), example
+        if layers is not None or tensor_plan:
+            raise ScheduleError("layers= and tensor_plan= are of a module; these are layers with their times")
+        if degrees:
+            raise ScheduleError("layers have the degrees that their tensor= names: leave tensor= out")
+    if not isinstance(samples, int) or samples < 1:
+        raise ScheduleError(f"samples must be at least 1, found {shown(samples)}")
+    if not (copies >= 0 and (memory is None or memory > 0)):
+        raise ScheduleError(f"memory must be above 0 and copies at least 0, found {memory} and {copies}")
+    if not isinstance(ranks, int) or not 1 <= ranks <= _MOST_RANKS:
+        raise ScheduleError(f"ranks must be in 1..{_MOST_RANKS}, found {shown(ranks)}")
+    most = min(len(known), ranks)
+    counts = (
+        list(range(1, most + 1)) if stages is None else [stages] if isinstance(stages, int) else list(stages)
+    )
+    if not counts or not all(1 <= count <= most for count in counts):
+        wrong = next((count for count in counts if not 1 <= count <= most), None)
         raise ScheduleError(
-            f"stages must be in 1..{min(len(layers), ranks)} for {len(layers)} layers on {ranks} ranks, "
-            f"found {stages}"
+            f"stages must be in 1..{most} for {len(known)} layers on {ranks} ranks, found {wrong}"
         )
-    if samples < 1:
-        raise ScheduleError(f"samples must be at least 1, found {samples}")
-    if spec_of(schedule).stacked:
+    if schedule is not None and spec_of(schedule).stacked:
         raise ScheduleError(f"{schedule} has several stages on a rank; partition() gives each stage its own")
-    uses = _uses(layers)
-    evaluator = _Evaluator(layers, uses, topology, microbatches, samples, schedule, delay_weight_grad)
-    found, tried, exhaustive = best_cut(
-        [layer.forward + layer.backward for layer in layers], stages, ranks, samples, evaluator.seconds
-    )
-    free = _Evaluator(layers, {}, topology, microbatches, samples, schedule, delay_weight_grad)
-    blind, _, _ = best_cut(
-        [layer.forward + layer.backward for layer in layers], stages, ranks, samples, free.seconds
-    )
-    alternatives = {
-        "layers and ranks as even as possible": evaluator.seconds(even(len(layers), stages, ranks)),
-        "best where transfers are taken for free": evaluator.seconds(blind),
-    }
-    forward, backward, transfers, report = evaluator.simulate(found)
-    return Partition(
-        found.layer_ranges(), found.rank_lists(), forward, backward, transfers, report, alternatives, tried,
-        exhaustive,
-    )  # fmt: skip
+    job = Job(topology, microbatches, samples, schedule, delay_weight_grad, memory, copies)
+    return _proposed(Evaluator(known, uses_of(known), job), counts, ranks)
 
 
-def _uses(layers: Sequence[Layer]) -> dict[tuple[int, int], list[Value]]:
-    """{(layer that makes it, layer that takes it): values}."""
-    found: dict[tuple[int, int], list[Value]] = {}
-    for index, layer in enumerate(layers):
-        if not (layer.forward >= 0 and layer.backward >= 0):
-            raise ScheduleError(
-                f"layer {index}: times must be >= 0, found {layer.forward} and {layer.backward}"
-            )
-        for value in layer.values:
-            for user in value.used_by or (index + 1,):
-                if not index < user < len(layers) + (not value.used_by):
-                    raise ScheduleError(
-                        f"layer {index}: its value cannot be used by layer {user}; use {index + 1} to "
-                        f"{len(layers) - 1}"
-                    )
-                found.setdefault((index, user), []).append(value)
-    return found
+def _proposed(evaluator: Evaluator, counts: Sequence[int], ranks: int) -> Partition:
+    known, job = evaluator.layers, evaluator.job
+    times = [layer.forward + layer.backward for layer in known]
 
+    def looked(by: Evaluator, numbers: Sequence[int]) -> tuple[Cut | None, Candidate | None, int, bool]:
+        """The best of the evaluator's cuts, with its schedule."""
+        found = search(times, numbers, ranks, by.degrees, job.samples, by.bound, by.seconds)
+        listed = {id(each): (each, cut) for cut in found.best(_COMPARED) for each in by.best(cut)}
+        able = [each for each, _ in listed.values() if not each.why_not]
+        chosen = best_of(able) if able else None
+        best = None if chosen is None else listed[id(chosen)][1]
+        return best, chosen, len(found.tried), found.exhaustive
 
-class _Evaluator:
-    """Simulates candidates; a transfer between two meshes is planned once."""
-
-    def __init__(
-        self,
-        layers: Sequence[Layer],
-        uses: Mapping[tuple[int, int], list[Value]],
-        topology: Topology,
-        microbatches: int,
-        samples: int,
-        schedule: str,
-        delay_weight_grad: bool,
-    ) -> None:
-        self.layers, self.uses, self.topology = layers, uses, topology
-        self.microbatches, self.samples = microbatches, samples
-        self.schedule, self.delay_weight_grad = schedule, delay_weight_grad
-        self._planned: dict[tuple[object, ...], float] = {}
-
-    def seconds(self, cut: Cut) -> float:
-        return self.simulate(cut)[3].makespan
-
-    def simulate(self, cut: Cut) -> tuple[list[float], list[float], dict[Link, float], SimulationReport]:
-        forward, backward = [], []
-        for layers, ranks in zip(cut.layer_ranges(), cut.rank_lists(), strict=True):
-            share = -(-self.samples // len(ranks)) / self.samples
-            forward.append(share * sum(self.layers[i].forward for i in layers))
-            backward.append(share * sum(self.layers[i].backward for i in layers))
-        transfers = self._transfers(cut)
-        report = simulate(
-            self.schedule,
-            len(forward),
-            self.microbatches,
-            forward,
-            backward,
-            transfer=transfers,
-            links=sorted(transfers) if transfers else None,
-            delay_weight_grad=self.delay_weight_grad,
+    cut, chosen, tried, exhaustive = looked(evaluator, counts)
+    if cut is None or chosen is None:
+        raise ScheduleError(
+            f"no cut into {', '.join(map(str, counts))} stages on {ranks} ranks fits into {job.memory:.4g} "
+            "bytes of a rank, with activations: give more ranks, smaller micro-batches or more memory="
         )
-        return forward, backward, transfers, report
 
-    def _transfers(self, cut: Cut) -> dict[Link, float]:
-        stage_of = [stage for stage, layers in enumerate(cut.layer_ranges()) for _ in layers]
-        crossing: dict[Link, dict[int, Value]] = {}
-        for (maker, user), values in self.uses.items():
-            if user < len(stage_of) and stage_of[maker] != stage_of[user]:
-                link = stage_of[maker], stage_of[user]
-                crossing.setdefault(link, {}).update({id(value): value for value in values})
-        # Each stage is linked to the next, if only by an order: the simulator needs no more than that.
-        found: dict[Link, float] = {(stage, stage + 1): 0.0 for stage in range(stage_of[-1])}
-        meshes = cut.rank_lists()
-        for (a, b), across in crossing.items():
-            found[a, b] = self._planned_seconds(list(across.values()), meshes[a], meshes[b])
-        return found
+    def alternative(cut: Cut) -> float:
+        able = [each.seconds for each in evaluator.best(cut) if not each.why_not]
+        return min(able, default=math.inf)
 
-    def _planned_seconds(self, values: list[Value], src: list[int], dst: list[int]) -> float:
-        key = (*map(id, values), src[0], len(src), dst[0], len(dst))
-        if key not in self._planned:
-            layouts = Layout(src, [Shard(0)]), Layout(dst, [Shard(0)])
-            problems = [(value.shape, value.dtype, *layouts) for value in values]
-            self._planned[key] = plan_many(problems, topology=self.topology).makespan
-        return self._planned[key]
+    count = len(cut.layers)
+    alternatives = {"layers and ranks as even as possible": alternative(even(len(known), count, ranks))}
+    if count > 1:
+        blind = looked(Evaluator(known, {}, job), [count])[0]
+        if blind is not None:
+            alternatives["best where transfers are taken for free"] = alternative(blind)
+    if 1 in counts:
+        alternatives["one stage, data parallel"] = alternative(even(len(known), 1, ranks))
+    if (most := min(len(known), ranks)) in counts:
+        alternatives["as many stages as there can be"] = alternative(even(len(known), most, ranks))
+    costs = evaluator.stages(cut)
+    lists = cut.rank_lists()
+    meshes = [
+        [ranks[i : i + degree] for i in range(0, len(ranks), degree)]
+        for ranks, degree in zip(lists, cut.degrees(), strict=True)
+    ]
+    return Partition(
+        cut.layer_ranges(),
+        [[known[i].name for i in layers] for layers in cut.layer_ranges()],
+        lists,
+        meshes,
+        chosen,
+        [each.forward for each in costs],
+        [each.backward for each in costs],
+        [each.summed for each in costs],
+        evaluator.transfers(cut),
+        evaluator.report(cut, chosen),
+        alternatives,
+        tried,
+        exhaustive,
+    )
 
 
 def _span(items: Sequence[int]) -> str:

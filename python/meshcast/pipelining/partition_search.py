@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, combinations, pairwise, permutations
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, combinations, pairwise, permutations, product
 
-__all__ = ["Cut", "best_cut", "even"]
+__all__ = ["Cut", "Found", "even", "search"]
 
-_EXHAUSTIVE = 1000  # candidates
-_MOST_TRIED = 1500
+_EXHAUSTIVE = 50_000  # candidates of one number of stages: so many are listed with their bounds
+_MOST_TRIED = 1500  # simulated of one number of stages
 _MOST_JOINT = 200
 _DRAWN = 200
 _TAKEN_FURTHER = 3
@@ -19,10 +19,14 @@ _TAKEN_FURTHER = 3
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Consecutive layers and consecutive ranks for each stage: how many of each, none empty."""
+    """Consecutive layers and consecutive ranks for each stage: how many of each, none empty.
+
+    tensor: for each stage how many of its ranks share every layer, a divisor of their number; empty: 1.
+    """
 
     layers: tuple[int, ...]
     ranks: tuple[int, ...]
+    tensor: tuple[int, ...] = ()
 
     def layer_ranges(self) -> list[range]:
         return [range(end - n, end) for n, end in zip(self.layers, accumulate(self.layers), strict=True)]
@@ -30,44 +34,112 @@ class Cut:
     def rank_lists(self) -> list[list[int]]:
         return [list(range(end - n, end)) for n, end in zip(self.ranks, accumulate(self.ranks), strict=True)]
 
+    def degrees(self) -> tuple[int, ...]:
+        return self.tensor or (1,) * len(self.ranks)
 
-def best_cut(
-    times: Sequence[float], stages: int, ranks: int, samples: int, seconds: Callable[[Cut], float]
-) -> tuple[Cut, int, bool]:
-    """(the cut with the fewest `seconds`, how many were tried, whether these were all).
 
-    times: of each layer on one rank. Deterministic; of equals the first wins.
+@dataclass(slots=True)
+class Found:
+    """What was simulated, {cut: seconds of a step}, and whether nothing that was not can be faster."""
+
+    tried: dict[Cut, float]
+    exhaustive: bool = True
+
+    def best(self, count: int) -> list[Cut]:
+        """The fastest, those of equals that were tried first."""
+        return sorted(self.tried, key=self.tried.__getitem__)[:count]
+
+
+def search(
+    times: Sequence[float],
+    stage_counts: Iterable[int],
+    ranks: int,
+    degrees: Sequence[int],
+    samples: int,
+    bound: Callable[[Cut], float],
+    seconds: Callable[[Cut], float],
+) -> Found:
+    """Looks for the cuts with the fewest `seconds`. Deterministic.
+
+    Args:
+        times: of each layer on one rank.
+        degrees: tensor-parallel degrees that a stage may have; 1 is one of them.
+        bound: no more than the seconds of the cut, and quick to tell.
     """
-    count = math.comb(len(times) - 1, stages - 1) * math.comb(ranks - 1, stages - 1)
-    if count <= _EXHAUSTIVE:
-        candidates = [
-            Cut(layers, split)
-            for layers in _compositions(len(times), stages)
-            for split in _compositions(ranks, stages)
-        ]
-        # Of equals the even one, then the first.
-        candidates.sort(key=lambda cut: cut != even(len(times), stages, ranks))
-        return min(candidates, key=seconds), count, True
+    found = Found({})
+    for stages in stage_counts:
+        if _count(len(times), ranks, stages, degrees) <= _EXHAUSTIVE:
+            cuts = (
+                Cut(layers, split, tensor)
+                for layers in _compositions(len(times), stages)
+                for split, tensor in _splits(ranks, stages, degrees)
+            )
+            _by_bounds(cuts, even(len(times), stages, ranks), bound, seconds, found)
+        else:
+            _climb(times, stages, ranks, degrees, samples, bound, seconds, found)
+    return found
+
+
+def _by_bounds(
+    cuts: Iterable[Cut],
+    first: Cut,
+    bound: Callable[[Cut], float],
+    seconds: Callable[[Cut], float],
+    found: Found,
+) -> None:
+    """Simulates in the order of the bounds until none can be below the best. Of equals the even cut wins."""
+    best = min(found.tried.values(), default=math.inf)
+    listed = sorted(((bound(cut), cut != first, number, cut) for number, cut in enumerate(cuts)))
+    for tries, (least, _, _, cut) in enumerate(listed):
+        if least > best or least == math.inf:
+            return
+        if tries >= _MOST_TRIED:
+            found.exhaustive = False
+            return
+        found.tried[cut] = seconds(cut)
+        best = min(best, found.tried[cut])
+
+
+def _climb(
+    times: Sequence[float],
+    stages: int,
+    ranks: int,
+    degrees: Sequence[int],
+    samples: int,
+    bound: Callable[[Cut], float],
+    seconds: Callable[[Cut], float],
+    found: Found,
+) -> None:
+    """From the most balanced cut and the best of random ones, moves that help. What cannot be better than the
+    best so far is not simulated: its bound tells whether it is better than another one."""
+    found.exhaustive = False
+    best = min(found.tried.values(), default=math.inf)
+    scores: dict[Cut, float] = {}
     tried: dict[Cut, float] = {}
 
     def score(cut: Cut) -> float:
-        if cut not in tried:
-            tried[cut] = seconds(cut)
-        return tried[cut]
+        nonlocal best
+        if cut not in scores:
+            scores[cut] = bound(cut)
+            if scores[cut] < best:
+                scores[cut] = tried[cut] = seconds(cut)
+                best = min(best, tried[cut])
+        return scores[cut]
 
     starts = [even(len(times), stages, ranks), balanced(times, stages, ranks, samples)]
     # Where little crosses is seen by trying, not by balancing: the best of random cuts are taken further.
     chance = random.Random(0)
-    drawn = [_random_cut(len(times), stages, ranks, chance) for _ in range(_DRAWN)]
+    drawn = [_random_cut(len(times), stages, ranks, degrees, chance) for _ in range(_DRAWN)]
     starts += sorted(drawn, key=score)[:_TAKEN_FURTHER]
-    ends = [_descend(start, score, tried) for start in starts]
-    return min(ends, key=score), len(tried), False
+    for start in starts:
+        _descend(start, degrees, score, tried)
+    found.tried |= tried
 
 
 def even(layers: int, stages: int, ranks: int) -> Cut:
     """Both as even as possible; earlier stages get the odd ones."""
     shares = [tuple(n // stages + (i < n % stages) for i in range(stages)) for n in (layers, ranks)]
-    return Cut(shares[0], shares[1])
+    return Cut(shares[0], shares[1], (1,) * stages)
 
 
 def balanced(times: Sequence[float], stages: int, ranks: int, samples: int) -> Cut:
@@ -88,40 +160,58 @@ def balanced(times: Sequence[float], stages: int, ranks: int, samples: int) -> C
                         grown = Cut((*cut.layers, end - layers), (*cut.ranks, last - used))
                         following[end, last] = (time, grown)
         best = following
-    return best[len(times), ranks][1]
+    return replace(best[len(times), ranks][1], tensor=(1,) * stages)
 
 
-def _random_cut(layers: int, stages: int, ranks: int, chance: random.Random) -> Cut:
+def _random_cut(layers: int, stages: int, ranks: int, degrees: Sequence[int], chance: random.Random) -> Cut:
     shares = []
     for total in (layers, ranks):
         ends = [0, *sorted(chance.sample(range(1, total), stages - 1)), total]
         shares.append(tuple(b - a for a, b in pairwise(ends)))
-    return Cut(shares[0], shares[1])
+    return Cut(shares[0], shares[1], tuple(chance.choice(_fitting(n, degrees)) for n in shares[1]))
 
 
-def _descend(cut: Cut, score: Callable[[Cut], float], tried: dict[Cut, float]) -> Cut:
+def _descend(
+    cut: Cut, degrees: Sequence[int], score: Callable[[Cut], float], tried: dict[Cut, float]
+) -> None:
     """Takes the best move until none helps."""
     while len(tried) < _MOST_TRIED:
-        moved = min(_moves(cut), key=score, default=cut)
+        moved = min(_moves(cut, degrees), key=score, default=cut)
         if score(moved) >= score(cut):
-            return cut
+            return
         cut = moved
-    return cut
 
 
-def _moves(cut: Cut) -> Iterator[Cut]:
+def _moves(cut: Cut, degrees: Sequence[int]) -> Iterator[Cut]:
     """One boundary between layers to anywhere; one rank from any stage to any other, or all ranks of two
-    stages swapped; both kinds at once where these are few."""
+    stages swapped; another degree of one stage; the first two at once where these are few."""
     layer_moves = list(_moved_boundaries(cut.layers))
-    rank_moves = list(_moved_ranks(cut.ranks))
+    rank_moves = [
+        (ranks, tuple(_nearest(n, t, degrees) for n, t in zip(ranks, cut.degrees(), strict=True)))
+        for ranks in _moved_ranks(cut.ranks)
+    ]
     for layers in layer_moves:
-        yield Cut(layers, cut.ranks)
-    for ranks in rank_moves:
-        yield Cut(cut.layers, ranks)
+        yield replace(cut, layers=layers)
+    for ranks, tensor in rank_moves:
+        yield Cut(cut.layers, ranks, tensor)
+    for stage, count in enumerate(cut.ranks):
+        for degree in _fitting(count, degrees):
+            tensor = (*cut.degrees()[:stage], degree, *cut.degrees()[stage + 1 :])
+            if tensor != cut.degrees():
+                yield replace(cut, tensor=tensor)
     if len(layer_moves) * len(rank_moves) <= _MOST_JOINT:
         for layers in layer_moves:
-            for ranks in rank_moves:
-                yield Cut(layers, ranks)
+            for ranks, tensor in rank_moves:
+                yield Cut(layers, ranks, tensor)
+
+
+def _fitting(ranks: int, degrees: Sequence[int]) -> list[int]:
+    return [degree for degree in degrees if ranks % degree == 0]
+
+
+def _nearest(ranks: int, degree: int, degrees: Sequence[int]) -> int:
+    """The largest degree up to this one that the ranks allow."""
+    return max(each for each in _fitting(ranks, degrees) if each <= degree)
 
 
 def _moved_boundaries(layers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -145,3 +235,26 @@ def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
     """All ways to write total as a sum of so many positive numbers."""
     for ends in combinations(range(1, total), parts - 1):
         yield tuple(b - a for a, b in zip((0, *ends), (*ends, total), strict=True))
+
+
+def _splits(
+    ranks: int, stages: int, degrees: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Ranks and tensor-parallel degree of each stage."""
+    for split in _compositions(ranks, stages):
+        for tensor in product(*(_fitting(count, degrees) for count in split)):
+            yield split, tensor
+
+
+def _count(layers: int, ranks: int, stages: int, degrees: Sequence[int]) -> int:
+    """How many cuts there are, or some number above `_EXHAUSTIVE`."""
+    data_parallel = math.comb(layers - 1, stages - 1) * math.comb(ranks - 1, stages - 1)
+    if data_parallel > _EXHAUSTIVE or len(degrees) == 1:
+        return data_parallel
+    ways = [1] + [0] * ranks  # of the stages so far on so many ranks
+    for _ in range(stages):
+        ways = [
+            sum(ways[used - count] * len(_fitting(count, degrees)) for count in range(1, used + 1))
+            for used in range(ranks + 1)
+        ]
+    return math.comb(layers - 1, stages - 1) * ways[ranks]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any
@@ -25,7 +25,7 @@ from meshcast.pipelining.microbatches import Pieces
 from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.shapes import local_values
 
-__all__ = ["as_before", "measured"]
+__all__ = ["as_before", "kept_bytes", "measured"]
 
 _STEPS = 2  # that are measured, behind one that is not
 
@@ -161,23 +161,33 @@ def _watched(schedule: _OneByOne, stage: PipelineStage, found: dict[str, Any]) -
 @contextmanager
 def _counting(stage: PipelineStage, there: set[int], found: dict[str, Any]) -> Iterator[None]:
     """there: storages that do not count."""
+    # FSDP2 gathers parameters as it goes, so what they are is known only when something is kept.
+    with kept_bytes(stage.submod, there, parameters_move=stage.accumulates) as sizes:
+        yield
+    outputs = stage.ways[0].outputs if stage.ways else None
+    found["held"] = sum(sizes.values()) + sum(
+        torch.Size(shape).numel() * dtype.itemsize for shape, dtype in outputs or ()
+    )
+
+
+@contextmanager
+def kept_bytes(
+    module: torch.nn.Module, there: Set[int] = frozenset(), *, parameters_move: bool = False
+) -> Iterator[dict[int, int]]:
+    """Inside, notes what autograd keeps, {storage: bytes}, but for the parameters and buffers of the module
+    and the storages that are `there` anyway."""
     sizes: dict[int, int] = {}
-    own = _of_module(stage.submod)
+    own = _of_module(module)
 
     def pack(value: torch.Tensor) -> torch.Tensor:
-        # FSDP2 gathers parameters as it goes, so what they are is known only now.
-        mine = _of_module(stage.submod) if stage.accumulates else own
+        mine = _of_module(module) if parameters_move else own
         storage = local_values(value).untyped_storage()
         if storage._cdata not in mine and storage._cdata not in there:
             sizes[storage._cdata] = storage.nbytes()
         return value.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        yield
-    outputs = stage.ways[0].outputs if stage.ways else None
-    found["held"] = sum(sizes.values()) + sum(
-        torch.Size(shape).numel() * dtype.itemsize for shape, dtype in outputs or ()
-    )
+        yield sizes
 
 
 def _of_module(module: torch.nn.Module) -> set[int]:
