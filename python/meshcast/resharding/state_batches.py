@@ -106,8 +106,6 @@ class Batch:
                 if key not in outgoing:
                     outgoing[key] = _outgoing(part, sent[part.move.source])
                 source = outgoing[key]
-                if observe is not None:
-                    observe(part, "src", source.to(part.problem.dtype))
             if part.receives:
                 name = part.move.target
                 local = arriving[name]
@@ -124,20 +122,25 @@ class Batch:
             left = max(deadline - time.monotonic(), 1e-3)
             call = self._transfer.launch(sources, targets, left, driven=True)
         try:
-            if call is not None:
-                call.wait()
-                if self._device_types != ("cpu", "cpu"):
-                    _end_on_gpu(call, deadline)
-            if observe is not None:
-                for part, target in zip(self.parts, targets, strict=True):
-                    if target is not None:
-                        observe(part, "dst", target.to(part.problem.dtype))
+            try:  # beside the transfer, which reads the same memory
+                self._observe(observe, "src", sources)
+            finally:
+                if call is not None:
+                    call.wait()
+            if call is not None and self._device_types != ("cpu", "cpu"):
+                _end_on_gpu(call, deadline)
+            self._observe(observe, "dst", targets)
             for name, local in landing.items():
                 arriving[name].copy_(local)
         except Exception as error:
             mark_told(error)  # the others are in this call, or through with it
             raise
         return call
+
+    def _observe(self, observe: Observer | None, side: str, tensors: Sequence[torch.Tensor | None]) -> None:
+        for part, tensor in zip(self.parts, tensors, strict=True):
+            if observe is not None and tensor is not None:
+                observe(part, side, tensor)
 
 
 def _outgoing(part: Part, local: torch.Tensor) -> torch.Tensor:
