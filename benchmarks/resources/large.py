@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .clocks import Figure, compared, cpu_seconds, largest, on_core, peak_above, total
 
-__all__ = ["cpu", "in_host", "memory"]
+__all__ = ["cpu", "digests", "in_host", "memory"]
 
 MIB = 1 << 20
 COLUMNS = 4096  # of the matrices, int32: a row has 16 KiB
@@ -92,6 +92,24 @@ def cpu(nbytes: int, dim: int, repeats: int, packs: bool = False) -> Figure:
     found = compared(matrix.reshard, gloo, repeats, cpu_seconds, total)
     matrix.check()
     return found
+
+
+def digests(nbytes: int, repeats: int) -> dict[str, Figure]:
+    """A state dict of one matrix with digests, beside the same without. Seconds of the slowest rank; and in
+    MiB the peak of the rank with the largest, beside what is allowed."""
+    matrix = Matrix(nbytes, [0, 1], [2, 3], Shard(1))
+    sends = matrix.rank < 2
+    held, outs = ({"w": matrix.source}, None) if sends else (None, {"w": matrix.out})
+    where = {"w": (matrix.out.device_mesh, [Shard(1)])}
+
+    def call(digest: bool) -> None:
+        meshcast.reshard_state_dict(held, where, outs, digest=digest)
+
+    found = compared(lambda: call(True), lambda: call(False), repeats, time.perf_counter, largest)
+    matrix.check()
+    extra = largest(float(peak_above(lambda: call(True))))
+    allowed = _ALLOWED[0] + _ALLOWED[1] * nbytes / 2
+    return {"time": found, "memory": {"ours": extra / MIB, "theirs": allowed / MIB, "value": extra / allowed}}
 
 
 def in_host(nbytes: int, placement: Any, repeats: int) -> dict[str, Figure]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .clocks import Figure
-from .large import ALL_GATHER, MIB, ROWS_TO_COLUMNS, cpu, in_host, memory
+from .large import ALL_GATHER, MIB, ROWS_TO_COLUMNS, cpu, digests, in_host, memory
 from .small import calls
 
 _BYTES = 256 * MIB
@@ -23,16 +23,21 @@ def network(nbytes: int, repeats: int) -> dict[str, Figure]:
         "CPU, in one piece": cpu(_BYTES, 0, repeats),
         "CPU, strided": cpu(_BYTES, 1, repeats),
         "CPU, packed": cpu(_BYTES, 1, repeats, packs=True),
+        **_digests("loopback", repeats),
         **calls(repeats),
     }
 
 
 def shared(nbytes: int, repeats: int) -> dict[str, Figure]:
-    found = {"memory, shared": memory(nbytes)}
+    found = {"memory, shared": memory(nbytes), **_digests("shared", repeats)}
     for name, placement in (("rows to columns", ROWS_TO_COLUMNS), ("all-gather", ALL_GATHER)):
         for cores, figure in in_host(_BYTES, placement, repeats).items():
             found[f"in host, {name}, {cores}"] = figure
     return found
+
+
+def _digests(where: str, repeats: int) -> dict[str, Figure]:
+    return {f"digest, {what}, {where}": figure for what, figure in digests(_BYTES, repeats).items()}
 
 
 def main() -> None:

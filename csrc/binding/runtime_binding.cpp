@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -18,6 +19,7 @@
 #include "c10d/group_core.h"
 #include "c10d/process_group/pending_work.h"
 #include "c10d/process_group/process_group.h"
+#include "memory/digest.h"
 #include "plan/plan.h"
 #include "run/work_thread.h"
 #include "transport/shm_link.h"
@@ -84,6 +86,29 @@ void unlocked(const std::function<void()>& call) {
   if (!Py_IsInitialized() || PyGILState_Check() == 0) return call();
   const py::gil_scoped_release no_gil;
   call();
+}
+
+// part: a tensor on the CPU, whose first element is at `low` of a tensor of this shape.
+uint64_t digest_of(const at::Tensor& part, const std::vector<int64_t>& low, const std::vector<int64_t>& shape,
+                   const DigestWords& words) {
+  const auto ndim = static_cast<size_t>(part.dim());
+  if (!part.is_cpu() || low.size() != ndim || shape.size() != ndim || ndim > kMaxDims) {
+    throw LayoutError("digest: expected a tensor on the CPU with the dimensions of the whole");
+  }
+  StridedView view;
+  view.data = static_cast<std::byte*>(part.data_ptr());
+  view.ndim = static_cast<int>(ndim);
+  view.element_bytes = part.element_size();
+  std::array<int64_t, kMaxDims> step{};
+  int64_t first = 0;
+  int64_t elements = 1;
+  for (size_t d = ndim; d-- > 0; elements *= shape[d]) {
+    view.extent[d] = part.size(static_cast<int64_t>(d));
+    view.stride[d] = part.stride(static_cast<int64_t>(d)) * view.element_bytes;
+    step[d] = elements;
+    first += low[d] * elements;
+  }
+  return digest(view, first, step, words);
 }
 
 // A rank's way to the memory of the other ranks of its host: an address to publish, then the meeting.
@@ -166,6 +191,15 @@ void bind_runtime(py::module_& m) {
 
   // Kept, it spares a group that comes up the risk that there is no thread for it.
   py::class_<WorkThread, std::shared_ptr<WorkThread>>(m, "WorkThread").def(py::init(&WorkThread::of_process));
+
+  m.def(
+      "digest",
+      [](const at::Tensor& part, const std::vector<int64_t>& low, const std::vector<int64_t>& shape,
+         int64_t word_bytes, int64_t value_bytes, uint64_t magnitude, uint64_t limit) {
+        return digest_of(part, low, shape, {word_bytes, value_bytes, magnitude, limit});
+      },
+      py::arg("part"), py::arg("low"), py::arg("shape"), py::arg("word_bytes"), py::arg("value_bytes"),
+      py::arg("magnitude"), py::arg("limit"), NoGil());
 
   m.def(
       "post_cause",

@@ -1,14 +1,12 @@
 """The rollout side: the model in bfloat16 with another cut, which takes in weights and writes text."""
 
 import torch
-import torch.distributed as dist
 from gpt.config import ModelConfig
 from gpt.data import TextSamples, read_text
 from gpt.model import build_stage, loss_fn, parallelize
 from gpt.sample import continue_text
-from meshcast import reshard_state_dict
+from meshcast import WeightSync
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from weight_sync.weights import Destinations
 
@@ -26,23 +24,19 @@ class Rollout:
         config: ModelConfig,
         mesh: DeviceMesh,
         destinations: Destinations,
-        group: dist.ProcessGroup,
         seed: int,
     ) -> None:
-        self.destinations, self.group = destinations, group
         self.samples = TextSamples(read_text(None), config.seq_len, seed)
         self.module = build_stage(config, 0, 1, seed).to(torch.bfloat16).eval()
         parallelize(self.module, mesh)
+        # One buffer, and that is the model: all ranks take in each version together, between two texts. With
+        # two they would get it in the background, each for itself, and could be a version apart.
+        own = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        self.sync = WeightSync(None, destinations, buffers=1, out=own)
 
-    @torch.no_grad()
-    def receive(self) -> int:
-        """Takes in the next snapshot; returns its version."""
-        received = reshard_state_dict(None, self.destinations, dtype=torch.bfloat16, group=self.group)
-        for name, parameter in self.module.named_parameters():
-            value = received[name]
-            parameter.copy_(value if isinstance(parameter, DTensor) else value.to_local())
-        assert received.version is not None  # the trainer gives one
-        return received.version
+    def receive(self, version: int) -> int:
+        """Takes in that version, or a later one; returns which."""
+        return self.sync.pull(version)
 
     @torch.no_grad()
     def held_out_loss(self) -> float:

@@ -1,4 +1,4 @@
-"""A trainer on one mesh, rollouts on another: weights travel by reshard_state_dict while the trainer goes on.
+"""A trainer on one mesh, rollouts on another: weights travel by WeightSync while the trainer goes on.
 
 torchrun --standalone --nproc-per-node 5 examples/weight_sync/run.py --trainers 3
 """
@@ -21,7 +21,7 @@ from training.command_line import Parser, check_writable, config_errors_exit
 from training.layout import ConfigError
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from meshcast import WeightSync
     from torch.distributed.device_mesh import DeviceMesh
 
     from weight_sync.weights import Destinations
@@ -91,16 +91,16 @@ def main(argv: list[str]) -> int:
         ranks = list(range(dist.get_world_size()))
         trainers = DeviceMesh("cpu", ranks[: args.trainers])
         rollouts = DeviceMesh("cpu", ranks[args.trainers :])
-        group = dist.new_group(ranks)
         config = model_config(args.model)
         names = [name for name, _ in build_stage(config, 0, 1, args.seed).named_parameters()]
         where = destinations(names, rollouts)
         snapshots = range(args.every, args.steps + 1, args.every)
         if dist.get_rank() < args.trainers:
-            train(args, trainers, where, group, snapshots)
+            sync = train(args, trainers, where, snapshots)
         else:
-            write(args, rollouts, where, group, snapshots)
-        dist.barrier()
+            sync = write(args, rollouts, where, snapshots)
+        dist.barrier()  # whoever closes it ends it for all
+        sync.close()
     finally:
         dist.destroy_process_group()
     return 0
@@ -110,21 +110,20 @@ def train(
     args: argparse.Namespace,
     mesh: DeviceMesh,
     where: Destinations,
-    group: dist.ProcessGroup,
     snapshots: range,
-) -> None:
+) -> WeightSync:
     """On every rank of the trainer mesh."""
     from weight_sync.trainer import Sender, Trainer
 
     trainer = Trainer(model_config(args.model), mesh, args.batch, args.lr, args.seed)
-    sender = Sender(where, group)
+    sender = Sender(trainer, where)
     begin = time.perf_counter()
     waited = 0.0
     for step in range(1, args.steps + 1):
         loss = trainer.step()
         if step in snapshots:
             stopped = time.perf_counter()
-            sender.send(trainer.snapshot(), version=step)
+            sender.send(version=step)
             waited += time.perf_counter() - stopped
             if mesh.get_local_rank() == 0:
                 print(f"trainer: step {step}, loss {loss:.3f}; weights on their way", flush=True)
@@ -135,21 +134,21 @@ def train(
             f"trainer: {args.steps} steps in {seconds:.1f} s, of which {waited:.2f} s for snapshots",
             flush=True,
         )
+    return sender.sync
 
 
 def write(
     args: argparse.Namespace,
     mesh: DeviceMesh,
     where: Destinations,
-    group: dist.ProcessGroup,
     snapshots: range,
-) -> None:
+) -> WeightSync:
     """On every rank of the rollout mesh: text with each version of the weights."""
     from weight_sync.rollout import Rollout
 
-    rollout = Rollout(model_config(args.model), mesh, where, group, args.seed)
-    for _ in snapshots:
-        version = rollout.receive()
+    rollout = Rollout(model_config(args.model), mesh, where, args.seed)
+    for step in snapshots:
+        version = rollout.receive(step)
         record = {"version": version, "held_out_loss": rollout.held_out_loss(), "text": rollout.text()}
         if mesh.get_local_rank() != 0:
             continue
@@ -160,6 +159,7 @@ def write(
         if args.metrics is not None:
             with args.metrics.open("a") as file:
                 file.write(json.dumps(record) + "\n")
+    return rollout.sync
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""The trainer's side: FSDP2 over its ranks, and a background thread that sends snapshots of the weights."""
+"""The trainer's side: FSDP2 over its ranks, and a background thread that pushes snapshots of the weights."""
 
 import threading
 
 import torch
-import torch.distributed as dist
 from gpt.config import ModelConfig
 from gpt.data import TextSamples, read_text
 from gpt.model import build_stage, loss_fn
-from meshcast import reshard_state_dict
+from meshcast import WeightSync
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -39,28 +38,30 @@ class Trainer:
         self.steps += 1
         return loss.item()
 
-    @torch.no_grad()
-    def snapshot(self) -> dict[str, DTensor]:
-        """A copy of this rank's shards, which further steps leave alone."""
-        return {name: value.clone() for name, value in self.module.state_dict().items()}
-
 
 class Sender:
-    """Sends one snapshot at a time to the rollout ranks, beside the training.
+    """Pushes one snapshot at a time to the rollout ranks, beside the training.
 
-    `group` has the ranks of both meshes and serves nothing else: all ranks must make the calls of a group in
-    one order, which those of a thread and of the main thread do not have.
+    Pushes need no order with the collectives of the training: a WeightSync has connections of its own. The
+    snapshot is memory of its own, which further steps leave alone.
     """
 
-    def __init__(self, destinations: Destinations, group: dist.ProcessGroup) -> None:
-        self.destinations, self.group = destinations, group
+    def __init__(self, trainer: Trainer, destinations: Destinations) -> None:
+        self.module = trainer.module
+        self.snapshot: dict[str, DTensor] = {
+            name: value.clone() for name, value in self.module.state_dict().items()
+        }
+        self.sync = WeightSync(self.snapshot, destinations)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def send(self, weights: dict[str, DTensor], version: int) -> None:
-        """Waits for the snapshot before, raises what went wrong with it, and leaves this one on its way."""
+    @torch.no_grad()
+    def send(self, version: int) -> None:
+        """Waits for the snapshot before, raises what went wrong with it, and leaves a new one on its way."""
         self.finish()
-        self._thread = threading.Thread(target=self._run, args=(weights, version), name="weights")
+        for name, value in self.module.state_dict().items():
+            self.snapshot[name].copy_(value)
+        self._thread = threading.Thread(target=self._run, args=(version,), name="weights")
         self._thread.start()
 
     def finish(self) -> None:
@@ -71,10 +72,8 @@ class Sender:
         if self._error is not None:
             raise self._error
 
-    def _run(self, weights: dict[str, DTensor], version: int) -> None:
+    def _run(self, version: int) -> None:
         try:
-            reshard_state_dict(
-                weights, self.destinations, dtype=torch.bfloat16, version=version, group=self.group
-            )
+            self.sync.push(version)
         except BaseException as error:
             self._error = error

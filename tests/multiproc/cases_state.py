@@ -8,7 +8,7 @@ import meshcast
 import torch
 import torch.distributed as dist
 from meshcast.groups.parent import parent_group
-from meshcast.resharding.digest import shard_digest
+from meshcast.transfers.digest import shard_digest
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.oracle import coordinates, cut, unique_fill
 from torch.distributed.device_mesh import DeviceMesh
@@ -215,26 +215,61 @@ def torn(context) -> None:
         )
         memory.numpy().reshape(-1)[:] = 1
 
-    # The digest of rank 1 was taken before; what it sends differs.
+    # The digest that rank 1 takes is of other values than what it has sent.
     _between(context, behind, call, victim, digest=True)
 
 
 def _between(context, change, call, victim: str, **options) -> None:
-    """Runs `change` on rank 1 after its digests were taken and before its data leaves."""
+    """Runs `change` on rank 1 once its data has left, and before its digests are taken."""
     from meshcast.transfers import persistent
 
     original = persistent.PersistentTransfer.launch
 
     def launch(self, sources, *arguments, **options):
+        call = original(self, sources, *arguments, **options)
         if len(sources) > 1 and context.rank == 1:
+            call.wait()
             change()
-        return original(self, sources, *arguments, **options)
+        return call
 
     persistent.PersistentTransfer.launch = launch
     try:
         raises(meshcast.MeshcastError, victim, lambda: call(**options))
     finally:
         persistent.PersistentTransfer.launch = original
+
+
+def flipped(context) -> None:
+    """One bit of what has arrived, anywhere on any rank, is another: no rank returns the weights."""
+    from meshcast.resharding.state_batches import Batch
+
+    fulls, layouts, destinations = model(6, 6)
+    state = held_by(context.rank, fulls, layouts)
+    rng = random.Random(7)
+    original = Batch._observe
+    for turn in range(12):
+        name = rng.choice([each for each in fulls if fulls[each].numel()])
+        shapes = meshcast.Layout(*destinations[name]).local_shapes(fulls[name].shape)
+        ranks = [rank for rank, shape in shapes.items() if shape is not None and 0 not in shape]
+        victim, place = rng.choice(ranks), rng.randrange(1 << 30)
+
+        def observe(self, observer, side, tensors, name=name, victim=victim, place=place):
+            for part, tensor in zip(self.parts, tensors, strict=True):
+                if side == "dst" and context.rank == victim and part.move.target == name:
+                    memory = tensor.reshape(-1).view(torch.uint8).numpy()
+                    memory[place % memory.size] ^= 1
+            return original(self, observer, side, tensors)
+
+        Batch._observe = observe
+        try:
+            raises(
+                meshcast.MeshcastError, repr(name),
+                lambda: meshcast.reshard_state_dict(state, destinations, digest=True),
+            )  # fmt: skip
+        finally:
+            Batch._observe = original
+        context.wait_for_all(f"flipped {turn}")
+    check(meshcast.reshard_state_dict(state, destinations, digest=True), fulls, destinations, context.rank)
 
 
 def replicas_differ(context) -> None:
@@ -329,6 +364,7 @@ CASES = [
     partial,
     versions,
     torn,
+    flipped,
     replicas_differ,
     refused,
     changed_shapes,

@@ -3,39 +3,10 @@
 #include <cstring>
 
 #include "memory/stream_copy.h"
+#include "memory/walk.h"
 
 namespace meshcast {
 namespace {
-
-// A copy between two strided regions with the dimensions that are jointly dense merged away. What is left
-// is a nest of loops around one innermost run.
-struct CopyNest {
-  int ndim = 0;
-  std::array<int64_t, kMaxDims> extent{};
-  std::array<int64_t, kMaxDims> from_stride{};
-  std::array<int64_t, kMaxDims> to_stride{};
-};
-
-CopyNest merge_dims(const StridedView& from, const StridedView& to) {
-  CopyNest nest;
-  for (int d = 0; d < from.ndim; ++d) {
-    if (from.extent[d] == 1) continue;
-    const int last = nest.ndim - 1;
-    const bool dense = last >= 0 && nest.from_stride[last] == from.extent[d] * from.stride[d] &&
-                       nest.to_stride[last] == from.extent[d] * to.stride[d];
-    if (dense) {
-      nest.extent[last] *= from.extent[d];
-      nest.from_stride[last] = from.stride[d];
-      nest.to_stride[last] = to.stride[d];
-    } else {
-      nest.extent[nest.ndim] = from.extent[d];
-      nest.from_stride[nest.ndim] = from.stride[d];
-      nest.to_stride[nest.ndim] = to.stride[d];
-      ++nest.ndim;
-    }
-  }
-  return nest;
-}
 
 // Fixed-size element copies compile to plain loads and stores; memcpy keeps them free of alignment rules.
 template <int64_t kBytes>
@@ -125,30 +96,12 @@ bool StridedView::contiguous() const {
 }
 
 void copy(const StridedView& from, const StridedView& to, Write write) {
-  if (from.nbytes() == 0) return;
-  const CopyNest nest = merge_dims(from, to);
-  if (nest.ndim == 0) {
-    std::memcpy(to.data, from.data, static_cast<size_t>(from.element_bytes));
-    return;
-  }
-  const int inner = nest.ndim - 1;
-  std::array<int64_t, kMaxDims> index{};
-  const std::byte* src = from.data;
-  std::byte* dst = to.data;
-  for (;;) {
-    copy_run(src, nest.from_stride[inner], dst, nest.to_stride[inner], nest.extent[inner], from.element_bytes,
-             write);
-    int d = inner - 1;
-    for (; d >= 0; --d) {
-      src += nest.from_stride[d];
-      dst += nest.to_stride[d];
-      if (++index[d] < nest.extent[d]) break;
-      src -= nest.extent[d] * nest.from_stride[d];
-      dst -= nest.extent[d] * nest.to_stride[d];
-      index[d] = 0;
-    }
-    if (d < 0) break;
-  }
+  walk_runs(from.ndim, from.extent, from.stride, to.stride,
+            [&](int64_t at, int64_t stride, int64_t to_at, int64_t to_stride, int64_t n) {
+              const bool one = n == 1;  // has no stride
+              copy_run(from.data + at, one ? from.element_bytes : stride, to.data + to_at,
+                       one ? from.element_bytes : to_stride, n, from.element_bytes, write);
+            });
   if (write == Write::Streamed) end_stream();
 }
 

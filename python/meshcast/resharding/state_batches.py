@@ -57,6 +57,8 @@ class Batch:
         self.parts = parts
         self._device_types = device_types
         self._transfer: PersistentTransfer | None = None
+        self._rank = parent.rank
+        self._call: Call | None = None  # since wait_for_turn(), what was started
         problems = [part.problem for part in parts]
         if any(part.sends or part.receives for part in parts):
             casts = None
@@ -82,6 +84,21 @@ class Batch:
         """Seconds that no plan of it can beat."""
         return 0.0 if self._transfer is None else self._transfer.plan.lower_bound
 
+    def wait_for_turn(self) -> None:
+        """Nothing of the next run has moved."""
+        self._call = None
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes that this rank has sent and received of it, and how many it will, as far as that is known:
+        the first run plans once the ranks have met. Any thread."""
+        plan = None if self._transfer is None else self._transfer._plan
+        if plan is None:
+            return 0, 0
+        call = self._call
+        figures = None if call is None else call.statistics
+        expected = plan.bytes_sent(self._rank) + plan.bytes_received(self._rank)
+        return 0 if figures is None else int(figures()["bytes_done"]), expected
+
     def refuse(self, error: Exception, limit: float) -> None:
         """Tells the other ranks that this one does not run it. limit: seconds."""
         if self._transfer is not None:
@@ -106,8 +123,6 @@ class Batch:
                 if key not in outgoing:
                     outgoing[key] = _outgoing(part, sent[part.move.source])
                 source = outgoing[key]
-                if observe is not None:
-                    observe(part, "src", source.to(part.problem.dtype))
             if part.receives:
                 name = part.move.target
                 local = arriving[name]
@@ -122,22 +137,27 @@ class Batch:
         call = None
         if self._transfer is not None:
             left = max(deadline - time.monotonic(), 1e-3)
-            call = self._transfer.launch(sources, targets, left, driven=True)
+            call = self._call = self._transfer.launch(sources, targets, left, driven=True)
         try:
-            if call is not None:
-                call.wait()
-                if self._device_types != ("cpu", "cpu"):
-                    _end_on_gpu(call, deadline)
-            if observe is not None:
-                for part, target in zip(self.parts, targets, strict=True):
-                    if target is not None:
-                        observe(part, "dst", target.to(part.problem.dtype))
+            try:  # beside the transfer, which reads the same memory
+                self._observe(observe, "src", sources)
+            finally:
+                if call is not None:
+                    call.wait()
+            if call is not None and self._device_types != ("cpu", "cpu"):
+                _end_on_gpu(call, deadline)
+            self._observe(observe, "dst", targets)
             for name, local in landing.items():
                 arriving[name].copy_(local)
         except Exception as error:
             mark_told(error)  # the others are in this call, or through with it
             raise
         return call
+
+    def _observe(self, observe: Observer | None, side: str, tensors: Sequence[torch.Tensor | None]) -> None:
+        for part, tensor in zip(self.parts, tensors, strict=True):
+            if observe is not None and tensor is not None:
+                observe(part, side, tensor)
 
 
 def _outgoing(part: Part, local: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from ..base.boxes import Piece
 from ..errors import MeshcastError
 from ..layout import Box, Layout
 from ..planning.plan import Problem
-from .digest import pieces_digest, shard_digest
+from ..transfers.digest import pieces_digest, shard_digest
 from .state_batches import Part
 from .state_specs import OP
 
@@ -28,16 +28,16 @@ class Digests:
         self._numbers = {"src": [0] * moves, "dst": [0] * moves}
 
     def observe(self, part: Part, side: str, local: torch.Tensor) -> None:
-        """Takes the digest of a shard as it travels."""
-        shape, _, src, dst = part.problem
+        """Takes the digest of a shard, of its values as they travel."""
+        shape, dtype, src, dst = part.problem
         if not (src.by_boxes or dst.by_boxes):
-            digest = shard_digest(local, src if side == "src" else dst, shape, self._rank)
+            digest = shard_digest(local, src if side == "src" else dst, shape, self._rank, dtype)
         elif side == "dst":
-            digest = pieces_digest(local, dst.pieces(shape)[self._rank][1], shape)
+            digest = pieces_digest(local, dst.pieces(shape)[self._rank][1], shape, dtype)
         else:
             own = src.pieces(shape)[self._rank][1]
             digest = sum(
-                times * pieces_digest(local, _inside(own, box), shape)
+                times * pieces_digest(local, _inside(own, box), shape, dtype)
                 for box, times in _counted(part.problem, self._rank)
             )
         self._numbers[side][part.number] = (digest + _MODULUS // 2) % _MODULUS - _MODULUS // 2

@@ -1,0 +1,146 @@
+"""Digest of a tensor's values that does not depend on how it is sharded.
+
+Each word of memory is multiplied with a weight that its position in the global tensor has, and the products
+are added up modulo 2^64 (csrc/core/memory/digest.h). The sum over the distinct shards of any layout is
+therefore that of the whole tensor. It finds torn, stale and misplaced values; it is no defence against
+someone who wants a collision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .. import _C
+from ..base.boxes import extents
+
+if TYPE_CHECKING:
+    from ..base.boxes import Piece
+    from ..layout import Box, Layout
+
+__all__ = ["pieces_digest", "shard_digest"]
+
+_ELEMENTS = 1 << 20  # at a time, where a copy of them is made
+_BLOCK = 4096  # words
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Words(NamedTuple):
+    """As DigestWords in C++."""
+
+    bytes: int
+    value_bytes: int = 0
+    magnitude: int = 0
+    limit: int = 0
+
+
+_FLOATS = {
+    torch.float64: _Words(4, 8, 0x7FFF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000),
+    torch.float32: _Words(4, 4, 0x7FFF_FFFF, 0x7F80_0000),
+    torch.float16: _Words(2, 2, 0x7FFF, 0x7C00),
+    torch.bfloat16: _Words(2, 2, 0x7FFF, 0x7F80),
+    torch.float8_e4m3fn: _Words(1, 1, 0x7F, 0x7E),
+    torch.float8_e5m2: _Words(1, 1, 0x7F, 0x7C),
+}  # other types have one NaN or none
+
+
+def shard_digest(
+    local: torch.Tensor,
+    layout: Layout,
+    shape: Sequence[int],
+    rank: int,
+    dtype: torch.dtype | None = None,
+) -> int:
+    """Of this rank's shard, as a signed 64-bit integer; 0 for an empty one. All NaNs count as one value,
+    since casts do not keep their payload. dtype: that the elements are cast to first."""
+    held = layout.pieces(shape).get(rank)
+    total = 0 if held is None else pieces_digest(local, held[1], shape, dtype)
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def pieces_digest(
+    local: torch.Tensor, pieces: Sequence[Piece], shape: Sequence[int], dtype: torch.dtype | None = None
+) -> int:
+    """Of boxes in a local tensor, as an integer to be taken modulo 2^64. The tensor is read once and not
+    copied, except block by block where it is cast, is on a GPU, or is the conjugate of what is in memory."""
+    return sum(_box_digest(_view(local, piece), piece[0], shape, dtype or local.dtype) for piece in pieces)
+
+
+def _view(local: torch.Tensor, piece: Piece) -> torch.Tensor:
+    box, at, axes, steps = piece
+    if not axes and local.ndim == len(box):
+        for dim, ((low, high), begin) in enumerate(zip(box, at, strict=True)):
+            local = local.narrow(dim, begin, high - low)
+        return local
+    strides = [local.stride(axis) * step if step else 0 for axis, step in zip(axes, steps, strict=True)]
+    first = sum(index * stride for index, stride in zip(at, local.stride(), strict=True))
+    return local.as_strided(extents(box), strides, local.storage_offset() + first)
+
+
+def _box_digest(part: torch.Tensor, box: Box, shape: Sequence[int], dtype: torch.dtype) -> int:
+    if part.numel() == 0:
+        return 0
+    low = [begin for begin, _ in box]
+    if part.is_cpu and part.dtype == dtype and not (part.is_conj() or part.is_neg()):
+        return _C.digest(part, low, list(shape), *_words_of(dtype))
+    if part.ndim == 0:
+        part, low, shape = part.reshape(1), [0], [1]
+    total, rows = 0, max(1, _ELEMENTS // max(part[0].numel(), 1))
+    for begin in range(0, part.shape[0], rows):
+        block = part[begin : begin + rows].to(dtype).resolve_conj().resolve_neg()
+        at = [low[0] + begin, *low[1:]]
+        summed = _C.digest if block.is_cpu else _digest_by_torch
+        total += summed(block, at, list(shape), *_words_of(dtype))
+    return total
+
+
+@cache
+def _words_of(dtype: torch.dtype) -> _Words:
+    real = dtype.to_real() if dtype.is_complex else dtype
+    return _FLOATS.get(real, _Words(min(real.itemsize, 4)))
+
+
+def _digest_by_torch(
+    part: torch.Tensor,
+    low: Sequence[int],
+    shape: Sequence[int],
+    word_bytes: int,
+    value_bytes: int,
+    magnitude: int,
+    limit: int,
+) -> int:
+    """What _C.digest does, for tensors on GPUs. Takes tens of bytes for each element."""
+    position = torch.zeros((), dtype=torch.int64, device=part.device)
+    for begin, size, extent in zip(low, part.shape, shape, strict=True):
+        along = torch.arange(begin, begin + size, device=part.device)
+        position = position.unsqueeze(-1) * extent + along
+    words = part.contiguous().reshape(-1).view(torch.uint8)
+    if value_bytes:
+        values = words.view(_INTS[value_bytes])
+        words = torch.where((values & magnitude) > limit, magnitude, values)
+    words = words.view(_INTS[word_bytes]).to(torch.int64) & ((1 << 8 * word_bytes) - 1)
+    by_element = part.element_size() // word_bytes
+    position = position.reshape(-1, 1) * by_element + torch.arange(by_element, device=part.device)
+    position = position.reshape(-1)
+    weights = _weights().to(part.device)[position % _BLOCK]
+    return int((words * weights * _weight_of_block(position // _BLOCK)).sum())
+
+
+@cache
+def _weights() -> torch.Tensor:
+    x = (torch.arange(_BLOCK) + 0x9E37_79B9) & 0xFFFF_FFFF
+    x = ((x ^ (x >> 16)) * 0x85EB_CA6B) & 0xFFFF_FFFF
+    x = ((x ^ (x >> 13)) * 0xC2B2_AE35) & 0xFFFF_FFFF
+    return (((x ^ (x >> 16)) << 1) | 1) & 0xFFFF_FFFF
+
+
+def _weight_of_block(block: torch.Tensor) -> torch.Tensor:
+    """SplitMix64. The odd numbers are those of C++ as signed ones; `>>` repeats the sign, which is cut
+    off."""
+    x = (block + 1) * -7046029254386353131
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
+    return x ^ (x >> 31 & (1 << 33) - 1) | 1

@@ -1,0 +1,50 @@
+"""The benchmark of weights with processes, on loopback: every way moves every element of every version."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.cluster import Loopback  # noqa: E402
+from benchmarks.weights.__main__ import measure  # noqa: E402
+from benchmarks.weights.page import WAYS, text  # noqa: E402
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
+LAYER = "model.layers.0."
+SHAPES = {
+    "model.embed_tokens.weight": (97, 24),  # no number of ranks divides it
+    f"{LAYER}self_attn.o_proj.weight": (24, 27),
+    f"{LAYER}input_layernorm.weight": (24,),
+    f"{LAYER}mlp.gate.weight": (8, 24),
+    f"{LAYER}mlp.experts.down_proj": (8, 24, 15),
+}
+
+
+def test_every_way_moves_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'python'}{os.pathsep}{ROOT}")
+    with Loopback(4, 1000.0) as network:
+        found = measure(network, {"mixtral": SHAPES}, list(WAYS), 2)
+    (model,) = found["models"]
+    assert model["tensors"] == len(SHAPES)
+    assert list(model["ways"]) == list(WAYS)
+    for name, way in model["ways"].items():
+        assert way["wrong_bytes"] == 0, name
+        assert len(way["seconds"]) >= 1
+        assert way["first"] > 0
+    head = {
+        "command": "",
+        "commit": "",
+        "cores": 2,
+        "kernel": "",
+        "torch": "",
+        "link_mbit": 1.0,
+        "repeats": 2,
+    }
+    assert "### Mixtral" in text({"header": head, **found})
