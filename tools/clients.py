@@ -2,10 +2,11 @@
 
 python tools/clients.py [--clients "torchft megatron"] [pytest arguments]
 
-A folder of tests/clients is a client: its requirements.txt pins the package, its tests run against it. The
-environments are in build/clients and are made again where a requirement has changed. They have the torch of
-TORCH_SPEC and import the meshcast of this tree, so they need the Python and the torch that this runs with. A
-client that cannot be installed is printed as NOT RUN, with the reason, and counts as a failure.
+A folder of tests/clients is a client. Its requirements.txt pins the package, and without_dependencies.txt,
+where there is one, what comes without its own. Its tests run against them. The environments are in
+build/clients, and are made again where a requirement has changed. They have the torch of TORCH_SPEC and
+import the meshcast of this tree, so they need the Python and the torch that this runs with. A client that
+cannot be installed is printed as NOT RUN, with the reason, and counts as a failure.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def python_of(client: str) -> Path:
 def installed(client: str, torch: str) -> str:
     """Makes the environment. Why it cannot be made, or nothing."""
     requirements = TESTS / client / "requirements.txt"
-    wanted = f"{torch}\n{requirements.read_text()}"
+    bare = [path for path in [TESTS / client / "without_dependencies.txt"] if path.exists()]
+    wanted = "\n".join([torch, *(path.read_text() for path in (requirements, *bare))])
     stamp = BUILD / client / "requirements.done"
     if stamp.exists() and stamp.read_text() == wanted:
         return ""
@@ -50,6 +52,7 @@ def installed(client: str, torch: str) -> str:
     commands = [
         [*pip, *(["--index-url", index] if index else []), torch],
         [*pip, torch, "-r", str(ROOT / "requirements-build.txt"), "-r", str(requirements)],
+        *([*pip, "--no-deps", "-r", str(path)] for path in bare),
     ]
     log = BUILD / client / "install.log"
     with log.open("w") as output:
