@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,9 +16,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 from torchft.checkpointing.transport import CheckpointTransport
 
+from ..base.observe import log
 from ..errors import DeadlineExceededError
 from ..groups.store import within
 from ..layout import Layout
+from ..resharding.state_background import behind, own_stream
 from .meeting import Meeting
 
 __all__ = ["MeshcastTransport"]
@@ -41,9 +44,10 @@ class MeshcastTransport(CheckpointTransport[T]):
             Otherwise tensors arrive in new memory of the CPU, DTensors on the sender's mesh.
         hostname: of this rank, as others reach it; its own name by default.
 
-    Raises, from send_checkpoint and recv_checkpoint: DeadlineExceededError where the others did not come, or
-    no checkpoint was offered, within the timeout; PeerLostError where one is lost in the middle. torchft's
-    Manager reports them, and tries again with the next quorum.
+    Raises, from recv_checkpoint: DeadlineExceededError where no checkpoint was offered, or the others did
+    not come, within the timeout; PeerLostError where one is lost in the middle. torchft's Manager reports
+    them, and tries again with the next quorum. For a sender that is no failure of its own: it is logged,
+    and `error` has it until the next checkpoint.
     """
 
     def __init__(
@@ -54,15 +58,21 @@ class MeshcastTransport(CheckpointTransport[T]):
         self._address = f"{hostname or socket.gethostname()}:{self._store.port}"
         self._store.set(_OFFER, "")
         self._sent = 0
+        self._meeting: Meeting | None = None
+        self._sending: threading.Thread | None = None
+        self.error: Exception | None = None
 
     def metadata(self) -> str:
         return self._address
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        """Returns once it is whole on all of them: the tensors may be changed from then on."""
+        """Returns at once. The tensors must not change before disallow_checkpoint has returned."""
+        self.disallow_checkpoint()
+        self.error = None
         if not dst_ranks:
             return
-        deadline = time.monotonic() + timeout.total_seconds()
+        limit = timeout.total_seconds()
+        deadline = time.monotonic() + limit
         leaves, tree = tree_flatten_with_path(state_dict)
         told = pickle.dumps((tree, [_told(leaf) for _, leaf in leaves]))
         tensors = {
@@ -71,20 +81,40 @@ class MeshcastTransport(CheckpointTransport[T]):
             if isinstance(leaf, torch.Tensor)
         }
         self._sent += 1
-        size = 1 + len(dst_ranks)
-        meeting = Meeting(self._store, _name(self._sent), size, 0, timeout.total_seconds())
-        self._store.set(_OFFER, f"{step} {self._sent} {size}")
-        try:
-            meeting.move({"checkpoint": told}, None, deadline=deadline)
-            if tensors:
-                meeting.move(tensors, None, deadline=deadline)
-        finally:
+        number, size, stream = self._sent, 1 + len(dst_ranks), own_stream()
+        meeting = self._meeting = Meeting(self._store, _name(number), size, 0, limit)
+        self._store.set(_OFFER, f"{step} {number} {size}")
+
+        def send() -> None:
+            try:
+                with behind(stream):
+                    meeting.move({"checkpoint": told}, None, deadline=deadline)
+                    if tensors:
+                        meeting.move(tensors, None, deadline=deadline)
+            except Exception as error:
+                self.error = error
+                log.warning(
+                    "%s: the checkpoint of step %d did not reach replicas %s: %s", _OP, step, dst_ranks, error
+                )
             self._store.set(_OFFER, "")
-            self._store.delete_key(_seats(self._sent))
+            self._store.delete_key(_seats(number))
             meeting.close()
 
+        self._sending = threading.Thread(target=send, name="meshcast-checkpoint", daemon=True)
+        self._sending.start()
+
     def disallow_checkpoint(self) -> None:
-        """Nothing is sent after send_checkpoint has returned."""
+        """Waits until the checkpoint has arrived or failed, not longer than the timeout that it got."""
+        if self._sending is not None:
+            self._sending.join()
+            self._sending = None
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Ends a checkpoint that is on its way."""
+        if self._meeting is not None:
+            self._meeting.close()
+        if wait:
+            self.disallow_checkpoint()
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         begin = time.monotonic()

@@ -116,6 +116,8 @@ def one_to_three(context) -> None:
     for step in (1, 2):
         if context.rank == 0:
             transport.send_checkpoint([1, 2, 3], step, sent, LIMIT)
+            transport.disallow_checkpoint()
+            assert transport.error is None
             continue
         got = transport.recv_checkpoint(0, where, step, LIMIT)
         assert list(got) == list(sent)
@@ -132,16 +134,23 @@ def nobody_sends(context) -> None:  # noqa: ARG001
     begin = time.monotonic()
     with pytest.raises(meshcast.DeadlineExceededError, match="timed out"):
         transport.recv_checkpoint(0, transport.metadata(), 3, timedelta(seconds=0.5))
-    with pytest.raises(meshcast.DeadlineExceededError):
-        transport.send_checkpoint([1], 4, {"x": torch.ones(2)}, timedelta(seconds=1))
+    transport.send_checkpoint([1], 4, {"x": torch.ones(2)}, timedelta(seconds=1))
+    transport.disallow_checkpoint()
+    assert isinstance(transport.error, meshcast.DeadlineExceededError)
+    transport.send_checkpoint([1], 4, {"x": torch.ones(2)}, timedelta(seconds=60))
+    transport.shutdown()
     assert time.monotonic() - begin < 10
 
 
 def send_or_receive(context, transport, where: str, receivers: list[int]) -> dict | None:
-    """Rank 0 sends to all others that are left."""
-    if context.rank == 0:
-        return transport.send_checkpoint(receivers, 1, {"x": torch.ones(1 << 20)}, LIMIT)
-    return transport.recv_checkpoint(0, where, 1, LIMIT)
+    """Rank 0 sends to all others that are left; its error is raised as theirs."""
+    if context.rank:
+        return transport.recv_checkpoint(0, where, 1, LIMIT)
+    transport.send_checkpoint(receivers, 1, {"x": torch.ones(1 << 20)}, LIMIT)
+    transport.disallow_checkpoint()
+    if transport.error is not None:
+        raise transport.error
+    return None
 
 
 def a_rank_is_lost(context) -> dict:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,15 @@ pytestmark = pytest.mark.timeout(270)
 MODULE = Path(__file__).with_name("cases_torchft.py")
 CASES = re.findall(r"\w+", MODULE.read_text().split("CASES = [")[1])
 VICTIM = 3
+# torchft's own test of transports: three replicas as threads, some of which recover, and what never comes.
+PACKAGES_OWN = """
+import unittest, torch
+from meshcast.integrations.torchft import MeshcastTransport
+from torchft.checkpointing.transport_test import run_multi_recovery_test
+made = lambda rank, world: MeshcastTransport(hostname="127.0.0.1")
+run_multi_recovery_test(unittest.TestCase(), made, device=torch.device("cpu"))
+print("passed")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -28,3 +40,12 @@ def test_torchft(world: WorldResult, case: str) -> None:
 
 def test_processes_end_cleanly(world: WorldResult) -> None:
     world.check_ends({VICTIM: -signal.SIGKILL})
+
+
+def test_as_torchft_tests_transports() -> None:
+    root = str(MODULE.parents[3] / "python")
+    environment = {**os.environ, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", PACKAGES_OWN]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.endswith("passed\n"), done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
