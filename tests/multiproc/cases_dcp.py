@@ -3,6 +3,8 @@ or with FSDP2 over three of them, unevenly; ranks 3 to 5 load. The oracle is the
 
 from __future__ import annotations
 
+import time
+
 import meshcast
 import pytest
 import torch
@@ -12,7 +14,7 @@ from meshcast.integrations.dcp import MemoryStorage
 from multiproc import llama
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.oracle import coordinates, cut
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -174,6 +176,27 @@ def a_piece_is_missing(context) -> None:
     dcp.load(new, storage_reader=storage, no_dist=True)
 
 
+class Refuses(DefaultLoadPlanner):
+    def resolve_tensor(self, read_item):  # noqa: ARG002
+        raise RuntimeError("no memory for it")
+
+
+def one_rank_has_nowhere_to_load(context) -> None:
+    """All ranks hear of it at once, and the group is in use."""
+    storage = MemoryStorage()
+    if context.rank == 0:
+        dcp.save({"x": torch.ones(3)}, storage_writer=storage, no_dist=True)
+    new = {"x": torch.zeros(3)}
+    begin = time.monotonic()
+    planner = Refuses() if context.rank == 5 else None
+    with pytest.raises(CheckpointException, match="no memory for it") as caught:
+        dcp.load(new, storage_reader=storage, planner=planner, no_dist=True)
+    assert time.monotonic() - begin < 10
+    assert isinstance(caught.value.failures[0][0], meshcast.MeshcastError)
+    dcp.load(new, storage_reader=storage, no_dist=True)
+    assert bool((new["x"] == 1).all())
+
+
 CASES = [
     fsdp_and_tp_to_tp,
     uneven_fsdp_to_tp_with_collectives,
@@ -182,4 +205,5 @@ CASES = [
     several_chunks_of_a_rank,
     nothing_saved,
     a_piece_is_missing,
+    one_rank_has_nowhere_to_load,
 ]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint import StorageReader, StorageWriter
@@ -33,9 +34,12 @@ from torch.futures import Future
 
 from ..base.boxes import Box, Held, held_in_order
 from ..errors import MeshcastError
-from ..groups.parent import parent_group
+from ..groups.parent import parent_group, seconds
 from ..layout import Layout
+from ..resharding.state_arguments import Given
 from ..resharding.state_dict import reshard_state_dict
+from ..resharding.state_results import ReshardedState
+from ..resharding.state_run import Prepared, conversation
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -73,8 +77,9 @@ class MemoryStorage(StorageWriter, StorageReader):
 
     With ``no_dist=True`` a save is local and talks to nobody, copies that several ranks hold are all used as
     sources, and errors of a load arrive as CheckpointException with a typed error of meshcast in
-    ``failures[0][0]``. Without it torch adds collectives of its own, whose errors hide those of meshcast
-    where a rank is lost.
+    ``failures[0][0]``. A rank whose planner refuses its state dict then leaves the others waiting until their
+    timeout. Without no_dist torch adds collectives of its own: they tell all ranks of that, but where a rank
+    is lost their errors hide those of meshcast.
 
     Args:
         group: of all ranks that load or hold; None for the default one.
@@ -158,8 +163,8 @@ class MemoryStorage(StorageWriter, StorageReader):
 
     # ---- load -------------------------------------------------------------------------------------------
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """A collective of the group."""
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """A collective of the group. Were `kwargs` its name, torch would ask again where it fails."""
         self._all = self._told("holds", self._own)
         metadata = Metadata({})
         for catalogue in self._all.values():
@@ -189,12 +194,15 @@ class MemoryStorage(StorageWriter, StorageReader):
         values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         asked = _whole_chunks(item for item in plan.items if item.type == LoadItemType.TENSOR)
         boxes = {name: [box for box, _ in chunks] for name, chunks in asked.items()}
+        try:
+            targets = {
+                name: [planner.resolve_tensor(item).detach() for _, item in chunks]
+                for name, chunks in asked.items()
+            }
+        except Exception as error:
+            self._refuse(error)
         rank = parent_group(self._group, _OP).rank
         all_asked = self._told("asks", (boxes, sorted({item.storage_index.fqn for item in values})))
-        targets = {
-            name: [planner.resolve_tensor(item).detach() for _, item in chunks]
-            for name, chunks in asked.items()
-        }
         # A tensor that is asked for in several chunks arrives in memory of its own.
         out = {
             name: tensors[0]
@@ -235,6 +243,14 @@ class MemoryStorage(StorageWriter, StorageReader):
         for item in values:
             planner.load_bytes(item, io.BytesIO(received[item.storage_index.fqn]))
         return _done(None)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """Raises it here, and tells the other ranks, which wait for what this one asks."""
+        parent = parent_group(self._group, _OP)
+        deadline = time.monotonic() + seconds(self._timeout, parent.timeout)
+        prepared = Prepared(parent.rank, Given(None, None), None, wrong=error)
+        conversation(parent).run(prepared, deadline, ReshardedState())
+        raise error
 
     def _told(self, what: str, mine: Any) -> dict[int, Any]:
         """What every rank of the group says, by its global rank."""
