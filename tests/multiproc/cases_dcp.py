@@ -161,7 +161,7 @@ def nothing_saved(context) -> None:  # noqa: ARG001
 
 
 def a_piece_is_missing(context) -> None:
-    """Rank 1 has not saved its half: what it holds is asked of nobody, and all ranks hear of it."""
+    """Rank 1 has not saved its half: torch's planner would leave it out, and keep what is there."""
     storage, full = MemoryStorage(), torch.arange(8.0)
     if context.rank == 0:
         dcp.save(

@@ -179,6 +179,12 @@ class MemoryStorage(StorageWriter, StorageReader):
                 metadata.state_dict_metadata.setdefault(name, BytesStorageMetadata())
             if catalogue.planner_data is not None:
                 metadata.planner_data = {**(metadata.planner_data or {}), **catalogue.planner_data}
+        for name, found in metadata.state_dict_metadata.items():
+            if isinstance(found, TensorStorageMetadata) and not _cover(found.chunks, found.size):
+                raise MeshcastError(
+                    f"{_OP}: {name} was saved in part: of {tuple(found.size)} there are {found.chunks}",
+                    op=_OP,
+                )
         if not metadata.state_dict_metadata:
             raise MeshcastError(f"{_OP}: no rank of the group has saved anything", op=_OP)
         return metadata
@@ -267,6 +273,17 @@ def _box(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size([lo for lo, _ in box]), torch.Size([hi - lo for lo, hi in box]))
+
+
+def _cover(chunks: Sequence[ChunkStorageMetadata], size: Sequence[int]) -> bool:
+    """Whether they hold every element; they may overlap."""
+    boxes = [_box(chunk.offsets, chunk.sizes) for chunk in chunks]
+    cuts = [sorted({0, length, *(at for box in boxes for at in box[d])}) for d, length in enumerate(size)]
+    places = [{at: index for index, at in enumerate(each)} for each in cuts]
+    held = torch.zeros([len(each) - 1 for each in cuts], dtype=torch.bool)  # of the cells between the cuts
+    for box in boxes:
+        held[tuple(slice(place[lo], place[hi]) for place, (lo, hi) in zip(places, box, strict=True))] = True
+    return bool(held.all())
 
 
 def _layout(boxes: Mapping[int, Sequence[Box]]) -> Layout:

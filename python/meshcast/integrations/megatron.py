@@ -115,7 +115,7 @@ def _merged(sends: list[tuple[torch.Tensor, int, int | None]]) -> list[_Sent]:
     alike: dict[Any, list[_Sent]] = {}
     for tensor, rank, task in sends:
         flat = tensor.reshape(-1)
-        probe = _bits(flat[:: max(1, flat.numel() // _PROBE)]).cpu().numpy().tobytes()
+        probe = bytes(_bits(flat[:: max(1, flat.numel() // _PROBE)]).tolist())
         others = alike.setdefault((tensor.shape, tensor.dtype, tensor.device, probe), [])
         for other in others:
             fits = all(rank != known for known, _ in other.to) and _same(other.tensor, tensor)
@@ -161,7 +161,8 @@ def _matched(told: list[Any], source: int, asked: dict[int, list[Any]]) -> list[
         rows.append(targets)
     for (rank, task), numbers in waiting.items():
         for number in numbers:
-            what = _text(*asked[rank][number][:2], task)
+            shape, dtype, *_ = asked[rank][number]
+            what = _text(shape, dtype, task)
             raise _mismatch(f"rank {rank} receives {what} from rank {source}, which does not send it")
     return rows
 

@@ -62,16 +62,13 @@ class MeshcastCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        ranks = [0] + [-1] * (actor_wg_world_size - 1), list(range(1, 1 + rollout_world_size))
-        actors, rollouts = (
-            {
-                "rank": each,
-                "world_size": [1 + rollout_world_size] * len(each),
-                "master_metadata": [metadata[0]] * len(each),
-            }
-            for each in ranks
-        )
-        return actors, rollouts
+        size = 1 + rollout_world_size
+
+        def each(ranks: list[int]) -> dict[str, list[Any]]:
+            count = len(ranks)
+            return {"rank": ranks, "world_size": [size] * count, "master_metadata": [metadata[0]] * count}
+
+        return each([0] + [-1] * (actor_wg_world_size - 1)), each(list(range(1, size)))
 
     def init_process_group(self, rank: int, world_size: int, master_metadata: dict[str, Any]) -> None:
         self._close()
