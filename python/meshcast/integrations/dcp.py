@@ -113,6 +113,7 @@ class MemoryStorage(StorageWriter, StorageReader):
         self._own = _Catalogue()
         self._held: dict[str, torch.Tensor] = {}  # what this rank saved, in the order of its boxes
         self._values: dict[str, bytes] = {}
+        self._failed: Exception | None = None
         self._all: dict[int, _Catalogue] = {}  # of all ranks, by global rank, for the load in progress
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -163,36 +164,21 @@ class MemoryStorage(StorageWriter, StorageReader):
 
     # ---- load -------------------------------------------------------------------------------------------
 
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """A collective of the group. Were `kwargs` its name, torch would ask again where it fails."""
-        self._all = self._told("holds", self._own)
-        metadata = Metadata({})
-        for catalogue in self._all.values():
-            for name, tensor in catalogue.tensors.items():
-                known = metadata.state_dict_metadata.setdefault(
-                    name, TensorStorageMetadata(tensor.properties, torch.Size(tensor.size), [])
-                )
-                assert isinstance(known, TensorStorageMetadata)
-                chunks = [_chunk(box) for box in tensor.boxes]
-                known.chunks += [chunk for chunk in chunks if chunk not in known.chunks]
-            for name in catalogue.values:
-                metadata.state_dict_metadata.setdefault(name, BytesStorageMetadata())
-            if catalogue.planner_data is not None:
-                metadata.planner_data = {**(metadata.planner_data or {}), **catalogue.planner_data}
-        for name, found in metadata.state_dict_metadata.items():
-            if isinstance(found, TensorStorageMetadata) and not _cover(found.chunks, found.size):
-                raise MeshcastError(
-                    f"{_OP}: {name} was saved in part: of {tuple(found.size)} there are {found.chunks}",
-                    op=_OP,
-                )
-        if not metadata.state_dict_metadata:
-            raise MeshcastError(f"{_OP}: no rank of the group has saved anything", op=_OP)
-        return metadata
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """A collective of the group."""
+        self._failed = None
+        try:
+            self._all = self._told("holds", self._own)
+            return _metadata(self._all.values())
+        except Exception as error:
+            self._failed = error  # torch takes any error here for files that are not there, and drops it
+            return Metadata({})
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing is open."""
+        if self._failed is not None:
+            raise self._failed
 
     @torch.no_grad()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -273,6 +259,30 @@ def _box(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size([lo for lo, _ in box]), torch.Size([hi - lo for lo, hi in box]))
+
+
+def _metadata(catalogues: Iterable[_Catalogue]) -> Metadata:
+    """Of all ranks together. Copies of one chunk are one here."""
+    metadata = Metadata({})
+    for catalogue in catalogues:
+        for name, tensor in catalogue.tensors.items():
+            known = metadata.state_dict_metadata.setdefault(
+                name, TensorStorageMetadata(tensor.properties, torch.Size(tensor.size), [])
+            )
+            assert isinstance(known, TensorStorageMetadata)
+            chunks = [_chunk(box) for box in tensor.boxes]
+            known.chunks += [chunk for chunk in chunks if chunk not in known.chunks]
+        for name in catalogue.values:
+            metadata.state_dict_metadata.setdefault(name, BytesStorageMetadata())
+        if catalogue.planner_data is not None:
+            metadata.planner_data = {**(metadata.planner_data or {}), **catalogue.planner_data}
+    for name, found in metadata.state_dict_metadata.items():
+        if isinstance(found, TensorStorageMetadata) and not _cover(found.chunks, found.size):
+            text = f"{name} was saved in part: of {tuple(found.size)} there are {found.chunks}"
+            raise MeshcastError(f"{_OP}: {text}", op=_OP)
+    if not metadata.state_dict_metadata:
+        raise MeshcastError(f"{_OP}: no rank of the group has saved anything", op=_OP)
+    return metadata
 
 
 def _cover(chunks: Sequence[ChunkStorageMetadata], size: Sequence[int]) -> bool:
