@@ -172,7 +172,7 @@ class MeshcastTrainerEngine(base.TrainerWeightTransferEngine[MeshcastTrainerInit
                     )
                 if not whole or self.rank == owners[0]:
                     state[name] = tensor.detach()
-                    layouts[name] = _layout(meta, owners[:1] if whole else owners, whole)
+                    layouts[name] = _layout(meta, owners[:1] if whole else owners, whole), meta.shape
             deadline = time.monotonic() + info.timeout
             self._meeting.move(state, None, layouts=layouts, deadline=deadline)
 
