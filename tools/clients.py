@@ -69,7 +69,8 @@ def tested(client: str, arguments: list[str]) -> int:
     """Exit status of its tests."""
     python = python_of(client)
     print(f"--- {client}: {python} -m pytest tests/clients/{client}", flush=True)
-    command = [str(python), "-m", "pytest", f"tests/clients/{client}", *arguments]
+    command = [str(python), "-m", "pytest", "-o", "faulthandler_timeout=0", f"tests/clients/{client}"]
+    command += arguments
     try:
         return subprocess.run(command, cwd=ROOT, env=environment(), timeout=LIMIT, check=False).returncode
     except subprocess.TimeoutExpired:
