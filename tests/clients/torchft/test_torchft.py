@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from multiproc.harness import WorldResult, run_world
+from multiproc.harness import WorldResult
 
 pytestmark = pytest.mark.timeout(270)
 
-MODULE = Path(__file__).with_name("cases_torchft.py")
-CASES = re.findall(r"\w+", MODULE.read_text().split("CASES = [")[1])
-VICTIM = 3
+CASES = Path(__file__).with_name("cases_torchft.py")
+RANKS, VICTIM = 4, 3
 # torchft's own test of transports: three replicas as threads, some of which recover, and what never comes.
 PACKAGES_OWN = """
 import unittest, torch
@@ -28,14 +26,8 @@ print("passed")
 """
 
 
-@pytest.fixture(scope="module")
-def world() -> WorldResult:
-    return run_world(MODULE, 4, limit=200.0)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_torchft(world: WorldResult, case: str) -> None:
-    world.check(case, [0, 1, 2] if case == "a_rank_is_lost" else None)
+def test_torchft(world: WorldResult, case: str, ranks: list[int]) -> None:
+    world.check(case, ranks)
 
 
 def test_processes_end_cleanly(world: WorldResult) -> None:
@@ -43,7 +35,7 @@ def test_processes_end_cleanly(world: WorldResult) -> None:
 
 
 def test_as_torchft_tests_transports() -> None:
-    root = str(MODULE.parents[3] / "python")
+    root = str(CASES.parents[3] / "python")
     environment = {**os.environ, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-c", PACKAGES_OWN]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
