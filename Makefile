@@ -10,6 +10,7 @@
 #   FUZZ_RUNS        inputs for the planner instead of a time            default 0, as many as the time allows
 #   WHEELS           wheels to build, e.g. WHEELS="2.15.0:3.13:cpu"      default those of tools/wheels.py
 #   MATRIX           pairs for test-matrix, e.g. MATRIX="2.15.0:3.13"     default those of tools/matrix.py
+#   CLIENTS          packages for test-clients, e.g. CLIENTS="torchft"   default all
 #   FAULT_SECONDS    how long `make test-faults` makes ranks fail        default 1800
 #   PYTEST_ARGS      more arguments for pytest, e.g. PYTEST_ARGS="-k halo"
 SHELL := /bin/bash
@@ -21,6 +22,7 @@ WERROR ?= OFF
 MESHCAST_CUDA ?= AUTO
 PYTEST_ARGS ?=
 MATRIX ?=
+CLIENTS ?=
 WHEELS ?=
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
@@ -38,10 +40,10 @@ CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix
 LOCK := flock build/.lock
 
 .DEFAULT_GOAL := build
-.PHONY: build faults cuda-check demo test test-all test-faults test-matrix test-newest wheels release-check bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean configure help
+.PHONY: build faults cuda-check demo test test-all test-faults test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean configure help
 
 help:
-	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build faults cuda-check demo test test-all test-faults test-matrix test-newest wheels release-check bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean'
+	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build faults cuda-check demo test test-all test-faults test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean'
 
 # ---- set-up ----------------------------------------------------------------------------------------------
 
@@ -110,6 +112,10 @@ test-matrix:
 # Ten minutes of the tests with the newest torch.
 test-newest:
 	@$(PYTHON) tools/matrix.py --newest
+
+# Packages that use meshcast, each in an environment of its own: CLIENTS="torchft megatron", all by default.
+test-clients: build $(VENV)/.stamp-dev
+	@TORCH_SPEC="$(TORCH_SPEC)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" $(PY) tools/clients.py $(if $(CLIENTS),--clients "$(CLIENTS)") $(PYTEST_ARGS)
 
 wheels:
 	$(PYTHON) tools/wheels.py $(if $(WHEELS),--wheels "$(WHEELS)")

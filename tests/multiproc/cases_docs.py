@@ -12,6 +12,7 @@ import meshcast
 import torch
 import torch.distributed as dist
 from meshcast import pipelining
+from meshcast.integrations import dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -55,6 +56,7 @@ PIPELINING = (
     "analyze_pipeline_activation_liveness",
     "PipelineStage.register_forward_context",
 )
+DCP = ("MemoryStorage",)
 IMPORTED = {
     "torch": torch,
     "dist": dist,
@@ -81,4 +83,5 @@ CASES = [
     *[_running(index, text) for index, text in enumerate(blocks())],
     *[_documented(name) for name in DOCUMENTED],
     *[_documented(name, pipelining) for name in PIPELINING],
+    *[_documented(name, dcp) for name in DCP],
 ]

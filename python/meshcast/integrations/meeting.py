@@ -1,0 +1,55 @@
+"""Ranks that share no process group of torch, and meet in a store that one of them has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import Unpack
+
+from ..groups.parent import ParentGroup
+from ..groups.store import StoreConnection
+from ..resharding.state_arguments import Given
+from ..resharding.state_dict import StateOptions, Where
+from ..resharding.state_results import ReshardedState
+from ..resharding.state_run import Prepared, conversation
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["Meeting"]
+
+_DRAIN = 1.0  # seconds that a transfer in flight gets when the meeting ends
+
+
+class Meeting:
+    """Ranks 0 to size - 1, numbered by whoever calls them together. Layouts of its calls name these ranks.
+
+    store: connected by all of them. name: of this meeting in the store, one that no other has had.
+    limit: seconds, for what has no deadline of its own.
+    """
+
+    def __init__(self, store: dist.Store, name: str, size: int, rank: int, limit: float) -> None:
+        self.rank, self.size = rank, size
+        self._parent = ParentGroup(range(size), rank, limit, name, StoreConnection(store, name))
+
+    def move(
+        self,
+        state: Mapping[str, Any],
+        destinations: Mapping[str, Where] | None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        *,
+        deadline: float,
+        **options: Unpack[StateOptions],
+    ) -> ReshardedState:
+        """reshard_state_dict among these ranks, all of which call it. deadline: by time.monotonic()."""
+        prepared = Prepared(self.rank, Given(state, destinations, out, **options), None)
+        result = ReshardedState()
+        conversation(self._parent).run(prepared, deadline, result)
+        return result
+
+    def close(self) -> None:
+        """Ends what is in flight, on all ranks."""
+        self._parent.close(time.monotonic() + _DRAIN)

@@ -1,0 +1,221 @@
+"""A checkpoint transport for torchft: one that is ahead sends to all that join as one multicast."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
+from torchft.checkpointing.transport import CheckpointTransport
+
+from ..base.observe import log
+from ..errors import DeadlineExceededError
+from ..groups.store import within
+from ..layout import Layout
+from ..resharding.state_background import behind, own_stream
+from .meeting import Meeting
+
+__all__ = ["MeshcastTransport"]
+
+T = TypeVar("T")
+
+_OP = "MeshcastTransport"
+_OFFER = f"{_OP} offer"  # in the store of a sender: step, number and size of the meeting for it
+_PAUSE = 0.02  # seconds between two looks for a checkpoint
+
+
+class MeshcastTransport(CheckpointTransport[T]):
+    """For ``Manager(..., checkpoint_transport=MeshcastTransport())``.
+
+    Replica groups share no process group, and their members change: the sender and those that it sends to
+    meet in a store of the sender for each checkpoint, and part after it. Tensors are read where they are.
+    DTensors travel as the shard of this rank, to the rank of the same place in the other replica group.
+
+    Args:
+        state_dict: of this replica as it is; what it has arrives in place, and DTensors keep its mesh.
+            Otherwise tensors arrive in new memory of the CPU, DTensors on the sender's mesh.
+        hostname: of this rank, as others reach it; its own name by default.
+
+    Raises, from recv_checkpoint: DeadlineExceededError where no checkpoint was offered, or the others did
+    not come, within the timeout; PeerLostError where one is lost in the middle. torchft's Manager reports
+    them, and tries again with the next quorum. For a sender that is no failure of its own: it is logged,
+    and `error` has it until the next checkpoint.
+    """
+
+    def __init__(
+        self, state_dict: Callable[[], object] | None = None, *, hostname: str | None = None
+    ) -> None:
+        self._state_dict = state_dict
+        self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        self._address = f"{hostname or socket.gethostname()}:{self._store.port}"
+        self._store.set(_OFFER, "")
+        self._sent = 0
+        self._meeting: Meeting | None = None
+        self._sending: threading.Thread | None = None
+        self.error: Exception | None = None
+
+    def metadata(self) -> str:
+        return self._address
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        """Returns at once. The tensors must not change before disallow_checkpoint has returned."""
+        self.disallow_checkpoint()
+        self.error = None
+        if not dst_ranks:
+            return
+        limit = timeout.total_seconds()
+        deadline = time.monotonic() + limit
+        leaves, tree = tree_flatten_with_path(state_dict)
+        told = pickle.dumps((tree, [_told(leaf) for _, leaf in leaves]))
+        tensors = {
+            str(index): _local(leaf)
+            for index, (_, leaf) in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor)
+        }
+        self._sent += 1
+        number, size, stream = self._sent, 1 + len(dst_ranks), own_stream()
+        meeting = self._meeting = Meeting(self._store, _name(number), size, 0, limit)
+        self._store.set(_OFFER, f"{step} {number} {size}")
+
+        def send() -> None:
+            try:
+                with behind(stream):
+                    meeting.move({"checkpoint": told}, None, deadline=deadline)
+                    if tensors:
+                        meeting.move(tensors, None, deadline=deadline)
+            except Exception as error:
+                self.error = error
+                log.warning(
+                    "%s: the checkpoint of step %d did not reach replicas %s: %s", _OP, step, dst_ranks, error
+                )
+            self._store.set(_OFFER, "")
+            self._store.delete_key(_seats(number))
+            meeting.close()
+
+        self._sending = threading.Thread(target=send, name="meshcast-checkpoint", daemon=True)
+        self._sending.start()
+
+    def disallow_checkpoint(self) -> None:
+        """Waits until the checkpoint has arrived or failed, not longer than the timeout that it got."""
+        if self._sending is not None:
+            self._sending.join()
+            self._sending = None
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Ends a checkpoint that is on its way."""
+        if self._meeting is not None:
+            self._meeting.close()
+        if wait:
+            self.disallow_checkpoint()
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        begin = time.monotonic()
+        deadline = begin + timeout.total_seconds()
+        host, port = metadata.rsplit(":", 1)
+        store = within(
+            max(deadline - time.monotonic(), 1e-3),
+            lambda: dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout),
+            f"connecting with replica {src_rank}",
+            rank=-1,
+            op=_OP,
+        )
+        meeting = self._joined(store, step, deadline)
+        if meeting is None:
+            raise DeadlineExceededError(
+                f"{_OP}: timed out after {time.monotonic() - begin:.1f} s: replica {src_rank} "
+                f"({metadata}) has not offered a checkpoint of step {step}",
+                op=_OP,
+                phase="wait",
+                limit=timeout.total_seconds(),
+            )
+        try:
+            tree, told = pickle.loads(meeting.move({}, None, deadline=deadline)["checkpoint"])
+            paths = [path for path, _ in tree_flatten_with_path(tree_unflatten(told, tree))[0]]
+            mine = self._state_dict() if self._state_dict is not None else None
+            own: dict[Any, Any] = dict(tree_flatten_with_path(mine)[0])
+            kept, where = {}, {}
+            receivers = Layout(list(range(1, meeting.size)), [Replicate()])
+            for index, (path, leaf) in enumerate(zip(paths, told, strict=True)):
+                if isinstance(leaf, _Tensor):
+                    if leaf.fits(own.get(path)):
+                        kept[str(index)] = _local(own[path])
+                    on_gpu = str(index) in kept and kept[str(index)].is_cuda
+                    where[str(index)] = (receivers, "cuda") if on_gpu else receivers
+            arrived = meeting.move({}, where, kept, deadline=deadline) if where else {}
+        finally:
+            meeting.close()
+        leaves = [
+            leaf.made(arrived[str(index)], own.get(path)) if isinstance(leaf, _Tensor) else leaf.value
+            for index, (path, leaf) in enumerate(zip(paths, told, strict=True))
+        ]
+        return tree_unflatten(leaves, tree)
+
+    @staticmethod
+    def _joined(store: dist.Store, step: int, deadline: float) -> Meeting | None:
+        """The meeting for the checkpoint of that step, in which this rank takes a seat; None where there is
+        none by the deadline."""
+        seen = ""
+        while True:
+            said = store.get(_OFFER).decode()
+            if said != seen and said.startswith(f"{step} "):  # else one whose seats are taken
+                seen = said
+                _, number, size = map(int, said.split())
+                seat = store.add(_seats(number), 1)
+                if seat < size:
+                    return Meeting(store, _name(number), size, seat, max(deadline - time.monotonic(), 1e-3))
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(_PAUSE)
+
+
+class _Value:
+    """A leaf that is no tensor."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+class _Tensor:
+    """A leaf that is a tensor, without its elements. spec: of a DTensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        local = _local(tensor)
+        self.shape, self.dtype = local.shape, local.dtype
+        self.spec = tensor._spec if isinstance(tensor, DTensor) else None
+
+    def fits(self, own: object) -> bool:
+        """Whether it can arrive in this tensor."""
+        if not isinstance(own, torch.Tensor) or isinstance(own, DTensor) != (self.spec is not None):
+            return False
+        local = _local(own)
+        return local.shape == self.shape and local.dtype == self.dtype
+
+    def made(self, local: torch.Tensor, own: Any) -> torch.Tensor:
+        if self.fits(own):
+            assert isinstance(own, torch.Tensor)
+            return own
+        return local if self.spec is None else DTensor(local, self.spec, requires_grad=False)
+
+
+def _told(leaf: object) -> _Value | _Tensor:
+    return _Tensor(leaf) if isinstance(leaf, torch.Tensor) else _Value(leaf)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _name(number: int) -> str:
+    return f"{_OP} {number}"
+
+
+def _seats(number: int) -> str:
+    return f"{_name(number)} seats"

@@ -1,0 +1,22 @@
+"""meshcast.integrations.vllm; see cases_vllm.py."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from multiproc.harness import WorldResult
+
+pytestmark = pytest.mark.timeout(270)
+
+CASES = Path(__file__).with_name("cases_vllm.py")
+RANKS, VICTIM = 5, 4
+
+
+def test_vllm(world: WorldResult, case: str, ranks: list[int]) -> None:
+    world.check(case, ranks)
+
+
+def test_processes_end_cleanly(world: WorldResult) -> None:
+    world.check_ends({VICTIM: -signal.SIGKILL})
