@@ -11,6 +11,7 @@
 #include "plan/multicast_search.h"
 #include "plan/network.h"
 #include "plan/plan.h"
+#include "plan/strategies/rotation.h"
 #include "plan/strategies/strategies.h"
 #include "plan/tasks.h"
 
@@ -164,6 +165,39 @@ Draft make_draft(Strategy strategy, const Inputs& in) {
   throw LayoutError(std::string("strategy ") + to_string(strategy) + " has no fixed routes");
 }
 
+// A draft with chunks that keep to the goal for staging, if the size is ours to choose: made once to see how
+// much there is, and once more where that is too much.
+template <typename Make>
+Draft make_fitting(const Make& make, bool fixed_chunk, Inputs* in) {
+  Draft draft = make(*in);
+  if (fixed_chunk) return draft;
+  const int64_t smaller = shrink_chunks(*in, draft.chunks, peak_staging(in->problems, in->tasks, draft));
+  if (smaller == 0) return draft;
+  in->chunk_bytes = smaller;
+  return make(*in);
+}
+
+bool reduces(const Inputs& in) {
+  return std::any_of(in.bundles.begin(), in.bundles.end(),
+                     [&](const Bundle& bundle) { return in.lead(bundle).reduce != ReduceOp::None; });
+}
+
+// Whether plain sends are so many, joined or not, that they are offered in rotation before anything is
+// scheduled.
+bool rotates_first(const Inputs& in) {
+  int64_t sends = 0;
+  for (const Bundle& bundle : in.bundles) sends += static_cast<int64_t>(in.lead(bundle).receivers.size());
+  return sends > kRetryHops;
+}
+
+// Offers plain sends in rotation, where their order alone could keep them from being good.
+void offer_rotation(Inputs in, bool fixed_chunk, BestPlan* best) {
+  if (best->good() || reduces(in)) return;
+  Draft draft = make_fitting(draft_rotation, fixed_chunk, &in);
+  if (best->may_be_good(draft, in.network))
+    best->offer_in_order(Strategy::SendRecv, std::move(draft), in.network);
+}
+
 // Fills in the best plan of the strategies that are asked for. Each has the chunks that it would have alone.
 void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
   const PlanOptions& options = plan->options;
@@ -187,20 +221,19 @@ void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
         for (const Balance balance : {Balance::None, Balance::Size, Balance::Greedy, Balance::Search})
           if (balance != options.balance) balances.push_back(balance);
       }
-      // Twice where staging is too high: once to see how high, once with chunks that keep to the goal.
+      const bool plain = strategy == Strategy::SendRecv;
+      const bool first = plain && rotates_first(in);
+      if (first) offer_rotation(in, fixed_chunk, &best);
+      if (first && best.good()) continue;
       for (const Balance balance : balances) {
         in.balance = balance;
         in.chunk_bytes = chunk_bytes;
-        Draft draft = make_draft(strategy, in);
-        if (!fixed_chunk) {
-          const int64_t smaller = shrink_chunks(in, draft.chunks, peak_staging(in.problems, in.tasks, draft));
-          if (smaller > 0) {
-            in.chunk_bytes = smaller;
-            draft = make_draft(strategy, in);
-          }
-        }
+        Draft draft =
+            make_fitting([&](const Inputs& now) { return make_draft(strategy, now); }, fixed_chunk, &in);
         best.offer(strategy, std::move(draft), in.network);
       }
+      in.chunk_bytes = chunk_bytes;
+      if (plain && !first) offer_rotation(in, fixed_chunk, &best);
       in.balance = options.balance;
     } else if (!best.good()) {
       add_multicast(in, ports, fixed_chunk, large, &best, plan);
