@@ -11,6 +11,7 @@
 #include "plan/multicast_search.h"
 #include "plan/network.h"
 #include "plan/plan.h"
+#include "plan/stack.h"
 #include "plan/strategies/rotation.h"
 #include "plan/strategies/strategies.h"
 #include "plan/tasks.h"
@@ -77,7 +78,8 @@ void hash_layout(const Layout& layout, Hasher* hasher) {
   }
 }
 
-std::string hash_plan(const Plan& plan) {
+// `stacks`: of a plan of stacked problems, else empty.
+std::string hash_plan(const Plan& plan, const std::vector<Stack>& stacks) {
   Hasher hasher;
   hasher.add(static_cast<int64_t>(plan.problems.size()));
   for (const Problem& p : plan.problems) {
@@ -86,6 +88,7 @@ std::string hash_plan(const Plan& plan) {
     hash_layout(p.src, &hasher);
     hash_layout(p.dst, &hasher);
   }
+  for (const Stack& stack : stacks) hasher.add(stack.tensors);
   hasher.add(static_cast<int64_t>(plan.topology.hosts.size()));
   for (const Host& host : plan.topology.hosts) {
     hasher.add(host.ranks);
@@ -105,10 +108,10 @@ std::string hash_plan(const Plan& plan) {
   for (const Task& task : plan.tasks) {
     hasher.add(task.tensor);
     hash_box(task.box, &hasher);
-    hasher.add(task.holders);
-    hasher.add(task.receivers);
+    hasher.add(task.holders.list());
+    hasher.add(task.receivers.list());
     hasher.add(static_cast<int64_t>(task.reduce));
-    hasher.add(task.contribution);
+    hasher.add(task.contribution.list());
   }
   for (const LocalCopy& copy : plan.local_copies) {
     hasher.add(copy.rank);
@@ -253,28 +256,40 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
     throw LayoutError("chunk_bytes is " + std::to_string(options.chunk_bytes) + ", it must not be negative");
   }
   Plan plan;
-  plan.problems = problems;
   plan.topology = topology;
   plan.options = options;
   plan.strategy = options.strategy == Strategy::Auto ? Strategy::SendRecv : options.strategy;
   // Phase 1: what has to move, and over which ports.
-  Demand demand = intersect_layouts(problems);
+  // Tensors that are alike are planned as one where they would be too many one by one.
+  std::vector<Stack> stacks = stack_alike(problems);
+  Demand demand;
+  if (stacks.size() < problems.size()) {
+    plan.problems = stacked_problems(stacks);
+    demand = intersect_layouts(plan.problems);
+    if (!too_large_apart(stacks, demand)) stacks.clear();
+  } else {
+    stacks.clear();
+  }
+  if (stacks.empty()) {
+    plan.problems = problems;
+    demand = intersect_layouts(problems);
+  }
   plan.ranks = all_ranks(problems);
   plan.local_copies = std::move(demand.local_copies);
   plan.tasks = std::move(demand.tasks);
   const Network network(topology, plan.ranks);
   check_times(plan.tasks, network);
   // Phase 2: the bound, which the chunk size and every strategy start from.
-  const std::vector<Bundle> bundles = bundle_tasks(plan.tasks, problems);
+  const std::vector<Bundle> bundles = bundle_tasks(plan.tasks, plan.problems);
   const PortDemand ports = find_port_demand(plan.tasks, bundles, network);
   plan.lower_bound_ns = ports.bound_ns;
   // Phase 3: the strategies; then fewer and larger messages, where the size is ours to choose.
   if (!bundles.empty()) {
     const int64_t chunk =
         options.chunk_bytes > 0 ? options.chunk_bytes : choose_chunk_bytes(plan.lower_bound_ns, network);
-    const int64_t most = options.chunk_bytes > 0 ? kMaxHops / 2 : kMostHops;
+    const int64_t most = options.chunk_bytes > 0 ? kMaxHops / 2 : most_hops(plan.tasks, bundles);
     ReductionRoutes reductions;
-    Inputs in{problems,        plan.tasks,     bundles,
+    Inputs in{plan.problems,   plan.tasks,     bundles,
               network,         ports.bound_ns, fit_chunk_bytes(chunk, plan.tasks, bundles, most),
               options.balance, options.seed,   ports.ways,
               &reductions};
@@ -282,7 +297,8 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
     if (options.chunk_bytes == 0) join_chunks(&plan, network);
   }
   // Over all that ranks must agree on. Times of hops are not in it, as they follow from what is.
-  plan.hash = hash_plan(plan);
+  plan.hash = hash_plan(plan, stacks);
+  if (!stacks.empty()) unstack(stacks, problems, &plan);
   return plan;
 }
 
