@@ -25,12 +25,16 @@ int64_t busiest_port_ns(const Draft& draft, const Network& network) {
 
 }  // namespace
 
+bool BestPlan::may_win(const Draft& draft, const Network& network) const {
+  return empty_ || busiest_port_ns(draft, network) + network.latency_ns() < plan_.makespan_ns;
+}
+
 bool BestPlan::may_be_good(const Draft& draft, const Network& network) const {
   return busiest_port_ns(draft, network) + network.latency_ns() <= good_ns();
 }
 
 int64_t BestPlan::offer(Strategy strategy, Draft draft, const Network& network) {
-  if (!empty_ && busiest_port_ns(draft, network) + network.latency_ns() >= plan_.makespan_ns) return INT64_MAX;
+  if (!may_win(draft, network)) return INT64_MAX;
   Schedule made = schedule(draft, draft.chunks, network);
   return take(strategy, std::move(draft), std::move(made));
 }

@@ -45,6 +45,9 @@ class BestPlan {
   // Within 1.5 per cent of the bound: no use in trying on.
   bool good() const { return !empty_ && plan_.makespan_ns <= good_ns(); }
 
+  // Whether no port has so much to carry that the draft is known to lose against the best plan.
+  bool may_win(const Draft& draft, const Network& network) const;
+
   // Whether no port has so much to carry that the draft cannot be good in any order.
   bool may_be_good(const Draft& draft, const Network& network) const;
 

@@ -12,6 +12,7 @@
 #include "plan/network.h"
 #include "plan/plan.h"
 #include "plan/stack.h"
+#include "plan/staging.h"
 #include "plan/strategies/rotation.h"
 #include "plan/strategies/strategies.h"
 #include "plan/tasks.h"
@@ -180,11 +181,6 @@ Draft make_fitting(const Make& make, bool fixed_chunk, Inputs* in) {
   return make(*in);
 }
 
-bool reduces(const Inputs& in) {
-  return std::any_of(in.bundles.begin(), in.bundles.end(),
-                     [&](const Bundle& bundle) { return in.lead(bundle).reduce != ReduceOp::None; });
-}
-
 // Whether plain sends are so many, joined or not, that they are offered in rotation before anything is
 // scheduled.
 bool rotates_first(const Inputs& in) {
@@ -195,7 +191,7 @@ bool rotates_first(const Inputs& in) {
 
 // Offers plain sends in rotation, where their order alone could keep them from being good.
 void offer_rotation(Inputs in, bool fixed_chunk, BestPlan* best) {
-  if (best->good() || reduces(in)) return;
+  if (best->good() || in.reduces()) return;
   Draft draft = make_fitting(draft_rotation, fixed_chunk, &in);
   if (best->may_be_good(draft, in.network))
     best->offer_in_order(Strategy::SendRecv, std::move(draft), in.network);
@@ -245,6 +241,8 @@ void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
   if (options.strategy == Strategy::Auto || options.strategy == Strategy::Multicast) {
     best.urge(in.network);
     best.improve(in.network);
+    in.chunk_bytes = chunk_bytes;
+    add_pipelines(in, fixed_chunk, &best, plan);
   }
 }
 

@@ -14,4 +14,8 @@ namespace meshcast {
 void add_multicast(Inputs in, const PortDemand& ports, bool fixed_chunk, bool large, BestPlan* best,
                    Plan* plan);
 
+// Tries pipelines where the best plan so far is not good, as with hundreds of hosts. The same holds of what
+// they have to gain.
+void add_pipelines(Inputs in, bool fixed_chunk, BestPlan* best, Plan* plan);
+
 }  // namespace meshcast
