@@ -26,9 +26,11 @@ _RANKS = (64, 512, 4096, 16384)  # of both meshes together
 _PER_HOST = 8
 _SHAPE = (1 << 14, 1 << 15)  # bfloat16: 1 GiB
 _REPEATS = 3
+_HOSTS = "8 ranks a host, which copy at 80 Gbit/s among themselves, and a NIC of 400 Gbit/s for each"
+MULTICASTS = f"Multicasts in bfloat16: {_HOSTS}"
 WEIGHTS = (
     "Weights of a 70B Llama in bfloat16, from FSDP over 512 ranks to 64 replicas of tensor parallel 8: "
-    "8 ranks a host, a NIC of 400 Gbit/s for each rank"
+    + _HOSTS
 )
 
 
@@ -72,14 +74,29 @@ def weights(layers: int = 80) -> dict[str, list[Problem]]:
     }  # fmt: skip
 
 
+def multicasts() -> dict[str, tuple[int, Problem]]:
+    """Where NICs are faster than copies inside hosts: how many ranks, and the problem."""
+
+    def replicas(first: int, ranks: int) -> Layout:
+        return Layout(list(range(first, first + ranks)), [Replicate()])
+
+    rows = Layout(list(range(128)), [Shard(0)])
+    one = Problem((1 << 16, 1 << 16), torch.bfloat16, replicas(0, 1), replicas(_PER_HOST, 64))
+    many = Problem((8192, 8192), torch.bfloat16, rows, replicas(128, 128))
+    return {
+        "65536 x 65536, one rank to 64 replicas": (65, one),
+        "8192 x 8192, Shard(0) over 128 to 128 replicas": (256, many),
+    }
+
+
 def measure(ranks: int, kind: str, src: Layout, dst: Layout) -> dict[str, Any]:
     problem = Problem(_SHAPE, torch.bfloat16, src, dst)
     return _row(ranks, kind, [problem], Topology.uniform(_PER_HOST, 100), _REPEATS)
 
 
-def measure_weights(kind: str, problems: list[Problem]) -> dict[str, Any]:
+def measure_fast_nics(kind: str, problems: list[Problem], ranks: int = 1024) -> dict[str, Any]:
     topology = Topology.uniform(_PER_HOST, 400, nics_per_host=_PER_HOST)
-    return _row(1024, kind, problems, topology, _REPEATS if len(problems) == 1 else 1)
+    return _row(ranks, kind, problems, topology, _REPEATS if len(problems) == 1 else 1)
 
 
 def _row(ranks: int, kind: str, problems: list[Problem], topology: Topology, repeats: int) -> dict[str, Any]:
@@ -117,7 +134,8 @@ def main() -> int:
     if any(ranks < 2 * _PER_HOST or ranks % (2 * _PER_HOST) for ranks in args.ranks):
         parser.error(f"--ranks: multiples of {2 * _PER_HOST}")
     rows = []
-    sent = [measure_weights(kind, problems) for kind, problems in weights().items()]
+    sent = [measure_fast_nics(kind, problems) for kind, problems in weights().items()]
+    spread = [measure_fast_nics(kind, [each], ranks) for kind, (ranks, each) in multicasts().items()]
     for ranks in args.ranks:
         rows += [measure(ranks, kind, *layouts) for kind, layouts in kinds(ranks).items()]
     print(
@@ -125,10 +143,17 @@ def main() -> int:
         + table(rows)
         + f"\n\n# {WEIGHTS}\n"
         + table(sent)
+        + f"\n\n# {MULTICASTS}\n"
+        + table(spread)
     )
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        results = {"header": machine("benchmarks.planner"), "rows": rows, "weights": sent}
+        results = {
+            "header": machine("benchmarks.planner"),
+            "rows": rows,
+            "weights": sent,
+            "multicasts": spread,
+        }
         args.out.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 

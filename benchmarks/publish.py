@@ -118,8 +118,9 @@ def _planner(simulated: Results) -> str:
         "nothing was sent**.\n\n"
         f"{planner.table(simulated['rows'])}"
     )
-    if "weights" in simulated:  # results of before have none
-        text += f"\n\n{planner.WEIGHTS}:\n\n{planner.table(simulated['weights'])}"
+    for name, caption in (("weights", planner.WEIGHTS), ("multicasts", planner.MULTICASTS)):
+        if name in simulated:  # results of before have none
+            text += f"\n\n{caption}:\n\n{planner.table(simulated[name])}"
     return text
 
 
