@@ -88,6 +88,16 @@ TEST_CASE("two trees fill in the logarithm of their stops, a chain in their numb
   CHECK(pipeline_cost(c.inputs(), {true, false}).fill == 4095 + 1);
 }
 
+TEST_CASE("every host that holds a chunk begins a chain", "[plan][pipeline]") {
+  const Problem problem{{64, 10}, 2, layout({4}, 0, {kReplicate}), layout({10}, 4, {kReplicate})};
+  Case c(problem, uniform_topology(13, 1, kTenGbit, 1, kTenGbit, 0), 160);
+  CHECK(pipeline_cost(c.inputs(), {false, false}).fill == 2 + 1);  // chains of 3, 3, 3 and 1 stops
+  std::map<int32_t, int> sent;
+  for (const Hop& hop : draft_pipeline(c.inputs(), {false, false}).hops) ++sent[hop.src];
+  for (int32_t rank = 0; rank < 14; ++rank) CHECK(sent[rank] <= 8);
+  for (int32_t holder = 0; holder < 4; ++holder) CHECK(sent[holder] == 8);
+}
+
 TEST_CASE("stops that are ranks follow each other on different hosts", "[plan][pipeline]") {
   Case c(to_replicas({64, 10}, 8, 64), uniform_topology(71, 8, kTenGbit, 8, kTenGbit, 0), 1 << 20);
   for (const bool two_trees : {false, true}) {

@@ -4,6 +4,7 @@
 #include <bit>
 #include <utility>
 
+#include "common/checked.h"
 #include "plan/bound/parties.h"
 
 namespace meshcast {
@@ -27,9 +28,11 @@ struct Pipe {
   std::vector<Tree> trees;  // chunks take them in turn
 };
 
-Tree chain(int32_t n) {
+// As many chains as there are hosts to begin them, of equal length.
+Tree chains(int32_t n, int32_t sources) {
+  const auto length = static_cast<int32_t>(ceil_div(n, sources));
   Tree out;
-  for (int32_t i = 0; i < n; ++i) out.push_back({i, i - 1, i});
+  for (int32_t i = 0; i < n; ++i) out.push_back({i, i % length == 0 ? -1 : i - 1, i % length});
   return out;
 }
 
@@ -106,7 +109,9 @@ std::vector<Pipe> find_pipes(const Inputs& in, PipelineStyle style) {
     if (n == 0) continue;
     const size_t begin = b * pipe.stops.size() / out.size();
     std::rotate(pipe.stops.begin(), pipe.stops.begin() + static_cast<std::ptrdiff_t>(begin), pipe.stops.end());
-    pipe.trees = style.two_trees ? two_trees(n) : std::vector<Tree>{chain(n)};
+    pipe.trees = style.two_trees
+                     ? two_trees(n)
+                     : std::vector<Tree>{chains(n, static_cast<int32_t>(pipe.parties.holders.size()))};
   }
   return out;
 }
@@ -149,11 +154,13 @@ Route find_route(const Pipe& pipe, size_t bundle, size_t turn, std::vector<int32
   // Phase 2: the others. The rank that a chunk enters at passes it on to the next stops. It is another one for
   // each chunk, since the last rank of a round passes nothing on.
   const Tree& tree = pipe.trees[turn % pipe.trees.size()];
-  const int32_t holder = pick(pipe.parties.holders[turn % pipe.parties.holders.size()].ranks, turn);
+  size_t sources = turn;  // holders take turns, too
   arrived->assign(pipe.stops.size(), -1);
   for (const Leg& leg : tree) {
     const int32_t parent = leg.from < 0 ? -1 : (*arrived)[static_cast<size_t>(leg.from)];
-    const int32_t src = parent < 0 ? holder : out[static_cast<size_t>(parent)].dst;
+    const std::vector<Party>& holders = pipe.parties.holders;
+    const int32_t src = parent >= 0 ? out[static_cast<size_t>(parent)].dst
+                                    : pick(holders[sources++ % holders.size()].ranks, turn);
     (*arrived)[static_cast<size_t>(leg.at)] = static_cast<int32_t>(out.size());
     out.push_back({src, pick(pipe.stops[static_cast<size_t>(leg.at)], bundle + turn), parent});
   }

@@ -13,7 +13,7 @@ namespace meshcast {
 // rank where ranks of a host copy too slowly among themselves. Chunks enter a host at its ranks in turn.
 struct PipelineStyle {
   bool by_rank = false;    // stops are ranks, not hosts
-  bool two_trees = false;  // else a chain
+  bool two_trees = false;  // else a chain from every host that holds the chunk
 };
 
 // How many hops the pipeline takes for one chunk of every bundle, and how many steps until the first chunk is
