@@ -153,7 +153,7 @@ void add_pipelines(Inputs in, bool fixed_chunk, BestPlan* best, Plan* plan) {
     if (least == INT64_MAX) continue;
     // Phase 2: that one.
     Draft draft = draft_pipeline(in, style);
-    if (!best->may_win(draft, in.network)) continue;
+    if (draft.hops.empty() || !best->may_win(draft, in.network)) continue;
     if (!fixed_chunk && peak_staging(in.problems, in.tasks, draft) > kStagingGoal) continue;
     best->offer(Strategy::Multicast, std::move(draft), in.network);
     if (best->good()) break;

@@ -98,6 +98,11 @@ TEST_CASE("every host that holds a chunk begins a chain", "[plan][pipeline]") {
   for (int32_t holder = 0; holder < 4; ++holder) CHECK(sent[holder] == 8);
 }
 
+TEST_CASE("a pipeline of too many hops is none", "[plan][pipeline]") {
+  Case c(to_replicas({40'000, 1}, 8, 64), uniform_topology(71, 8, kTenGbit, 1, kTenGbit, 0), 2);
+  CHECK(draft_pipeline(c.inputs(), {false, false}).hops.empty());  // 40,000 chunks to 64 ranks
+}
+
 TEST_CASE("stops that are ranks follow each other on different hosts", "[plan][pipeline]") {
   Case c(to_replicas({64, 10}, 8, 64), uniform_topology(71, 8, kTenGbit, 8, kTenGbit, 0), 1 << 20);
   for (const bool two_trees : {false, true}) {

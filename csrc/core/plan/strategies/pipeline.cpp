@@ -192,9 +192,12 @@ Draft draft_pipeline(const Inputs& in, PipelineStyle style) {
   Drafter drafter(in.tasks, in.problems, in.network);
   const std::vector<Pipe> pipes = find_pipes(in, style);
   std::vector<int32_t> arrived;
+  int64_t hops = 0;
   for (size_t b = 0; b < pipes.size(); ++b) {
     const Bundle& bundle = in.bundles[b];
     const Drafter::Range chunks = drafter.cut(bundle, in.chunk_bytes);
+    hops += (chunks.last - chunks.first) * static_cast<int64_t>(in.lead(bundle).receivers.size());
+    if (hops > kMaxHops) return {};
     int64_t before = 0;
     for (int32_t c = chunks.first; c < chunks.last; ++c) {
       // In a steady stream the bundle is done at the bound.
