@@ -189,12 +189,20 @@ bool rotates_first(const Inputs& in) {
   return sends > kRetryHops;
 }
 
-// Offers plain sends in rotation, where their order alone could keep them from being good.
-void offer_rotation(Inputs in, bool fixed_chunk, BestPlan* best) {
+// Offers plain sends in rotation, where their order alone could keep them from being good. As for the search
+// among trees, which may have been tried before: its plan has to be well ahead.
+void offer_rotation(Inputs in, bool fixed_chunk, BestPlan* best, Plan* plan) {
   if (best->good() || in.reduces()) return;
   Draft draft = make_fitting(draft_rotation, fixed_chunk, &in);
-  if (best->may_be_good(draft, in.network))
+  if (!best->may_be_good(draft, in.network)) return;
+  if (plan->strategy != Strategy::Multicast) {
     best->offer_in_order(Strategy::SendRecv, std::move(draft), in.network);
+    return;
+  }
+  const BestPlan::State before = best->save();
+  best->restore({});
+  best->offer_in_order(Strategy::SendRecv, std::move(draft), in.network);
+  if (!before.empty && is_well_ahead(before.plan.makespan_ns, plan->makespan_ns)) best->restore(before);
 }
 
 // Fills in the best plan of the strategies that are asked for. Each has the chunks that it would have alone.
@@ -210,6 +218,7 @@ void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
                      std::all_of(in.tasks.begin(), in.tasks.end(), [](const Task& task) {
                        return task.receivers.size() == 1 && task.reduce == ReduceOp::None;
                      });
+  const bool first = rotates_first(in);
   for (const Strategy strategy : candidates(options.strategy, large)) {
     if ((large || alike) && best.good()) break;
     in.chunk_bytes = chunk_bytes;
@@ -220,10 +229,10 @@ void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
         for (const Balance balance : {Balance::None, Balance::Size, Balance::Greedy, Balance::Search})
           if (balance != options.balance) balances.push_back(balance);
       }
-      const bool plain = strategy == Strategy::SendRecv;
-      const bool first = plain && rotates_first(in);
-      if (first) offer_rotation(in, fixed_chunk, &best);
-      if (first && best.good()) continue;
+      if (strategy == Strategy::SendRecv && first) {
+        offer_rotation(in, fixed_chunk, &best, plan);
+        if (best.good()) continue;
+      }
       for (const Balance balance : balances) {
         in.balance = balance;
         in.chunk_bytes = chunk_bytes;
@@ -231,19 +240,21 @@ void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
             make_fitting([&](const Inputs& now) { return make_draft(strategy, now); }, fixed_chunk, &in);
         best.offer(strategy, std::move(draft), in.network);
       }
-      in.chunk_bytes = chunk_bytes;
-      if (plain && !first) offer_rotation(in, fixed_chunk, &best);
       in.balance = options.balance;
     } else if (!best.good()) {
       add_multicast(in, ports, fixed_chunk, large, &best, plan);
     }
   }
-  if (options.strategy == Strategy::Auto || options.strategy == Strategy::Multicast) {
+  const bool searches = options.strategy == Strategy::Auto || options.strategy == Strategy::Multicast;
+  if (searches) {
     best.urge(in.network);
     best.improve(in.network);
-    in.chunk_bytes = chunk_bytes;
-    add_pipelines(in, fixed_chunk, &best, plan);
   }
+  // What is good by now stays as it is.
+  in.chunk_bytes = chunk_bytes;
+  if (options.strategy == Strategy::Auto || options.strategy == Strategy::SendRecv)
+    offer_rotation(in, fixed_chunk, &best, plan);
+  if (searches) add_pipelines(in, fixed_chunk, &best, plan);
 }
 
 }  // namespace

@@ -107,6 +107,10 @@ void try_multicast(Inputs in, const PortDemand& balanced, bool fixed_chunk, Best
 
 }  // namespace
 
+bool is_well_ahead(int64_t multicast_ns, int64_t others_ns) {
+  return others_ns - multicast_ns >= others_ns / kMulticastGain;
+}
+
 void add_multicast(Inputs in, const PortDemand& ports, bool fixed_chunk, bool large, BestPlan* best,
                    Plan* plan) {
   const BestPlan::State before = best->save();
@@ -122,8 +126,7 @@ void add_multicast(Inputs in, const PortDemand& ports, bool fixed_chunk, bool la
     }
   }
   if (before.empty || large) return;
-  const int64_t gained = before.plan.makespan_ns - plan->makespan_ns;
-  if (gained < before.plan.makespan_ns / kMulticastGain) best->restore(before);
+  if (!is_well_ahead(plan->makespan_ns, before.plan.makespan_ns)) best->restore(before);
 }
 
 void add_pipelines(Inputs in, bool fixed_chunk, BestPlan* best, Plan* plan) {
@@ -159,8 +162,7 @@ void add_pipelines(Inputs in, bool fixed_chunk, BestPlan* best, Plan* plan) {
     if (best->good()) break;
   }
   if (before.empty) return;
-  const int64_t gained = before.plan.makespan_ns - plan->makespan_ns;
-  if (gained < before.plan.makespan_ns / kMulticastGain) best->restore(before);
+  if (!is_well_ahead(plan->makespan_ns, before.plan.makespan_ns)) best->restore(before);
 }
 
 }  // namespace meshcast
