@@ -131,6 +131,10 @@ void add_multicast(Inputs in, const PortDemand& ports, bool fixed_chunk, bool la
 
 void add_pipelines(Inputs in, bool fixed_chunk, BestPlan* best, Plan* plan) {
   if (best->good() || in.reduces()) return;
+  if (std::all_of(in.bundles.begin(), in.bundles.end(),
+                  [&](const Bundle& bundle) { return in.lead(bundle).receivers.size() == 1; })) {
+    return;  // nothing is passed on
+  }
   const BestPlan::State before = best->save();
   int64_t largest = 0;  // bundle, bytes
   for (const Bundle& bundle : in.bundles) largest = std::max(largest, bundle.nbytes);

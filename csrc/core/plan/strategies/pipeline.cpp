@@ -1,7 +1,6 @@
 #include "plan/strategies/pipeline.h"
 
 #include <algorithm>
-#include <bit>
 #include <utility>
 
 #include "common/checked.h"
