@@ -111,13 +111,17 @@ def _section(title: str, results: Results) -> str:
 
 def _planner(simulated: Results) -> str:
     head = ", ".join(f"{k} {v}" for k, v in simulated["header"].items() if k != "command")
-    return (
+    text = (
         "## Planner, and plans for more ranks than any test has\n\n"
         f"`python -m benchmarks.planner`: {head}. 1 GiB of bfloat16, hosts of 8 ranks behind 100 Gbit/s. "
         "Times to plan are measured; times and ratios of the plans are **predictions of the cost model, "
         "nothing was sent**.\n\n"
         f"{planner.table(simulated['rows'])}"
     )
+    for name, caption in (("weights", planner.WEIGHTS), ("multicasts", planner.MULTICASTS)):
+        if name in simulated:  # results of before have none
+            text += f"\n\n{caption}:\n\n{planner.table(simulated[name])}"
+    return text
 
 
 def _summary(results: Results) -> str:

@@ -239,9 +239,9 @@ py::tuple hop_tuple(const Plan& plan, int64_t index) {
 // (tensor, box, nbytes, holders, receivers, reduce or None, contribution of each holder)
 py::tuple task_tuple(const Plan& plan, int64_t index) {
   const Task& task = at(plan.tasks, index);
-  return py::make_tuple(task.tensor, box_tuple(task.box), task.nbytes, py::tuple(py::cast(task.holders)),
-                        py::tuple(py::cast(task.receivers)), reduce_name(task.reduce),
-                        py::tuple(py::cast(task.contribution)));
+  return py::make_tuple(task.tensor, box_tuple(task.box), task.nbytes, py::tuple(py::cast(task.holders.list())),
+                        py::tuple(py::cast(task.receivers.list())), reduce_name(task.reduce),
+                        py::tuple(py::cast(task.contribution.list())));
 }
 
 // (rank, tensor, box)

@@ -25,9 +25,27 @@ int64_t busiest_port_ns(const Draft& draft, const Network& network) {
 
 }  // namespace
 
+bool BestPlan::may_win(const Draft& draft, const Network& network) const {
+  return empty_ || busiest_port_ns(draft, network) + network.latency_ns() < plan_.makespan_ns;
+}
+
+bool BestPlan::may_be_good(const Draft& draft, const Network& network) const {
+  return busiest_port_ns(draft, network) + network.latency_ns() <= good_ns();
+}
+
 int64_t BestPlan::offer(Strategy strategy, Draft draft, const Network& network) {
-  if (!empty_ && busiest_port_ns(draft, network) + network.latency_ns() >= plan_.makespan_ns) return INT64_MAX;
+  if (!may_win(draft, network)) return INT64_MAX;
   Schedule made = schedule(draft, draft.chunks, network);
+  return take(strategy, std::move(draft), std::move(made));
+}
+
+int64_t BestPlan::offer_in_order(Strategy strategy, Draft draft, const Network& network) {
+  // The order of hops in a plan is that in which ranks issue them, so it must follow the times.
+  Schedule made = sort_by_start(simulate(draft.hops, draft.chunks, network));
+  return take(strategy, std::move(draft), std::move(made));
+}
+
+int64_t BestPlan::take(Strategy strategy, Draft draft, Schedule made) {
   if (!empty_ && made.makespan_ns >= plan_.makespan_ns) return made.makespan_ns;
   empty_ = false;
   plan_.strategy = strategy;

@@ -35,6 +35,11 @@ int64_t fit_chunk_bytes(int64_t chunk_bytes, const std::vector<Task>& tasks, con
   return chunk_bytes;
 }
 
+int64_t most_hops(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles) {
+  const int64_t fewest = count_hops(INT64_MAX, tasks, bundles);
+  return fewest <= kMostHops ? kMostHops : std::min(fewest + fewest / 2, kMaxHops / 2);
+}
+
 int64_t shrink_chunks(const Inputs& in, const std::vector<Chunk>& chunks, int64_t staging) {
   if (staging <= kStagingGoal) return 0;
   int64_t largest = 0;
@@ -43,7 +48,8 @@ int64_t shrink_chunks(const Inputs& in, const std::vector<Chunk>& chunks, int64_
   // Staging follows the size of chunks, except on ranks where trees of other chunks meet: some room for
   // those.
   const auto fitting = static_cast<int64_t>(static_cast<__int128>(largest) * kStagingGoal / staging / 8 * 7);
-  const int64_t chunk = fit_chunk_bytes(std::max(fitting, kSmallestChunk), in.tasks, in.bundles, kMostHops);
+  const int64_t chunk =
+      fit_chunk_bytes(std::max(fitting, kSmallestChunk), in.tasks, in.bundles, most_hops(in.tasks, in.bundles));
   return chunk < largest ? chunk : 0;
 }
 

@@ -14,7 +14,7 @@ namespace meshcast {
 // hops set limits from either side. All sizes are bytes.
 
 inline constexpr int64_t kSmallestChunk = 64 * 1024;
-inline constexpr int64_t kMostHops = 300'000;  // of a plan whose chunk size is ours to choose
+inline constexpr int64_t kMostHops = 300'000;  // see most_hops
 
 // About what the fastest NIC sends in 1/128 of the bound: small enough that filling a chain costs little.
 int64_t choose_chunk_bytes(int64_t bound_ns, const Network& network);
@@ -25,6 +25,10 @@ int64_t count_hops(int64_t chunk_bytes, const std::vector<Task>& tasks, const st
 // The size itself, or the smallest doubling of it that keeps the plan within `most` hops.
 int64_t fit_chunk_bytes(int64_t chunk_bytes, const std::vector<Task>& tasks, const std::vector<Bundle>& bundles,
                         int64_t most);
+
+// The most hops of a plan whose chunk size is ours to choose: kMostHops, and half as many again as there are
+// pairs of a bundle and a receiver where these alone are more.
+int64_t most_hops(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles);
 
 // Smaller chunks for a strategy by which a rank would need more staging than it should; 0 where these would not
 // mend it.

@@ -37,9 +37,9 @@ std::vector<Bundle> bundle_tasks(const std::vector<Task>& tasks, const std::vect
     const Task& task = tasks[t];
     Hasher hasher;
     hasher.add(static_cast<int64_t>(task.reduce));
-    hasher.add(task.holders);
-    hasher.add(task.receivers);
-    hasher.add(task.contribution);
+    hasher.add(task.holders.list());
+    hasher.add(task.receivers.list());
+    hasher.add(task.contribution.list());
     // Pending values are combined element by element, so elements of unlike size never share a chunk.
     if (task.reduce != ReduceOp::None) hasher.add(problems[static_cast<size_t>(task.tensor)].element_bytes);
     int32_t found = -1;

@@ -11,6 +11,9 @@
 #include "plan/multicast_search.h"
 #include "plan/network.h"
 #include "plan/plan.h"
+#include "plan/stack.h"
+#include "plan/staging.h"
+#include "plan/strategies/rotation.h"
 #include "plan/strategies/strategies.h"
 #include "plan/tasks.h"
 
@@ -76,7 +79,8 @@ void hash_layout(const Layout& layout, Hasher* hasher) {
   }
 }
 
-std::string hash_plan(const Plan& plan) {
+// `stacks`: of a plan of stacked problems, else empty.
+std::string hash_plan(const Plan& plan, const std::vector<Stack>& stacks) {
   Hasher hasher;
   hasher.add(static_cast<int64_t>(plan.problems.size()));
   for (const Problem& p : plan.problems) {
@@ -85,6 +89,7 @@ std::string hash_plan(const Plan& plan) {
     hash_layout(p.src, &hasher);
     hash_layout(p.dst, &hasher);
   }
+  for (const Stack& stack : stacks) hasher.add(stack.tensors);
   hasher.add(static_cast<int64_t>(plan.topology.hosts.size()));
   for (const Host& host : plan.topology.hosts) {
     hasher.add(host.ranks);
@@ -104,10 +109,10 @@ std::string hash_plan(const Plan& plan) {
   for (const Task& task : plan.tasks) {
     hasher.add(task.tensor);
     hash_box(task.box, &hasher);
-    hasher.add(task.holders);
-    hasher.add(task.receivers);
+    hasher.add(task.holders.list());
+    hasher.add(task.receivers.list());
     hasher.add(static_cast<int64_t>(task.reduce));
-    hasher.add(task.contribution);
+    hasher.add(task.contribution.list());
   }
   for (const LocalCopy& copy : plan.local_copies) {
     hasher.add(copy.rank);
@@ -164,6 +169,42 @@ Draft make_draft(Strategy strategy, const Inputs& in) {
   throw LayoutError(std::string("strategy ") + to_string(strategy) + " has no fixed routes");
 }
 
+// A draft with chunks that keep to the goal for staging, if the size is ours to choose: made once to see how
+// much there is, and once more where that is too much.
+template <typename Make>
+Draft make_fitting(const Make& make, bool fixed_chunk, Inputs* in) {
+  Draft draft = make(*in);
+  if (fixed_chunk) return draft;
+  const int64_t smaller = shrink_chunks(*in, draft.chunks, peak_staging(in->problems, in->tasks, draft));
+  if (smaller == 0) return draft;
+  in->chunk_bytes = smaller;
+  return make(*in);
+}
+
+// Whether plain sends are so many, joined or not, that they are offered in rotation before anything is
+// scheduled.
+bool rotates_first(const Inputs& in) {
+  int64_t sends = 0;
+  for (const Bundle& bundle : in.bundles) sends += static_cast<int64_t>(in.lead(bundle).receivers.size());
+  return sends > kRetryHops;
+}
+
+// Offers plain sends in rotation, where their order alone could keep them from being good. As for the search
+// among trees, which may have been tried before: its plan has to be well ahead.
+void offer_rotation(Inputs in, bool fixed_chunk, BestPlan* best, Plan* plan) {
+  if (best->good() || in.reduces()) return;
+  Draft draft = make_fitting(draft_rotation, fixed_chunk, &in);
+  if (!best->may_be_good(draft, in.network)) return;
+  if (plan->strategy != Strategy::Multicast) {
+    best->offer_in_order(Strategy::SendRecv, std::move(draft), in.network);
+    return;
+  }
+  const BestPlan::State before = best->save();
+  best->restore({});
+  best->offer_in_order(Strategy::SendRecv, std::move(draft), in.network);
+  if (!before.empty && is_well_ahead(before.plan.makespan_ns, plan->makespan_ns)) best->restore(before);
+}
+
 // Fills in the best plan of the strategies that are asked for. Each has the chunks that it would have alone.
 void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
   const PlanOptions& options = plan->options;
@@ -177,6 +218,7 @@ void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
                      std::all_of(in.tasks.begin(), in.tasks.end(), [](const Task& task) {
                        return task.receivers.size() == 1 && task.reduce == ReduceOp::None;
                      });
+  const bool first = rotates_first(in);
   for (const Strategy strategy : candidates(options.strategy, large)) {
     if ((large || alike) && best.good()) break;
     in.chunk_bytes = chunk_bytes;
@@ -187,18 +229,15 @@ void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
         for (const Balance balance : {Balance::None, Balance::Size, Balance::Greedy, Balance::Search})
           if (balance != options.balance) balances.push_back(balance);
       }
-      // Twice where staging is too high: once to see how high, once with chunks that keep to the goal.
+      if (strategy == Strategy::SendRecv && first) {
+        offer_rotation(in, fixed_chunk, &best, plan);
+        if (best.good()) continue;
+      }
       for (const Balance balance : balances) {
         in.balance = balance;
         in.chunk_bytes = chunk_bytes;
-        Draft draft = make_draft(strategy, in);
-        if (!fixed_chunk) {
-          const int64_t smaller = shrink_chunks(in, draft.chunks, peak_staging(in.problems, in.tasks, draft));
-          if (smaller > 0) {
-            in.chunk_bytes = smaller;
-            draft = make_draft(strategy, in);
-          }
-        }
+        Draft draft =
+            make_fitting([&](const Inputs& now) { return make_draft(strategy, now); }, fixed_chunk, &in);
         best.offer(strategy, std::move(draft), in.network);
       }
       in.balance = options.balance;
@@ -206,10 +245,16 @@ void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
       add_multicast(in, ports, fixed_chunk, large, &best, plan);
     }
   }
-  if (options.strategy == Strategy::Auto || options.strategy == Strategy::Multicast) {
+  const bool searches = options.strategy == Strategy::Auto || options.strategy == Strategy::Multicast;
+  if (searches) {
     best.urge(in.network);
     best.improve(in.network);
   }
+  // What is good by now stays as it is.
+  in.chunk_bytes = chunk_bytes;
+  if (options.strategy == Strategy::Auto || options.strategy == Strategy::SendRecv)
+    offer_rotation(in, fixed_chunk, &best, plan);
+  if (searches) add_pipelines(in, fixed_chunk, &best, plan);
 }
 
 }  // namespace
@@ -220,28 +265,40 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
     throw LayoutError("chunk_bytes is " + std::to_string(options.chunk_bytes) + ", it must not be negative");
   }
   Plan plan;
-  plan.problems = problems;
   plan.topology = topology;
   plan.options = options;
   plan.strategy = options.strategy == Strategy::Auto ? Strategy::SendRecv : options.strategy;
   // Phase 1: what has to move, and over which ports.
-  Demand demand = intersect_layouts(problems);
+  // Tensors that are alike are planned as one where they would be too many one by one.
+  std::vector<Stack> stacks = stack_alike(problems);
+  Demand demand;
+  if (stacks.size() < problems.size()) {
+    plan.problems = stacked_problems(stacks);
+    demand = intersect_layouts(plan.problems);
+    if (!too_large_apart(stacks, demand)) stacks.clear();
+  } else {
+    stacks.clear();
+  }
+  if (stacks.empty()) {
+    plan.problems = problems;
+    demand = intersect_layouts(problems);
+  }
   plan.ranks = all_ranks(problems);
   plan.local_copies = std::move(demand.local_copies);
   plan.tasks = std::move(demand.tasks);
   const Network network(topology, plan.ranks);
   check_times(plan.tasks, network);
   // Phase 2: the bound, which the chunk size and every strategy start from.
-  const std::vector<Bundle> bundles = bundle_tasks(plan.tasks, problems);
+  const std::vector<Bundle> bundles = bundle_tasks(plan.tasks, plan.problems);
   const PortDemand ports = find_port_demand(plan.tasks, bundles, network);
   plan.lower_bound_ns = ports.bound_ns;
   // Phase 3: the strategies; then fewer and larger messages, where the size is ours to choose.
   if (!bundles.empty()) {
     const int64_t chunk =
         options.chunk_bytes > 0 ? options.chunk_bytes : choose_chunk_bytes(plan.lower_bound_ns, network);
-    const int64_t most = options.chunk_bytes > 0 ? kMaxHops / 2 : kMostHops;
+    const int64_t most = options.chunk_bytes > 0 ? kMaxHops / 2 : most_hops(plan.tasks, bundles);
     ReductionRoutes reductions;
-    Inputs in{problems,        plan.tasks,     bundles,
+    Inputs in{plan.problems,   plan.tasks,     bundles,
               network,         ports.bound_ns, fit_chunk_bytes(chunk, plan.tasks, bundles, most),
               options.balance, options.seed,   ports.ways,
               &reductions};
@@ -249,7 +306,8 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
     if (options.chunk_bytes == 0) join_chunks(&plan, network);
   }
   // Over all that ranks must agree on. Times of hops are not in it, as they follow from what is.
-  plan.hash = hash_plan(plan);
+  plan.hash = hash_plan(plan, stacks);
+  if (!stacks.empty()) unstack(stacks, problems, &plan);
   return plan;
 }
 

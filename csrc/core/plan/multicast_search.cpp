@@ -2,9 +2,11 @@
 
 #include <algorithm>
 
+#include "common/checked.h"
 #include "plan/chunk_size.h"
 #include "plan/staging.h"
 #include "plan/strategies/detours.h"
+#include "plan/strategies/pipeline.h"
 
 namespace meshcast {
 namespace {
@@ -14,6 +16,10 @@ constexpr int64_t kLongChain = 16;  // hosts
 // One part in so many of the makespan is what the search among trees has to gain over the paper's strategies:
 // measured, docs/planner_results.md.
 constexpr int64_t kMulticastGain = 100;
+constexpr int64_t kMostPipelineHops = int64_t{1} << 20;
+constexpr int64_t kChunksPerFill = 64;  // filling a pipeline then takes one part in so many
+// Per cent of the time without filling that two trees take, as hops of both meet at ports: measured.
+constexpr int64_t kTwoTreesCost = 108;
 // Several kinds of trees, scheduled by either rule; then those that did best with finer and finer chunks (which
 // fill the chains sooner), until the bound is near or the hops get too many to try again.
 void try_multicast(Inputs in, const PortDemand& balanced, bool fixed_chunk, BestPlan* best) {
@@ -101,6 +107,10 @@ void try_multicast(Inputs in, const PortDemand& balanced, bool fixed_chunk, Best
 
 }  // namespace
 
+bool is_well_ahead(int64_t multicast_ns, int64_t others_ns) {
+  return others_ns - multicast_ns >= others_ns / kMulticastGain;
+}
+
 void add_multicast(Inputs in, const PortDemand& ports, bool fixed_chunk, bool large, BestPlan* best,
                    Plan* plan) {
   const BestPlan::State before = best->save();
@@ -116,8 +126,47 @@ void add_multicast(Inputs in, const PortDemand& ports, bool fixed_chunk, bool la
     }
   }
   if (before.empty || large) return;
-  const int64_t gained = before.plan.makespan_ns - plan->makespan_ns;
-  if (gained < before.plan.makespan_ns / kMulticastGain) best->restore(before);
+  if (!is_well_ahead(plan->makespan_ns, before.plan.makespan_ns)) best->restore(before);
+}
+
+void add_pipelines(Inputs in, bool fixed_chunk, BestPlan* best, Plan* plan) {
+  if (best->good() || in.reduces()) return;
+  if (std::all_of(in.bundles.begin(), in.bundles.end(),
+                  [&](const Bundle& bundle) { return in.lead(bundle).receivers.size() == 1; })) {
+    return;  // nothing is passed on
+  }
+  const BestPlan::State before = best->save();
+  int64_t largest = 0;  // bundle, bytes
+  for (const Bundle& bundle : in.bundles) largest = std::max(largest, bundle.nbytes);
+  const int64_t coarse = in.chunk_bytes;
+  for (const bool by_rank : {false, true}) {
+    // Phase 1: of the two shapes the one that should be faster, by the time with filling over the time without,
+    // in parts of 100 * 1024. Chunks are as fine as it takes for filling to cost little, as far as hops allow.
+    PipelineStyle style{by_rank, false};
+    int64_t least = INT64_MAX;
+    for (const bool two_trees : {false, true}) {
+      const PipelineCost cost = pipeline_cost(in, {by_rank, two_trees});
+      const int64_t chunks =
+          fixed_chunk
+              ? largest / coarse
+              : std::min({kChunksPerFill * cost.fill, kMostPipelineHops / cost.hops, largest / kSmallestChunk});
+      if (chunks < 1) continue;
+      const int64_t time = (1024 + 1024 * cost.fill / chunks) * (two_trees ? kTwoTreesCost : 100);
+      if (time >= least) continue;
+      least = time;
+      style.two_trees = two_trees;
+      in.chunk_bytes = fixed_chunk ? coarse : ceil_div(largest, chunks);
+    }
+    if (least == INT64_MAX) continue;
+    // Phase 2: that one.
+    Draft draft = draft_pipeline(in, style);
+    if (draft.hops.empty() || !best->may_win(draft, in.network)) continue;
+    if (!fixed_chunk && peak_staging(in.problems, in.tasks, draft) > kStagingGoal) continue;
+    best->offer(Strategy::Multicast, std::move(draft), in.network);
+    if (best->good()) break;
+  }
+  if (before.empty) return;
+  if (!is_well_ahead(plan->makespan_ns, before.plan.makespan_ns)) best->restore(before);
 }
 
 }  // namespace meshcast

@@ -7,8 +7,13 @@
 
 namespace meshcast {
 
-// Nanoseconds that `nbytes` take at `rate`, rounded up. Exact: 128 bits inside.
+inline constexpr int64_t kFitsNs = 8'000'000'000;  // so many bytes in ns at 1 byte/s fit into 63 bits
+
+// Nanoseconds that `nbytes` take at `rate`, rounded up. Exact: 128 bits inside, where 64 are too few, since a
+// division of 128 bits takes ten times as long.
 inline int64_t transfer_ns(int64_t nbytes, int64_t rate) {
+  if (nbytes >= 0 && nbytes < kFitsNs && rate < 1'000'000'000'000'000'000)
+    return (nbytes * 1000000000 + rate - 1) / rate;
   const __int128 ns = (static_cast<__int128>(nbytes) * 1000000000 + rate - 1) / rate;
   return static_cast<int64_t>(ns);
 }

@@ -36,6 +36,7 @@ bool contiguous(const Box& box, const std::vector<int64_t>& local_shape) {
 
 Packing::Packing(const std::vector<Problem>& problems, Layout Problem::*side) {
   for (const Problem& problem : problems) {
+    stacked_.push_back(problem.stacked);
     shards_.push_back(shards(problem.*side, problem.shape));
     auto& position = position_.emplace_back();
     for (size_t i = 0; i < shards_.back().size(); ++i) position[shards_.back()[i].rank] = i;
@@ -44,6 +45,7 @@ Packing::Packing(const std::vector<Problem>& problems, Layout Problem::*side) {
 
 bool Packing::packs(const ChunkPiece& piece, int32_t rank) const {
   const auto tensor = static_cast<size_t>(piece.tensor);
+  if (stacked_[tensor] && piece.box.extent(0) > 1) return true;  // boxes of several tensors
   const auto position = position_[tensor].find(rank);
   if (position == position_[tensor].end()) return true;  // it has a result only to pass it on
   const Shard& shard = shards_[tensor][position->second];

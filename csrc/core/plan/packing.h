@@ -22,6 +22,7 @@ class Packing {
   bool packs(const std::vector<ChunkPiece>& pieces, const Chunk& chunk, int32_t rank) const;
 
  private:
+  std::vector<char> stacked_;                                  // by problem
   std::vector<std::vector<Shard>> shards_;                     // by problem, mesh position
   std::vector<std::unordered_map<int32_t, size_t>> position_;  // by problem: rank -> mesh position
 };

@@ -6,6 +6,7 @@
 
 #include "layout/box.h"
 #include "layout/layout.h"
+#include "plan/rank_list.h"
 #include "plan/topology.h"
 
 namespace meshcast {
@@ -23,6 +24,7 @@ struct Problem {
   int64_t element_bytes = 0;
   Layout src;
   Layout dst;
+  bool stacked = false;  // while it is planned: the first dimension counts tensors that are alike, see stack.h
 
   friend bool operator==(const Problem&, const Problem&) = default;
 };
@@ -42,13 +44,13 @@ struct Task {
   int32_t tensor = 0;
   Box box;
   int64_t nbytes = 0;
-  std::vector<int32_t> holders;
-  std::vector<int32_t> receivers;
+  RankList holders;
+  RankList receivers;
   // Partial sources only (else None and empty): holders have values still to be reduced. contribution[i] tells
   // which one holders[i] has; replicas of one value share a number. Receivers are then all ranks that need the
   // box, holders among them: a partial value is not the box.
   ReduceOp reduce = ReduceOp::None;
-  std::vector<int32_t> contribution;
+  RankList contribution;
 };
 
 // Data that a rank holds and needs: copied locally, never sent.

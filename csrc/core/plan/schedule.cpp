@@ -4,6 +4,7 @@
 #include <numeric>
 #include <queue>
 #include <tuple>
+#include <utility>
 
 namespace meshcast {
 namespace {
@@ -21,13 +22,19 @@ struct Pair {
   int32_t in_slot = kNone;
 };
 
-// A port carries one hop at a time. It is idle at `now` where free_at <= now.
+// A pair as one of its ports lists it. The other port is here too, since most pairs are only looked at to find
+// that it is busy.
+struct Waiting {
+  int32_t pair = kNone;
+  int32_t other = kNone;
+};
+
+// A port carries one hop at a time. It is idle at `now` where its free_at_ <= now.
 struct Port {
-  int64_t free_at = 0;
   int64_t work_left = 0;  // ns of hops that have not started
   int64_t urgency = kUrgency;
   int64_t pressing() const { return work_left / kUrgency * urgency; }
-  std::vector<int32_t> waiting;  // pairs with ready hops
+  std::vector<Waiting> waiting;  // pairs with ready hops
 };
 
 // List scheduling (Graham, 1966) driven by events: a port falls free, or a chunk arrives. Time jumps from
@@ -53,6 +60,7 @@ class ListScheduler {
         order_(order),
         due_ns_(due_ns),
         ports_(static_cast<size_t>(network.port_count())),
+        free_at_(static_cast<size_t>(network.port_count()), 0),
         latency_(network.latency_ns()),
         backwards_(backwards),
         patience_(patience) {
@@ -137,6 +145,7 @@ class ListScheduler {
       }
       pair_[static_cast<size_t>(keys[k].second)] = static_cast<int32_t>(pairs_.size()) - 1;
     }
+    looked_.assign(pairs_.size(), 0);
     // Phase 3: the children of every hop, as ranges of one array (counted here, filled at the end).
     child_begin_.assign(n + 1, 0);
     for (const Hop& hop : hops_) {
@@ -186,27 +195,27 @@ class ListScheduler {
     pair.ready.push_back(hop);
     std::push_heap(pair.ready.begin(), pair.ready.end(), [this](int32_t a, int32_t b) { return worse(a, b); });
     if (pair.ready.size() == 1) {
-      insert(p, &pair.out_slot, pair.out);
-      insert(p, &pair.in_slot, pair.in);
+      insert({p, pair.in}, &pair.out_slot, pair.out);
+      insert({p, pair.out}, &pair.in_slot, pair.in);
       candidates_.push_back(p);
     }
   }
 
-  void insert(int32_t p, int32_t* slot, int32_t port) {
+  void insert(Waiting pair, int32_t* slot, int32_t port) {
     auto& list = ports_[static_cast<size_t>(port)].waiting;
     *slot = static_cast<int32_t>(list.size());
-    list.push_back(p);
+    list.push_back(pair);
   }
 
   // In constant time: the last pair of the list takes the place that falls free, and is told so.
   void remove(int32_t slot, int32_t port, int32_t Pair::*slot_of) {
     auto& list = ports_[static_cast<size_t>(port)].waiting;
     list[static_cast<size_t>(slot)] = list.back();
-    pairs_[static_cast<size_t>(list.back())].*slot_of = slot;
+    pairs_[static_cast<size_t>(list.back().pair)].*slot_of = slot;
     list.pop_back();
   }
 
-  bool idle(int32_t port) const { return ports_[static_cast<size_t>(port)].free_at <= now_; }
+  bool idle(int32_t port) const { return free_at_[static_cast<size_t>(port)] <= now_; }
 
   // Lower goes first. Work that is left on the two ports counts against the time at which the hop is due:
   // a hop may be late by as much as its ports are behind the others.
@@ -229,25 +238,21 @@ class ListScheduler {
   // of the time that the better hop would hold this port. A gap of that length is paid for once; then the
   // senders have shifted against each other and meet no more.
   bool should_wait(const Pair& pair) const {
-    return waits_for(pair, pair.out, pair.in, &Pair::in, out_ns_) ||
-           waits_for(pair, pair.in, pair.out, &Pair::out, in_ns_);
+    return waits_for(pair, pair.out, pair.in, out_ns_) || waits_for(pair, pair.in, pair.out, in_ns_);
   }
 
-  bool waits_for(const Pair& pair, int32_t port, int32_t partner, int32_t Pair::*other_end,
-                 const std::vector<int64_t>& port_ns) const {
+  bool waits_for(const Pair& pair, int32_t port, int32_t partner, const std::vector<int64_t>& port_ns) const {
     const auto mine = static_cast<size_t>(pair.ready.front());
     // The other one must have clearly more work left than the partner at hand, two hops more, else ports that
     // are alike would wait for each other in turns.
     const int64_t enough = ports_[static_cast<size_t>(partner)].work_left + 2 * port_ns[mine];
     size_t looked_at = 0;
-    for (const int32_t q : ports_[static_cast<size_t>(port)].waiting) {
+    for (const auto& [q, other] : ports_[static_cast<size_t>(port)].waiting) {
       if (++looked_at > kMostCandidates) break;
-      const Pair& better = pairs_[static_cast<size_t>(q)];
-      const int32_t other = better.*other_end;
       const Port& wanted = ports_[static_cast<size_t>(other)];
       if (other == partner || idle(other) || wanted.work_left <= enough) continue;
-      const auto hop = static_cast<size_t>(better.ready.front());
-      if ((wanted.free_at - now_) * kPatience <= patience_ * port_ns[hop]) return true;
+      const auto hop = static_cast<size_t>(pairs_[static_cast<size_t>(q)].ready.front());
+      if ((free_at_[static_cast<size_t>(other)] - now_) * kPatience <= patience_ * port_ns[hop]) return true;
     }
     return false;
   }
@@ -256,10 +261,10 @@ class ListScheduler {
     // Phase 1: candidates. Besides pairs that became ready (make_ready) only pairs at a port that just fell
     // free can start now when they could not before.
     for (const int32_t port : freed_) {
+      if (!idle(port)) continue;
       size_t found = 0;
-      for (const int32_t p : ports_[static_cast<size_t>(port)].waiting) {
-        const Pair& pair = pairs_[static_cast<size_t>(p)];
-        if (!idle(pair.out) || !idle(pair.in)) continue;
+      for (const auto& [p, other] : ports_[static_cast<size_t>(port)].waiting) {
+        if (!idle(other)) continue;
         candidates_.push_back(p);
         if (++found == kMostCandidates) break;
       }
@@ -269,8 +274,11 @@ class ListScheduler {
     ranked_.clear();
     candidates_.insert(candidates_.end(), held_.begin(), held_.end());
     held_.clear();
+    ++look_;
     for (const int32_t p : candidates_) {
       const Pair& pair = pairs_[static_cast<size_t>(p)];
+      // Where both of its ports fell free, a pair comes from both.
+      if (std::exchange(looked_[static_cast<size_t>(p)], look_) == look_) continue;
       if (pair.ready.empty() || !idle(pair.out) || !idle(pair.in)) continue;
       if (patience_ > 0 && should_wait(pair)) {
         held_.push_back(p);
@@ -280,12 +288,8 @@ class ListScheduler {
     }
     // Phase 3: start the best, then the best of what can still start.
     candidates_.clear();
-    if (ranked_.size() > kMostCandidates) {  // many ports fell free at once
-      std::sort(ranked_.begin(), ranked_.end());
-      for (const Key& k : ranked_) {
-        const Pair& pair = pairs_[static_cast<size_t>(std::get<3>(k))];
-        if (idle(pair.out) && idle(pair.in)) start(std::get<3>(k), result);
-      }
+    if (ranked_.size() > kMostCandidates) {
+      start_best_of_many(result);
       return;
     }
     // The keys are those of the beginning of the phase, though each start takes work off two ports. A hop
@@ -298,6 +302,29 @@ class ListScheduler {
         return !idle(pair.out) || !idle(pair.in);
       };
       ranked_.erase(std::remove_if(ranked_.begin(), ranked_.end(), blocked), ranked_.end());
+    }
+  }
+
+  // Many ports fell free at once. As sorted by key, but only the best are sorted, part by part: each part
+  // blocks most of what comes after it.
+  void start_best_of_many(Schedule* result) {
+    auto begin = ranked_.begin();
+    auto end = ranked_.end();
+    const auto blocked = [this](const Key& k) {
+      const Pair& pair = pairs_[static_cast<size_t>(std::get<3>(k))];
+      return !idle(pair.out) || !idle(pair.in);
+    };
+    while (begin != end) {
+      auto part = end;
+      const auto left = end - begin;
+      if (left > 256) {
+        part = begin + left / 8;
+        std::nth_element(begin, part, end);
+      }
+      std::sort(begin, part);
+      for (; begin != part; ++begin)
+        if (!blocked(*begin)) start(std::get<3>(*begin), result);
+      end = std::remove_if(part, end, blocked);
     }
   }
 
@@ -315,13 +342,15 @@ class ListScheduler {
     // arrival and holds neither.
     Port& out = ports_[static_cast<size_t>(pair.out)];
     Port& in = ports_[static_cast<size_t>(pair.in)];
-    out.free_at = now_ + out_ns_[i];
-    in.free_at = now_ + in_ns_[i];
+    const int64_t out_free = now_ + out_ns_[i];
+    const int64_t in_free = now_ + in_ns_[i];
+    free_at_[static_cast<size_t>(pair.out)] = out_free;
+    free_at_[static_cast<size_t>(pair.in)] = in_free;
     out.work_left -= out_ns_[i];
     in.work_left -= in_ns_[i];
     const int64_t finish = now_ + std::max(out_ns_[i], in_ns_[i]) + latency_;
-    events_.emplace(out.free_at, 0, pair.out);
-    events_.emplace(in.free_at, 0, pair.in);
+    events_.emplace(out_free, 0, pair.out);
+    events_.emplace(in_free, 0, pair.in);
     events_.emplace(finish, 1, id);
 
     start_ns_[i] = now_;
@@ -339,7 +368,10 @@ class ListScheduler {
   const std::vector<int64_t>& order_;
   const std::vector<int64_t>& due_ns_;
   std::vector<Port> ports_;
+  std::vector<int64_t> free_at_;  // by port, apart from the rest of it: looked at far more often
   std::vector<Pair> pairs_;
+  std::vector<int32_t> looked_;  // by pair: the last time that it was a candidate
+  int32_t look_ = 0;
   std::vector<int64_t> out_ns_, in_ns_;  // by hop
   std::vector<int64_t> depth_ns_;        // ns from the start of a hop's route to its own start, at best
   std::vector<int64_t> rest_;            // ns from a hop's arrival to the last arrival that depends on it
@@ -357,8 +389,8 @@ class ListScheduler {
   std::vector<int32_t> held_;  // pairs that could have started and wait
 };
 
-// Puts hops in order of their start again, where one of them now starts earlier.
-// The order of hops in a plan is that in which ranks issue them, so it must follow the times.
+}  // namespace
+
 Schedule sort_by_start(const Schedule& made) {
   std::vector<int32_t> order(made.hops.size());
   std::iota(order.begin(), order.end(), 0);
@@ -380,14 +412,13 @@ Schedule sort_by_start(const Schedule& made) {
   return out;
 }
 
-}  // namespace
-
 Schedule schedule(const Draft& draft, const std::vector<Chunk>& chunks, const Network& network,
                   const std::vector<int32_t>& urgency) {
   Schedule made =
       ListScheduler(draft.hops, chunks, draft.order, draft.due_ns, network, false, urgency, draft.patience)
           .run();
-  // A hop before which a port waited in vain may start earlier after all, in the same order.
+  // A hop before which a port waited in vain may start earlier after all, in the same order. The order of hops
+  // in a plan is that in which ranks issue them, so it must follow the times.
   return draft.patience > 0 ? sort_by_start(simulate(made.hops, chunks, network)) : made;
 }
 

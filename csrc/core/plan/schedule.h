@@ -34,4 +34,7 @@ Schedule reschedule(const Schedule& before, const std::vector<Chunk>& chunks, co
 // `after` does not come earlier or does not end at the hop's source.
 Schedule simulate(const std::vector<Hop>& hops, const std::vector<Chunk>& chunks, const Network& network);
 
+// The same hops in the order of their start. Hops that start at one moment keep theirs.
+Schedule sort_by_start(const Schedule& made);
+
 }  // namespace meshcast

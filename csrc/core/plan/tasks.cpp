@@ -11,10 +11,6 @@
 namespace meshcast {
 namespace {
 
-constexpr int64_t kMaxTasks = int64_t{1} << 18;
-constexpr int64_t kMaxEntries = int64_t{1} << 26;     // holders, receivers and copies of all tasks: 256 MiB
-constexpr int64_t kMaxDeliveries = int64_t{1} << 20;  // (task, receiver) pairs: each is at least one hop
-
 // Stretch of one dimension with one source part and one destination part.
 struct Cell {
   Interval range;
@@ -133,25 +129,30 @@ class Intersection {
   void emit(Task task, const std::vector<std::pair<int32_t, int32_t>>& holders, std::vector<int32_t> needed,
             bool reduces, bool same) {
     std::sort(needed.begin(), needed.end());
-    task.receivers.reserve(needed.size());
+    std::vector<int32_t> held, values;
     for (const auto& [rank, contribution] : holders) {
-      task.holders.push_back(rank);
-      if (reduces) task.contribution.push_back(contribution);
+      held.push_back(rank);
+      if (reduces) values.push_back(contribution);
     }
     if (reduces) {
       task.receivers = std::move(needed);
+      task.contribution = std::move(values);
       for (const Placement& p : *src_placements_) {
         if (p.kind == PlacementKind::Partial) task.reduce = p.op;
       }
     } else {
+      std::vector<int32_t> receivers;
+      receivers.reserve(needed.size());
       for (const int32_t rank : needed) {
-        if (std::binary_search(task.holders.begin(), task.holders.end(), rank)) {
+        if (std::binary_search(held.begin(), held.end(), rank)) {
           out_->local_copies.push_back({rank, task.tensor, task.box});
         } else if (!same) {
-          task.receivers.push_back(rank);
+          receivers.push_back(rank);
         }
       }
+      task.receivers = std::move(receivers);
     }
+    task.holders = std::move(held);
     deliveries_ += static_cast<int64_t>(task.receivers.size());
     entries_ += static_cast<int64_t>(task.holders.size() + task.receivers.size());
     if (deliveries_ > kMaxDeliveries) {
@@ -175,7 +176,9 @@ class Intersection {
   int64_t entries_ = 0;
 };
 
-void check(const Problem& problem) {
+}  // namespace
+
+void check_problem(const Problem& problem) {
   if (problem.element_bytes < 1 || problem.element_bytes > 1024) {
     throw LayoutError("elements of " + std::to_string(problem.element_bytes) + " bytes: it must be in 1..1024");
   }
@@ -202,13 +205,11 @@ void check(const Problem& problem) {
   }
 }
 
-}  // namespace
-
 Demand intersect_layouts(const std::vector<Problem>& problems) {
   Demand out;
   Intersection intersection(&out);
   for (size_t i = 0; i < problems.size(); ++i) {
-    check(problems[i]);
+    check_problem(problems[i]);
     intersection.src_placements_ = &problems[i].src.placements;
     intersection.add(problems[i], static_cast<int32_t>(i));
   }

@@ -7,6 +7,11 @@
 
 namespace meshcast {
 
+// The most that is planned at once.
+inline constexpr int64_t kMaxTasks = int64_t{1} << 18;
+inline constexpr int64_t kMaxEntries = int64_t{1} << 26;  // holders, receivers and copies of all tasks: 256 MiB
+inline constexpr int64_t kMaxDeliveries = int64_t{1} << 20;  // (task, receiver) pairs: each is at least one hop
+
 // What a batch of problems asks for, before any route is chosen.
 struct Demand {
   std::vector<Task> tasks;  // those with at least one receiver, in row-major box order per tensor
@@ -17,5 +22,8 @@ struct Demand {
 // merged, and the boxes are the product over dimensions, so the work is proportional to the boxes found.
 // Throws LayoutError where a layout is invalid or a plan would have more boxes or deliveries than supported.
 Demand intersect_layouts(const std::vector<Problem>& problems);
+
+// Throws LayoutError where a problem is invalid.
+void check_problem(const Problem& problem);
 
 }  // namespace meshcast

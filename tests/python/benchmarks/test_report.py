@@ -160,7 +160,12 @@ def test_publish_writes_between_the_marks(tmp_path: Path, monkeypatch: pytest.Mo
     (folder / "paper_cases.json").write_text(json.dumps(results(one)))
     (folder / "scaling.json").write_text(json.dumps(results(case(auto=[0.1]), efficiency=0.1)))
     rows = [planner.measure(16, *next((k, *v) for k, v in planner.kinds(16).items()))]
-    (folder / "planner.json").write_text(json.dumps({"header": {"cores": 2}, "rows": rows}))
+    kind, problems = next(iter(planner.weights(layers=1).items()))
+    weights = [planner.measure_fast_nics(kind, problems)]
+    one, (ranks, problem) = next(iter(planner.multicasts().items()))
+    multicasts = [planner.measure_fast_nics(one, [problem], ranks)]
+    simulated = {"header": {"cores": 2}, "rows": rows, "weights": weights, "multicasts": multicasts}
+    (folder / "planner.json").write_text(json.dumps(simulated))
     assert publish.main() == 1, "one of the results must not be reported"
     text = page.read_text()
     assert text.startswith("before\n")
@@ -171,6 +176,8 @@ def test_publish_writes_between_the_marks(tmp_path: Path, monkeypatch: pytest.Mo
     assert "MPICH bcast: not installed: apt-get install mpich" in text
     assert "Not reported: this machine does not carry the rate" in text
     assert "predictions of the cost model" in text
+    assert "| 1024 | 8192 x 8192 to Shard(0) |" in text
+    assert "| 65 | 65536 x 65536, one rank to 64 replicas |" in text
     assert "| one message per receiver, gloo | 4.00 | 4.00 to 4.00 | 1 |" in readme.read_text()
     assert (tmp_path / "images" / "chart.svg").read_text().lstrip().startswith("<?xml")
 

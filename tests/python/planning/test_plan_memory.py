@@ -34,6 +34,27 @@ for src, dst in (
         print(src, dst, strategy, len(plan.transfers), peak() - before)
 """
 
+# The same of a batch: all tensors of a 70B Llama, bfloat16, from FSDP over 512 ranks to 64 replicas of tensor
+# parallel 8. One by one they would make 97 million deliveries.
+BATCH = """
+import resource
+import sys
+import torch
+from meshcast.planning.plan import plan_many
+
+sys.path.insert(0, sys.argv[1])
+from benchmarks.planner import weights
+from meshcast import Topology
+
+problems = next(batch for kind, batch in weights().items() if kind.startswith("all"))
+with open("/proc/self/statm") as file:
+    before = int(file.read().split()[1]) * resource.getpagesize()
+plan = plan_many(problems, Topology.uniform(8, 400, nics_per_host=8))
+print(len(problems), len(plan.tasks), plan.ratio)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+print(plan.describe().splitlines()[-1])
+"""
+
 
 def test_plans_for_4096_ranks_take_less_than_a_gibibyte() -> None:
     made = subprocess.run(
@@ -51,3 +72,21 @@ def test_plans_for_4096_ranks_take_less_than_a_gibibyte() -> None:
         transfers, grown = map(int, line.split()[-2:])
         assert transfers >= 4096, line
         assert 0 < grown < GIB, line
+
+
+def test_all_tensors_of_a_70b_model_take_less_than_a_gibibyte() -> None:
+    made = subprocess.run(
+        [sys.executable, "-c", BATCH, str(REPO)],
+        env={**os.environ, "PYTHONPATH": str(REPO / "python")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    counts, grown, last = made.stdout.splitlines()
+    tensors, tasks, ratio = counts.split()
+    assert (int(tensors), int(tasks)) == (723, 943_628)
+    assert float(ratio) <= 1.05
+    assert 0 < int(grown) < GIB
+    assert last == "  ...  943628 tasks"

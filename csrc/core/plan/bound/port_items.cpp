@@ -14,6 +14,13 @@ constexpr int64_t kMaxSteps = 20'000'000;  // port visits of all passes together
 // First `first`, then what of `second` is not in it. Both are sorted and made unique.
 // The order is part of the plan: all ranks must see the same ports in the same places. So both parts ascend,
 // and a port that could do either counts as an emitter, which may do more.
+// As transfer_ns, of sums over ports.
+int64_t ns_rounded_up(__int128 nbytes, __int128 rate) {
+  if (nbytes < kFitsNs && rate < INT64_MAX)
+    return transfer_ns(static_cast<int64_t>(nbytes), static_cast<int64_t>(rate));
+  return static_cast<int64_t>((nbytes * 1000000000 + rate - 1) / rate);
+}
+
 void join(std::vector<int32_t> first, std::vector<int32_t> second, PortItem* item) {
   sort_unique(&first);
   sort_unique(&second);
@@ -71,8 +78,9 @@ class Balancer {
  private:
   // Nanoseconds until the port is done with what it has, rounded down.
   int64_t level(int32_t port) const {
-    return static_cast<int64_t>(static_cast<__int128>(load_[static_cast<size_t>(port)]) * 1000000000 /
-                                network_.port_rate(port));
+    const int64_t load = load_[static_cast<size_t>(port)];
+    if (load >= 0 && load < kFitsNs) return load * 1000000000 / network_.port_rate(port);
+    return static_cast<int64_t>(static_cast<__int128>(load) * 1000000000 / network_.port_rate(port));
   }
 
   int64_t highest() const {
@@ -98,7 +106,7 @@ class Balancer {
       const int32_t port = item->ports[static_cast<size_t>(levels_[used].second)];
       bytes += load_[static_cast<size_t>(port)];
       rate += network_.port_rate(port);
-      final_level = static_cast<int64_t>((bytes * 1000000000 + rate - 1) / rate);
+      final_level = ns_rounded_up(bytes, rate);
       ++used;
     }
     // Phase 3: each of them is filled up to it. The level was rounded up and the room is rounded down, so a
@@ -134,6 +142,13 @@ class Balancer {
   // with 200 bytes of other items. Poured freely, R and S get 150 each and E nothing, since it lies at 200.
   // But the box has to be emitted once: E gets 100 (level 300), R and S share the other 200 as 100 each.
   int64_t place(PortItem* item, int64_t* total) {
+    if (item->ports.size() == 1 && item->emitters == 1) {  // there is no choice
+      const int64_t more = item->total() - item->share[0];
+      item->share[0] += more;
+      load_[static_cast<size_t>(item->ports[0])] += more;
+      *total += item->total();
+      return more;
+    }
     old_ = item->share;
     withdraw(item);
     const int64_t all = item->total();

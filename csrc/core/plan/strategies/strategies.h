@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -25,6 +26,11 @@ struct Inputs {
   ReductionRoutes* reductions;                    // not owned: what strategies found so far
 
   const Task& lead(const Bundle& bundle) const { return tasks[static_cast<size_t>(bundle.tasks.front())]; }
+  // Whether any bundle has to be reduced.
+  bool reduces() const {
+    return std::any_of(bundles.begin(), bundles.end(),
+                       [this](const Bundle& bundle) { return lead(bundle).reduce != ReduceOp::None; });
+  }
 };
 
 #define MESHCAST_STRATEGY(name, text, draft, ...) Draft draft(const Inputs& in);
