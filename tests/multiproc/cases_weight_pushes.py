@@ -117,6 +117,45 @@ def beside_others(context) -> None:
     job.close()
 
 
+def progress_is_seen(context) -> None:
+    """By another thread, while a version is on its way; its last figures are those of stats."""
+    full = unique_fill((4096, 4099), torch.float32, 1)
+    trains = context.rank in TRAINERS
+    where = {"big": (quiet_mesh(list(range(2, context.world))), [Shard(1)])}
+    held = {"big": sharded(full, quiet_mesh(TRAINERS), [Shard(0)], context.rank)} if trains else None
+    for buffers in (2, 1):
+        sync, between = meshcast.WeightSync(held, where, buffers=buffers), 0
+        for version in range(1, 5):
+            seen, over = [], threading.Event()
+
+            def look(sync=sync, seen=seen, over=over) -> None:
+                while not over.is_set():
+                    seen.append(sync.progress)
+                    time.sleep(0.0005)
+
+            thread = threading.Thread(target=look)
+            thread.start()
+            if trains:
+                sync.push(version)
+            else:
+                assert sync.pull(version) == version
+            over.set()
+            thread.join()
+            assert sync.progress is None
+            found = [each for each in seen if each is not None]
+            expected = sync.stats.bytes_sent + sync.stats.bytes_received
+            assert expected > full.nbytes // 4
+            known = {expected} if version > 1 else {0, expected}
+            assert {each.bytes_expected for each in found} <= known, (found, expected)
+            done = [each.bytes_done for each in found]
+            assert done == sorted(done), done
+            assert not done or done[-1] <= expected
+            between += sum(0 < each < expected for each in done)
+            context.wait_for_all(f"progress {buffers} {version}")
+        assert between, "no version was seen on its way"
+        sync.close()
+
+
 def a_slow_server(context) -> None:
     """One that is not there, or in no pull, stops a push for its limit and no longer. Nothing is moved."""
     limit = 2.0
@@ -290,6 +329,7 @@ def idle(context) -> dict:
 
 CASES = [
     versions_arrive,
+    progress_is_seen,
     two_memories,
     store_does_not_fill,
     beside_others,

@@ -27,9 +27,16 @@ def refusals(context) -> None:
     def all_raise(kind, text, version, told=(mismatch, "")) -> None:
         """told: what the other ranks get, where they are told by one."""
         if job.trains:
-            raises(kind, text, lambda: job.sync.push(version))
+            error, op = raises(kind, text, lambda: job.sync.push(version)), "WeightSync.push"
         else:
-            raises(*told, lambda: job.sync.pull(1000))
+            error, op = raises(*told, lambda: job.sync.pull(1000)), "WeightSync.pull"
+        assert str(error).startswith(op), error
+        assert error.op == op, error.op
+        assert "reshard_state_dict" not in str(error), error
+        if job.serves:
+            # What a rank said of its own call stays that.
+            refused = "refused its arguments: " in str(error)
+            assert not refused or "refused its arguments: WeightSync.push" in str(error), error
             assert job.sync.version is None or job.sync.state.version == job.sync.version
         job.meet(f"refused {next(count)}")
 
@@ -103,7 +110,9 @@ def constructors_disagree(context) -> None:
     def refused(wrong: dict) -> None:
         where = {"x": (quiet_mesh([2, 3]), [Shard(0)])}
         if rank == 2:
-            raises(meshcast.LayoutError, "", lambda: meshcast.WeightSync(held, where, **wrong))
+            error = raises(meshcast.LayoutError, "", lambda: meshcast.WeightSync(held, where, **wrong))
+            assert "WeightSync" in str(error), error
+            assert "reshard_state_dict" not in str(error), error
             return
         sync = meshcast.WeightSync(held, where)
         raises(meshcast.PlanMismatchError, "rank 2 refused its arguments", calling(sync))

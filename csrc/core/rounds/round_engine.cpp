@@ -22,6 +22,11 @@ int64_t RoundRun::received_bytes() const {
   return ended_ && !error_ ? expected_bytes() : 0;
 }
 
+int64_t RoundRun::sent_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return ended_ && !error_ ? program().bytes_sent : 0;
+}
+
 void RoundRun::end_with(const std::exception_ptr& error) {
   std::unique_lock lock(mutex_);
   if (ended_) return;

@@ -40,6 +40,7 @@ class RoundRun final : public RunState {
 
   // A GPU tells nothing before it is through.
   int64_t received_bytes() const override;
+  int64_t sent_bytes() const override;
 
  private:
   friend class RoundEngine;

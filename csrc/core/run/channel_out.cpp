@@ -103,7 +103,7 @@ void OutChannel::sent(Dispatch& dispatch) {
     pump();
   }
   if (op.carry >= 0) run->carried_sent(op.carry);
-  run->complete_ops(1, 0);
+  run->complete_ops(1, 0, op.nbytes);
   run->unpin();
 }
 

@@ -19,7 +19,7 @@ class LocalSend final : public Outgoing {
 
   void finished() override {
     if (op_.carry >= 0) run_->carried_sent(op_.carry);
-    run_->complete_ops(1, 0);
+    run_->complete_ops(1, 0, op_.nbytes * static_cast<int64_t>(op_.targets.size()));
     run_->unpin();
   }
 

@@ -115,10 +115,11 @@ void Run::unpin() {
   end_if_due(std::move(lock), false);
 }
 
-void Run::complete_ops(int64_t count, int64_t received_bytes) {
+void Run::complete_ops(int64_t count, int64_t received_bytes, int64_t sent_bytes) {
   std::unique_lock lock(mutex_);
   remaining_ -= count;
   received_bytes_ += received_bytes;
+  sent_bytes_ += sent_bytes;
   end_if_due(std::move(lock), false);
 }
 
@@ -170,6 +171,11 @@ void Run::drive(TimePoint limit) noexcept {
 int64_t Run::received_bytes() const {
   const std::lock_guard lock(mutex_);
   return received_bytes_;
+}
+
+int64_t Run::sent_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return sent_bytes_;
 }
 
 }  // namespace meshcast

@@ -91,7 +91,7 @@ class Run final : public RunState {
 
   void pin();    // a request or a copy that touches the tensors begins ...
   void unpin();  // ... and ends
-  void complete_ops(int64_t count, int64_t received_bytes);
+  void complete_ops(int64_t count, int64_t received_bytes, int64_t sent_bytes = 0);
   void fail(std::exception_ptr error);  // the first failure counts
   void force_end() override;            // after fail: do not wait for pins any longer
 
@@ -102,6 +102,7 @@ class Run final : public RunState {
   void drive(TimePoint limit) noexcept override;
 
   int64_t received_bytes() const override;
+  int64_t sent_bytes() const override;
 
   // Written by Engine::start before the run is known to any other thread: the transports that it uses; one
   // ticket for each send of the program, the channels that it sends to and receives from, and the position of
@@ -139,6 +140,7 @@ class Run final : public RunState {
   int64_t remaining_ = 0;
   int64_t pins_ = 0;
   int64_t received_bytes_ = 0;
+  int64_t sent_bytes_ = 0;
 };
 
 }  // namespace meshcast

@@ -58,6 +58,7 @@ class RunState {
   void on_end(std::function<void()> callback);  // at once if it has ended
 
   virtual int64_t received_bytes() const = 0;
+  virtual int64_t sent_bytes() const = 0;  // counted by receiver, as Program::bytes_sent
   int64_t expected_bytes() const { return program_->bytes_received; }
 
   // After a failure: ends without waiting for what still touches the tensors.

@@ -3,7 +3,7 @@ compiled once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..transfers.call import Call
 from .state_arguments import Given, StateCall
+from .state_batches import Batch
 from .state_entries import carried, is_carried, local_of, same_memory
 from .state_kept import Known
 from .state_results import Memory, ReshardedState
@@ -60,11 +61,12 @@ class Repeated:
         result: ReshardedState,
         memory: Memory | None = None,
         moving: Callable[[], None] = lambda: None,
+        moves: Callable[[Sequence[Batch]], None] = lambda _: None,
     ) -> tuple[Known, list[Call]]:
         """As Conversation.run."""
         same = prepared.key is self._key and prepared.key is not None
         known = self._known.get(id(talk)) if same else None
-        known, made = talk.run(prepared, deadline, result, known, memory if same else None, moving)
+        known, made = talk.run(prepared, deadline, result, known, memory if same else None, moving, moves)
         if same:
             self._known[id(talk)] = known
         return known, made

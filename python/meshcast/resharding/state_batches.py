@@ -57,6 +57,8 @@ class Batch:
         self.parts = parts
         self._device_types = device_types
         self._transfer: PersistentTransfer | None = None
+        self._rank = parent.rank
+        self._call: Call | None = None  # since wait_for_turn(), what was started
         problems = [part.problem for part in parts]
         if any(part.sends or part.receives for part in parts):
             casts = None
@@ -81,6 +83,21 @@ class Batch:
     def bound(self) -> float:
         """Seconds that no plan of it can beat."""
         return 0.0 if self._transfer is None else self._transfer.plan.lower_bound
+
+    def wait_for_turn(self) -> None:
+        """Nothing of the next run has moved."""
+        self._call = None
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes that this rank has sent and received of it, and how many it will, as far as that is known:
+        the first run plans once the ranks have met. Any thread."""
+        plan = None if self._transfer is None else self._transfer._plan
+        if plan is None:
+            return 0, 0
+        call = self._call
+        figures = None if call is None else call.statistics
+        expected = plan.bytes_sent(self._rank) + plan.bytes_received(self._rank)
+        return 0 if figures is None else int(figures()["bytes_done"]), expected
 
     def refuse(self, error: Exception, limit: float) -> None:
         """Tells the other ranks that this one does not run it. limit: seconds."""
@@ -120,7 +137,7 @@ class Batch:
         call = None
         if self._transfer is not None:
             left = max(deadline - time.monotonic(), 1e-3)
-            call = self._transfer.launch(sources, targets, left, driven=True)
+            call = self._call = self._transfer.launch(sources, targets, left, driven=True)
         try:
             try:  # beside the transfer, which reads the same memory
                 self._observe(observe, "src", sources)

@@ -21,7 +21,7 @@ from ..groups.parent import ParentGroup
 from ..layout import Layout
 from ..transfers.call import Call
 from .state_arguments import Given, StateCall, checked_call
-from .state_batches import compile_batches
+from .state_batches import Batch, compile_batches
 from .state_digests import Digests, check_whole
 from .state_entries import local_of
 from .state_kept import Kept, Known
@@ -98,10 +98,12 @@ class Conversation:
         known: Known | None = None,
         memory: Memory | None = None,
         moving: Callable[[], None] = lambda: None,
+        moves: Callable[[Sequence[Batch]], None] = lambda _: None,
     ) -> tuple[Known, list[Call]]:
         """Fills `result`. known: the kind of call, where the caller has kept it. memory: to arrive in, in
         place of new one. moving(): called once nobody has anything to refuse, before the first byte is
-        written. Returns the kind and the transfers that were made."""
+        written. moves(): told what is about to be moved. Returns the kind and the transfers that were made.
+        """
         rank, rows = self.parent.rank, self.rows
         call, number = prepared.call, rows.number()
         if call is not None and known is None:
@@ -151,6 +153,9 @@ class Conversation:
             sent = call.sent(written)
             if reused is not None:
                 reused.update(arrived)
+            for batch in known.batches:
+                batch.wait_for_turn()
+            moves(known.batches)
             for batch in known.batches:
                 made.append(batch.run(sent, arrived, deadline, None if digests is None else digests.observe))
             self.kept.add(prepared.key, known)

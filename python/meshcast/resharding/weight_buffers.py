@@ -11,7 +11,7 @@ from ..errors import AbortedError, DeadlineExceededError, MeshcastError
 from ..groups.board import SLICE
 from .state_results import Memory, ReshardedState
 
-__all__ = ["Buffer", "Buffers", "WeightStats"]
+__all__ = ["Buffer", "Buffers", "WeightProgress", "WeightStats"]
 
 _OP = "WeightSync"
 
@@ -26,6 +26,16 @@ class WeightStats:
     bytes_received: int
     waited: float
     seconds: float
+
+
+@dataclass(frozen=True)
+class WeightProgress:
+    """How far the version is that is on its way. bytes_done: that this rank has sent and received of it;
+    bytes_expected: that it will in all, 0 until the first one is planned. Values on GPUs count once they are
+    through."""
+
+    bytes_done: int
+    bytes_expected: int
 
 
 class Buffer:

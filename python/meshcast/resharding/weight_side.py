@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,14 +18,26 @@ from ..groups.parent import ParentGroup
 from ..groups.store import first_line, store_failed, within
 from .state_again import Repeated
 from .state_arguments import Given
+from .state_batches import Batch
 from .state_results import ReshardedState
 from .state_run import Conversation
-from .weight_buffers import Buffers, WeightStats
+from .state_specs import OP
+from .weight_buffers import Buffers, WeightProgress, WeightStats
 
-__all__ = ["Side"]
+__all__ = ["Side", "as_call_of"]
 
 _OP = "WeightSync"
 _TELL = 1.0  # seconds that the store gets to take why this rank ends
+
+
+def as_call_of(op: str, error: Exception) -> Exception:
+    """The error of the call inside, from now on one of this operation. What it says of other ranks' calls is
+    of the whole."""
+    if isinstance(error, MeshcastError):
+        text = str(error).replace(OP, op, 1).replace(OP, _OP)
+        error.args = (text if _OP in text else f"{op}: {text}",)
+        error.op = op if error.op in (None, OP) else error.op
+    return error
 
 
 class Side:
@@ -47,6 +59,8 @@ class Side:
         self._state, self._out = state, out
         self._calls = Repeated(parent.rank, given)
         self._talk = Conversation(parent, {})
+        self._op = f"{_OP}.{'push' if self.pushes else 'pull'}"
+        self._batches: Sequence[Batch] = ()  # on their way
         self._left = ""  # why this rank ends
         self._born = forks.count
 
@@ -55,7 +69,7 @@ class Side:
         tensors on a GPU."""
         prepared = self._calls.prepared(self._state, self._out, None, None)
         if prepared.refused is not None:
-            raise prepared.refused
+            raise as_call_of(_OP, prepared.refused)
         call = prepared.call
         return call is not None and any(each.device_type == "cuda" for each in call.wanted.values())
 
@@ -126,6 +140,13 @@ class Side:
             self._together(settle)
             self._moved(None, time.monotonic() - start)
 
+    def progress(self) -> WeightProgress | None:
+        """Of the version that is on its way; None where none is. Any thread."""
+        found = [batch.progress() for batch in self._batches]
+        return (
+            WeightProgress(sum(done for done, _ in found), sum(all_ for _, all_ in found)) if found else None
+        )
+
     def look(self) -> None:
         """For who waits for a version: whether those that push are still there."""
         with suppress(DeadlineExceededError):  # the store does not answer: the limit of the wait holds
@@ -160,6 +181,7 @@ class Side:
         try:
             self._move(version, waited)
         except MeshcastError as error:
+            as_call_of(self._op, error)
             if not (isinstance(error, LayoutError | PlanMismatchError) or type(error) is MeshcastError):
                 self._give_up(error)
             raise
@@ -175,8 +197,10 @@ class Side:
             prepared = self._calls.prepared(self._state, self._out, version, buffer.memory)
             if self.pushes and version is None:
                 prepared.refused = prepared.refused or LayoutError(
-                    f"{_OP}: push needs a version: an integer that grows", rank=self.parent.rank, op=_OP
+                    f"{_OP}.push needs a version: an integer that grows", rank=self.parent.rank, op=self._op
                 )
+            if prepared.refused is not None:  # the others are told its text
+                as_call_of(self._op, prepared.refused)
             _, made = self._calls.run(
                 self._talk,
                 prepared,
@@ -184,6 +208,7 @@ class Side:
                 result,
                 buffer.memory,
                 lambda: self.buffers.tear(buffer),
+                self._moves,
             )
             assert result.version is not None  # each rank that pushes gives one
             each = [call.statistics() for call in made if call.statistics is not None]
@@ -194,7 +219,12 @@ class Side:
         except BaseException:
             self.buffers.release()
             raise
+        finally:
+            self._moves(())
         self.buffers.fill(buffer, result, stats)
+
+    def _moves(self, batches: Sequence[Batch]) -> None:
+        self._batches = batches
 
     def _interrupted(self, raised: BaseException) -> None:
         what = f"{type(raised).__name__}: {first_line(raised)}"

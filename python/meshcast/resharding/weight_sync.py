@@ -22,9 +22,9 @@ from ..groups.parent import parent_group, seconds
 from .state_arguments import Given
 from .state_dict import StateOptions, Where
 from .state_results import ReshardedState
-from .weight_buffers import Buffers, WeightStats
+from .weight_buffers import Buffers, WeightProgress, WeightStats
 from .weight_receiver import Receiver
-from .weight_side import Side
+from .weight_side import Side, as_call_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -109,7 +109,7 @@ class WeightSync:
                 raise LayoutError(f"{_OP}: out= has the only buffer; pass buffers=1 with it")
             given = Given(None, destinations, **options)
         except Exception as error:
-            wrong, given = typed(error, _OP, parent.rank), Given(None, None)
+            wrong, given = as_call_of(_OP, typed(error, _OP, parent.rank)), Given(None, None)
         twin = parent.twin(self._name)
         muster = Muster(self._name, twin.store, twin.another_store, list(parent.ranks), parent.rank, limit)
         self._buffers = Buffers(count, parent.rank)
@@ -211,6 +211,12 @@ class WeightSync:
     def stats(self) -> WeightStats | None:
         """Bytes and seconds of the last version that this rank pushed, or received whole. None before."""
         return self._buffers.stats
+
+    @property
+    def progress(self) -> WeightProgress | None:
+        """Bytes of the version that is on its way, to or from this rank; None while nothing moves. For any
+        thread, while another is in push or pull."""
+        return self._side.progress()
 
     def close(self) -> None:
         """Ends it on all ranks: pushes, and pulls that would have to wait, raise AbortedError. What is
