@@ -31,16 +31,15 @@ def draw(results: Found, path: Path) -> None:
         places = range(len(ways))
         later = [statistics.median(model["ways"][way]["seconds"]) for way in ways]
         axes.barh(places, later, color=[_LOOK[way][1] for way in ways])
-        axes.plot(
-            [model["ways"][way]["first"] for way in ways], places, "k|", markersize=14, label="first call"
-        )
+        first = [model["ways"][way]["first"] for way in ways]
+        axes.plot(first, places, "k|", markersize=14, label="first call")
         axes.axvline(model["bound"], color="black", linewidth=1, linestyle="--", label="lower bound")
-        for place, seconds in zip(places, later, strict=True):
-            axes.annotate(f"{seconds:.1f} s", (seconds, place), (8, 0), textcoords="offset points",
-                          va="center", fontsize=8)  # fmt: skip
+        for place, seconds, other in zip(places, later, first, strict=True):
+            axes.annotate(f"{seconds:.1f} s", (max(seconds, other, model["bound"]), place), (6, 0),
+                          textcoords="offset points", va="center", fontsize=8)  # fmt: skip
         axes.set_yticks(places, [_LOOK[way][0] for way in ways])
         axes.invert_yaxis()
-        axes.set(xlabel="time until all servers have it, s", xlim=(0, 1.15 * max(later)))
+        axes.set(xlabel="time until all servers have it, s", xlim=(0, 1.2 * max(*later, *first)))
         axes.set_title(f"{model['name'].capitalize()}, {model['nbytes'] / 2**20:.0f} MiB", fontsize=10)
         axes.legend(frameon=False, fontsize=8, loc="lower right")
         for side in ("top", "right"):
