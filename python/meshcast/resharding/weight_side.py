@@ -34,7 +34,8 @@ def as_call_of(op: str, error: Exception) -> Exception:
     """The error of the call inside, from now on one of this operation. What it says of other ranks' calls is
     of the whole."""
     if isinstance(error, MeshcastError):
-        error.args = (str(error).replace(OP, op, 1).replace(OP, _OP),)
+        text = str(error).replace(OP, op, 1).replace(OP, _OP)
+        error.args = (text if _OP in text else f"{op}: {text}",)
         error.op = op if error.op in (None, OP) else error.op
     return error
 
