@@ -35,6 +35,7 @@ PART = ["tests/python"] + [
         "compile",
         "backend_p2p",
         "broadcast",
+        "reconfigure",
         "state",
         "torch_programs",
         "pipeline",
