@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from fault.judge import Outcome, judge
@@ -32,6 +33,7 @@ __all__ = ["FAULT_BUILD", "ROOT", "Ranks", "ranks"]
 ROOT = Path(__file__).resolve().parents[2]
 FAULT_BUILD = ROOT / "build/faults/python"
 _ROUND_LIMIT = 60.0  # seconds
+_TRIES = 20  # of a rank that is to fail while it ends, each time twice as soon
 
 
 class Ranks:
@@ -44,7 +46,7 @@ class Ranks:
         """fails_like: a control is judged as a round with this fault."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        while True:
+        for _ in range(_TRIES):
             self._number += 1
             head = {"port": self._store.port, "number": self._number, "round_limit": _ROUND_LIMIT}
             self._process.stdin.write(json.dumps({**asdict(round_), **head}) + "\n")
@@ -52,10 +54,11 @@ class Ranks:
             answer = self._process.stdout.readline()
             assert answer, f"the ranks' parent has gone: {self._process.poll()}"
             said = json.loads(answer)
-            if round_.moment != "ending" or said[round_.victim]["status"] != 0 or round_.fault == "none":
+            if round_.moment != "ending" or round_.fault == "none" or _failed_in_time(said[round_.victim]):
                 judged = replace(round_, fault=fails_like) if fails_like else round_
                 return judge(judged, said, self._came(round_))
-            round_ = replace(round_, delay=round_.delay / 2)  # it had ended before
+            round_ = replace(round_, delay=round_.delay / 2)
+        raise AssertionError(f"{_TRIES} times the rank ended before it could fail: {round_}")
 
     def fails_without_fault(self, round_: Round) -> str:
         """Runs the control. What the assertion of the round finds there must be that nothing has failed; ""
@@ -80,6 +83,12 @@ class Ranks:
         group = ",".join(map(str, range(round_.world)))
         key = f"round {self._number}/0//meshcast/{group}/0/member/{round_.victim}"
         return bool(self._store.check([key]))
+
+
+def _failed_in_time(said: dict[str, Any]) -> bool:
+    """Whether a rank failed before it had ended. One that was frozen may end well once it goes on."""
+    failed_at = said["failed_at"]
+    return said["status"] != 0 or (failed_at is not None and failed_at < said["ended"])
 
 
 @contextmanager
