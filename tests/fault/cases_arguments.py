@@ -194,6 +194,22 @@ def one_rank_refuses_without_ranks(context) -> None:
         context.wait_for_all(f"turn {turn}")
 
 
+def one_rank_refuses_without_ranks_long_before(context) -> None:
+    """Nobody waits yet, and two groups of ranks may have been meant: it is the one that the rank uses next."""
+    group = fresh_group()
+    works(context, group)
+    if context.rank != 3:
+        send(context, group, mesh=[1, 2])
+    if context.rank == 1:
+        x = sharded(torch.zeros(6, 6), quiet_mesh(A), [Shard(0)], context.rank)
+        raises(LayoutError, lambda: meshcast.reshard(x, "a mesh", [Shard(1)], group=group), "DeviceMesh")
+    context.wait_for_all("refused")
+    if context.rank != 1:
+        time.sleep(0.5)  # its next call comes first
+        raises(PlanMismatchError, lambda: send(context, group), "rank 1", "DeviceMesh")
+    works(context, group)
+
+
 def all_refuse_without_ranks(context) -> None:
     """No rank's arguments say who else is in the call, and nobody waits: later calls are not harmed."""
     group = fresh_group()
@@ -446,6 +462,7 @@ CASES = [
         one_rank_refuses_known,
         one_rank_refuses_at_once_again,
         one_rank_refuses_without_ranks,
+    one_rank_refuses_without_ranks_long_before,
         all_refuse_without_ranks,
         one_rank_refuses_to_prepare,
         one_rank_gives_a_wrong_group,
