@@ -195,7 +195,7 @@ def one_rank_refuses_without_ranks(context) -> None:
 
 
 def one_rank_refuses_without_ranks_long_before(context) -> None:
-    """Nobody waits yet, and two groups of ranks may have been meant: it is the one that the rank uses next."""
+    """Nobody waits yet, and two groups of ranks may be meant: it is the one that the rank uses next."""
     group = fresh_group()
     works(context, group)
     if context.rank != 3:
@@ -462,7 +462,7 @@ CASES = [
         one_rank_refuses_known,
         one_rank_refuses_at_once_again,
         one_rank_refuses_without_ranks,
-    one_rank_refuses_without_ranks_long_before,
+        one_rank_refuses_without_ranks_long_before,
         all_refuse_without_ranks,
         one_rank_refuses_to_prepare,
         one_rank_gives_a_wrong_group,
