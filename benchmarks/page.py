@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def replace(page: Path, mark: str, text: str) -> None:
@@ -13,3 +16,18 @@ def replace(page: Path, mark: str, text: str) -> None:
     if not found or not closed:
         raise SystemExit(f"{page}: the marks `{begin}` and `... End ...` are gone")
     page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
+
+
+def publish(
+    results: dict[str, Any],
+    kept: Path,
+    page: Path,
+    mark: str,
+    text: str,
+    draw: Callable[[dict[str, Any], Path], None],
+    chart: Path,
+) -> None:
+    """Keeps the figures, puts their tables on the page and draws their chart."""
+    kept.write_text(json.dumps(results, indent=1) + "\n")
+    replace(page, mark, text)
+    draw(results, chart)

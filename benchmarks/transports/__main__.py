@@ -9,11 +9,10 @@ import argparse
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from ..machine import ROOT, machine
-from ..page import replace
+from ..page import publish
 from ..peers.mpi import OPEN_MPI
 from .cases import CONNECTS, GROUPS, SIZES, WAYS
 from .chart import draw
@@ -95,9 +94,7 @@ def main() -> int:
     results = json.loads(_RESULTS.read_text()) if args.redraw else measure(args)
     print(text(results))
     if not args.no_publish:
-        _RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        replace(Path(_PAGE), _MARK, text(results))
-        draw(results, _CHART)
+        publish(results, _RESULTS, _PAGE, _MARK, text(results), draw, _CHART)
     return 0
 
 

@@ -10,14 +10,13 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from meshcast.bench.report import overload
 
 from ..cluster import Cluster, ClusterError, Network, run_ranks
 from ..machine import ROOT, machine
-from ..page import replace
+from ..page import publish
 from .chart import draw
 from .models import MODELS, shapes
 from .page import WAYS, text
@@ -74,9 +73,7 @@ def main() -> int:
         print(f"DO NOT REPORT: {why}", file=sys.stderr)
         return 1
     if not args.no_publish:
-        _RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        replace(Path(_PAGE), _MARK, text(results))
-        draw(results, _CHART)
+        publish(results, _RESULTS, _PAGE, _MARK, text(results), draw, _CHART)
     return 0
 
 

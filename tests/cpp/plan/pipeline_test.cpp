@@ -1,54 +1,18 @@
 #include "plan/strategies/pipeline.h"
 
 #include <map>
-#include <set>
 #include <string>
 
 #include "catch.h"
 #include "plan/cases.h"
 #include "plan/checker.h"
+#include "plan/draft_case.h"
 #include "plan/random_problems.h"
-#include "plan/schedule.h"
-#include "plan/tasks.h"
 
 using namespace meshcast;
 using namespace meshcast::testing;
 
 namespace {
-
-// Everything that a pipeline is made from, kept alive together.
-struct Case {
-  Case(const Problem& asked, const Topology& topology, int64_t chunk_bytes)
-      : problems{asked},
-        tasks(intersect_layouts(problems).tasks),
-        bundles(bundle_tasks(tasks, problems)),
-        ranks(ranks_of(asked)),
-        network(topology, ranks),
-        chunk(chunk_bytes) {}
-
-  static std::vector<int32_t> ranks_of(const Problem& problem) {
-    std::set<int32_t> all(problem.src.mesh.ranks.begin(), problem.src.mesh.ranks.end());
-    all.insert(problem.dst.mesh.ranks.begin(), problem.dst.mesh.ranks.end());
-    return {all.begin(), all.end()};
-  }
-
-  Inputs inputs() {
-    return {problems, tasks, bundles, network, 1'000'000, chunk, Balance::None, 0, ways, &reductions};
-  }
-
-  std::vector<Problem> problems;
-  std::vector<Task> tasks;
-  std::vector<Bundle> bundles;
-  std::vector<int32_t> ranks;
-  Network network;
-  int64_t chunk;
-  std::vector<std::vector<WayPart>> ways;
-  ReductionRoutes reductions;
-};
-
-double ratio(const Plan& plan) {
-  return static_cast<double>(plan.makespan_ns) / static_cast<double>(plan.lower_bound_ns);
-}
 
 // One rank of the first host to replicas on all others.
 Problem to_replicas(std::vector<int64_t> shape, int64_t first, int64_t replicas) {
@@ -61,7 +25,8 @@ Problem to_replicas(std::vector<int64_t> shape, int64_t first, int64_t replicas)
 TEST_CASE("in two trees every rank sends as much as it takes in", "[plan][pipeline]") {
   for (const int64_t replicas : {1, 2, 3, 6, 7, 12, 13, 40}) {
     // A host for each rank: 8 chunks, half of them in either tree.
-    Case c(to_replicas({64, 10}, 1, replicas), uniform_topology(replicas, 1, kTenGbit, 1, kTenGbit, 0), 160);
+    DraftCase c(to_replicas({64, 10}, 1, replicas), uniform_topology(replicas, 1, kTenGbit, 1, kTenGbit, 0),
+                160);
     const Draft draft = draft_pipeline(c.inputs(), {false, true});
     INFO(replicas << " replicas");
     REQUIRE(draft.chunks.size() == 8);
@@ -78,7 +43,7 @@ TEST_CASE("in two trees every rank sends as much as it takes in", "[plan][pipeli
 }
 
 TEST_CASE("two trees fill in the logarithm of their stops, a chain in their number", "[plan][pipeline]") {
-  Case c(to_replicas({64, 10}, 8, 4096), uniform_topology(4103, 8, kTenGbit, 1, kTenGbit, 0), 160);
+  DraftCase c(to_replicas({64, 10}, 8, 4096), uniform_topology(4103, 8, kTenGbit, 1, kTenGbit, 0), 160);
   const PipelineCost trees = pipeline_cost(c.inputs(), {false, true});
   const PipelineCost chain = pipeline_cost(c.inputs(), {false, false});
   CHECK(trees.hops == 4096);
@@ -90,7 +55,7 @@ TEST_CASE("two trees fill in the logarithm of their stops, a chain in their numb
 
 TEST_CASE("every host that holds a chunk begins a chain", "[plan][pipeline]") {
   const Problem problem{{64, 10}, 2, layout({4}, 0, {kReplicate}), layout({10}, 4, {kReplicate})};
-  Case c(problem, uniform_topology(13, 1, kTenGbit, 1, kTenGbit, 0), 160);
+  DraftCase c(problem, uniform_topology(13, 1, kTenGbit, 1, kTenGbit, 0), 160);
   CHECK(pipeline_cost(c.inputs(), {false, false}).fill == 2 + 1);  // chains of 3, 3, 3 and 1 stops
   std::map<int32_t, int> sent;
   for (const Hop& hop : draft_pipeline(c.inputs(), {false, false}).hops) ++sent[hop.src];
@@ -99,12 +64,12 @@ TEST_CASE("every host that holds a chunk begins a chain", "[plan][pipeline]") {
 }
 
 TEST_CASE("a pipeline of too many hops is none", "[plan][pipeline]") {
-  Case c(to_replicas({40'000, 1}, 8, 64), uniform_topology(71, 8, kTenGbit, 1, kTenGbit, 0), 2);
+  DraftCase c(to_replicas({40'000, 1}, 8, 64), uniform_topology(71, 8, kTenGbit, 1, kTenGbit, 0), 2);
   CHECK(draft_pipeline(c.inputs(), {false, false}).hops.empty());  // 40,000 chunks to 64 ranks
 }
 
 TEST_CASE("stops that are ranks follow each other on different hosts", "[plan][pipeline]") {
-  Case c(to_replicas({64, 10}, 8, 64), uniform_topology(71, 8, kTenGbit, 8, kTenGbit, 0), 1 << 20);
+  DraftCase c(to_replicas({64, 10}, 8, 64), uniform_topology(71, 8, kTenGbit, 8, kTenGbit, 0), 1 << 20);
   for (const bool two_trees : {false, true}) {
     for (const Hop& hop : draft_pipeline(c.inputs(), {true, two_trees}).hops) CHECK(hop.src / 8 != hop.dst / 8);
   }
@@ -127,7 +92,7 @@ TEST_CASE("random pipelines: every element arrives once", "[plan][pipeline]") {
     Random random(seed);
     const RandomCase r = random_case(random, 300, true);
     const Plan made = make_plan({r.problem}, r.topology, {Strategy::SendRecv});
-    Case c(r.problem, r.topology, random.one_of<int64_t>({16, 64, 500}));
+    DraftCase c(r.problem, r.topology, random.one_of<int64_t>({16, 64, 500}));
     for (const bool by_rank : {false, true}) {
       for (const bool two_trees : {false, true}) {
         INFO("seed " << seed << ", by rank " << by_rank << ", two trees " << two_trees);

@@ -6,49 +6,13 @@
 #include "catch.h"
 #include "plan/cases.h"
 #include "plan/checker.h"
+#include "plan/draft_case.h"
 #include "plan/random_problems.h"
-#include "plan/schedule.h"
-#include "plan/tasks.h"
 
 using namespace meshcast;
 using namespace meshcast::testing;
 
 namespace {
-
-// Everything that draft_rotation looks at, kept alive together.
-struct Case {
-  Case(const Problem& asked, const Topology& topology, int64_t chunk_bytes)
-      : problems{asked},
-        tasks(intersect_layouts(problems).tasks),
-        bundles(bundle_tasks(tasks, problems)),
-        ranks(ranks_of(asked)),
-        network(topology, ranks),
-        chunk(chunk_bytes) {}
-
-  static std::vector<int32_t> ranks_of(const Problem& problem) {
-    std::set<int32_t> all(problem.src.mesh.ranks.begin(), problem.src.mesh.ranks.end());
-    all.insert(problem.dst.mesh.ranks.begin(), problem.dst.mesh.ranks.end());
-    return {all.begin(), all.end()};
-  }
-
-  Draft draft() {
-    const Inputs in{problems, tasks, bundles, network, 0, chunk, Balance::None, 0, ways, &reductions};
-    return draft_rotation(in);
-  }
-
-  std::vector<Problem> problems;
-  std::vector<Task> tasks;
-  std::vector<Bundle> bundles;
-  std::vector<int32_t> ranks;
-  Network network;
-  int64_t chunk;
-  std::vector<std::vector<WayPart>> ways;
-  ReductionRoutes reductions;
-};
-
-double ratio(const Plan& plan) {
-  return static_cast<double>(plan.makespan_ns) / static_cast<double>(plan.lower_bound_ns);
-}
 
 // Rows cut over `sources`, columns cut over the ranks of each host, hosts replicas: a row-parallel weight that
 // goes from FSDP to tensor parallel. A NIC of 400 Gbit/s for each rank.
@@ -65,8 +29,8 @@ Topology rails(int64_t ranks, int64_t per_host) {
 
 TEST_CASE("in rotation no two sends of a turn share a port", "[plan][rotation]") {
   // 24 sources on 6 hosts, 6 hosts of 4 replicas: 24 turns of 24 sends, all of one size.
-  Case c(rows_to_columns({240, 80}, 24, 6, 4), rails(48, 4), 1 << 20);
-  const Draft draft = c.draft();
+  DraftCase c(rows_to_columns({240, 80}, 24, 6, 4), rails(48, 4), 1 << 20);
+  const Draft draft = draft_rotation(c.inputs());
   REQUIRE(draft.hops.size() == 24 * 24);
   for (size_t turn = 0; turn < 24; ++turn) {
     std::set<int32_t> ports;
@@ -85,8 +49,8 @@ TEST_CASE("in rotation no two sends of a turn share a port", "[plan][rotation]")
 TEST_CASE("ports that do not meet rotate apart", "[plan][rotation]") {
   // Rows to rows: a quarter of the sources goes to four hosts, the next quarter to the next four.
   const Problem problem{{1024, 8}, 2, layout({64}, 0, {shard(0)}), layout({4, 16}, 64, {shard(0), kReplicate})};
-  Case c(problem, rails(128, 4), 1 << 20);
-  const Draft draft = c.draft();
+  DraftCase c(problem, rails(128, 4), 1 << 20);
+  const Draft draft = draft_rotation(c.inputs());
   REQUIRE(draft.hops.size() == 64 * 16);
   const Schedule made = simulate(draft.hops, draft.chunks, c.network);
   CHECK(made.makespan_ns == 16 * transfer_ns(16 * 8 * 2, 40 * kTenGbit) + 20'000);
@@ -119,10 +83,10 @@ TEST_CASE("random rows to columns: every element arrives once, in the simulated 
     const Topology topology = uniform_topology(sources + hosts * per_host - 1, per_host, kTenGbit,
                                                random.between(1, per_host), 8 * kTenGbit, 1000);
     INFO("seed " << seed);
-    Case c(problem, topology, random.one_of<int64_t>({8, 64, 1 << 20}));
+    DraftCase c(problem, topology, random.one_of<int64_t>({8, 64, 1 << 20}));
     // The draft as a plan of its own, so that it is looked at also where another order is better.
     Plan plan = make_plan({problem}, topology, {Strategy::SendRecv});
-    Draft draft = c.draft();
+    Draft draft = draft_rotation(c.inputs());
     plan.pieces = draft.pieces;
     plan.chunks = draft.chunks;
     const Schedule made = sort_by_start(simulate(draft.hops, draft.chunks, c.network));

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_pages import check_chart, check_tables
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
@@ -56,20 +57,11 @@ def test_tables_say_what_was_found() -> None:
 
 
 def test_every_row_of_a_table_has_as_many_cells_as_its_head() -> None:
-    block: list[str] = []
-    for line in [*page.text(results()).splitlines(), ""]:
-        if line.startswith("|"):
-            block.append(line)
-        elif block:
-            assert len({each.count("|") for each in block}) == 1, block
-            block = []
+    check_tables(page.text(results()))
 
 
 def test_the_chart_is_the_same_for_the_same_figures(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in ("a.svg", "b.svg")]
-    for path in paths:
-        chart.draw(results(), path)
-    assert paths[0].read_bytes() == paths[1].read_bytes()
+    check_chart(chart.draw, results, tmp_path)
 
 
 def test_shapes_are_those_of_transformers() -> None:

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <vector>
+
+#include "plan/plan.h"
+#include "plan/schedule.h"
+#include "plan/strategies/reductions.h"
+#include "plan/strategies/strategies.h"
+#include "plan/tasks.h"
+
+namespace meshcast::testing {
+
+// Everything that one strategy drafts from, kept alive together.
+struct DraftCase {
+  DraftCase(const Problem& asked, const Topology& topology, int64_t chunk_bytes)
+      : problems{asked},
+        tasks(intersect_layouts(problems).tasks),
+        bundles(bundle_tasks(tasks, problems)),
+        ranks(ranks_of(asked)),
+        network(topology, ranks),
+        chunk(chunk_bytes) {}
+
+  static std::vector<int32_t> ranks_of(const Problem& problem) {
+    std::set<int32_t> all(problem.src.mesh.ranks.begin(), problem.src.mesh.ranks.end());
+    all.insert(problem.dst.mesh.ranks.begin(), problem.dst.mesh.ranks.end());
+    return {all.begin(), all.end()};
+  }
+
+  Inputs inputs() {
+    return {problems, tasks, bundles, network, 1'000'000, chunk, Balance::None, 0, ways, &reductions};
+  }
+
+  std::vector<Problem> problems;
+  std::vector<Task> tasks;
+  std::vector<Bundle> bundles;
+  std::vector<int32_t> ranks;
+  Network network;
+  int64_t chunk;
+  std::vector<std::vector<WayPart>> ways;
+  ReductionRoutes reductions;
+};
+
+inline double ratio(const Plan& plan) {
+  return static_cast<double>(plan.makespan_ns) / static_cast<double>(plan.lower_bound_ns);
+}
+
+}  // namespace meshcast::testing
