@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "common/error.h"
+#include "common/thread_name.h"
 #include "ucx/forked.h"
 
 namespace meshcast::ucx {
@@ -30,6 +31,8 @@ void Worker::check(ucs_status_t status, const char* what) const {
 
 Worker::Worker(const Api& api, const std::string& device, const std::map<std::string, std::string>& settings)
     : api_(api) {
+  // UCX starts a thread of its own with the first worker, and aborts without one; the other is Progress's.
+  require_threads(2, "messages over UCX");
   ucp_config_t* config = nullptr;
   check(api_.ucp_config_read(nullptr, nullptr, &config), "ucp_config_read");
   for (const auto& [name, value] : settings) {

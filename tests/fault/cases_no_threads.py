@@ -26,7 +26,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 GROUP_TIMEOUT = 60.0
 _SAID = r"rank 1: .*no thread could be had"
-_ROOM = 1 << 20  # bytes of address space: enough for small objects, too little for the stack of a thread
+# Bytes of address space that are left: enough for whatever a call allocates (glibc ends a process that has no
+# room for a thread's own data), too little for the stack of one more thread.
+_ROOM = int(os.environ["STACK"]) // 2
 
 
 def move(rank: int, size: int = 100) -> None:
