@@ -110,7 +110,8 @@ class GroupTransport final : public ProbingTransport {
   static std::optional<TransportError> mismatch(int64_t nbytes, int64_t expected);
 
   // Messages out, in messages_out.cpp.
-  static Sending* next_locked(Line& line);
+  static Sending* front_locked(Line& line);
+  bool may_send_locked(Line& line);  // one more fragment
   void announce_locked(Sending& sending);
   void post_arrived_locked(const Header& header);
   void taken_locked(const Header& header);

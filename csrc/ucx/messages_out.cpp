@@ -11,7 +11,8 @@ namespace {
 
 using Cause = TransportError::Cause;
 
-// Of one line, in UCX's hands at a time: one is sent while the next is packed.
+// Of one line, in UCX's hands at a time: one is sent while the next is packed. A single one where a process has
+// many in use: then the other lines keep it busy.
 constexpr int kFragmentsAhead = 4;
 
 }  // namespace
@@ -100,14 +101,19 @@ void GroupTransport::queue_pump_locked(const std::shared_ptr<Line>& line) {
   plane_->queue_locked(Pump{this, line});
 }
 
-// The message whose next fragment may go; null if none may.
-Sending* GroupTransport::next_locked(Line& line) {
+// The message whose fragments go next; null if there is none.
+Sending* GroupTransport::front_locked(Line& line) {
   while (!line.waiting.empty()) {
     const Sending& first = *line.waiting.front();
     if (!first.error && !first.all_issued && first.link->failure.empty()) break;
     line.waiting.pop_front();
   }
-  return line.waiting.empty() || line.in_flight >= kFragmentsAhead ? nullptr : line.waiting.front().get();
+  return line.waiting.empty() ? nullptr : line.waiting.front().get();
+}
+
+bool GroupTransport::may_send_locked(Line& line) {
+  const int ahead = plane_->many_fragments_locked() ? 1 : kFragmentsAhead;
+  return line.in_flight < ahead && front_locked(line) != nullptr;
 }
 
 // One thread at a time for each line. Packing is done without the lock: it may take as long as sending.
@@ -115,7 +121,7 @@ void GroupTransport::pump(const std::shared_ptr<Line>& line) {
   std::unique_lock lock(plane_->mutex());
   line->queued = false;
   if (std::exchange(line->pumped, true)) return;
-  while (next_locked(*line)) {
+  while (may_send_locked(*line)) {
     const std::shared_ptr<Sending> sending = line->waiting.front();
     const int64_t nbytes = std::min<int64_t>(kFragmentBytes, sending->nbytes - sending->issued);
     auto flight = std::make_unique<Flight>();
@@ -128,7 +134,7 @@ void GroupTransport::pump(const std::shared_ptr<Line>& line) {
       sending->message->read(sending->issued, nbytes, flight->buffer.get());
       lock.lock();
       sending->reading = false;
-      if (next_locked(*line) != sending.get()) {  // it has failed meanwhile
+      if (front_locked(*line) != sending.get()) {  // it has failed meanwhile
         plane_->give_back_locked(std::move(flight->buffer));
         settle_locked(sending);
         continue;

@@ -257,6 +257,7 @@ void ProcessPlane::close_gently() {
 // ---- messages ----
 
 Fragment ProcessPlane::fragment_locked() {
+  ++fragments_in_use_;
   if (spare_.empty()) return std::make_unique<std::byte[]>(kFragmentBytes);
   Fragment out = std::move(spare_.back());
   spare_.pop_back();
@@ -264,6 +265,7 @@ Fragment ProcessPlane::fragment_locked() {
 }
 
 void ProcessPlane::give_back_locked(Fragment fragment) {
+  --fragments_in_use_;
   if (spare_.size() < kSpareFragments) spare_.push_back(std::move(fragment));
 }
 

@@ -55,6 +55,9 @@ class ProcessPlane final : public Plane, public std::enable_shared_from_this<Pro
   void queue_locked(Pump pump) { pumps_.push_back(std::move(pump)); }
   Fragment fragment_locked();
   void give_back_locked(Fragment fragment);
+  // Whether so many are in use that nobody should take more than one: memory then does not grow with the peers
+  // by more than that one.
+  bool many_fragments_locked() const { return fragments_in_use_ >= kManyFragments; }
 
   // Sends with UCX; what is not through at once ends later. Answers whether it was.
   bool send_locked(std::unique_ptr<Flight> flight, const void* data, int64_t nbytes);
@@ -121,6 +124,7 @@ class ProcessPlane final : public Plane, public std::enable_shared_from_this<Pro
   std::vector<End> ends_;
   std::vector<Pump> pumps_;
   std::vector<Fragment> spare_;
+  int fragments_in_use_ = 0;
   std::unique_ptr<Progress> progress_;
 };
 

@@ -20,6 +20,9 @@ inline constexpr int32_t kCredits = 64;
 // place, large enough that what each of them costs does not count (docs/decisions.md has the figures).
 inline constexpr int64_t kFragmentBytes = 512 * 1024;
 
+// Of a process, for messages that have to be packed: 32 MiB. More peers than that have one each.
+inline constexpr int kManyFragments = 64;
+
 // What UCX reads from a connection at a time: a fragment and what goes in front of it. Its own 8 KiB make TCP
 // four times slower.
 inline constexpr int64_t kSegmentBytes = kFragmentBytes + 16 * 1024;

@@ -171,7 +171,8 @@ class Plan:
 
     def peak_staging_bytes(self, rank: int) -> int:
         """Most bytes of buffers for packed messages that `rank` has at a time, beside both of its tensors
-        (contiguous ones): for every peer and direction a window of four messages, and one more to unpack."""
+        (contiguous ones): for every peer and direction a window of four messages, and one more to unpack.
+        This is what gloo takes; UCX and shared memory stage only partial values."""
         return self._staging.get(checks.integer("rank", rank, 0, (1 << 31) - 1), 0)
 
     def describe(self) -> str:

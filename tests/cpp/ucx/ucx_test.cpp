@@ -1,5 +1,6 @@
 // The data plane over UCX, between processes of this machine.
 #include <cstdint>
+#include <fstream>
 #include <numeric>
 #include <vector>
 
@@ -29,6 +30,13 @@ void send(Transport& transport, int peer, uint64_t key, const std::vector<uint8_
 
 void recv(Transport& transport, int peer, uint64_t key, std::vector<uint8_t>& data, Tally& tally) {
   transport.recv({peer, 0, key}, static_cast<int64_t>(data.size()), tally.in(data.data()));
+}
+
+int64_t resident_bytes() {
+  std::ifstream statm("/proc/self/statm");
+  int64_t size = 0, resident = 0;
+  statm >> size >> resident;
+  return resident * sysconf(_SC_PAGESIZE);
 }
 
 // Looks at memory that is being received into, which ThreadSanitizer would not let pass.
@@ -207,6 +215,41 @@ TEST_CASE("after an abort nothing is written, though a frozen sender goes on", "
             },
             rdma) == "");
 }
+
+// Sanitizers keep memory that was given back.
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+TEST_CASE("messages to be packed for slow peers take bounded memory", "[ucx]") {
+  CHECK(in_processes(2, [](UcxRank& self) {
+          constexpr int kLines = 40;  // as many peers would have
+          constexpr int64_t kBytes = 16 << 20;
+          std::vector<uint8_t> data = filled(kBytes, self.rank);
+          Tally tally;
+          std::vector<std::shared_ptr<ProbingTransport>> groups;
+          for (int i = 0; i < kLines; ++i) groups.push_back(self.join(static_cast<uint64_t>(20 + i)));
+          if (self.rank == 1) {
+            for (const auto& group : groups) recv(*group, 0, 1, data, tally);
+          }
+          self.meet(0);
+          const int64_t before = resident_bytes();
+          if (self.rank == 0) {
+            for (const auto& group : groups) send(*group, 1, 1, data, tally);
+            std::this_thread::sleep_for(milliseconds(30));  // all of them are asked for
+            kill(self.pid_of(1), SIGSTOP);
+            std::this_thread::sleep_for(milliseconds(500));
+            const int64_t taken = resident_bytes() - before;
+            const bool left = !tally.all_ended(milliseconds(0));
+            kill(self.pid_of(1), SIGCONT);
+            UcxRank::require(left, "the peer was slow");
+            UcxRank::require(taken > 16 << 20, "fragments wait: " + std::to_string(taken));
+            UcxRank::require(taken < 64 << 20, "fragments take bounded memory: " + std::to_string(taken));
+          }
+          UcxRank::require(tally.all_ended(kEnd) && tally.failed() == 0, "all arrive " + tally.why());
+          UcxRank::require(data == filled(kBytes, 0), "bytes are right");
+          self.meet(1);
+          for (const auto& group : groups) group->shutdown();
+        }) == "");
+}
+#endif
 
 TEST_CASE("ranks that only ask for a peer know when it has died, and not before", "[ucx]") {
   CHECK(in_processes(3, [](UcxRank& self) {
