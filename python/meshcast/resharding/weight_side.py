@@ -28,6 +28,7 @@ __all__ = ["Side", "as_call_of"]
 
 _OP = "WeightSync"
 _TELL = 1.0  # seconds that the store gets to take why this rank ends
+_READY = 0.5  # of a push's limit, for the others to get ready; the transfer has the rest
 
 
 def as_call_of(op: str, error: Exception) -> Exception:
@@ -90,15 +91,15 @@ class Side:
         within(seconds + _TELL, call, f"{_OP}, {what}", self.muster.gone, rank=self.parent.rank, op=_OP)
 
     def pushed(self, version: int) -> None:
-        """One push. Blocks. Raises Late where other ranks were not ready."""
+        """One push, within the limit. Blocks. Raises Late where other ranks were not ready in half of it."""
         begin = time.monotonic()
 
         def settle() -> None:
             self.muster.answer()
-            self.muster.verdict(begin + self.limit, self.leaving)
+            self.muster.verdict(begin + _READY * self.limit, self.leaving)
 
-        self._together(lambda: self.ask(settle, self.limit, "getting ready"))
-        self._moved(version, time.monotonic() - begin)
+        self._together(lambda: self.ask(settle, _READY * self.limit, "getting ready"))
+        self._moved(version, begin, begin + self.limit)
 
     def pulled(self, begin: float, deadline: float) -> None:
         """One version into this rank's only buffer. Blocks. Raises Late where there was none, or other ranks
@@ -121,7 +122,7 @@ class Side:
 
         start = time.monotonic()
         self._together(lambda: self.ask(settle, max(deadline - start, 0.0), "waiting for a push"))
-        self._moved(None, time.monotonic() - start)
+        self._moved(None, start)
 
     def received(self) -> None:
         """Waits for a push, and takes part in it. For the thread that receives."""
@@ -138,7 +139,7 @@ class Side:
 
         with suppress(Late):
             self._together(settle)
-            self._moved(None, time.monotonic() - start)
+            self._moved(None, start)
 
     def progress(self) -> WeightProgress | None:
         """Of the version that is on its way; None where none is. Any thread."""
@@ -175,11 +176,12 @@ class Side:
         where: Any = {"rank": self.parent.rank, "op": _OP, "phase": "agree"}
         return store_failed(error, _OP, self.muster.gone(), **where)
 
-    def _moved(self, version: Any, waited: float) -> None:
-        """The transfer. Errors that all ranks have alike, in which nothing moved or what moved is known to be
-        torn, leave everything in use; others end it."""
+    def _moved(self, version: Any, start: float, deadline: float | None = None) -> None:
+        """The transfer, which this rank has waited for since `start`; deadline: by default the limit, from
+        now. Errors that all ranks have alike, in which nothing moved or what moved is known to be torn, leave
+        everything in use; others end it."""
         try:
-            self._move(version, waited)
+            self._move(version, start, deadline)
         except MeshcastError as error:
             as_call_of(self._op, error)
             if not (isinstance(error, LayoutError | PlanMismatchError) or type(error) is MeshcastError):
@@ -189,7 +191,7 @@ class Side:
             self._interrupted(raised)
             raise
 
-    def _move(self, version: Any, waited: float) -> None:
+    def _move(self, version: Any, start: float, deadline: float | None) -> None:
         buffer = self.buffers.claim()
         try:
             begin = time.monotonic()
@@ -204,7 +206,7 @@ class Side:
             _, made = self._calls.run(
                 self._talk,
                 prepared,
-                begin + self.limit,
+                begin + self.limit if deadline is None else deadline,
                 result,
                 buffer.memory,
                 lambda: self.buffers.tear(buffer),
@@ -215,7 +217,7 @@ class Side:
             sent, got = (
                 sum(int(figures[name]) for figures in each) for name in ("bytes_sent", "bytes_received")
             )
-            stats = WeightStats(result.version, sent, got, waited, time.monotonic() - begin)
+            stats = WeightStats(result.version, sent, got, begin - start, time.monotonic() - begin)
         except BaseException:
             self.buffers.release()
             raise

@@ -58,8 +58,8 @@ class WeightSync:
         destinations, options: as for reshard_state_dict.
         group: whose ranks all take part.
         buffers: 1 or 2 copies of what this rank receives. They are made when they are first needed.
-        timeout: seconds that a push waits for the others to be ready, that it may then take, and that a pull
-            waits for a version; by default the group's.
+        timeout: seconds that a push may take, half of them until the others are ready, and that a pull waits
+            for a version; by default the group's.
         out: with one buffer, {name: tensor} to receive into, as for reshard_state_dict: the weights of a
             model that serves.
 
@@ -143,8 +143,8 @@ class WeightSync:
         version: 0 or more, larger than that of every earlier push, and the same on all ranks that push.
 
         Raises:
-            DeadlineExceededError: a rank was not ready within the limit; the error names it. Nothing was
-                moved, the older versions stay as they are, and a later push may succeed.
+            DeadlineExceededError: a rank was not ready within half of the limit; the error names it. Nothing
+                was moved, the older versions stay as they are, and a later push may succeed.
             PlanMismatchError, LayoutError: versions, names, tensors or destinations do not fit, on all ranks
                 alike. Nothing was moved, and a later push may succeed.
             MeshcastError: the state was changed while it travelled: no rank has this version.
