@@ -28,7 +28,7 @@ from meshcast.groups.store import StoreConnection, within
 __all__ = ["PipelineBoard", "Refused", "refusals_told"]
 
 _T = TypeVar("_T")
-_GRACE = 1.0  # seconds that the store is given beyond a limit, and to take a failure
+_GRACE = 0.7  # seconds that the store is given beyond a limit, and to take a failure: Ctrl-C raises in one
 
 
 class _Talks:

@@ -27,7 +27,7 @@ from .weight_buffers import Buffers, WeightProgress, WeightStats
 __all__ = ["Side", "as_call_of"]
 
 _OP = "WeightSync"
-_TELL = 1.0  # seconds that the store gets to take why this rank ends
+_TELL = 0.7  # seconds that the store gets to take why this rank ends: Ctrl-C raises in one
 _READY = 0.5  # of a push's limit, for the others to get ready; the transfer has the rest
 
 
