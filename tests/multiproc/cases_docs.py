@@ -54,6 +54,7 @@ DOCUMENTED = (
     "Layout.from_boxes",
 )
 PIPELINING = (
+    "save",
     "choose",
     "ScheduleAuto",
     "analyze_pipeline_activation_liveness",
@@ -65,6 +66,7 @@ IMPORTED = {
     "torch": torch,
     "dist": dist,
     "meshcast": meshcast,
+    "pipelining": pipelining,
     "DeviceMesh": DeviceMesh,
     "Replicate": Replicate,
     "Shard": Shard,

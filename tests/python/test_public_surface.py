@@ -24,7 +24,7 @@ PIPELINING = (
     "ScheduleGPipe ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleZBH1 "
     "ScheduleZBH2 ScheduleZBV ScheduleZBVZeroBubble SimulationReport SplitPoint Value "
     "analyze_pipeline_activation_liveness build_stage choose clip_grad_norm_ dump_csv get_schedule_class "
-    "grad_norm load_csv lower microbatch_seed partition pipe_split pipeline simulate validate"
+    "grad_norm load load_csv lower microbatch_seed partition pipe_split pipeline save simulate validate"
 )
 ELASTIC = "remesh"
 COMMANDS = {
