@@ -23,6 +23,7 @@ PYTHON_LAYERS = (
     ("transfers",),
     ("resharding",),
     ("backend", "pipelining"),
+    ("elastic",),
     ("integrations",),
     ("bench",),
     ("cli",),

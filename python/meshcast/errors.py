@@ -70,7 +70,23 @@ def _rebuild(cls: type[MeshcastError], message: str, fields: dict[str, Any]) -> 
 
 
 class LayoutError(MeshcastError, ValueError):
-    """Bad shape, placement, mesh, rank, topology, option or file, found before anything was sent."""
+    """Bad shape, placement, mesh, rank, topology, option or file, found before anything was sent.
+
+    Field beside those of `MeshcastError`: `gone`, where ranks were lost: a (name, box, ranks that had it) for
+    each box that is wanted and that no rank holds any more; else empty.
+    """
+
+    _fields = (*MeshcastError._fields, "gone")
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        gone: tuple[tuple[str, tuple[tuple[int, int], ...], tuple[int, ...]], ...] = (),
+        **fields: Any,
+    ) -> None:
+        super().__init__(message, **fields)
+        self.gone = gone
 
 
 class PlanMismatchError(MeshcastError):

@@ -1,4 +1,5 @@
-"""The examples of docs/resharding.md, in their order, and those of the docstrings; on four ranks."""
+"""The examples of docs/resharding.md and docs/elastic.md, in their order, and those of the docstrings; on
+four ranks."""
 
 from __future__ import annotations
 
@@ -11,26 +12,28 @@ from pathlib import Path
 import meshcast
 import torch
 import torch.distributed as dist
-from meshcast import pipelining
+from meshcast import elastic, pipelining
 from meshcast.integrations import dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "resharding.md"
-_names: dict = {}
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def _running(page: str) -> list:
+    """A case for each block, which knows the names of those before."""
+    names = dict(IMPORTED)
 
+    def made(index: int, text: str):
+        def case(context) -> None:
+            assert context.world == 4
+            exec(compile(text, f"{page}, block {index}", "exec"), names)
 
-def _running(index: int, text: str):
-    def case(context) -> None:
-        assert context.world == 4
-        exec(compile(text, f"{PAGE.name}, block {index}", "exec"), _names)
+        case.__name__ = f"{page.removesuffix('.md')}_{index}"
+        return case
 
-    case.__name__ = f"block_{index}"
-    return case
+    found = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    return [made(index, text) for index, text in enumerate(found)]
 
 
 # Functions whose docstrings have an example. It may use what a script of this kind has imported anyhow.
@@ -51,16 +54,19 @@ DOCUMENTED = (
     "Layout.from_boxes",
 )
 PIPELINING = (
+    "save",
     "choose",
     "ScheduleAuto",
     "analyze_pipeline_activation_liveness",
     "PipelineStage.register_forward_context",
 )
 DCP = ("MemoryStorage",)
+ELASTIC = ("remesh",)
 IMPORTED = {
     "torch": torch,
     "dist": dist,
     "meshcast": meshcast,
+    "pipelining": pipelining,
     "DeviceMesh": DeviceMesh,
     "Replicate": Replicate,
     "Shard": Shard,
@@ -80,8 +86,10 @@ def _documented(name: str, package: object = meshcast):
 
 
 CASES = [
-    *[_running(index, text) for index, text in enumerate(blocks())],
+    *_running("resharding.md"),
+    *_running("elastic.md"),
     *[_documented(name) for name in DOCUMENTED],
     *[_documented(name, pipelining) for name in PIPELINING],
     *[_documented(name, dcp) for name in DCP],
+    *[_documented(name, elastic) for name in ELASTIC],
 ]

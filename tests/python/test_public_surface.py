@@ -8,7 +8,7 @@ import importlib
 import meshcast
 import pytest
 import torch
-from meshcast import pipelining
+from meshcast import elastic, pipelining
 from meshcast.base import settings
 
 MESHCAST = (
@@ -24,8 +24,9 @@ PIPELINING = (
     "ScheduleGPipe ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleZBH1 "
     "ScheduleZBH2 ScheduleZBV ScheduleZBVZeroBubble SimulationReport SplitPoint Value "
     "analyze_pipeline_activation_liveness build_stage choose clip_grad_norm_ dump_csv get_schedule_class "
-    "grad_norm load_csv lower microbatch_seed partition pipe_split pipeline simulate validate"
+    "grad_norm load load_csv lower microbatch_seed partition pipe_split pipeline save simulate validate"
 )
+ELASTIC = "remesh"
 COMMANDS = {
     "bench": "--methods --seconds --repeats",
     "doctor": "--json",
@@ -45,7 +46,9 @@ OPERATORS = (
 )
 
 
-@pytest.mark.parametrize(("package", "names"), [(meshcast, MESHCAST), (pipelining, PIPELINING)], ids=str)
+@pytest.mark.parametrize(
+    ("package", "names"), [(meshcast, MESHCAST), (pipelining, PIPELINING), (elastic, ELASTIC)], ids=str
+)
 def test_no_name_is_gone(package: object, names: str) -> None:
     for name in names.split():
         assert name in package.__all__, name  # type: ignore[attr-defined]

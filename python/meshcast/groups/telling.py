@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,20 +32,22 @@ def raise_refused(
     *,
     prepares: bool = False,
     private: PrivateGroup | None = None,
+    lost: Collection[int] = (),
 ) -> NoReturn:
     """Raises what a call raises here that got `error` from its arguments, and tells the other ranks, unless
     they know.
 
     places: what was given for sources and destinations (tensors, specs, meshes, layouts, lists of ranks), in
     whatever state; from them, or as `private`, the ranks of the call are known. Where one cannot be read, the
-    ranks that wait for this one are looked for. group, timeout: as they were given.
+    ranks that wait for this one are looked for. group, timeout: as they were given. lost: ranks of the places
+    that are in no call any more.
     """
     found = error
     if not was_told(error) and dist.is_available() and dist.is_initialized():
         found = typed(error, op, dist.get_rank())
         mark_told(found)
         try:
-            _tell(found, op, places, group, timeout, prepares, private)
+            _tell(found, op, places, group, timeout, prepares, private, lost)
         except Exception as failed:  # this rank's error is worth more than the obstacle to telling it
             log.warning("%s: the other ranks could not be told of an error: %s", op, failed)
     elif not was_told(error):
@@ -63,6 +65,7 @@ def _tell(
     timeout: Any,
     prepares: bool,
     private: PrivateGroup | None,
+    lost: Collection[int],
 ) -> None:
     parents, sure = _parents(group, op)
     if not parents:
@@ -78,6 +81,7 @@ def _tell(
         ranks = None if isinstance(place, list) and not prepares else _ranks_of(place)
         complete = complete and ranks is not None
         known.update(ranks or ())
+    known.difference_update(lost)
     parent = parents[0]
     if complete and known and sure:
         if parent.rank not in known:

@@ -14,6 +14,7 @@ from meshcast.pipelining import _backward, _utils, microbatch, schedules, stage 
 from meshcast.pipelining.action import Action, ActionKind, dump_csv, load_csv
 from meshcast.pipelining.auto import ScheduleAuto
 from meshcast.pipelining.by_name import get_schedule_class
+from meshcast.pipelining.checkpoint import load, save
 from meshcast.pipelining.choice import Choice
 from meshcast.pipelining.choose import choose
 from meshcast.pipelining.classes import (
@@ -79,12 +80,14 @@ __all__ = [
     "dump_csv",
     "get_schedule_class",
     "grad_norm",
+    "load",
     "load_csv",
     "lower",
     "microbatch_seed",
     "pipe_split",
     "pipeline",
     "partition",
+    "save",
     "simulate",
     "validate",
 ]

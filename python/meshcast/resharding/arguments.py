@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from ..transfers.handle import Handle
 from ..transfers.persistent import PlanOptions
 from .autograd import differentiable_call
 from .compiled_call import Compiled, compile_call
+from .lost import living
 from .memory import storage_of
 from .tensor_move import Destination, Source, positive_placements
 
@@ -61,11 +62,15 @@ def compiled_call(
     key: Any,
     op: str,
     options: PlanOptions,
+    lost: Sequence[int] = (),
 ) -> Compiled:
-    """Compiles the requests under `key` (None: not kept)."""
+    """Compiles the requests under `key` (None: not kept). lost: ranks of source meshes that hold nothing any
+    more."""
     needs_grad = torch.is_grad_enabled()
     sources = [source_of(request.x, parent.rank, needs_grad, op) for request in requests]
     destinations = [_destination(request, op) for request in requests]
+    if lost:
+        sources = living(sources, destinations, lost, parent.rank, op)
     compiled = compile_call(parent, sources, destinations, op, options)
     if key is not None:
         # What was compiled has a key that can be hashed.
@@ -106,8 +111,17 @@ def handle_of(
     return Handle(call, result, compiled.bound, sources)
 
 
-def source_of(x: Any, rank: int, needs_grad: bool, op: str, *, spec_inside: bool = False) -> Source:
-    """Checks a source. spec_inside: ranks that hold the tensor may give its spec as well."""
+def source_of(
+    x: Any,
+    rank: int,
+    needs_grad: bool,
+    op: str,
+    *,
+    spec_inside: bool = False,
+    ranks_of: Callable[[DeviceMesh], Any] = lambda mesh: mesh,
+) -> Source:
+    """Checks a source. spec_inside: ranks that hold the tensor may give its spec as well. ranks_of(mesh): as
+    Layout takes them."""
     if isinstance(x, DTensor):
         spec: DTensorSpec = x._spec
         order = getattr(spec, "shard_order", None)
@@ -130,7 +144,7 @@ def source_of(x: Any, rank: int, needs_grad: bool, op: str, *, spec_inside: bool
         shape, dtype, mesh, placements = tuple(x.shape), x.dtype, x.mesh, tuple(x.placements)
     else:
         raise LayoutError(f"{op}: x must be a DTensor or a meshcast.TensorSpec, found {type(x).__name__}")
-    layout = Layout(mesh, positive_placements(placements, len(shape)))
+    layout = Layout(ranks_of(mesh), positive_placements(placements, len(shape)))
     return Source(shape, dtype, layout, mesh, needs_grad and x.requires_grad, device_type=mesh.device_type)
 
 

@@ -6,16 +6,17 @@ tensor of that name on a sub-mesh of its own. What the columns hold is one tenso
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from ..errors import LayoutError
 from ..layout import Layout
 
-__all__ = ["Family", "family_of", "joined", "on_whole_mesh"]
+__all__ = ["Family", "family_of", "joined", "on_whole_mesh", "ranks_then"]
 
 Family = tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...], tuple[int, ...]]
 """What sub-meshes that belong together have in common: the names of their dimensions; names of dimensions,
@@ -30,10 +31,26 @@ Key = TypeVar("Key")
 def family_of(mesh: DeviceMesh) -> Family | None:
     """None for a mesh that is no part of another."""
     root = getattr(mesh, "_root_mesh", None)
-    if root is None or root.mesh.numel() == mesh.mesh.numel():
+    if root is None or root.size() == mesh.size():
         return None
     names, all_names = tuple(mesh.mesh_dim_names or ()), tuple(root.mesh_dim_names or ())
     return names, all_names, tuple(root.mesh.shape), tuple(root.mesh.flatten().tolist())
+
+
+def ranks_then(mesh: DeviceMesh, rank: int | None) -> torch.Tensor:
+    """The ranks of a mesh by the numbers that it was made with, whatever the process group is now: a mesh
+    finds out which slice of its parent it is by the rank that this process has. rank: that this process had
+    then, None where it was not there."""
+    slices = mesh._layout.remap_to_tensor(mesh._rank_map)
+    if slices.size(0) == 1:
+        return slices[0]
+    own = (slices == (-1 if rank is None else rank)).nonzero()
+    if not own.size(0):
+        raise LayoutError(
+            f"the mesh {mesh} is a slice of another, and this process was in none of the slices "
+            f"{slices.tolist()}"
+        )
+    return slices[own[0, 0]]
 
 
 def joined(said: Mapping[Key, tuple[Layout, Family | None]]) -> Layout | None:
@@ -73,13 +90,13 @@ def _one_stage(family: Family, ranks: Sequence[int]) -> bool:
     return len(found) == 1
 
 
-def on_whole_mesh(x: DTensor, destination: DeviceMesh) -> DTensor:
+def on_whole_mesh(x: DTensor, destination: DeviceMesh, lost: Collection[int] = ()) -> DTensor:
     """x as a DTensor on the mesh that its own is a part of, with copies along the dimensions left out; the
     same on all ranks. x itself where its mesh is no part of another.
 
     That all slices hold the same is assumed where they are all called: the destination has a rank outside of
-    the whole mesh, or every rank of it. Slices along a dimension named "pp" never do: the whole mesh is then
-    that of a stage.
+    the whole mesh, or every rank of it that is not lost. Slices along a dimension named "pp" never do: the
+    whole mesh is then that of a stage.
     """
     mesh = x.device_mesh
     root = getattr(mesh, "_root_mesh", None)
@@ -93,7 +110,7 @@ def on_whole_mesh(x: DTensor, destination: DeviceMesh) -> DTensor:
         return x
     if len(all_names) < root.ndim:
         root = root[all_names]
-    if set(destination.mesh.flatten().tolist()) < set(root.mesh.flatten().tolist()):
+    if set(destination.mesh.flatten().tolist()) < set(root.mesh.flatten().tolist()).difference(lost):
         return x
     own = dict(zip(names, x.placements, strict=True))
     placements = [own.get(name, Replicate()) for name in all_names]

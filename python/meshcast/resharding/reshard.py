@@ -21,6 +21,7 @@ from ..transfers.persistent import CallOptions, PlanOptions
 from .arguments import Request, call_key, compiled_call, handle_of, start
 from .compile_trace import traced_reshard
 from .compiled_call import Compiled
+from .lost import check_lost, lost_ranks
 from .memory import check_storage
 from .mesh_family import on_whole_mesh
 
@@ -44,6 +45,7 @@ def reshard(
     *,
     dtype: torch.dtype | None = None,
     grad_placements: Sequence[Placement] | None = None,
+    lost: Iterable[int] = (),
     async_op: Literal[False] = False,
     **options: Unpack[CallOptions],
 ) -> DTensor: ...
@@ -55,6 +57,7 @@ def reshard(
     *,
     dtype: torch.dtype | None = None,
     grad_placements: Sequence[Placement] | None = None,
+    lost: Iterable[int] = (),
     async_op: Literal[True],
     **options: Unpack[CallOptions],
 ) -> Handle[DTensor]: ...
@@ -66,6 +69,7 @@ def reshard(
     group: dist.ProcessGroup | None = None,
     dtype: torch.dtype | None = None,
     grad_placements: Sequence[Placement] | None = None,
+    lost: Iterable[int] = (),
     strategy: str = "auto",
     topology: Topology | None = None,
     async_op: bool = False,
@@ -88,6 +92,9 @@ def reshard(
         dtype: type of the result; the cast happens on the side where fewer bytes travel.
         grad_placements: layout on `mesh` in which the gradient of the result travels back; default:
             `placements`. An incoming gradient of another layout is first redistributed inside `mesh`.
+        lost: global ranks of the mesh of x that are dead, or gone with what they held. They do not call, and
+            need not be in `group`. Their boxes come from replicas on other ranks. Such a call records no
+            gradient: make it under torch.no_grad().
         strategy, topology: see meshcast.plan. Without a topology the hosts of the ranks are found out and
             their rates assumed.
         async_op: return a Handle at once; handle.wait() gives the result.
@@ -100,7 +107,8 @@ def reshard(
 
     Raises:
         LayoutError: bad shape, placement, mesh, rank or dtype; raised before any byte moves, on all ranks
-            that called.
+            that called. Also where lost ranks held the only copy of a box: its field `gone` lists each
+            (name, box, ranks that had it).
         PlanMismatchError: the ranks called with different arguments; prints both sides.
         DeadlineExceededError, PeerLostError, AbortedError: see meshcast.errors.
 
@@ -113,15 +121,16 @@ def reshard(
             assert torch.equal(y.to_local(), torch.arange(8.0).reshape(4, 2))
     """
     if torch.compiler.is_compiling():
-        if async_op or topology is not None or grad_placements is not None:
+        if async_op or topology is not None or grad_placements is not None or list(lost):
             raise LayoutError(
-                "reshard under torch.compile: async_op, topology and grad_placements are not supported"
+                "reshard under torch.compile: async_op, topology, grad_placements and lost are not supported"
             )
         return traced_reshard(x, mesh, placements, group, dtype, strategy, timeout)
     return run_call(
         "reshard",
         [Request(x, mesh, placements, dtype, grad_placements)],
         lambda results: results[0],
+        lost=lost,
         async_op=async_op,
         group=group,
         strategy=strategy,
@@ -138,6 +147,7 @@ def reshard_many(
     *,
     dtype: torch.dtype | None = None,
     grad_placements: Sequence[Sequence[Placement]] | None = None,
+    lost: Iterable[int] = (),
     async_op: Literal[False] = False,
     **options: Unpack[CallOptions],
 ) -> list[DTensor]: ...
@@ -149,6 +159,7 @@ def reshard_many(
     *,
     dtype: torch.dtype | None = None,
     grad_placements: Sequence[Sequence[Placement]] | None = None,
+    lost: Iterable[int] = (),
     async_op: Literal[True],
     **options: Unpack[CallOptions],
 ) -> Handle[list[DTensor]]: ...
@@ -160,6 +171,7 @@ def reshard_many(
     group: dist.ProcessGroup | None = None,
     dtype: torch.dtype | None = None,
     grad_placements: Sequence[Sequence[Placement]] | None = None,
+    lost: Iterable[int] = (),
     strategy: str = "auto",
     topology: Topology | None = None,
     async_op: bool = False,
@@ -171,6 +183,7 @@ def reshard_many(
     different meshes, and of different shapes and dtypes. dtype, if given, is that of every result.
     grad_placements: one layout per tensor. The other arguments, gradients and errors are those of
     meshcast.reshard; a rank that is outside the mesh of one source passes a shell or a TensorSpec for it.
+    lost: ranks of any of the sources' meshes; `gone` calls the i-th tensor "xs[i]".
 
     Returns the results in the order of xs, or with async_op a Handle whose wait() returns them.
 
@@ -188,11 +201,15 @@ def reshard_many(
         requests = _requests(op, xs, mesh, placements, dtype, grad_placements)
     except Exception as error:
         sources = xs if isinstance(xs, list | tuple) and xs else [None]
-        raise_refused(error, op, [mesh, *sources], group, timeout)
+        dead: tuple[int, ...] = ()
+        with suppress(LayoutError):
+            dead = lost_ranks(lost, op)
+        raise_refused(error, op, [mesh, *sources], group, timeout, lost=dead)
     return run_call(
         op,
         requests,
         lambda results: results,
+        lost=lost,
         async_op=async_op,
         group=group,
         strategy=strategy,
@@ -280,33 +297,40 @@ def run_call(
     *,
     async_op: bool,
     out: Out | None = None,
+    lost: Any = (),
     group: dist.ProcessGroup | None,
     timeout: float | timedelta | None,
     **planned: Any,
 ) -> T | Handle[T]:
     """The body of the three: checks, compiles once per kind of call, starts and, unless async_op, waits.
 
-    answer: from the results what the caller returns. out: takes the one result. planned: the fields of
-    PlanOptions.
+    answer: from the results what the caller returns. out: takes the one result. lost: see reshard. planned:
+    the fields of PlanOptions.
     """
+    dead: tuple[int, ...] | None = () if lost == () else None  # None: not known yet
     try:
         parent = parent_group(group, op)
         limit = seconds(timeout, parent.timeout)
-        requests = [_on_whole_mesh(request) for request in requests]
+        if dead is None:
+            named = lost_ranks(lost, op)
+            check_lost(named, parent.rank, op)
+            dead = named
+        requests = [_on_whole_mesh(request, dead) for request in requests]
         records = torch.is_grad_enabled()
         kinds = [call_key(request, records) for request in requests]
-        key = None if None in kinds else (op, *kinds, *planned.values())
+        key = None if None in kinds else (op, dead, *kinds, *planned.values())
         compiled: Compiled | None = None
         with suppress(TypeError):  # of what cannot be hashed: compiling says what is wrong with it
             compiled = parent.compiled.get(key)
         if compiled is None:
-            compiled = compiled_call(parent, requests, key, op, PlanOptions(**planned))
+            compiled = compiled_call(parent, requests, key, op, PlanOptions(**planned), dead)
         xs = [request.x if isinstance(request.x, DTensor) else None for request in requests]
         given = out if isinstance(out, DTensor) else None
         results, call = start(compiled, xs, limit, None if out is None else [given], driven=not async_op)
     except Exception as error:
         places = [place for request in requests for place in (request.x, request.mesh)]
-        raise_refused(error, op, places, group, timeout)
+        # Where it is not known who is lost, it is not known which of these ranks wait.
+        raise_refused(error, op, [None] if dead is None else places, group, timeout, lost=dead or ())
     if async_op:
         return handle_of(call, answer(results), compiled, xs, given)
     if call is not None:
@@ -314,13 +338,13 @@ def run_call(
     return answer(results)
 
 
-def _on_whole_mesh(request: Request) -> Request:
+def _on_whole_mesh(request: Request, lost: Sequence[int]) -> Request:
     x = request.x
     if not isinstance(x, DTensor) or getattr(x._spec.mesh, "_root_mesh", None) is None:
         return request
     if not isinstance(request.mesh, DeviceMesh):  # refused later
         return request
-    return request._replace(x=on_whole_mesh(x, request.mesh))
+    return request._replace(x=on_whole_mesh(x, request.mesh, lost))
 
 
 def _requests(

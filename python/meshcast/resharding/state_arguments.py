@@ -11,12 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..base import checks
+from ..base.boxes import Box
 from ..errors import LayoutError
 from ..layout import Layout
 from ..spec import TensorSpec
 from ..transfers.gpu_offer import own_obstacle
+from .lost import check_lost
 from .memory import check_outs, near, storage_of
 from .state_entries import Held, Reading, Wanted, carried, is_carried, local_of, same_memory
+from .state_loaded import Loaded, memory_with, read_loaded
 from .state_specs import OP, Output, Side, encode
 from .tensor_map import TensorMap
 from .tensor_move import positive_placements
@@ -45,6 +48,10 @@ class Given:
     strict: bool = True
     strategy: str = "auto"
     topology: Topology | None = None
+    lost: tuple[tuple[int, int], ...] = ()  # (number in layouts of what is held, what messages call it)
+    numbers: Mapping[int, int] | None = None  # of ranks in what is held, by their numbers there
+    own: Any = ()  # names, or a function of the name: entries of which each rank has its own
+    loaded: Any = None  # {name: [(box, tensor)]}, beside what is held
 
 
 @dataclass
@@ -66,6 +73,8 @@ class StateCall:
     renamed: dict[str, str | None]
     unmatched: dict[str, list[str]]
     selects: bool
+    own: list[str]
+    loaded: Loaded
     maps: list[TensorMap]
     scales: dict[str, Any]
     options: dict[str, Any]
@@ -75,6 +84,8 @@ class StateCall:
         """The memory of what is held, with copies of all that shares some with what this very call writes to:
         else neighbours, or a later batch, would read what has already come in."""
         shards = {name: local_of(x) for name, x in self.tensors.items()}
+        for name, parts in self.loaded.items():
+            shards[name] = memory_with(shards.get(name), [tensor for _, tensor in parts])
         if written:
             for name in near(shards, written):
                 shards[name] = shards[name].clone()
@@ -98,6 +109,18 @@ class StateCall:
             for name, out in self.outs.items()
         }
 
+    def loaded_specs(self) -> dict[str, tuple[str, str, tuple[Box, ...]]]:
+        """Their dtype, device type and boxes."""
+        found = {}
+        for name, parts in self.loaded.items():
+            first = parts[0][1]
+            found[name] = (
+                checks.dtype_name(first.dtype),
+                first.device.type,
+                tuple(box for box, _ in parts),
+            )
+        return found
+
     def key(self) -> Any:
         """Equal for calls of one kind."""
         return (
@@ -110,6 +133,8 @@ class StateCall:
             tuple(self.renamed.items()),
             tuple((argument, tuple(names)) for argument, names in self.unmatched.items()),
             self.selects,
+            tuple(self.own),
+            tuple((name, *said) for name, said in self.loaded_specs().items()),
             tuple(self.maps),
             tuple((name, scale, tuple(block)) for name, (scale, block) in self.scales.items()),
             tuple(self.options.items()),
@@ -128,6 +153,8 @@ class StateCall:
                 renamed=self.renamed,
                 unmatched=self.unmatched,
                 selects=self.selects,
+                own=self.own,
+                loaded=self.loaded_specs(),
                 maps=[each.wire() for each in self.maps],
                 scales=self.scales,
                 options=self.options,
@@ -142,7 +169,7 @@ def checked_call(rank: int, given: Given) -> StateCall:
     destinations = _mapping("destinations", given.destinations)
     outs = _mapping("out", given.out)
     layouts = _mapping("layouts", given.layouts)
-    reading = Reading(rank, layouts)
+    reading = Reading(rank, layouts, given.numbers)
     maps = _maps(given.maps)
     selected, listed = _selection(given.only)
     options = {
@@ -153,7 +180,9 @@ def checked_call(rank: int, given: Given) -> StateCall:
         "strict": bool(given.strict),
         "strategy": given.strategy,
         "dtype": floating_name(given.dtype) if isinstance(given.dtype, torch.dtype | str) else None,
+        "lost": given.lost,
     }
+    check_lost([number for number, _ in given.lost], rank, OP)
     dtype_of = _dtypes(given.dtype)
     wanted: dict[str, Wanted] = {}
     meshes: dict[str, tuple[DeviceMesh, tuple[Any, ...]]] = {}
@@ -213,11 +242,21 @@ def checked_call(rank: int, given: Given) -> StateCall:
             else [],
         },
         selects=given.only is not None,
+        own=_own(given.own, [*held, *values]),
+        loaded=read_loaded(given.loaded, OP),
         maps=maps,
         scales=_scales(given.scales),
         options=options,
         topology=given.topology,
     )
+
+
+def _own(own: Any, names: Sequence[str]) -> list[str]:
+    """The entries of this rank that are its own."""
+    if callable(own):
+        return [name for name in names if own(name)]
+    chosen = set(checks.listed(f"{OP}: own", own))
+    return [name for name in names if name in chosen]
 
 
 def floating_name(dtype: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,13 +118,11 @@ class _Work:
         }
 
 
-def beside(parent: ParentGroup) -> Conversation:
+def beside(parent: ParentGroup, lost: Collection[int] = ()) -> Conversation:
     """The conversation of the calls that run beside others. Versions are those of the process group."""
-    twin = parent.twin(OP)
-    found: Conversation | None = twin.extras.get(OP)
-    if found is None:
-        found = twin.extras[OP] = Conversation(twin, conversation(parent).versions)
-    return found
+    talk = conversation(parent.twin(OP), lost)
+    talk.versions = conversation(parent, lost).versions
+    return talk
 
 
 def started(
@@ -132,9 +130,11 @@ def started(
     prepared: Prepared,
     limit: float,
     run: Callable[[Conversation, float, ReshardedState], tuple[Known, list[Call]]] | None = None,
+    lost: Collection[int] = (),
 ) -> Handle[ReshardedState]:
-    """Starts a call. limit: seconds. run: what to do in place of Conversation.run alone."""
-    talk = beside(parent)
+    """Starts a call. limit: seconds. run: what to do in place of Conversation.run alone. lost: ranks that
+    make no call any more."""
+    talk = beside(parent, lost)
     queue: _Queue = talk.parent.extras.setdefault(_QUEUE, _Queue())
     result = ReshardedState()
     bounds: list[float] = []

@@ -16,6 +16,7 @@ from ..groups.parent import parent_group, seconds
 from ..groups.telling import raise_refused
 from ..layout import Layout
 from ..transfers.handle import Handle
+from .lost import check_lost, lost_ranks
 from .state_arguments import Given
 from .state_background import started
 from .state_results import ReshardedState
@@ -58,6 +59,7 @@ def reshard_state_dict(
     out: Mapping[str, torch.Tensor] | None = None,
     *,
     version: int | None = None,
+    lost: Iterable[int] = (),
     group: dist.ProcessGroup | None = None,
     async_op: Literal[False] = False,
     timeout: float | timedelta | None = None,
@@ -70,6 +72,7 @@ def reshard_state_dict(
     out: Mapping[str, torch.Tensor] | None = None,
     *,
     version: int | None = None,
+    lost: Iterable[int] = (),
     group: dist.ProcessGroup | None = None,
     async_op: Literal[True],
     timeout: float | timedelta | None = None,
@@ -90,6 +93,7 @@ def reshard_state_dict(
     version: int | None = None,
     digest: bool = False,
     strict: bool = True,
+    lost: Iterable[int] = (),
     group: dist.ProcessGroup | None = None,
     strategy: str = "auto",
     topology: Topology | None = None,
@@ -139,6 +143,9 @@ def reshard_state_dict(
             data on every rank.
         strict: refuse tensors that have no destination, and entries that cannot travel; False leaves them
             out.
+        lost: global ranks that are dead, or gone with what they held; the same on every rank. They are in
+            layouts of what is held, make no call and need not be in `group`. What they held comes from
+            replicas on other ranks.
         async_op: return a Handle at once; handle.wait() gives the result. Calls of this kind run one
             after the other, in an order that is the same on all ranks, beside all others.
         group, strategy, topology, timeout: see meshcast.reshard; the timeout is for the whole call.
@@ -150,7 +157,8 @@ def reshard_state_dict(
     Raises:
         LayoutError: an entry that cannot travel, a missing or superfluous name, outputs that do not fit, or
             that share addresses (see reshard_); maps that do not fit, boxes that no rank holds, blocks that
-            are cut.
+            are cut. Where lost ranks held the only copy of boxes, its field `gone` lists each (name, box,
+            ranks that had it).
         PlanMismatchError: ranks, maps or versions disagree.
         MeshcastError: a source was changed while it travelled, or a digest differs: the results are torn and
             no rank returns them. Outputs are then undefined.
@@ -165,6 +173,8 @@ def reshard_state_dict(
     """
     try:
         parent = parent_group(group, OP)
+        dead = lost_ranks(lost, OP)
+        check_lost(dead, parent.rank, OP)
     except Exception as error:
         raise_refused(error, OP, (), group, timeout)
     limit, wrong = parent.timeout, None
@@ -188,10 +198,11 @@ def reshard_state_dict(
         strict=strict,
         strategy=strategy,
         topology=topology,
+        lost=tuple((each, each) for each in dead),
     )
     prepared = Prepared(parent.rank, given, version, wrong=wrong)
     if async_op:
-        return started(parent, prepared, limit)
+        return started(parent, prepared, limit, lost=dead)
     result = ReshardedState()
-    conversation(parent).run(prepared, deadline, result)
+    conversation(parent, dead).run(prepared, deadline, result)
     return result

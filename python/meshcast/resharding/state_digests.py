@@ -21,11 +21,12 @@ _MODULUS = 1 << 64
 
 class Digests:
     """This rank's digests of a call, by position of the move. Where a layout lists boxes, each element of the
-    source counts as often as it is wanted: ranks may want boxes that overlap."""
+    source counts as often as it is wanted: ranks may want boxes that overlap. "all": of all that this rank
+    holds of a source by boxes, where another holds the same ones."""
 
     def __init__(self, rank: int, moves: int) -> None:
         self._rank = rank
-        self._numbers = {"src": [0] * moves, "dst": [0] * moves}
+        self._numbers = {"src": [0] * moves, "dst": [0] * moves, "all": [0] * moves}
 
     def observe(self, part: Part, side: str, local: torch.Tensor) -> None:
         """Takes the digest of a shard, of its values as they travel."""
@@ -36,14 +37,28 @@ class Digests:
             digest = pieces_digest(local, dst.pieces(shape)[self._rank][1], shape, dtype)
         else:
             own = src.pieces(shape)[self._rank][1]
+            if any(self._rank in ranks and len(ranks) > 1 for ranks in _holders(src, shape).values()):
+                self._note("all", part, pieces_digest(local, own, shape, dtype))
             digest = sum(
                 times * pieces_digest(local, _inside(own, box), shape, dtype)
                 for box, times in _counted(part.problem, self._rank)
             )
+        self._note(side, part, digest)
+
+    def _note(self, side: str, part: Part, digest: int) -> None:
         self._numbers[side][part.number] = (digest + _MODULUS // 2) % _MODULUS - _MODULUS // 2
 
     def row(self) -> list[int]:
-        return self._numbers["src"] + self._numbers["dst"]
+        return self._numbers["src"] + self._numbers["dst"] + self._numbers["all"]
+
+
+def _holders(layout: Layout, shape: tuple[int, ...]) -> dict[tuple[Box, ...], list[int]]:
+    """Ranks by what they hold; those with the same boxes hold copies."""
+    found: dict[tuple[Box, ...], list[int]] = {}
+    for rank, boxes in layout.shards(shape).items():
+        if boxes:
+            found.setdefault(tuple(sorted(boxes)), []).append(rank)
+    return found
 
 
 def _counted(problem: Problem, rank: int) -> list[tuple[Box, int]]:
@@ -94,6 +109,12 @@ def check_whole(
         shape, _, src, dst = part.problem
         sent = {other: row[1 + number] for other, row in rows.items()}
         arrived = {other: row[1 + len(parts) + number] for other, row in rows.items()}
+        if src.by_boxes:
+            whole = {other: row[1 + 2 * len(parts) + number] for other, row in rows.items()}
+            for owners in _holders(src, shape).values():
+                for other in owners[1:]:
+                    if whole[owners[0]] != whole[other]:
+                        raise _unlike(name, owners[0], other, "source", rank)
         if src.by_boxes or dst.by_boxes:
             same = (sum(sent.values()) - sum(arrived.values())) % _MODULUS == 0
         else:
@@ -112,8 +133,12 @@ def _total(
     for owner, boxes in layout.shards(shape).items():
         same = first.setdefault(tuple(boxes), owner)
         if digests[same] != digests[owner]:
-            raise torn(f"the replicas of {name!r} on ranks {same} and {owner} differ ({what})", rank, owner)
+            raise _unlike(name, same, owner, what, rank)
     return sum(digests[owner] for owner in first.values()) % _MODULUS
+
+
+def _unlike(name: str, a: int, b: int, what: str, rank: int) -> MeshcastError:
+    return torn(f"the replicas of {name!r} on ranks {a} and {b} differ ({what})", rank, b)
 
 
 def torn(text: str, rank: int, peer: int | None) -> MeshcastError:

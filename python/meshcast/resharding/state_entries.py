@@ -16,7 +16,8 @@ from ..layout import Layout
 from ..spec import TensorSpec
 from ..transfers.shards import settled
 from .arguments import source_of
-from .mesh_family import Family, family_of
+from .lost import renumbered
+from .mesh_family import Family, family_of, ranks_then
 
 __all__ = ["Held", "Reading", "Wanted", "carried", "is_carried", "local_of", "restored", "same_memory"]
 
@@ -49,9 +50,14 @@ class Wanted(NamedTuple):
 class Reading:
     """Reads entries for one rank, each distinct layout once."""
 
-    def __init__(self, rank: int, layouts: Mapping[str, Any]) -> None:
+    def __init__(
+        self, rank: int, layouts: Mapping[str, Any], numbers: Mapping[int, int] | None = None
+    ) -> None:
+        """numbers: of ranks in what is held, by what meshes and layouts there call them; None: the same."""
         self._rank = rank
         self._layouts = layouts
+        self._numbers = numbers
+        self._then = next((old for old, new in (numbers or {}).items() if new == rank), None)
         self._known: dict[Any, tuple[Layout, Family | None]] = {}
 
     def held(self, name: str, value: torch.Tensor | TensorSpec) -> Held:
@@ -63,18 +69,24 @@ class Reading:
             key = (spec.mesh, spec.placements, getattr(spec, "shard_order", None), len(meta.shape))
             found = self._known.get(key)
             if found is None:
-                source = source_of(value, self._rank, False, _OP)
-                found = self._known[key] = (source.layout, family_of(spec.mesh))
+                source = source_of(value, self._rank, False, _OP, ranks_of=self._ranks_of)
+                found = self._known[key] = self._called(name, source.layout, family_of(spec.mesh))
             return Held(tuple(meta.shape), meta.dtype, found[0], spec.mesh.device_type, found[1], False)
         if isinstance(value, TensorSpec):
-            source = source_of(value, self._rank, False, _OP)
-            family = family_of(value.mesh)
-            return Held(source.shape, source.dtype, source.layout, source.device_type, family, False)
+            renumbers = self._numbers is not None
+            source = source_of(value, self._rank, False, _OP, spec_inside=renumbers, ranks_of=self._ranks_of)
+            layout, family = self._called(name, source.layout, family_of(value.mesh))
+            if self._rank in layout.ranks:
+                raise LayoutError(
+                    f"{_OP}: rank {self._rank} holds {name!r} and must pass its DTensor, not a spec"
+                )
+            return Held(source.shape, source.dtype, layout, source.device_type, family, False)
         device = value.device.type
         given = self._layouts.get(name)
         if given is None:
             return Held(tuple(value.shape), value.dtype, None, device, None, True)
         layout, shape = _given_layout(name, given, value)
+        layout, _ = self._called(name, layout, None)
         local = layout.local_shapes(shape).get(self._rank)
         if local != tuple(value.shape):
             raise LayoutError(
@@ -82,6 +94,24 @@ class Reading:
                 f"rank {self._rank} {'nothing' if local is None else local}"
             )
         return Held(shape, value.dtype, layout, device, None, True)
+
+    def _ranks_of(self, mesh: DeviceMesh) -> Any:
+        return mesh if self._numbers is None else ranks_then(mesh, self._then)
+
+    def _called(self, name: str, layout: Layout, family: Family | None) -> tuple[Layout, Family | None]:
+        """With the numbers that ranks have now."""
+        if self._numbers is None:
+            return layout, family
+        if layout.has_partial:
+            raise LayoutError(
+                f"{_OP}: {name!r} under {layout} holds Partial, whose values are reduced in the group of "
+                "then; reduce it there"
+            )
+        layout = renumbered(layout, self._numbers, f"{_OP}: {name!r}")
+        if family is not None:
+            names, all_names, shape, ranks = family
+            family = names, all_names, shape, tuple(self._numbers.get(rank, -1 - rank) for rank in ranks)
+        return layout, family
 
     def wanted(self, name: str, where: Any, dtype: str | None) -> tuple[Wanted, DeviceMesh | None, Any]:
         """A destination, with its mesh and placements where it has some."""

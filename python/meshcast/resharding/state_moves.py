@@ -11,6 +11,7 @@ from ..base import checks
 from ..errors import LayoutError
 from ..layout import Layout
 from ..transfers.gpu_offer import DeviceTypes, device_types_of
+from .lost import Gone, gone, raise_gone
 from .state_layouts import check_blocks, check_holds, mapped_layout, positive
 from .state_sources import Goal, Origin, Said
 from .state_specs import OP, Side
@@ -51,10 +52,12 @@ class Target:
 
 @dataclass(frozen=True)
 class Agreed:
-    """The same on all ranks. values: destinations of entries that are no tensors."""
+    """The same on all ranks. values: destinations of entries that are no tensors. own: entries of which each
+    rank has its own."""
 
     targets: dict[str, Target]
     values: frozenset[str]
+    own: frozenset[str] = frozenset()
 
     @property
     def moves(self) -> list[Move]:
@@ -67,6 +70,7 @@ def agree(sides: Mapping[int, Side], maps: Sequence[TensorMap], rank: int) -> Ag
     it needs one."""
     said = Said(sides, rank)
     said.check_options()
+    said.check_lost()
     names = said.names()
     carried = {name for side in sides.values() for name in side.carried}
     values = frozenset(name for name in names if name in carried and not said.holders(name))
@@ -89,24 +93,35 @@ def agree(sides: Mapping[int, Side], maps: Sequence[TensorMap], rank: int) -> Ag
             said.check_asked(name)
             used.add(name)
     targets = {}
+    missing: dict[Gone, None] = {}
     for name, goal in goals.items():
-        targets[name] = _target(name, goal, made.get(name), said)
+        targets[name] = _target(name, goal, made.get(name), said, missing)
+    raise_gone(list(missing), OP, rank)
     said.check_extra(used)
     _tie(targets, said, makers)
     _check_scales(targets, said)
-    return Agreed(targets, values)
+    return Agreed(targets, values, said.own)
 
 
 def _shapes(each: TensorMap, said: Said) -> dict[str, tuple[int, ...]]:
     return {name: said.origin(name).shape for name in each.names() if said.holders(name)}
 
 
-def _target(name: str, goal: Goal, made: tuple[tuple[int, ...], list[Block]] | None, said: Said) -> Target:
+def _target(
+    name: str,
+    goal: Goal,
+    made: tuple[tuple[int, ...], list[Block]] | None,
+    said: Said,
+    missing: dict[Gone, None],
+) -> Target:
+    """missing: gets what it needs and no rank holds any more."""
     if made is None:
         origin = said.origin(name)
         layout = positive(goal.layout, len(origin.shape))
         dtype = _result_dtype(name, [origin], origin.shape, goal, layout, said)
         target = Target(name, origin.shape, dtype, layout, goal.device_type)
+        if not _lives(name, origin, layout, said, missing):
+            return target
         check_holds(name, origin.shape, origin.layout, layout)
         types = device_types_of(origin.device_type, goal.device_type, OP)
         _check_gpus(name, origin.layout, layout, types, said)
@@ -125,7 +140,7 @@ def _target(name: str, goal: Goal, made: tuple[tuple[int, ...], list[Block]] | N
     for source, parts in by_source.items():
         origin = origins[source]
         dst = mapped_layout(parts, shape, layout, len(origin.shape))
-        if dst is None:
+        if dst is None or not _lives(source, origin, dst, said, missing):
             continue
         check_holds(source, origin.shape, origin.layout, dst)
         types = device_types_of(origin.device_type, goal.device_type, OP)
@@ -145,6 +160,15 @@ def _target(name: str, goal: Goal, made: tuple[tuple[int, ...], list[Block]] | N
             )
         )
     return target
+
+
+def _lives(name: str, origin: Origin, wanted: Layout, said: Said, missing: dict[Gone, None]) -> bool:
+    """Whether ranks that are not lost hold what is wanted of a source, and anything at all."""
+    if origin.had is None:
+        return True
+    found = gone(name, origin.shape, origin.had, said.lost, wanted)
+    missing.update(dict.fromkeys(found))
+    return not found and origin.layout is not origin.had
 
 
 def _result_dtype(

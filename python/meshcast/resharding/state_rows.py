@@ -4,7 +4,7 @@ that there is one."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,9 +31,10 @@ _OP = "reshard_state_dict"
 class Rows:
     """The conversation of one group of ranks. All ranks make the same calls in one order."""
 
-    def __init__(self, parent: ParentGroup) -> None:
+    def __init__(self, parent: ParentGroup, lost: Collection[int] = ()) -> None:
+        """lost: ranks that make no call any more."""
         self._parent = parent
-        self.ranks = sorted(parent.ranks)
+        self.ranks = sorted(parent.ranks.difference(lost))
         self._group: PrivateGroup = parent.private(self.ranks, _OP)
         self._rows = Layout(self.ranks, [Shard(0)])
         self._all = Layout(self.ranks, [Replicate()])

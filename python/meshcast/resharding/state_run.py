@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,9 +83,10 @@ def _version(version: Any) -> int:
 class Conversation:
     """What a process group keeps for its calls. versions: the last that arrived, by the names of tensors."""
 
-    def __init__(self, parent: ParentGroup, versions: dict[Any, int]) -> None:
+    def __init__(self, parent: ParentGroup, versions: dict[Any, int], lost: Collection[int] = ()) -> None:
+        """lost: ranks that make no call any more."""
         self.parent = parent
-        self.rows = Rows(parent)
+        self.rows = Rows(parent, lost)
         self.versions = versions
         self.kept = Kept()
 
@@ -138,7 +139,7 @@ class Conversation:
             for other, theirs in said.items():
                 if theirs[4]:
                     carried[other] = json.loads(rows.read(topic, other, deadline))
-        values = _merged(carried, rank)
+        values = _merged(carried, rank, agreed.own)
         moving()
         digests = Digests(rank, len(agreed.moves)) if call.options["digest"] else None
         failure: Exception | None = None
@@ -211,11 +212,13 @@ class Conversation:
         }
 
 
-def conversation(parent: ParentGroup) -> Conversation:
-    """That of a process group, made at its first call."""
-    found: Conversation | None = parent.extras.get(OP)
+def conversation(parent: ParentGroup, lost: Collection[int] = ()) -> Conversation:
+    """That of a process group without some of its ranks, made at its first call."""
+    without = sorted(parent.ranks.intersection(lost))
+    key = f"{OP} without {without}" if without else OP
+    found: Conversation | None = parent.extras.get(key)
     if found is None:
-        found = parent.extras[OP] = Conversation(parent, {})
+        found = parent.extras[key] = Conversation(parent, {}, without)
     return found
 
 
@@ -241,13 +244,14 @@ def _agreed_version(rows: Mapping[int, list[int]], rank: int) -> int:
     return max(given.values(), default=_NONE)
 
 
-def _merged(values: Mapping[int, Mapping[str, Any]], rank: int) -> dict[str, Any]:
-    """The entries that are no tensors, which all ranks that have one have alike."""
+def _merged(values: Mapping[int, Mapping[str, Any]], rank: int, own: frozenset[str]) -> dict[str, Any]:
+    """The entries that are no tensors, which all ranks that have one have alike; of a rank's own, those of
+    the lowest."""
     found: dict[str, tuple[int, Any]] = {}
     for other in sorted(values):
         for name, value in values[other].items():
             first, earlier = found.setdefault(name, (other, value))
-            if earlier != value:
+            if earlier != value and name not in own:
                 raise mismatch(
                     f"{name!r} is {checks.shown(earlier)} on rank {first}, but {checks.shown(value)} on rank "
                     f"{other}",

@@ -4,27 +4,33 @@ sides, so that all raise alike."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
+from ..base import checks
 from ..errors import LayoutError
 from ..layout import Layout
+from .lost import check_not_wanted, survivors
 from .mesh_family import joined
 from .state_entries import Held
 from .state_layouts import copies_on, positive
+from .state_loaded import with_boxes
 from .state_specs import OP, Side, held_text, mismatch, names_text, wanted_text
 
 __all__ = ["Goal", "Origin", "Said"]
 
 
 class Origin(NamedTuple):
-    """A tensor at its source."""
+    """A tensor at its source. had: with ranks that are lost, where such are in it; it is `layout` itself
+    where no other rank is."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout
     device_type: str
+    had: Layout | None = None
 
 
 class Goal(NamedTuple):
@@ -43,14 +49,22 @@ class Said:
         self.rank = rank
         self.ranks = sorted(sides)
         self._origins: dict[str, Origin] = {}
+        self.own = frozenset(name for side in sides.values() for name in side.own)
         self._holders: dict[str, dict[int, Held]] = {}
         for other in self.ranks:
             for name, held in sides[other].held.items():
-                self._holders.setdefault(name, {})[other] = held
+                holders = self._holders.setdefault(name, {})
+                if not (holders and name in self.own):  # of a rank's own, the lowest rank's
+                    holders[other] = held
 
     @property
     def first(self) -> Side:
         return self.sides[self.ranks[0]]
+
+    @cached_property
+    def lost(self) -> dict[int, int]:
+        """Ranks that hold nothing any more, each with what messages call it."""
+        return dict(self.first.options["lost"])
 
     def names(self) -> list[str]:
         """Of all destinations, in the order in which the ranks say them."""
@@ -79,6 +93,7 @@ class Said:
                         self.rank,
                     )
         assert layout is not None
+        check_not_wanted(name, layout, self.lost, self.rank, OP)
         for rank in layout.ranks:
             if rank not in self.sides:
                 raise self._outside(f"the destination of {name!r}", rank)
@@ -128,6 +143,13 @@ class Said:
                 raise self._unlike(name, first_rank, first, rank, other)
         if first.layout is None:
             return Origin(first.shape, first.dtype, copies_on(sorted(holders)), first.device_type)
+        if name in self.own:
+            raise LayoutError(
+                f"{OP}: own= names {name!r}, a shard under {first.layout}; it is for whole entries of which "
+                "each rank has its own",
+                rank=self.rank,
+                op=OP,
+            )
         inside = {r: h for r, h in holders.items() if h.layout is not None and r in h.layout.ranks}
         outside = {r: h for r, h in holders.items() if r not in inside}
         told = inside or outside
@@ -143,6 +165,8 @@ class Said:
                 if spec.layout.shards(first.shape) != layout.shards(first.shape):
                     raise self._unlike(name, next(iter(told)), next(iter(told.values())), rank, spec)
         for rank in layout.ranks:
+            if rank in self.lost:
+                continue
             if rank not in self.sides:
                 raise self._outside(repr(name), rank)
             if rank not in holders:
@@ -151,7 +175,52 @@ class Said:
                     rank=self.rank,
                     op=OP,
                 )
-        return Origin(first.shape, first.dtype, positive(layout, len(first.shape)), first.device_type)
+        layout = self._with_loaded(name, positive(layout, len(first.shape)), first)
+        left = survivors(layout, first.shape, self.lost, f"{OP}: {name!r}")
+        had = None if left is layout else layout
+        return Origin(first.shape, first.dtype, left or layout, first.device_type, had)
+
+    def _with_loaded(self, name: str, layout: Layout, first: Held) -> Layout:
+        """With the boxes that ranks have loaded."""
+        said = {rank: side.loaded[name] for rank, side in self.sides.items() if name in side.loaded}
+        if not said:
+            return layout
+        expected = (checks.dtype_name(first.dtype), first.device_type)
+        for rank, (dtype, device, _) in said.items():
+            if (dtype, device) != expected:
+                raise mismatch(
+                    f"{name!r} is {expected[0]} on {expected[1]}, but rank {rank} has loaded {dtype} on "
+                    f"{device}",
+                    self.rank,
+                )
+        more = {
+            rank: [tuple((lo, hi) for lo, hi in box) for box in boxes] for rank, (*_, boxes) in said.items()
+        }
+        return with_boxes(layout, first.shape, more, f"{OP}: {name!r}")
+
+    def check_lost(self) -> None:
+        """Raises where a lost rank is in no layout of what is held (where all are copies, no layout says),
+        and where something was loaded that no layout is for."""
+        for rank, side in self.sides.items():
+            odd = [name for name in side.loaded if all(h.layout is None for h in self.holders(name).values())]
+            if odd:
+                raise LayoutError(
+                    f"{OP}: rank {rank} has loaded a part of {names_text(odd)}, of which no rank holds a "
+                    "shard",
+                    rank=self.rank,
+                    op=OP,
+                )
+        said = {held.layout for holders in self._holders.values() for held in holders.values()} - {None}
+        layouts = [layout for layout in said if layout is not None]
+        known = {rank for layout in layouts for rank in layout.ranks}
+        never = sorted(called for number, called in self.lost.items() if number not in known)
+        if layouts and never:
+            raise LayoutError(
+                f"{OP}: lost= names {never}, which are in no layout of what is held, such as "
+                f"{min(layouts, key=repr)}; name ranks that held a part",
+                rank=self.rank,
+                op=OP,
+            )
 
     def check_options(self) -> None:
         """Raises where ranks call otherwise, or a name that one gives is known to none."""

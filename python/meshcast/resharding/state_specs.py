@@ -29,7 +29,8 @@ class Output(NamedTuple):
 class Side(NamedTuple):
     """One rank's side of a call. ties, out_ties: tensors, and outputs,
     that are an earlier one. carried: entries that are no tensors, as JSON. renamed: {name before: name};
-    unmatched: names that rename= or only= give and this rank does not know. selects: it has an only=. maps:
+    unmatched: names that rename= or only= give and this rank does not know. selects: it has an only=. own:
+    entries of which each rank has its own. loaded: {name: [dtype, device, boxes]} beside what is held. maps:
     as TensorMap.wire says them. scales: {name: [name of its scales, block]}. obstacles: why the rank can take
     no part in transfers between GPUs, and in those between CPUs and GPUs; "" where it can."""
 
@@ -42,6 +43,8 @@ class Side(NamedTuple):
     renamed: dict[str, str | None]
     unmatched: dict[str, list[str]]
     selects: bool
+    own: list[str]
+    loaded: dict[str, Any]
     maps: list[Any]
     scales: dict[str, Any]
     options: dict[str, Any]

@@ -1,0 +1,7 @@
+"""Training that goes on with other ranks than it had: what they hold moves to those that are there now."""
+
+from __future__ import annotations
+
+from meshcast.elastic.remesh import remesh
+
+__all__ = ["remesh"]

@@ -1,0 +1,179 @@
+"""Where the entries of a state were and where they go, as `remesh` is told, for reshard_state_dict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from ..base import checks
+from ..errors import LayoutError
+from ..layout import Layout
+from ..resharding.lost import lost_ranks
+from ..resharding.mesh_family import ranks_then
+from ..resharding.state_entries import is_carried
+from ..resharding.tensor_move import positive_placements
+from ..spec import TensorSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["OP", "New", "Old", "Ranks", "copies_of", "destinations", "old_layouts", "read_ranks"]
+
+OP = "remesh"
+
+Place = Layout | tuple[Layout, Sequence[int]] | tuple[DeviceMesh, "Sequence[Placement]"]
+Old = Mapping[str, Place | None] | Callable[[str], Place | None] | None
+New = Mapping[str, Any] | Callable[[str], Any]
+
+# Lost ranks of a group that was made anew get numbers that none of its ranks has.
+_GONE = 1 << 30
+
+
+class Ranks(NamedTuple):
+    """lost: (number in layouts of what is held, old rank); numbers: in those layouts by old rank, None where
+    they are the same. silent: ranks of the group that make no call."""
+
+    lost: tuple[tuple[int, int], ...]
+    numbers: dict[int, int] | None
+    silent: tuple[int, ...]
+
+    def then(self, rank: int) -> int | None:
+        """The number that a rank of now had; None where it was not there."""
+        if self.numbers is None:
+            return rank
+        return next((old for old, new in self.numbers.items() if new == rank), None)
+
+
+def read_ranks(lost: Any, ranks: Any, members: Collection[int], rank: int) -> Ranks:
+    """members: of the group; rank: this one. Raises LayoutError for what is no map of ranks, and for a rank
+    that is called lost and lives."""
+    dead = lost_ranks(lost, OP)
+    if ranks is None:
+        if rank in dead:
+            raise LayoutError(f"{OP}: rank {rank} is named in lost= and yet makes the call", rank=rank, op=OP)
+        return Ranks(tuple((each, each) for each in dead), None, dead)
+    if not isinstance(ranks, Mapping) or not ranks:
+        raise LayoutError(
+            f"{OP}: ranks {checks.shown(ranks)}: expected {{old rank: new rank}}, of one or more"
+        )
+    numbers: dict[int, int] = {}
+    for old, new in ranks.items():
+        old = checks.integer(f"{OP}: ranks: old rank", old, 0, _GONE - 1)
+        numbers[old] = checks.integer(f"{OP}: ranks: new rank of {old}", new, 0, _GONE - 1)
+    twice = [new for new in numbers.values() if list(numbers.values()).count(new) > 1]
+    if twice:
+        raise LayoutError(f"{OP}: ranks gives several old ranks the new rank {twice[0]}", rank=rank, op=OP)
+    both = [old for old in dead if old in numbers]
+    if both:
+        raise LayoutError(
+            f"{OP}: old rank {both[0]} is named in lost=, but ranks= gives it the new rank "
+            f"{numbers[both[0]]}; it is one or the other",
+            rank=rank,
+            op=OP,
+        )
+    outside = [new for new in numbers.values() if new not in members]
+    if outside:
+        raise LayoutError(
+            f"{OP}: ranks gives the new rank {outside[0]}, which is not in the group", rank=rank, op=OP
+        )
+    for old in dead:
+        numbers[old] = _GONE + checks.integer(f"{OP}: lost rank", old, 0, _GONE - 1)
+    return Ranks(tuple((numbers[old], old) for old in dead), numbers, ())
+
+
+def old_layouts(state: Mapping[str, Any], old: Any, then: int | None) -> dict[str, Any]:
+    """layouts= of reshard_state_dict: of plain tensors that are no copies. then: the number that this rank
+    had, None where it was not there. Raises LayoutError for a layout that is none, or not that of a DTensor.
+    """
+    if old is None:
+        return {}
+    if not callable(old) and not isinstance(old, Mapping):
+        raise LayoutError(
+            f"{OP}: old must be a mapping by name or a function of the name, found {checks.shown(old)}"
+        )
+    found: dict[str, Any] = {}
+    for name in state if callable(old) else old:
+        place = old(name) if callable(old) else old[name]
+        value = state.get(name)
+        if place is None or (name in state and is_carried(value)):
+            continue
+        layout, shape = _layout_of(name, place, then)
+        if isinstance(value, DTensor | TensorSpec):
+            mesh = value.device_mesh if isinstance(value, DTensor) else value.mesh
+            own = Layout(ranks_then(mesh, then), positive_placements(value.placements, len(value.shape)))
+            if not layout.by_boxes:
+                layout = Layout(
+                    torch.tensor(layout.ranks).reshape(layout.mesh_shape),
+                    positive_placements(layout.placements, len(value.shape)),
+                )
+            if own != layout:
+                raise LayoutError(f"{OP}: old says that {name!r} was under {layout}, but it is under {own}")
+        elif shape is None:
+            found[name] = layout
+        else:
+            found[name] = (layout, shape)
+    return found
+
+
+def _layout_of(name: str, place: Any, then: int | None) -> tuple[Layout, Any]:
+    """A layout and, where it is said, the global shape."""
+    if isinstance(place, Layout):
+        return place, None
+    if isinstance(place, tuple | list):
+        if len(place) == 2 and isinstance(place[0], Layout):
+            return place[0], place[1]
+        if len(place) in (2, 3) and isinstance(place[0], DeviceMesh):
+            placements = checks.listed(f"{OP}: placements of {name!r}", place[1])
+            return Layout(ranks_then(place[0], then), placements), (*place[2:], None)[0]
+    raise LayoutError(
+        f"{OP}: old has {checks.shown(place)} for {name!r}: expected a Layout, (Layout, shape), (mesh, "
+        "placements) or (mesh, placements, shape)"
+    )
+
+
+def copies_of(new: Any) -> list[str]:
+    """Names of whole tensors that are to be filled here."""
+    if not callable(new) and not isinstance(new, Mapping | None):
+        raise LayoutError(
+            f"{OP}: new must be a mapping by name or a function of the name, found {checks.shown(new)}"
+        )
+    if not isinstance(new, Mapping):
+        return []
+    return [name for name, where in new.items() if _is_whole(where)]
+
+
+def _is_whole(where: Any) -> bool:
+    return isinstance(where, torch.Tensor) and not isinstance(where, DTensor)
+
+
+def destinations(
+    new: Any, names: Iterable[str], copies: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """destinations= and out= of reshard_state_dict. names: of all tensors that some rank holds. copies: ranks
+    that have a whole tensor to fill, by name."""
+    if callable(new):
+        asked = {name: new(name) for name in names}
+    else:
+        asked = dict(new or {})
+    found: dict[str, Any] = {}
+    outs: dict[str, torch.Tensor] = {}
+    for name, where in asked.items():
+        if isinstance(where, DTensor):
+            found[name] = (where.device_mesh, where.placements)
+            if where.device_mesh.get_coordinate() is not None:
+                outs[name] = where
+        elif _is_whole(where):
+            if name not in copies:
+                raise LayoutError(
+                    f"{OP}: new gives a plain tensor for {name!r}: a function gives DTensors or "
+                    "destinations, as all ranks must know who gets a copy; pass a mapping"
+                )
+            found[name] = (Layout(sorted(copies[name]), [Replicate()]), where.device.type)
+            outs[name] = where
+        elif not is_carried(where):  # what is no tensor comes along by itself
+            found[name] = where
+    return found, outs
