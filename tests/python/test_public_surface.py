@@ -43,6 +43,7 @@ VARIABLES = (
 OPERATORS = (
     "meshcast::reshard(Tensor local, Tensor(a!) token, int call) -> Tensor",
     "meshcast::reshard_backward(Tensor grad, Tensor(a!) number, int call) -> Tensor",
+    "meshcast::reshard_number(Tensor token) -> Tensor",
 )
 
 

@@ -71,6 +71,9 @@ def register() -> None:
     library.define(
         "reshard_backward(Tensor grad, Tensor(a!) number, int call) -> Tensor", tags=outside_graphs
     )
+    library.define("reshard_number(Tensor token) -> Tensor")
+    library.impl("reshard_number", torch.clone, "CPU")
+    torch.library.register_fake("meshcast::reshard_number", torch.empty_like, lib=library)
     for device in ("CPU", "CUDA"):  # of any input: the token is always on the CPU
         library.impl("reshard", _run, device)
         library.impl("reshard_backward", _run_backward, device)
@@ -159,11 +162,13 @@ def _fake_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch
 
 
 class _Reshard(torch.autograd.Function):
+    # reshard_number is a clone that the compiler leaves alone: any other would be made in the backward, from
+    # the token as the last call of the graph left it.
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
         out = _below_autograd(local, token, call)
         ctx.call, ctx.shape, ctx.dtype = call, local.shape, local.dtype
-        ctx.save_for_backward(token.clone())
+        ctx.save_for_backward(torch.ops.meshcast.reshard_number(token))
         return out
 
     @staticmethod
