@@ -14,7 +14,7 @@ from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 
 _COLUMNS = 100
-_TRAILING = re.compile(r"(?<![\w`.*])([A-Za-z][\w.]*_)(?![\w`])")
+_TRAILING = re.compile(r"(?<![\w`.*])([A-Za-z][\w.]*_)(?![\w`{])")
 _FIRST_PAGE = """<!doctype html>
 <meta charset="utf-8">
 <meta http-equiv="refresh" content="0; url={page}">
