@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-import doc_blocks  # noqa: E402
+import doc_blocks
 
 _names: dict[str, dict] = {}  # of each page: what its programs have defined so far
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
 import doc_blocks
+from doc_blocks import ROOT
 
 # Which test runs the programs of a page: all of them, as doc_blocks.programs lists them.
 RUN_BY = {

@@ -74,5 +74,3 @@ def test_every_page_is_in_the_site() -> None:
     pages = {path.resolve() for path in (ROOT / "docs").rglob("*.md")}
     assert pages - listed == {(ROOT / "docs" / "index.md").resolve()}
     assert all(path.is_file() for path in listed)
-
-
