@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from multiproc.training_runs import ENVIRONMENT, ROOT
+from multiproc.training_runs import ROOT, finished
 
 sys.path.insert(0, str(ROOT / "tools"))
 
 import doc_blocks
 
-LIMIT = 100  # seconds for a program; it takes about 5 on an idle machine
+LIMIT = 150  # seconds for a program; it takes about 5 on an idle machine
 PAGES = (
     "README.md",
     "docs/start/move_weights.md",
@@ -56,10 +55,7 @@ def test_program_prints_what_the_page_says(program: doc_blocks.Block, tmp_path: 
     words = shlex.split(command) or ["python", "program.py"]
     (tmp_path / words[-1]).write_text(program.text)
     launcher = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
-    done = subprocess.run(
-        [sys.executable, *launcher, *words[1:]], cwd=tmp_path, env=ENVIRONMENT, timeout=LIMIT,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = finished([sys.executable, *launcher, *words[1:]], folder=tmp_path, limit=LIMIT)
     assert done.returncode == 0, done.stderr[-4000:]
     if output:
         assert sorted(done.stdout.splitlines()) == sorted(output.splitlines())
@@ -70,9 +66,6 @@ def test_commands_of_plan_only_run() -> None:
     commands = [text for text in found if text.startswith("python -m")]
     assert len(commands) == 2
     for command in commands:
-        done = subprocess.run(
-            [sys.executable, *shlex.split(command)[1:]], env=ENVIRONMENT, timeout=LIMIT,
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        done = finished([sys.executable, *shlex.split(command)[1:]], limit=LIMIT)
         assert done.returncode == 0, done.stderr
         assert re.search(r"lower bound|Eager1F1B", done.stdout), done.stdout

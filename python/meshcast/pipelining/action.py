@@ -24,7 +24,12 @@ __all__ = ["Action", "ActionKind", "Actions", "dump_csv", "load_csv"]
 
 
 class ActionKind(Enum):
-    """What an action does. The value is its text form."""
+    """What an action does. The value is its text form.
+
+    F: forward. B: whole backward. I: the part of the backward that makes the gradients of the inputs; W: the
+    part that makes those of the weights. SEND_F, RECV_F: an activation goes to a consumer stage, and comes
+    from its producer. SEND_B, RECV_B: its gradient goes back, and comes back.
+    """
 
     F = "F"  # forward
     B = "B"  # whole backward

@@ -84,6 +84,8 @@ def reshard(
             left out; ranks outside then give the spec of that. Under Partial(op) the values of all ranks are
             reduced on the way, in the dtype of x; sums and products of floats depend on the order, which is
             the plan's.
+        mesh: of the result.
+        placements: of the result, Shard or Replicate for each dimension of `mesh`.
         group: process group that holds both meshes; None for the default group.
         dtype: type of the result; the cast happens on the side where fewer bytes travel.
         grad_placements: layout on `mesh` in which the gradient of the result travels back; default:
