@@ -40,10 +40,10 @@ CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix
 LOCK := flock build/.lock
 
 .DEFAULT_GOAL := build
-.PHONY: build faults cuda-check demo test test-all test-faults test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean configure help
+.PHONY: build faults cuda-check demo test test-all test-faults test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint metrics format asan tsan clean configure help
 
 help:
-	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build faults cuda-check demo test test-all test-faults test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e fuzz lint metrics format asan tsan clean'
+	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build faults cuda-check demo test test-all test-faults test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint metrics format asan tsan clean'
 
 # ---- set-up ----------------------------------------------------------------------------------------------
 
@@ -75,6 +75,10 @@ $(VENV)/.stamp-fuzz: requirements-fuzz.txt $(VENV)/.stamp-dev
 	$(PIP) -r requirements-fuzz.txt
 	@touch $@
 
+$(VENV)/.stamp-docs: requirements-docs.txt $(TORCH_STAMP)
+	$(PIP) -r requirements-docs.txt
+	@touch $@
+
 # ---- build -----------------------------------------------------------------------------------------------
 
 configure: $(VENV)/.stamp-build
@@ -103,7 +107,7 @@ cuda-check:
 test: build $(VENV)/.stamp-dev
 	@PY=$(PY) JOBS=$(JOBS) tools/run_tests.sh quick $(PYTEST_ARGS)
 
-test-all: build faults $(VENV)/.stamp-hf asan tsan
+test-all: build faults $(VENV)/.stamp-hf $(VENV)/.stamp-docs asan tsan
 	@PY=$(PY) JOBS=$(JOBS) tools/run_tests.sh all $(PYTEST_ARGS)
 
 test-matrix:
@@ -158,6 +162,12 @@ bench-pipeline: build $(VENV)/.stamp-dev
 # Writes benchmarks/results/e2e.json, the chart and the tables of docs/end_to_end.md.
 bench-e2e: build $(VENV)/.stamp-dev
 	PYTHON=$(PY) benchmarks/e2e/run.sh $(BENCH_ARGS)
+
+# ---- documents -------------------------------------------------------------------------------------------
+
+# The site in build/docs/html: open index.html there. It needs no network, and warnings are errors.
+docs: build $(VENV)/.stamp-docs
+	@PY=$(PY) JOBS=$(JOBS) tools/build_docs.sh build/docs
 
 # ---- style -----------------------------------------------------------------------------------------------
 

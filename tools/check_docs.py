@@ -19,7 +19,7 @@ _ONLY_LINKS = re.compile(rf"[-*>\s]*(?:{_LINK}|<?https?://\S+)[.,;:]?\s*")
 
 def documents(root: Path) -> list[Path]:
     named = [root / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-    return [*named, *sorted((root / "docs").glob("*.md"))]
+    return [*named, *sorted((root / "docs").rglob("*.md"))]
 
 
 def prose(text: str) -> Iterator[tuple[int, str]]:

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     )
     from .groups.prepare import prepare
     from .layout import Layout
-    from .planning.plan import Plan, plan, plan_cache_clear, plan_cache_info, plan_many
+    from .planning.cache import PlanCacheInfo
+    from .planning.plan import Plan, Problem, plan, plan_cache_clear, plan_cache_info, plan_many
+    from .planning.views import LocalCopy, Task, Transfer
     from .resharding.autograd import backward
     from .resharding.local import reshard_local
     from .resharding.measure import measure_topology
@@ -46,25 +48,40 @@ if TYPE_CHECKING:
     from .resharding.resharder import Resharder
     from .resharding.state_dict import reshard_state_dict
     from .resharding.state_resharder import StateResharder
+    from .resharding.state_results import ReshardedState
     from .resharding.tensor_map import TensorMap
+    from .resharding.weight_buffers import WeightProgress, WeightStats
     from .resharding.weight_sync import WeightSync
     from .spec import TensorSpec
-    from .topology import Topology
+    from .topology import Host, Nic, Topology
+    from .transfers.handle import Handle, TransferStats
 
 __all__ = [
     "AbortedError",
     "DeadlineExceededError",
+    "Handle",
+    "Host",
     "Layout",
     "LayoutError",
+    "LocalCopy",
     "MeshcastError",
+    "Nic",
     "PeerLostError",
     "Plan",
+    "PlanCacheInfo",
     "PlanMismatchError",
+    "Problem",
+    "ReshardedState",
     "Resharder",
     "StateResharder",
+    "Task",
     "TensorMap",
     "TensorSpec",
     "Topology",
+    "Transfer",
+    "TransferStats",
+    "WeightProgress",
+    "WeightStats",
     "WeightSync",
     "__version__",
     "backward",
@@ -87,17 +104,29 @@ __all__ = [
 _HOME = {
     "AbortedError": "errors",
     "DeadlineExceededError": "errors",
+    "Handle": "transfers.handle",
+    "Host": "topology",
     "Layout": "layout",
     "LayoutError": "errors",
+    "LocalCopy": "planning.views",
     "MeshcastError": "errors",
+    "Nic": "topology",
     "PeerLostError": "errors",
     "Plan": "planning.plan",
+    "PlanCacheInfo": "planning.cache",
     "PlanMismatchError": "errors",
+    "Problem": "planning.plan",
+    "ReshardedState": "resharding.state_results",
     "Resharder": "resharding.resharder",
     "StateResharder": "resharding.state_resharder",
+    "Task": "planning.views",
     "TensorMap": "resharding.tensor_map",
     "TensorSpec": "spec",
     "Topology": "topology",
+    "Transfer": "planning.views",
+    "TransferStats": "transfers.handle",
+    "WeightProgress": "resharding.weight_buffers",
+    "WeightStats": "resharding.weight_buffers",
     "WeightSync": "resharding.weight_sync",
     "backward": "resharding.autograd",
     "dump_flight_record": "base.observe",

@@ -32,9 +32,16 @@ _Base: type[RuntimeError] = getattr(dist, "DistError", RuntimeError)
 class MeshcastError(_Base):  # type: ignore[misc, valid-type]
     """Base of all errors of meshcast.
 
-    Fields: `rank` that raises, `peer` it was dealing with (both global), `op` ("reshard", "plan", ...),
-    `sequence` number of the call in its lane, `phase` ("connect", "agree", "start", "transfer", "wait"),
-    seconds `elapsed` since the call was made, and its `limit`.
+    Each field is None where it does not apply.
+
+    Attributes:
+        rank: that raises; a global rank.
+        peer: that it was dealing with; a global rank.
+        op: what was called: "reshard", "plan", "WeightSync.push", ...
+        sequence: number of the call in its lane: calls of one kind that run one after the other.
+        phase: "connect", "agree", "start", "transfer" or "wait".
+        elapsed: seconds since the call was made.
+        limit: seconds that the call had.
     """
 
     _fields: tuple[str, ...] = ("rank", "peer", "op", "sequence", "phase", "elapsed", "limit")
@@ -100,8 +107,10 @@ class DeadlineExceededError(MeshcastError, TimeoutError):
 class PeerLostError(MeshcastError):
     """A peer died or closed its connection.
 
-    Fields beside those of `MeshcastError`: `bytes_done` of `bytes_expected`, which this rank receives in the
-    call from all its peers, and the peer's `address`.
+    Attributes:
+        bytes_done: that this rank had received in the call, from all its peers.
+        bytes_expected: that it receives in the whole call.
+        address: of the peer.
     """
 
     _fields = (*MeshcastError._fields, "bytes_done", "bytes_expected", "address")

@@ -52,6 +52,13 @@ class Layout:
 
     Raises:
         LayoutError: naming the rank, mesh or placement that is wrong and what is allowed.
+
+    Example::
+
+        grid = meshcast.Layout([[0, 1], [2, 3]], [Shard(0), Replicate()])
+        assert grid.local_shapes((5, 2)) == {0: (3, 2), 1: (3, 2), 2: (2, 2), 3: (2, 2)}
+        assert grid.shards((5, 2))[3] == [((3, 5), (0, 2))]
+        assert meshcast.Layout.parse("2x2:S0R").local_shapes((5, 2)) == grid.local_shapes((5, 2))
     """
 
     __slots__ = ("__dict__", "_hash", "_held", "_mesh_shape", "_ndim", "_placements", "_ranks")
@@ -94,16 +101,18 @@ class Layout:
     def from_boxes(cls, boxes: Mapping[int, Sequence[Box]]) -> Layout:
         """A layout that says box by box what each rank holds: heads, segments, interleaved rows.
 
-        boxes: {rank: [((lo, hi), ...), ...]}, a half-open interval for each tensor dimension. Boxes of one
-            rank do not overlap. Boxes of several ranks may: those ranks then hold copies. Elements that no
-            rank holds can be asked of no source.
+        Args:
+            boxes: {rank: [((lo, hi), ...), ...]}, a half-open interval for each tensor dimension. Boxes of
+                one rank do not overlap. Boxes of several ranks may: those ranks then hold copies. Elements
+                that no rank holds can be asked of no source.
 
         The local tensor of a rank holds its boxes in the order given. A single box is the local tensor.
         Several that agree in all but one dimension are joined along it, as torch.cat does. Others lie one
         after the other in a tensor of one dimension, each row-major. A rank without boxes has an empty one.
 
-        Raises LayoutError naming the rank and the box: overlaps inside a rank, bounds that are no (lo, hi),
-        unlike numbers of dimensions; and, once a shape is known, a box outside of it.
+        Raises:
+            LayoutError: naming the rank and the box: overlaps inside a rank, bounds that are no (lo, hi),
+                unlike numbers of dimensions; and, once a shape is known, a box outside of it.
 
         Example: rows of 4 query heads and 2 key heads of size 8, fused, over two ranks::
 
@@ -144,10 +153,12 @@ class Layout:
     def parse(cls, text: str, first_rank: int = 0) -> Layout:
         """Read the notation of the AlpaComm paper (arXiv 2211.05322), for example "2x4:S0RR" or "1x4@8:S1RR".
 
-        Before the colon: the mesh, whose ranks count up in row-major order from `first_rank`, or from the
-            number after @.
-        After it, for each tensor dimension: R (not sharded) or S with the mesh axes that shard it (S0, S1,
-            S01).
+        Before the colon is the mesh, whose ranks count up in row-major order from `first_rank`, or from the
+        number after @. After it, for each tensor dimension, is R (not sharded) or S with the mesh axes that
+        shard it (S0, S1, S01).
+
+        Raises:
+            LayoutError: text that cannot be read, with what is allowed.
         """
         if not isinstance(text, str):
             raise LayoutError(f"layout {checks.shown(text)}: expected text; {_NOTATION_HELP}")

@@ -23,10 +23,17 @@ __all__ = ["TensorSpec"]
 class TensorSpec:
     """Stands for a DTensor on a rank outside its mesh, where no DTensor object exists.
 
-    shape: global shape. placements: one per dimension of `mesh`. requires_grad must be what the DTensor says
-    on the ranks inside: it is part of what the ranks agree on. device: of this rank's shard, where results
-    are made: of the mesh's device type, and of GPUs the current one; None says the same. Raises LayoutError
-    for another device, a negative size, or something that is not a dtype.
+    Args:
+        shape: global shape.
+        dtype: of the elements.
+        mesh: that the tensor is on.
+        placements: one per dimension of `mesh`.
+        requires_grad: what the DTensor says on the ranks inside: it is part of what the ranks agree on.
+        device: of this rank's shard, where results are made: of the mesh's device type, and of GPUs the
+            current one; None says the same.
+
+    Raises:
+        LayoutError: another device, a negative size, or something that is not a dtype.
     """
 
     shape: Sequence[int]

@@ -32,7 +32,11 @@ _MAX_UNIFORM_RANK = (1 << 20) - 1  # hosts are listed up to the highest rank
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """One full-duplex network interface: rates in bytes/s."""
+    """One full-duplex network interface.
+
+    Attributes:
+        out_rate, in_rate: bytes/s, 1 or more.
+    """
 
     out_rate: int
     in_rate: int
@@ -40,7 +44,13 @@ class Nic:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Ranks that share NICs, and the rate in bytes/s at which each of them copies to its neighbours."""
+    """Ranks that share NICs.
+
+    Attributes:
+        ranks: global ranks.
+        nics: at least one.
+        local_rate: bytes/s at which each rank copies to its neighbours.
+    """
 
     ranks: tuple[int, ...]
     nics: tuple[Nic, ...]
@@ -61,6 +71,16 @@ class Topology:
     Args:
         hosts: every rank of a plan must be on exactly one of them.
         latency_us: fixed cost of a hop in microseconds; a hop of n bytes takes latency + n / rate.
+
+    Raises:
+        LayoutError: naming the host, rank, NIC or rate that is wrong.
+
+    Example: a host with two NICs of 25 Gbit/s, and one with a single NIC::
+
+        nic = meshcast.Nic(out_rate=25 * 10**9 // 8, in_rate=25 * 10**9 // 8)
+        hosts = [meshcast.Host((0, 1), (nic, nic), 10**10), meshcast.Host((2, 3), (nic,), 10**10)]
+        topology = meshcast.Topology(hosts, latency_us=10)
+        assert meshcast.Topology.from_json(topology.to_json()) == topology
 
     Topologies are immutable, compare and hash by value, and can be pickled.
     """
@@ -98,8 +118,15 @@ class Topology:
         local_gbps: float = 80.0,
         latency_us: float = 20.0,
     ) -> Topology:
-        """Equal hosts: rank r is on host r // ranks_per_host. Rates in Gbit/s, for each NIC and direction;
-        latency in microseconds."""
+        """Equal hosts: rank r is on host r // ranks_per_host.
+
+        Args:
+            ranks_per_host: 1 or more.
+            nic_gbps: of each NIC and direction, in Gbit/s.
+            nics_per_host: 1 to 1024.
+            local_gbps: of a rank to its neighbours on the host, in Gbit/s.
+            latency_us: fixed cost of a hop, in microseconds.
+        """
         uniform = _Uniform(
             checks.integer("ranks_per_host", ranks_per_host, 1, _MAX_UNIFORM_RANK + 1),
             _rate("nic_gbps", nic_gbps),
@@ -120,8 +147,12 @@ class Topology:
         local_gbps: float = 80.0,
         latency_us: float = 20.0,
     ) -> Topology:
-        """Hosts from who runs where ({rank: host identity}) and rates in Gbit/s that hold for all. Hosts are
-        ordered by lowest rank."""
+        """Hosts from who runs where, and rates that hold for all. Hosts are ordered by lowest rank.
+
+        Args:
+            hosts: {rank: host identity}.
+            nic_gbps, nics_per_host, local_gbps, latency_us: as for `uniform`.
+        """
         if not isinstance(hosts, Mapping):
             raise LayoutError(f"hosts {checks.shown(hosts)}: expected a mapping from rank to host identity")
         nic = Nic(_rate("nic_gbps", nic_gbps), _rate("nic_gbps", nic_gbps))
@@ -140,10 +171,11 @@ class Topology:
     ) -> Topology:
         """The hosts of a group's ranks and the speed of their links as the operating system knows it.
 
-        A collective of all ranks of `group` (None: the default group); moves a few hundred bytes. Links are
-        the interfaces that GLOO_SOCKET_IFNAME names, else the machine's devices that are up.
+        A collective of all ranks of `group`; moves a few hundred bytes. Links are the interfaces that
+        GLOO_SOCKET_IFNAME names, else the machine's devices that are up.
 
         Args:
+            group: whose ranks all call; None for the default group.
             nic_gbps: rate of links whose speed the operating system does not know, virtual ones for example.
             local_gbps: rate at which a rank copies to another one of its host; not discovered.
             latency_us: cost of a hop beside its bytes; not discovered.

@@ -1,10 +1,12 @@
-"""The examples of docs/resharding.md and docs/elastic.md, in their order, and those of the docstrings; on
-four ranks."""
+"""The programs of docs/resharding.md, pipelining.md, integrations.md and elastic.md, in their order, and the
+examples of the docstrings; on four ranks."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
+import sys
 import textwrap
 from operator import attrgetter
 from pathlib import Path
@@ -12,56 +14,119 @@ from pathlib import Path
 import meshcast
 import torch
 import torch.distributed as dist
-from meshcast import elastic, pipelining
-from meshcast.integrations import dcp
+from meshcast import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+import doc_blocks
+
+_names: dict[str, dict] = {}  # of each page: what its programs have defined so far
 
 
-def _running(page: str) -> list:
-    """A case for each block, which knows the names of those before."""
-    names = dict(IMPORTED)
+def _for_pipelining(rank: int) -> dict:
+    """A stage of one layer on each rank, which the page takes for granted."""
+    meshes = [DeviceMesh("cpu", [each]) for each in range(4)]
+    torch.manual_seed(0)
+    submodule = torch.nn.Linear(8, 8)
+    return {
+        "torch": torch,
+        "submodule": submodule,
+        "stage_index": rank,
+        "num_stages": 4,
+        "device": torch.device("cpu"),
+        "mesh": meshes[rank],
+        "loss_fn": torch.nn.functional.cross_entropy,
+        "cross_entropy": torch.nn.functional.cross_entropy,
+        "Schedule1F1B": pipelining.Schedule1F1B,
+        "optimizer": torch.optim.SGD(submodule.parameters(), lr=0.1),
+        "topology": meshcast.Topology.uniform(ranks_per_host=4, nic_gbps=25),
+        "x": torch.randn(32, 8),
+        "y": torch.arange(32) % 8,
+    }
 
-    def made(index: int, text: str):
-        def case(context) -> None:
-            assert context.world == 4
-            exec(compile(text, f"{page}, block {index}", "exec"), names)
 
-        case.__name__ = f"{page.removesuffix('.md')}_{index}"
-        return case
-
-    found = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
-    return [made(index, text) for index, text in enumerate(found)]
+def _for_integrations(rank: int) -> dict:
+    """Rows on two ranks, columns on two others."""
+    a, b = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+    trained = distribute_tensor(torch.ones(4, 2), a, [Shard(0)], src_data_rank=None)
+    serving = distribute_tensor(torch.zeros(4, 2), b, [Shard(1)], src_data_rank=None)
+    return {"trained": {"w": trained} if rank < 2 else {}, "serving": {"w": serving}}
 
 
-# Functions whose docstrings have an example. It may use what a script of this kind has imported anyhow.
-DOCUMENTED = (
-    "backward",
-    "measure_topology",
-    "plan",
-    "plan_many",
-    "prepare",
-    "reshard",
-    "reshard_",
-    "reshard_local",
-    "reshard_many",
-    "reshard_state_dict",
-    "StateResharder",
-    "TensorMap",
-    "WeightSync",
-    "Layout.from_boxes",
-)
-PIPELINING = (
-    "save",
-    "choose",
-    "ScheduleAuto",
-    "analyze_pipeline_activation_liveness",
-    "PipelineStage.register_forward_context",
-)
-DCP = ("MemoryStorage",)
-ELASTIC = ("remesh",)
+PREPARED = {
+    "docs/resharding.md": lambda _: {},
+    "docs/pipelining.md": _for_pipelining,
+    "docs/integrations.md": _for_integrations,
+    "docs/elastic.md": lambda _: dict(IMPORTED),
+}
+
+
+def _running(program: doc_blocks.Block):
+    def case(context) -> None:
+        assert context.world == 4
+        if program.page not in _names:
+            _names[program.page] = PREPARED[program.page](context.rank)
+        # Line numbers are those of the page.
+        text = "\n" * (program.line - 1) + program.text
+        exec(compile(text, program.page, "exec"), _names[program.page])
+
+    case.__name__ = f"{Path(program.page).stem}_line_{program.line}"
+    return case
+
+
+def weights_have_arrived(context) -> None:
+    """By the program of docs/integrations.md."""
+    if context.rank >= 2:
+        assert bool((_names["docs/integrations.md"]["serving"]["w"].to_local() == 1).all())
+
+
+def the_loss_is_a_pair(context) -> None:  # noqa: ARG001
+    """As docs/pipelining.md says of its function."""
+    names = _names["docs/pipelining.md"]
+    labels = torch.tensor([[1, -100, 2]])
+    total, weight = names["loss_fn"](torch.zeros(1, 3, 4), labels)
+    assert weight == 2
+    torch.testing.assert_close(total, 2 * torch.log(torch.tensor(4.0)))
+
+
+def pipelines_have_trained(context) -> None:
+    """By the programs of docs/pipelining.md."""
+    names = _names["docs/pipelining.md"]
+    assert len(names["losses"]) == (16 if context.rank == 3 else 0)
+    assert names["norm"] > 0 and names["submodule"].weight.grad is not None
+
+
+# Whose docstrings have no example, each for a reason.
+WITHOUT = {
+    "meshcast": (
+        # raised
+        "AbortedError DeadlineExceededError LayoutError MeshcastError PeerLostError PlanMismatchError "
+        # what others return
+        "LocalCopy Plan PlanCacheInfo Problem ReshardedState Task Transfer TransferStats WeightProgress "
+        "WeightStats "
+        # in the examples of others
+        "Host Nic TensorSpec __version__ plan_cache_clear"
+    ),
+    "meshcast.pipelining": (
+        # raised, or what others return or take
+        "ScheduleError Candidate Choice Partition PipelineActivationLiveness SimulationReport Times "
+        "Action ActionKind Edge Layer Value MultiScheduleOptions ScheduleOptions PipelineStageInfo "
+        # all made alike, as the example of PipelineStage does
+        "PipelineSchedule PipelineScheduleMulti PipelineScheduleSingle Schedule1F1B ScheduleDualPipeV "
+        "ScheduleEager1F1B ScheduleGPipe ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble "
+        "ScheduleLoopedBFS ScheduleZBH1 ScheduleZBH2 ScheduleZBV ScheduleZBVZeroBubble "
+        # in the examples of others
+        "Pipe SplitPoint build_stage dump_csv load pipe_split validate"
+    ),
+}
+MORE = {
+    "meshcast": ["Layout.from_boxes"],
+    "meshcast.pipelining": ["PipelineStage.register_forward_context"],
+    "meshcast.integrations.dcp": [],
+    "meshcast.elastic": [],
+}
 IMPORTED = {
     "torch": torch,
     "dist": dist,
@@ -74,22 +139,38 @@ IMPORTED = {
 }
 
 
-def _documented(name: str, package: object = meshcast):
-    text = inspect.getdoc(attrgetter(name)(package)) or ""
+def _for_docstring(package: str, rank: int) -> dict:
+    """What an example may use: what a script of its kind has imported, and the stage of one that trains."""
+    if package != "meshcast.pipelining":
+        return dict(IMPORTED)
+    names = _for_pipelining(rank)
+    stage = pipelining.PipelineStage(names["submodule"], rank, 4, names["device"], mesh=names["mesh"])
+    schedule = pipelining.ScheduleGPipe(stage, 4, loss_fn=names["loss_fn"])
+    theirs = {name: getattr(pipelining, name) for name in pipelining.__all__}
+    return {**theirs, **IMPORTED, **names, "stage": stage, "schedule": schedule}
+
+
+def _documented(package: str, name: str):
+    text = inspect.getdoc(attrgetter(name)(importlib.import_module(package))) or ""
     (example,) = re.findall(r"^Example.*::\n\n((?:    .*\n|\n)+)", text + "\n", re.MULTILINE)
 
-    def case(context) -> None:  # noqa: ARG001
-        exec(compile(textwrap.dedent(example), f"example of {name}", "exec"), dict(IMPORTED))
+    def case(context) -> None:
+        names = _for_docstring(package, context.rank)
+        exec(compile(textwrap.dedent(example), f"example of {package}.{name}", "exec"), names)
 
     case.__name__ = f"docstring_of_{name.replace('.', '_')}"
     return case
 
 
+def documented(package: str) -> list[str]:
+    public = importlib.import_module(package).__all__
+    return [*(name for name in public if name not in WITHOUT.get(package, "").split()), *MORE[package]]
+
+
 CASES = [
-    *_running("resharding.md"),
-    *_running("elastic.md"),
-    *[_documented(name) for name in DOCUMENTED],
-    *[_documented(name, pipelining) for name in PIPELINING],
-    *[_documented(name, dcp) for name in DCP],
-    *[_documented(name, elastic) for name in ELASTIC],
+    *[_running(program) for page in PREPARED for program in doc_blocks.programs(page)],
+    weights_have_arrived,
+    the_loss_is_a_pair,
+    pipelines_have_trained,
+    *[_documented(package, name) for package in MORE for name in documented(package)],
 ]

@@ -33,10 +33,20 @@ def launch(
     limit: float = LIMIT,
 ) -> subprocess.CompletedProcess[str]:
     """One launch to its end, stdout and stderr apart. limit: seconds."""
+    return finished(command(script, *arguments, ranks=ranks), environment=environment, limit=limit)
+
+
+def finished(
+    arguments: list[str],
+    *,
+    folder: Path | None = None,
+    environment: Mapping[str, str] = ENVIRONMENT,
+    limit: float = LIMIT,
+) -> subprocess.CompletedProcess[str]:
+    """Any command to its end, stdout and stderr apart. folder: that it runs in. limit: seconds."""
     with subprocess.Popen(
-        command(script, *arguments, ranks=ranks), env=environment, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+        arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         output, errors = _output(process, limit)
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 

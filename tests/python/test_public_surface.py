@@ -16,7 +16,8 @@ MESHCAST = (
     "PlanMismatchError Resharder TensorSpec Topology __version__ backward dump_flight_record "
     "enable_dtensor_redistribute flight_record measure_topology plan plan_cache_clear plan_cache_info "
     "plan_many prepare reshard reshard_ reshard_local reshard_many reshard_state_dict StateResharder "
-    "TensorMap WeightSync"
+    "TensorMap WeightSync Handle Host LocalCopy Nic PlanCacheInfo Problem ReshardedState Task Transfer "
+    "TransferStats WeightProgress WeightStats"
 )
 PIPELINING = (
     "Action ActionKind Choice Edge GradScaler Layer Partition Pipe PipelineActivationLiveness PipelineStage "
@@ -24,7 +25,9 @@ PIPELINING = (
     "ScheduleGPipe ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleZBH1 "
     "ScheduleZBH2 ScheduleZBV ScheduleZBVZeroBubble SimulationReport SplitPoint Value "
     "analyze_pipeline_activation_liveness build_stage choose clip_grad_norm_ dump_csv get_schedule_class "
-    "grad_norm load load_csv lower microbatch_seed partition pipe_split pipeline save simulate validate"
+    "grad_norm load load_csv lower microbatch_seed partition pipe_split pipeline save simulate validate "
+    "Candidate MultiScheduleOptions PipelineSchedule PipelineScheduleMulti PipelineScheduleSingle "
+    "ScheduleOptions Times"
 )
 ELASTIC = "remesh"
 COMMANDS = {

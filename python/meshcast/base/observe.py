@@ -113,14 +113,35 @@ class Flight:
 
 
 def flight_record() -> list[dict[str, Any]]:
-    """The last 2,000 transfers of this process, oldest first. seconds: from the call to the end of its first
-    wait(); begun: seconds since the epoch; bound and ratio: see Plan; bytes: as the plan says."""
+    """The last 2,000 transfers of this process, oldest first, each as a dictionary.
+
+    seconds: from the call to the end of its first wait(); begun: seconds since the epoch; bound and ratio:
+    see `meshcast.Plan`; bytes: as the plan says; state: "ended", "failed", "unfinished" or "not waited for".
+
+    Example::
+
+        for call in meshcast.flight_record()[-3:]:
+            print(call["op"], call["state"], call["seconds"])
+    """
     return [flight.as_dict() for flight in list(_flights)]
 
 
 def dump_flight_record(path: str | Path) -> None:
-    """Writes flight_record() as JSON, replacing the file in one step. Raises LayoutError for what is no path,
-    and OSError where it cannot be written."""
+    """Writes flight_record() as JSON, replacing the file in one step.
+
+    Raises:
+        LayoutError: what is no path.
+        OSError: the file cannot be written.
+
+    Example::
+
+        import json, pathlib, tempfile
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "calls.json"
+            meshcast.dump_flight_record(path)
+            assert "calls" in json.loads(path.read_text())
+    """
     if not isinstance(path, str | os.PathLike):
         raise LayoutError(f"dump_flight_record: path {checks.shown(path)}: expected a path")
     target = Path(path)

@@ -28,10 +28,16 @@ def prepare(
 ) -> None:
     """Connects the ranks of all the meshes with each other, as the first call between these meshes would do.
 
-    Optional, and a collective of those ranks; others may skip it. meshes: those of a later call, source and
-    destination together, or simply its global ranks. Blocks until every rank is connected.
+    Optional, and a collective of those ranks; others may skip it. Blocks until every rank is connected.
 
-    Raises LayoutError for ranks outside `group`, DeadlineExceededError naming the ranks that did not come.
+    Args:
+        meshes: those of a later call, source and destination together, or simply its global ranks.
+        group: process group that holds these ranks; None for the default group.
+        timeout: seconds or timedelta for the call; None for the group's.
+
+    Raises:
+        LayoutError: no ranks, or ranks outside `group`.
+        DeadlineExceededError: names the ranks that did not come.
 
     Example, on the four ranks of ``torchrun --nproc-per-node 4``::
 

@@ -14,10 +14,14 @@ from meshcast.pipelining import _backward, _utils, microbatch, schedules, stage 
 from meshcast.pipelining.action import Action, ActionKind, dump_csv, load_csv
 from meshcast.pipelining.auto import ScheduleAuto
 from meshcast.pipelining.by_name import get_schedule_class
+from meshcast.pipelining.candidates import Candidate, Times
 from meshcast.pipelining.checkpoint import load, save
 from meshcast.pipelining.choice import Choice
 from meshcast.pipelining.choose import choose
 from meshcast.pipelining.classes import (
+    MultiScheduleOptions,
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleEager1F1B,
@@ -41,6 +45,7 @@ from meshcast.pipelining.norms import clip_grad_norm_, grad_norm
 from meshcast.pipelining.partition import Layer, Partition, Value, partition
 from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.randomness import microbatch_seed
+from meshcast.pipelining.schedule import PipelineSchedule, ScheduleOptions
 from meshcast.pipelining.simulate import SimulationReport, simulate
 from meshcast.pipelining.traced import Pipe, build_stage, pipeline
 from meshcast.pipelining.validate import validate
@@ -48,13 +53,18 @@ from meshcast.pipelining.validate import validate
 __all__ = [
     "Action",
     "ActionKind",
+    "Candidate",
     "Choice",
     "Edge",
     "GradScaler",
     "Layer",
+    "MultiScheduleOptions",
     "Partition",
     "Pipe",
     "PipelineActivationLiveness",
+    "PipelineSchedule",
+    "PipelineScheduleMulti",
+    "PipelineScheduleSingle",
     "PipelineStage",
     "PipelineStageInfo",
     "Schedule1F1B",
@@ -66,12 +76,14 @@ __all__ = [
     "ScheduleInterleaved1F1B",
     "ScheduleInterleavedZeroBubble",
     "ScheduleLoopedBFS",
+    "ScheduleOptions",
     "ScheduleZBH1",
     "ScheduleZBH2",
     "ScheduleZBV",
     "ScheduleZBVZeroBubble",
     "SimulationReport",
     "SplitPoint",
+    "Times",
     "Value",
     "analyze_pipeline_activation_liveness",
     "build_stage",

@@ -24,7 +24,12 @@ __all__ = ["Action", "ActionKind", "Actions", "dump_csv", "load_csv"]
 
 
 class ActionKind(Enum):
-    """What an action does. The value is its text form."""
+    """What an action does. The value is its text form.
+
+    F: forward. B: whole backward. I: the part of the backward that makes the gradients of the inputs; W: the
+    part that makes those of the weights. SEND_F, RECV_F: an activation goes to a consumer stage, and comes
+    from its producer. SEND_B, RECV_B: its gradient goes back, and comes back.
+    """
 
     F = "F"  # forward
     B = "B"  # whole backward
@@ -159,6 +164,17 @@ def load_csv(path: str | os.PathLike[str]) -> Actions:
 
     Reads the files torch.distributed.pipelining writes, compute-only or with transfers. Raises ScheduleError
     naming row and column.
+
+    Example::
+
+        import tempfile
+        from meshcast.pipelining import Action, dump_csv, load_csv
+
+        rows = (["0F0", "0B0"], ["1F0", "1B0"])
+        actions = {rank: [Action.parse(each) for each in row] for rank, row in enumerate(rows)}
+        with tempfile.NamedTemporaryFile(suffix=".csv") as file:
+            dump_csv(actions, file.name)
+            assert load_csv(file.name) == actions
     """
     actions: Actions = {}
     with open(path, newline="") as file:
@@ -179,7 +195,7 @@ def load_csv(path: str | os.PathLike[str]) -> Actions:
 @typed_arguments(ScheduleError)
 def dump_csv(actions: Mapping[int, Sequence[Action]], path: str | os.PathLike[str]) -> None:
     """Writes a schedule, one row per rank in ascending order. torch.distributed.pipelining reads the file
-    unless it holds ``>`` or ``<``."""
+    unless it holds ``>`` or ``<``. `load_csv` has an example."""
     if sorted(actions) != list(range(len(actions))):
         raise ScheduleError(
             f"a CSV file has one row per rank 0..{len(actions) - 1}, found ranks {sorted(actions)}"

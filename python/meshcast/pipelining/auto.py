@@ -17,7 +17,7 @@ from meshcast.pipelining.classes import ScheduleGPipe, ScheduleInterleaved1F1B, 
 from meshcast.pipelining.microbatches import Pieces
 from meshcast.pipelining.own_stages import check_kinds
 from meshcast.pipelining.pipeline_stage import PipelineStage
-from meshcast.pipelining.schedule import Options, PipelineSchedule
+from meshcast.pipelining.schedule import PipelineSchedule, ScheduleOptions
 
 __all__ = ["ScheduleAuto"]
 
@@ -71,7 +71,7 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
         chosen_here = {"warmup", "times", "delay_weight_grad"}.intersection(options)
         if chosen_here:
             raise LayoutError(f"ScheduleAuto chooses {', '.join(sorted(chosen_here))}: leave it out")
-        unknown = set(options) - set(Options.__annotations__)
+        unknown = set(options) - set(ScheduleOptions.__annotations__)
         if unknown:
             raise TypeError(f"ScheduleAuto has no arguments {', '.join(sorted(unknown))}")
         self.choice: Choice | None = None

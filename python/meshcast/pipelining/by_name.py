@@ -19,6 +19,12 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
     `ScheduleAuto`, which chooses at its first step.
 
     Raises LayoutError, which is a ValueError, that lists the names there are.
+
+    Example::
+
+        from meshcast.pipelining import ScheduleEager1F1B, get_schedule_class
+
+        assert get_schedule_class("eager1f1b") is get_schedule_class("ScheduleEager1F1B") is ScheduleEager1F1B
     """
     found: dict[str, Any] = {name.lower(): cls for name, cls in {**CLASSES, "auto": ScheduleAuto}.items()}
     wanted = schedule_name.lower()

@@ -19,7 +19,7 @@ from meshcast.pipelining.gathered_stages import FSDP_DEFAULTS, Gathering
 from meshcast.pipelining.orders import build
 from meshcast.pipelining.own_stages import check_kinds
 from meshcast.pipelining.pipeline_stage import PipelineStage
-from meshcast.pipelining.schedule import Options, PipelineSchedule
+from meshcast.pipelining.schedule import PipelineSchedule, ScheduleOptions
 
 __all__ = [
     "CLASSES",
@@ -41,8 +41,10 @@ __all__ = [
 ]
 
 
-class MultiOptions(Options, total=False):
-    """Those of schedules with several stages on each rank too; see `PipelineScheduleMulti`."""
+class MultiScheduleOptions(ScheduleOptions, total=False):
+    """Keyword arguments of schedules with several stages on each rank: those of `ScheduleOptions`, and
+    ``max_active_stages``, ``unshard_lookahead`` and ``defer_reduce_grad_wait``, which `PipelineScheduleMulti`
+    explains."""
 
     max_active_stages: int
     unshard_lookahead: str | tuple[int, ...]
@@ -54,7 +56,17 @@ _THEIRS = torch_schedules.__name__
 
 
 class PipelineScheduleSingle(PipelineSchedule, torch_schedules.PipelineScheduleSingle):
-    """Base of the schedules of one stage on each rank. Arguments beyond `stage`: see `PipelineSchedule`."""
+    """Base of the schedules of one stage on each rank.
+
+    Args:
+        stage: this rank's stage.
+        n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, options:
+            see `PipelineSchedule`.
+
+    Raises:
+        LayoutError: bad arguments.
+        ScheduleError: options that the schedule does not have.
+    """
 
     def __init__(
         self,
@@ -65,7 +77,7 @@ class PipelineScheduleSingle(PipelineSchedule, torch_schedules.PipelineScheduleS
         kwargs_chunk_spec: dict[str, Any] | None = None,
         output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
         scale_grads: bool = True,
-        **options: Unpack[Options],
+        **options: Unpack[ScheduleOptions],
     ) -> None:
         check_kinds([stage])
         with refusals_told(stage.group):
@@ -128,7 +140,7 @@ class PipelineScheduleMulti(PipelineSchedule, torch_schedules.PipelineScheduleMu
         unshard_lookahead: str | tuple[int, ...] = "full",
         defer_reduce_grad_wait: bool = False,
         use_full_backward: bool | None = None,  # noqa: ARG002  of no effect in torch either
-        **options: Unpack[Options],
+        **options: Unpack[ScheduleOptions],
     ) -> None:
         check_kinds(stages)
         with refusals_told(stages[0].group):
@@ -240,40 +252,60 @@ class _ScheduleForwardOnly(PipelineScheduleSingle, torch_schedules._ScheduleForw
 
 
 class ScheduleGPipe(PipelineScheduleSingle, torch_schedules.ScheduleGPipe):
-    """All forwards, then all backwards; see `meshcast.pipelining.orders.gpipe`."""
+    """All forwards, then all backwards; see `meshcast.pipelining.orders.gpipe`.
+
+    Arguments: those of `PipelineScheduleSingle`; of the options it has no ``warmup``.
+    """
 
     name = "GPipe"
 
 
 class Schedule1F1B(PipelineScheduleSingle, torch_schedules.Schedule1F1B):
-    """One backward and one forward in turn; see `meshcast.pipelining.orders.one_f_one_b`."""
+    """One backward and one forward in turn; see `meshcast.pipelining.orders.one_f_one_b`.
+
+    Arguments: those of `PipelineScheduleSingle`. ``warmup`` is "1f1b" unless it is given.
+    """
 
     name = "1F1B"
 
 
 class ScheduleEager1F1B(PipelineScheduleSingle):
     """1F1B with a longer warm-up, which hides forward transfers; see
-    `meshcast.pipelining.orders.eager_1f1b`."""
+    `meshcast.pipelining.orders.eager_1f1b`.
+
+    Arguments: those of `PipelineScheduleSingle`. ``warmup`` is "eager" unless it is given.
+    """
 
     name = "Eager1F1B"
 
 
 class ScheduleZBH1(PipelineScheduleSingle):
     """Weight gradients fill bubbles, with the memory of 1F1B; see
-    `meshcast.pipelining.orders.zero_bubble`."""
+    `meshcast.pipelining.orders.zero_bubble`.
+
+    Arguments: those of `PipelineScheduleSingle`; of the options it has no ``warmup``. Its backward is always
+    split.
+    """
 
     name = "ZBH1"
 
 
 class ScheduleZBH2(PipelineScheduleSingle):
     """Weight gradients fill all bubbles, with about twice the memory of 1F1B; see
-    `meshcast.pipelining.orders.zero_bubble`."""
+    `meshcast.pipelining.orders.zero_bubble`.
+
+    Arguments: those of `PipelineScheduleSingle`; of the options it has no ``warmup``. Its backward is always
+    split.
+    """
 
     name = "ZBH2"
 
 
 class ScheduleZBVZeroBubble(_PipelineScheduleRuntime, torch_schedules.ScheduleZBVZeroBubble):
-    """Two stages on each rank, down the ranks and up again; see `meshcast.pipelining.orders.zb_v`."""
+    """Two stages on each rank, down the ranks and up again; see `meshcast.pipelining.orders.zb_v`.
+
+    Arguments: those of `PipelineScheduleMulti`; of the options it has no ``warmup``.
+    """
 
     name = "ZBV"
 
@@ -283,7 +315,11 @@ ScheduleZBV = ScheduleZBVZeroBubble
 
 class ScheduleInterleaved1F1B(_PipelineScheduleRuntime, torch_schedules.ScheduleInterleaved1F1B):
     """Several stages on each rank, stage s on rank s mod p; see
-    `meshcast.pipelining.orders.interleaved`."""
+    `meshcast.pipelining.orders.interleaved`.
+
+    Arguments: those of `PipelineScheduleMulti`. ``warmup`` is "1f1b" or "eager", the latter unless it is
+    given.
+    """
 
     name = "Interleaved1F1B"
 
@@ -295,7 +331,10 @@ class _OrderOfTorch(_PipelineScheduleRuntime):
 
 
 class ScheduleLoopedBFS(_OrderOfTorch, torch_schedules.ScheduleLoopedBFS):
-    """torch's: stage after stage, all micro-batches through each."""
+    """torch's: stage after stage, all micro-batches through each.
+
+    Arguments: those of `PipelineScheduleMulti`, but for the chunk specs, which torch's does not have.
+    """
 
     _faster = "ScheduleInterleaved1F1B takes as long and holds fewer activations"
 
@@ -308,7 +347,7 @@ class ScheduleLoopedBFS(_OrderOfTorch, torch_schedules.ScheduleLoopedBFS):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
-        **options: Unpack[MultiOptions],
+        **options: Unpack[MultiScheduleOptions],
     ) -> None:
         super().__init__(
             stages,
@@ -323,14 +362,20 @@ class ScheduleLoopedBFS(_OrderOfTorch, torch_schedules.ScheduleLoopedBFS):
 
 
 class ScheduleInterleavedZeroBubble(_OrderOfTorch, torch_schedules.ScheduleInterleavedZeroBubble):
-    """torch's: interleaved, weight gradients fill bubbles."""
+    """torch's: interleaved, weight gradients fill bubbles.
+
+    Arguments: those of `PipelineScheduleMulti`.
+    """
 
     _faster = "ScheduleInterleaved1F1B with delay_weight_grad=True is faster where transfers take time"
 
 
 class ScheduleDualPipeV(_OrderOfTorch, torch_schedules.ScheduleDualPipeV):
     """torch's: two stages on each rank as in ZBV; a forward and a backward can be run as one action by a
-    function that `register_custom_function` takes."""
+    function that ``register_custom_function`` takes.
+
+    Arguments: those of `PipelineScheduleMulti`.
+    """
 
     _faster = "without a function that overlaps forward and backward, ScheduleZBVZeroBubble is faster"
 

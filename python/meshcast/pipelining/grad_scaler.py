@@ -38,7 +38,7 @@ class GradScaler(torch.amp.GradScaler):
 
         scaler = GradScaler(stage)
         loss_fn = lambda output, target: scaler.scale(cross_entropy(output, target))
-        ...
+        schedule = Schedule1F1B(stage, 4, loss_fn=loss_fn)
         schedule.step(x, target=y)
         scaler.unscale_(optimizer)  # only to clip
         clip_grad_norm_(stage, 1.0)

@@ -72,6 +72,15 @@ def lower(
     Raises:
         ScheduleError: a link names a stage that no rank computes, or goes backwards, or the schedule holds
             transfers already.
+
+    Example::
+
+        from meshcast.pipelining import Action, lower, validate
+
+        compute = {0: ["0F0", "0B0"], 1: ["1F0", "1B0"]}  # of each rank
+        actions = lower({rank: [Action.parse(each) for each in row] for rank, row in compute.items()})
+        assert "0SEND_F0" in map(str, actions[0])
+        validate(actions, stages=2, microbatches=1)
     """
     ranks = stage_ranks(actions)
     links = chain(len(ranks)) if links is None else sorted(set(links))

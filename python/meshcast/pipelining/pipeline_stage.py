@@ -95,10 +95,25 @@ class PipelineStage(StageCompute):
             parameter (tied embeddings): each has a copy, equal at the start, and after a step each copy gets
             the sum of the gradients of all.
         strategy, topology: of the transfers between stages, as `meshcast.plan` takes them; the same on every
-            rank. Without a topology rates are assumed.
+            rank. Without a topology rates are assumed. How long a transfer may take says ``timeout`` of the
+            schedule.
 
     Raises:
         LayoutError: naming the argument that is wrong.
+
+    Example, on the four ranks of ``torchrun --nproc-per-node 4``::
+
+        from meshcast.pipelining import PipelineStage, ScheduleEager1F1B
+
+        meshes = [DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [3])]  # of both stages, on every rank
+        index = 0 if dist.get_rank() < 3 else 1
+        torch.manual_seed(index)
+        layer = torch.nn.Linear(8, 8)
+        stage = PipelineStage(layer, index, 2, torch.device("cpu"), mesh=meshes[index])
+        schedule = ScheduleEager1F1B(stage, 4, loss_fn=torch.nn.functional.mse_loss, timeout=60)
+        losses = []
+        schedule.step(torch.randn(24, 8), target=torch.randn(24, 8), losses=losses)
+        assert layer.weight.grad is not None and len(losses) == (4 if stage.is_last else 0)
     """
 
     def __init__(

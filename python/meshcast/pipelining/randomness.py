@@ -23,6 +23,13 @@ def microbatch_seed(seed: int, step: int, stage: int, microbatch: int, part: int
         step: how many calls of ``step`` and ``eval`` the schedule has completed.
         part: which part of the samples the rank has, 0 where they are not split: ranks with other samples
             draw other numbers, those that share samples (tensor parallelism) the same.
+        stage, microbatch: of the forward.
+
+    Example::
+
+        from meshcast.pipelining import microbatch_seed
+
+        torch.manual_seed(microbatch_seed(7, step=0, stage=1, microbatch=3))  # of a schedule with seed=7
     """
     text = f"{seed} {step} {stage} {microbatch} {part}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -34,11 +34,13 @@ from meshcast.pipelining.table import StageTable, agree_on_stages, describe_stag
 from meshcast.pipelining.varying import Wirings, agree_on_step
 from meshcast.pipelining.wiring import Wiring
 
-__all__ = ["Options", "PipelineSchedule"]
+__all__ = ["PipelineSchedule", "ScheduleOptions"]
 
 
-class Options(TypedDict, total=False):
-    """Keyword arguments of all schedules, beyond torch's; see `PipelineSchedule`."""
+class ScheduleOptions(TypedDict, total=False):
+    """Keyword arguments of all schedules, beyond torch's: ``sync_gradients``, ``warmup``, ``memory_budget``,
+    ``times``, ``delay_weight_grad``, ``overlap``, ``varying_shapes``, ``max_outstanding_sends``, ``seed`` and
+    ``timeout``. `PipelineSchedule` explains them."""
 
     sync_gradients: bool
     warmup: AutoWarmup | None
@@ -57,7 +59,8 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
 
     Its subclasses are schedules of torch.distributed.pipelining too. What differs is how a step runs. One
     that has no `name` runs the actions that it was given as torch's: ``pipeline_order``, or, with their
-    transfers, ``pipeline_order_with_comms``.
+    transfers, ``pipeline_order_with_comms``. `PipelineStage` has an example. The group, the strategy and the
+    topology of the transfers are those of the stages.
 
     Args:
         stages: this rank's stages.

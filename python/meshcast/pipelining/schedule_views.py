@@ -52,8 +52,10 @@ class ScheduleViews:
         """One line about this rank's last step: its time, the parts that went into computing and into waiting
         for values, the bubble (all that is not computing), micro-batches held, memory and bytes sent.
 
-        together: every rank of the pipeline calls it; the line then also says how long this rank waited for
-            values that were on their way, by the clocks of the hosts: communication that was not hidden.
+        Args:
+            together: every rank of the pipeline calls it; the line then also says how long this rank waited
+                for values that were on their way, by the clocks of the hosts: communication that was not
+                hidden.
         """
         if self._runtime is None:
             raise MeshcastError("there is no step to sum up yet", op="pipeline")

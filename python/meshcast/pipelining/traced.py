@@ -71,12 +71,20 @@ def build_stage(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> _PipelineStage:
-    """As torch's: the stage of a module of a `Pipe`."""
+    """As torch's: the stage of a module of a `Pipe`. `pipeline` has an example.
+
+    Args:
+        stage_module: of ``pipe.get_stage_module(stage_index)``.
+        stage_index: its place.
+        pipe_info: of ``pipe.info()``.
+        device: where it computes.
+        group: the ranks of the whole pipeline; default: the default group.
+    """
     return _PipelineStage(stage_module, stage_index, pipe_info, device, group)
 
 
 class Pipe(torch_pipelining.Pipe):
-    """torch's, whose stages run here."""
+    """torch's, whose stages run here. `pipeline` makes it, and ``build_stage`` is a stage of it."""
 
     def build_stage(  # type: ignore[override]
         self, stage_index: int, device: torch.device, group: dist.ProcessGroup | None = None
@@ -88,7 +96,21 @@ class Pipe(torch_pipelining.Pipe):
 
 
 def pipeline(*args: Any, **kwargs: Any) -> Pipe:
-    """torch.distributed.pipelining.pipeline: traces a module and cuts it."""
+    """torch.distributed.pipelining.pipeline, with its arguments: traces a module and cuts it.
+
+    Example, on every rank::
+
+        from meshcast.pipelining import ScheduleGPipe, SplitPoint, pipeline
+
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(ranks)])
+        cuts = {str(layer): SplitPoint.BEGINNING for layer in range(1, ranks)}
+        pipe = pipeline(model, mb_args=(torch.randn(4, 8),), split_spec=cuts)
+        stage = pipe.build_stage(rank, torch.device("cpu"))
+        schedule = ScheduleGPipe(stage, 4, loss_fn=torch.nn.functional.mse_loss)
+        schedule.step(torch.randn(16, 8), target=torch.randn(16, 8))
+    """
     pipe: Any = torch_pipelining.pipeline(*args, **kwargs)
     pipe.__class__ = Pipe  # torch has no way to name the class that it makes
     return pipe

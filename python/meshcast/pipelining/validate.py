@@ -40,7 +40,7 @@ def validate(
     send_models: Sequence[SendModel] = _SEND_MODELS,
 ) -> None:
     """Raises ScheduleError unless the lowered schedule can run. The message names rank, step, stage and
-    micro-batch and shows the grid.
+    micro-batch and shows the grid. `lower` has an example.
 
     Args:
         actions: actions of each rank, transfers included.

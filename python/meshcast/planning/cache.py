@@ -60,7 +60,15 @@ def insert(key: Hashable, plan: Any) -> Any:
 
 
 def plan_cache_info() -> PlanCacheInfo:
-    """Hits, misses and size of the plan cache of this process."""
+    """Hits, misses and size of the plan cache of this process.
+
+    Example::
+
+        meshcast.plan_cache_clear()
+        rows, columns = meshcast.Layout([0, 1], [Shard(0)]), meshcast.Layout([2, 3], [Shard(1)])
+        first, again = (meshcast.plan((8, 8), "float32", rows, columns) for _ in range(2))
+        assert first is again and meshcast.plan_cache_info()[:2] == (1, 1)  # hits, misses
+    """
     with _lock:
         return PlanCacheInfo(_hits, _misses, MAX_PLANS, len(_plans), _hops)
 

@@ -37,7 +37,7 @@ STRATEGIES, BALANCES = _C.STRATEGIES, _C.BALANCES
 
 
 class Problem(NamedTuple):
-    """One tensor to move."""
+    """One tensor to move: its global shape, its dtype, and the layouts before and after."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -286,7 +286,14 @@ def plan_many(
     chunk_bytes: int | None = None,
     seed: int = 0,
 ) -> Plan:
-    """Plan many tensors as one: [(shape, dtype, src, dst), ...]. The other parameters are those of `plan`.
+    """Plan many tensors as one.
+
+    Args:
+        problems: (shape, dtype, src, dst) of each tensor, as `plan` takes them.
+        topology, strategy, balance, chunk_bytes, seed: as for `plan`.
+
+    Raises:
+        LayoutError: naming the argument and what is allowed; also for no tensor at all.
 
     Example::
 

@@ -222,10 +222,15 @@ def backward(*roots: torch.Tensor | None, retain_graph: bool = False) -> None:
     """Runs autograd over the local losses and over every reshard since the last backward, on every rank
     alike.
 
-    roots: this rank's losses (scalars), any number, also none; None and values without gradient are passed
-    over. Every rank of all meshes involved calls it once per step. Each reshard of the step runs its reverse
-    exactly once, in reverse call order, with zeros for results that no root uses here. Raises what
-    torch.autograd.backward raises, and the typed errors of the reverse transfers.
+    Every rank of all meshes involved calls it once per step. Each reshard of the step runs its reverse
+    exactly once, in reverse call order, with zeros for results that no root uses here.
+
+    Args:
+        roots: this rank's losses (scalars), any number, also none; None and values without gradient are
+            passed over.
+        retain_graph: keep the graph, so that it can be called again for the same reshards.
+
+    Raises what torch.autograd.backward raises, and the typed errors of the reverse transfers.
 
     Example, on the four ranks of ``torchrun --nproc-per-node 4``::
 

@@ -76,16 +76,31 @@ def reshard_local(
 ) -> torch.Tensor | Handle[torch.Tensor | None] | None:
     """Fills dst, this rank's shard under dst_layout, from the src shards of all ranks under src_layout.
 
-    Called by every rank of both layouts in one order; other ranks may skip it. src: this rank's shard, of the
-    shape and dtype that the layout gives it, any strides; None on a rank outside src_layout or whose shard is
-    empty. dst: likewise, but each element has an address of its own. It may share memory with src, which is
-    then copied first; in one storage with dst, src is not watched for changes before wait(). None inside
-    dst_layout allocates it. shape: global shape. device: "cpu" or "cuda", where the shards of all ranks are,
-    or (that of the source, that of the destination); what is allocated on cuda is on the current GPU.
-    Gradients do not flow. Returns dst, or with async_op a Handle whose wait() returns it. After an error the
-    contents of dst are undefined.
+    Called by every rank of both layouts in one order; other ranks may skip it. Gradients do not flow. After
+    an error the contents of dst are undefined.
 
-    Raises the errors of meshcast.reshard.
+    Args:
+        src: this rank's shard, of the shape that src_layout gives it and of `dtype`, any strides; None on a
+            rank outside src_layout, or whose shard is empty.
+        src_layout, dst_layout: who has what before and after; Partial only before.
+        dst: this rank's shard under dst_layout, any strides under which each element has an address of its
+            own. It may share memory with src, which is then copied first; in one storage with dst, src is not
+            watched for changes before wait(). None inside dst_layout: it is allocated.
+        shape: of the global tensor.
+        dtype: of both; nothing is cast.
+        device: "cpu" or "cuda", where the shards of all ranks are, or (that of the source, that of the
+            destination). What is allocated on cuda is on the current GPU.
+        group: process group that holds the ranks of both layouts; None for the default group.
+        strategy, topology: see meshcast.plan.
+        async_op: return a Handle at once.
+        timeout: seconds or timedelta for the whole call; None for the group's.
+
+    Returns:
+        dst, None outside dst_layout; or with async_op a Handle whose wait() returns that.
+
+    Raises:
+        LayoutError: also for a shard of another shape or dtype than its layout says.
+        Others as meshcast.reshard.
 
     Example, on the four ranks of ``torchrun --nproc-per-node 4``::
 

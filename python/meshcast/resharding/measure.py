@@ -41,6 +41,10 @@ def measure_topology(group: dist.ProcessGroup | None = None, *, seconds: float =
     The NICs of a host are measured together and reported as one. Between two hosts the slower end is what is
     seen of both. A host with a single rank gets its network rate as its internal rate, which nothing uses.
 
+    Args:
+        group: of all ranks that are measured; None for the default group.
+        seconds: about how long a transfer takes that is measured.
+
     Raises:
         LayoutError: `seconds` is not positive.
         MeshcastError: no process group, or the errors of meshcast.reshard_local.

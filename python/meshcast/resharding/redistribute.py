@@ -25,7 +25,20 @@ def enable_dtensor_redistribute(enabled: bool = True) -> None:
     supported yet!". Calls on the mesh of x stay torch's own.
 
     Opt in, for the whole process; False takes it back. Every rank of both meshes makes the call. async_op
-    returns the finished tensor; forward_dtype is the dtype of the result.
+    returns the finished tensor; forward_dtype is the dtype of the result. Group, strategy, topology and
+    timeout are the defaults of meshcast.reshard.
+
+    Raises:
+        LayoutError: `enabled` is neither True nor False.
+
+    Example, on the four ranks of ``torchrun --nproc-per-node 4``::
+
+        meshcast.enable_dtensor_redistribute()
+        source, target = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+        x = distribute_tensor(torch.ones(4, 2), source, [Shard(0)])
+        y = x.redistribute(target, [Replicate()])
+        assert y.device_mesh == target
+        meshcast.enable_dtensor_redistribute(False)
     """
     if not isinstance(enabled, bool):
         raise LayoutError(

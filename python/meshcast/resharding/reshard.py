@@ -88,6 +88,8 @@ def reshard(
             left out; ranks outside then give the spec of that. Under Partial(op) the values of all ranks are
             reduced on the way, in the dtype of x; sums and products of floats depend on the order, which is
             the plan's.
+        mesh: of the result.
+        placements: of the result, Shard or Replicate for each dimension of `mesh`.
         group: process group that holds both meshes; None for the default group.
         dtype: type of the result; the cast happens on the side where fewer bytes travel.
         grad_placements: layout on `mesh` in which the gradient of the result travels back; default:
@@ -179,13 +181,28 @@ def reshard_many(
 ) -> list[DTensor] | Handle[list[DTensor]]:
     """Moves every tensor of xs to `mesh`, the i-th with placements[i], under one plan and one deadline.
 
-    Called by every rank of all meshes involved, with the tensors in one order. The sources may be on
-    different meshes, and of different shapes and dtypes. dtype, if given, is that of every result.
-    grad_placements: one layout per tensor. The other arguments, gradients and errors are those of
-    meshcast.reshard; a rank that is outside the mesh of one source passes a shell or a TensorSpec for it.
-    lost: ranks of any of the sources' meshes; `gone` calls the i-th tensor "xs[i]".
+    Called by every rank of all meshes involved, with the tensors in one order.
 
-    Returns the results in the order of xs, or with async_op a Handle whose wait() returns them.
+    Args:
+        xs: sources as meshcast.reshard takes them, on one mesh or several, of any shapes and dtypes. A rank
+            that is outside the mesh of one passes a shell or a TensorSpec for it.
+        mesh: of all results.
+        placements: a layout on `mesh` for each tensor.
+        dtype: of every result; None: that of its source.
+        grad_placements: a layout for each gradient; see meshcast.reshard.
+        group: process group that holds all the meshes; None for the default group.
+        strategy, topology: see meshcast.plan. All tensors are planned together.
+        async_op: return a Handle at once.
+        timeout: seconds or timedelta for the whole call, and for its backward; None for the group's.
+        lost: ranks of any of the sources' meshes; `gone` calls the i-th tensor "xs[i]".
+
+    Returns:
+        The results in the order of xs, or with async_op a Handle whose wait() returns them. Gradients flow as
+        in meshcast.reshard.
+
+    Raises:
+        LayoutError: also for lists of unlike lengths, and for none at all.
+        Others as meshcast.reshard.
 
     Example, on the four ranks of ``torchrun --nproc-per-node 4``::
 
@@ -251,6 +268,7 @@ def reshard_(
             address of its own. On ranks outside its mesh a shell or a TensorSpec.
         x: as for meshcast.reshard. It may share memory with `out`: this rank's shard is then copied first.
             In one storage with `out`, it is not watched for changes before wait().
+        group, strategy, topology, async_op, timeout: as for meshcast.reshard.
 
     No gradient is recorded: outside torch.no_grad(), neither may require one. The version counter of `out`
     goes up, so that a graph that saved its old values raises. After an error the contents of `out` are

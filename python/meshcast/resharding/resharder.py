@@ -44,12 +44,27 @@ class Resharder:
     Args:
         src_spec, dst_spec: a TensorSpec or a DTensor each, of one global shape; from a DTensor only its spec
             is taken. The result has the dtype of dst_spec. src_spec.requires_grad: calls record gradients.
-        group, strategy, topology: see meshcast.reshard.
+        group: process group that holds both meshes; None for the default group.
+        strategy, topology: see meshcast.plan.
         reuse_output: run() and start() write every result into the same DTensor, which the next call
             overwrites; no memory is allocated per call.
         timeout: of each call, in seconds or as timedelta; None for the group's.
 
-    Raises LayoutError for arguments that are wrong by themselves.
+    Raises:
+        LayoutError: arguments that are wrong by themselves. Calls raise as meshcast.reshard does.
+
+    Example, on the four ranks of ``torchrun --nproc-per-node 4``::
+
+        source, target = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+        there = meshcast.Resharder(
+            meshcast.TensorSpec((4, 2), torch.float32, source, [Shard(0)]),
+            meshcast.TensorSpec((4, 2), torch.float32, target, [Replicate()]),
+            reuse_output=True,
+        )
+        for step in (1.0, 2.0):
+            x = distribute_tensor(torch.full((4, 2), step), source, [Shard(0)])
+            y = there.run(x)
+            assert bool((y.to_local() == step).all())
     """
 
     def __init__(

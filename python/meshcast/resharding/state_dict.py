@@ -148,7 +148,9 @@ def reshard_state_dict(
             replicas on other ranks.
         async_op: return a Handle at once; handle.wait() gives the result. Calls of this kind run one
             after the other, in an order that is the same on all ranks, beside all others.
-        group, strategy, topology, timeout: see meshcast.reshard; the timeout is for the whole call.
+        group: process group whose ranks all call; None for the default group.
+        strategy, topology: see meshcast.plan.
+        timeout: seconds or timedelta for the whole call; None for the group's.
 
     Returns:
         {name: tensor} with attribute `version`: what this rank named, in its order, then what are no tensors.

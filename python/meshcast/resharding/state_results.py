@@ -21,10 +21,10 @@ __all__ = ["Memory", "ReshardedState", "arriving", "fill", "note_outputs"]
 
 
 class ReshardedState(dict[str, Any]):
-    """{name: tensor} in the order of this rank's destinations, then entries that are no tensors. version:
-    that of the weights, None if the holders gave none."""
+    """{name: tensor} in the order of this rank's destinations, then entries that are no tensors."""
 
     version: int | None = None
+    """That of the weights; None if the holders gave none."""
 
 
 class Memory:

@@ -18,8 +18,14 @@ _OP = "WeightSync"
 
 @dataclass(frozen=True)
 class WeightStats:
-    """What one version cost on this rank. bytes_sent, bytes_received: as TransferStats counts them; waited:
-    seconds until all ranks were ready; seconds: from then until the version was whole on every rank."""
+    """What one version cost on this rank.
+
+    Attributes:
+        version: its number.
+        bytes_sent, bytes_received: as `TransferStats` counts them.
+        waited: seconds until all ranks were ready.
+        seconds: from then until the version was whole on every rank.
+    """
 
     version: int
     bytes_sent: int
@@ -30,9 +36,12 @@ class WeightStats:
 
 @dataclass(frozen=True)
 class WeightProgress:
-    """How far the version is that is on its way. bytes_done: that this rank has sent and received of it;
-    bytes_expected: that it will in all, 0 until the first one is planned. Values on GPUs count once they are
-    through."""
+    """How far the version is that is on its way. Values on GPUs count once they are through.
+
+    Attributes:
+        bytes_done: that this rank has sent and received of it.
+        bytes_expected: that it will in all; 0 until the first one is planned.
+    """
 
     bytes_done: int
     bytes_expected: int

@@ -19,10 +19,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TransferStats:
-    """Cost of one finished call on this rank. bytes: sent plus received here, where a message that several
-    ranks of this host read counts once for each of them; seconds: start to finish;
-    bound: the plan's lower bound in seconds for the whole transfer; ratio: seconds / bound, 1.0 where nothing
-    travels."""
+    """Cost of one finished call on this rank.
+
+    Attributes:
+        bytes_sent: to other ranks. A message that several ranks of this host read counts for each of them.
+        bytes_received: from other ranks.
+        seconds: start to finish.
+        bound: the plan's lower bound for the whole transfer, in seconds.
+    """
 
     bytes_sent: int
     bytes_received: int
@@ -31,15 +35,28 @@ class TransferStats:
 
     @property
     def bytes(self) -> int:
+        """Sent plus received."""
         return self.bytes_sent + self.bytes_received
 
     @property
     def ratio(self) -> float:
+        """seconds / bound; 1.0 where nothing travels."""
         return self.seconds / self.bound if self.bound > 0 else 1.0
 
 
 class Handle(Generic[T]):
-    """Result of an asynchronous call. Keeps source and destination alive until the transfer has ended."""
+    """Result of an asynchronous call. Keeps source and destination alive until the transfer has ended.
+
+    Calls with ``async_op=True`` return it, and ``start`` of a Resharder or StateResharder.
+
+    Example, on the four ranks of ``torchrun --nproc-per-node 4``::
+
+        source, target = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+        x = distribute_tensor(torch.ones(4, 2), source, [Shard(0)])
+        handle = meshcast.reshard(x, target, [Shard(1)], async_op=True)
+        y = handle.wait()
+        assert handle.is_completed() and handle.stats.seconds > 0
+    """
 
     def __init__(
         self,

@@ -143,9 +143,9 @@ def test_arguments_of_later_releases(call: Any) -> None:
 
 def _options_of(call: Any) -> set[str]:
     """What ``**options`` takes."""
-    from meshcast.pipelining.classes import MultiOptions
+    from meshcast.pipelining.classes import MultiScheduleOptions
 
-    return set(MultiOptions.__annotations__) if inspect.isclass(call) else set()
+    return set(MultiScheduleOptions.__annotations__) if inspect.isclass(call) else set()
 
 
 @pytest.mark.parametrize("module", MODULES)

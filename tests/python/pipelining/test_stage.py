@@ -32,7 +32,7 @@ from meshcast.pipelining.layouts import (
     gradient_placements,
     local_shard,
 )
-from meshcast.pipelining.schedule import Options
+from meshcast.pipelining.schedule import ScheduleOptions
 from meshcast.pipelining.shapes import LocalValue, global_shape
 from meshcast.pipelining.wire import decode_value, encode_value
 from meshcast.pipelining.wrappers import shared_parameters_of
@@ -69,7 +69,7 @@ def test_parameters_of_torch_come_first(ours: object, torchs: object) -> None:
     """Names, order, kinds and defaults of the installed release; what is added is keyword-only."""
     mine = inspect.signature(ours).parameters
     for position, (name, parameter) in enumerate(inspect.signature(torchs).parameters.items()):
-        if name in Options.__annotations__ and "options" in mine:
+        if name in ScheduleOptions.__annotations__ and "options" in mine:
             continue  # **options
         assert name in mine, f"torch has {name}"
         assert mine[name].default == parameter.default

@@ -12,10 +12,12 @@ ZB-H2, the same::
     rank 1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
     rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
 
-|       | warm-up of stage i | W lags behind I by | peak activations of every stage |
-|-------|--------------------|--------------------|---------------------------------|
-| ZB-H1 | n - i              | i micro-batches    | min(m, n)                       |
-| ZB-H2 | 2(n - i) - 1       | 2i micro-batches   | min(m, 2n - 1)                  |
+=====  ==================  ==================  ===============================
+order  warm-up of stage i  W lags behind I by  peak activations of every stage
+=====  ==================  ==================  ===============================
+ZB-H1  n - i               i micro-batches     min(m, n)
+ZB-H2  2(n - i) - 1        2i micro-batches    min(m, 2n - 1)
+=====  ==================  ==================  ===============================
 
 - idle time of stage i between its first and its last action, free transfers: ZB-H1 (n - 1 - i)(F + I - W) for
   m >= n; ZB-H2 none for F = I = W and m >= 2n - 1

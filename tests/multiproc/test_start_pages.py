@@ -1,0 +1,71 @@
+"""The programs of README.md and of docs/start run as they stand, and print what the page says they print.
+
+A page tells the reader to save a program under a name and to run it by torchrun: this does the same. A
+program without such a command (docs/start/plan_only.md) runs in one process.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from multiproc.training_runs import ROOT, finished
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import doc_blocks
+
+LIMIT = 150  # seconds for a program; it takes about 5 on an idle machine
+PAGES = (
+    "README.md",
+    "docs/start/move_weights.md",
+    "docs/start/train_a_pipeline.md",
+    "docs/start/plan_only.md",
+)
+PROGRAMS = [
+    pytest.param(program, id=f"{program.page}:{program.line}")
+    for page in PAGES
+    for program in doc_blocks.programs(page)
+]
+
+pytestmark = pytest.mark.timeout(LIMIT + 20)
+
+
+def next_to(program: doc_blocks.Block) -> tuple[str, str]:
+    """The command by which the page runs the program, and what it says that comes out; each may be empty."""
+    found = doc_blocks.blocks(program.page)
+    later = found[found.index(program) + 1 :]
+    later = later[: next((at for at, each in enumerate(later) if each.language == "python"), len(later))]
+    commands = (each.text for each in later if not each.language and not each.mark)
+    command = next((text.strip() for text in commands if text.startswith("torchrun")), "")
+    return command, next((each.text for each in later if each.mark == "output"), "")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_program_prints_what_the_page_says(program: doc_blocks.Block, tmp_path: Path) -> None:
+    command, output = next_to(program)
+    if program.page == "README.md":  # whose program is a file, and the command is in the text
+        command = "torchrun --standalone --nproc-per-node 5 quickstart.py"
+        file = (ROOT / "examples" / "quickstart.py").read_text()
+        assert file.endswith('"""\n\n' + program.text), "README.md and examples/quickstart.py differ"
+        assert command.replace("quickstart.py", "examples/quickstart.py") in (ROOT / "README.md").read_text()
+    words = shlex.split(command) or ["python", "program.py"]
+    (tmp_path / words[-1]).write_text(program.text)
+    launcher = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
+    done = finished([sys.executable, *launcher, *words[1:]], folder=tmp_path, limit=LIMIT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    if output:
+        assert sorted(done.stdout.splitlines()) == sorted(output.splitlines())
+
+
+def test_commands_of_plan_only_run() -> None:
+    found = [text for _, text in doc_blocks.commands("docs/start/plan_only.md")]
+    commands = [text for text in found if text.startswith("python -m")]
+    assert len(commands) == 2
+    for command in commands:
+        done = finished([sys.executable, *shlex.split(command)[1:]], limit=LIMIT)
+        assert done.returncode == 0, done.stderr
+        assert re.search(r"lower bound|Eager1F1B", done.stdout), done.stdout

@@ -1,0 +1,160 @@
+"""The blocks of the documents: each is run by a test, or its commands are looked up here, or it says what it
+is."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+
+import doc_blocks
+from doc_blocks import ROOT
+
+# Which test runs the programs of a page: all of them, as doc_blocks.programs lists them.
+RUN_BY = {
+    "README.md": "tests/multiproc/test_start_pages.py",
+    "docs/elastic.md": "tests/multiproc/cases_docs.py",
+    "docs/integrations.md": "tests/multiproc/cases_docs.py",
+    "docs/pipelining.md": "tests/multiproc/cases_docs.py",
+    "docs/resharding.md": "tests/multiproc/cases_docs.py",
+    "docs/start/move_weights.md": "tests/multiproc/test_start_pages.py",
+    "docs/start/plan_only.md": "tests/multiproc/test_start_pages.py",
+    "docs/start/train_a_pipeline.md": "tests/multiproc/test_start_pages.py",
+}
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[0].split())
+VARIABLES = set(re.findall(r"\b([A-Z][A-Z_]+)\b", MAKEFILE))
+CPP_TESTS = "".join(path.read_text() for path in (ROOT / "tests" / "cpp").rglob("*.cpp"))
+# Names of files that the page has told the reader to make.
+OWN_FILES = {"train.py", "one_tensor.py", "weights.py", "pipeline.py"}
+
+
+@pytest.mark.parametrize("page", doc_blocks.pages())
+def test_every_program_is_run(page: str) -> None:
+    found = doc_blocks.programs(page)
+    if found:
+        assert page in RUN_BY, f"{page}:{found[0].line}: no test runs this; name one, or say it is a sketch"
+        path = ROOT / RUN_BY[page]
+        assert "programs(" in path.read_text() and Path(page).stem in path.read_text()
+
+
+@pytest.mark.parametrize("page", doc_blocks.pages())
+def test_every_block_is_of_a_kind(page: str) -> None:
+    for block in doc_blocks.blocks(page):
+        known = block.language in ("python", "", "bash") or block.language.startswith("{")
+        assert known or block.mark, f"{page}:{block.line}: what is a block of {block.language}?"
+
+
+@pytest.mark.parametrize("page", doc_blocks.pages())
+def test_every_command_is_there(page: str) -> None:
+    for line, command in doc_blocks.commands(page):
+        wrong = obstacle(command)
+        assert not wrong, f"{page}:{line}: {command}: {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("command", "wrong"),
+    [
+        ("make no-such-target", "make has no target no-such-target"),
+        ("make test NO_SUCH=1", "make has no variable NO_SUCH"),
+        ("python -m meshcast plan --no-such 1", "no-such"),
+        ("PYTHONPATH=python python -m benchmarks.no_such", "no module benchmarks.no_such"),
+        ("torchrun --nproc-per-node 2 examples/no_such.py", "no file examples/no_such.py"),
+        ("torchrun --nproc-per-node 2 examples/gpt/train.py --no-such", "no option --no-such"),
+        ("pip install -r no_such.txt", "no file no_such.txt"),
+        ("build/release/meshcast_tests '[no such]'", "no test"),
+        ("no-such-program", "unknown program no-such-program"),
+    ],
+)
+def test_what_is_not_there_is_found(command: str, wrong: str) -> None:
+    assert wrong in obstacle(command)
+
+
+def obstacle(command: str) -> str:
+    """Why the command cannot work; empty where nothing is known against it."""
+    words = shlex.split(command)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words.pop(0)
+    if not words:
+        return ""
+    program, rest = Path(words[0]).name, words[1:]
+    if program == "make":
+        return _of_make(rest)
+    if program in ("python", "python3"):
+        return _of_python(rest)
+    if program == "torchrun":
+        while rest and rest[0].startswith("-") and rest[0] != "-m":
+            rest = rest[1:] if rest[0] in ("--standalone",) or "=" in rest[0] else rest[2:]
+        return _of_python(rest)
+    if program == "pip":
+        files = [rest[at + 1] for at, word in enumerate(rest) if word == "-r"]
+        return next((f"no file {name}" for name in files if not (ROOT / name).is_file()), "")
+    if program == "meshcast_tests":
+        return "" if all(word in CPP_TESTS for word in rest) else f"no test {rest}"
+    if (ROOT / words[0]).is_file() and "/" in words[0]:
+        return _of_python(words)
+    return f"unknown program {words[0]}"
+
+
+def _of_make(words: list[str]) -> str:
+    for word in words:
+        name, given, _ = word.partition("=")
+        if given and name not in VARIABLES:
+            return f"make has no variable {name}"
+        if not given and name not in TARGETS:
+            return f"make has no target {name}"
+    return ""
+
+
+def _of_python(words: list[str]) -> str:
+    if words[:1] == ["-m"]:
+        if words[1] == "meshcast":
+            return _of_command_line(words[2:])
+        parts = words[1].split(".")
+        if parts[0] not in ("benchmarks", "meshcast", "tests"):
+            return ""
+        base = ROOT / "python" if parts[0] == "meshcast" else ROOT
+        path = base.joinpath(*parts)
+        if not path.with_suffix(".py").is_file() and not (path / "__main__.py").is_file():
+            return f"no module {words[1]}"
+        if words[1] == "benchmarks.cluster" and "--" in words:
+            return obstacle(shlex.join(words[words.index("--") + 1 :]))
+        return ""
+    if not words or words[0].startswith("-") or words[0] in OWN_FILES:
+        return ""
+    path = ROOT / words[0]
+    if not path.is_file():
+        return f"no file {words[0]}"
+    return _of_example(path, words[1:])
+
+
+def _of_example(path: Path, words: list[str]) -> str:
+    """Whether the program, or what it shares with others, has these options."""
+    if "examples" not in path.parts:
+        return ""
+    sources = [*path.parent.glob("*.py"), *(ROOT / "examples" / "training").glob("*.py")]
+    known = "".join(each.read_text() for each in sources)
+    options = [word.partition("=")[0] for word in words if word.startswith("--")]
+    for option in options:
+        if f'"{option}"' not in known and option.removeprefix("--").replace("-", "_") not in known:
+            return f"no option {option}"
+    return ""
+
+
+def _of_command_line(words: list[str]) -> str:
+    if not words or words[0].startswith("-") or "|" in words[0] or words[0].isupper():
+        return ""
+    if not (ROOT / "python" / "meshcast" / "cli" / f"{words[0]}.py").is_file():
+        return f"no command {words[0]}"
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    importlib.import_module(f"meshcast.cli.{words[0]}").add_arguments(parser)
+    options = [each for each in words[1:] if each.startswith("--")]
+    unknown = [each for each in options if each not in parser._option_string_actions]
+    return f"no option {unknown[0]}" if unknown else ""
