@@ -79,9 +79,9 @@ def remesh(
         {name: entry}: what `new` names here, then what is no tensor, from the lowest rank that has it.
         Tensors of `new` are filled and returned.
 
-    Raises, on all ranks that call:
-        LayoutError: before a tensor moves: a rank in `lost` that held nothing, that `ranks` or `new` have as
-            well, or that calls; a name without destination. Where a box lives on no rank any more, the field
+    Raises:
+        LayoutError: on all ranks that call, before a tensor moves: a rank in `lost` that held nothing, that
+            `ranks` or `new` have as well, or that calls; a name without destination. Where a box lives on no rank any more, the field
             `gone` lists each (name, box, ranks of then that had it): load just these from a checkpoint and
             call again with `loaded`.
         PlanMismatchError: shapes, dtypes, layouts, entries or `lost` differ among ranks.
