@@ -95,7 +95,7 @@ class PrivateGroup:
         self._refusals = refusals
         self._left: list[tuple[_C.GroupCore, list[Attachment]]] = []  # of lives that refused calls have ended
         self._origin, self._lives = "", 0  # what the stores of its lives are called, and how many there were
-        self._began_anew = False
+        self._refused: tuple[int, int, int, str] | None = None  # the call that ended its last life
         self._next: dict[int, int] = {}  # by lane, the first ordinal of this life
         self._core: _C.GroupCore | None = None
         self._error: Exception | None = None
@@ -289,7 +289,7 @@ class PrivateGroup:
         if self._core is core:
             self._core = None
             self._left.append((core, list(self.attached.values())))
-            self._began_anew = True
+            self._refused = refused
             self.attached = {}
             self.agreements = Agreements()
         return lane != refused[0] or ordinal > refused[1]
@@ -329,7 +329,7 @@ class PrivateGroup:
 
     def _stated(self) -> dict[int, int]:
         """By lane, the next ordinal of this rank, where ranks may have been through with different ones."""
-        if not self._began_anew:
+        if self._refused is None:
             return {}
         with self._lock:
             stated = dict(self._ordinals)
@@ -339,11 +339,14 @@ class PrivateGroup:
             return stated
 
     def _skipped(self, ordinal: int) -> MeshcastError:
+        assert self._refused is not None  # a life begins after it, or with the first calls of all ranks
+        _, number, other, text = self._refused
         return PlanMismatchError(
             f"rank {self.rank}: call {ordinal} of {self.name}: other ranks were through with this call when "
-            "they heard that an earlier one was refused, so nothing can be moved by it any more; the next "
-            "one works",
+            f"they heard that rank {other} refused call {number}, so nothing can be moved by it any more; "
+            f"the next one works. Rank {other}: {text}",
             rank=self.rank,
+            peer=None if other == self.rank else other,
             op="reshard",
             sequence=ordinal,
             phase="agree",
