@@ -12,6 +12,7 @@ from meshcast import Layout, Plan, Topology, plan
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 __all__ = [
+    "BREAKS",
     "BY_CLOCK",
     "BY_POINT",
     "COLUMNS",
@@ -56,7 +57,7 @@ ENDING = ("ending", "destroy")
 # What each does is in matrix_ranks.py. By kind:
 DEATHS = {"kill": -9, "exit": 1, "abort": -6}  # with the status that the process ends with
 SILENCES = ("stop", "gil", "too late")  # a rank that says nothing until the limit, and may go on then
-_BREAKS = ("reset", "half")  # its connections end, it lives
+BREAKS = ("reset", "half")  # its connections end, it lives
 DELAYS = ("late", "slow")  # it is slow, but within the limit
 # Besides, a rank may raise and tell the others.
 FAULTS: dict[str, tuple[str, ...]] = {  # the moments of each
@@ -118,7 +119,8 @@ def draw(seed: int, transport: str, fault: str, moment: str, *, rows_to_columns:
     if rows_to_columns:
         source, destination = (everyone, "rows"), (everyone, "columns")
     if fault == "cuda":
-        source = (everyone, "rows")  # the victim has something to copy from its GPU
+        source = (everyone, "rows")  # the victim has something to copy from its GPU, and to send
+        destination = (everyone, "columns") if destination == source else destination
         rows = ROWS if moment == "agree" else 600
     late = {}
     if moment in ("forming", "agreeing") and rng.random() < 0.6:
@@ -199,5 +201,5 @@ def combinations(
         for moment in moments
         for transport in transports
         if moment in FAULTS[fault] or (moment in BY_CLOCK and fault in ("kill", "stop"))
-        if fault not in _BREAKS or transport != "shared memory"  # which has no connections
+        if fault not in BREAKS or transport != "shared memory"  # which has no connections
     ]
