@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
@@ -28,30 +29,35 @@ def emulated_hosts(actors: Sequence[int]) -> Iterator[None]:
     os.environ.update(RAY_TMPDIR=folder, RAY_USAGE_STATS_ENABLED="0")
     cluster = Cluster()
     try:
-        for host, count in enumerate(actors):
-            cluster.add_node(
-                node_ip_address=LOOPBACK,
-                num_cpus=count,
-                resources={f"host{host}": count},
-                object_store_memory=STORE_BYTES,
-                include_dashboard=False,
-                include_log_monitor=False,
-                no_monitor=True,
-                env_vars={
-                    # Nodes share the network and the boot id, by which meshcast tells hosts.
-                    "MESHCAST_HOST_ID": f"host {host}",
-                    "GLOO_SOCKET_IFNAME": "lo",
-                    # Actors find what this process finds.
-                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                },
-            )
-        ray.init(address=cluster.address, log_to_driver=False, logging_level="warning")
-        yield
+        try:
+            for host, count in enumerate(actors):
+                cluster.add_node(**_node(host, count))
+            ray.init(address=cluster.address, log_to_driver=False, logging_level="warning")
+            yield
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
     except BaseException:
         print(f"what the actors printed: {folder}/ray/session_latest/logs", file=sys.stderr, flush=True)
         raise
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _node(host: int, actors: int) -> dict[str, Any]:
+    """What makes this node small, and a host of its own for meshcast."""
+    return {
+        "node_ip_address": LOOPBACK,
+        "num_cpus": actors,
+        "resources": {f"host{host}": actors},
+        "object_store_memory": STORE_BYTES,
+        "include_dashboard": False,
+        "include_log_monitor": False,
+        "no_monitor": True,
+        "env_vars": {
+            # Nodes share the network and the boot id, by which meshcast tells hosts.
+            "MESHCAST_HOST_ID": f"host {host}",
+            "GLOO_SOCKET_IFNAME": "lo",
+            # Actors find what this process finds.
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        },
+    }
