@@ -13,14 +13,14 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 to mean the address that others know
 STORE_BYTES = 80 << 20  # Ray's least; nothing large goes through its object store
 
 
 @contextmanager
 def emulated_hosts(actors: Sequence[int]) -> Iterator[None]:
     """Ray with a node for each number of `actors`: how many it takes, each for one CPU and one of `hostN`.
-    Ends all of it in every case: where this process is killed, Linux ends Ray's own.
+    Ends all of it in every case: where this process is killed, Ray's own end within two minutes.
 
     What actors print is in files, which stay where an error has passed through here."""
     # Of its own: `ray.init()` of other programs joins the cluster that it finds in Ray's usual folder. Short:

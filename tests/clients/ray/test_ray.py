@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,23 +47,32 @@ class Program:
             self.process.terminate()
             raise
 
-    def check_nothing_left(self) -> None:
-        end = time.monotonic() + 30
+    def check_nothing_left(self, seconds: float = 30.0) -> None:
+        end = time.monotonic() + seconds
         while left := self.processes():
             assert time.monotonic() < end, left
             time.sleep(0.2)
 
     def processes(self) -> list[str]:
         """Command lines of those that it has started, and itself."""
-        mark = f"{MARK}={self.mark}".encode()
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
+        return [line.replace("\0", " ")[:200] for line, _ in self._found()]
+
+    def folder(self) -> Path:
+        """Of Ray: what its processes have in common."""
+        (name,) = {each["RAY_TMPDIR"] for _, each in self._found() if "RAY_TMPDIR" in each}
+        return Path(name)
+
+    def _found(self) -> Iterator[tuple[str, dict[str, str]]]:
+        """Command line and environment of each."""
+        for process in Path("/proc").glob("[0-9]*"):
             try:
-                if mark in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append((folder / "cmdline").read_text().replace("\0", " ")[:200])
+                text = (process / "environ").read_text(errors="replace")
+                line = (process / "cmdline").read_text()
             except OSError:  # it has ended
                 continue
-        return [line for line in found if line]  # without those that nobody has waited for
+            variables = dict(each.split("=", 1) for each in text.split("\0") if "=" in each)
+            if line and variables.get(MARK) == self.mark:  # no line: it has ended, and nobody has waited for it
+                yield line, variables
 
 
 def ended(script: Path, *arguments: str) -> tuple[int, str]:
@@ -127,10 +138,12 @@ def test_ended_from_outside(how: signal.Signals) -> None:
         if ROW.match(line):
             break
     assert len(program.processes()) > 6, (seen, program.processes())  # four actors, and Ray's own
+    folder = program.folder()
     program.process.send_signal(how)
     seen += program.output()
     assert program.process.returncode != 0, seen
-    program.check_nothing_left()
+    program.check_nothing_left(180.0)  # Ray's agents first try for a minute to tell its dead server
+    shutil.rmtree(folder)  # it stays, with what the actors printed
 
 
 @pytest.mark.parametrize(
