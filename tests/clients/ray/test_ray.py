@@ -63,7 +63,7 @@ class Program:
         return Path(name)
 
     def _found(self) -> Iterator[tuple[str, dict[str, str]]]:
-        """Command line and environment of each."""
+        """Command line and environment of each. One that has ended and nobody has waited for has no line."""
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 text = (process / "environ").read_text(errors="replace")
@@ -71,7 +71,7 @@ class Program:
             except OSError:  # it has ended
                 continue
             variables = dict(each.split("=", 1) for each in text.split("\0") if "=" in each)
-            if line and variables.get(MARK) == self.mark:  # no line: it has ended, and nobody has waited for it
+            if line and variables.get(MARK) == self.mark:
                 yield line, variables
 
 
