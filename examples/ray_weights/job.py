@@ -39,7 +39,7 @@ class Calls:
 
 class Job:
     """Ranks of one process group. Trainers come first, on the node with the resource `host0`; rollouts are on
-    the one with `host1`. limit: seconds for a call of the group, and for ranks to be ready for a push."""
+    the one with `host1`. limit: seconds, of a call of the group and of a push."""
 
     def __init__(self, model: str, trainers: int, rollouts: int, batch: int, limit: float) -> None:
         self.limit = limit
@@ -53,8 +53,8 @@ class Job:
         self.get([actor.start.remote(model, trainers, batch) for actor in ranks])
 
     def get(self, calls: Any) -> Any:
-        """What they return. Calls end by themselves: one limit to get ready, one to move. The third is for
-        processes to start, or for steps of training."""
+        """What they return. Calls end by themselves: a pull has one limit to wait for a version, and one to
+        move it. The third is for processes to start, or for steps of training."""
         return ray.get(calls, timeout=3 * self.limit)
 
     def ask(self, version: int, steps: int) -> Calls:
