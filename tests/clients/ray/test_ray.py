@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,18 +21,17 @@ ROOT = Path(__file__).resolve().parents[3]
 RUN = ROOT / "examples/ray_weights/run.py"
 LOST_IN_PUSH = Path(__file__).with_name("lost_in_push.py")
 LIMIT = 300.0  # seconds for a program; it takes about 20 on an idle machine
-MARK = "MESHCAST_TEST_OF_RAY"  # in the environment of all processes that a program starts
 ROW = re.compile(r" +(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)  (\w+)")
 HEARD = re.compile(r"rank (\d+): (\w+) after ([\d.]+) s: (.*)")
 
 
 class Program:
     def __init__(self, script: Path, *arguments: str) -> None:
-        self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
             [sys.executable, str(script), *arguments],
-            env={**os.environ, "PYTHONPATH": str(ROOT / "python"), MARK: self.mark},
+            env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
             cwd=ROOT,
+            start_new_session=True,  # by which its processes are found: Ray writes over environments
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -66,13 +64,13 @@ class Program:
         """Command line and environment of each. One that has ended and nobody has waited for has no line."""
         for process in Path("/proc").glob("[0-9]*"):
             try:
+                session = int((process / "stat").read_text().rpartition(")")[2].split()[3])
                 text = (process / "environ").read_text(errors="replace")
                 line = (process / "cmdline").read_text()
             except OSError:  # it has ended
                 continue
-            variables = dict(each.split("=", 1) for each in text.split("\0") if "=" in each)
-            if line and variables.get(MARK) == self.mark:
-                yield line, variables
+            if line and session == self.process.pid:
+                yield line, dict(each.split("=", 1) for each in text.split("\0") if "=" in each)
 
 
 def ended(script: Path, *arguments: str) -> tuple[int, str]:
