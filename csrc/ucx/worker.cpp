@@ -96,10 +96,11 @@ ucp_ep_h Worker::connect(const std::string& address, ucp_err_handler_cb_t failed
   if (status == UCS_ERR_UNREACHABLE)
     throw Error(
         ErrorKind::Generic,
-        fmt::format("UCX {}: no way to the peer from {}. UCX takes an interface only for peers to which "
-                    "this host's best route begins there; name one with MESHCAST_IFNAMES, several with "
-                    "UCX_NET_DEVICES, or set MESHCAST_TRANSPORT=gloo",
-                    api_.version, devices_));
+        fmt::format(
+            "UCX {}: no way to the peer from {}: it has ended, or the interface does not lead there. UCX "
+            "takes one only for peers to which this host's best route begins there; name another with "
+            "MESHCAST_IFNAMES, several with UCX_NET_DEVICES, or set MESHCAST_TRANSPORT=gloo",
+            api_.version, devices_));
   check(status, "ucp_ep_create");
   return endpoint;
 }
