@@ -11,7 +11,9 @@ from multiproc.harness import run_world
 pytestmark = pytest.mark.timeout(110)
 
 
-@pytest.mark.parametrize("dies", [True, False], ids=["killed", "control"])
+@pytest.mark.parametrize(
+    "dies", [pytest.param(True, id="killed"), pytest.param(False, id="control", marks=pytest.mark.slow)]
+)
 def test_lost_after_refusal(dies: bool) -> None:
     env = {"MESHCAST_SHM": "0", "DIES": str(int(dies))}
     world = run_world(Path(__file__).with_name("cases_lost_after_refusal.py"), 3, limit=90.0, env=env)

@@ -19,14 +19,15 @@ sys.path.insert(0, str(ROOT / "tools"))
 import doc_blocks
 
 LIMIT = 150  # seconds for a program; it takes about 5 on an idle machine
-PAGES = (
-    "README.md",
-    "docs/start/move_weights.md",
-    "docs/start/train_a_pipeline.md",
-    "docs/start/plan_only.md",
-)
+# With processes by torchrun, a quarter of a minute for each program.
+SLOW = ("docs/start/move_weights.md", "docs/start/train_a_pipeline.md")
+PAGES = ("README.md", "docs/start/plan_only.md", *SLOW)
 PROGRAMS = [
-    pytest.param(program, id=f"{program.page}:{program.line}")
+    pytest.param(
+        program,
+        id=f"{program.page}:{program.line}",
+        marks=pytest.mark.slow if page in SLOW else (),
+    )
     for page in PAGES
     for program in doc_blocks.programs(page)
 ]
