@@ -8,6 +8,7 @@ import ctypes
 import gc
 import os
 import statistics
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from multiproc.cases_property import call, verify
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.random_layouts import draw
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 GROUP_TIMEOUT = 120.0
 CASE_LIMIT = 1100.0
@@ -107,6 +108,12 @@ def fill(context) -> None:
         for _ in range(3):
             columns = meshcast.reshard(rows, mesh, [Shard(1)])
             rows = meshcast.reshard(columns, mesh, [Shard(0)])
+        # A rank that waits for others to agree on a plan looks after them, over connections of UCX: here
+        # each rank waits for all.
+        for first in ranks:
+            time.sleep(0.3 * (context.rank != first))
+            new = sharded(torch.arange(len(ranks) * (first + 1)), mesh, [Shard(0)], context.rank)
+            meshcast.reshard(new, mesh, [Replicate()])
     context.wait_for_all("filled", limit=120.0)
 
 
