@@ -1,6 +1,10 @@
 #include "ucx/worker.h"
 
 #include <cstdlib>
+#include <future>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 #include <fmt/format.h>
 
@@ -20,6 +24,24 @@ const char* given(const std::string& name) {
   return std::getenv(("UCX_" + name).c_str());  // NOLINT(concurrency-mt-unsafe): UCX reads it likewise
 }
 
+// Starts and ends `count` threads, all there at once. UCX ends the process where it cannot have its own: what
+// these leave (the stacks, the places in the system's count) is there for the next. Throws Error.
+void require_threads(int count, const char* what) {
+  std::promise<void> all_there;
+  const std::shared_future<void> over = all_there.get_future().share();
+  std::vector<std::thread> threads;
+  threads.reserve(count);
+  std::string missing;
+  try {
+    for (int i = 0; i < count; ++i) threads.emplace_back([over] { over.wait(); });
+  } catch (const std::system_error& error) {
+    missing = no_thread(what, error);
+  }
+  all_there.set_value();
+  for (std::thread& thread : threads) thread.join();
+  if (!missing.empty()) throw Error(ErrorKind::Generic, missing);
+}
+
 }  // namespace
 
 void Worker::check(ucs_status_t status, const char* what) const {
@@ -31,7 +53,7 @@ void Worker::check(ucs_status_t status, const char* what) const {
 
 Worker::Worker(const Api& api, const std::string& device, const std::map<std::string, std::string>& settings)
     : api_(api) {
-  // UCX starts a thread of its own with the first worker, and aborts without one; the other is Progress's.
+  // UCX starts a thread of its own with the first worker; the other is Progress's.
   require_threads(2, "messages over UCX");
   ucp_config_t* config = nullptr;
   check(api_.ucp_config_read(nullptr, nullptr, &config), "ucp_config_read");

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fault.rounds import BREAKS, DEATHS, DELAYS, ENDING, FORMING, SILENCES, Round
+from fault.rounds import DEATHS, DELAYS, ENDING, FORMING, SILENCES, Round
 
 __all__ = ["Outcome", "judge"]
 
@@ -124,9 +124,9 @@ class _Judge:
                 self._wrong.append(f"{who}knew after {took:.2f} s, {what}")
         if not named:
             self._wrong.append(f"{who}blames rank {found['peer']}, {what}")
-        # A call that fails on its own GPU before it has begun is refused: nothing moves, the group is in use.
-        # The next call goes through, or waits for the victim, which may have gone by then.
-        if found["again"] and round_.fault != "cuda":
+        # A refusal moves nothing, and leaves the group in use: so where a GPU fails before its call begins.
+        in_use = round_.fault == "cuda" and (round_.moment == "agree" or found["again"] == "it went through")
+        if found["again"] and not in_use:
             self._wrong.append(f"{who}called again: {found['again']}")
         if found.get("without"):
             self._wrong.append(f"{who}went on without the victim: {found['without']}")
@@ -135,9 +135,6 @@ class _Judge:
         """Whether only the limit can tell, as docs/errors.md says."""
         round_ = self._round
         if round_.fault in SILENCES or self._before:
-            return True
-        # Of a broken connection gloo tells only the two ends, and a send at times never ends.
-        if round_.transport == "gloo" and round_.fault in BREAKS:
             return True
         # Over gloo a death is seen by those alone who exchange bytes with the dead rank.
         return round_.transport == "gloo" and round_.moment in (*FORMING, "connecting", "agree", "agreeing")

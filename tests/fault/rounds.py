@@ -12,7 +12,6 @@ from meshcast import Layout, Plan, Topology, plan
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 __all__ = [
-    "BREAKS",
     "BY_CLOCK",
     "BY_POINT",
     "COLUMNS",
@@ -57,7 +56,7 @@ ENDING = ("ending", "destroy")
 # What each does is in matrix_ranks.py. By kind:
 DEATHS = {"kill": -9, "exit": 1, "abort": -6}  # with the status that the process ends with
 SILENCES = ("stop", "gil", "too late")  # a rank that says nothing until the limit, and may go on then
-BREAKS = ("reset", "half")  # its connections end, it lives
+_BREAKS = ("reset", "half")  # its connections end, it lives
 DELAYS = ("late", "slow")  # it is slow, but within the limit
 # Besides, a rank may raise and tell the others.
 FAULTS: dict[str, tuple[str, ...]] = {  # the moments of each
@@ -201,5 +200,5 @@ def combinations(
         for moment in moments
         for transport in transports
         if moment in FAULTS[fault] or (moment in BY_CLOCK and fault in ("kill", "stop"))
-        if fault not in BREAKS or transport != "shared memory"  # which has no connections
+        if fault not in _BREAKS or transport != "shared memory"  # which has no connections
     ]

@@ -54,10 +54,16 @@ def test_every_variable_has_a_row() -> None:
     assert all(f"| `{each.name}` |" in page for each in settings.ALL)
 
 
-@pytest.mark.parametrize("name", sorted(public_names() - {"meshcast.__version__"}))
+# Of plug-ins that import their package, the site's own build reads the docstrings.
+IMPORTABLE = sorted(
+    name
+    for name in public_names() - {"meshcast.__version__"}
+    if not name.startswith("meshcast.integrations.") or name.startswith("meshcast.integrations.dcp.")
+)
+
+
+@pytest.mark.parametrize("name", IMPORTABLE)
 def test_every_public_name_explains_itself(name: str) -> None:
-    if name.startswith("meshcast.integrations.") and not name.startswith("meshcast.integrations.dcp."):
-        pytest.skip("imports its package; the site's own build reads its docstring")
     module, _, attribute = name.rpartition(".")
     documented = getattr(importlib.import_module(module), attribute)
     text = (documented.__doc__ or "").strip()
