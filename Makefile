@@ -40,10 +40,10 @@ CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix
 LOCK := flock build/.lock
 
 .DEFAULT_GOAL := build
-.PHONY: build faults cuda-check demo test test-all test-faults test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint metrics format asan tsan clean configure help
+.PHONY: build faults cuda-check on-gpu demo test test-all test-faults test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint metrics format asan tsan clean configure help
 
 help:
-	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build faults cuda-check demo test test-all test-faults test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint metrics format asan tsan clean'
+	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build faults cuda-check on-gpu demo test test-all test-faults test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint metrics format asan tsan clean'
 
 # ---- set-up ----------------------------------------------------------------------------------------------
 
@@ -97,8 +97,13 @@ faults: $(VENV)/.stamp-build
 	@for each in python/meshcast/*; do case $$each in */_C.*.so | */_build_info.py | */__pycache__) ;; \
 	   *) ln -sfn "$(CURDIR)/$$each" build/faults/python/meshcast/ ;; esac; done
 
-# The CUDA flavour, built and imported in .venv-cuda (4.6 GB) without a GPU; CUDA_CHECK_ARGS=--if-possible lets it
-# pass where CUDA's torch cannot be had.
+# Everything that was written for GPUs, on a machine with one: built with python3's torch, tested, measured.
+# ON_GPU_ARGS=--dry: as far as it goes without.
+on-gpu:
+	@tools/on_gpu.sh $(ON_GPU_ARGS)
+
+# The same dry, with CUDA's torch in an environment of its own, .venv-cuda (5 GB). CUDA_CHECK_ARGS=--if-possible lets
+# it pass where that torch cannot be had.
 cuda-check:
 	@PYTHON=$(PYTHON) JOBS=$(JOBS) WERROR=$(WERROR) tools/cuda_check.sh $(CUDA_CHECK_ARGS)
 

@@ -1,4 +1,4 @@
-"""What cuda_check.sh runs with the CUDA flavour: imports, a reshard between CPU ranks, the list of kernels.
+"""The step "import" of on_gpu.py: imports, a reshard between CPU ranks, the list of kernels.
 
 The package to check is on PYTHONPATH. Exit status 1 where something is not as it must be.
 """
@@ -17,7 +17,7 @@ WORLD = 3
 LIMIT_S = 120
 
 
-def rank_main(rank: int, port: int) -> None:
+def rank_main(rank: int, port: int, with_cuda: bool) -> None:
     """One rank of the reshard: a tensor sharded over ranks 0 and 1 ends up sharded over 2, 1, 0."""
     import meshcast
     import torch
@@ -35,7 +35,7 @@ def rank_main(rank: int, port: int) -> None:
     expected = full.chunk(3, dim=1)[place]
     if not torch.equal(y.to_local(), expected):
         sys.exit(f"rank {rank} got {y.to_local().tolist()}, not {expected.tolist()}")
-    if not torch.cuda.is_available():
+    if with_cuda and not torch.cuda.is_available():
         refusals(rank)
     dist.destroy_process_group()
 
@@ -74,12 +74,14 @@ def refusals(rank: int) -> None:
     gpu.shutdown()
 
 
-def reshard_on_cpu() -> None:
+def reshard_on_cpu(with_cuda: bool) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [
-        subprocess.Popen([sys.executable, "-W", "ignore", __file__, str(rank), str(port)])
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__, str(rank), str(port), str(int(with_cuda))]
+        )
         for rank in range(WORLD)
     ]
     try:
@@ -124,15 +126,19 @@ def main() -> None:
     import torch
     from meshcast import _C, _build_info
 
-    if not _build_info.with_cuda or not hasattr(_C, "cuda"):
-        sys.exit("cuda-check: the module was built without CUDA code")
+    with_cuda = torch.version.cuda is not None
+    if with_cuda != _build_info.with_cuda or with_cuda != hasattr(_C, "cuda"):
+        sys.exit(f"cuda-check: torch {torch.__version__}, and with CUDA code: {_build_info.with_cuda}")
     print(f"cuda-check: import of meshcast {meshcast.__version__} under torch {torch.__version__}: ok")
-    print(f"cuda-check: NCCL {_C.nccl_version()} loads: ok")
-    reshard_on_cpu()
+    if with_cuda:
+        print(f"cuda-check: NCCL {_C.nccl_version()} loads: ok")
+    reshard_on_cpu(with_cuda)
     print(f"cuda-check: reshard between {WORLD} CPU ranks: ok")
     program = cuobjdump()
     checked = ["compiled", "linked", "imported", "a reshard between CPU ranks"]
-    if program is None:
+    if not with_cuda:
+        print("cuda-check: kernels not listed: this torch has no CUDA, so there are none")
+    elif program is None:
         print("cuda-check: kernels not listed: no cuobjdump in the toolkit or in Triton")
     else:
         found = kernels(Path(str(_C.__file__)), program)
@@ -160,7 +166,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        rank_main(int(sys.argv[1]), int(sys.argv[2]))
+    if len(sys.argv) == 4:
+        rank_main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1")
     else:
         main()

@@ -7,18 +7,21 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
+from multiproc.devices import GPU, gpus
 from multiproc.harness import WorldResult, run_world
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu(on_cpu=True), pytest.mark.timeout(600)]
 
 MODULE = Path(__file__).with_name("cases_backend.py")
+WORLDS = (
+    ["one rank", "a rank for each GPU", "the same under DETAIL"] if GPU == "cuda" else ["a rank for each GPU"]
+)
 CASES = re.findall(r"\w+", MODULE.read_text().split("CASES = [")[1])
 
 
-@pytest.fixture(scope="module", params=["one rank", "a rank for each GPU", "the same under DETAIL"])
+@pytest.fixture(scope="module", params=WORLDS)
 def world(request: pytest.FixtureRequest) -> WorldResult:
-    ranks = 1 if request.param == "one rank" else min(torch.cuda.device_count(), 7)
+    ranks = 1 if request.param == "one rank" else gpus()
     if request.param == "a rank for each GPU" and ranks == 1:
         pytest.skip("there is one GPU, which the run with one rank has")
     level = "DETAIL" if "DETAIL" in request.param else "OFF"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from multiproc.harness import WorldResult, run_world
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu(on_cpu=True), pytest.mark.timeout(300)]
 
 MODULE = Path(__file__).with_name("cases_mixed.py")
 CASES = re.findall(r"\w+", MODULE.read_text().split("CASES = [")[1])

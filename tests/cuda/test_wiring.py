@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
+from multiproc.devices import gpus
 from multiproc.harness import WorldResult, run_world
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu(on_cpu=True), pytest.mark.timeout(300)]
 
 MODULE = Path(__file__).with_name("cases_wiring.py")
 CASES = re.findall(r"\w+", MODULE.read_text().split("CASES = [")[1])
@@ -17,7 +17,7 @@ CASES = re.findall(r"\w+", MODULE.read_text().split("CASES = [")[1])
 
 @pytest.fixture(scope="module")
 def world() -> WorldResult:
-    return run_world(MODULE, min(torch.cuda.device_count(), 7))
+    return run_world(MODULE, gpus())
 
 
 @pytest.mark.parametrize("case", CASES)

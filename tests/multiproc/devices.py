@@ -14,6 +14,11 @@ from torch.distributed.tensor import DTensor, Placement
 GPU = os.environ.get("DEVICE", "cuda")
 
 
+def gpus(most: int = 7) -> int:
+    """Ranks of a test that has one for each GPU; on the CPU three stand for them."""
+    return min(torch.cuda.device_count() if GPU == "cuda" else 3, most)
+
+
 def use_a_gpu(rank: int) -> None:
     """The ranks share the GPUs there are."""
     if GPU == "cuda":

@@ -86,11 +86,13 @@ def run_world(
     backend: str = "gloo",
     env: Mapping[str, str] | None = None,
 ) -> WorldResult:
-    """Runs the case module in `world` processes and waits until all have ended, at most `limit` seconds.
+    """Runs the case module in `world` processes and waits until all have ended, at most `limit` seconds, or
+    MESHCAST_WORLD_LIMIT of the environment if that is less.
 
     The rendezvous store lives in this process, so that no rank's death takes it along.
     """
     begin = time.monotonic()
+    limit = min(limit, float(os.environ.get("MESHCAST_WORLD_LIMIT", limit)))
     with started(cases, world, backend=backend, env=env) as running:
         timed_out = not _wait(running.start, begin + limit)
         running.end()

@@ -32,7 +32,7 @@ void recv(Transport& transport, int peer, uint64_t key, std::vector<uint8_t>& da
   transport.recv({peer, 0, key}, static_cast<int64_t>(data.size()), tally.in(data.data()));
 }
 
-int64_t resident_bytes() {
+[[maybe_unused]] int64_t resident_bytes() {
   std::ifstream statm("/proc/self/statm");
   int64_t size = 0, resident = 0;
   statm >> size >> resident;
