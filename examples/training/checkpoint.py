@@ -1,40 +1,32 @@
-"""Checkpoints by torch.distributed.checkpoint: ranks write their share, names are global."""
+"""Checkpoints of a run: those of its pipeline, in a folder for each step, and what run it was."""
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from meshcast import pipelining
 
 from training.layout import ConfigError
 from training.options import Options
 from training.trainer import Trainer
 
-State = dict[str, dict[str, Any]]
-
-# Flat names ("state.layers.3.up.weight.exp_avg"): parameter groups by number would clash between stages.
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 ABOUT = "run.json"
 
 
 def save(options: Options, trainer: Trainer, done: int) -> Path:
-    """Write the state after `done` steps to DIR/step-N; collective. A folder of that name is complete."""
+    """Write the state after `done` steps to DIR/step-N; collective. The folder is complete once it says what
+    run it is of."""
     assert options.checkpoint is not None
-    final = options.checkpoint / f"step-{done:06d}"
-    partial = final.with_suffix(".partial")
-    dcp.save(_global_names(_state(trainer), trainer.shared_names), checkpoint_id=partial)
+    folder = options.checkpoint / f"step-{done:06d}"
+    pipelining.save(trainer.schedule, folder, trainer.optimizer, position=done)
     if dist.get_rank() == 0:
-        (partial / ABOUT).write_text(json.dumps(_about(options), indent=2))
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
+        partial = folder / f"{ABOUT}.partial"
+        partial.write_text(json.dumps(_about(options), indent=2))
+        partial.rename(folder / ABOUT)
     dist.barrier()
-    return final
+    return folder
 
 
 def to_resume(options: Options) -> tuple[Path | None, int]:
@@ -90,53 +82,12 @@ def _check_same(folder: Path, own: dict[str, Any]) -> None:
 
 def complete(root: Path) -> list[Path]:
     """The checkpoints in DIR that were written to the end, oldest first."""
-    return sorted(path for path in root.glob("step-*") if not path.suffix)
+    return sorted(path.parent for path in root.glob(f"step-*/{ABOUT}"))
 
 
 def load(folder: Path, trainer: Trainer) -> None:
     """Read this rank's share in place, whatever layout wrote it; collective."""
-    state = _global_names(_state(trainer), trainer.shared_names)
-    dcp.load(state, checkpoint_id=folder)
-    state = _global_names(state, {local: name for name, local in trainer.shared_names.items()})
-    for name, first in _second_names(trainer.module).items():
-        state["model"][name] = state["model"][first]
-    set_state_dict(
-        trainer.module,
-        trainer.optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=FLAT,
-    )
-
-
-def _state(trainer: Trainer) -> State:
-    model, optimizer = get_state_dict(trainer.module, trainer.optimizer, options=FLAT)
-    for name in _second_names(trainer.module):
-        del model[name]  # the optimizer knows the first
-    return {"model": model, "optimizer": optimizer}
-
-
-def _second_names(module: nn.Module) -> dict[str, str]:
-    """{other name: first name} of parameters that the module holds under several."""
-    first = {parameter: name for name, parameter in module.named_parameters()}
-    named = module.named_parameters(remove_duplicate=False)
-    return {name: first[parameter] for name, parameter in named if first[parameter] != name}
-
-
-def _global_names(state: State, names: dict[str, str]) -> State:
-    """The state with {new: old} names of parameters: one that several stages hold is saved once, under the
-    name that it has where it comes first."""
-    old_to_new = {old: new for new, old in names.items()}
-
-    def renamed(key: str) -> str:
-        for old, new in old_to_new.items():
-            if key == old:
-                return new
-            if key.startswith(("state.", "param_groups.")) and f".{old}." in key:
-                return key.replace(f".{old}.", f".{new}.", 1)
-        return key
-
-    return {part: {renamed(key): value for key, value in values.items()} for part, values in state.items()}
+    pipelining.load(trainer.schedule, folder, trainer.optimizer)
 
 
 def _about(options: Options) -> dict[str, Any]:

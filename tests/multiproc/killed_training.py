@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch.distributed.checkpoint as dcp
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from gpt.job import GptJobType
-from training import checkpoint, trainer
+from training import trainer
 from training.job import JobType
 from training.main import main
 from unet.job import UNetJobType
@@ -39,14 +41,14 @@ def die_in_step(number: int) -> None:
 
 def die_while_saving(number: int) -> None:
     """The others have begun to write by then, or are about to; nobody can finish."""
-    write = checkpoint.dcp.save
+    write = dcp.save
 
-    def dying(state: Any, *, checkpoint_id: Path) -> Any:
+    def dying(state: Any, *, checkpoint_id: Path, **options: Any) -> Any:
         if checkpoint_id.name.startswith(f"step-{number:06d}"):
             die()
-        return write(state, checkpoint_id=checkpoint_id)
+        return write(state, checkpoint_id=checkpoint_id, **options)
 
-    checkpoint.dcp.save = dying
+    dcp.save = dying
 
 
 if __name__ == "__main__":
