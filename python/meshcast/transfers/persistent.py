@@ -361,7 +361,7 @@ class _Start:
     def begin_again(self) -> bool:
         """After the work of a call failed that somebody waits for: see PrivateGroup.begin_again."""
         core = self._core
-        if self._reverse or core is None or not isinstance(self._transfer._medium, HostMedium):
+        if self._reverse or core is None or not self._transfer._medium.by_host:
             return False
         return self._transfer._group.begin_again(self, core)
 

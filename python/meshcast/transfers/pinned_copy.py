@@ -135,11 +135,13 @@ class Passage:
         return self._left is None or self._left.query()
 
     def landing(self, work: Any) -> Any:
-        """The work of the call: that of the transfer, and the copy onto the GPU if there is one."""
+        """The work of the call: that of the transfer, and the copy onto the GPU if there is one. A call that
+        begins once more asks for another."""
         if not self._arriving:
             return work
-        pairs, self._arriving = self._arriving, []
-        return LandingWork(work, self._copies, self._device, pairs, self._behind, self._rank, self._op)
+        return LandingWork(
+            work, self._copies, self._device, self._arriving, self._behind, self._rank, self._op
+        )
 
 
 class LandingWork:
@@ -212,7 +214,7 @@ class LandingWork:
                 except Exception as error:
                     self._problem = self._failed(error)
                     raise self._problem from error
-                self._pairs = []
+                self._pairs.clear()  # of the passage as well, which lives until the pool has looked at it
             return self._landed
 
     def _failed(self, error: Exception) -> MeshcastError:
