@@ -318,6 +318,34 @@ def a_backward_before_a_refused_call(context) -> None:
         context.wait_for_all(f"turn {late}")
 
 
+def a_refused_backward_before_another(context) -> None:
+    """Rank 3 refuses its gradient of the second of two calls, whose backward is the first. Rank 2, which only
+    sends, is in both by then: the other one ends as well, long before its limit."""
+    group = fresh_group()
+    full = torch.arange(float(1 << 18)).reshape(1 << 9, 1 << 9)  # a send ends when its receivers have it
+
+    for refuses in (False, True, True):
+        x = sharded(full, quiet_mesh(A), [Shard(0)], context.rank).detach().requires_grad_(True)
+        first, second = (meshcast.reshard(x, quiet_mesh(B), [Shard(1)], group=group) for _ in range(2))
+        if refuses and context.rank == 3:
+            second.register_hook(lambda gradient: spoiled(gradient, "one row more"))
+        weights = sharded(full, quiet_mesh(B), [Shard(1)], context.rank)
+        run = functools.partial((first + second).backward, weights)
+        if not refuses:
+            run()
+            if context.rank in A:
+                assert torch.equal(x.grad.to_local(), 2 * full.chunk(2)[context.rank])
+            continue
+        if context.rank == 2:
+            run()
+        elif context.rank == 3:
+            raises(LayoutError, run, "does not fit its layout")
+        else:
+            call = functools.partial(raises, PlanMismatchError, run, "rank 3", "does not fit its layout")
+            in_time(call, SOON)
+        in_time(functools.partial(works, context, group), SOON)
+
+
 def _broken(context, group) -> None:
     """Once every rank is through, the group fails each further call, at once where the failure was seen
     here."""
@@ -470,6 +498,7 @@ CASES = [
         a_call_before_a_refused_one,
         a_call_in_flight_before_a_refused_one,
         a_backward_before_a_refused_call,
+        a_refused_backward_before_another,
         wrong_local_size,
         shapes_disagree,
         dtypes_disagree,
