@@ -20,6 +20,9 @@ def save(options: Options, trainer: Trainer, done: int) -> Path:
     run it is of."""
     assert options.checkpoint is not None
     folder = options.checkpoint / f"step-{done:06d}"
+    if dist.get_rank() == 0:  # an earlier one of that step is not complete any more
+        (folder / ABOUT).unlink(missing_ok=True)
+    dist.barrier()
     pipelining.save(trainer.schedule, folder, trainer.optimizer, position=done)
     if dist.get_rank() == 0:
         partial = folder / f"{ABOUT}.partial"
