@@ -72,6 +72,9 @@ elseif(NOT nvcc_release)
   set(obstacle "no nvcc that works was found: install the CUDA toolkit ${TORCH_CUDA}, or set CUDACXX to its nvcc or CUDA_HOME to its folder")
 elseif(NOT torch_cuda_major STREQUAL nvcc_major)
   set(obstacle "torch ${TORCH_VERSION} is built with CUDA ${TORCH_CUDA}, and ${MESHCAST_NVCC_PROGRAM} is of CUDA ${nvcc_release}: set CUDACXX to an nvcc of CUDA ${torch_cuda_major}")
+elseif(nvcc_release VERSION_LESS 12.5)
+  # 32 KiB of kernel parameters are of 12.1, cudaGetDriverEntryPointByVersion is of 12.5.
+  set(obstacle "${MESHCAST_NVCC_PROGRAM} is of CUDA ${nvcc_release}: install CUDA 12.5 or newer, or set CUDACXX to its nvcc")
 endif()
 if(NOT obstacle)
   # torch's own CUDA runtime: of the wheels beside it, in its folder, or of the toolkit it was built with.

@@ -33,7 +33,8 @@ class IpcDriver {
 
   // The allocation that holds `data`, or nothing where no other process can map it.
   virtual std::optional<IpcRange> exportable(const std::byte* data) = 0;
-  virtual IpcHandle export_memory(const IpcRange& range) = 0;
+  // Nothing where CUDA refuses after all, such as for what another process has shared with this one.
+  virtual std::optional<IpcHandle> export_memory(const IpcRange& range) = 0;
   // Where the other process's allocation begins here. To be closed when nothing on the GPU uses it any more.
   virtual std::byte* open_memory(const IpcHandle& handle) = 0;
   virtual void close_memory(std::byte* base) noexcept = 0;

@@ -115,7 +115,7 @@ void IpcExchange::name_messages() {
   for (const Peer& to : peers_) {
     for (const Outgoing& message : to.sends) {
       any = true;
-      if (!driver_.exportable(message.data)) bounced += aligned(message.nbytes);
+      if (!exports_.find(message.data, now_)) bounced += aligned(message.nbytes);
     }
   }
   if (!any) return;

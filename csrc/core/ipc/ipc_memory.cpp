@@ -20,6 +20,13 @@ std::optional<IpcExports::Place> IpcExports::find(const std::byte* data, uint64_
     }
   }
   forget_overlapped(*range);
+  if (refused_.contains(range->id)) return std::nullopt;
+  const auto handle = driver_.export_memory(*range);
+  if (!handle) {
+    if (refused_.size() >= kMost) refused_.clear();
+    refused_.insert(range->id);
+    return std::nullopt;
+  }
   if (entries_.size() >= kMost) {
     const auto oldest = std::min_element(entries_.begin(), entries_.end(), [](const auto& a, const auto& b) {
       return a.second.used < b.second.used;
@@ -27,7 +34,7 @@ std::optional<IpcExports::Place> IpcExports::find(const std::byte* data, uint64_
     if (oldest->second.used < now) forget(oldest->first);
   }
   const uint64_t memory = next_++;
-  entries_.emplace(memory, Entry{*range, driver_.export_memory(*range), now});
+  entries_.emplace(memory, Entry{*range, *handle, now});
   by_base_[range->base] = memory;
   return Place{memory, data - range->base};
 }

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -43,6 +44,7 @@ class IpcExports {
   std::map<uint64_t, Entry> entries_;  // whose ranges are apart
   std::map<const std::byte*, uint64_t> by_base_;
   std::vector<uint64_t> forgotten_;
+  std::set<uint64_t> refused_;  // allocations by the driver's number; asked for again now and then
   uint64_t next_ = 1;
 };
 

@@ -29,13 +29,18 @@ inline void check_cuda(cudaError_t status, const char* what, int device) {
                                               cudaGetErrorName(status), cudaGetErrorString(status)));
 }
 
+// For ends, where nothing can be done about an error: it is not left for somebody else's next check.
+inline void let_go(cudaError_t status) noexcept {
+  if (status != cudaSuccess) cudaGetLastError();
+}
+
 inline cudaStream_t stream_of(RoundDevice::Stream stream) { return reinterpret_cast<cudaStream_t>(stream); }
 inline cudaEvent_t event_of(RoundDevice::Event event) { return reinterpret_cast<cudaEvent_t>(event); }
 
 inline void destroy_event(RoundDevice::Event event, int device) noexcept {
   try {
     const OnDevice here(device);
-    cudaEventDestroy(event_of(event));
+    let_go(cudaEventDestroy(event_of(event)));
   } catch (const std::exception&) {
     // CUDA is gone, and its events with it.
   }

@@ -34,7 +34,7 @@ CudaDevice::~CudaDevice() {
     const OnDevice here(device_);
     gates_.insert(gates_.end(), {kernels_, transfer_});
     for (cudaStream_t stream : gates_)
-      if (stream != nullptr) cudaStreamDestroy(stream);
+      if (stream != nullptr) let_go(cudaStreamDestroy(stream));
   } catch (const std::exception&) {
     // CUDA is gone, and its streams with it.
   }

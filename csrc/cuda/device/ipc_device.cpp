@@ -27,6 +27,7 @@ decltype(&cuPointerGetAttributes) pointer_attributes() {
     cudaDriverEntryPointQueryResult result{};
     const cudaError_t status = cudaGetDriverEntryPointByVersion("cuPointerGetAttributes", &function, 12000,
                                                                 cudaEnableDefault, &result);
+    let_go(status);
     if (status != cudaSuccess || result != cudaDriverEntryPointSuccess) function = nullptr;
     return reinterpret_cast<decltype(&cuPointerGetAttributes)>(function);
   }();
@@ -126,10 +127,15 @@ std::optional<IpcRange> CudaIpcDriver::exportable(const std::byte* data) {
   return IpcRange{reinterpret_cast<std::byte*>(base), static_cast<int64_t>(nbytes), id};
 }
 
-IpcHandle CudaIpcDriver::export_memory(const IpcRange& range) {
+std::optional<IpcHandle> CudaIpcDriver::export_memory(const IpcRange& range) {
   const OnDevice here(device_);
   cudaIpcMemHandle_t handle;
-  check_cuda(cudaIpcGetMemHandle(&handle, range.base), "exporting memory to other processes", device_);
+  const cudaError_t status = cudaIpcGetMemHandle(&handle, range.base);
+  if (status == cudaErrorInvalidValue || status == cudaErrorNotSupported) {
+    let_go(status);
+    return std::nullopt;
+  }
+  check_cuda(status, "exporting memory to other processes", device_);
   return std::bit_cast<IpcHandle>(handle);
 }
 
@@ -145,7 +151,7 @@ std::byte* CudaIpcDriver::open_memory(const IpcHandle& handle) {
 void CudaIpcDriver::close_memory(std::byte* base) noexcept {
   try {
     const OnDevice here(device_);
-    cudaIpcCloseMemHandle(base);
+    let_go(cudaIpcCloseMemHandle(base));
   } catch (const std::exception&) {
     // CUDA is gone, and what it had mapped with it.
   }
@@ -234,11 +240,11 @@ std::string cuda_ipc_obstacle(int device) {
     if (events == 0) return "the driver shares no events between processes on this GPU";
     CudaIpcDriver driver(device);
     const auto memory = driver.allocate_exportable(1);
-    if (!driver.exportable(memory.get()))
+    const auto range = driver.exportable(memory.get());
+    if (!range || !driver.export_memory(*range))
       return "the driver lets no other process map memory of this GPU (a virtual GPU or a container may be "
              "why)";
     IpcHandle handle;
-    driver.export_memory(*driver.exportable(memory.get()));
     destroy_event(driver.make_ipc_event(&handle), device);
     return "";
   } catch (const std::exception& error) {

@@ -18,7 +18,7 @@ class CudaIpcDriver final : public IpcDriver {
   explicit CudaIpcDriver(int device);
 
   std::optional<IpcRange> exportable(const std::byte* data) override;
-  IpcHandle export_memory(const IpcRange& range) override;
+  std::optional<IpcHandle> export_memory(const IpcRange& range) override;
   std::byte* open_memory(const IpcHandle& handle) override;
   void close_memory(std::byte* base) noexcept override;
   std::shared_ptr<std::byte> allocate_exportable(int64_t nbytes) override;

@@ -119,6 +119,14 @@ GroupOutcome NcclDevice::group_end() {
   return nccl_.outcome(nccl_.group_end(), comm_);
 }
 
+// Until an abort is over, NCCL's own thread may yet launch what the last group held, on a stream that is past
+// the event: what that touches is not given back before.
+bool NcclDevice::reached(Event event) {
+  const bool aborting =
+      aborted_.valid() && aborted_.wait_for(std::chrono::seconds(0)) != std::future_status::ready;
+  return !aborting && CudaDevice::reached(event);
+}
+
 GroupOutcome NcclDevice::async_error() {
   ncclResult_t state = ncclSuccess;
   const ncclResult_t asked = nccl_.comm_get_async_error(comm_, &state);

@@ -31,6 +31,7 @@ class NcclDevice final : public CudaDevice {
   ~NcclDevice() override;
 
   void close() noexcept override;
+  bool reached(Event event) override;
 
   GroupOutcome group_start() override;
   GroupOutcome send(const std::byte* data, int64_t nbytes, int32_t peer, Stream stream) override;

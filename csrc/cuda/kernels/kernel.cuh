@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <type_traits>
 
 #include <c10/cuda/CUDAGuard.h>
@@ -14,6 +15,7 @@ namespace meshcast::cuda {
 
 inline void check(cudaError_t status, const char* what, const Target& target) {
   if (status == cudaSuccess) return;
+  cudaGetLastError();  // else somebody else's next check would find it
   throw Error(ErrorKind::Generic, fmt::format("{} on CUDA device {} failed: {} ({})", what, target.device,
                                               cudaGetErrorName(status), cudaGetErrorString(status)));
 }
@@ -33,8 +35,11 @@ void launch_tables(std::span<const BoxPair> pairs, const Op& op, const Target& t
     // gridDim.x may be up to 2^31 - 1; run_thread adds it to a tile number in 32 bits.
     uint32_t blocks = std::min<uint32_t>(full.tiles, 1U << 30);
     if (target.most_blocks > 0) blocks = std::min<uint32_t>(blocks, target.most_blocks);
-    box_kernel<Op, Table><<<blocks, kThreads, 0, target.stream>>>(full, op);
-    check(cudaGetLastError(), what, target);
+    // Not <<<>>>: of that only cudaGetLastError() tells, and it also tells of earlier errors of others.
+    std::array<void*, 2> arguments{const_cast<Table*>(&full), const_cast<Op*>(&op)};
+    check(cudaLaunchKernel(box_kernel<Op, Table>, dim3(blocks), dim3(kThreads), arguments.data(), 0,
+                           target.stream),
+          what, target);
   });
 }
 

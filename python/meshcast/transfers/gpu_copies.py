@@ -63,8 +63,9 @@ class CudaCopies:
         to_host = pairs[0][0].is_cpu
         stream = self._stream(device, to_host)
         event = torch.cuda.Event()
-        # In inference mode, tensors that were made in it may be written as well as others.
-        with torch.inference_mode(), torch.cuda.stream(stream):
+        # In inference mode, tensors that were made in it may be written as well as others. device() comes
+        # first: stream() alone puts a thread back on a GPU that it has never used, which then gets a context.
+        with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(stream):
             stream.wait_event(after)
             for to, from_ in pairs:
                 to.copy_(from_, non_blocking=True)

@@ -33,6 +33,7 @@ struct FakeHost {
     int64_t nbytes = 0;
     uint64_t id = 0;
     bool exportable = true;
+    bool refused = false;  // it says that it can be exported, and then cannot
   };
   struct Exported {
     std::byte* base = nullptr;
@@ -78,8 +79,9 @@ class FakeIpcDriver final : public IpcDriver {
     if (data >= base + found.nbytes || !found.exportable) return std::nullopt;
     return IpcRange{base, found.nbytes, found.id};
   }
-  IpcHandle export_memory(const IpcRange& range) override {
+  std::optional<IpcHandle> export_memory(const IpcRange& range) override {
     const std::lock_guard lock(host_.mutex);
+    if (host_.allocations.at(range.base).refused) return std::nullopt;
     host_.exported[range.id] = {range.base, range.nbytes, rank_};
     return handle_of(range.id);
   }

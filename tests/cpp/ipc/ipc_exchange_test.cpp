@@ -179,6 +179,27 @@ TEST_CASE("what cannot be exported is not overwritten while the GPU has yet to r
   CHECK(pair.host.cluster.mistakes == std::vector<std::string>{});
 }
 
+TEST_CASE("memory that CUDA says it exports, and then does not, goes through a copy", "[ipc]") {
+  Pair pair;
+  std::vector<std::byte> source(600), found(600);
+  pair.host.allocate(source.data(), 600, true);
+  pair.host.allocations.at(source.data()).refused = true;
+  for (int round = 0; round < 3; ++round) {
+    for (size_t i = 0; i < source.size(); ++i)
+      source[i] = static_cast<std::byte>(i * 7 + static_cast<size_t>(round));
+    CHECK(pair.exchange({source.data(), source.data() + 300}, {found.data(), found.data() + 300}, 300).state ==
+          GroupState::Success);
+    CHECK(found == source);
+  }
+  CHECK(pair.host.bounced == 6);
+  CHECK(pair.host.opened == 1);
+  // What lies there next is another allocation, which can be.
+  pair.host.allocate(source.data(), 600, true);
+  CHECK(pair.exchange({source.data()}, {found.data()}, 600).state == GroupState::Success);
+  CHECK(pair.host.bounced == 6);
+  CHECK(pair.host.cluster.mistakes == std::vector<std::string>{});
+}
+
 TEST_CASE("groups that end leave mapped what the GPU has yet to read, and close the rest", "[ipc]") {
   const bool early = GENERATE(false, true);
   CAPTURE(early);
@@ -362,7 +383,7 @@ TEST_CASE("what a peer names is checked before it is used", "[ipc]") {
   FakeIpcDriver& driver = device.driver;
   IpcImports imports(driver, device);
   const auto memory = driver.allocate_exportable(100);
-  imports.add(3, driver.export_memory(*driver.exportable(memory.get())), 100);
+  imports.add(3, *driver.export_memory(*driver.exportable(memory.get())), 100);
   CHECK(imports.at(3, 60, 40) == memory.get() + 60);
   for (const auto& [offset, nbytes] : std::vector<std::pair<int64_t, int64_t>>{
            {61, 40}, {-1, 4}, {4, -1}, {INT64_MAX, 8}, {8, INT64_MAX}, {0, 101}}) {

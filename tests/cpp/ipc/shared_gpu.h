@@ -86,7 +86,7 @@ class SharedIpcDriver final : public IpcDriver {
     if (data < part_ || data >= part_ + kSharedBytes) return std::nullopt;
     return IpcRange{part_, kSharedBytes, 1};
   }
-  IpcHandle export_memory(const IpcRange&) override { return handle(rank_, 0); }
+  std::optional<IpcHandle> export_memory(const IpcRange&) override { return handle(rank_, 0); }
   std::byte* open_memory(const IpcHandle& handle) override { return memory_.map(value(handle).first); }
   void close_memory(std::byte* base) noexcept override { munmap(base, kSharedBytes); }
   std::shared_ptr<std::byte> allocate_exportable(int64_t nbytes) override {

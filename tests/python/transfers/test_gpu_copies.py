@@ -47,6 +47,12 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
         yield
         calls.append(("leave", chosen.name))
 
+    @contextlib.contextmanager
+    def device(chosen: int) -> Iterator[None]:
+        calls.append(("on", chosen))
+        yield
+        calls.append(("off", chosen))
+
     made: list[str] = []
 
     def new_stream(device: int) -> Stream:
@@ -56,6 +62,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", new_stream)
     monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(calls, f"current of {device}"))
     return calls
 
@@ -67,10 +74,10 @@ def test_copies_run_behind_the_event_on_streams_of_their_own(log: Log) -> None:
         log.clear()
         event = copies.copy(3, [(to, from_), (to, from_)], after)  # type: ignore[arg-type, list-item]
         moved = [("copy", to.name, from_.name, True), ("keep", "gpu", side)]
-        expected = [("enter", side), ("wait", side, after), *moved, *moved, ("record", side, event)]
-        assert log == [*expected, ("leave", side)]
+        before = [("on", 3), ("enter", side), ("wait", side, after)]
+        assert log == [*before, *moved, *moved, ("record", side, event), ("leave", side), ("off", 3)]
     copies.copy(1, [(host, gpu)], after)  # type: ignore[arg-type, list-item]
-    assert log[-1] == ("leave", "side 2 of 1")
+    assert log[-2:] == [("leave", "side 2 of 1"), ("off", 1)]
 
 
 def test_callers_are_marked_and_follow_on_their_current_stream(log: Log) -> None:
