@@ -1,0 +1,44 @@
+"""Doubts of docs/gpu_review.md that only hardware can answer, between processes; see cases_review.py."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from multiproc.harness import WorldResult, run_world
+
+pytestmark = [pytest.mark.gpu(on_cpu=True), pytest.mark.timeout(300)]
+
+MODULE = Path(__file__).with_name("cases_review.py")
+CASES = re.findall(r"\w+", MODULE.read_text().split("CASES = [")[1])
+# On one GPU, over CUDA IPC. Without torch's cache allocations of CUDA may be smaller than what is mapped of
+# them, and every free goes to the GPU. With one queue of the hardware streams are in each other's way.
+SETTINGS = {
+    "three on a GPU": (3, {}),
+    "without a cache": (2, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+    "with one queue": (3, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+}
+
+
+@pytest.fixture(scope="module", params=[*SETTINGS, "a GPU for each"])
+def world(request: pytest.FixtureRequest) -> WorldResult:
+    if request.param == "a GPU for each":
+        if torch.cuda.device_count() < 2:
+            pytest.skip("NCCL has one rank for each GPU, and there are fewer than two")
+        return run_world(MODULE, min(torch.cuda.device_count(), 7), limit=280.0)
+    ranks, more = SETTINGS[request.param]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    env = {"CUDA_VISIBLE_DEVICES": visible, "MESHCAST_CUDA_TRANSPORT": "auto", **more}
+    return run_world(MODULE, ranks, limit=280.0, env=env)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_review(world: WorldResult, case: str) -> None:
+    world.check(case)
+
+
+def test_processes_end_cleanly(world: WorldResult) -> None:
+    world.check_ends()
