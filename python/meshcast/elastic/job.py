@@ -317,7 +317,8 @@ class Job(Generic[T]):
             self._talk = group
         except RuntimeError:  # a group for GPUs alone
             self._talk = dist.new_group(backend="gloo", timeout=self._connect_timeout)
-        c10d._set_pg_timeout(self._timeout or c10d.default_pg_timeout, group)
+        for each in {group, self._talk}:
+            c10d._set_pg_timeout(self._timeout or c10d.default_pg_timeout, each)
 
     def _move(self, training: T, held: int | None, members: list[str], start: meet.Start) -> int:
         """Fills what was just made with the state of the ranks of then. Returns its steps."""
