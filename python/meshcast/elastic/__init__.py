@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshcast.elastic.job import Job, Training
 from meshcast.elastic.remesh import remesh
 
-__all__ = ["remesh"]
+__all__ = ["Job", "Training", "remesh"]

@@ -1,0 +1,395 @@
+"""Job: a training job whose ranks may die and join, seen from one of its workers."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import Replicate
+from typing_extensions import Self
+
+from ..base.observe import log
+from ..errors import LayoutError, MeshcastError
+from ..layout import Layout
+from . import rendezvous as meet
+from .leaving import abort_groups, leave_groups
+from .places import Old, Place
+from .remesh import remesh
+from .undo import Before
+from .watch import Watch
+
+__all__ = ["Job", "Training"]
+
+OP = "elastic.Job"
+_STEPS = "meshcast.elastic.steps"  # entry of the state beside the user's
+_PAUSE = 0.02  # seconds between two looks for the start of a process group
+
+
+class Training(Protocol):
+    """What a Job trains, on the ranks of one process group. torch.distributed.checkpoint calls such objects
+    Stateful."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that must go on: by names that say nothing of ranks. See remesh for the entries."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+T = TypeVar("T", bound=Training)
+
+
+@dataclass
+class _Prepared:
+    """Not committed yet. finish: makes it so, on this rank alone."""
+
+    version: meet.Version
+    finish: Callable[[], Any]
+
+
+class Job(Generic[T]):
+    """One worker's part in a job that `python -m meshcast.elastic.run` started.
+
+    A step is committed by all ranks or by none. Ranks agree once all have their gradients, and only then does
+    any optimizer change what it holds. Where a rank dies, the others look what the furthest of them did: the
+    step is completed on all, or undone on all. They then make a new process group in the same processes and
+    take the state of the job along by `remesh`.
+
+    Args:
+        make: makes model and optimizer on the ranks of the default process group as it is then: any sharding,
+            any meshes. Called for each process group. What is not trained yet begins with what it made.
+        backend, timeout: as of init_process_group.
+        own: entries of the state of which each rank has its own, see remesh.
+        old: layouts of plain tensors of the state that are shards, in the ranks that they lie on.
+        options: of remesh, such as max_bytes_in_flight.
+        grace: seconds that an error may wait for the agent to tell that a rank died. An error without a
+            death is raised after that.
+        connect_timeout: seconds for making a process group. A worker that dies while the others connect may
+            cost them so long.
+
+    Raises:
+        MeshcastError: this process was not started by ``python -m meshcast.elastic.run``.
+
+    Example, ``python -m meshcast.elastic.run --nproc-per-node 1:4 --max-restarts 3 train.py``::
+
+        with elastic.Job(lambda: MyTraining(lr=1e-3)) as job:
+            while job.steps < 1000:
+                with job.attempt() as training:
+                    loss = training.forward_and_backward(job.steps)  # clips gradients as well
+                    job.commit(training.optimizer.step)
+                    print(job.steps, loss)
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], T],
+        *,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        own: Iterable[str] | Callable[[str], bool] = (),
+        old: Old = None,
+        options: Mapping[str, Any] | None = None,
+        grace: float = 30.0,
+        connect_timeout: float = 60.0,
+    ) -> None:
+        self._make = make
+        self._backend, self._timeout = backend, timeout
+        self._own, self._old, self._options = own, old, dict(options or {})
+        self._grace, self._connect_timeout = grace, timedelta(seconds=connect_timeout)
+        self._name, self._store = _agent()
+        self._training: T | None = None
+        self._version: meet.Version | None = None
+        self._prepared: _Prepared | None = None
+        self._before: Before | None = None
+        self._number = 0  # of the rendezvous that this worker came to last
+        self._in_group = False
+        self._closed = False
+        self._failed = False  # for good, whatever the agent calls for
+        self._watch = Watch(self._store.clone(), abort_groups)  # type: ignore[attr-defined]
+        meet.tell(self._store, meet.ready_key(self._name), True)
+
+    @property
+    def steps(self) -> int:
+        """That are committed."""
+        return 0 if self._version is None else self._version.steps
+
+    @property
+    def training(self) -> T:
+        """What `make` made for the ranks of now. Raises MeshcastError before the first attempt."""
+        if self._training is None:
+            raise MeshcastError(f"{OP}: nothing is trained yet; it is there in attempt()", op=OP)
+        return self._training
+
+    @contextmanager
+    def attempt(self) -> Iterator[T]:
+        """What is done together, once the ranks of now are together and have the state of the job.
+
+        Where a rank died, what is inside ends early and nothing is raised; the next attempt begins with the
+        ranks that are there then. `steps` tells what was committed. Without commit() inside, nothing is.
+
+        Raises:
+            LayoutError: on all ranks: state that no rank holds any more, listed in the field `gone`.
+            Others as they come from inside.
+        """
+        if self._closed:
+            raise MeshcastError(f"{OP}: attempt() after close()", op=OP)
+        self._ready()
+        assert self._training is not None
+        self._before = Before(self._training)
+        try:
+            yield self._training
+        except Exception as error:
+            if not self._is_loss(error):
+                raise
+            log.info("%s: attempt ended at step %d: %s", OP, self.steps, error)
+            self._in_group = False
+        else:
+            self._before = None
+
+    def commit(self, update: Callable[[], Any]) -> Any:
+        """Ends a step: all ranks call it when their gradients are complete, and none returns from `update`
+        unless all will. Returns what `update` did.
+
+        update: changes parameters, optimizer, schedulers and what else the state has, on this rank alone. It
+            makes no collective call, since ranks may be gone by then: clip gradients before.
+        """
+        version = self._version
+        assert version is not None
+        return self._commit(version._replace(steps=version.steps + 1), update)
+
+    def close(self) -> None:
+        """Ends the job, together with all ranks: none is left that still needs another one."""
+        while not self._closed:
+            self._ready()
+            if self._closed:  # as the others had agreed already
+                break
+            assert self._version is not None
+            try:
+                self._commit(self._version, self._end)
+            except Exception as error:
+                if not self._is_loss(error):
+                    raise
+                self._in_group = False
+        leave_groups("the job is over")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._watch.stop()
+
+    def _end(self) -> None:
+        self._watch.stop()
+        self._closed = True
+        self._store.set(meet.FINISHED, "")
+
+    def _commit(self, version: meet.Version, finish: Callable[[], Any]) -> Any:
+        self._prepared = _Prepared(version, finish)
+        others_called = self._agree()
+        result = self._finish()
+        if others_called:
+            self._in_group = False  # together with all others, which heard it in the same call
+        return result
+
+    def _agree(self) -> bool:
+        """Ends on no rank before it has begun on all. Whether any rank knows that others are to join."""
+        called = torch.tensor(int(self._watch.newest(self._number) is not None))
+        dist.all_reduce(called, dist.ReduceOp.MAX, group=self._talk)
+        return bool(called)
+
+    def _finish(self) -> Any:
+        assert self._prepared is not None
+        prepared, self._prepared = self._prepared, None
+        result = prepared.finish()
+        self._version = prepared.version
+        self._before = None
+        return result
+
+    def _ready(self) -> None:
+        """Returns once this rank is in a group of all that are there, with the state of the job."""
+        while not self._closed and (not self._in_group or self._watch.lost(self._number)):
+            try:
+                self._regroup()
+            except Exception as error:
+                if not self._is_loss(error):
+                    raise
+                log.info("%s: another rank was lost meanwhile: %s", OP, error)
+                self._in_group = False
+
+    def _regroup(self) -> None:
+        """Raises where a rank is lost meanwhile; another try then begins with what was committed last."""
+        begin = time.monotonic()
+        leave_groups(f"{OP}: the ranks change")
+        self._in_group = False
+        met = self._meet()
+        if met is None:
+            return
+        call, start = met
+        rank, size = call.members.index(self._name), len(call.members)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+        self._join(start.port, rank, size)
+        training = self._make()
+        steps = self.steps
+        if start.version is not None:
+            held = steps if self._version is not None else None
+            steps = self._move(training, held, call.members, start)
+        version = meet.Version(self._number, steps)
+
+        def take() -> None:
+            self._training = training
+
+        self._in_group = True
+        self._commit(version, take)
+        log.info("%s: rank %d of %d at step %d after %.2f s", OP, rank, size, steps, time.monotonic() - begin)
+
+    def _meet(self) -> tuple[meet.Call, meet.Start] | None:
+        """Comes to the newest rendezvous, and settles what the ranks were at. None where the job is over."""
+        while True:
+            self._check_agent()
+            if not self._watch.wait_for_call(self._number):
+                continue
+            newest = self._watch.newest(self._number)
+            self._check_agent()
+            assert newest is not None
+            self._number, call = newest
+            if not call.members:
+                self._over()
+                return None
+            if self._name not in call.members:  # it came while another one joined; the next is for it
+                continue
+            meet.tell(self._store, meet.version_key(self._number, self._name), [self._version])
+            while (said := meet.found(self._store, meet.start_key(self._number))) is None:
+                time.sleep(_PAUSE)
+            start = meet.Start(*said)
+            if start.port:
+                self._settle(start)
+                return call, start
+
+    def _settle(self, start: meet.Start) -> None:
+        """Completes what another rank has committed, or undoes what no one has."""
+        latest = None if start.version is None else meet.Version(*start.version)
+        prepared = self._prepared
+        if latest is None or self._name not in start.then:
+            self._prepared = None
+            return
+        if prepared is not None and prepared.version == latest != self._version:
+            log.info("%s: step %d is completed, as on other ranks", OP, latest.steps)
+            self._finish()
+        if self._version != latest:
+            self._failed = True
+            raise MeshcastError(
+                f"{OP}: worker {self._name} has the state of step {self.steps}, others that of step "
+                f"{latest.steps}; all ranks must call commit() alike",
+                op=OP,
+            )
+        self._prepared = None
+        if self._before is not None:
+            self._before.restore()
+            self._before = None
+
+    def _join(self, port: int, rank: int, size: int) -> None:
+        dist.init_process_group(
+            self._backend,
+            store=meet.connect(port),
+            rank=rank,
+            world_size=size,
+            timeout=self._connect_timeout,
+        )
+        group = dist.group.WORLD
+        assert group is not None
+        try:
+            group._get_backend(torch.device("cpu"))
+            self._talk = group
+        except RuntimeError:  # a group for GPUs alone
+            self._talk = dist.new_group(backend="gloo", timeout=self._connect_timeout)
+        for each in {group, self._talk}:
+            c10d._set_pg_timeout(self._timeout or c10d.default_pg_timeout, each)
+
+    def _move(self, training: T, held: int | None, members: list[str], start: meet.Start) -> int:
+        """Fills what was just made with the state of the ranks of then. Returns its steps."""
+        then, now = start.then, {name: rank for rank, name in enumerate(members)}
+        ranks = {rank: now[name] for rank, name in enumerate(then) if name in now}
+        lost = [rank for rank, name in enumerate(then) if name not in now]
+        state: dict[str, Any] = {}
+        if held is not None:
+            assert self._training is not None
+            state = {**self._training.state_dict(), _STEPS: torch.tensor([held])}
+        # Ranks of then are all in one layout at least, so that any may be lost; and steps are compared.
+        everywhere = (Layout(list(range(len(then))), [Replicate()]), (1,))
+        steps = torch.zeros(1, dtype=torch.int64)
+        moved = remesh(
+            state,
+            self._places(state, everywhere),
+            {**training.state_dict(), _STEPS: steps},
+            lost,
+            ranks=ranks,
+            own=self._own,
+            **self._options,
+        )
+        del moved[_STEPS]
+        training.load_state_dict(dict(moved))
+        return int(steps)
+
+    def _places(self, state: Mapping[str, Any], everywhere: Place) -> dict[str, Place]:
+        found = {}
+        for name in state:
+            place = self._old(name) if callable(self._old) else (self._old or {}).get(name)
+            if place is not None:
+                found[name] = place
+        return {**found, _STEPS: everywhere}
+
+    def _is_loss(self, error: Exception) -> bool:
+        """Whether it comes of a rank's death; waits for the agent to say so."""
+        own = (LayoutError, torch.OutOfMemoryError)
+        if self._failed or not isinstance(error, RuntimeError) or isinstance(error, own):
+            return False
+        return self._watch.wait_for_loss(self._number, self._grace) and not self._watch.orphan
+
+    def _check_agent(self) -> None:
+        if self._watch.orphan:
+            raise MeshcastError(f"{OP}: the agent of meshcast.elastic.run is gone", op=OP)
+
+    def _over(self) -> None:
+        """The job ended without this worker: in agreement with it, or before it was part of it."""
+        if self._prepared is not None and self._prepared.finish == self._end:
+            self._finish()
+            return
+        if self._version is None:
+            log.info("%s: the job was over before this worker joined it", OP)
+            self._watch.stop()
+            sys.exit(0)
+        self._failed = True
+        raise MeshcastError(
+            f"{OP}: another worker ended with exit code 0 at step {self.steps} of this one, without close()",
+            op=OP,
+        )
+
+
+def _agent() -> tuple[str, dist.TCPStore]:
+    """This worker's name, and the store of the agent."""
+    variables = os.environ
+    if not {"LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT"} <= variables.keys():
+        raise MeshcastError(f"{OP}: start this program with python -m meshcast.elastic.run", op=OP)
+    store = meet.connect(int(variables["MASTER_PORT"]))
+    if not store.check([meet.AGENT]):
+        raise MeshcastError(
+            f"{OP}: this program was started by torchrun, which ends all ranks where one dies; start it with "
+            "python -m meshcast.elastic.run",
+            op=OP,
+        )
+    return f"{variables['LOCAL_RANK']}.{variables['TORCHELASTIC_RESTART_COUNT']}", store

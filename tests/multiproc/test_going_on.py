@@ -1,0 +1,247 @@
+"""Jobs of meshcast.elastic.run whose workers are killed: the rest go on, to the numbers of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from multiproc.harness import ROOT
+
+LIMIT = 900.0
+PROGRAM = Path(__file__).with_name("going_on.py")
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT / "tests")]),
+    "OMP_NUM_THREADS": "1",
+}
+
+pytestmark = [pytest.mark.timeout(LIMIT + 60)]
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "meshcast.elastic.run", "--monitor-interval", "0.05", *arguments]
+    return subprocess.Popen(
+        command, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """Its output; it is asked to end when it is too late."""
+    try:
+        return process.communicate(timeout=LIMIT)[0]
+    except BaseException:
+        process.terminate()
+        print(process.communicate()[0][-8000:])
+        raise
+
+
+def whole_lines(path: Path) -> list[str]:
+    """Without one that was not written to its end."""
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+class Notes:
+    """What the workers of a job have written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.of = {
+            path.stem: [json.loads(line) for line in whole_lines(path)]
+            for path in sorted(folder.glob("*.jsonl"))
+        }
+
+    def steps(self, name: str) -> list[tuple[int, int]]:
+        """(step, ranks) that a worker has committed and lived to tell."""
+        return [(note["step"], note["ranks"]) for note in self.of[name] if "step" in note]
+
+    def with_key(self, key: str) -> dict[str, Any]:
+        return {name: note[key] for name, notes in self.of.items() for note in notes if key in note}
+
+
+def job(
+    folder: Path, ranks: str, steps: int, faults: list[list[Any]], *options: str
+) -> tuple[int, str, Notes]:
+    process = start(
+        "--nproc-per-node", ranks, *options, str(PROGRAM), str(folder), str(steps), json.dumps(faults)
+    )
+    output = ended(process)
+    return process.returncode, output, Notes(folder)
+
+
+def goes_on(
+    folder: Path, ranks: int, steps: int, faults: list[list[Any]], *options: str, least: int = 1
+) -> Notes:
+    status, output, notes = job(folder, f"{least}:{ranks}", steps, faults, *options)
+    assert status == 0, output[-8000:]
+    assert len(notes.with_key("died")) == len(faults), "a worker that was to die did not"
+    seen = {step for name in notes.of for step, _ in notes.steps(name)}
+    assert seen == set(range(steps))
+    assert set(notes.with_key("end").values()) == {steps}
+    return notes
+
+
+def test_ranks_die_before_between_and_after_the_optimizers_of_a_step(tmp_path: Path) -> None:
+    faults = [["2.0", 0, "before"], ["1.0", 1, "between"], ["3.0", 2, "after"]]
+    notes = goes_on(tmp_path, 4, 4, faults)
+    assert notes.with_key("deaf") == {"0.0": 1}
+    assert set(notes.with_key("end")) == {"0.0"}
+    assert notes.steps("0.0") == [(0, 3), (2, 2), (3, 1)]  # step 1 was completed after another rank's word
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["making", "loading", "joined"])
+def test_a_rank_dies_while_the_others_recover(tmp_path: Path, moment: str) -> None:
+    notes = goes_on(tmp_path, 4, 4, [["2.0", 1, "before"], ["1.0", 1, moment]])
+    assert set(notes.with_key("end")) == {"0.0", "3.0"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["during", "before", "between", "after"])
+def test_two_ranks_die_at_once(tmp_path: Path, moment: str) -> None:
+    notes = goes_on(tmp_path, 5, 4, [["1.0", 1, moment], ["3.0", 1, moment]])
+    assert set(notes.with_key("end")) == {"0.0", "2.0", "4.0"}
+
+
+@pytest.mark.slow
+def test_workers_join_in_the_place_of_dead_ones(tmp_path: Path) -> None:
+    """The least is the number of ranks: the others wait for it."""
+    faults = [["0.0", 1, "before"], ["2.0", 3, "after"], ["0.1", 5, "before"]]
+    notes = goes_on(tmp_path, 3, 7, faults, "--max-restarts", "3", least=3)
+    assert set(notes.with_key("end")) == {"0.2", "1.0", "2.1"}
+    assert {ranks for name in notes.of for _, ranks in notes.steps(name)} == {3}
+
+
+@pytest.mark.slow
+def test_more_dead_than_replicas_can_bear_is_one_error_on_all(tmp_path: Path) -> None:
+    """Of two replicas in two shards, ranks 0 and 2 have the same shard."""
+    status, output, notes = job(tmp_path, "1:4", 4, [["0.0", 2, "before"], ["2.0", 2, "before"]])
+    assert status == 1
+    gone = notes.with_key("gone")
+    assert set(gone) == {"1.0", "3.0"}, output[-8000:]
+    assert gone["1.0"] == gone["3.0"]
+    assert "state.0.weight.exp_avg" in gone["1.0"]
+    assert "0.weight" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hybrid", "pipeline"])
+def test_the_example_trains_on_with_fewer_ranks_and_then_with_all(tmp_path: Path, kind: str) -> None:
+    """Each rank of a pipeline's stages of 2 and 3 has what it has in common with another one."""
+    metrics, drawn = tmp_path / "metrics.jsonl", random.Random(kind)
+    process = start(
+        *("--nproc-per-node", "3:5", "--max-restarts", "1", str(ROOT / "examples/elastic/train.py")),
+        *("--batch", "24", "--steps", "1000", "--pause", "0.2", "--metrics", str(metrics)),
+        *(["--pipeline"] if kind == "pipeline" else []),
+    )
+
+    def until(ranks: int) -> None:
+        """Three steps on so many."""
+        limit = time.monotonic() + LIMIT
+        while [step["ranks"] for step in read()[-3:]] != [ranks] * 3:
+            assert process.poll() is None, process.communicate()[0][-8000:]
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+
+    def read() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in whole_lines(metrics)] if metrics.exists() else []
+
+    try:
+        until(5)
+        os.kill(drawn.choice(workers(process.pid)), signal.SIGKILL)
+        until(4)
+        until(5)
+    finally:
+        process.terminate()
+        output = process.communicate()[0]
+    steps = read()
+    numbers = [step["step"] for step in steps]  # rank 0 may die before it reports a step
+    assert numbers == sorted(set(numbers)), output[-8000:]
+    assert len(numbers) >= numbers[-1]
+    expected = losses_of_one_process(numbers[-1] + 1)
+    for step in steps:
+        assert step["loss"] == pytest.approx(expected[step["step"]], rel=1e-5), step
+
+
+def losses_of_one_process(steps: int) -> list[float]:
+    """Of the example's model and data."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from elastic.state import CLIP, Task, Trained
+    from gpt.config import model_config
+    from gpt.data import TextSamples, read_text
+    from gpt.model import build_stage, loss_fn
+
+    config = model_config("nano")
+    task = Task(config, TextSamples(read_text(None), config.seq_len, seed=0), batch=24, steps=1000)
+    one = Trained(task, build_stage(config, 0, 1, seed=0))
+    found = []
+    for step in range(steps):
+        inputs, targets = one.batch(step)
+        loss = loss_fn(one.module(inputs), targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(one.module.parameters(), CLIP)
+        one.update()
+        found.append(loss.item())
+    return found
+
+
+KILLS = int(os.environ.get("MESHCAST_TEST_KILLS", "8"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 + 60 * KILLS)
+def test_any_rank_is_killed_at_any_moment(tmp_path: Path) -> None:
+    """By the clock: also while ranks meet, connect or move. MESHCAST_TEST_KILLS=100 for more."""
+    seed = int(os.environ.get("MESHCAST_TEST_SEED", "1"))
+    drawn = random.Random(seed)
+    process = start(
+        *("--nproc-per-node", "2:5", "--max-restarts", str(KILLS), "--rdzv-conf", "last_call_timeout=1"),
+        *(str(PROGRAM), str(tmp_path), "1000000", "[]", "0.1"),
+    )
+    output = ""
+    try:
+        for count in range(KILLS):
+            # Some while the ranks recover from the one before.
+            kill_one(process, tmp_path, drawn, newest_step(tmp_path) + drawn.choice([0, 1, 3]))
+            print(f"seed {seed}: kill {count + 1} of {KILLS} at step {newest_step(tmp_path)}")
+        (tmp_path / "stop").touch()
+        output = ended(process)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            output = process.communicate()[0]
+    assert process.returncode == 0, f"seed {seed}: {output[-8000:]}"
+    notes = Notes(tmp_path)
+    assert set(notes.with_key("end").values()) == {newest_step(tmp_path) + 1}
+    assert len(notes.with_key("end")) >= 2
+
+
+def kill_one(process: subprocess.Popen[str], folder: Path, drawn: random.Random, after: int) -> None:
+    """One of three or more, once a step after that is through."""
+    limit = time.monotonic() + LIMIT
+    while True:
+        time.sleep(drawn.random() * 0.3)
+        alive = workers(process.pid)
+        if newest_step(folder) >= max(after, 0) and len(alive) > 2:
+            os.kill(drawn.choice(alive), signal.SIGKILL)
+            return
+        assert process.poll() is None, f"it ended: {process.communicate()[0][-8000:]}"
+        assert time.monotonic() < limit, f"nothing went on for {LIMIT} s"
+
+
+def newest_step(folder: Path) -> int:
+    notes = Notes(folder)
+    return max((step for name in notes.of for step, _ in notes.steps(name)), default=-1)
+
+
+def workers(agent: int) -> list[int]:
+    """Processes that it started and that live."""
+    found = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    states = {pid: Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] for pid in found}
+    return [int(pid) for pid, state in states.items() if state != "Z"]
