@@ -13,7 +13,7 @@ from pathlib import Path
 import meshcast
 import torch
 import torch.distributed as dist
-from meshcast.base.observe import Flight
+from meshcast.base.observe import FORMAT, Flight, Members
 from meshcast.transfers.call import Call
 from multiproc.meshes import quiet_mesh, sharded
 from torch.distributed.tensor import Replicate, Shard
@@ -44,6 +44,12 @@ def recorded(context) -> None:
     assert [call["state"] for call in ended] == ["ended"] * 3
     assert [call["run"] for call in ended] == [0, 1, 2]
     assert last["state"] == "not waited for"
+    assert [call["position"] for call in ended] == list(range(ended[0]["position"], ended[0]["position"] + 3))
+    assert {call["lane"] for call in ended} == {0}
+    assert {call["ranks"] for call in ended} == {(0, 1)}
+    assert {call["what"].split(":")[0] for call in ended} == {"float32 (4, 3)"}
+    line = send.__code__.co_firstlineno + 2
+    assert {call["site"] for call in ended} == {f"{__file__}:{line} in send"}
     sent, received = (48, 0) if context.rank == 0 else (0, 48)
     for call in ended:
         assert (call["bytes_sent"], call["bytes_received"]) == (sent, received)
@@ -63,7 +69,7 @@ def keeps_nothing_alive(context) -> None:
     assert result() is None
     assert meshcast.flight_record()[-1]["state"] == "ended"
     for _ in range(2500):
-        Flight("filler", "nobody", context.rank, Call("filler", 1.0))
+        Flight("filler", Members("nobody"), context.rank, Call("filler", 1.0))
     assert len(meshcast.flight_record()) == 2000
 
 
@@ -83,6 +89,9 @@ def on_signal(context) -> None:
         time.sleep(0.01)
     last = written(1)[-1]
     assert (last["op"], last["state"], last["rank"]) == ("reshard", "unfinished", 1)
+    record = json.loads(Path(f"{RECORD}.rank1").read_text())
+    assert (record["format"], record["rank"], record["world"]) == (FORMAT, 1, 2)
+    assert record["at"].endswith(" in send")  # where the main thread waits
     send(context)
 
 

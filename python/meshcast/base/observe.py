@@ -1,7 +1,8 @@
 """What meshcast tells about itself: log lines, the flight record of the last calls, profiler ranges.
 
 docs/environment.md: MESHCAST_LOG shows the log on stderr, MESHCAST_FLIGHT_RECORD writes the last calls of a
-rank to a file when one fails, and on SIGUSR1, also while its main thread waits in a call.
+rank to a file when one fails, when an exception ends the program, and on SIGUSR1, also while its main thread
+waits in a call. `python -m meshcast explain` reads these files.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -19,16 +21,21 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ..errors import LayoutError
 from . import checks, forks, settings  # noqa: F401  forks has to be there before the first fork
+from .whereabouts import call_site, main_thread_site, raised_site, site_text
 
 __all__ = [
+    "FORMAT",
     "Completable",
     "Flight",
+    "Members",
     "dump_flight_record",
     "flight_record",
     "log",
@@ -39,9 +46,13 @@ __all__ = [
 
 log = logging.getLogger("meshcast")
 
+FORMAT = "meshcast.flight/1"  # of the file
 _KEPT = 2000  # calls
+_JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")  # by launchers
 _LEVELS = ("debug", "info", "warning", "error")
 _flights: deque[Flight] = deque(maxlen=_KEPT)
+_started = time.time()
+_raised: dict[str, Any] | None = None  # what has ended the program
 _set_up = False
 
 
@@ -51,39 +62,75 @@ class Completable(Protocol):
     def is_completed(self) -> bool: ...
 
 
+class Members(NamedTuple):
+    """A private group as the record shows it. ranks: global ones; within: the process group it was made in,
+    named alike on all of them."""
+
+    name: str
+    ranks: tuple[int, ...] = ()
+    within: str = ""
+
+
 class Flight:
     """One call in the record. It outlives the call and must not keep tensors alive: hence the weak link to
     its launch; a call that waits where it is made has none."""
 
-    __slots__ = ("begun", "clock", "error", "group", "launch", "number", "op", "plan", "rank", "seconds")
+    __slots__ = (
+        "begun",
+        "clock",
+        "error",
+        "group",
+        "lane",
+        "launch",
+        "op",
+        "plan",
+        "position",
+        "rank",
+        "run",
+        "seconds",
+        "site",
+        "what",
+    )
 
-    def __init__(self, op: str, group: str, rank: int, launch: Completable | None = None) -> None:
-        self.op, self.group, self.rank = op, group, rank
+    def __init__(
+        self, op: str, group: Members, rank: int, launch: Completable | None = None, what: str = ""
+    ) -> None:
+        """what: is moved, in words that are the same on all ranks."""
+        self.op, self.group, self.rank, self.what = op, group, rank, what
         self.launch = None if launch is None else weakref.ref(launch)
+        self.site = call_site()
         self.begun = time.time()
         self.clock = time.perf_counter()
-        self.number: tuple[int, int, int] | None = None  # lane, position in it, run of its plan
+        self.lane: int | None = None
+        self.position: int | None = None  # in the lane
+        self.run: int | None = None  # of its plan
         self.plan: Mapping[str, Any] | None = None  # as the record shows it
         self.seconds: float | None = None  # from the call to the end of the first wait()
-        self.error: str | None = None
+        self.error: dict[str, Any] | None = None  # as the record shows it
         _flights.append(self)
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("rank %d: %s in group %s called", rank, op, group)
+            log.debug("rank %d: %s in group %s called", rank, op, group.name)
 
     def ended(self) -> None:
         if self.seconds is None:
             self.seconds = time.perf_counter() - self.clock
             if log.isEnabledFor(logging.DEBUG):
                 log.debug(
-                    "rank %d: %s in group %s ended after %.6f s", self.rank, self.op, self.group, self.seconds
+                    "rank %d: %s in group %s ended after %.6f s",
+                    self.rank,
+                    self.op,
+                    self.group.name,
+                    self.seconds,
                 )
 
     def failed(self, error: BaseException) -> None:
         if self.error is not None:
             return
         self.seconds = time.perf_counter() - self.clock
-        self.error = f"{type(error).__name__}: {error}"
-        log.error("rank %d: %s failed: %s", self.rank, self.op, self.error)
+        text = f"{type(error).__name__}: {error}"
+        peer, phase = getattr(error, "peer", None), getattr(error, "phase", None)
+        self.error = {"error": text, "peer": peer, "phase": phase}
+        log.error("rank %d: %s failed: %s", self.rank, self.op, text)
         _dump_for(self.rank)
 
     def as_dict(self) -> dict[str, Any]:
@@ -92,19 +139,23 @@ class Flight:
             launch = self.launch()
             if launch is None or launch.is_completed():
                 state = "not waited for"
-        lane, position, run = self.number or (None, None, None)
         record: dict[str, Any] = {
             "op": self.op,
-            "group": self.group,
+            "what": self.what,
+            "group": self.group.name,
+            "ranks": self.group.ranks,
+            "within": self.group.within,
             "rank": self.rank,
             "state": state,
+            "site": site_text(self.site),
             "begun": self.begun,
             "seconds": self.seconds,
-            "lane": lane,
-            "position": position,
-            "run": run,
-            "error": self.error,
+            "lane": self.lane,
+            "position": self.position,
+            "run": self.run,
+            "error": None,
         }
+        record |= self.error or {}
         if self.plan is not None:
             bound = self.plan["bound"]
             ratio = self.seconds / bound if self.seconds is not None and bound > 0 else None
@@ -115,8 +166,10 @@ class Flight:
 def flight_record() -> list[dict[str, Any]]:
     """The last 2,000 transfers of this process, oldest first, each as a dictionary.
 
-    seconds: from the call to the end of its first wait(); begun: seconds since the epoch; bound and ratio:
-    see `meshcast.Plan`; bytes: as the plan says; state: "ended", "failed", "unfinished" or "not waited for".
+    seconds: from the call to the end of its first wait(); begun: seconds since the epoch; site: the line of
+    the program that made it; ranks, lane and position: of all that take part, which call it is; bound and
+    ratio: see `meshcast.Plan`; bytes: as the plan says; state: "ended", "failed", "unfinished" or "not waited
+    for".
 
     Example::
 
@@ -148,9 +201,33 @@ def dump_flight_record(path: str | Path) -> None:
     if not target.name or "\0" in str(target):
         raise LayoutError(f"dump_flight_record: path {checks.shown(path)} names no file")
     scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
-    text = json.dumps({"process": os.getpid(), "written": time.time(), "calls": flight_record()}, indent=1)
-    scratch.write_text(text, encoding="utf-8")
+    scratch.write_text(json.dumps(_document(), indent=1), encoding="utf-8")
     scratch.replace(target)
+
+
+def _document() -> dict[str, Any]:
+    rank, world = _place()
+    return {
+        "format": FORMAT,
+        "rank": rank,
+        "world": world,
+        "job": " ".join(f"{name}={os.environ[name]}" for name in _JOB if name in os.environ),
+        "process": os.getpid(),
+        "started": _started,
+        "written": time.time(),
+        "at": site_text(main_thread_site()),
+        "exception": _raised,
+        "calls": flight_record(),
+    }
+
+
+def _place() -> tuple[int | None, int | None]:
+    """Rank and number of ranks, as far as they are known."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    given = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
+    rank, world = (int(text) if text.isascii() and text.isdecimal() else None for text in given)
+    return (_flights[-1].rank if rank is None and _flights else rank), world
 
 
 def profiling() -> bool:
@@ -183,6 +260,23 @@ def set_up() -> None:
         warnings.warn(f"{settings.LOG.name}={level}: expected {settings.LOG.expected}", stacklevel=2)
     if settings.FLIGHT_RECORD.text():
         _listen()
+        _record_exceptions()
+
+
+def _record_exceptions() -> None:
+    """What ends the program is often the first cause of what the other ranks see."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+        global _raised
+        text = f"{kind.__name__}: {value}"
+        _raised = {"error": text, "site": site_text(raised_site(traceback)), "raised": time.time()}
+        rank, _ = _place()
+        if rank is not None:
+            _dump_for(rank)
+        before(kind, value, traceback)
+
+    sys.excepthook = hook
 
 
 def _listen() -> None:
@@ -203,7 +297,7 @@ def _listen() -> None:
     def serve() -> None:
         while True:
             if signal.SIGUSR1 in os.read(reading, 64):
-                _dump_for(_flights[-1].rank if _flights else 0)
+                _dump_for(_place()[0] or 0)
 
     threading.Thread(target=serve, name="meshcast-flight-record", daemon=True).start()
 

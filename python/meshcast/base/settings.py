@@ -62,7 +62,8 @@ FLIGHT_RECORD = Setting(
     "",
     "a path",
     "`import meshcast`",
-    "Each rank writes its last 2,000 calls to PATH.rankN when a call fails, and on SIGUSR1 (errors.md).",
+    "Each rank writes its last 2,000 calls to PATH.rankN when a call fails, an exception ends the program, "
+    "and on SIGUSR1 (stuck_jobs.md).",
 )
 HOST_ID = Setting(
     "MESHCAST_HOST_ID",

@@ -48,7 +48,7 @@ class ParentGroup:
         self.ranks = frozenset(ranks)
         self.rank = rank
         self.timeout = timeout
-        self.name = name
+        self.name = self.full_name = name  # full_name: of a twin, with its own name
         self.closed = False
         self.place = (-1, 0)  # rank and size of the process group as it was met; `reconfigure` changes them
         self.compiled: dict[Any, Any] = {}  # kinds of call seen before, kept by resharding/arguments.py
@@ -89,6 +89,7 @@ class ParentGroup:
                     self.name,
                     lambda: dist.PrefixStore(name, self._store()),
                 )
+                found.full_name = f"{self.full_name}/{name}"
                 found.closed = self.closed
                 found._known = self._known
                 self._twins[name] = found
@@ -128,7 +129,7 @@ class ParentGroup:
                 group = self._groups.get(key)
                 if group is None:
                     group = self._groups[key] = PrivateGroup(
-                        self._store, key, self.rank, self.timeout, self._known, self.refusals
+                        self._store, key, self.rank, self.timeout, self._known, self.refusals, self.full_name
                     )
         return group
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from .. import _C
 from ..base import forks
-from ..base.observe import Completable
+from ..base.observe import Completable, Members
 from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PlanMismatchError
 from ..topology import Topology
 from .agreements import Agreements
@@ -75,13 +75,15 @@ class PrivateGroup:
         timeout: float,
         known: dict[int, str],
         refusals: OpenRefusals,
+        within: str = "",
     ) -> None:
         """store: connects where that has not been done. known, refusals: what ranks posted when they met, and
-        what this one refused; shared by the groups of a process group."""
+        what this one refused; shared by the groups of a process group. within: what that is called."""
         self.ranks = tuple(ranks)
         self.rank = rank
         self.timeout = timeout
         self.name = _group_name(self.ranks)
+        self.members = Members(self.name, self.ranks, within)  # as the flight record shows it
         self.topology: Topology | None = None  # of these ranks, known once they have met
         self.interfaces = 1  # of each host, likewise
         self.agreements = Agreements()  # touched by commands alone

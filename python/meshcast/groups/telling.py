@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..base import forks
-from ..base.observe import log
+from ..base.observe import Flight, Members, log
 from ..errors import AbortedError, LayoutError, mark_told, typed, was_told
 from ..layout import Layout
 from .parent import ParentGroup, known_parents, parent_group, seconds
@@ -46,6 +46,7 @@ def raise_refused(
     if not was_told(error) and dist.is_available() and dist.is_initialized():
         found = typed(error, op, dist.get_rank())
         mark_told(found)
+        Flight(op, Members("") if private is None else private.members, dist.get_rank()).failed(found)
         try:
             _tell(found, op, places, group, timeout, prepares, private, lost)
         except Exception as failed:  # this rank's error is worth more than the obstacle to telling it

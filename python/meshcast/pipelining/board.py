@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from meshcast.base import forks
+from meshcast.base.observe import Flight, Members
 from meshcast.errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError, typed
 from meshcast.groups.board import SLICE, Board, NotPostedError, Watches
 from meshcast.groups.network import Network
 from meshcast.groups.rails import interfaces
 from meshcast.groups.store import StoreConnection, within
+from meshcast.planning.text import ranks_text
 
 __all__ = ["PipelineBoard", "Refused", "refusals_told"]
 
@@ -66,6 +68,7 @@ class PipelineBoard:
         self.ranks = sorted(dist.get_process_group_ranks(key))
         self.rank = dist.get_rank()
         self.timeout = timeout
+        self._agreements = 0  # how many this rank has entered
         self._published: set[str] = set()
         self._silent = False  # the store has left a call unanswered
         talks = _talks.get(key)
@@ -74,6 +77,8 @@ class PipelineBoard:
         self._connection = talks.connection
         self._number = talks.count
         talks.count += 1
+        ranks = tuple(self.ranks)
+        self._members = Members(ranks_text(ranks), ranks, f"{key.group_name}/pipeline {self._number}")
         # Through it the ranks look after each other.
         self._network = Network(interfaces()[0], timeout or 60.0)
         self._here: dict[int, str] = {}  # what they said of it, once all have
@@ -155,6 +160,20 @@ class PipelineBoard:
         Three messages a rank, whatever the number of ranks. An answer {"error": text}, by ``decide``, by
         `fail_agreement` or by a rank that is interrupted here, is raised as AbortedError.
         """
+        flight = Flight("pipeline", self._members, self.rank, None, topic)
+        flight.lane, flight.position = 0, self._agreements
+        self._agreements += 1
+        try:
+            answer = self._agree(topic, value, decide)
+        except BaseException as error:
+            flight.failed(error)
+            raise
+        flight.ended()
+        return answer
+
+    def _agree(
+        self, topic: str, value: dict[str, Any], decide: Callable[[dict[int, Any]], dict[str, Any]]
+    ) -> dict[str, Any]:
         try:
             answer = self._ask(
                 lambda: self._answer(topic, value, decide), self.timeout, f"agreeing on {topic!r}"

@@ -118,8 +118,9 @@ class Repeat:
         lane = transfer._lane
         ordinal = group._ordinals.get(lane, 0)
         group._ordinals[lane] = ordinal + 1
-        flight = Flight(self._op, group.name, group.rank)
-        flight.plan, flight.number = transfer._facts, (lane, ordinal, agreed.next_run())
+        flight = Flight(self._op, group.members, group.rank, None, transfer.what)
+        flight.plan, flight.lane, flight.position = transfer._facts, lane, ordinal
+        flight.run = agreed.next_run()
         try:
             work = core.start(agreed, ordinal, False, sources, self._outputs, self._limit)
         except Exception as error:  # a general call finds out what to do about it

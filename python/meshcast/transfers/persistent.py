@@ -122,6 +122,7 @@ class PersistentTransfer:
         self._reverse_facts: dict[str, Any] | None = None
         self._own: _C.AgreedPlan | None = None
         self._own_core: _C.GroupCore | None = None  # with which its ranks have agreed on it
+        self.what = self._what()  # moves, in words; the same on all ranks
         self._descriptor = ""
         self._error: Exception | None = None  # why the transfer cannot run
         self._failure: Exception | None = None  # of the last attempt to agree
@@ -207,6 +208,7 @@ class PersistentTransfer:
     def _submit(self, command: _Start) -> None:
         try:
             self._group.submit(command)
+            command.note()  # it may wait for a long time to be begun
         except MeshcastError as error:
             mark_told(error)
             raise
@@ -223,7 +225,7 @@ class PersistentTransfer:
         call = Call(op, timeout, driven)
         call.interrupted = self._group.interrupted
         call.overdue = self._group.give_up_if_stuck
-        call.flight = Flight(op, self._group.name, self._group.rank, call)
+        call.flight = Flight(op, self._group.members, self._group.rank, call, self.what)
         return call
 
     def _has_agreed(self) -> bool:
@@ -287,17 +289,20 @@ class PersistentTransfer:
         self._plan = plan
         self._descriptor = self._describe(plan)
 
-    def _describe(self, plan: Plan) -> str:
+    def _what(self) -> str:
         tensors = "; ".join(
             f"{tensor_text(shape, dtype)}: {src} -> {dst}" for shape, dtype, src, dst in self.problems[:3]
         )
         more = f"; {_more_text(self.problems[3:])}" if len(self.problems) > 3 else ""
+        return f"{tensors}{more}"
+
+    def _describe(self, plan: Plan) -> str:
         gradient = "no gradient"
         if self._backward is not None and self._reverse_plan is not None:
             _, _, src, dst = self._backward[0]
             gradient = f"gradient {src} -> {dst}, plan {self._reverse_plan.hash}"
         planned = f"strategy {self._options.strategy}; plan {plan.hash}"
-        return f"{self._op} {tensors}{more}; {gradient}; {planned}{self._medium.text()}"
+        return f"{self._op} {self.what}; {gradient}; {planned}{self._medium.text()}"
 
     def _check(self, side: str, shards: Shards, expected: Sequence[tuple[int, ...] | None]) -> None:
         check_shards(
@@ -358,6 +363,12 @@ class _Start:
         transfer = self._transfer
         return transfer._medium.ready(self._call) and (self._reverse or transfer._has_agreed())
 
+    def note(self) -> None:
+        """Which call it is, for the flight record."""
+        flight = self._call.flight
+        if flight is not None:
+            flight.lane, flight.position = self.lane, self.ordinal
+
     def begin_again(self) -> bool:
         """After the work of a call failed that somebody waits for: see PrivateGroup.begin_again."""
         core = self._core
@@ -371,6 +382,7 @@ class _Start:
         assert self.ordinal is not None  # submit() has counted it
         starts = False
         self._core = core
+        self.note()
         try:
             running = _running(core, error)
             if transfer._error is not None:
@@ -396,7 +408,7 @@ class _Start:
                     number.agreed, number.core = agreed, running
             if call.flight is not None:
                 call.flight.plan = transfer._reverse_facts if reverse else transfer._facts
-                call.flight.number = (self.lane, self.ordinal, number.run)
+                call.flight.run = number.run
             starts = True
             work, statistics = transfer._medium.start(
                 running,

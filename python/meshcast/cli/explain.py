@@ -1,0 +1,90 @@
+"""Explain a stuck or failed job from the flight records of its ranks: who waits for whom, the call that ranks
+disagree on, and what came first."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..planning.text import ranks_text
+from ._records import Made, Record, read_records
+from ._waits import Found, find, ranks_of
+
+_SHOWN = 32  # ranks that get lines of their own
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `explain`."""
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="with files named *.rankN, which ranks write where MESHCAST_FLIGHT_RECORD says, "
+        "when a call fails, an exception ends the program, and on SIGUSR1",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what the records tell."""
+    records = read_records(arguments.folder)
+    print("\n".join(_lines(records, find(records))))
+    return 0
+
+
+def _lines(records: list[Record], found: Found) -> list[str]:
+    world = len(records) + len(found.silent)
+    none = f"; none of rank{'s' if len(found.silent) > 1 else ''} {ranks_text(found.silent)}"
+    lines = [f"{len(records)} records of {world} ranks{none if found.silent else ''}"]
+    shown_ranks = [record for record in records if record.rank in found.waits or record.exception]
+    for record in shown_ranks[:_SHOWN]:
+        lines += ["", *_rank(record, found)]
+    if len(shown_ranks) > _SHOWN:
+        lines += ["", f"... {len(shown_ranks)} ranks"]
+    others = [record for record in records if record not in shown_ranks]
+    for record in others[: _SHOWN if found.waits else 0]:
+        last = record.calls[-1] if record.calls else None
+        said = f"last call {last.name}, {last.state}" if last else "no calls"
+        lines += ["", f"rank {record.rank}: {said}; its main thread is at {record.at or 'no line of Python'}"]
+    if found.dissent is not None:
+        lines += ["", f"the ranks disagree on {found.dissent.name}"]
+        for side in found.dissent.sides:
+            lines.append(f"  {ranks_of(side)}: {side[0].op}, {side[0].what}")
+            lines += [f"    at {site}" for site in sorted({call.site for call in side})]
+    lines += ["", f"first cause: {found.cause}" if found.cause else "no call failed or waits"]
+    return lines
+
+
+def _rank(record: Record, found: Found) -> list[str]:
+    wait = found.waits.get(record.rank)
+    lines = []
+    if wait is not None:
+        call = wait.call
+        lines.append(f"rank {record.rank}: {_state(record, call)}{_whom(wait.ranks, wait.here)}")
+        lines.append(f"  at {call.site}")
+        if call.what:
+            lines.append(f"  {call.what}")
+        if call.error:
+            lines.append(f"  {shown_error(call.error)}")
+    if record.exception is not None and (wait is None or wait.call.error != record.exception["error"]):
+        lines.append(f"rank {record.rank}: ended with {shown_error(record.exception['error'])}")
+        if record.exception.get("site"):
+            lines.append(f"  raised at {record.exception['site']}")
+    return lines
+
+
+def _state(record: Record, call: Made) -> str:
+    if call.state == "failed":
+        return f"{call.name} failed after {call.seconds or 0.0:.1f} s"
+    return f"in {call.name} for {max(0.0, record.written - call.begun):.1f} s"
+
+
+def _whom(ranks: tuple[int, ...], here: bool) -> str:
+    if ranks:
+        return f", waits for rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+    return "; all its ranks are in it" if here else ""
+
+
+def shown_error(text: str) -> str:
+    """The first line of an error, in one line of the output."""
+    line = text.partition("\n")[0]
+    return line if len(line) <= 400 else f"{line[:397]}..."
