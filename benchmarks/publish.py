@@ -114,14 +114,14 @@ def _planner(simulated: Results) -> str:
     text = (
         "## Planner, and plans for more ranks than any test has\n\n"
         f"`python -m benchmarks.planner`: {head}. 1 GiB of bfloat16, hosts of 8 ranks behind 100 Gbit/s. "
-        "Times to plan are measured; times and ratios of the plans are **predictions of the cost model, "
-        "nothing was sent**.\n\n"
+        "Times to plan and MiB, the memory that it takes, are measured; times and ratios of the plans are "
+        "**predictions of the cost model, nothing was sent**.\n\n"
         f"{planner.table(simulated['rows'])}"
     )
-    for name, caption in (("weights", planner.WEIGHTS), ("multicasts", planner.MULTICASTS)):
+    for name, caption in planner.CAPTIONS.items():
         if name in simulated:  # results of before have none
             text += f"\n\n{caption}:\n\n{planner.table(simulated[name])}"
-    return text
+    return f"{text}\n\n{planner.PUBLISHED}"
 
 
 def _summary(results: Results) -> str:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as main  # noqa: E402
-from benchmarks import check, planner, publish  # noqa: E402
+from benchmarks import check, models, planner, publish  # noqa: E402
 from benchmarks.peers.scalapack import problem  # noqa: E402
 
 GOOD = {
@@ -160,11 +160,14 @@ def test_publish_writes_between_the_marks(tmp_path: Path, monkeypatch: pytest.Mo
     (folder / "paper_cases.json").write_text(json.dumps(results(one)))
     (folder / "scaling.json").write_text(json.dumps(results(case(auto=[0.1]), efficiency=0.1)))
     rows = [planner.measure(16, *next((k, *v) for k, v in planner.kinds(16).items()))]
-    kind, problems = next(iter(planner.weights(layers=1).items()))
+    kind, problems = next(iter(models.llama(layers=1).items()))
     weights = [planner.measure_fast_nics(kind, problems)]
     one, (ranks, problem) = next(iter(planner.multicasts().items()))
     multicasts = [planner.measure_fast_nics(one, [problem], ranks)]
+    fleet = models.Fleet(16, 16, experts=8)
+    mixture = planner.measure_fast_nics("16 to 16", models.mixture(fleet, layers=2), 32)
     simulated = {"header": {"cores": 2}, "rows": rows, "weights": weights, "multicasts": multicasts}
+    simulated["mixtures"] = [mixture]
     (folder / "planner.json").write_text(json.dumps(simulated))
     assert publish.main() == 1, "one of the results must not be reported"
     text = page.read_text()
@@ -178,6 +181,8 @@ def test_publish_writes_between_the_marks(tmp_path: Path, monkeypatch: pytest.Mo
     assert "predictions of the cost model" in text
     assert "| 1024 | 8192 x 8192 to Shard(0) |" in text
     assert "| 65 | 65536 x 65536, one rank to 64 replicas |" in text
+    assert "| 32 | 16 to 16 |" in text
+    assert "| 1.3 |" in text
     assert "| one message per receiver, gloo | 4.00 | 4.00 to 4.00 | 1 |" in readme.read_text()
     assert (tmp_path / "images" / "chart.svg").read_text().lstrip().startswith("<?xml")
 

@@ -43,10 +43,10 @@ import torch
 from meshcast.planning.plan import plan_many
 
 sys.path.insert(0, sys.argv[1])
-from benchmarks.planner import weights
+from benchmarks.models import llama
 from meshcast import Topology
 
-problems = next(batch for kind, batch in weights().items() if kind.startswith("all"))
+problems = next(batch for kind, batch in llama().items() if kind.startswith("all"))
 with open("/proc/self/statm") as file:
     before = int(file.read().split()[1]) * resource.getpagesize()
 plan = plan_many(problems, Topology.uniform(8, 400, nics_per_host=8))
