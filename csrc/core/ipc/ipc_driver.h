@@ -20,6 +20,8 @@ struct IpcRange {
   uint64_t id = 0;
 };
 
+class IpcMappings;
+
 // What groups over CUDA IPC need of CUDA beside a RoundDevice, on its GPU. Events are recorded, waited for,
 // asked and freed by that, whether made here or opened: a wait is for what had been recorded when it was
 // enqueued, also where another process recorded it. Calls that fail throw Error. No two threads are inside at a
@@ -35,9 +37,11 @@ class IpcDriver {
   virtual std::optional<IpcRange> exportable(const std::byte* data) = 0;
   // Nothing where CUDA refuses after all, such as for what another process has shared with this one.
   virtual std::optional<IpcHandle> export_memory(const IpcRange& range) = 0;
-  // Where the other process's allocation begins here. To be closed when nothing on the GPU uses it any more.
+  // Where the other process's allocation begins here; null while this process has mapped what lay at that
+  // address of the other before. To be closed when nothing on the GPU uses it any more.
   virtual std::byte* open_memory(const IpcHandle& handle) = 0;
-  virtual void close_memory(std::byte* base) noexcept = 0;
+  virtual void close_memory(std::byte* base) noexcept = 0;  // from any thread
+  virtual IpcMappings& mappings() = 0;                      // one for this process and GPU
   // Always exportable, and never given back to the GPU: what somebody lets go of, the next who asks gets. So no
   // peer has any of it mapped after it was freed.
   virtual std::shared_ptr<std::byte> allocate_exportable(int64_t nbytes) = 0;

@@ -64,6 +64,7 @@ IpcExchange::~IpcExchange() {
   }
   // The GPU may still copy: then what it reads stays mapped, and what it is read from stays.
   for (Peer& peer : peers_) {
+    peer.imports.leave();  // before its event goes
     if (passed) peer.imports.close_all();
     for (const Event event : {peer.ready, peer.copied, peer.own_copied}) free_event(event);
   }
@@ -252,6 +253,7 @@ void IpcExchange::copy_messages(Peer& from) {
   from.awaited = false;
   ++from.groups_received;
   device_.record(from.own_copied, stream_);
+  from.imports.used_until(from.own_copied);
   IpcNote note;
   note.kind = IpcNote::Kind::Copied;
   tell(from, note);

@@ -104,7 +104,7 @@ class IpcExchange {
   RoundDevice& device_;
   const Stream stream_;
   IpcExports exports_;
-  std::vector<Peer> peers_;  // ascending
+  std::deque<Peer> peers_;  // ascending
   Event ready_ = 0;
   Event over_ = 0;  // of an abort: everything of the groups before
   uint64_t now_ = 0;

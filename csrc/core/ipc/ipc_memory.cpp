@@ -58,7 +58,26 @@ void IpcExports::forget(uint64_t memory) {
   forgotten_.push_back(memory);
 }
 
+void IpcMappings::add(IpcImports* imports) {
+  const std::lock_guard lock(mutex_);
+  all_.insert(imports);
+}
+
+void IpcMappings::remove(IpcImports* imports) {
+  const std::lock_guard lock(mutex_);
+  all_.erase(imports);
+}
+
+bool IpcMappings::close_others(const IpcImports* imports) {
+  const std::lock_guard lock(mutex_);
+  bool stays = false;
+  for (IpcImports* each : all_)
+    if (each != imports && !each->close_idle()) stays = true;
+  return stays;
+}
+
 void IpcImports::add(uint64_t memory, const IpcHandle& handle, int64_t nbytes) {
+  const std::lock_guard lock(mutex_);
   entries_[memory] = {handle, nbytes, nullptr};
 }
 
@@ -71,17 +90,42 @@ const std::byte* IpcImports::at(uint64_t memory, int64_t offset, int64_t nbytes)
                 fmt::format("a peer named {} bytes at {} of memory {}, which it has not shown", nbytes, offset,
                             memory));
   Entry& entry = found->second;
-  if (entry.base == nullptr) {
-    sweep();
-    if (!closing_.empty()) return nullptr;
-    entry.base = driver_.open_memory(entry.handle);
+  Opened opened = open(&entry);
+  if (opened == Opened::Refused) {
+    // Without the lock, since others do the same to this one.
+    const bool stays = driver_.mappings().close_others(this);
+    opened = open(&entry);
+    if (opened == Opened::Refused && !stays)
+      throw Error(ErrorKind::Generic,
+                  "CUDA refuses to map another process's memory (already mapped), although nothing of meshcast "
+                  "has what lay there before: another library of this process may");
   }
-  return entry.base + offset;
+  return opened == Opened::Yes ? entry.base + offset : nullptr;
+}
+
+// It is in use from here on, if it is mapped now.
+IpcImports::Opened IpcImports::open(Entry* entry) {
+  const std::lock_guard lock(mutex_);
+  if (entry->base == nullptr) {
+    sweep_locked();
+    if (!closing_.empty()) return Opened::Later;
+    entry->base = driver_.open_memory(entry->handle);
+    if (entry->base == nullptr) return Opened::Refused;
+  }
+  in_use_ = true;
+  return Opened::Yes;
+}
+
+void IpcImports::used_until(RoundDevice::Event event) {
+  const std::lock_guard lock(mutex_);
+  in_use_ = false;
+  until_ = event;
 }
 
 void IpcImports::forget(uint64_t memory) {
   const auto found = entries_.find(memory);
   if (found == entries_.end()) return;
+  const std::lock_guard lock(mutex_);
   if (found->second.base != nullptr) {
     const RoundDevice::Event passed = device_.make_event();
     closing_.push_back({found->second.base, passed});
@@ -91,6 +135,11 @@ void IpcImports::forget(uint64_t memory) {
 }
 
 void IpcImports::sweep() {
+  const std::lock_guard lock(mutex_);
+  sweep_locked();
+}
+
+void IpcImports::sweep_locked() {
   std::erase_if(closing_, [this](const Closing& each) {
     if (!device_.reached(each.passed)) return false;
     driver_.close_memory(each.base);
@@ -99,7 +148,17 @@ void IpcImports::sweep() {
   });
 }
 
+bool IpcImports::close_idle() {
+  const std::lock_guard lock(mutex_);
+  sweep_locked();
+  if (in_use_ || (until_ != 0 && !device_.reached(until_))) return false;
+  for (auto& [memory, entry] : entries_)
+    if (entry.base != nullptr) driver_.close_memory(std::exchange(entry.base, nullptr));
+  return closing_.empty();
+}
+
 void IpcImports::close_all() {
+  const std::lock_guard lock(mutex_);
   for (const Closing& each : closing_) {
     driver_.close_memory(each.base);
     device_.free_event(each.passed);

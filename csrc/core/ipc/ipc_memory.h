@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <map>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <utility>
@@ -48,22 +49,54 @@ class IpcExports {
   uint64_t next_ = 1;
 };
 
-// The allocations of one peer. They are mapped when first needed, and stay so.
+class IpcImports;
+
+// All imports of a process on one GPU, whichever lane or group they are of. CUDA refuses to map an address of
+// another process while what lay there before is mapped ("already mapped"), and the lane that has that mapped
+// may never hear that it is gone. Thread-safe.
+class IpcMappings {
+ public:
+  void add(IpcImports* imports);
+  void remove(IpcImports* imports);
+  // Closes what the others have mapped and the GPU is through with; they map it again when they need it.
+  // Returns whether some of it had to stay.
+  bool close_others(const IpcImports* imports);
+
+ private:
+  std::mutex mutex_;
+  std::set<IpcImports*> all_;
+};
+
+// The allocations of one peer. They are mapped when first needed, and stay so until another lane has to map
+// what lies there now.
 class IpcImports {
  public:
-  IpcImports(IpcDriver& driver, RoundDevice& device) : driver_(driver), device_(device) {}
-  IpcImports(IpcImports&&) = default;
+  IpcImports(IpcDriver& driver, RoundDevice& device) : driver_(driver), device_(device) {
+    driver_.mappings().add(this);
+  }
+  ~IpcImports() { leave(); }
+  IpcImports(const IpcImports&) = delete;
+  IpcImports& operator=(const IpcImports&) = delete;
 
   void add(uint64_t memory, const IpcHandle& handle, int64_t nbytes);
-  // Null while it has to be mapped first and what was forgotten is not closed yet: it may have lain where this
-  // is now, and CUDA refuses to map an address of another process twice ("already mapped"). Throws Error where
-  // the peer has named no such memory.
+  // Null while it has to be mapped first and what was forgotten, or another lane still uses, is not closed yet:
+  // it may have lain where this is now. What it returns stays mapped until used_until(). Throws Error where the
+  // peer has named no such memory.
   const std::byte* at(uint64_t memory, int64_t offset, int64_t nbytes);
+  // `event` has been recorded behind all uses of what at() returned.
+  void used_until(RoundDevice::Event event);
   void forget(uint64_t memory);  // closes it later, when the transfer stream has passed what used it
   void sweep();                  // does so
   void close_all();              // nothing on the GPU uses any of it
+  bool close_idle();             // from any thread: see IpcMappings
+  void leave() { driver_.mappings().remove(this); }  // no other thread is here any more
 
  private:
+  enum class Opened : uint8_t { Yes, Later, Refused };
+  struct Entry;
+  Opened open(Entry* entry);
+  void sweep_locked();
+
   struct Entry {
     IpcHandle handle{};
     int64_t nbytes = 0;
@@ -76,8 +109,12 @@ class IpcImports {
 
   IpcDriver& driver_;
   RoundDevice& device_;
+  // Entries come and go in the lane's thread alone; what is mapped is guarded, since others may close it.
   std::map<uint64_t, Entry> entries_;
+  std::mutex mutex_;
   std::vector<Closing> closing_;
+  bool in_use_ = false;           // at() was called after the last used_until()
+  RoundDevice::Event until_ = 0;  // of that
 };
 
 }  // namespace meshcast

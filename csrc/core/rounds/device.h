@@ -42,8 +42,8 @@ struct GroupOutcome {
 
 // What rounds need of CUDA and of a transport between GPUs (NCCL, or CUDA IPC inside a host), on one GPU and
 // one communicator of one lane. Everything is enqueued and returns at once; the communicator does not block
-// either, so a call of it may be in progress when it returns. No two threads are inside at a time. Calls of
-// CUDA that fail throw Error.
+// either, so a call of it may be in progress when it returns. No two threads are inside at a time, but in
+// reached() and free_event(). Calls of CUDA that fail throw Error.
 class RoundDevice {
  public:
   using Stream = std::uintptr_t;

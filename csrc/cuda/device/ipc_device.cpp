@@ -36,9 +36,10 @@ decltype(&cuPointerGetAttributes) pointer_attributes() {
 
 }  // namespace
 
-// Memory of cudaMalloc, which is what CUDA IPC can export, however torch is told to allocate. One for each GPU
-// and process. Nothing goes back to the GPU: to free what another process has mapped is undefined, and a free
-// waits for all that runs on the GPU, also for a kernel of NCCL that waits for a rank which waits for this one.
+// Memory of cudaMalloc, which is what CUDA IPC can export, however torch is told to allocate; and what is
+// mapped of other processes. One for each GPU and process. Nothing goes back to the GPU: to free what another
+// process has mapped is undefined, and a free waits for all that runs on the GPU, also for a kernel of NCCL
+// that waits for a rank which waits for this one.
 class CudaIpcDriver::Pool {
  public:
   static Pool& of(int device) {
@@ -49,6 +50,8 @@ class CudaIpcDriver::Pool {
     if (pool == nullptr) pool = new Pool(device);
     return *pool;
   }
+
+  IpcMappings mappings;
 
   std::byte* take(int64_t nbytes) {
     const auto rounded = rounded_up(nbytes);
@@ -142,11 +145,17 @@ std::optional<IpcHandle> CudaIpcDriver::export_memory(const IpcRange& range) {
 std::byte* CudaIpcDriver::open_memory(const IpcHandle& handle) {
   const OnDevice here(device_);
   void* out = nullptr;
-  check_cuda(
-      cudaIpcOpenMemHandle(&out, std::bit_cast<cudaIpcMemHandle_t>(handle), cudaIpcMemLazyEnablePeerAccess),
-      "mapping another process's memory", device_);
+  const cudaError_t status =
+      cudaIpcOpenMemHandle(&out, std::bit_cast<cudaIpcMemHandle_t>(handle), cudaIpcMemLazyEnablePeerAccess);
+  if (status == cudaErrorAlreadyMapped) {
+    let_go(status);
+    return nullptr;
+  }
+  check_cuda(status, "mapping another process's memory", device_);
   return static_cast<std::byte*>(out);
 }
+
+IpcMappings& CudaIpcDriver::mappings() { return pool_.mappings; }
 
 void CudaIpcDriver::close_memory(std::byte* base) noexcept {
   try {

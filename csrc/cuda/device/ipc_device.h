@@ -21,6 +21,7 @@ class CudaIpcDriver final : public IpcDriver {
   std::optional<IpcHandle> export_memory(const IpcRange& range) override;
   std::byte* open_memory(const IpcHandle& handle) override;
   void close_memory(std::byte* base) noexcept override;
+  IpcMappings& mappings() override;
   std::shared_ptr<std::byte> allocate_exportable(int64_t nbytes) override;
 
   Event make_ipc_event(IpcHandle* handle) override;

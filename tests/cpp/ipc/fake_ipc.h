@@ -49,7 +49,9 @@ struct FakeHost {
   std::map<std::pair<int32_t, uint64_t>, int> as;  // which of those a rank has mapped
   std::set<RoundDevice::Event> dropped;            // events that their rank has freed, by the numbers of others
   uint64_t ids = 0;
+  std::map<int32_t, IpcMappings> mappings;  // of each rank, whatever its lanes
   int64_t opened = 0;
+  int64_t already = 0;  // times that memory could not be mapped, since what lay there before was
   int64_t bounced = 0;  // copies out of what cannot be exported
   // A mutation of the protocol, which tests must see: waits for such an event of a peer are not enqueued.
   enum class Lost : uint8_t { None, Ready, Copied } lost = Lost::None;
@@ -87,15 +89,17 @@ class FakeIpcDriver final : public IpcDriver {
   }
   std::byte* open_memory(const IpcHandle& handle) override {
     const std::lock_guard lock(host_.mutex);
-    ++host_.opened;
     const uint64_t id = value_of_handle(handle);
     const auto [base, nbytes, owner] = host_.exported.at(id);
     for (const auto& [which, count] : host_.as) {
       const FakeHost::Exported& other = host_.exported.at(which.second);
       const bool apart = other.base + other.nbytes <= base || base + nbytes <= other.base;
-      if (which.first == rank_ && count > 0 && which.second != id && other.owner == owner && !apart)
-        host_.cluster.mistakes.emplace_back("memory was mapped while what lay there before was");
+      if (which.first == rank_ && count > 0 && which.second != id && other.owner == owner && !apart) {
+        ++host_.already;
+        return nullptr;
+      }
     }
+    ++host_.opened;
     ++host_.mapped[{rank_, base}];
     ++host_.as[{rank_, id}];
     return base;
@@ -108,6 +112,10 @@ class FakeIpcDriver final : public IpcDriver {
       return each.first.first == rank_ && each.second > 0 && host_.exported.at(each.first.second).base == base;
     });
     if (oldest != host_.as.end()) --oldest->second;
+  }
+  IpcMappings& mappings() override {
+    const std::lock_guard lock(host_.mutex);
+    return host_.mappings[rank_];
   }
   // What is let go of, the next who asks may have: it is spoilt at once.
   std::shared_ptr<std::byte> allocate_exportable(int64_t nbytes) override {

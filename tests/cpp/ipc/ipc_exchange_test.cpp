@@ -15,12 +15,16 @@ namespace {
 
 // Both ends of one group at a time, on GPUs that go on at once.
 struct Pair {
-  FakeHost host{2};
+  const std::unique_ptr<FakeHost> own;
+  FakeHost& host;
   FakeIpcDevice from{host, 0}, to{host, 1};
   std::mt19937 rng{1};
   GroupOutcome sent, received;
 
-  Pair() {
+  Pair() : own(std::make_unique<FakeHost>(2)), host(*own) { connect_both(); }
+  explicit Pair(Pair& lane) : host(lane.host) { connect_both(); }  // another lane of the same ranks
+
+  void connect_both() {
     IpcMeeting meetings[2];
     const std::vector<std::string> addresses{meetings[0].address(), meetings[1].address()};
     const auto connect = [&](FakeIpcDevice& device, int32_t rank) {
@@ -59,11 +63,12 @@ struct Pair {
     return received;
   }
 
-  // Both are through: nothing may be left of them.
+  // Both are through: nothing may be left of them, and one lane alone is never refused a mapping.
   void close() {
     for (FakeIpcDevice* device : {&from, &to}) device->groups->close();
     for (FakeIpcDevice* device : {&from, &to}) device->groups.reset();
     CHECK(mapped() == 0);
+    CHECK(host.already == 0);
     for (const auto& rank : host.cluster.ranks) CHECK(rank.events_alive == 0);
     CHECK(host.cluster.mistakes == std::vector<std::string>{});
   }
@@ -130,6 +135,57 @@ TEST_CASE("memory that is forgotten is closed when the GPU has passed it, and be
   pair.close();
   CHECK(again == source);
   CHECK(pair.host.cluster.mistakes == std::vector<std::string>{});
+}
+
+TEST_CASE("an address that comes back is mapped by a lane while another had mapped what lay there", "[ipc]") {
+  const bool busy = GENERATE(false, true);  // the GPU has yet to read what the other lane has mapped
+  CAPTURE(busy);
+  Pair one;
+  Pair two(one);
+  std::vector<std::byte> source(256, std::byte{1}), found(256), again(256);
+  one.host.allocate(source.data(), 256, true);
+  CHECK(one.exchange({source.data()}, {found.data()}, 256, !busy).state == GroupState::Success);
+  one.host.allocate(source.data(), 256, true);  // a new id
+  two.begin({source.data()}, {again.data()}, 256);
+  if (busy) {
+    CHECK(two.look(100).state == GroupState::InProgress);
+    CHECK(one.host.cluster.run(one.rng));
+    CHECK(found == source);
+    std::fill(source.begin(), source.end(), std::byte{2});
+  }
+  CHECK(two.look().state == GroupState::Success);
+  CHECK(one.host.cluster.run(one.rng));
+  CHECK(again == source);
+  CHECK(one.mapped() == 1);
+  CHECK(one.host.already > 0);
+  // The first lane maps what lies there now: it is the same allocation, which both may have.
+  std::fill(source.begin(), source.end(), std::byte{3});
+  CHECK(one.exchange({source.data()}, {found.data()}, 256).state == GroupState::Success);
+  CHECK(found == source);
+  CHECK(one.mapped() == 2);
+  CHECK(one.host.opened == 3);
+  for (Pair* lane : {&two, &one}) {
+    for (FakeIpcDevice* device : {&lane->from, &lane->to}) device->groups->close();
+    for (FakeIpcDevice* device : {&lane->from, &lane->to}) device->groups.reset();
+  }
+  CHECK(one.mapped() == 0);
+  CHECK(one.host.cluster.mistakes == std::vector<std::string>{});
+}
+
+TEST_CASE("a lane maps again what another has closed for it", "[ipc]") {
+  Pair one;
+  Pair two(one);
+  std::vector<std::byte> source(256), other(256, std::byte{9}), found(256);
+  one.host.allocate(source.data(), 256, true);
+  one.host.allocate(other.data(), 256, true);
+  CHECK(one.exchange({source.data(), other.data()}, {found.data(), found.data() + 128}, 128).state ==
+        GroupState::Success);
+  one.host.allocate(source.data(), 256, true);
+  CHECK(two.exchange({source.data()}, {found.data()}, 256).state == GroupState::Success);
+  CHECK(one.exchange({other.data()}, {found.data()}, 256).state == GroupState::Success);
+  CHECK(found == other);
+  CHECK(one.host.opened == 4);
+  CHECK(one.host.cluster.mistakes == std::vector<std::string>{});
 }
 
 TEST_CASE("memory is forgotten where part of it is another allocation", "[ipc]") {

@@ -89,6 +89,7 @@ class SharedIpcDriver final : public IpcDriver {
   std::optional<IpcHandle> export_memory(const IpcRange&) override { return handle(rank_, 0); }
   std::byte* open_memory(const IpcHandle& handle) override { return memory_.map(value(handle).first); }
   void close_memory(std::byte* base) noexcept override { munmap(base, kSharedBytes); }
+  IpcMappings& mappings() override { return mappings_; }
   std::shared_ptr<std::byte> allocate_exportable(int64_t nbytes) override {
     const std::lock_guard lock(host_.mutex);
     const int64_t rounded = (nbytes + 255) / 256 * 256;
@@ -174,6 +175,7 @@ class SharedIpcDriver final : public IpcDriver {
   int64_t used_ = 0;
   std::multimap<int64_t, std::byte*> spare_;
   size_t made_ = 0;
+  IpcMappings mappings_;
 };
 
 }  // namespace meshcast::testing
