@@ -66,7 +66,7 @@ def build() -> Command:
 
 def steps() -> list[Step]:
     figures = str(BUILD / "figures")
-    kernels = pytest("tests/cuda/test_kernels.py", needs_gpu=True)
+    kernels = pytest("tests/cuda/test_kernels.py", "tests/cuda/test_kernel_limits.py", needs_gpu=True)
     return [
         Step("build", "the flavour for this torch", 600, (build(),)),
         Step(
@@ -80,7 +80,7 @@ def steps() -> list[Step]:
             "ipc",
             "ranks on one GPU over CUDA IPC, and one for each",
             300,
-            (pytest("tests/cuda/test_ipc.py", "tests/cuda/test_reshard.py"),),
+            (pytest(*(f"tests/cuda/test_{name}.py" for name in ("ipc", "reshard", "review"))),),
         ),
         Step("mixed", "between CPUs and GPUs", 120, (pytest("tests/cuda/test_mixed.py"),)),
         Step("casts", "to another dtype", 120, (pytest("tests/cuda/test_casts.py"),)),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from multiproc.devices import GPU
 from multiproc.harness import WorldResult, run_world
 
 pytestmark = [pytest.mark.gpu(on_cpu=True), pytest.mark.timeout(300)]
@@ -23,7 +24,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module", params=[*SETTINGS, "a GPU for each"])
+@pytest.fixture(scope="module", params=[*SETTINGS, "a GPU for each"] if GPU == "cuda" else ["three on a GPU"])
 def world(request: pytest.FixtureRequest) -> WorldResult:
     if request.param == "a GPU for each":
         if torch.cuda.device_count() < 2:
