@@ -22,6 +22,7 @@ OURS = ("_C.*.so", "_build_info.py")
 
 def copy_tree() -> None:
     """The module that was built stays."""
+    os.chdir(ROOT)  # this may run in the folder that is replaced
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "out", *OURS)
     package = TREE / "python" / "meshcast"
     kept = [(path.name, path) for pattern in OURS for path in package.glob(pattern)]

@@ -87,6 +87,23 @@ def test_without_a_gpu_nothing_is_built(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+def test_a_second_copy_of_the_tree_keeps_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it runs in the first one, as the steps do."""
+    build = tool("on_gpu_build")
+    monkeypatch.setattr(build, "BUILD", tmp_path)
+    monkeypatch.setattr(build, "TREE", tmp_path / "tree")
+    build.copy_tree()
+    package = tmp_path / "tree" / "python" / "meshcast"
+    assert not [*package.glob("_C.*.so"), *package.glob("_build_info.py")]
+    (package / "_C.of-another.so").write_text("built")
+    (package / "gone.py").write_text("of before")
+    monkeypatch.chdir(tmp_path / "tree")
+    build.copy_tree()
+    assert subprocess.run(["cmake", "--version"], capture_output=True, check=False).returncode == 0
+    assert (package / "_C.of-another.so").read_text() == "built"
+    assert not (package / "gone.py").exists()
+
+
 def run(
     step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, dry: bool = True
 ) -> tuple[dict[str, Any], str]:
