@@ -355,8 +355,7 @@ class Job(Generic[T]):
 
     def _is_loss(self, error: Exception) -> bool:
         """Whether it comes of a rank's death; waits for the agent to say so."""
-        own = (LayoutError, torch.OutOfMemoryError)
-        if self._failed or not isinstance(error, RuntimeError) or isinstance(error, own):
+        if self._failed or not _may_be_loss(error):
             return False
         return self._watch.wait_for_loss(self._number, self._grace) and not self._watch.orphan
 
@@ -378,6 +377,12 @@ class Job(Generic[T]):
             f"{OP}: another worker ended with exit code 0 at step {self.steps} of this one, without close()",
             op=OP,
         )
+
+
+def _may_be_loss(error: BaseException | None) -> bool:
+    if isinstance(error, LayoutError):  # some calls say so of whatever ended them
+        return not error.gone and _may_be_loss(error.__cause__)
+    return isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
 
 
 def _agent() -> tuple[str, dist.TCPStore]:
