@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ class Worker:
             for name, step, moment in faults
             if moment in ("between", "joined") and name != NAME and NAME == "0.0"
         }
-        self.job = ElasticJob(self.make, backend="gloo", grace=120.0)
+        self.job = ElasticJob(self.make, backend="gloo", grace=120.0, timeout=timedelta(seconds=60))
         agree = self.job._agree
 
         def agree_or_die() -> bool:

@@ -68,7 +68,8 @@ class Job(Generic[T]):
     Args:
         make: makes model and optimizer on the ranks of the default process group as it is then: any sharding,
             any meshes. Called for each process group. What is not trained yet begins with what it made.
-        backend, timeout: as of init_process_group.
+        backend, timeout: as of init_process_group. A rank that gloo does not wake where another one died
+            goes on after this limit.
         own: entries of the state of which each rank has its own, see remesh.
         old: layouts of plain tensors of the state that are shards, in the ranks that they lie on.
         options: of remesh, such as max_bytes_in_flight.
@@ -244,6 +245,9 @@ class Job(Generic[T]):
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
         self._join(start.port, rank, size)
         training = self._make()
+        if self._timeout is not None:  # groups of meshes have torch's default
+            for group in list(c10d._world.pg_map):
+                c10d._set_pg_timeout(self._timeout, group)
         steps = self.steps
         if start.version is not None:
             held = steps if self._version is not None else None
