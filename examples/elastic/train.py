@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 # `gpt` and `training` are packages of the examples folder.
@@ -30,7 +31,7 @@ def main() -> None:
     samples = TextSamples(read_text(options.data), config.seq_len, seed=0)
     task = Task(config, samples, options.batch, options.steps)
     kind = PipelineTraining if options.pipeline else HybridTraining
-    with Job(lambda: kind(task), backend="gloo") as job:
+    with Job(lambda: kind(task), backend="gloo", timeout=timedelta(seconds=60)) as job:
         while job.steps < options.steps:
             with job.attempt() as training:
                 time.sleep(options.pause)

@@ -2,7 +2,8 @@
 
 going_on.py FOLDER STEPS FAULTS [PAUSE]: FAULTS is a JSON list of [worker, step, moment]; a worker is named
 "LOCAL_RANK.RESTART". Each worker writes what it has seen to FOLDER/WORKER.jsonl. The job ends after so many
-steps, or in the one in which FOLDER/stop is found. PAUSE: seconds before each step.
+steps, or in the one in which FOLDER/stop is found. PAUSE: seconds before each step; all ranks have all then,
+so that any number of them may die.
 
 Moments: during - after the forward; before - gradients are complete; between - others have taken the step,
 this one has not, and one of the others does not know yet that all had agreed; after - the step is committed;
@@ -18,6 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +68,12 @@ class OneProcess:
 
 
 class Trained:
-    """Two replicas of half as many shards, or a copy on each rank where their number is odd."""
+    """Two replicas of half as many shards; a copy on each rank if copies, or where their number is odd."""
 
-    def __init__(self, last: int) -> None:
+    def __init__(self, last: int, copies: bool) -> None:
         self.last = last  # the job ends after so many steps
         ranks = dist.get_world_size()
-        shape = (2, ranks // 2) if ranks % 2 == 0 else (ranks, 1)
+        shape = (2, ranks // 2) if ranks % 2 == 0 and not copies else (ranks, 1)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         self.module = model()
         fully_shard(self.module[0], mesh=mesh)
@@ -136,7 +138,7 @@ class Worker:
             for name, step, moment in faults
             if moment in ("between", "joined") and name != NAME and NAME == "0.0"
         }
-        self.job = ElasticJob(self.make, backend="gloo", grace=120.0)
+        self.job = ElasticJob(self.make, backend="gloo", grace=120.0, timeout=timedelta(seconds=60))
         agree = self.job._agree
 
         def agree_or_die() -> bool:
@@ -164,7 +166,7 @@ class Worker:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def make(self) -> Trained:
-        trained = Trained(self.steps)
+        trained = Trained(self.steps, copies=self.pause > 0)
         if self.job._number > 1:
             self.die("making", self.job.steps)
             load = trained.load_state_dict

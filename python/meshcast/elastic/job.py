@@ -68,7 +68,8 @@ class Job(Generic[T]):
     Args:
         make: makes model and optimizer on the ranks of the default process group as it is then: any sharding,
             any meshes. Called for each process group. What is not trained yet begins with what it made.
-        backend, timeout: as of init_process_group.
+        backend, timeout: as of init_process_group. A rank that gloo does not wake where another one died
+            goes on after this limit.
         own: entries of the state of which each rank has its own, see remesh.
         old: layouts of plain tensors of the state that are shards, in the ranks that they lie on.
         options: of remesh, such as max_bytes_in_flight.
@@ -244,6 +245,9 @@ class Job(Generic[T]):
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
         self._join(start.port, rank, size)
         training = self._make()
+        if self._timeout is not None:  # groups of meshes have torch's default
+            for group in list(c10d._world.pg_map):
+                c10d._set_pg_timeout(self._timeout, group)
         steps = self.steps
         if start.version is not None:
             held = steps if self._version is not None else None
@@ -355,8 +359,7 @@ class Job(Generic[T]):
 
     def _is_loss(self, error: Exception) -> bool:
         """Whether it comes of a rank's death; waits for the agent to say so."""
-        own = (LayoutError, torch.OutOfMemoryError)
-        if self._failed or not isinstance(error, RuntimeError) or isinstance(error, own):
+        if self._failed or not _may_be_loss(error):
             return False
         return self._watch.wait_for_loss(self._number, self._grace) and not self._watch.orphan
 
@@ -378,6 +381,12 @@ class Job(Generic[T]):
             f"{OP}: another worker ended with exit code 0 at step {self.steps} of this one, without close()",
             op=OP,
         )
+
+
+def _may_be_loss(error: BaseException | None) -> bool:
+    if isinstance(error, LayoutError):  # some calls say so of whatever ended them
+        return not error.gone and _may_be_loss(error.__cause__)
+    return isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
 
 
 def _agent() -> tuple[str, dist.TCPStore]:
