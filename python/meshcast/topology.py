@@ -292,6 +292,15 @@ class Topology:
             ]
         return out
 
+    def _host_of(self, rank: int) -> int:
+        """The number of its host. Raises LayoutError for a rank that is on none."""
+        if self._uniform is not None:
+            return rank // self._uniform.ranks_per_host
+        for index, host in enumerate(self._hosts):
+            if rank in host.ranks:
+                return index
+        raise LayoutError(f"rank {rank} is on no host of the topology; list every rank")
+
     def _core(self, max_rank: int) -> _C.Topology:
         """The C++ topology for plans whose highest rank is `max_rank`."""
         key = max_rank if self._uniform is not None else 0

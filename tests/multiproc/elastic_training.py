@@ -72,8 +72,15 @@ def rate(step: int) -> float:
 class Job:
     """The job on the ranks of a mesh, of which this process is one. group: of the same ranks."""
 
-    def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup | None, position: int = 0) -> None:
-        self.module = model()
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        group: dist.ProcessGroup | None,
+        position: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.dtype = dtype
+        self.module = model().to(dtype)
         with torch.no_grad():  # what a rank that joins begins with must not matter
             for parameter in self.module.parameters():
                 parameter.fill_(float("nan"))
@@ -93,13 +100,13 @@ class Job:
         ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         losses = []
         for step in range(self.position, self.position + steps):
-            x, y = (each.chunk(ranks)[rank] for each in batch(step))
+            x, y = (each.to(self.dtype).chunk(ranks)[rank] for each in batch(step))
             self.optimizer.param_groups[0]["lr"] = rate(step)
             self.optimizer.zero_grad()
             loss = (self.module(x) - y).square().mean()
             loss.backward()
             self.optimizer.step()
-            mean = loss.detach() / ranks
+            mean = loss.detach().float() / ranks
             dist.all_reduce(mean, group=self.group)
             losses.append(float(mean))
         self.position += steps

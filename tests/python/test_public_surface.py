@@ -29,7 +29,7 @@ PIPELINING = (
     "Candidate MultiScheduleOptions PipelineSchedule PipelineScheduleMulti PipelineScheduleSingle "
     "ScheduleOptions Times"
 )
-ELASTIC = "remesh"
+ELASTIC = "Replicas remesh"
 COMMANDS = {
     "bench": "--methods --seconds --repeats",
     "doctor": "--json",

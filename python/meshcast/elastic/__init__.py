@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from meshcast.elastic.job import Job, Training
 from meshcast.elastic.remesh import remesh
+from meshcast.elastic.replicas import Replicas
 
-__all__ = ["Job", "Training", "remesh"]
+__all__ = ["Job", "Replicas", "Training", "remesh"]

@@ -9,18 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Unpack
 
+from ..base import checks
 from ..errors import LayoutError, MeshcastError
 from ..groups.parent import parent_group, seconds
 from ..groups.telling import raise_refused
 from ..layout import Box
+from ..resharding.lost import Gone, raise_gone
 from ..resharding.state_arguments import Given
 from ..resharding.state_dict import StateOptions
 from ..resharding.state_entries import is_carried
 from ..resharding.state_results import ReshardedState
-from ..resharding.state_run import Conversation, Prepared, conversation
-from ..resharding.state_specs import OP as MOVE
+from ..resharding.state_run import Conversation, conversation
 from ..resharding.tensor_map import TensorMap
 from .places import OP, New, Old, Ranks, copies_of, destinations, old_layouts, read_ranks
+from .replicas import Replicas
+from .telling import call_by, run
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +43,7 @@ def remesh(
     ranks: Mapping[int, int] | None = None,
     own: Iterable[str] | Callable[[str], bool] = (),
     loaded: Mapping[str, Sequence[tuple[Box, torch.Tensor]]] | None = None,
+    replicas: Replicas | None = None,
     group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
     **options: Unpack[StateOptions],
@@ -72,6 +76,9 @@ def remesh(
             must be alike on the ranks that have them.
         loaded: {name: [(box, tensor)]}, what this rank has read from a checkpoint in place of what is gone.
             Any rank may have read any box, by the names and boxes of `gone`.
+        replicas: the state is that of the newest step whose copies are whole on all ranks that had Replicas
+            and live, in place of `state`, `old`, `own` and `loaded`. All of these ranks pass theirs; what
+            they hold otherwise is not read. The result has the step as its `version`.
         group: process group of now; None for the default one. timeout: of the whole call.
         options: those of reshard_state_dict, without `layouts`. digest is True unless given.
 
@@ -81,7 +88,8 @@ def remesh(
 
     Raises:
         LayoutError: on all ranks that call, before a tensor moves: a rank in `lost` that held nothing, that
-            `ranks` or `new` have as well, or that calls; a name without destination. Where a box lives on no
+            `ranks` or `new` have as well, or that calls; a name without destination; no step of which all
+            `replicas` have whole copies. Where a box lives on no
             rank any more, the field `gone` lists each (name, box, ranks of then that had it): load just these
             from a checkpoint and call again with `loaded`.
         PlanMismatchError: shapes, dtypes, layouts, entries or `lost` differ among ranks.
@@ -111,12 +119,14 @@ def remesh(
     deadline = time.monotonic() + limit
     talk = conversation(parent, read.silent)
     try:
-        given = _given(parent, talk, deadline, state, old, new, read, options, own=own, loaded=loaded)
-        return _run(parent, talk, deadline, given)
+        given, step = _given(
+            parent, talk, deadline, state, old, new, read, options, replicas, own=own, loaded=loaded
+        )
+        result = run(parent, talk, deadline, given)
+        result.version = step
+        return result
     except MeshcastError as error:
-        text = str(error).replace(MOVE, OP)
-        error.args = (text if text.startswith(OP) else f"{OP}: {text}",)
-        error.op = OP if error.op in (None, MOVE) else error.op
+        call_by(OP, error)
         raise
 
 
@@ -129,58 +139,94 @@ def _given(
     new: Any,
     read: Ranks,
     options: Any,
+    replicas: Replicas | None,
     **more: Any,
-) -> Given | Exception:
-    """The arguments of reshard_state_dict, or what is wrong with those of this rank. All ranks have told each
-    other which names they hold: a rank that joins knows none."""
-    said: Any = {"held": [], "copies": []}
+) -> tuple[Given | Exception, int | None]:
+    """The arguments of reshard_state_dict, or what is wrong with those of this rank; and the step of the
+    replicas that they are of. All ranks have told each other which names they hold: a rank that joins knows
+    none."""
+    said: Any = {"held": [], "copies": [], "steps": None, "gone": [], "idle": []}
     wrong: Exception | None = None
     maps: list[str] = []
     layouts: dict[str, Any] = {}
+    dead = [old for _, old in read.lost]
     try:
         if "layouts" in options:
             raise LayoutError(f"{OP}: layouts are given by `old`")
-        held = {} if state is None else state
+        held: Any = {} if state is None else state
         if not isinstance(held, Mapping):
             raise LayoutError(f"{OP}: state must be a mapping by name, found {type(held).__name__}")
-        layouts = old_layouts(held, old, read.then(parent.rank))
+        if replicas is None:
+            layouts = old_layouts(held, old, read.then(parent.rank))
+            names = [name for name, value in held.items() if not is_carried(value)]
+        else:
+            _check_alone(replicas, held, old, more, read.then(parent.rank))
+            said |= replicas._offer(dead, deadline)
+            names, more["own"] = said["held"], replicas._own
         maps = _targets(options.get("maps", ()))
         renamed = _renaming(options.get("rename"))
-        names = [renamed(name) for name, value in held.items() if not is_carried(value)]
-        said = {"held": [name for name in names if name is not None], "copies": copies_of(new)}
+        said["held"] = [new_name for name in names if (new_name := renamed(name)) is not None]
+        said["copies"] = copies_of(new)
     except Exception as error:
         wrong = error
     names_given = wrong or Given({str(parent.rank): said}, None, lost=read.lost)
-    told = _run(parent, talk, deadline, names_given)
+    told = run(parent, talk, deadline, names_given)
     try:
+        step = _step(told, parent.rank)
+        if step is not None and replicas is not None:
+            state, layouts = replicas._taken(step, dead)
         known = dict.fromkeys(name for rank in sorted(told, key=int) for name in told[rank]["held"])
         copies: dict[str, list[int]] = {}
         for rank, theirs in told.items():
             for name in theirs["copies"]:
                 copies.setdefault(name, []).append(int(rank))
         where, outs = destinations(new, [*known, *maps], copies)
-        return Given(
+        idle = {rank for theirs in told.values() for rank in theirs["idle"]}
+        given = Given(
             state,
             where,
             outs,
             layouts=layouts,
-            lost=read.lost,
+            lost=tuple(each for each in read.lost if each[1] not in idle),
             numbers=read.numbers,
             **{"digest": True, **options, **more},
         )
     except Exception as error:
-        return error
+        return error, None
+    return given, step
 
 
-def _run(
-    parent: ParentGroup, talk: Conversation, deadline: float, given: Given | Exception
-) -> ReshardedState:
-    """One call among all ranks. An error in place of arguments is raised here, and told to the others."""
-    wrong = given if isinstance(given, Exception) else None
-    arguments = Given(None, None) if isinstance(given, Exception) else given
-    result = ReshardedState()
-    talk.run(Prepared(parent.rank, arguments, None, wrong=wrong), deadline, result)
-    return result
+def _check_alone(replicas: Any, held: Any, old: Any, more: Mapping[str, Any], then: int | None) -> None:
+    """Raises LayoutError for replicas that are none, beside what they stand for, or another rank's."""
+    if not isinstance(replicas, Replicas):
+        raise LayoutError(f"{OP}: replicas {checks.shown(replicas)}: expected Replicas")
+    if held or old or more["own"] or more["loaded"]:
+        raise LayoutError(f"{OP}: replicas stand for state, old, own and loaded; pass None, or no replicas")
+    if replicas._rank != then:
+        raise LayoutError(f"{OP}: the replicas are of rank {replicas._rank}, but this rank was {then}")
+
+
+def _step(told: Mapping[str, Any], rank: int) -> int | None:
+    """The newest step of which all ranks that have replicas have whole copies; None where no rank has any.
+    All ranks were told the same, so that all raise alike."""
+    steps = {int(other): said["steps"] for other, said in told.items() if said["steps"] is not None}
+    if not steps:
+        return None
+    without = [int(other) for other, said in told.items() if said["held"] and int(other) not in steps]
+    if without:
+        raise LayoutError(
+            f"{OP}: rank {min(without)} gives a state, but rank {min(steps)} its replicas; all that were "
+            "there give the one or the other"
+        )
+    gone = dict.fromkeys(Gone(*each) for said in told.values() for each in said["gone"])
+    raise_gone(list(gone), OP, rank)
+    common = set.intersection(*map(set, steps.values()))
+    if not common:
+        raise LayoutError(
+            f"{OP}: no step has whole copies on all ranks: "
+            + ", ".join(f"rank {other} has {found or 'none'}" for other, found in sorted(steps.items()))
+        )
+    return max(common)
 
 
 def _targets(maps: Any) -> list[str]:

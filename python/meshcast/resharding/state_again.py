@@ -18,7 +18,7 @@ from .state_kept import Known
 from .state_results import Memory, ReshardedState
 from .state_run import Conversation, Prepared
 
-__all__ = ["Repeated"]
+__all__ = ["Repeated", "likeness"]
 
 
 class Repeated:
@@ -49,7 +49,7 @@ class Repeated:
                 memory.forget()
             # Weights that it has sent are none of its business any more.
             self._call = replace(prepared.call, tensors={}, outs={})
-            self._like = {old: _likeness(x) for old, x in (state or {}).items() if not is_carried(x)}
+            self._like = {old: likeness(x) for old, x in (state or {}).items() if not is_carried(x)}
             self._outs = {name: _place(x) for name, x in prepared.call.outs.items()}
         return prepared
 
@@ -78,7 +78,7 @@ class Repeated:
             return None
         state, out = state or {}, out or {}
         tensors = {old: x for old, x in state.items() if not is_carried(x)}
-        if {old: _likeness(x) for old, x in tensors.items()} != self._like:
+        if {old: likeness(x) for old, x in tensors.items()} != self._like:
             return None
         if {name: _place(x) for name, x in out.items() if name in call.wanted} != self._outs:
             return None
@@ -91,7 +91,7 @@ class Repeated:
         return replace(call, tensors=sent, values=values, outs=outs)
 
 
-def _likeness(x: Any) -> Any:
+def likeness(x: Any) -> Any:
     """Equal for entries that are described alike."""
     if isinstance(x, DTensor):
         return x._spec
@@ -105,4 +105,4 @@ def _place(x: Any) -> Any:
     if not isinstance(x, torch.Tensor):
         return x
     local = local_of(x)
-    return _likeness(x), local.data_ptr(), local.shape, local.stride()
+    return likeness(x), local.data_ptr(), local.shape, local.stride()
