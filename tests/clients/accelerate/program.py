@@ -36,13 +36,16 @@ class Head(nn.Module):
 
 
 class Scaled(nn.Module):
+    """accelerate gives what the model is called with to its first stage alone."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        x = x * scale
         for layer in self.layers:
-            x = torch.tanh(layer(x)) * scale
+            x = torch.tanh(layer(x))
         return x
 
 
