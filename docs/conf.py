@@ -52,7 +52,7 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_class_signature = "mixed"
 # Packages that a plug-in is for: each user has one of them.
-autodoc_mock_imports = ["megatron", "ray", "torchft", "torchtitan", "verl", "vllm"]
+autodoc_mock_imports = ["accelerate", "megatron", "ray", "torchft", "torchtitan", "verl", "vllm"]
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False

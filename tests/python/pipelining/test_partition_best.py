@@ -1,8 +1,10 @@
 """partition() of a GPT and a U-Transformer on 8 ranks, beside all cuts, degrees and schedules there are."""
 
 import math
+import sys
 from collections.abc import Iterator
 from itertools import combinations, product
+from pathlib import Path
 
 import meshcast
 import pytest
@@ -10,7 +12,10 @@ from meshcast.pipelining import Layer, Partition, partition
 from meshcast.pipelining.partition_costs import Evaluator, Job
 from meshcast.pipelining.partition_layers import uses_of
 from meshcast.pipelining.partition_search import Cut
-from partition_models import gpt, unet
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from benchmarks.partition.models import gpt, unet
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -4,17 +4,20 @@ Shapes and bytes are measured on the meta device, times are counts of floating-p
 may be large, and are the same everywhere.
 """
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from meshcast.pipelining import Layer
+from meshcast.pipelining import Layer, Value
 from meshcast.pipelining.partition_measure import _called, measured_layers
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+__all__ = ["RATE", "gpt", "scaled", "unet"]
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from gpt.config import MODELS as GPT_MODELS
 from gpt.model import build_stage
@@ -46,6 +49,31 @@ def unet(name: str, samples: int) -> list[Layer]:
         model = UNetStage(config, 0, 1, seed=0)
         image = torch.zeros(samples, config.image_channels, config.image, config.image)
         return _timed(model, (image, torch.zeros(samples), torch.zeros(samples, dtype=torch.long)), ())
+
+
+def scaled(layers: list[Layer], seconds: float, nbytes: float) -> list[Layer]:
+    """The same, with times and bytes multiplied. Values have their samples and one dimension of floats."""
+    return [
+        replace(
+            _times(layer, seconds),
+            parameters=round(layer.parameters * nbytes / 4) * 4,
+            held=round(layer.held * nbytes),
+            values=tuple(_scaled(value, nbytes) for value in layer.values),
+            tensor={},
+        )
+        for layer in layers
+    ]
+
+
+def _times(layer: Layer, factor: float) -> Layer:
+    inputs = None if layer.inputs is None else factor * layer.inputs
+    return replace(layer, forward=factor * layer.forward, backward=factor * layer.backward, inputs=inputs)
+
+
+def _scaled(value: Value, nbytes: float) -> Value:
+    samples, *rest = value.shape
+    floats = math.prod(rest) * value.dtype.itemsize / 4
+    return Value((samples, max(1, round(floats * nbytes))), torch.float32, value.used_by)
 
 
 def _timed(
