@@ -112,6 +112,18 @@ def test_what_a_rank_writes_is_read(
     assert capsys.readouterr().out.startswith("1 records of 1 ranks\n")
 
 
+def test_what_the_program_went_on_after_is_no_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A call that ranks disagreed on, and one that was refused, with calls behind them that ended."""
+    for rank in RANKS:
+        differs = call(0, "failed", what=f"int8 ({rank},)", error="PlanMismatchError: unlike")
+        refused = call(1, "failed", error="LayoutError: bad shard")
+        last = [] if rank == 1 else [call(3, "unfinished")]
+        write(tmp_path, rank, differs, refused, call(2), *last)
+    assert cause(tmp_path, capsys).startswith("first cause: rank 1 has not made reshard call 3 of 0-2")
+
+
 def test_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The last calls by their state; one that did not end goes on until its record was written."""
     for rank in (0, 1):
