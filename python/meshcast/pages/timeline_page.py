@@ -4,9 +4,8 @@ under each other."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from ..errors import LayoutError
 from .page import write_page
@@ -16,8 +15,7 @@ __all__ = ["PageBar", "PagePanel", "critical_path", "write_timeline_page"]
 _MOST_BARS = 400_000  # a page of that many has 20 MB
 
 
-@dataclass(frozen=True, slots=True)
-class PageBar:
+class PageBar(NamedTuple):
     """What a row does in a span of time. kind: F, B, I, W, SEND_F, SEND_B, wait, or the state of a call;
     label: in the bar, where there is room; text: all of it; tone: 0, or more for further stages of a rank."""
 
@@ -30,8 +28,7 @@ class PageBar:
     tone: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PagePanel:
+class PagePanel(NamedTuple):
     """One timeline. facts: rows of a table of figures; critical: positions of the bars that the end waited
     for."""
 
@@ -41,7 +38,7 @@ class PagePanel:
     bars: Sequence[PageBar]
     makespan: float
     facts: Sequence[tuple[str, str]] = ()
-    critical: Sequence[int] = field(default=())
+    critical: Sequence[int] = ()
 
 
 def write_timeline_page(panels: Sequence[PagePanel], title: str, path: str | Path, text: str = "") -> None:
@@ -50,21 +47,7 @@ def write_timeline_page(panels: Sequence[PagePanel], title: str, path: str | Pat
     bars = sum(len(panel.bars) for panel in panels)
     if bars > _MOST_BARS:
         raise LayoutError(f"{bars} bars are too many to draw, the limit is {_MOST_BARS}")
-    write_page(path, title, "timeline", {"text": text, "panels": [_panel(panel) for panel in panels]})
-
-
-def _panel(panel: PagePanel) -> dict[str, Any]:
-    return {
-        "title": panel.title,
-        "unit": panel.unit,
-        "rows": list(panel.rows),
-        "makespan": panel.makespan,
-        "facts": [list(fact) for fact in panel.facts],
-        "critical": list(panel.critical),
-        "bars": [
-            [bar.row, bar.kind, bar.start, bar.end, bar.label, bar.text, bar.tone] for bar in panel.bars
-        ],
-    }
+    write_page(path, title, "timeline", {"text": text, "panels": [panel._asdict() for panel in panels]})
 
 
 def critical_path(
