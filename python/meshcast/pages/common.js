@@ -135,13 +135,17 @@ function play(end, begins, text, show, redraw) {
     body.drawMs = (performance.now() - begin).toFixed(2);
     body.time = String(time);
   }
-  function tick(stamp) {
-    if (last === null) return;
+  // By a timer: frames may not come where nothing is painted.
+  let timer = 0;
+  const later = () => { timer = setTimeout(tick, 16); };
+  function tick() {
+    const stamp = performance.now();
     set(time + ((stamp - last) / 1000 / Number(speed.value)) * end);
     last = stamp;
-    if (time >= end) stop(); else requestAnimationFrame(tick);
+    if (time >= end) stop(); else later();
   }
   function stop() {
+    clearTimeout(timer);
     last = null;
     button.textContent = "Play";
     button.setAttribute("aria-pressed", "false");
@@ -151,7 +155,7 @@ function play(end, begins, text, show, redraw) {
     last = performance.now();
     button.textContent = "Pause";
     button.setAttribute("aria-pressed", "true");
-    requestAnimationFrame(tick);
+    later();
   }
   slider.addEventListener("input", () => { stop(); set((slider.value / 10000) * end); });
   button.addEventListener("click", () => (last === null ? start() : stop()));
@@ -184,6 +188,12 @@ function play(end, begins, text, show, redraw) {
   slider.value = String(Math.round(10000 * Number(wanted.get("t") ?? 0.4)));
   slider.dispatchEvent(new Event("input"));
   document.body.dataset.openMs = (performance.now() - started).toFixed(1);
+  if (wanted.has("point")) { // #point=1,0.3,0.2: to a place in the second picture
+    const [index, x, y] = wanted.get("point").split(",").map(Number);
+    const picture = document.querySelectorAll(".layers")[index], box = picture.getBoundingClientRect();
+    const place = { clientX: box.left + x * box.width, clientY: box.top + y * box.height };
+    picture.dispatchEvent(new MouseEvent("mousemove", place));
+  }
   for (const id of (wanted.get("click") ?? "").split(",")) document.getElementById(id)?.click();
   return all;
 }

@@ -98,8 +98,21 @@ def test_buttons(plan_page: Path) -> None:
     assert middle < first < second
     assert float(opened(plan_page, "t=0.5&click=forth,forth,back")["time"]) == first
     played = opened(plan_page, "t=0&click=play", milliseconds=3000)
-    assert 0 < float(played["time"]) < float(played["makespan"])
+    assert 0.2 < float(played["time"]) / float(played["makespan"]) < 0.6  # 3 s of 10
     assert 'data-theme="dark"' in opened(plan_page, "theme=light&click=theme").text
+
+
+def test_pointing_at_a_hop_says_what_it_is(plan: Plan, plan_page: Path) -> None:
+    """At the middle of the chart's time, in the row that host 0's first NIC sends by."""
+    height = 6 + 10 * 30 + 26  # ten NICs
+    dom = opened(plan_page, f"point=1,0.5,{(6 + 5) / height}")
+    tip = re.search(r'<div id="tip"[^>]*>(.*?)</div>', dom.text, re.DOTALL)
+    assert tip is not None
+    said = re.search(r"host 0 NIC 0 out.*\nrank (\d+) → rank (\d+): chunk (\d+)", html.unescape(tip[1]))
+    assert said is not None, tip[1]
+    hops = json.loads(plan.to_json())["result"]["hops"]
+    assert tuple(map(int, said.groups())) in set(zip(hops["src"], hops["dst"], hops["chunk"], strict=True))
+    assert int(said[1]) in (0, 2)  # of this NIC
 
 
 def test_every_control_has_a_name_and_is_one_of_html(plan_page: Path) -> None:
