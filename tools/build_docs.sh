@@ -6,6 +6,7 @@ cd "$(dirname "$0")/.."
 folder=$1
 rm -rf "$folder/html" "$folder/doctrees"
 "${PY:-.venv/bin/python}" -m sphinx -q -W --keep-going -j "${JOBS:-1}" -b html -c docs -d "$folder/doctrees" . "$folder/html"
+PYTHONPATH=python "${PY:-.venv/bin/python}" tools/build_gallery.py "$folder/html/gallery"
 
 # Whoever opens a page from a file, without a network, sees all of it.
 if grep -rnoE '(<(script|img|iframe)[^>]* src|<link[^>]* href)="(https?:)?//[^"]*"|(url\(|@import)[^;]{0,3}(https?:)?//[^;)]*' \

@@ -25,7 +25,7 @@ PYTHON_LAYERS = (
     ("backend", "pipelining"),
     ("elastic",),
     ("integrations",),
-    ("bench",),
+    ("bench", "pages"),
     ("cli",),
 )
 CPP_LAYERS = (

@@ -112,7 +112,8 @@ def test_wheel_from_the_sdist_imports_elsewhere(
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
-    assert {"meshcast/py.typed", "meshcast/_C.pyi", "meshcast/_build_info.py"} <= set(names)
+    data = {f"meshcast/{name}" for name in ("py.typed", "pages/page.html", "pages/page.css", "pages/plan.js")}
+    assert data | {"meshcast/_C.pyi", "meshcast/_build_info.py"} <= set(names)
     assert [name for name in names if name.endswith(".so") and name.startswith("meshcast/_C.")]
     assert "Requires-Dist: torch>=2.11" in metadata.splitlines()
 

@@ -41,10 +41,6 @@ class Made:
     peer: int | None
 
     @property
-    def pending(self) -> bool:
-        return self.state in ("unfinished", "failed")
-
-    @property
     def name(self) -> str:
         number = "" if self.place is None else f" call {self.place[3]} of {self.group}"
         return f"{self.op}{number}"

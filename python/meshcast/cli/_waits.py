@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..planning.text import ranks_text
@@ -52,12 +52,21 @@ def find(records: list[Record]) -> Found:
         (call.place, call.rank): call for record in records for call in record.calls if call.place
     }
     waits: dict[int, Wait] = {}
-    for record in records:
-        call = next((call for call in record.calls if call.pending), None)
-        if call is not None:
-            waits[record.rank] = _wait(call, made)
-    dissent = _dissent(made)
-    return Found(waits, dissent, silent, _cause(by_rank, waits, dissent, silent))
+    still = {record.rank: _open_calls(record) for record in records}
+    for rank, calls in still.items():
+        if calls:
+            waits[rank] = _wait(calls[0], made)
+    every = [call for calls in still.values() for call in calls]
+    dissent = _dissent(made, {call.place for call in every})
+    return Found(waits, dissent, silent, _cause(by_rank, waits, dissent, silent, every))
+
+
+def _open_calls(record: Record) -> list[Made]:
+    """Those that have not ended, and those that failed without another one that ended later: programs go on
+    after a refused call, which then explains nothing."""
+    ended = max((call.begun for call in record.calls if call.state == "ended"), default=float("-inf"))
+    unfinished = [call for call in record.calls if call.state == "unfinished"]
+    return unfinished or [call for call in record.calls if call.state == "failed" and call.begun >= ended]
 
 
 def _wait(call: Made, made: Mapping[tuple[Place | None, int], Made]) -> Wait:
@@ -69,11 +78,13 @@ def _wait(call: Made, made: Mapping[tuple[Place | None, int], Made]) -> Wait:
     return Wait(call, missing, False)
 
 
-def _dissent(made: Mapping[tuple[Place | None, int], Made]) -> Dissent | None:
+def _dissent(
+    made: Mapping[tuple[Place | None, int], Made], still: Collection[Place | None]
+) -> Dissent | None:
     places: dict[object, dict[tuple[str, str], list[Made]]] = {}
     for (place, _), call in made.items():
         places.setdefault(place, {}).setdefault((call.op, call.what), []).append(call)
-    parted = [list(sides.values()) for sides in places.values() if len(sides) > 1]
+    parted = [list(sides.values()) for place, sides in places.items() if len(sides) > 1 and place in still]
     if not parted:
         return None
     sides = min(parted, key=lambda sides: min(call.begun for side in sides for call in side))
@@ -83,14 +94,18 @@ def _dissent(made: Mapping[tuple[Place | None, int], Made]) -> Dissent | None:
 
 
 def _cause(
-    records: dict[int, Record], waits: dict[int, Wait], dissent: Dissent | None, silent: tuple[int, ...]
+    records: dict[int, Record],
+    waits: dict[int, Wait],
+    dissent: Dissent | None,
+    silent: tuple[int, ...],
+    still: Sequence[Made],
 ) -> str:
     own = [record for record in records.values() if record.exception and not _follows(_error(record))]
     if own:
         first = min(own, key=lambda record: record.exception["raised"])  # type: ignore[index]
         where = first.exception.get("site") if first.exception else None
         return f"rank {first.rank} ended with {_error(first)}{f', raised at {where}' if where else ''}"
-    failed = [call for record in records.values() for call in record.calls if call.state == "failed"]
+    failed = [call for call in still if call.state == "failed"]
     failed.sort(key=lambda call: call.begun + (call.seconds or 0.0))
     refused = [call for call in failed if not _follows(call.error)]
     if refused:

@@ -6,11 +6,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..pages.timeline_page import PageBar, PagePanel, write_timeline_page
 from ..planning.text import ranks_text
 from ._records import Made, Record, read_records
+from ._values import named
 from ._waits import Found, find, ranks_of
 
 _SHOWN = 32  # ranks that get lines of their own
+_DRAWN = 100  # calls of each rank on the page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,13 +25,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with files named *.rankN, which ranks write where MESHCAST_FLIGHT_RECORD says, "
         "when a call fails, an exception ends the program, and on SIGUSR1",
     )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with the last calls over time"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints what the records tell."""
     records = read_records(arguments.folder)
-    print("\n".join(_lines(records, find(records))))
+    text = "\n".join(_lines(records, find(records)))
+    if arguments.html is not None:
+        with named("--html"):
+            panel = _panel(records)
+            write_timeline_page([panel], f"Flight records in {arguments.folder.name}", arguments.html, text)
+    print(text)
     return 0
+
+
+def _panel(records: list[Record]) -> PagePanel:
+    """The last calls of each rank, in seconds from the first of them. A call that did not end goes on until
+    its record was written; one that was not waited for has its begin alone."""
+    drawn = [(row, record, call) for row, record in enumerate(records) for call in record.calls[-_DRAWN:]]
+    first = min((call.begun for _, _, call in drawn), default=0.0)
+    bars = []
+    for row, record, call in drawn:
+        kind = "late" if call.state == "not waited for" else call.state
+        seconds = record.written - call.begun if kind == "unfinished" else call.seconds or 0.0
+        begin = call.begun - first
+        text = f"{call.name}: {call.state}, at {call.site}"
+        number = "" if call.place is None else str(call.place[3])
+        bars.append(PageBar(row, kind, begin, begin + max(0.0, seconds), number, text))
+    end = max((bar.end for bar in bars), default=0.0)
+    rows = [f"rank {record.rank}" for record in records]
+    return PagePanel(f"The last {_DRAWN} calls of each rank", "s", rows, bars, end)
 
 
 def _lines(records: list[Record], found: Found) -> list[str]:

@@ -12,6 +12,7 @@ from ..base import checks
 from ..base.json_reader import read_json
 from ..errors import LayoutError
 from ..layout import Layout
+from ..pages.plan_page import write_plan_page
 from ..planning.plan import BALANCES, STRATEGIES, Plan, plan
 from ..planning.text import time_text
 from ..topology import Topology
@@ -67,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", default="0", metavar="N", help="of the random rounds of greedy (default 0)")
     group = parser.add_argument_group("output")
     group.add_argument("--draw", type=Path, metavar="FILE", help="write the timeline as .png, .svg or .pdf")
+    group.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with hosts, NICs and chunks on their way"
+    )
     group.add_argument("--json", action="store_true", help="print the plan as JSON instead of text")
     group.add_argument(
         "--compare", action="store_true", help="print every strategy's makespan instead of one plan"
@@ -107,6 +111,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.draw is not None:
         with _option("--draw"):
             result.draw(arguments.draw)
+    if arguments.html is not None:
+        with _option("--html"):
+            write_plan_page(result, arguments.html)
     print(result.to_json() if arguments.json else result.describe())
     return 0
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from ..base import checks
 from ..errors import LayoutError
-from ..pipelining.draw import Panel, draw_panels, panel_of
+from ..pages.schedule_panels import panel_of_report
+from ..pages.timeline_page import write_timeline_page
+from ..pipelining.draw import draw_panels, panel_of
 from ..pipelining.orders import SCHEDULES
 from ..pipelining.simulate import SimulationReport, simulate
 from ..pipelining.trace import format_timeline
@@ -58,6 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of half the size",
     )
     group.add_argument("--draw", type=Path, metavar="FILE", help="write the timeline as .png, .svg or .pdf")
+    group.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with the timelines, two under each other"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,16 +82,20 @@ def run(arguments: argparse.Namespace) -> int:
     with named("--send-model"):
         network["send_model"] = checks.choice("value", arguments.send_model, ("buffered", "rendezvous"))
     if arguments.compare:
-        panels = _compare(stages, microbatches, costs, network)
+        reports = _compare(stages, microbatches, costs, network)
     else:
         options = _options(arguments, stages)
         with named(f"--schedule {arguments.schedule}"):
             report = simulate(arguments.schedule, stages, microbatches, **costs, **network, **options)
         _print(report, costs)
-        panels = [panel_of(f"{arguments.schedule}, {stages} stages, {microbatches} micro-batches", report)]
+        reports = [(f"{arguments.schedule}, {stages} stages, {microbatches} micro-batches", report)]
     if arguments.draw is not None:
         with named("--draw"):
-            draw_panels(panels, arguments.draw)
+            draw_panels([panel_of(title, report) for title, report in reports], arguments.draw)
+    if arguments.html is not None:
+        with named("--html"):
+            panels = [panel_of_report(title, report) for title, report in reports]
+            write_timeline_page(panels, f"{stages} stages, {microbatches} micro-batches", arguments.html)
     return 0
 
 
@@ -118,11 +127,13 @@ def _print(report: SimulationReport, costs: dict[str, Any]) -> None:
             print(picture)
 
 
-def _compare(stages: int, microbatches: int, costs: dict[str, Any], network: dict[str, Any]) -> list[Panel]:
-    """A table of all schedules; the panels of the same."""
+def _compare(
+    stages: int, microbatches: int, costs: dict[str, Any], network: dict[str, Any]
+) -> list[tuple[str, SimulationReport]]:
+    """A table of all schedules; what it shows, with titles."""
     free = simulate("1F1B", stages, microbatches, **{**costs, "transfer": 0.0}).makespan
     print(f"{'schedule':<26}{'makespan':>10}  x free 1F1B   bubble  exposed  peak activations")
-    panels = []
+    reports = []
     for label, name, options, chunks in _COMPARED:
         given = {key: value if key == "transfer" else _divided(value, chunks) for key, value in costs.items()}
         report = simulate(name, stages * chunks, microbatches, **given, **{**network, **options})
@@ -132,9 +143,9 @@ def _compare(stages: int, microbatches: int, costs: dict[str, Any], network: dic
             f"{label:<26}{report.makespan:>10.6g}  {ratio:>11.3f}  {report.bubble_fraction:>7.1%}"
             f"  {report.exposed_fraction:>7.1%}  {peak:>16g}"
         )
-        panels.append(panel_of(f"{label}: {report.makespan:.6g}", report))
+        reports.append((f"{label}: {report.makespan:.6g}", report))
     print(f"{stages} ranks; the last rows have two stages of half the size on each")
-    return panels
+    return reports
 
 
 def _divided(value: Any, chunks: int) -> Any:

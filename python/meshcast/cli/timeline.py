@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 
 from ..errors import LayoutError
+from ..pages.schedule_panels import panel_of_events
+from ..pages.timeline_page import write_timeline_page
 from ..pipelining.draw import Panel, bar_of, draw_panels
 from ..pipelining.measured import exposed_seconds, read_trace
 from ._values import named
@@ -14,13 +16,14 @@ from ._values import named
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `timeline`."""
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="traces of one step, any ranks")
-    parser.add_argument(
-        "-o", "--output", required=True, type=Path, metavar="FILE", help="picture: .png, .svg or .pdf"
-    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="picture: .png, .svg or .pdf")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="page with the timeline")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Draws, and prints what each rank did with its time."""
+    if arguments.output is None and arguments.html is None:
+        raise LayoutError("nothing to write: give --output, --html or both")
     events = []
     for path in arguments.traces:
         with named(str(path)):
@@ -31,8 +34,13 @@ def run(arguments: argparse.Namespace) -> int:
     bars = [
         bar_of(each.rank, each.name, (each.begin - first) * 1e3, (each.end - first) * 1e3) for each in events
     ]
-    with named("--output"):
-        draw_panels([Panel(f"measured, {len(arguments.traces)} traces", bars, "ms")], arguments.output)
+    title = f"measured, {len(arguments.traces)} traces"
+    if arguments.output is not None:
+        with named("--output"):
+            draw_panels([Panel(title, bars, "ms")], arguments.output)
+    if arguments.html is not None:
+        with named("--html"):
+            write_timeline_page([panel_of_events(title, events)], "A step", arguments.html)
     end = max(bar.end for bar in bars)
     exposed = exposed_seconds(events)
     for rank in sorted({bar.rank for bar in bars}):

@@ -4,6 +4,7 @@ Records of real jobs: tests/fault/test_stuck_jobs.py."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,37 @@ def test_what_a_rank_writes_is_read(
     meshcast.dump_flight_record(tmp_path / "own.rank0")
     assert main(["explain", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("1 records of 1 ranks\n")
+
+
+def test_what_the_program_went_on_after_is_no_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A call that ranks disagreed on, and one that was refused, with calls behind them that ended."""
+    for rank in RANKS:
+        differs = call(0, "failed", what=f"int8 ({rank},)", error="PlanMismatchError: unlike")
+        refused = call(1, "failed", error="LayoutError: bad shard")
+        last = [] if rank == 1 else [call(3, "unfinished")]
+        write(tmp_path, rank, differs, refused, call(2), *last)
+    assert cause(tmp_path, capsys).startswith("first cause: rank 1 has not made reshard call 3 of 0-2")
+
+
+def test_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last calls by their state; one that did not end goes on until its record was written."""
+    for rank in (0, 1):
+        waiting = call(1, "unfinished" if rank else "failed", error="PeerLostError: rank 2", peer=2)
+        write(tmp_path, rank, call(0), waiting, call(2, "not waited for"), world=2)
+    assert main(["explain", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    found = re.search(r'id="data">(.*?)</script>', page)
+    assert found is not None
+    data = json.loads(found[1])
+    assert data["text"] + "\n" == capsys.readouterr().out
+    (panel,) = data["panels"]
+    assert [bar[:4] for bar in panel["bars"]] == [
+        [0, "ended", 0.0, 0.5], [0, "failed", 1.0, 1.5], [0, "late", 2.0, 2.5],
+        [1, "ended", 0.0, 0.5], [1, "unfinished", 1.0, 10.0], [1, "late", 2.0, 2.5],
+    ]  # fmt: skip
+    assert main(["explain", str(tmp_path), "--html", str(tmp_path / "page.txt")]) == 2
 
 
 def _cut(folder: Path) -> None:
