@@ -35,7 +35,7 @@ def _draw(medium: str, seed: int, draws: int, limit: float) -> None:
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("medium", MEDIA)
 def test_drawn(medium: str) -> None:
-    _draw(medium, 10_000 * list(MEDIA).index(medium), 60, 300.0)
+    _draw(medium, 10_000 * list(MEDIA).index(medium), 30, 300.0)
 
 
 @pytest.mark.slow
