@@ -75,12 +75,17 @@ def measure(
     killed = time.time()
     os.kill(int(drawn.choice(children)), signal.SIGKILL)
 
-    def later(than: float, fits: Any) -> float:
-        found = wait(job, metrics, lambda steps: [x for x in steps if x["time"] > than and fits(x["ranks"])])
-        return found[0]["time"]
+    # The step that was on its way may have ended. And the new rank may be there before the others have done
+    # a step without it: then both are the same.
+    old = [step for step in read(metrics) if step["time"] < killed][-1]["group"]
 
-    after = later(killed, lambda now: now < ranks)
-    return after - killed, later(after, lambda now: now == ranks) - killed
+    def later(least: int) -> float:
+        def steps_since(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            return [x for x in steps if x["time"] > killed and x["group"] != old and x["ranks"] >= least]
+
+        return wait(job, metrics, steps_since)[0]["time"] - killed
+
+    return later(1), later(ranks)
 
 
 def wait(job: subprocess.Popen[bytes], metrics: Path, done: Any) -> Any:

@@ -31,7 +31,14 @@ def main() -> None:
     samples = TextSamples(read_text(options.data), config.seq_len, seed=0)
     task = Task(config, samples, options.batch, options.steps)
     kind = PipelineTraining if options.pipeline else HybridTraining
-    with Job(lambda: kind(task), backend="gloo", timeout=timedelta(seconds=60)) as job:
+    groups = 0
+
+    def make() -> HybridTraining | PipelineTraining:
+        nonlocal groups
+        groups += 1
+        return kind(task)
+
+    with Job(make, backend="gloo", timeout=timedelta(seconds=60)) as job:
         while job.steps < options.steps:
             with job.attempt() as training:
                 time.sleep(options.pause)
@@ -41,14 +48,18 @@ def main() -> None:
                 update = job.commit(training.update)
                 end = time.perf_counter()
                 if dist.get_rank() == 0:
-                    report(options.metrics, step, loss, end - begin, end - ready - update)
+                    report(options.metrics, step, loss, groups, end - begin, end - ready - update)
 
 
-def report(metrics: Path | None, step: int, loss: float, seconds: float, agreeing: float) -> None:
+def report(
+    metrics: Path | None, step: int, loss: float, groups: int, seconds: float, agreeing: float
+) -> None:
+    """groups: that this process has been in. seconds: of the step; agreeing: of it until all agreed."""
     ranks = dist.get_world_size()
     print(f"step {step + 1}: loss {loss:.4f} on {ranks} ranks, process {os.getpid()} is rank 0", flush=True)
     if metrics is not None:
         said = {"step": step, "loss": loss, "ranks": ranks, "time": time.time()}
+        said["group"] = f"{os.getpid()}.{groups}"  # another one after each change of ranks
         with metrics.open("a") as file:
             file.write(json.dumps({**said, "seconds": seconds, "agreeing": agreeing}) + "\n")
 

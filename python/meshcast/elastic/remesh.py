@@ -89,9 +89,9 @@ def remesh(
     Raises:
         LayoutError: on all ranks that call, before a tensor moves: a rank in `lost` that held nothing, that
             `ranks` or `new` have as well, or that calls; a name without destination; no step of which all
-            `replicas` have whole copies. Where a box lives on no
-            rank any more, the field `gone` lists each (name, box, ranks of then that had it): load just these
-            from a checkpoint and call again with `loaded`.
+            `replicas` have whole copies. Where a box lives on no rank any more, the field `gone` lists each
+            (name, box, ranks of then that had it): load just these from a checkpoint and call again with
+            `loaded`.
         PlanMismatchError: shapes, dtypes, layouts, entries or `lost` differ among ranks.
         MeshcastError: copies of a tensor differ among ranks, or what arrived is not what was sent; tensors of
             `new` are then undefined.
