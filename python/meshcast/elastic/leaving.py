@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from ..groups.parent import known_parents
 
-__all__ = ["abort_groups", "leave_groups"]
+__all__ = ["abort_groups", "forget_meshes", "leave_groups"]
 
 _NEVER_SENT = (1 << 31) - 1  # tag
 _lock = threading.Lock()  # of the groups that torch knows
@@ -56,3 +57,11 @@ def leave_groups(reason: str) -> None:
         for parent in known_parents():
             parent.close(time.monotonic())
         dist.destroy_process_group()
+    forget_meshes()
+
+
+def forget_meshes() -> None:
+    """Drops what DTensor keeps for the meshes that it has met. It finds that by meshes that are equal, and it
+    has the names of the groups of then: they are of no group now, or of another one. What other threads
+    keep, as those that run a backward on GPUs, stays."""
+    _clear_sharding_prop_cache()

@@ -21,6 +21,7 @@ from ..resharding.state_entries import is_carried
 from ..resharding.state_results import ReshardedState
 from ..resharding.state_run import Conversation, conversation
 from ..resharding.tensor_map import TensorMap
+from .leaving import forget_meshes
 from .places import OP, New, Old, Ranks, copies_of, destinations, old_layouts, read_ranks
 from .replicas import Replicas
 from .telling import call_by, run
@@ -114,6 +115,8 @@ def remesh(
         parent = parent_group(group, OP)
         limit = seconds(timeout, parent.timeout)
         read = read_ranks(lost, ranks, parent.ranks, parent.rank)
+        if read.numbers is not None:  # the process group was made anew
+            forget_meshes()
     except Exception as error:
         raise_refused(error, OP, (), group, timeout)
     deadline = time.monotonic() + limit
