@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 PROGRAM = Path(__file__).with_name("program.py")
 ROOT = Path(__file__).resolve().parents[3]
 RANKS = 3
-CASES = ("layers by themselves", "one more micro-batch", "padded", "by keywords")
+COMPARED = ("layers by themselves", "one more micro-batch", "padded", "by keywords")
 LIMIT = 240.0
 
 
@@ -54,11 +54,11 @@ def found(package: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     return ranks
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_equals_one_process(package: str, found: list[dict[str, dict]], case: str) -> None:
+@pytest.mark.parametrize("name", COMPARED)
+def test_equals_one_process(package: str, found: list[dict[str, dict]], name: str) -> None:
     for rank, cases in enumerate(found):
-        assert cases[case]["home"].startswith(package), cases[case]
+        assert cases[name]["home"].startswith(package), cases[name]
         if rank == RANKS - 1:
-            assert cases[case]["far"] is not None and cases[case]["far"] <= 1e-5, cases[case]
+            assert cases[name]["far"] is not None and cases[name]["far"] <= 1e-5, cases[name]
         else:
-            assert cases[case]["far"] is None, cases[case]
+            assert cases[name]["far"] is None, cases[name]
