@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import resource
+import select
 import statistics
 import sys
 import time
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from meshcast import Layout, Topology
+from meshcast.base.progress import Progress
 from meshcast.planning.plan import Options, Plan, Problem
 from torch.distributed.tensor import Replicate, Shard
 
@@ -53,7 +55,9 @@ WEIGHTS = (
     + _HOSTS
 )
 
-CAPTIONS = {"weights": WEIGHTS, "multicasts": MULTICASTS, "mixtures": MIXTURES}
+COPIES = "1 GiB in bfloat16, one rank to replicas on all other hosts: how fast ranks of a host copy"
+
+CAPTIONS = {"weights": WEIGHTS, "multicasts": MULTICASTS, "copies": COPIES, "mixtures": MIXTURES}
 
 
 def kinds(ranks: int) -> dict[str, tuple[Layout, Layout]]:
@@ -88,6 +92,23 @@ def multicasts() -> dict[str, tuple[int, Problem]]:
     }
 
 
+def copies() -> dict[str, Topology]:
+    """Slower than a NIC takes in, and faster."""
+    return {
+        "copies at 80 Gbit/s, a NIC of 400 for each rank": Topology.uniform(
+            PER_HOST, 400, nics_per_host=PER_HOST
+        ),
+        "copies at 1,600 Gbit/s, a NIC of 100 for each host": Topology.uniform(
+            PER_HOST, 100, local_gbps=1600
+        ),
+    }
+
+
+def measure_copies(ranks: int, kind: str, topology: Topology) -> dict[str, Any]:
+    layouts = kinds(ranks)["one rank to replicas on all others"]
+    return _row(ranks, kind, [Problem(_SHAPE, torch.bfloat16, *layouts)], topology, 1)
+
+
 def measure(ranks: int, kind: str, src: Layout, dst: Layout) -> dict[str, Any]:
     problem = Problem(_SHAPE, torch.bfloat16, src, dst)
     return _row(ranks, kind, [problem], Topology.uniform(PER_HOST, 100), _REPEATS)
@@ -120,9 +141,11 @@ def _row(ranks: int, kind: str, problems: list[Problem], topology: Topology, rep
     }  # fmt: skip
 
 
-def alone(name: str, measure_row: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+def alone(
+    look: Callable[[], None], name: str, measure_row: Callable[..., dict[str, Any]], *args: Any
+) -> dict[str, Any]:
     """The row, measured in a child: a peak of memory is that of a whole process. This process must have no
-    threads."""
+    threads. look: is called now and then while it waits."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -131,6 +154,8 @@ def alone(name: str, measure_row: Callable[..., dict[str, Any]], *args: Any) -> 
         finally:
             os._exit(0)
     os.close(writer)
+    while not select.select([reader], [], [], 0.5)[0]:
+        look()
     with os.fdopen(reader) as answer:
         text = answer.read()
     os.waitpid(child, 0)
@@ -175,11 +200,20 @@ def main() -> int:
         "multicasts": [
             (kind, measure_fast_nics, kind, [each], ranks) for kind, (ranks, each) in multicasts().items()
         ],
+        "copies": [
+            (kind, measure_copies, ranks, kind, topology)
+            for kind, topology in copies().items()
+            for ranks in args.ranks
+        ],
         "mixtures": [(f"{fleet.trainer} to {fleet.inference}", measure_mixture, fleet) for fleet in FLEETS],
     }
-    results = {
-        name: [alone(*call) for call in calls if args.only in call[0]] for name, calls in measures.items()
-    }
+    chosen = {name: [call for call in calls if args.only in call[0]] for name, calls in measures.items()}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
+    with Progress("plans", sum(map(len, chosen.values())), ticks=False) as shown:
+        for name, calls in chosen.items():
+            for call in calls:
+                results[name].append(alone(shown.look, *call))
+                shown.done()
     print("# predictions of the cost model, nothing was sent")
     for name, caption in {"rows": "8 ranks and 100 Gbit/s per host, 1 GiB", **CAPTIONS}.items():
         if results[name]:

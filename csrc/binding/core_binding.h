@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -39,10 +41,33 @@ std::shared_ptr<Core> owned(Core* core) {
           }};
 }
 
-inline py::dict stats_of(const c10::intrusive_ptr<c10d::Work>& work) {
+inline const RunState& run_of(const c10::intrusive_ptr<c10d::Work>& work) {
   const auto* reshard = dynamic_cast<const ReshardWork*>(work.get());
   if (!reshard) throw LayoutError("stats are kept for works that a core's start() returned");
-  const RunState& run = reshard->run();
+  return reshard->run();
+}
+
+// By peer (group-local) and direction: messages and bytes of one run of the work's program.
+using Traffic = std::vector<std::tuple<int32_t, bool, int64_t, int64_t>>;  // peer, is sent to it, both
+
+inline Traffic traffic_of(const c10::intrusive_ptr<c10d::Work>& work) {
+  std::map<std::pair<int32_t, bool>, std::pair<int64_t, int64_t>> found;
+  const auto add = [&found](int32_t peer, bool sent, int64_t nbytes) {
+    auto& [messages, bytes] = found[{peer, sent}];
+    ++messages;
+    bytes += nbytes;
+  };
+  const Program& program = run_of(work).program();
+  for (const SendOp& send : program.sends)
+    for (const Target& target : send.targets) add(target.peer, true, send.nbytes);
+  for (const RecvOp& recv : program.recvs) add(recv.peer, false, recv.nbytes);
+  Traffic out;
+  for (const auto& [key, value] : found) out.emplace_back(key.first, key.second, value.first, value.second);
+  return out;
+}
+
+inline py::dict stats_of(const c10::intrusive_ptr<c10d::Work>& work) {
+  const RunState& run = run_of(work);
   py::dict out;
   out["bytes_sent"] = run.program().bytes_sent;
   out["bytes_received"] = run.program().bytes_received;
@@ -56,6 +81,7 @@ template <typename Core>
 py::class_<Core, std::shared_ptr<Core>> bind_core(py::module_& m, const char* name) {
   py::class_<Core, std::shared_ptr<Core>> core(m, name);
   core.def("stats", [](Core&, const c10::intrusive_ptr<c10d::Work>& work) { return stats_of(work); })
+      .def("traffic", [](Core&, const c10::intrusive_ptr<c10d::Work>& work) { return traffic_of(work); })
       .def("abort", &Core::abort, py::arg("reason"), NoGil())
       .def("error", &Core::error, NoGil())
       .def("shutdown", &Core::shutdown, NoGil());

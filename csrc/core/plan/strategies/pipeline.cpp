@@ -5,12 +5,10 @@
 
 #include "common/checked.h"
 #include "plan/bound/parties.h"
+#include "plan/strategies/pipeline_stops.h"
 
 namespace meshcast {
 namespace {
-
-// What a chunk enters over a NIC: ranks of one host, among which it goes round.
-using Stop = std::vector<int32_t>;
 
 // Stop `at` of a tree gets the chunk from stop `from` (-1: from a holder) in step `lag`, counted from when the
 // chunk leaves its holder.
@@ -73,30 +71,6 @@ std::vector<Tree> two_trees(int32_t n) {
   return {first, second};
 }
 
-// The stops of a bundle in the order of the chain. Neighbours are on different hosts, and in trees most others
-// as well: ranks at one position in their hosts follow each other, each such row begins one host later.
-std::vector<Stop> find_stops(const Parties& parties, bool by_rank) {
-  std::vector<Stop> out;
-  std::vector<const Party*> remote;
-  size_t longest = 0;
-  for (size_t p = 0; p < parties.receivers.size(); ++p) {
-    if (!parties.remote(p)) continue;
-    remote.push_back(&parties.receivers[p]);
-    longest = std::max(longest, remote.back()->ranks.size());
-  }
-  if (!by_rank) {
-    for (const Party* party : remote) out.push_back(party->ranks);
-    return out;
-  }
-  for (size_t row = 0; row < longest; ++row) {
-    for (size_t h = 0; h < remote.size(); ++h) {
-      const Party& party = *remote[(h + row) % remote.size()];
-      if (row < party.ranks.size()) out.push_back({party.ranks[row]});
-    }
-  }
-  return out;
-}
-
 // Bundles begin at different stops, so that the ends of their chains, which pass nothing on, are spread.
 std::vector<Pipe> find_pipes(const Inputs& in, PipelineStyle style) {
   std::vector<Pipe> out(in.bundles.size());
@@ -124,21 +98,6 @@ int64_t steps_of_a_round(const std::vector<Pipe>& pipes) {
   }
   return static_cast<int64_t>(std::max<size_t>(1, legs / most));
 }
-
-// From `at`, which has the chunk, to all others of the ranks, in ring order.
-void go_round(const std::vector<int32_t>& ranks, int32_t at, int32_t parent, Route* route) {
-  const int32_t root = at;
-  const auto begin = static_cast<size_t>(std::upper_bound(ranks.begin(), ranks.end(), at) - ranks.begin());
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    const int32_t next = ranks[(begin + i) % ranks.size()];
-    if (next == root) continue;
-    route->push_back({at, next, parent});
-    parent = static_cast<int32_t>(route->size()) - 1;
-    at = next;
-  }
-}
-
-int32_t pick(const std::vector<int32_t>& ranks, size_t turn) { return ranks[turn % ranks.size()]; }
 
 // Of chunk number `turn` of the bundle. `arrived` is room for an edge of each stop.
 Route find_route(const Pipe& pipe, size_t bundle, size_t turn, std::vector<int32_t>* arrived) {
