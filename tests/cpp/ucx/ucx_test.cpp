@@ -226,17 +226,22 @@ TEST_CASE("messages to be packed for slow peers take bounded memory", "[ucx]") {
           Tally tally;
           std::vector<std::shared_ptr<ProbingTransport>> groups;
           for (int i = 0; i < kLines; ++i) groups.push_back(self.join(static_cast<uint64_t>(20 + i)));
+          std::vector<uint8_t> asked(8);
           if (self.rank == 1) {
             for (const auto& group : groups) recv(*group, 0, 1, data, tally);
+            send(*groups.back(), 0, 2, asked, tally);
+          } else {
+            Tally told;
+            recv(*groups.back(), 1, 2, asked, told);
+            UcxRank::require(told.all_ended(kEnd), "what rank 1 receives is known");
           }
-          self.meet(0);
           const int64_t before = resident_bytes();
           if (self.rank == 0) {
+            // Frozen before anything is sent: on a loaded machine a moment later may be after all has arrived.
+            kill(self.pid_of(1), SIGSTOP);
             for (const auto& group : groups) send(*group, 1, 1, data, tally);
-            // Not a set time: on a loaded machine all may have arrived by its end.
             for (int i = 0; i < 2000 && resident_bytes() - before <= 16 << 20; ++i)
               std::this_thread::sleep_for(milliseconds(1));
-            kill(self.pid_of(1), SIGSTOP);
             std::this_thread::sleep_for(milliseconds(500));
             const int64_t taken = resident_bytes() - before;
             const bool left = !tally.all_ended(milliseconds(0));
