@@ -6,25 +6,24 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from meshcast.base.checks import shown
 from meshcast.errors import LayoutError
+from meshcast.pipelining.whole_state import Names, WholeState
 
 if TYPE_CHECKING:
     from meshcast.pipelining.schedule import PipelineSchedule
 
 __all__ = ["load", "save"]
 
-Names = Callable[[int, str], str] | None
 _PARTIAL = ".partial"  # behind the name of a folder that is being written
+_BEFORE = ".before"  # behind that of the one it is to replace, once it is whole
 _ABOUT = "pipeline"
 
 
@@ -39,7 +38,8 @@ def save(
     """Writes the pipeline's state to a folder. A collective of all ranks of the pipeline.
 
     Args:
-        path: of the folder, which all ranks see. It is there once it is whole; an older one is replaced.
+        path: of the folder, which all ranks see. It is there once it is whole, and replaces an older one
+            then: a rank may die at any moment, and `load` finds the one or the other.
         optimizer: of the parameters of this rank's stages.
         names: ``names(stage, name)`` is the whole model's name of what a stage's module calls `name`. None:
             the same name, and for shared parameters their key.
@@ -73,20 +73,24 @@ def save(
     """
     import torch.distributed.checkpoint as dcp
 
-    view = _View.of(schedule, optimizer, names)
+    view = WholeState.of(schedule, optimizer, names)
     final = Path(path)
-    partial = final.with_name(final.name + _PARTIAL)
+    partial, before = (final.with_name(final.name + end) for end in (_PARTIAL, _BEFORE))
     state = view.state()
     if dist.get_rank(view.group) == 0:
+        # What a death has left. Others write only after they have heard of this rank's plan.
+        shutil.rmtree(partial, ignore_errors=True)
         about = io.BytesIO()  # in one piece: lists and dicts would be entries of their own
         torch.save({"steps": schedule._steps, "random": _random_state(), "position": position}, about)
         state[_ABOUT] = about.getvalue()
     with _typed(f"save: {final}"):
         dcp.save(state, checkpoint_id=partial, process_group=view.group)
     if dist.get_rank(view.group) == 0:
-        if final.exists():
-            shutil.rmtree(final)
+        if final.exists():  # else the one before is that of a save which ended between the two renames
+            shutil.rmtree(before, ignore_errors=True)
+            final.rename(before)
         partial.rename(final)
+        shutil.rmtree(before, ignore_errors=True)
     dist.barrier(view.group)
 
 
@@ -103,6 +107,7 @@ def load(
     Every rank reads its part, in place. All ranks get the state of the random generators of the rank that
     wrote it; under ``seed=`` of a schedule each forward has its own anyway, as the number of steps is read as
     well.
+
     Args:
         path, optimizer, names: as for `save`.
 
@@ -111,14 +116,18 @@ def load(
 
     Raises:
         LayoutError: the folder is none that `save` wrote, or lacks a tensor of this rank's stages. On all
-    ranks."""
+            ranks.
+    """
     import torch.distributed.checkpoint as dcp
 
-    view = _View.of(schedule, optimizer, names)
+    view = WholeState.of(schedule, optimizer, names)
     state = view.state()
     state[_ABOUT] = b""
+    found, before = Path(path), Path(f"{path}{_BEFORE}")
+    if before.exists() and not found.exists():  # a save ended between its two renames
+        found = before
     with _typed(f"load: {path}"):
-        dcp.load(state, checkpoint_id=path, process_group=view.group)
+        dcp.load(state, checkpoint_id=found, process_group=view.group)
     view.take(state)
     about = torch.load(io.BytesIO(state[_ABOUT]))
     schedule._steps = about["steps"]
@@ -145,101 +154,3 @@ def _typed(what: str) -> Iterator[None]:
     except CheckpointException as error:
         rank, failure = min(error.failures.items(), key=lambda each: each[0])
         raise LayoutError(f"{what}: rank {rank}: {failure[0]}") from error
-
-
-@dataclass
-class _View:
-    """The modules of this rank's stages as one, and the whole model's name of each of its tensors."""
-
-    container: torch.nn.ModuleDict
-    optimizer: torch.optim.Optimizer | None
-    whole: dict[str, str]  # by the name in the container; of a parameter with several names, the first
-    again: dict[str, str]  # other names of a parameter in the container: the first
-    group: dist.ProcessGroup | None
-
-    @classmethod
-    def of(cls, schedule: PipelineSchedule, optimizer: Any, names: Names) -> _View:
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise LayoutError(f"optimizer must be a torch.optim.Optimizer, found {shown(optimizer)}")
-        stages = schedule._mine
-        container = torch.nn.ModuleDict({_key(index): stage.submod for index, stage in stages.items()})
-        keys: dict[int, str] = {}  # of shared parameters
-        for stage in stages.values():
-            keys |= {id(parameter): key for key, parameter in stage.shared.items()}
-        parameters = {_clean(n): p for n, p in container.named_parameters(remove_duplicate=False)}
-        first: dict[int, str] = {}
-        whole: dict[str, str] = {}
-        again: dict[str, str] = {}
-        taken: dict[str, str] = {}
-        for name in get_model_state_dict(container):
-            parameter = parameters.get(name)
-            if parameter is not None and first.setdefault(id(parameter), name) != name:
-                again[name] = first[id(parameter)]
-                continue
-            key, _, local = name.partition(".")
-            index = int(key.removeprefix("stage"))
-            if names is not None:
-                new = names(index, local)
-            else:
-                new = keys.get(id(parameter), local)
-            other = taken.setdefault(new, name)
-            if other != name and keys.get(id(parameters.get(other))) != keys.get(id(parameter), name):
-                raise LayoutError(
-                    f"{other!r} and {name!r} both have the whole model's name {new!r}; give names= that "
-                    "tells them apart"
-                )
-            whole[name] = new
-        return cls(container, optimizer, whole, again, next(iter(stages.values())).group)
-
-    def state(self) -> dict[str, Any]:
-        """Under the whole model's names."""
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-
-        held = get_model_state_dict(self.container)
-        state: dict[str, Any] = {"model": {new: held[name] for name, new in self.whole.items()}}
-        if self.optimizer is not None:
-            flat = get_optimizer_state_dict(self.container, self.optimizer, options=_flat())
-            state["optimizer"] = {self._renamed(key, self.whole): value for key, value in flat.items()}
-        return state
-
-    def take(self, state: Mapping[str, Any]) -> None:
-        """What state() gave, filled."""
-        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
-
-        model = {name: state["model"][new] for name, new in self.whole.items()}
-        model |= {name: model[first] for name, first in self.again.items()}
-        set_model_state_dict(self.container, model)
-        if self.optimizer is not None:
-            local: dict[str, list[str]] = {}  # copies of a shared parameter have one name
-            for name, new in self.whole.items():
-                local.setdefault(new, []).append(name)
-            found = {}
-            for key, value in state["optimizer"].items():
-                part, _, rest = key.partition(".")
-                new, _, last = rest.rpartition(".")
-                for name in local[new]:
-                    found[f"{part}.{name}.{last}"] = value
-            set_optimizer_state_dict(self.container, self.optimizer, found, options=_flat())
-
-    @staticmethod
-    def _renamed(key: str, names: Mapping[str, str]) -> str:
-        """ "state.stage0.up.weight.exp_avg" under the whole model's name."""
-        part, _, rest = key.partition(".")
-        name, _, last = rest.rpartition(".")
-        return f"{part}.{names[name]}.{last}"
-
-
-def _key(stage: int) -> str:
-    return f"stage{stage}"
-
-
-def _clean(name: str) -> str:
-    return name.replace("_orig_mod.", "")
-
-
-def _flat() -> Any:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    return StateDictOptions(flatten_optimizer_state_dict=True)

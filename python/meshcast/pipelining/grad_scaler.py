@@ -115,8 +115,8 @@ class GradScaler(torch.amp.GradScaler):
             members = set(self._stages[0].mesh.ranks)
             meshes = (outside_mesh(parameter, members) for parameter in mine)
             for mesh in {mesh: None for mesh in meshes if mesh is not None}:  # in order, each once
-                all_reduce_over(mesh, found, dist.ReduceOp.MAX)
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._stages[0].group)
+                all_reduce_over(mesh, found, dist.ReduceOp.MAX, self._stages[0], "GradScaler")
+            all_reduce_over(None, found, dist.ReduceOp.MAX, self._stages[0], "GradScaler")
             self._found = found
         return self._found
 

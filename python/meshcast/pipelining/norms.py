@@ -44,6 +44,7 @@ def grad_norm(stages: PipelineStage | Sequence[PipelineStage], norm_type: float 
 
     Raises:
         LayoutError: no stages, stages of unlike groups, another ``norm_type``, or no step has run yet.
+        MeshcastError: an all-reduce with the other ranks failed, as when one of them dies.
 
     Example::
 
@@ -78,7 +79,7 @@ def clip_grad_norm_(
         The norm before, as `grad_norm`.
 
     Raises:
-        LayoutError: as `grad_norm`.
+        LayoutError, MeshcastError: as `grad_norm`.
         RuntimeError: the norm is infinite or NaN, under ``error_if_nonfinite``, on all ranks alike.
 
     Example::
@@ -110,10 +111,10 @@ def _norm(stages: Sequence[PipelineStage], norm_type: float, op: str) -> torch.T
     total = order.measure(mine.inside)
     for mesh, gradients in mine.outside.items():
         of_mesh = order.measure(gradients)
-        all_reduce_over(mesh, of_mesh, order.reduction)
+        all_reduce_over(mesh, of_mesh, order.reduction, stages[0], op)
         if mine.leads:
             total = order.join(total, of_mesh)
-    dist.all_reduce(total, op=order.reduction, group=stages[0].group)
+    all_reduce_over(None, total, order.reduction, stages[0], op)
     return order.norm(total)
 
 
