@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from meshcast.base.progress import track
+
 from benchmarks.machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,7 +50,7 @@ def main() -> None:
             stdout=subprocess.DEVNULL,
         )
         try:
-            rows = [measure(job, metrics, options.ranks, drawn) for _ in range(options.kills)]
+            rows = [measure(job, metrics, options.ranks, drawn) for _ in track(range(options.kills), "kills")]
             steps = [each for each in read(metrics) if each["ranks"] == options.ranks]
         finally:
             job.terminate()

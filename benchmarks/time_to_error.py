@@ -28,6 +28,7 @@ from typing import Any
 
 from fault.matrix import ranks
 from fault.rounds import BY_CLOCK, FAULTS, TRANSPORTS, combinations, draw
+from meshcast.base.progress import Progress
 
 from .cluster import Cluster, ClusterError, run_ranks
 from .machine import ROOT, machine
@@ -90,7 +91,9 @@ def _quantile(ordered: list[float], part: float) -> float | None:
     return ordered[min(int(len(ordered) * part), len(ordered) - 1)] if ordered else None
 
 
-def _drawn(transport: str, fault: str, rounds: int, seed: int, only: str) -> dict[str, _Rounds]:
+def _drawn(
+    transport: str, fault: str, rounds: int, seed: int, only: str, shown: Progress
+) -> dict[str, _Rounds]:
     """By moment, and of all."""
     by_clock = only == "clock" or (fault == "kill" and only != "points")
     moments = [
@@ -103,6 +106,7 @@ def _drawn(transport: str, fault: str, rounds: int, seed: int, only: str) -> dic
         for number in range(rounds if moments else 0):
             moment = moments[number % len(moments)]
             outcome = parent.run(draw(seed + number, transport, fault, moment))
+            shown.done()
             for key in (_BEFORE,) if outcome.before and fault == "kill" else (moment, _ANY):
                 into = found.setdefault(key, _Rounds())
                 into.rounds += 1
@@ -118,7 +122,7 @@ def _drawn(transport: str, fault: str, rounds: int, seed: int, only: str) -> dic
     return found if fault == "kill" else {_ANY: found[_ANY]} if found else {}
 
 
-def _plain(rounds: int) -> dict[str, _Rounds]:
+def _plain(rounds: int, shown: Progress) -> dict[str, _Rounds]:
     """A process that has imported torch alone. The kernel frees its memory before it closes its connections,
     and nobody can see its death before that."""
     found = _Rounds()
@@ -134,10 +138,11 @@ def _plain(rounds: int) -> dict[str, _Rounds]:
                     found.wrong += peer.recv(1) != b""
                     found.times.append(time.monotonic() - begin)
             found.rounds += 1
+            shown.done()
     return {_ANY: found}
 
 
-def _partition(transport: str, rounds: int, seed: int) -> dict[str, _Rounds]:
+def _partition(transport: str, rounds: int, seed: int, shown: Progress) -> dict[str, _Rounds]:
     """Three hosts, the second of which loses its link to the network of the data."""
     found, rng = _Rounds(), random.Random(seed)
     paths = os.pathsep.join([str(ROOT / "python"), str(ROOT / "tests")])
@@ -161,6 +166,7 @@ def _partition(transport: str, rounds: int, seed: int) -> dict[str, _Rounds]:
             for text in _outputs(cluster):
                 found.times += [float(each) for each in re.findall(r"known ([0-9.]+) s after the cut", text)]
                 found.ended += [float(each) for each in re.findall(r"ended in ([0-9.]+) s", text)]
+        shown.done()
     return {_ANY: found}
 
 
@@ -226,14 +232,20 @@ def main() -> int:
         "load": round(os.getloadavg()[2]),  # processes that want a core, over the last 15 minutes
         "rows": [],
     }
-    for fault in args.faults:
-        for transport in [_SOCKET] if fault == "plain" else args.transports:
+    pairs = [
+        (fault, transport)
+        for fault in args.faults
+        for transport in ([_SOCKET] if fault == "plain" else args.transports)
+        if (fault, transport) != ("partition", "shared memory")
+    ]
+    with Progress("rounds", args.rounds * len(pairs), ticks=False) as shown:
+        for fault, transport in pairs:
             if fault == "plain":
-                found = _plain(args.rounds)
+                found = _plain(args.rounds, shown)
             elif fault == "partition":
-                found = _partition(transport, args.rounds, args.seed) if transport != "shared memory" else {}
+                found = _partition(transport, args.rounds, args.seed, shown)
             else:
-                found = _drawn(transport, fault, args.rounds, args.seed, args.moments)
+                found = _drawn(transport, fault, args.rounds, args.seed, args.moments, shown)
             new["rows"] += [
                 {"transport": transport, "fault": fault, "moment": moment, **rounds.row()}
                 for moment, rounds in found.items()

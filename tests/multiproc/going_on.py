@@ -1,14 +1,15 @@
 """A training program for meshcast.elastic.run in which workers die by SIGKILL at chosen moments.
 
-going_on.py FOLDER STEPS FAULTS [PAUSE]: FAULTS is a JSON list of [worker, step, moment]; a worker is named
-"LOCAL_RANK.RESTART". Each worker writes what it has seen to FOLDER/WORKER.jsonl. The job ends after so many
-steps, or in the one in which FOLDER/stop is found. PAUSE: seconds before each step; all ranks have all then,
-so that any number of them may die.
+going_on.py FOLDER STEPS FAULTS [PAUSE [EVERY]]: FAULTS is a JSON list of [worker, step, moment]; a worker is
+named "LOCAL_RANK.RESTART". Each worker writes what it has seen to FOLDER/WORKER.jsonl. The job ends after so
+many steps, or in the one in which FOLDER/stop is found. PAUSE: seconds before each step; all ranks have all
+then, so that any number of them may die. EVERY: no rank has what another one has, and so many steps are
+between two copies on other ranks.
 
-Moments: during - after the forward; before - gradients are complete; between - others have taken the step,
-this one has not, and one of the others does not know yet that all had agreed; after - the step is committed;
-making, loading - while the ranks take the state along, the first time after that step; joined - some ranks
-hold the new state already.
+Moments: during - after the forward; saving - while all write a checkpoint; before - gradients are complete;
+between - others have taken the step, this one has not, and one of the others does not know yet that all had
+agreed; after - the step is committed; making, loading - while the ranks take the state along, the first time
+after that step; joined - some ranks hold the new state already.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from meshcast import LayoutError
 from meshcast.elastic import Job as ElasticJob
 from multiproc.elastic_training import FLAT, batch, model, optimizer_of, rate
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -68,12 +72,14 @@ class OneProcess:
 
 
 class Trained:
-    """Two replicas of half as many shards; a copy on each rank if copies, or where their number is odd."""
+    """Two replicas of half as many shards; a copy on each rank if copies, or where their number is odd.
+    Shards alone if sharded."""
 
-    def __init__(self, last: int, copies: bool) -> None:
+    def __init__(self, last: int, copies: bool, sharded: bool) -> None:
         self.last = last  # the job ends after so many steps
         ranks = dist.get_world_size()
         shape = (2, ranks // 2) if ranks % 2 == 0 and not copies else (ranks, 1)
+        shape = (1, ranks) if sharded else shape
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         self.module = model()
         fully_shard(self.module[0], mesh=mesh)
@@ -127,18 +133,28 @@ class Trained:
 
 
 class Worker:
-    def __init__(self, folder: Path, steps: int, faults: list[list[Any]], pause: float) -> None:
+    def __init__(
+        self, folder: Path, steps: int, faults: list[list[Any]], pause: float = 0.0, every: float = 0.0
+    ) -> None:
+        self.folder = folder
         self.log = (folder / f"{NAME}.jsonl").open("a")
         self.stop = folder / "stop"
-        self.steps, self.pause = steps, pause
+        self.steps, self.pause, self.every = steps, pause, int(every) or None
         self.faults = {(moment, step) for name, step, moment in faults if name == NAME}
+        self.moments = {(step, moment) for _, step, moment in faults}
         # What is deaf to the agreement of a step in which another dies between: the lowest that lives.
         self.deaf = {
             step
             for name, step, moment in faults
             if moment in ("between", "joined") and name != NAME and NAME == "0.0"
         }
-        self.job = ElasticJob(self.make, backend="gloo", grace=120.0, timeout=timedelta(seconds=60))
+        self.job = ElasticJob(
+            self.make,
+            backend="gloo",
+            grace=120.0,
+            timeout=timedelta(seconds=60),
+            replicas_every=self.every,
+        )
         agree = self.job._agree
 
         def agree_or_die() -> bool:
@@ -166,7 +182,7 @@ class Worker:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def make(self) -> Trained:
-        trained = Trained(self.steps, copies=self.pause > 0)
+        trained = Trained(self.steps, copies=self.pause > 0, sharded=self.every is not None)
         if self.job._number > 1:
             self.die("making", self.job.steps)
             load = trained.load_state_dict
@@ -193,9 +209,14 @@ class Worker:
     def step(self, trained: Trained, one: OneProcess) -> None:
         job, step = self.job, self.job.steps
         time.sleep(self.pause)
+        kept = job._generations._kept if job._generations is not None else []
+        if kept and any(step == at for at, _ in self.moments):
+            kept[-1].replicas.wait()  # so that the step to go back to is known
         stop = torch.tensor(int(self.stop.exists()))
         dist.broadcast(stop, 0)
         loss = trained.gradients(step, self.die)
+        if (step, "saving") in self.moments:
+            self.save(trained, step)
         self.die("before", step)
 
         def update() -> None:
@@ -209,11 +230,21 @@ class Worker:
         assert abs(loss - one.loss(step)) < 1e-5, (step, loss, one.loss(step))
         self.die("after", step)
 
+    def save(self, trained: Trained, step: int) -> None:
+        write = FileSystemWriter.write_data
+
+        def dying(*arguments: Any) -> Any:
+            self.die("saving", step)
+            return write(*arguments)
+
+        with mock.patch.object(FileSystemWriter, "write_data", dying):
+            dcp.save(trained.state_dict(), checkpoint_id=self.folder / f"step-{step}")
+
 
 def main() -> None:
     torch.set_num_threads(1)
     folder, steps, faults, *pause = sys.argv[1:]
-    worker = Worker(Path(folder), int(steps), json.loads(faults), *map(float, pause or ["0"]))
+    worker = Worker(Path(folder), int(steps), json.loads(faults), *map(float, pause))
     try:
         worker.run()
     except LayoutError as error:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from multiproc.elastic_training import Reference
 from multiproc.harness import ROOT
 
 LIMIT = 400.0  # seconds for one job; it takes about 10 on an idle machine
@@ -81,19 +83,27 @@ class Notes:
 
 
 def job(
-    folder: Path, ranks: str, steps: int, faults: list[list[Any]], *options: str
+    folder: Path, ranks: str, steps: int, faults: list[list[Any]], *options: str, every: int = 0
 ) -> tuple[int, str, Notes]:
+    """every: see going_on.py."""
+    more = ["0", str(every)] if every else []
     process = Started(
-        "--nproc-per-node", ranks, *options, str(PROGRAM), str(folder), str(steps), json.dumps(faults)
+        "--nproc-per-node", ranks, *options, str(PROGRAM), str(folder), str(steps), json.dumps(faults), *more
     )
     output = ended(process)
     return process.returncode, output, Notes(folder)
 
 
 def goes_on(
-    folder: Path, ranks: int, steps: int, faults: list[list[Any]], *options: str, least: int = 1
+    folder: Path,
+    ranks: int,
+    steps: int,
+    faults: list[list[Any]],
+    *options: str,
+    least: int = 1,
+    every: int = 0,
 ) -> Notes:
-    status, output, notes = job(folder, f"{least}:{ranks}", steps, faults, *options)
+    status, output, notes = job(folder, f"{least}:{ranks}", steps, faults, *options, every=every)
     assert status == 0, output[-8000:]
     assert len(notes.with_key("died")) == len(faults), "a worker that was to die did not"
     seen = {step for name in notes.of for step, _ in notes.steps(name)}
@@ -115,6 +125,19 @@ def test_ranks_die_before_between_and_after_the_optimizers_of_a_step(tmp_path: P
 def test_a_rank_dies_while_the_others_recover(tmp_path: Path, moment: str) -> None:
     notes = goes_on(tmp_path, 4, 4, [["2.0", 1, "before"], ["1.0", 1, moment]])
     assert set(notes.with_key("end")) == {"0.0", "3.0"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_dies_while_they_save(tmp_path: Path, victim: int) -> None:
+    """The others write the checkpoint when they are together again."""
+    notes = goes_on(tmp_path, 4, 4, [[f"{victim}.0", 2, "saving"]])
+    assert set(notes.with_key("end")) == {f"{rank}.0" for rank in range(4) if rank != victim}
+    expected = Reference(2).before[2]
+    found = {name: torch.zeros_like(value) for name, value in expected.items()}
+    dcp.load(found, checkpoint_id=tmp_path / "step-2", no_dist=True)
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=0, atol=1e-5), name
 
 
 @pytest.mark.slow
@@ -143,6 +166,46 @@ def test_more_dead_than_replicas_can_bear_is_one_error_on_all(tmp_path: Path) ->
     assert gone["1.0"] == gone["3.0"]
     assert "state.0.weight.exp_avg" in gone["1.0"]
     assert "0.weight" in output
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_job_whose_state_has_no_replica_goes_back_to_its_copies(tmp_path: Path, moment: str) -> None:
+    """FSDP2 alone: what the dead rank held lives nowhere else, but for the copies of steps 1 and 3."""
+    notes = goes_on(tmp_path, 4, 7, [["2.0", 4, moment]], every=3)
+    assert notes.steps("2.0") == [(step, 4) for step in range(4 + (moment == "after"))]
+    assert set(notes.with_key("end")) == {"0.0", "1.0", "3.0"}
+    for name in notes.with_key("end"):
+        steps = [step for step, ranks in notes.steps(name) if ranks == 4]
+        assert steps in (list(range(4)), list(range(5)))
+        assert [step for step, ranks in notes.steps(name) if ranks == 3] == list(range(3, 7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["making", "loading", "joined"])
+def test_a_rank_dies_while_the_others_go_back_to_their_copies(tmp_path: Path, moment: str) -> None:
+    """Where it has a copy of what the first one held, nobody has any more."""
+    status, output, notes = job(tmp_path, "1:5", 7, [["2.0", 4, "before"], ["1.0", 4, moment]], every=3)
+    if status:
+        assert set(notes.with_key("gone")) == {"0.0", "3.0", "4.0"}, output[-8000:]
+        return
+    assert set(notes.with_key("end")) == {"0.0", "3.0", "4.0"}
+    assert {ranks for _, ranks in notes.steps("0.0")} == {5, 3}
+
+
+@pytest.mark.slow
+def test_copies_survive_several_changes_of_ranks(tmp_path: Path) -> None:
+    faults = [["1.0", 3, "before"], ["3.0", 5, "during"], ["0.0", 7, "before"], ["1.1", 10, "during"]]
+    notes = goes_on(tmp_path, 4, 12, faults, "--max-restarts", "4", least=4, every=2)
+    assert set(notes.with_key("end")) == {"0.1", "1.2", "2.0", "3.1"}
+    steps = [step for step, _ in notes.steps("2.0")]
+    assert steps == [0, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.slow
+def test_more_dead_than_copies_can_bear_is_one_error_on_all(tmp_path: Path) -> None:
+    status, output, notes = job(tmp_path, "1:4", 6, [[f"{n}.0", 4, "before"] for n in (0, 1, 3)], every=2)
+    assert status == 1
+    assert "state.0.weight.exp_avg" in notes.with_key("gone")["2.0"], output[-8000:]
 
 
 @pytest.mark.slow

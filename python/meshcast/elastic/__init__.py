@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from meshcast.elastic.job import Job, Training
+from meshcast.elastic.rebalance import Rebalanced, rebalance
 from meshcast.elastic.remesh import remesh
 from meshcast.elastic.replicas import Replicas
 
-__all__ = ["Job", "Replicas", "Training", "remesh"]
+__all__ = ["Job", "Rebalanced", "Replicas", "Training", "rebalance", "remesh"]

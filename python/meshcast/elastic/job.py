@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +22,7 @@ from ..base.observe import log
 from ..errors import LayoutError, MeshcastError
 from ..layout import Layout
 from . import rendezvous as meet
+from .generations import Generations
 from .leaving import abort_groups, leave_groups
 from .places import Old, Place
 from .remesh import remesh
@@ -73,6 +74,9 @@ class Job(Generic[T]):
         own: entries of the state of which each rank has its own, see remesh.
         old: layouts of plain tensors of the state that are shards, in the ranks that they lie on.
         options: of remesh, such as max_bytes_in_flight.
+        replicas_every: steps from one copy of the state on other ranks to the next, see Replicas. Where what
+            dead ranks held lives nowhere else, the job then goes back to the newest whole copy: `steps` is
+            smaller than before. None: no copies, and an error there.
         grace: seconds that an error may wait for the agent to tell that a rank died. An error without a
             death is raised after that.
         connect_timeout: seconds for making a process group. A worker that dies while the others connect may
@@ -100,12 +104,17 @@ class Job(Generic[T]):
         own: Iterable[str] | Callable[[str], bool] = (),
         old: Old = None,
         options: Mapping[str, Any] | None = None,
+        replicas_every: int | None = None,
         grace: float = 30.0,
         connect_timeout: float = 60.0,
     ) -> None:
         self._make = make
         self._backend, self._timeout = backend, timeout
         self._own, self._old, self._options = own, old, dict(options or {})
+        self._generations: Generations | None = None
+        if replicas_every is not None:
+            more = {"own": own, "old": old}
+            self._generations = Generations(OP, replicas_every, more, self._options.get("topology"))
         self._grace, self._connect_timeout = grace, timedelta(seconds=connect_timeout)
         self._name, self._store = _agent()
         self._training: T | None = None
@@ -113,6 +122,7 @@ class Job(Generic[T]):
         self._prepared: _Prepared | None = None
         self._before: Before | None = None
         self._number = 0  # of the rendezvous that this worker came to last
+        self._members: list[str] = []  # of that one
         self._in_group = False
         self._closed = False
         self._failed = False  # for good, whatever the agent calls for
@@ -166,7 +176,10 @@ class Job(Generic[T]):
         """
         version = self._version
         assert version is not None
-        return self._commit(version._replace(steps=version.steps + 1), update)
+        result = self._commit(version._replace(steps=version.steps + 1), update)
+        if self._generations is not None and self._in_group:
+            self._generations.committed(self.steps, self._number, self._members, self._held)
+        return result
 
     def close(self) -> None:
         """Ends the job, together with all ranks: none is left that still needs another one."""
@@ -241,6 +254,7 @@ class Job(Generic[T]):
         if met is None:
             return
         call, start = met
+        self._members = call.members
         rank, size = call.members.index(self._name), len(call.members)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
         self._join(start.port, rank, size)
@@ -326,28 +340,36 @@ class Job(Generic[T]):
 
     def _move(self, training: T, held: int | None, members: list[str], start: meet.Start) -> int:
         """Fills what was just made with the state of the ranks of then. Returns its steps."""
-        then, now = start.then, {name: rank for rank, name in enumerate(members)}
-        ranks = {rank: now[name] for rank, name in enumerate(then) if name in now}
-        lost = [rank for rank, name in enumerate(then) if name not in now]
-        state: dict[str, Any] = {}
-        if held is not None:
-            assert self._training is not None
-            state = {**self._training.state_dict(), _STEPS: torch.tensor([held])}
+        now = {name: rank for rank, name in enumerate(members)}
+        state = {} if held is None else self._held()
         # Ranks of then are all in one layout at least, so that any may be lost; and steps are compared.
-        everywhere = (Layout(list(range(len(then))), [Replicate()]), (1,))
-        steps = torch.zeros(1, dtype=torch.int64)
-        moved = remesh(
-            state,
-            self._places(state, everywhere),
-            {**training.state_dict(), _STEPS: steps},
-            lost,
-            ranks=ranks,
-            own=self._own,
-            **self._options,
-        )
-        del moved[_STEPS]
+        everywhere = (Layout(list(range(len(start.then))), [Replicate()]), (1,))
+        new = {**training.state_dict(), _STEPS: torch.zeros(1, dtype=torch.int64)}
+        where = self._places(state, everywhere)
+        try:
+            moved = remesh(state, where, new, **_changed(start.then, now), own=self._own, **self._options)
+        except LayoutError as error:
+            if not error.gone or self._generations is None:
+                raise
+            moved = self._move_back(new, now, error)
+        steps = int(moved.pop(_STEPS))
         training.load_state_dict(dict(moved))
-        return int(steps)
+        return steps
+
+    def _move_back(self, new: dict[str, Any], now: Mapping[str, int], gone: LayoutError) -> Any:
+        """Fills `new` with the newest copies that are whole. On all ranks, as `gone` is."""
+        assert self._generations is not None
+        chosen = self._generations.choose(now, self._talk)
+        if chosen is None:
+            raise gone
+        moved = remesh(
+            None, None, new, **_changed(chosen.members, now), replicas=chosen.replicas, **self._options
+        )
+        log.warning("%s: back to step %s, of which there are copies: %s", OP, moved.version, gone)
+        return moved
+
+    def _held(self) -> dict[str, Any]:
+        return {**self.training.state_dict(), _STEPS: torch.tensor([self.steps])}
 
     def _places(self, state: Mapping[str, Any], everywhere: Place) -> dict[str, Place]:
         found = {}
@@ -381,6 +403,14 @@ class Job(Generic[T]):
             f"{OP}: another worker ended with exit code 0 at step {self.steps} of this one, without close()",
             op=OP,
         )
+
+
+def _changed(then: Sequence[str], now: Mapping[str, int]) -> dict[str, Any]:
+    """Arguments of remesh, of the workers of then."""
+    return {
+        "lost": [rank for rank, name in enumerate(then) if name not in now],
+        "ranks": {rank: now[name] for rank, name in enumerate(then) if name in now},
+    }
 
 
 def _may_be_loss(error: BaseException | None) -> bool:

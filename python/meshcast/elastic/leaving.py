@@ -39,13 +39,12 @@ def _abort(backend: Any, rank: int) -> None:
     if "gloo" not in backend.name():
         backend.abort()
         return
-    if backend.size() == 1:
-        return
-    # Gloo has no call for it. It closes all connections of a group when one message is late.
-    peer = 0 if rank != 0 else 1
-    late = backend.recv([torch.empty(1)], peer, _NEVER_SENT)
-    with contextlib.suppress(RuntimeError):
-        late.wait(timedelta(milliseconds=1))
+    # Gloo has no call for it. It closes all connections of a group when one message is late, but not when its
+    # sender is already known to be gone: so one of each.
+    for peer in set(range(backend.size())) - {rank}:
+        with contextlib.suppress(RuntimeError):
+            late = backend.recv([torch.empty(1)], peer, _NEVER_SENT)
+            late.wait(timedelta(milliseconds=1))
 
 
 def leave_groups(reason: str) -> None:

@@ -47,6 +47,7 @@ from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.randomness import microbatch_seed
 from meshcast.pipelining.schedule import PipelineSchedule, ScheduleOptions
 from meshcast.pipelining.simulate import SimulationReport, simulate
+from meshcast.pipelining.stage_times import StageTimes
 from meshcast.pipelining.traced import Pipe, build_stage, pipeline
 from meshcast.pipelining.validate import validate
 
@@ -83,6 +84,7 @@ __all__ = [
     "ScheduleZBVZeroBubble",
     "SimulationReport",
     "SplitPoint",
+    "StageTimes",
     "Times",
     "Value",
     "analyze_pipeline_activation_liveness",

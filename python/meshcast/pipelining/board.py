@@ -74,6 +74,7 @@ class PipelineBoard:
         talks = _talks.get(key)
         if talks is None:
             talks = _talks[key] = _Talks(c10d._get_process_group_store(key))
+        self._talks = talks
         self._connection = talks.connection
         self._number = talks.count
         talks.count += 1
@@ -125,6 +126,15 @@ class PipelineBoard:
             op="pipeline",
             phase="agree",
         )
+
+    @property
+    def opened(self) -> int:
+        """How many conversations this rank has opened in the group."""
+        return self._talks.count
+
+    def skip_to(self, opened: int) -> None:
+        """Where another rank has opened more, and all left these: the next one has one number on all."""
+        self._talks.count = max(self._talks.count, opened)
 
     def check_process(self) -> None:
         """Raises AbortedError in a forked child, which has no part in it."""

@@ -58,6 +58,8 @@ def search(
     samples: int,
     bound: Callable[[Cut], float],
     seconds: Callable[[Cut], float],
+    starts: Sequence[Cut] = (),
+    most: float = math.inf,
 ) -> Found:
     """Looks for the cuts with the fewest `seconds`. Deterministic.
 
@@ -65,6 +67,8 @@ def search(
         times: of each layer on one rank.
         degrees: tensor-parallel degrees that a stage may have; 1 is one of them.
         bound: no more than the seconds of the cut, and quick to tell.
+        starts: cuts to begin with, too; of equals the first of them wins, without any the even cut.
+        most: so many cuts of a number of stages have their `seconds` looked at.
     """
     found = Found({})
     for stages in stage_counts:
@@ -74,9 +78,10 @@ def search(
                 for layers in _compositions(len(times), stages)
                 for split, tensor in _splits(ranks, stages, degrees)
             )
-            _by_bounds(cuts, even(len(times), stages, ranks), bound, seconds, found)
+            first = next(iter(starts), even(len(times), stages, ranks))
+            _by_bounds(cuts, first, bound, seconds, found, most)
         else:
-            _climb(times, stages, ranks, degrees, samples, bound, seconds, found)
+            _climb(times, stages, ranks, degrees, samples, bound, seconds, found, starts, most)
     return found
 
 
@@ -86,14 +91,15 @@ def _by_bounds(
     bound: Callable[[Cut], float],
     seconds: Callable[[Cut], float],
     found: Found,
+    most: float,
 ) -> None:
-    """Simulates in the order of the bounds until none can be below the best. Of equals the even cut wins."""
+    """Simulates in the order of the bounds until none can be below the best. Of equals `first` wins."""
     best = min(found.tried.values(), default=math.inf)
     listed = sorted(((bound(cut), cut != first, number, cut) for number, cut in enumerate(cuts)))
     for tries, (least, _, _, cut) in enumerate(listed):
         if least > best or least == math.inf:
             return
-        if tries >= _MOST_TRIED:
+        if tries >= min(most, _MOST_TRIED):
             found.exhaustive = False
             return
         found.tried[cut] = seconds(cut)
@@ -109,9 +115,11 @@ def _climb(
     bound: Callable[[Cut], float],
     seconds: Callable[[Cut], float],
     found: Found,
+    given: Sequence[Cut],
+    most: float,
 ) -> None:
-    """From the most balanced cut and the best of random ones, moves that help. What cannot be better than the
-    best so far is not simulated: its bound tells whether it is better than another one."""
+    """From those given, the most balanced cut and the best of random ones, moves that help. What cannot be
+    better than the best so far is not simulated: its bound tells whether it is better than another one."""
     found.exhaustive = False
     best = min(found.tried.values(), default=math.inf)
     scores: dict[Cut, float] = {}
@@ -121,12 +129,12 @@ def _climb(
         nonlocal best
         if cut not in scores:
             scores[cut] = bound(cut)
-            if scores[cut] < best:
+            if scores[cut] < best and len(tried) < most:
                 scores[cut] = tried[cut] = seconds(cut)
                 best = min(best, tried[cut])
         return scores[cut]
 
-    starts = [even(len(times), stages, ranks), balanced(times, stages, ranks, samples)]
+    starts = [*given, even(len(times), stages, ranks), balanced(times, stages, ranks, samples)]
     # Where little crosses is seen by trying, not by balancing: the best of random cuts are taken further.
     chance = random.Random(0)
     drawn = [_random_cut(len(times), stages, ranks, degrees, chance) for _ in range(_DRAWN)]

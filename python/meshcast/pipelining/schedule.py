@@ -362,6 +362,8 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
             self._fail(error)
             raise
         self._steps += 1
+        if train and self._recent is not None:
+            self._recent.add(runtime.trace)
         last = [feeds[index] for index, stage in self._mine.items() if stage.is_last]
         return last[0].merged(self._output_merge_spec) if merge and return_outputs and last else None
 
