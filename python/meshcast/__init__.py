@@ -26,6 +26,7 @@ _register_operator()
 _set_up_observation()
 
 if TYPE_CHECKING:
+    from .base.counters import CallCounters, Counters, PairCounters, counters
     from .base.observe import dump_flight_record, flight_record
     from .errors import (
         AbortedError,
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AbortedError",
+    "CallCounters",
+    "Counters",
     "DeadlineExceededError",
     "Handle",
     "Host",
@@ -66,6 +69,7 @@ __all__ = [
     "LocalCopy",
     "MeshcastError",
     "Nic",
+    "PairCounters",
     "PeerLostError",
     "Plan",
     "PlanCacheInfo",
@@ -85,6 +89,7 @@ __all__ = [
     "WeightSync",
     "__version__",
     "backward",
+    "counters",
     "dump_flight_record",
     "enable_dtensor_redistribute",
     "flight_record",
@@ -103,6 +108,8 @@ __all__ = [
 
 _HOME = {
     "AbortedError": "errors",
+    "CallCounters": "base.counters",
+    "Counters": "base.counters",
     "DeadlineExceededError": "errors",
     "Handle": "transfers.handle",
     "Host": "topology",
@@ -111,6 +118,7 @@ _HOME = {
     "LocalCopy": "planning.views",
     "MeshcastError": "errors",
     "Nic": "topology",
+    "PairCounters": "base.counters",
     "PeerLostError": "errors",
     "Plan": "planning.plan",
     "PlanCacheInfo": "planning.cache",
@@ -129,6 +137,7 @@ _HOME = {
     "WeightStats": "resharding.weight_buffers",
     "WeightSync": "resharding.weight_sync",
     "backward": "resharding.autograd",
+    "counters": "base.counters",
     "dump_flight_record": "base.observe",
     "enable_dtensor_redistribute": "resharding.redistribute",
     "flight_record": "base.observe",

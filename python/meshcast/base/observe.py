@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from ..errors import LayoutError
 from . import checks, forks, settings  # noqa: F401  forks has to be there before the first fork
+from .counters import Traffic, of_operation
 from .whereabouts import call_site, main_thread_site, raised_site, site_text
 
 __all__ = [
@@ -78,6 +79,7 @@ class Flight:
     __slots__ = (
         "begun",
         "clock",
+        "counted",
         "error",
         "group",
         "lane",
@@ -89,6 +91,7 @@ class Flight:
         "run",
         "seconds",
         "site",
+        "traffic",
         "what",
     )
 
@@ -107,13 +110,23 @@ class Flight:
         self.plan: Mapping[str, Any] | None = None  # as the record shows it
         self.seconds: float | None = None  # from the call to the end of the first wait()
         self.error: dict[str, Any] | None = None  # as the record shows it
+        self.traffic: Traffic | None = None  # what it moves, once that is known; counts it
+        self.counted = False
         _flights.append(self)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("rank %d: %s in group %s called", rank, op, group.name)
 
-    def ended(self) -> None:
+    def ended(self, waiting: float | None = None, moved: float | None = None) -> None:
+        """waiting: time.perf_counter() when the wait for it began, if that was not at once. moved: seconds
+        from the start of the transfer to its end, where they are known."""
         if self.seconds is None:
-            self.seconds = time.perf_counter() - self.clock
+            now = time.perf_counter()
+            self.seconds = now - self.clock
+            self._counter().ended(
+                self,
+                self.seconds if moved is None else moved,
+                self.seconds if waiting is None else now - waiting,
+            )
             if log.isEnabledFor(logging.DEBUG):
                 log.debug(
                     "rank %d: %s in group %s ended after %.6f s",
@@ -127,11 +140,19 @@ class Flight:
         if self.error is not None:
             return
         self.seconds = time.perf_counter() - self.clock
+        self._counter().failed(self)
         text = f"{type(error).__name__}: {error}"
         peer, phase = getattr(error, "peer", None), getattr(error, "phase", None)
         self.error = {"error": text, "peer": peer, "phase": phase}
         log.error("rank %d: %s failed: %s", self.rank, self.op, text)
         _dump_for(self.rank)
+
+    def again(self) -> None:
+        """It is begun once more."""
+        self._counter().again()
+
+    def _counter(self) -> Traffic:
+        return of_operation(self.op) if self.traffic is None else self.traffic
 
     def as_dict(self) -> dict[str, Any]:
         state = "failed" if self.error else "ended" if self.seconds is not None else "unfinished"
@@ -236,7 +257,8 @@ def profiling() -> bool:
 
 
 def profiled(name: str, op: str) -> AbstractContextManager[Any]:
-    """A range of torch.profiler; does nothing while no profiler runs."""
+    """A range of torch.profiler; does nothing while no profiler runs. What it tells is in its name: a trace
+    shows no arguments."""
     if profiling():
         return torch.profiler.record_function(f"meshcast::{op} {name}")
     return contextlib.nullcontext()

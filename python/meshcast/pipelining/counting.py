@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from meshcast.errors import LayoutError
+from meshcast.errors import LayoutError, MeshcastError
 from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.shapes import local_values
 
@@ -109,11 +109,27 @@ def outside_mesh(parameter: torch.nn.Parameter, members: set[int]) -> DeviceMesh
     return None if members.issuperset(mesh.mesh.flatten().tolist()) else mesh
 
 
-def all_reduce_over(mesh: DeviceMesh, values: torch.Tensor, op: Any) -> None:
-    """All-reduces over all dimensions of a mesh, one after the other."""
-    for dim in range(mesh.ndim):
-        if mesh.size(dim) > 1:
-            dist.all_reduce(values, op=op, group=mesh.get_group(dim))
+def all_reduce_over(
+    mesh: DeviceMesh | None, values: torch.Tensor, reduction: Any, stage: PipelineStage, op: str
+) -> None:
+    """All-reduces over all dimensions of a mesh, one after the other; None: over the pipeline's group.
+
+    Raises MeshcastError where that fails, as when another rank dies.
+    """
+    groups = [stage.group]
+    if mesh is not None:
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    try:
+        for group in groups:
+            dist.all_reduce(values, op=reduction, group=group)
+    except RuntimeError as error:
+        raise MeshcastError(
+            f"rank {stage.rank}, {op}: an all-reduce with the other ranks of the pipeline failed: "
+            f"{(str(error).splitlines() or [''])[0]}. One of them may have ended: look at its own output",
+            rank=stage.rank,
+            op=op,
+            phase="transfer",
+        ) from error
 
 
 def _counts(parameter: torch.nn.Parameter, rank: int, leader: int, *, outside: bool) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshcast.errors import MeshcastError
+from meshcast.errors import LayoutError, MeshcastError
 from meshcast.pipelining.board import PipelineBoard
 from meshcast.pipelining.draw import draw_panels, panel_of
 from meshcast.pipelining.estimate import transfer_times
@@ -16,6 +16,7 @@ from meshcast.pipelining.measured import Event, exposed_seconds
 from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.recipe import Recipe
 from meshcast.pipelining.runtime import Runtime
+from meshcast.pipelining.stage_times import RecentTimes, StageTimes
 from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.varying import Wirings
 from meshcast.topology import Topology
@@ -35,6 +36,8 @@ class ScheduleViews:
     _mine: Mapping[int, PipelineStage]
     _n_microbatches: int
     _agreed: Callable[[], StageTable]
+    _recent: RecentTimes | None = None  # where measure() was called
+    _recuts = 0  # agreements about other cuts
 
     @property
     def bytes_sent(self) -> int:
@@ -74,6 +77,43 @@ class ScheduleViews:
             Event(rank, *send) for rank, said in found.items() if rank != self._rank for send in said["sends"]
         ]
         return trace.summary(self._rank, exposed_seconds([*mine, *others]).get(self._rank, 0.0))
+
+    def measure(self, last: int = 10) -> None:
+        """From now on keeps how long this rank's stages compute in the last so many training steps, for
+        `stage_times` and `meshcast.elastic.rebalance`. 0: not any more, as at first.
+
+        The first step of a schedule is left out, as it gets memory and connections. A step that is measured
+        costs a look through its trace, and on a GPU a wait for its end.
+
+        Raises LayoutError for what is no number of steps.
+        """
+        recent = RecentTimes(last, skip=self._runtime is None)
+        self._recent = recent if recent.last else None
+
+    def stage_times(self) -> dict[int, StageTimes]:
+        """{stage: seconds of a micro-batch} of this rank's stages, medians of the steps that `measure` keeps;
+        empty before the first of them.
+
+        Raises LayoutError where `measure` was not called.
+
+        Example, on every rank::
+
+            from meshcast.pipelining import PipelineStage, ScheduleGPipe
+
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+            stage = PipelineStage(torch.nn.Linear(8, 8), rank, ranks, torch.device("cpu"))
+            schedule = ScheduleGPipe(stage, 4, loss_fn=torch.nn.functional.mse_loss)
+            schedule.measure(last=5)
+            for _ in range(3):  # the first one is left out
+                schedule.step(torch.randn(32, 8), target=torch.randn(32, 8))
+            assert schedule.stage_times()[rank].backward > 0
+        """
+        if self._recent is None:
+            raise LayoutError(
+                "no steps were measured: call measure() on the schedule, on every rank, before the steps",
+                op="pipeline",
+            )
+        return self._recent.times()
 
     def draw(self, path: str | os.PathLike[str], **times: Any) -> None:
         """Writes the simulated timeline of a step; the suffix of `path` tells the format.

@@ -96,6 +96,8 @@ class Repeat:
                 and isinstance(error, MeshcastError)
                 and self._group.take_back(core, self._transfer._lane, ordinal)
             ):
+                if flight is not None:
+                    flight.again()
                 return False  # others had begun anew before it
             if flight is not None:
                 flight.failed(error)
@@ -120,6 +122,7 @@ class Repeat:
         group._ordinals[lane] = ordinal + 1
         flight = Flight(self._op, group.members, group.rank, None, transfer.what)
         flight.plan, flight.lane, flight.position = transfer._facts, lane, ordinal
+        flight.traffic = transfer._traffic.get(False)
         flight.run = agreed.next_run()
         try:
             work = core.start(agreed, ordinal, False, sources, self._outputs, self._limit)

@@ -110,7 +110,7 @@ class Call:
 
     def _wait(self) -> None:
         try:
-            self._end()
+            self._end(time.perf_counter())
         except MeshcastError:
             raise
         except BaseException as raised:  # of a handler of a signal, or of CUDA
@@ -130,7 +130,8 @@ class Call:
                 self.work = work
         return again
 
-    def _end(self) -> None:
+    def _end(self, waiting: float) -> None:
+        """waiting: time.perf_counter() when that began."""
         if not self.settled:
             forks.check(self._born, self.op)
             with self._lock:
@@ -150,10 +151,16 @@ class Call:
         if self.error is not None:
             raise self.error.with_traceback(None)  # else each raise would add to the last one's
         try:
-            self.work.wait()
+            if self.flight is not None and self.flight.traffic is not None and profiling():
+                with profiled(self.flight.traffic.text(), self.op):
+                    self.work.wait()
+            else:
+                self.work.wait()
         except MeshcastError as error:
             if self._begins_again():
-                return self._end()
+                if self.flight is not None:
+                    self.flight.again()
+                return self._end(waiting)
             self.begin_again = None
             self.error = error
             if self.flight is not None:
@@ -165,5 +172,6 @@ class Call:
                 step, self._success = self._success, None
                 if step is not None:
                     step()
-        if self.flight is not None:
-            self.flight.ended()
+        if self.flight is not None and self.flight.seconds is None:
+            moved = None if self.statistics is None else float(self.statistics()["seconds"])
+            self.flight.ended(waiting, moved)

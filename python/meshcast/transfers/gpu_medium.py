@@ -16,7 +16,7 @@ from .call import Call
 from .casts import Types, types_text
 from .gpu_lanes import connect_lanes, gpu_of
 from .gpu_offer import CAPTURED, several_gpus
-from .medium import Started
+from .medium import Started, Statistics
 from .shards import Shards
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class GpuMedium:
         gpu_core = gpu.core  # also after the group was closed
         types = self._types[arguments["reverse"]]
         work = gpu_core.start(agreed, types=types, after=mark.event.cuda_event, **arguments)
-        return work, lambda: gpu_core.stats(work)
+        return work, Statistics(gpu_core, work)
 
     def text(self) -> str:
         forth, back = (types_text(types) for types in self._types)

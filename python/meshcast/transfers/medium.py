@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .call import Call
@@ -11,9 +10,24 @@ from .shards import Shards
 if TYPE_CHECKING:
     from .. import _C
 
-__all__ = ["HostMedium", "Medium", "Started"]
+__all__ = ["HostMedium", "Medium", "Started", "Statistics"]
 
-Started = tuple[Any, Callable[[], dict[str, Any]]]  # a work, and its statistics once it has completed
+
+class Statistics:
+    """What a work of a core tells: its figures once it has completed, and its messages at any time."""
+
+    def __init__(self, core: _C.GroupCore | _C.GpuGroupCore, work: Any) -> None:
+        self._core, self._work = core, work
+
+    def __call__(self) -> dict[str, Any]:
+        return self._core.stats(self._work)
+
+    def traffic(self) -> list[tuple[int, bool, int, int]]:
+        """As GroupCore.traffic."""
+        return self._core.traffic(self._work)
+
+
+Started = tuple[Any, Statistics]  # a work, and what it tells
 
 
 class Medium(Protocol):
@@ -61,7 +75,7 @@ class HostMedium:
 
     def start(self, core: _C.GroupCore, call: Call, agreed: _C.AgreedPlan, **arguments: Any) -> Started:  # noqa: ARG002
         work = core.start(agreed, **arguments)
-        return work, lambda: core.stats(work)
+        return work, Statistics(core, work)
 
     def text(self) -> str:
         return ""

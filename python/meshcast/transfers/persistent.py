@@ -12,6 +12,7 @@ import torch
 
 from .. import _C
 from ..base.checks import dtype_name
+from ..base.counters import Moved, Traffic, begun
 from ..base.observe import Flight, log, profiled, profiling
 from ..errors import (
     AbortedError,
@@ -27,7 +28,7 @@ from ..planning.plan import Plan, Problem, plan_many
 from .call import Call, CallNumber
 from .gpu_offer import DeviceTypes
 from .handle import Handle
-from .medium import HostMedium, Medium
+from .medium import HostMedium, Medium, Statistics
 from .shards import Shards, check_shards, filled, resolved, tensor_text
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class PersistentTransfer:
         self._group = parent.private(ranks_of(problems), op)
         self._plan: Plan | None = None
         self._reverse_plan: Plan | None = None
+        self._traffic: dict[bool, Traffic] = {}  # by `reverse`, once started
         self._facts: dict[str, Any] | None = None
         self._reverse_facts: dict[str, Any] | None = None
         self._own: _C.AgreedPlan | None = None
@@ -289,6 +291,20 @@ class PersistentTransfer:
         self._plan = plan
         self._descriptor = self._describe(plan)
 
+    def _carried(self, op: str, statistics: Statistics, reverse: bool) -> Traffic:
+        """What each call carries: the messages of its program, which is made when it is first started."""
+        found = self._traffic.get(reverse)
+        if found is None:
+            rank, ranks = self._group.rank, self._group.ranks
+            moved = [
+                Moved(*((rank, ranks[peer]) if sent else (ranks[peer], rank)), messages, nbytes)
+                for peer, sent, messages, nbytes in statistics.traffic()
+            ]
+            facts = self._reverse_facts if reverse else self._facts
+            assert facts is not None  # it has been compiled
+            found = self._traffic[reverse] = Traffic(op, facts["bound"], rank, moved)
+        return found
+
     def _what(self) -> str:
         tensors = "; ".join(
             f"{tensor_text(shape, dtype)}: {src} -> {dst}" for shape, dtype, src, dst in self.problems[:3]
@@ -437,6 +453,11 @@ class _Start:
             transfer._failure = cause
             call.failed(cause)
         else:
+            if call.flight is not None:
+                traffic = call.flight.traffic = transfer._carried(call.op, statistics, reverse)
+                # What arrives is waited for; until then it would be kept as long as the count.
+                if not call.driven and traffic.only_sends:
+                    begun(call.flight, traffic, work, statistics)
             call.started(work, statistics)
             transfer._group.watch(call)
         if not transfer._compiled.is_set():  # worth it: set() takes a lock and looks for who waits

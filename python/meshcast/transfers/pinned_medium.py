@@ -11,7 +11,7 @@ from ..errors import MeshcastError
 from . import gpu_copies
 from .call import Call
 from .gpu_offer import DeviceTypes
-from .medium import Started
+from .medium import Started, Statistics
 from .pinned import PinnedPool
 from .pinned_copy import Passage
 from .shards import Shards
@@ -65,7 +65,7 @@ class PinnedMedium:
             raise
         arguments["timeout"] = max(call.remaining(), 1e-3)
         work = core.start(agreed, **arguments)
-        return passage.landing(work), lambda: core.stats(work)
+        return passage.landing(work), Statistics(core, work)
 
     def text(self) -> str:
         return f"; from {self._device_types[0]} to {self._device_types[1]}"
