@@ -19,6 +19,8 @@ import meshcast  # noqa: F401  registers the backend
 import torch
 import torch.distributed as dist
 
+from benchmarks.steps import steps
+
 _SIZES = [4 << shift for shift in range(13)]  # KiB
 _SECONDS = 1.0  # that a size may take, about, with each backend
 _LEAST, _MOST = 5, 41  # repeats
@@ -31,7 +33,7 @@ def main() -> None:
     rank = dist.get_rank()
     if rank == 0:
         print("| KiB | gloo, ms | meshcast, ms | meshcast / gloo |\n|---|---|---|---|")
-    for size in (1024 * kib for kib in ([int(text) for text in sys.argv[1:]] or _SIZES)):
+    for size in steps([1024 * kib for kib in ([int(text) for text in sys.argv[1:]] or _SIZES)], "sizes"):
         data = torch.zeros(size, dtype=torch.uint8)
         times: dict[str, list[float]] = {name: [] for name in groups}
         repeats = _MOST

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import on_gpu
+from benchmarks.steps import steps
 
 ROUNDS = 9
 PRODUCTS = 20
@@ -84,7 +85,7 @@ def main() -> None:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     resharder, x = transfer(rank)
     rows = []
-    for size in SIZES:
+    for size in steps(SIZES, "sizes"):
         taken: dict[int, list[float]] = {0: [], 1: [], IN_FLIGHT: []}
         for number in range(ROUNDS + 1):
             for calls, found in taken.items():

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.reductions import reduce_tensor
 
 from benchmarks import on_gpu
+from benchmarks.steps import steps
 
 REPEATS = 31
 WARM_UP = 5
@@ -106,7 +107,7 @@ def main() -> None:
     if world % 2:
         on_gpu.refuse("cuda_ipc", f"an even number of ranks is needed, found {world}")
     rows = []
-    for nbytes in SIZES:
+    for nbytes in steps(SIZES, "sizes"):
         seconds = {
             "plain": plain_seconds(nbytes, rank),
             "raw_ipc": raw_ipc_seconds(nbytes, rank),

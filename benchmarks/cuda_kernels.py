@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from meshcast.base.progress import track
 from meshcast.bench import kernels
 
 from benchmarks import on_gpu
@@ -84,7 +85,7 @@ def measure(name: str, pairs: list[kernels.Pair], direction: str) -> dict[str, A
 def main() -> None:
     out = on_gpu.begin("cuda_kernels", __doc__)
     rows = []
-    for box in ALL:
+    for box in track(ALL, "boxes", ticks=False):
         tensor = torch.randint(0, 1 << 30, box.full, dtype=torch.int32, device="cuda")
         view = box.of(tensor)
         if view.nbytes < SMALLEST:

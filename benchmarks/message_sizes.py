@@ -17,6 +17,8 @@ import meshcast  # noqa: F401  registers the backend
 import torch
 import torch.distributed as dist
 
+from benchmarks.steps import steps
+
 _SIZES = [4, 64, 1024, 16384, 65536]  # KiB
 _ROUNDS = 11  # of each backend; the first, which meets, does not count
 _BYTES, _MOST = 64 << 20, 200  # messages of a round: so many bytes, but no more than so many
@@ -29,7 +31,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print("| KiB | gloo, us | meshcast, us | ratio | CPU: gloo, us | meshcast, us |")
         print("|---|---|---|---|---|---|")
-    for kib in [int(text) for text in sys.argv[1:]] or _SIZES:
+    for kib in steps([int(text) for text in sys.argv[1:]] or _SIZES, "sizes"):
         data = torch.zeros(1024 * kib, dtype=torch.uint8)
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
         for _ in range(_ROUNDS):

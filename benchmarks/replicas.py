@@ -1,7 +1,7 @@
 """What meshcast.elastic.Replicas costs a training step: the GPT example on two hosts, rounds with copies
 and without in turns.
 
-    PYTHONPATH=python:examples torchrun --nproc-per-node 5 benchmarks/replicas.py
+    PYTHONPATH=python:examples:. torchrun --nproc-per-node 5 benchmarks/replicas.py
 
 Where others use the cores as well, the times of a step say little; CPU time still does.
 """
@@ -21,6 +21,8 @@ from meshcast import Topology, elastic
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from training.options import parse
 from training.trainer import Trainer
+
+from benchmarks.steps import steps
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 HOSTS = Topology.from_hosts({0: "a", 1: "a", 2: "b", 3: "b", 4: "b"})
@@ -69,7 +71,7 @@ def main() -> None:
     train(asked.steps, replicas)
     done = 2 * asked.steps
     found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
-    for _ in range(asked.rounds):
+    for _ in steps(range(asked.rounds), "rounds"):
         for copies in (False, True):
             one = Round(asked.steps)
             train(done, replicas if copies else None)

@@ -13,10 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshcast import Topology
+from meshcast.base.progress import Progress
 from meshcast.bench.cases import Case, Setting, find
 from meshcast.bench.measure import FEW_REPEATS, SHORT, SLOW
 from meshcast.bench.methods import METHODS
@@ -59,18 +61,26 @@ def settings(cases: list[Case]) -> Iterator[tuple[Setting, list[Case]]]:
 def run(cases: list[Case], options: Options) -> None:
     """All cases, setting by setting. Raises OverloadedError before anything is measured where the machine
     does not carry the rate of the first setting; what fails later is left out, and told."""
-    for number, (setting, members) in enumerate(settings(cases)):
-        try:
-            _run_setting(setting, members, options)
-        except ClusterError as error:
-            if number == 0 and isinstance(error, OverloadedError):
-                raise
-            options.left_out([case.name for case in members], str(error))
+    seen = 0  # cases of the settings before
+    with Progress("cases", len(cases), ticks=False) as shown:
+        for number, (setting, members) in enumerate(settings(cases)):
+            try:
+                _run_setting(setting, members, options, partial(_tell, shown, seen + len(members)))
+            except ClusterError as error:
+                if number == 0 and isinstance(error, OverloadedError):
+                    raise
+                options.left_out([case.name for case in members], str(error))
+            seen += len(members)
 
 
-def _run_setting(setting: Setting, cases: list[Case], options: Options) -> None:
+def _tell(shown: Progress, when_through: int, left: int) -> None:
+    shown.at(when_through - left)
+
+
+def _run_setting(setting: Setting, cases: list[Case], options: Options, tell: Callable[[int], None]) -> None:
+    """tell: is told, again and again, how many cases are left."""
     hosts = max(2, *(case.hosts for case in cases))
-    watch = _Watch(setting, list(cases), options)
+    watch = _Watch(setting, list(cases), options, tell)
     failures = 0
     while watch.left:
         rates = setting.mbit(options.mbit, hosts)
@@ -104,6 +114,7 @@ class _Watch:
     setting: Setting
     left: list[Case]
     options: Options
+    tell: Callable[[int], None]
     failed: dict[str, dict[str, str]] = field(default_factory=dict)  # case, method: why
     now: tuple[str, str] | None = None  # case and method that the ranks are at
     _seen: int = 0
@@ -140,6 +151,7 @@ class _Watch:
             else:
                 self._take(found["case"])
             self._last = time.monotonic()
+        self.tell(len(self.left))
         limit = _STILL if self._seen else _START
         if time.monotonic() - self._last > limit:
             raise ClusterError(f"nothing was heard of the ranks for {limit:.0f} s")

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from .loopback import Loopback
@@ -23,6 +25,24 @@ class Rank:
     local_rank: int
 
 
+VARIABLE = "BENCHMARK_STEPS"  # of the environment: the path of a file, see steps.py
+
+
+@contextmanager
+def _shown(steps: Path) -> Iterator[Callable[[], None]]:
+    """Shows how far rank 0 is, at each call of what it yields. Hosts and programs of others need no meshcast:
+    where it cannot be imported nothing is shown."""
+    if find_spec("meshcast") is None:
+        yield lambda: None
+        return
+    from meshcast.base.progress import Progress
+
+    from ..steps import follow
+
+    with Progress("the ranks", ticks=False) as shown:
+        yield lambda: follow(shown, steps)
+
+
 def run_ranks(
     cluster: Network,
     ranks_per_host: int,
@@ -34,26 +54,40 @@ def run_ranks(
 ) -> str:
     """Runs `command` on every rank (host by host, ranks_per_host each) and returns rank 0's output.
 
-    `progress` is called a few times a second. Ends all ranks as soon as one fails or `limit` seconds have
-    passed, and raises ClusterError with the output of the first rank that failed.
+    `progress` is called a few times a second, and how far rank 0 is (steps.py) is shown. Ends all ranks as
+    soon as one fails or `limit` seconds have passed, and raises ClusterError with the output of the first
+    rank that failed.
     """
     ranks = [Rank(h * ranks_per_host + i, h, i) for h in range(cluster.hosts) for i in range(ranks_per_host)]
     processes: list[tuple[Rank, subprocess.Popen[bytes]]] = []
     outputs = [cluster.folder / f"rank{rank.rank}.out" for rank in ranks]
     port = cluster.port()
+    steps = cluster.folder / "steps"
+    steps.unlink(missing_ok=True)  # of ranks before
     try:
         for rank in ranks:
             with outputs[rank.rank].open("wb") as output:
                 process = subprocess.Popen(
                     [*cluster.enter(rank.host), *command],
-                    env={**os.environ, **(env or {}), **environment(cluster, ranks_per_host, rank, port)},
+                    env={
+                        **os.environ,
+                        **(env or {}),
+                        **environment(cluster, ranks_per_host, rank, port),
+                        VARIABLE: str(steps),
+                    },
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
             processes.append((rank, process))
-        _wait(processes, outputs, limit, progress)
+        with _shown(steps) as follow:
+
+            def look() -> None:
+                progress()
+                follow()
+
+            _wait(processes, outputs, limit, look)
     finally:
         for _, process in processes:
             if process.poll() is None:

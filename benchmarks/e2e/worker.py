@@ -21,6 +21,7 @@ from meshcast.pipelining.measured import Event, read_trace
 from torch.distributed import pipelining as theirs
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..steps import steps
 from .real import RealTask
 from .rows import FREE, FREE_DELAYED, Row, rows_for
 from .timed import TimedTask, Times
@@ -96,9 +97,9 @@ class Bench:
         if not all(row.free for row in rows):
             self.task.expect()
         self._runs = [self._prepared(row) for row in rows]
-        for _ in range(repeats):
-            for run in self._runs:
-                run.timed()
+        turns = [run for _ in range(repeats) for run in self._runs]
+        for run in steps(turns, f"{self._job['compute']} steps of {self._name}"):
+            run.timed()
 
     def _prepared(self, row: Row) -> _Run:
         """The schedule of a row, after a first step that connects and is checked."""

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import pickle
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..pipeline.disturbance import Watch, share_of_others
 from ..pipeline.stages import Clock
+from ..steps import Steps
 from .choices import SAMPLES, Choice, Emulated
 from .stages import LayersStage, Part, loss_fn, parts_of
 
@@ -29,20 +31,30 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     out = Path(job["folder"], "results.jsonl")
-    for model, (emulated, chosen) in job["models"].items():
-        found = measure(emulated, chosen, job["microbatches"], job["repeats"])
-        if dist.get_rank() == 0:
-            with out.open("a") as file:
-                file.write(json.dumps({model: found}) + "\n")
+    total = job["repeats"] * sum(len(chosen) for _, chosen in job["models"].values())
+    with Steps("steps", total) as counted:
+        for model, (emulated, chosen) in job["models"].items():
+            found = measure(emulated, chosen, job["microbatches"], job["repeats"], counted.done)
+            if dist.get_rank() == 0:
+                with out.open("a") as file:
+                    file.write(json.dumps({model: found}) + "\n")
     dist.destroy_process_group()
 
 
-def measure(job: Emulated, chosen: list[Choice], microbatches: int, repeats: int) -> list[dict[str, Any]]:
-    """The choices in turn, round after round, after a first step of each that only checks gradients."""
+def measure(
+    job: Emulated,
+    chosen: list[Choice],
+    microbatches: int,
+    repeats: int,
+    done: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """The choices in turn, round after round, after a first step of each that only checks gradients. done: is
+    called after each step."""
     runs = [Run(choice, job, microbatches) for choice in chosen]
     for _ in range(repeats):
         for run in runs:
             run.timed()
+            done()
     for run in runs:
         run.schedule.close()
     return [{**asdict(run.choice), **run.found} for run in runs]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from meshcast.pipelining import simulate
 
+from ..steps import Steps
 from .disturbance import LATE, Watch, share_of_others
 from .links import LinkFit, measure_links
 from .methods import METHODS, Method
@@ -43,11 +44,12 @@ def main() -> None:
     fit = measure_links(dist.get_rank(), dist.get_world_size(), max(4, round(0.1 * whole)), round(whole))
     report("links", {"base": fit.base, "mbit": fit.rate * 8 / 1e6})
     again = 0
-    for share in job["transfers"]:
-        point = Point(job, fit, share, _MOST_AGAIN - again)
-        found = point.measure(job["methods"], job["repeats"])
-        again += point.again
-        report("point", found | {"again": point.again})
+    with Steps("steps", len(job["transfers"]) * Point.rounds(job["methods"], job["repeats"])) as counted:
+        for share in job["transfers"]:
+            point = Point(job, fit, share, _MOST_AGAIN - again)
+            found = point.measure(job["methods"], job["repeats"], counted)
+            again += point.again
+            report("point", found | {"again": point.again})
     dist.destroy_process_group()
 
 
@@ -80,7 +82,13 @@ class Point:
         self._gradient = ((self._x * self._target).double().sum() / self._microbatches).item()
         self._bytes = 4 * elements
 
-    def measure(self, names: list[str], repeats: int) -> dict[str, Any]:
+    @staticmethod
+    def rounds(names: list[str], repeats: int) -> int:
+        """How many steps `measure` counts: those that were disturbed count once."""
+        chosen = [method for method in METHODS if method.name in names]
+        return len(chosen) + (repeats - 1) * sum(method.simulated is not None for method in chosen)
+
+    def measure(self, names: list[str], repeats: int, counted: Steps) -> dict[str, Any]:
         """The methods in turn, round after round, after a first step of each that only checks values. Only
         what is simulated takes part in all rounds: it is compared to a few per cent."""
         runs = [self._prepared(method) for method in METHODS if method.name in names]
@@ -88,6 +96,7 @@ class Point:
             for run in runs:
                 if number == 0 or run["method"].simulated is not None:
                     self._undisturbed(run)
+                    counted.done()
         free = (self._microbatches + self._stages - 1) * (self._forward + self._backward)
         found: dict[str, Any] = {"transfer": self._share, "bytes": self._bytes, "free": free, "methods": {}}
         for run in runs:

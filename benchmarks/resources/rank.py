@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.placement_types import Placement
 
+from ..steps import steps
 from .clocks import Figure
 from .large import ALL_GATHER, MIB, ROWS_TO_COLUMNS, cpu, digests, in_host, memory
 from .small import calls
@@ -18,22 +21,37 @@ _BYTES = 256 * MIB
 
 
 def network(nbytes: int, repeats: int) -> dict[str, Figure]:
-    return {
-        "memory, loopback": memory(nbytes),
-        "CPU, in one piece": cpu(_BYTES, 0, repeats),
-        "CPU, strided": cpu(_BYTES, 1, repeats),
-        "CPU, packed": cpu(_BYTES, 1, repeats, packs=True),
-        **_digests("loopback", repeats),
-        **calls(repeats),
-    }
+    return _all(
+        "figures over loopback",
+        lambda: {"memory, loopback": memory(nbytes)},
+        lambda: {"CPU, in one piece": cpu(_BYTES, 0, repeats)},
+        lambda: {"CPU, strided": cpu(_BYTES, 1, repeats)},
+        lambda: {"CPU, packed": cpu(_BYTES, 1, repeats, packs=True)},
+        lambda: _digests("loopback", repeats),
+        lambda: calls(repeats),
+    )
 
 
 def shared(nbytes: int, repeats: int) -> dict[str, Figure]:
-    found = {"memory, shared": memory(nbytes), **_digests("shared", repeats)}
-    for name, placement in (("rows to columns", ROWS_TO_COLUMNS), ("all-gather", ALL_GATHER)):
-        for cores, figure in in_host(_BYTES, placement, repeats).items():
-            found[f"in host, {name}, {cores}"] = figure
+    return _all(
+        "figures in shared memory",
+        lambda: {"memory, shared": memory(nbytes)},
+        lambda: _digests("shared", repeats),
+        lambda: _in_host("rows to columns", ROWS_TO_COLUMNS, repeats),
+        lambda: _in_host("all-gather", ALL_GATHER, repeats),
+    )
+
+
+def _all(what: str, *measures: Callable[[], dict[str, Figure]]) -> dict[str, Figure]:
+    found: dict[str, Figure] = {}
+    for measure in steps(measures, what):
+        found |= measure()
     return found
+
+
+def _in_host(name: str, placement: Placement, repeats: int) -> dict[str, Figure]:
+    figures = in_host(_BYTES, placement, repeats)
+    return {f"in host, {name}, {cores}": figure for cores, figure in figures.items()}
 
 
 def _digests(where: str, repeats: int) -> dict[str, Figure]:

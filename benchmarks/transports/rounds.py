@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from meshcast.base.progress import track
+
 from ..machine import ROOT
 from .cases import CONNECTS, GROUPS, Size
 from .pair import Pair, environment, open_mpi
@@ -25,7 +27,7 @@ _MOST = 30.0  # seconds; a way that needs more to connect is not tried with more
 def messages(pairs: list[Pair], sizes: Iterable[Size], repeats: int) -> list[Found]:
     """By size: {"bytes", "latency": {way: [seconds, CPU seconds]}, "stream": likewise}, of one message."""
     rows = []
-    for size in sizes:
+    for size in track(list(sizes), "sizes of messages"):
         for pair in pairs:
             pair.check(size)
         taken: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -100,7 +102,7 @@ def connects(
     kinds = {**{way: (way, "columns") for way in ways}, "ucx, chains": ("ucx", "replicas")}
     rows: list[Found] = []
     over: dict[str, str] = {}
-    for world in worlds:
+    for world in track(list(worlds), "numbers of ranks"):
         taken: dict[str, list[Found]] = {}
         for turn in range(repeats if world <= _OFTEN else 1):
             for kind in random.Random(turn).sample(list(kinds), len(kinds)):
@@ -125,4 +127,5 @@ def connects(
 def idle_groups(run: Callable[..., Found], counts: Iterable[int] = GROUPS) -> list[Found]:
     """Private groups of two ranks that idle, over each transport: {"way", "groups", "threads", "ours",
     "idle"}, or "failed"."""
-    return [{"way": way, "groups": count} | run(way, 2, count) for count in counts for way in ("ucx", "gloo")]
+    cases = [(way, count) for count in counts for way in ("ucx", "gloo")]
+    return [{"way": way, "groups": count} | run(way, 2, count) for way, count in track(cases, "idle groups")]

@@ -19,6 +19,7 @@ from meshcast.bench.report import overload
 from meshcast.topology import Topology
 
 from ..resources.clocks import cpu_seconds, largest, peak_above, total
+from ..steps import Steps
 from .models import TRAINERS, Weights
 from .ways import WAYS, Way
 
@@ -40,10 +41,12 @@ def main() -> None:
         links = calibrate(per_host, job["mbit"])
         if not overload(links.facts()):  # the same on all ranks: the times are summed up
             break
-    models = [
-        _Measured(job, links.topology(per_host, 1), name, shapes).run()
-        for name, shapes in job["models"].items()
-    ]
+    total = len(job["models"]) * len(job["ways"]) * (1 + job["repeats"])
+    with Steps("calls", total) as counted:
+        models = [
+            _Measured(job, links.topology(per_host, 1), name, shapes).run(counted)
+            for name, shapes in job["models"].items()
+        ]
     if dist.get_rank() == 0:
         print(json.dumps({"calibration": links.facts(), "models": models}))
     dist.barrier()
@@ -63,17 +66,19 @@ class _Measured:
         self._found: dict[str, Found] = {}
         self._version = 0
 
-    def run(self) -> Found:
+    def run(self, counted: Steps) -> Found:
         idle = self._idle()
         for name in self._job["ways"]:
             self._found[name] = self._alone(name)
             if name == "two buffers":
                 self._found[name]["idle"] = self._idle()
+            counted.done()
         for turn in range(self._job["repeats"]):
             for name in random.Random(turn).sample(self._job["ways"], len(self._job["ways"])):
                 found = self._found[name]
                 if turn < _SLOW_ROUNDS or found["first"] <= SLOW * self._bound:
                     self._again(name)
+                counted.done()
         for way in self._ways.values():
             way.close()
         weights = self._weights

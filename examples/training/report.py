@@ -4,6 +4,7 @@ import json
 import sys
 from typing import Any, TextIO
 
+from meshcast.base.progress import Progress as Lines
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -23,6 +24,7 @@ class Reporter:
         terminal = sys.stdout.isatty()
         self.console = Console(width=None if terminal else WIDTH_WITHOUT_TERMINAL)
         self.bar: Progress | None = None
+        self.lines: Lines | None = None
         self.file: TextIO | None = None
         self.board: Any = None
 
@@ -68,6 +70,10 @@ class Reporter:
                 "training", total=options.steps, completed=first_step, loss=float("nan"), speed=0.0
             )
             self.bar.start()
+        else:  # on stderr
+            left = options.steps - first_step
+            self.lines = Lines("training", left, ticks=False, here=True)
+            self.lines.__enter__()
 
     def step(self, record: dict[str, Any]) -> None:
         """One optimiser step: `record` has at least step, loss and units_per_s."""
@@ -77,6 +83,8 @@ class Reporter:
                 if name != "step" and isinstance(value, int | float):
                     self.board.add_scalar(name, value, record["step"])
         done = record["step"]
+        if self.lines is not None:
+            self.lines.done()
         if self.bar is not None:
             self.bar.update(
                 self.bar.task_ids[0], completed=done, loss=record["loss"], speed=record["units_per_s"]
@@ -99,6 +107,8 @@ class Reporter:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
+        if self.lines is not None:
+            self.lines.__exit__(None, None, None)
         if self.file is not None:
             self.file.close()
         if self.board is not None:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from ..base import checks
 from ..base.json_reader import Reader, read_json
 from ..base.observe import FORMAT
+from ..base.progress import track
 from ..errors import LayoutError
 
 __all__ = ["Made", "Place", "Record", "read_records"]
@@ -71,7 +72,8 @@ def read_records(folder: Path) -> list[Record]:
             f"{folder}: no flight records, which are files named *.rankN; set MESHCAST_FLIGHT_RECORD to a "
             "path there, and send ranks that are stuck SIGUSR1"
         )
-    records = sorted((_read(path) for path in paths), key=lambda record: (record.rank, record.path))
+    read = [_read(path) for path in track(paths, "flight records")]
+    records = sorted(read, key=lambda record: (record.rank, record.path))
     _check_one_job(records)
     return records
 

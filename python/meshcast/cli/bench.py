@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(cases: list[Case], methods: list[str], arguments: argparse.Namespace) -> int:
     import torch.distributed as dist
 
+    from ..base.progress import track
     from ..bench.measure import measure
     from ..bench.report import details
     from ..resharding.measure import measure_topology
@@ -61,7 +62,7 @@ def _measure(cases: list[Case], methods: list[str], arguments: argparse.Namespac
         first = dist.get_rank() == 0
         if first:
             print(f"# {topology!r}", flush=True)
-        for case in cases:
+        for case in track(cases, "cases", ticks=False):
             found = measure(case.scaled(topology, arguments.seconds), topology, methods, arguments.repeats)
             wrong += sum(found["wrong_bytes"].values())
             if first:

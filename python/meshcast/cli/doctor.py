@@ -55,17 +55,19 @@ def examine() -> dict[str, Any]:
     """All facts by section. `problems` lists what will not work, each with its reason and what to do, and
     `verdict` is one sentence."""
     problems: list[str] = []
-    report: dict[str, Any] = {
-        "versions": _versions(problems),
-        "backends": _backends(problems),
-        "between hosts": _between_hosts(problems),
-        "devices": _devices(problems),
-        "host": _host(problems),
-        "links": _links(problems),
-        "environment": {name: os.environ[name] for name in _variables() if name in os.environ},
-        "problems": problems,
+    sections = {
+        "versions": _versions,
+        "backends": _backends,
+        "between hosts": _between_hosts,
+        "devices": _devices,
+        "host": _host,
+        "links": _links,
     }
-    return {**report, "verdict": verdict(problems)}
+    report: dict[str, Any] = {}
+    for name in _base("progress").track(sections, "looking around"):
+        report[name] = sections[name](problems)
+    report["environment"] = {name: os.environ[name] for name in _variables() if name in os.environ}
+    return {**report, "problems": problems, "verdict": verdict(problems)}
 
 
 def verdict(problems: list[str]) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..base.progress import Progress
 from ..pages.timeline_page import PageBar, PagePanel, write_timeline_page
 from ..planning.text import ranks_text
 from ._records import Made, Record, read_records
@@ -37,7 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         with named("--html"):
             panel = _panel(records)
-            write_timeline_page([panel], f"Flight records in {arguments.folder.name}", arguments.html, text)
+            with Progress("writing the page"):
+                write_timeline_page(
+                    [panel], f"Flight records in {arguments.folder.name}", arguments.html, text
+                )
     print(text)
     return 0
 

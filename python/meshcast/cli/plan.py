@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ..base import checks
 from ..base.json_reader import read_json
+from ..base.progress import Progress, track
 from ..errors import LayoutError
 from ..layout import Layout
 from ..pages.plan_page import write_plan_page
@@ -107,12 +108,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         print(_compare(made))
         return 0
-    result = made(strategy)
+    with Progress("planning"):
+        result = made(strategy)
     if arguments.draw is not None:
-        with _option("--draw"):
+        with _option("--draw"), Progress("drawing"):
             result.draw(arguments.draw)
     if arguments.html is not None:
-        with _option("--html"):
+        with _option("--html"), Progress("writing the page"):
             write_plan_page(result, arguments.html)
     print(result.to_json() if arguments.json else result.describe())
     return 0
@@ -179,7 +181,7 @@ def _read_topology(arguments: argparse.Namespace) -> Topology:
 def _compare(made: Callable[[str], Plan]) -> str:
     """A table of all strategies, best first. Those that this pair of layouts rules out say why."""
     rows, refused = [], []
-    for strategy in STRATEGIES[1:]:
+    for strategy in track(STRATEGIES[1:], "strategies"):
         try:
             rows.append(made(strategy))
         except LayoutError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base import checks
+from ..base.progress import Progress, track
 from ..errors import LayoutError
 from ..pages.schedule_panels import panel_of_report
 from ..pages.timeline_page import write_timeline_page
@@ -85,16 +86,16 @@ def run(arguments: argparse.Namespace) -> int:
         reports = _compare(stages, microbatches, costs, network)
     else:
         options = _options(arguments, stages)
-        with named(f"--schedule {arguments.schedule}"):
+        with named(f"--schedule {arguments.schedule}"), Progress("simulating"):
             report = simulate(arguments.schedule, stages, microbatches, **costs, **network, **options)
         _print(report, costs)
         reports = [(f"{arguments.schedule}, {stages} stages, {microbatches} micro-batches", report)]
     if arguments.draw is not None:
-        with named("--draw"):
+        with named("--draw"), Progress("drawing"):
             draw_panels([panel_of(title, report) for title, report in reports], arguments.draw)
     if arguments.html is not None:
         with named("--html"):
-            panels = [panel_of_report(title, report) for title, report in reports]
+            panels = [panel_of_report(*each) for each in track(reports, "writing the page")]
             write_timeline_page(panels, f"{stages} stages, {microbatches} micro-batches", arguments.html)
     return 0
 
@@ -134,7 +135,7 @@ def _compare(
     free = simulate("1F1B", stages, microbatches, **{**costs, "transfer": 0.0}).makespan
     print(f"{'schedule':<26}{'makespan':>10}  x free 1F1B   bubble  exposed  peak activations")
     reports = []
-    for label, name, options, chunks in _COMPARED:
+    for label, name, options, chunks in track(_COMPARED, "schedules"):
         given = {key: value if key == "transfer" else _divided(value, chunks) for key, value in costs.items()}
         report = simulate(name, stages * chunks, microbatches, **given, **{**network, **options})
         peak = max(report.peak_of_ranks) / chunks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..base.progress import Progress, track
 from ..errors import LayoutError
 from ..pages.schedule_panels import panel_of_events
 from ..pages.timeline_page import write_timeline_page
@@ -25,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is None and arguments.html is None:
         raise LayoutError("nothing to write: give --output, --html or both")
     events = []
-    for path in arguments.traces:
+    for path in track(arguments.traces, "traces"):
         with named(str(path)):
             events += read_trace(path)
     if not events:
@@ -36,10 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     title = f"measured, {len(arguments.traces)} traces"
     if arguments.output is not None:
-        with named("--output"):
+        with named("--output"), Progress("drawing"):
             draw_panels([Panel(title, bars, "ms")], arguments.output)
     if arguments.html is not None:
-        with named("--html"):
+        with named("--html"), Progress("writing the page"):
             write_timeline_page([panel_of_events(title, events)], "A step", arguments.html)
     end = max(bar.end for bar in bars)
     exposed = exposed_seconds(events)

@@ -8,8 +8,9 @@ two ranks in one direction run one after the other, in the order in which they b
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from meshcast.pipelining.action import Action, ActionKind, Actions
@@ -18,6 +19,8 @@ from meshcast.pipelining.errors import ScheduleError
 from meshcast.pipelining.grid import Cell, format_grid
 
 __all__ = ["Simulation", "Span"]
+
+_TOLD = 4096  # events from one time that it is told how far this is to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class Simulation:
     rendezvous: bool
     shared_links: bool
     buffers: int | None
+    tell: Callable[[float], None] | None = None  # is told, now and then, which part of the actions is done
     timeline: list[Span] = field(default_factory=list)
     transfers: list[Span] = field(default_factory=list)
     peak_of_stage: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -77,7 +81,12 @@ class Simulation:
                 elif action.kind.is_compute:
                     self._needs[action] = posted[key]
         self._advance(list(self.actions))
-        while self._events:
+        total = sum(map(len, self.actions.values()))
+        for turn in itertools.count():
+            if not self._events:
+                break
+            if self.tell is not None and turn % _TOLD == 0:
+                self.tell(sum(self._step.values()) / total)
             self._now, _, rank, receive = heapq.heappop(self._events)
             if receive is None:
                 self._finish(rank)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from meshcast.base.arguments import typed_arguments
+from meshcast.base.progress import tell
 from meshcast.pipelining.action import Action, Actions
 from meshcast.pipelining.auto_warmup import AutoWarmup, check_budget, resolve_warmup
 from meshcast.pipelining.costs import Costs, Seconds
@@ -17,6 +18,7 @@ from meshcast.pipelining.orders import build, check_size
 
 __all__ = ["SendModel", "SimulationReport", "Span", "simulate", "simulate_actions"]
 
+_LOWERED = 0.45  # of the time of a simulation goes by before its first event
 SendModel = Literal["buffered", "rendezvous"]
 
 
@@ -120,8 +122,14 @@ def simulate(
             warmup=chosen,
             delay_weight_grad=delay_weight_grad,
         )
+    lowered = lower(actions, links, ahead)
     report = simulate_actions(
-        lower(actions, links, ahead), costs, send_model, shared_links=shared_links, buffers=buffers
+        lowered,
+        costs,
+        send_model,
+        shared_links=shared_links,
+        buffers=buffers,
+        tell=lambda part: tell(_LOWERED + (1.0 - _LOWERED) * part),
     )
     check_budget(memory_budget, report.peak_activations)
     return report
@@ -134,11 +142,13 @@ def simulate_actions(
     *,
     shared_links: bool = False,
     buffers: int | None = None,
+    tell: Callable[[float], None] | None = None,
 ) -> SimulationReport:
-    """Simulates a lowered schedule. Raises ScheduleError with the cycle of waiting ranks if it deadlocks."""
+    """Simulates a lowered schedule. Raises ScheduleError with the cycle of waiting ranks if it deadlocks.
+    tell: is told, now and then, which part is done."""
     if send_model not in ("buffered", "rendezvous"):
         raise ScheduleError(f'send_model is "buffered" or "rendezvous", found {send_model!r}')
-    done = Simulation(actions, costs, send_model == "rendezvous", shared_links, buffers)
+    done = Simulation(actions, costs, send_model == "rendezvous", shared_links, buffers, tell)
     done.run()
     makespan = max((span.end for span in [*done.timeline, *done.transfers]), default=0.0)
     busy = dict.fromkeys(actions, 0.0)
