@@ -1,5 +1,8 @@
-"""examples/ray_weights as a user runs it: trainers and rollouts are actors of Ray, on two nodes that are two
-hosts to meshcast. Values, a rollout that is killed, and that no process is left."""
+"""The programs with actors of Ray as a user runs them.
+
+examples/ray_weights: trainers and rollouts on two nodes that are two hosts to meshcast. Values, a rollout
+that is killed, and that no process is left. examples/launching/ray_actors.py: a reshard on one node.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.timeout(400)
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN = ROOT / "examples/ray_weights/run.py"
+ACTORS = ROOT / "examples/launching/ray_actors.py"
 LOST_IN_PUSH = Path(__file__).with_name("lost_in_push.py")
 LIMIT = 300.0  # seconds for a program; it takes about 20 on an idle machine
 ROW = re.compile(r" +(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)  (\w+)")
@@ -123,6 +128,23 @@ def check_heard(text: str) -> None:
         assert float(seconds) < 30, text
         assert "lost rank 3" in message, text
     assert re.search(r"the trainers trained on: loss \d", text), text
+
+
+def test_a_reshard_between_actors() -> None:
+    status, text = ended(ACTORS, "--nic", "lo", "--limit", "90")
+    assert status == 0, text
+    whole = torch.arange(24).view(4, 6)
+    rows = [*whole.chunk(2), *[whole[:0, :0]] * 3]
+    columns = [*[whole[:0, :0]] * 2, *whole.chunk(3, dim=1)]
+    lines = [f"rank {rank}: x {rows[rank].tolist()}  y {columns[rank].tolist()}" for rank in range(5)]
+    assert re.findall(r"^rank \d.*$", text, re.MULTILINE) == lines
+
+
+def test_actors_are_told_of_an_interface_that_is_not_there() -> None:
+    status, text = ended(ACTORS, "--nic", "no-such0", "--limit", "90")
+    assert status == 1, text
+    assert "no-such0" in text, text
+    assert "rank 0: x" not in text, text
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
