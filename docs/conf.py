@@ -20,7 +20,7 @@ copyright = author  # noqa: A001
 version = release = meshcast.__version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "meshcast_site",
@@ -32,6 +32,7 @@ include_patterns = [
     "CONTRIBUTING.md",
     "SECURITY.md",
     "docs/**.md",
+    "docs/tutorials/*.ipynb",
     "examples/*/README.md",
     "benchmarks/results/README.md",
 ]
@@ -43,6 +44,8 @@ exclude_patterns = sorted(
 )
 
 myst_heading_anchors = 4
+# Notebooks have what they printed: tools/tutorials.py runs them.
+nb_execution_mode = "off"
 highlight_language = "none"
 
 # Single backticks in docstrings name something of meshcast, where there is such a thing.

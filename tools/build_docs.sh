@@ -1,10 +1,11 @@
 #!/bin/bash
-# Builds the site into FOLDER/html, from nothing; Sphinx's own files are in FOLDER/doctrees.
+# Builds the site into FOLDER/html, from nothing; Sphinx's own files are in FOLDER/doctrees and
+# FOLDER/jupyter_execute.
 #   build_docs.sh FOLDER
 set -eu
 cd "$(dirname "$0")/.."
 folder=$1
-rm -rf "$folder/html" "$folder/doctrees"
+rm -rf "$folder/html" "$folder/doctrees" "$folder/jupyter_execute"
 "${PY:-.venv/bin/python}" -m sphinx -q -W --keep-going -j "${JOBS:-1}" -b html -c docs -d "$folder/doctrees" . "$folder/html"
 PYTHONPATH=python "${PY:-.venv/bin/python}" tools/build_gallery.py "$folder/html/gallery"
 
