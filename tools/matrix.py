@@ -6,7 +6,8 @@ python tools/matrix.py --newest
 
 A pair is a release of torch and a Python, by its version or by the path of its interpreter. --newest runs a
 part of the tests with the newest torch that is known to work and the Python that runs this, and publishes
-nothing; where that torch cannot be had, it says so and succeeds.
+nothing; where that torch cannot be had, it says so and succeeds. It uses the environment of `make cuda-check`
+where that has this torch already.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from trees import ROOT, copy_tree, interpreter
 
@@ -26,8 +28,8 @@ PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- Begin of what tools/matrix.py writes -->", "<!-- End of what tools/matrix.py writes -->"
 NEWEST = "2.15.0"
 PAIRS = f"2.11.0:3.11 2.12.1:3.12 2.13.0:3.11 2.13.0:3.13 2.14.1:3.12 {NEWEST}:3.13"
-# What a new torch breaks first: all without ranks, and with ranks what stands on its classes. Ten minutes.
-PART = ["tests/python"] + [
+# What a new torch breaks first: all without ranks, and with ranks what stands on its classes.
+PART = ["-m", "not slow", "-n", "2", "--dist", "loadfile", "tests/python"] + [
     f"tests/multiproc/test_{name}.py"
     for name in (
         "calls",
@@ -41,6 +43,7 @@ PART = ["tests/python"] + [
         "pipeline",
     )
 ]
+CUDA_VENV = ROOT / ".venv-cuda"
 NEEDS_GIB = 14  # of disk, for torch with CUDA's libraries and the build
 
 
@@ -60,13 +63,22 @@ def counts(log: str, status: int) -> tuple[str, str]:
     return str(passed), failed
 
 
+def borrow(tree: Path) -> list[list[str]]:
+    """Gives tree the environment of `make cuda-check`; what brings its module up to date and copies it."""
+    (tree / ".venv").symlink_to(CUDA_VENV)
+    built = ROOT / "build" / "on_gpu" / "tree" / "python" / "meshcast"
+    copy = f"cp {built}/_C.*.so {built}/_build_info.py {tree}/python/meshcast/"
+    build = [str(CUDA_VENV / "bin" / "python"), str(ROOT / "tools" / "on_gpu.py"), "--dry", "--only", "build"]
+    return [build, ["sh", "-c", copy]]
+
+
 def newest() -> int:
     """Runs PART; the exit status."""
     free = shutil.disk_usage(ROOT).free >> 30
-    if free < NEEDS_GIB:
+    if free < NEEDS_GIB and not (CUDA_VENV / f".stamp-torch=={NEWEST}").exists():
         print(f"test-newest: NOT RUN: {free} GiB of disk are free, torch {NEWEST} needs {NEEDS_GIB}")
         return 0
-    row = run_pair(f"{NEWEST}:{sys.executable}", keep=True, arguments=["-m", "not slow", *PART])
+    row = run_pair(f"{NEWEST}:{sys.executable}", keep=True, arguments=PART)
     log = ROOT / "build" / "matrix" / f"torch-{NEWEST}-python-{row[1]}" / "test.log"
     text = log.read_text()
     if "No matching distribution" in text or "Could not find a version" in text:
@@ -95,9 +107,11 @@ def run_pair(pair: str, keep: bool, arguments: Sequence[str] = ()) -> list[str]:
     given = [f"TORCH_SPEC=torch=={torch}", f"PYTHON={python}"]
     commands = [["make", "test", *given]]
     if arguments:
-        given += ["MESHCAST_CUDA=OFF"]  # twice as quick to build, and `make cuda-check` builds the other
-        own = str(tree / ".venv" / "bin" / "python")
-        commands = [["make", "build", ".venv/.stamp-dev", *given], [own, "-m", "pytest", *arguments]]
+        given += ["MESHCAST_CUDA=OFF"]  # twice as quick to build
+        commands = [["make", "build", ".venv/.stamp-dev", *given]]
+        if (CUDA_VENV / f".stamp-torch=={torch}").exists():
+            commands = borrow(tree)
+        commands += [[str(tree / ".venv" / "bin" / "python"), "-m", "pytest", *arguments]]
     with (tree / "test.log").open("w") as log:
         for command in commands:
             status = subprocess.run(

@@ -32,6 +32,7 @@ from multiproc.fake_gpu import FakeGpu, fake_gpu, held, mesh_on
 from torch.distributed.tensor import Replicate, Shard
 
 _MOST_SECONDS = 30.0  # that a rank repeats its call, waiting for the death to be seen
+_SLOW_IN_ALL = 0.3  # of the limit, that a slow rank is slow in a call
 
 
 def main() -> None:
@@ -230,10 +231,12 @@ class _Rank:
         if point == "leave":
             count = 1 + what["seed"] % 3
         action = {"memory": "throw", "slow": "sleep"}.get(what["fault"], what["fault"])
+        delay = what["delay"]
         if action == "sleep":
             count = 0  # each
+            delay = min(delay, _SLOW_IN_ALL * what["limit"] / max(1, passes.get(point, 1)))
         port = what["port"] if what["store"] < 0 else int((self._folder / "port").read_text())
-        _C.arm_fault(f"{point} {count} {action} {what['delay']} {self._folder / 'failed'} {port}")
+        _C.arm_fault(f"{point} {count} {action} {delay} {self._folder / 'failed'} {port}")
 
     def _until_failure(self, limit: float) -> dict[str, Any]:
         """Repeats the call: a rank that has done its part of one before the death meets it in a later one."""

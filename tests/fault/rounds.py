@@ -119,7 +119,8 @@ def draw(seed: int, transport: str, fault: str, moment: str, *, rows_to_columns:
         source, destination = (everyone, "rows"), (everyone, "columns")
     if fault == "cuda":
         source = (everyone, "rows")  # the victim has something to copy from its GPU, and to send
-        destination = (everyone, "columns") if destination == source else destination
+        # Each needs something from each: else it may complete the refused call, and wait in a later one.
+        destination = (everyone, "whole" if destination[1] == "whole" else "columns")
         rows = ROWS if moment == "agree" else 600
     late = {}
     if moment in ("forming", "agreeing") and rng.random() < 0.6:

@@ -1,5 +1,5 @@
-"""The programs of docs/resharding.md, pipelining.md, integrations.md and elastic.md, in their order, and the
-examples of the docstrings; on four ranks."""
+"""The programs of docs/resharding.md, pipelining.md, integrations.md, elastic.md and dashboards.md, in their
+order, and the examples of the docstrings; on four ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import inspect
 import re
 import sys
 import textwrap
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
@@ -55,11 +56,20 @@ def _for_integrations(rank: int) -> dict:
     return {"trained": {"w": trained} if rank < 2 else {}, "serving": {"w": serving}}
 
 
+def _for_dashboards(rank: int) -> dict:
+    """A step that moves rows of two ranks to columns of two others."""
+    a, b = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+    x = distribute_tensor(torch.ones(4, 2), a, [Shard(0)], src_data_rank=None)
+    step = partial(meshcast.reshard, x, b, [Shard(1)])
+    return {**IMPORTED, "train_one_step": step, "rank": rank}
+
+
 PREPARED = {
     "docs/resharding.md": lambda _: {},
     "docs/pipelining.md": _for_pipelining,
     "docs/integrations.md": _for_integrations,
     "docs/elastic.md": lambda _: dict(IMPORTED),
+    "docs/dashboards.md": _for_dashboards,
 }
 
 
@@ -100,21 +110,26 @@ def pipelines_have_trained(context) -> None:
 
 # Whose docstrings have no example, or none for these four ranks, each for a reason.
 WITHOUT = {
-    # needs its launcher: examples/elastic, which test_going_on.py starts
-    "meshcast.elastic": "Job Training",
+    "meshcast.elastic": (
+        # needs its launcher: examples/elastic, which test_going_on.py starts
+        "Job Training "
+        # what another returns
+        "Rebalanced"
+    ),
     "meshcast": (
         # raised
         "AbortedError DeadlineExceededError LayoutError MeshcastError PeerLostError PlanMismatchError "
         # what others return
-        "LocalCopy Plan PlanCacheInfo Problem ReshardedState Task Transfer TransferStats WeightProgress "
-        "WeightStats "
+        "CallCounters Counters PairCounters LocalCopy Plan PlanCacheInfo Problem ReshardedState Task "
+        "Transfer TransferStats WeightProgress WeightStats "
         # in the examples of others
         "Host Nic TensorSpec __version__ plan_cache_clear"
     ),
     "meshcast.pipelining": (
         # raised, or what others return or take
         "ScheduleError Candidate Choice Partition PipelineActivationLiveness SimulationReport Times "
-        "Action ActionKind Edge Layer Value MultiScheduleOptions ScheduleOptions PipelineStageInfo "
+        "StageTimes Action ActionKind Edge Layer Value MultiScheduleOptions ScheduleOptions "
+        "PipelineStageInfo "
         # all made alike, as the example of PipelineStage does
         "PipelineSchedule PipelineScheduleMulti PipelineScheduleSingle Schedule1F1B ScheduleDualPipeV "
         "ScheduleEager1F1B ScheduleGPipe ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble "
@@ -125,7 +140,7 @@ WITHOUT = {
 }
 MORE = {
     "meshcast": ["Layout.from_boxes"],
-    "meshcast.pipelining": ["PipelineStage.register_forward_context"],
+    "meshcast.pipelining": ["PipelineStage.register_forward_context", "PipelineSchedule.stage_times"],
     "meshcast.integrations.dcp": [],
     "meshcast.elastic": [],
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -57,10 +58,12 @@ class Interpreter:
 
 @pytest.fixture
 def interpreter(tmp_path: Path) -> Callable[..., Interpreter]:
-    """interpreter(with_torch=...): setuptools is always there, pip and torch's site only with torch."""
+    """interpreter(with_torch=...): setuptools is always there, pip and torch only with torch. Each
+    call makes an environment of its own."""
+    number = itertools.count()
 
     def make(*, with_torch: bool) -> Interpreter:
-        home = tmp_path / "venv"
+        home = tmp_path / f"venv-{next(number)}"
         venv.create(home, with_pip=False, symlinks=True)
         site = home / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
         if with_torch:

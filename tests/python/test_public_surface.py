@@ -17,7 +17,7 @@ MESHCAST = (
     "enable_dtensor_redistribute flight_record measure_topology plan plan_cache_clear plan_cache_info "
     "plan_many prepare reshard reshard_ reshard_local reshard_many reshard_state_dict StateResharder "
     "TensorMap WeightSync Handle Host LocalCopy Nic PlanCacheInfo Problem ReshardedState Task Transfer "
-    "TransferStats WeightProgress WeightStats"
+    "TransferStats WeightProgress WeightStats CallCounters Counters PairCounters counters"
 )
 PIPELINING = (
     "Action ActionKind Choice Edge GradScaler Layer Partition Pipe PipelineActivationLiveness PipelineStage "
@@ -27,9 +27,9 @@ PIPELINING = (
     "analyze_pipeline_activation_liveness build_stage choose clip_grad_norm_ dump_csv get_schedule_class "
     "grad_norm load load_csv lower microbatch_seed partition pipe_split pipeline save simulate validate "
     "Candidate MultiScheduleOptions PipelineSchedule PipelineScheduleMulti PipelineScheduleSingle "
-    "ScheduleOptions Times"
+    "ScheduleOptions StageTimes Times"
 )
-ELASTIC = "Replicas remesh"
+ELASTIC = "Rebalanced Replicas rebalance remesh"
 COMMANDS = {
     "bench": "--methods --seconds --repeats",
     "doctor": "--json",

@@ -70,13 +70,19 @@ def test_every_public_name_explains_itself(name: str) -> None:
     assert len(text) > 20 and not text.startswith(f"{attribute}("), f"{name} has no docstring of its own"
 
 
+def page_of(entry: Path) -> Path:
+    """The file of an entry of a table of contents: a notebook if there is one by that name, else Markdown."""
+    notebook = entry.with_suffix(".ipynb")
+    return (notebook if notebook.is_file() else entry.with_suffix(".md")).resolve()
+
+
 def test_every_page_is_in_the_site() -> None:
     """A page that no table of contents lists cannot be found; Sphinx says so too, where it is installed."""
     listed = set()
     for path in (ROOT / "docs" / "index.md", REFERENCE / "index.md"):
         for entries in re.findall(r"```\{toctree\}\n(.*?)```", path.read_text(), re.DOTALL):
             names = [line for line in entries.splitlines() if line and not line.startswith(":")]
-            listed |= {(path.parent / f"{name}.md").resolve() for name in names}
-    pages = {path.resolve() for path in (ROOT / "docs").rglob("*.md")}
+            listed |= {page_of(path.parent / name) for name in names}
+    pages = {path.resolve() for kind in ("*.md", "*.ipynb") for path in (ROOT / "docs").rglob(kind)}
     assert pages - listed == {(ROOT / "docs" / "index.md").resolve()}
     assert all(path.is_file() for path in listed)
