@@ -9,6 +9,7 @@
 #include "common/error.h"
 #include "layout/box_tiles.h"
 #include "memory/element_type.h"
+#include "plan/bound/filling.h"
 #include "plan/figures.h"
 #include "plan/plan.h"
 #include "plan/staging.h"
@@ -312,7 +313,8 @@ void bind_plan(py::module_& m) {
       .def("column", &column, py::arg("name"))
       .def("rank_traffic", &rank_traffic)
       .def("nic_traffic", &nic_traffic)
-      .def("peak_staging", &peak_staging);
+      .def("peak_staging", &peak_staging)
+      .def("filling_bound_ns", &filling_bound_ns);
 }
 
 }  // namespace meshcast

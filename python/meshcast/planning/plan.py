@@ -94,6 +94,22 @@ class Plan:
         """
         return self._core.lower_bound_ns / 1e9
 
+    @cached_property
+    def filling_bound(self) -> float:
+        """Seconds that no plan can beat whose chunks are as large as those of this one; at least
+        `lower_bound`.
+
+        A host passes a chunk on only once it has it, so the last of many hosts begins late to take anything
+        in. What this is above `lower_bound` is the cost of filling (docs/planner.md, "Filling").
+
+        Example::
+
+            one, others = meshcast.Layout.parse("1:R"), meshcast.Layout.parse("7@1:R")
+            plan = meshcast.plan((16384,), "int32", one, others, meshcast.Topology.uniform(1, 10))
+            assert plan.lower_bound < plan.filling_bound <= plan.makespan
+        """
+        return self._core.filling_bound_ns() / 1e9
+
     @property
     def ratio(self) -> float:
         """`makespan / lower_bound`, the certificate; 1 where nothing travels."""

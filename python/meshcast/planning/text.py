@@ -50,11 +50,16 @@ def _head(plan: Plan) -> list[str]:
     network = sum(plan.nic_bytes(host)[0] for host in range(len(plan.hosts)))
     asked = plan.options.strategy
     bound = f"{plan.ratio:.4g} x the lower bound of {time_text(plan.lower_bound)}"
+    filling = []
+    if plan.filling_bound > 1.005 * plan.lower_bound:
+        above = f"{plan.makespan / plan.filling_bound:.4g} x the {time_text(plan.filling_bound)}"
+        filling = [f"filling      {above} that no plan beats whose chunks are as large as these"]
     lines += [
         f"topology     {plan.topology!r}",
         f"strategy     {plan.strategy}{'' if asked == plan.strategy else f' (chosen by {asked})'}",
         f"makespan     {time_text(plan.makespan)}, {bound}",
         "             (no plan is faster in which only holders and receivers of a box carry it)",
+        *filling,
         f"traffic      {len(plan)} messages, {size_text(sent)} ({size_text(network)} between hosts)",
         f"staging      {size_text(max(map(plan.peak_staging_bytes, plan.ranks)))} at most on one rank",
         f"kept         {len(plan.local_copies)} local copies",

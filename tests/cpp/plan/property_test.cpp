@@ -2,6 +2,7 @@
 
 #include "catch.h"
 #include "common/error.h"
+#include "plan/bound/filling.h"
 #include "plan/cases.h"
 #include "plan/checker.h"
 #include "plan/plan.h"
@@ -32,7 +33,8 @@ void check_seeds(uint64_t first, uint64_t count, bool partial) {
       if (strategy == Strategy::Auto) options.balance = Balance::Greedy;
       const Plan plan = make_plan({c.problem}, c.topology, options);
       CHECK(check_plan(plan) == "");
-      CHECK(plan.makespan_ns >= plan.lower_bound_ns);
+      CHECK(plan.makespan_ns >= filling_bound_ns(plan));
+      CHECK(filling_bound_ns(plan) >= plan.lower_bound_ns);
       CHECK(plan.hash == make_plan({c.problem}, c.topology, options).hash);
       bound = plan.lower_bound_ns;
       options.chunk_bytes = 0;

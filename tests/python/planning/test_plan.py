@@ -1,6 +1,7 @@
 """The face of a plan: parameters, figures, cache, JSON, text."""
 
 import functools
+import heapq
 import json
 import pickle
 import random
@@ -43,6 +44,29 @@ def test_figures_of_the_first_case_of_the_paper() -> None:
     assert plan.bytes_sent(99) == plan.bytes_received(99) == 0
     assert plan.ranks == tuple(range(16))
     assert not plan.local_copies
+
+
+def begins(hosts: int, hold: float, latency: float) -> float:
+    """When the last of the hosts begins to take in, where all of one NIC send to those that have nothing."""
+    free = [0.0]  # when each port is
+    for _ in range(hosts):
+        now = heapq.heappop(free)
+        for after in (hold, hold + latency):
+            heapq.heappush(free, now + after)
+    return now
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 7, 8, 100, 511])
+@pytest.mark.parametrize("latency", [0, 20, 500])  # microseconds
+def test_filling_bound_is_that_of_the_postal_model(hosts: int, latency: int) -> None:
+    one, others = Layout.parse("1:R"), Layout.parse(f"{hosts}@1:R")
+    topology = Topology.uniform(1, 10, latency_us=latency)
+    plan = meshcast.plan((1 << 22,), torch.int32, one, others, topology, "multicast", chunk_bytes=1 << 20)
+    assert plan.lower_bound <= plan.filling_bound <= plan.makespan
+    hold = (1 << 20) / 1.25e9
+    expected = begins(hosts, hold, latency / 1e6) + 16 * hold + latency / 1e6
+    assert plan.filling_bound == pytest.approx(expected, rel=1e-6)
+    assert ("that no plan beats" in plan.describe()) == (hosts > 1)
 
 
 def test_strategies_keep_their_name_and_order() -> None:
