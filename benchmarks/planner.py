@@ -168,8 +168,10 @@ def alone(
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| ranks | layouts | plan, ms | MiB | strategy | tasks | hops | predicted, ms | predicted / bound | "
-        "with filling |",
+        (
+            "| ranks | layouts | plan, ms | MiB | strategy | tasks | hops | predicted, ms | predicted / bound | "
+            "with filling |"
+        ),
         "|---:|---|---:|---:|---|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
