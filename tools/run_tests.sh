@@ -26,9 +26,8 @@ fi
 
 # Ranks wait for each other, for limits and for deaths most of the time: two files of tests at once fit on two cores.
 # A file stays whole, since its tests share the ranks that they start. `-n 0` runs them one after the other.
-selection=(-n "${JOBS:-2}" --dist loadfile)
-# The whole takes over an hour: it says where.
-if [ "$scope" = quick ]; then selection+=(-m "not slow"); else selection+=(--durations=20); fi
+selection=(-n "${JOBS:-2}" --dist loadfile --durations=20)  # which say where the time goes
+if [ "$scope" = quick ]; then selection+=(-m "not slow"); fi
 "$py" -m pytest "${selection[@]}" "$@" || status=1
 # What failed is in the log alone: the end of a long report should show it again.
 [ "$cpp_result" != FAILED ] || [ ! -e build/cpp_tests.log ] || tail -n 40 build/cpp_tests.log
