@@ -1,6 +1,6 @@
 """A job of three ranks that hand weights on in every step. In step 2 something is wrong with the last one:
 
-    stuck_job.py absent|order|arguments|killed|frozen|exception
+    stuck_job.py absent|order|arguments|killed|frozen|exception|unready
 
 docs/stuck_jobs.md shows what `python -m meshcast explain` makes of it; test_stuck_jobs.py starts it.
 """
@@ -14,7 +14,7 @@ from datetime import timedelta
 import meshcast
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 
@@ -47,6 +47,29 @@ def train(mesh, fault):
             meshcast.reshard(moments, mesh, [Replicate()])
 
 
+def serve():
+    """Rank 0 pushes its weights to the others. The last one pulls no version after the first."""
+    rank = dist.get_rank()
+    held = {"weight": torch.ones(4, 4)} if rank == 0 else None
+    serving = DeviceMesh("cpu", [1, 2])
+    weights = meshcast.WeightSync(held, {"weight": (serving, [Shard(0)])}, buffers=1)
+    for version in range(3):
+        print("step", version, flush=True)
+        if rank == 0:
+            weights.push(version)
+        elif rank == 1 or version < 2:
+            weights.pull(version)
+        else:
+            answer_requests()
+
+
+def answer_requests():
+    time.sleep(600)
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
-    train(init_device_mesh("cpu", (3,)), sys.argv[1])
+    if sys.argv[1] == "unready":
+        serve()
+    else:
+        train(init_device_mesh("cpu", (3,)), sys.argv[1])

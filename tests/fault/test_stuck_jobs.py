@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 JOB = Path(__file__).with_name("stuck_job.py")
 PAGE = (ROOT / "docs" / "stuck_jobs.md").read_text()
-FAULTS = ("absent", "order", "arguments", "killed", "frozen", "exception")
-STUCK = ("absent", "frozen")  # in which nobody raises
+FAULTS = ("absent", "order", "arguments", "killed", "frozen", "exception", "unready")
+STUCK = ("absent", "frozen", "unready")  # in which nobody raises
 LIMIT = 300.0  # seconds for a job to come to step 2 and write its records
 # Torch is imported once, which is what a job's start costs most of; each rank is a process that runs the job.
 START = """

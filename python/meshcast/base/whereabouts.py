@@ -12,7 +12,7 @@ __all__ = ["Site", "call_site", "main_thread_site", "raised_site", "site_text"]
 
 # A frame itself would keep the values of its variables alive, tensors among them.
 Site: TypeAlias = tuple[CodeType, int]
-_OURS = ("meshcast", "torch")  # packages whose frames are passed by
+_OURS = ("meshcast", "torch", "threading")  # whose frames are passed by; the last begins every thread
 _files: dict[str, bool] = {}  # whether a file is of these: each call asks
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..base.observe import Flight, Members
+from ..base.whereabouts import Site
 from ..errors import (
     AbortedError,
     DeadlineExceededError,
@@ -64,9 +66,11 @@ class Muster:
         ranks: Sequence[int],
         rank: int,
         limit: float,
+        within: str,
     ) -> None:
-        """name: for errors. store: the connection of the process group; another_store: makes one that nothing
-        else uses. limit: of what connects with a rank to look after it, seconds."""
+        """name: for errors. store: the connection of the process group; another_store: makes one that
+        nothing else uses. limit: of what connects with a rank to look after it, seconds. within: the process
+        group, for the flight record."""
         self.number = 0
         self.ended: MeshcastError | None = None  # what has ended them all, once this rank has heard of it
         self._here: dict[int, str] = {}  # what ranks said of themselves
@@ -74,6 +78,7 @@ class Muster:
         self._open_store, self._open_another = store, another_store
         self._waiting: Any = None  # the store, where it may be waited in
         self._ranks, self._rank = sorted(ranks), rank
+        self._members = Members(name, tuple(self._ranks), f"{within}/{_PREFIX}")
         self._first = 0  # whose keys are in the store
 
     def open(self, calls: bool) -> None:
@@ -112,11 +117,22 @@ class Muster:
                 self._store.delete_key(f"called/{past}")
                 self._store.delete_key(f"verdict/{past}")
 
-    def verdict(self, deadline: float | None, leaving: Callable[[], str]) -> None:
+    def verdict(self, deadline: float | None, leaving: Callable[[], str], site: Site | None = None) -> None:
         """Returns once all ranks are ready, and each of them knows.
 
         deadline: by time.monotonic(), when this rank gives up; None: when others do. leaving(): why it
-        leaves for good, "" while it does not. Raises Late, or what has ended all musters."""
+        leaves for good, "" while it does not. site: the line of the program that wants it, for the flight
+        record. Raises Late, or what has ended all musters."""
+        flight = Flight("muster", self._members, self._rank, None, self._name)
+        flight.lane, flight.position, flight.site = 0, self.number, site
+        try:
+            self._wait(deadline, leaving)
+        except BaseException as raised:
+            flight.failed(raised.error if isinstance(raised, Late) else raised)
+            raise
+        flight.ended()
+
+    def _wait(self, deadline: float | None, leaving: Callable[[], str]) -> None:
         begin, number, pause = time.monotonic(), self.number, FIRST_PAUSE
         looked = begin
         while not self._has(f"verdict/{number}"):

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..base import forks
+from ..base.whereabouts import call_site
 from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
 from ..groups.board import LONGEST_PAUSE, SLICE
 from ..groups.muster import Late, Muster
@@ -92,11 +93,11 @@ class Side:
 
     def pushed(self, version: int) -> None:
         """One push, within the limit. Blocks. Raises Late where other ranks were not ready in half of it."""
-        begin = time.monotonic()
+        begin, site = time.monotonic(), call_site()
 
         def settle() -> None:
             self.muster.answer()
-            self.muster.verdict(begin + _READY * self.limit, self.leaving)
+            self.muster.verdict(begin + _READY * self.limit, self.leaving, site)
 
         self._together(lambda: self.ask(settle, _READY * self.limit, "getting ready"))
         self._moved(version, begin, begin + self.limit)
@@ -104,6 +105,7 @@ class Side:
     def pulled(self, begin: float, deadline: float) -> None:
         """One version into this rank's only buffer. Blocks. Raises Late where there was none, or other ranks
         were not ready for it."""
+        site = call_site()
 
         def settle() -> None:
             looked = time.monotonic()
@@ -118,7 +120,7 @@ class Side:
                     looked = time.monotonic()
                 time.sleep(LONGEST_PAUSE)
             self.muster.answer()
-            self.muster.verdict(deadline, self.leaving)
+            self.muster.verdict(deadline, self.leaving, site)
 
         start = time.monotonic()
         self._together(lambda: self.ask(settle, max(deadline - start, 0.0), "waiting for a push"))
