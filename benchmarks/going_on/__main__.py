@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -60,6 +61,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the job is ended
     with tempfile.TemporaryDirectory() as folder:
         lines = Lines(options.keep or Path(folder))
         kills, hang = killing(options, lines)

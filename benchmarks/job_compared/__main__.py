@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,6 +110,7 @@ def losses(options: argparse.Namespace) -> list[float]:
 
 def main() -> int:
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the job that runs is ended
     asked = [way for way in WAYS if way.name in options.ways]
     not_run = {way.name: why for way in asked if (why := way.why_not())}
     names = ("model", "ranks", "steps", "every", "kill_at", "victims")

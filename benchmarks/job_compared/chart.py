@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from .ways import WAYS
 
 _BIN = 1.0  # seconds
+_GAP = 2.0  # seconds without a step, over which no line is drawn
 _MARKS = {
     "kill": ("X", "a rank is killed"),
     "join": ("^", "a rank joins"),
@@ -28,6 +29,16 @@ def rates(times: list[float]) -> tuple[list[float], list[float]]:
     return [_BIN * (number + 0.5) for number in bins], counts
 
 
+def broken(times: list[float], losses: list[float]) -> tuple[list[float], list[float]]:
+    """With a point that is not drawn in each gap."""
+    points = [(times[0], losses[0])]
+    for (before, _), (time, loss) in pairwise(zip(times, losses, strict=True)):
+        if time - before > _GAP:
+            points.append((time, float("nan")))
+        points.append((time, loss))
+    return [time for time, _ in points], [loss for _, loss in points]
+
+
 def draw(results: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
@@ -36,8 +47,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
         found = results["ways"][way.name]
         times, losses = found["steps"]["time"], found["steps"]["loss"]
         middles, counts = rates(times)
-        above.plot(middles, counts, color=way.colour, linewidth=1.2, label=way.label)
-        below.plot(times, losses, color=way.colour, linewidth=1.2)
+        look = {"color": way.colour, "linewidth": 1.2}
+        above.plot(middles, counts, drawstyle="steps-mid", label=way.label, **look)
+        below.plot(*broken(times, losses), **look)
         for event in found["events"]:
             mark, _ = _MARKS[event["what"]]
             last = max(bisect_right(times, event["time"]) - 1, 0)

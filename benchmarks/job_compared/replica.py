@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -28,7 +29,10 @@ class ReplicaTraining(LoneTraining):
         super().__init__(task)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.manager = Manager(
-            pg=ProcessGroupGloo(),
+            pg=ProcessGroupGloo(
+                timeout=timedelta(seconds=5)
+            ),  # this and the next as in torchft's train_ddp.py
+            timeout=timedelta(seconds=30),
             min_replica_size=1,
             load_state_dict=self.load_state_dict,
             state_dict=self.state_dict,

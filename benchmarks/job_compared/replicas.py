@@ -1,7 +1,8 @@
 """Starts the replicas of a job of torchft and its lighthouse, and a replica anew when it has died.
 
 replicas.py REPLICAS RESTARTS [options of examples/elastic/train.py], in an environment that has torchft. The
-lighthouse has the settings that torchft gives it.
+lighthouse has the settings of torchft's README, but for two replicas at least: one that is started when the
+others have ended must not begin from the start.
 """
 
 import os
@@ -19,7 +20,8 @@ _LAST = 10.0  # seconds that the others have to end when one has
 
 def main() -> int:
     replicas, restarts = int(sys.argv[1]), int(sys.argv[2])
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2)
+    settings = {"min_replicas": 2, "quorum_tick_ms": 100, "join_timeout_ms": 10000}
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", **settings)
     command = [sys.executable, str(Path(__file__).with_name("replica.py")), *sys.argv[3:]]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     running: dict[int, subprocess.Popen[bytes]] = {}

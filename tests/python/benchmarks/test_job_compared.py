@@ -113,6 +113,13 @@ def test_rates_are_steps_of_each_second() -> None:
     assert chart.rates([0.2]) == ([], [])
 
 
+def test_no_line_is_drawn_over_a_gap() -> None:
+    times, losses = chart.broken([0.0, 1.0, 9.0], [5.0, 4.0, 3.0])
+    assert times == [0.0, 1.0, 9.0, 9.0]
+    assert [loss for loss in losses if loss == loss] == [5.0, 4.0, 3.0]
+    assert losses[2] != losses[2]
+
+
 def picture(results: dict[str, Any], path: Path) -> np.ndarray:
     chart.draw(results, path)
     return matplotlib.image.imread(path)
