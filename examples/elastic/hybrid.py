@@ -17,11 +17,12 @@ class HybridTraining(Trained):
         ranks = dist.get_world_size()
         shape = (2, ranks // 2) if ranks % 2 == 0 else (ranks, 1)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        module = build_stage(task.config, 0, 1, seed=0)
+        module = build_stage(task.config, 0, 1, seed=0).to(task.dtype)
         for block in module.layers.values():
             fully_shard(block, mesh=mesh)
         fully_shard(module, mesh=mesh)
         super().__init__(task, module)
+        self.part = mesh.get_local_rank("shard")
 
     def forward_and_backward(self, step: int) -> float:
         """Loss of the whole batch."""

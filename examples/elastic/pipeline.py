@@ -22,8 +22,8 @@ class PipelineTraining(Trained):
         parts = [range(first), range(first, ranks)][:n_stages]
         # DeviceMesh makes process groups, so every rank makes every stage's mesh, in the same order.
         meshes = [DeviceMesh("cpu", list(part), mesh_dim_names=("data",)) for part in parts]
-        index = next(i for i, part in enumerate(parts) if dist.get_rank() in part)
-        super().__init__(task, build_stage(task.config, index, n_stages, seed=0))
+        self.part = index = next(i for i, part in enumerate(parts) if dist.get_rank() in part)
+        super().__init__(task, build_stage(task.config, index, n_stages, seed=0).to(task.dtype))
         self.reporter = parts[-1][0]  # knows the loss
         self.stage = PipelineStage(self.module, index, n_stages, torch.device("cpu"), mesh=meshes[index])
         self.schedule = Schedule1F1B(self.stage, n_microbatches=MICROBATCHES, loss_fn=loss_fn)
@@ -34,6 +34,8 @@ class PipelineTraining(Trained):
         losses: list[torch.Tensor] = []
         self.schedule.step(inputs, target=targets, losses=losses, return_outputs=False)
         clip_grad_norm_(self.stage, CLIP)
-        total = torch.stack(losses).mean().detach() if dist.get_rank() == self.reporter else torch.zeros(())
+        total = torch.zeros((), dtype=self.task.dtype)
+        if dist.get_rank() == self.reporter:
+            total = torch.stack(losses).mean().detach()
         dist.all_reduce(total)
         return float(total)

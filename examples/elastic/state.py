@@ -24,10 +24,13 @@ class Task:
     samples: TextSamples
     batch: int
     steps: int
+    dtype: torch.dtype = torch.float32
 
 
 class Trained:
     """A module, which may be a part of the model, and its optimizer."""
+
+    part = 0  # of the state, that this rank holds: it is gone where no other rank has the same
 
     def __init__(self, task: Task, module: nn.Module) -> None:
         self.task = task

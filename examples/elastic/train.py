@@ -5,17 +5,16 @@ python -m meshcast.elastic.run --nproc-per-node 3:5 --max-restarts 3 examples/el
 """
 
 import argparse
-import json
-import os
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 # `gpt` and `training` are packages of the examples folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch.distributed as dist
+import torch
 from gpt.config import MODELS, model_config
 from gpt.data import TextSamples, read_text
 from meshcast.elastic import Job
@@ -23,19 +22,17 @@ from meshcast.elastic import Job
 from elastic.hybrid import HybridTraining
 from elastic.pipeline import PipelineTraining
 from elastic.state import Task
+from elastic.told import Teller
 
 
 def main() -> None:
     options = parser().parse_args()
-    config = model_config(options.model)
-    samples = TextSamples(read_text(options.data), config.seq_len, seed=0)
-    task = Task(config, samples, options.batch, options.steps)
+    task = task_of(options)
     kind = PipelineTraining if options.pipeline else HybridTraining
-    groups = 0
+    teller = Teller(options.metrics)
 
     def make() -> HybridTraining | PipelineTraining:
-        nonlocal groups
-        groups += 1
+        teller.joins()
         return kind(task)
 
     with Job(make, backend="gloo", timeout=timedelta(seconds=60)) as job:
@@ -44,24 +41,14 @@ def main() -> None:
                 time.sleep(options.pause)
                 step, begin = job.steps, time.perf_counter()
                 loss = training.forward_and_backward(step)
-                ready = time.perf_counter()
-                update = job.commit(training.update)
-                end = time.perf_counter()
-                if dist.get_rank() == 0:
-                    report(options.metrics, step, loss, groups, end - begin, end - ready - update)
+                teller.is_ready()
+                job.commit(partial(teller.update, training, step, loss, begin))
 
 
-def report(
-    metrics: Path | None, step: int, loss: float, groups: int, seconds: float, agreeing: float
-) -> None:
-    """groups: that this process has been in. seconds: of the step; agreeing: of it until all agreed."""
-    ranks = dist.get_world_size()
-    print(f"step {step + 1}: loss {loss:.4f} on {ranks} ranks, process {os.getpid()} is rank 0", flush=True)
-    if metrics is not None:
-        said = {"step": step, "loss": loss, "ranks": ranks, "time": time.time()}
-        said["group"] = f"{os.getpid()}.{groups}"  # another one after each change of ranks
-        with metrics.open("a") as file:
-            file.write(json.dumps({**said, "seconds": seconds, "agreeing": agreeing}) + "\n")
+def task_of(options: argparse.Namespace) -> Task:
+    config = model_config(options.model)
+    samples = TextSamples(read_text(options.data), config.seq_len, seed=0)
+    return Task(config, samples, options.batch, options.steps, getattr(torch, options.dtype))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,8 +58,11 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--data", metavar="PATH", help="text (the sources of Python's standard library)")
     found.add_argument("--batch", type=int, default=24, help="samples of a step, of all ranks (%(default)s)")
     found.add_argument("--steps", type=int, default=100, help="(%(default)s)")
+    found.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="(%(default)s)")
     found.add_argument("--pause", type=float, default=0.0, help="seconds before each step, to see it all")
-    found.add_argument("--metrics", type=Path, metavar="PATH", help="a line of JSON for each step")
+    found.add_argument(
+        "--metrics", type=Path, metavar="FOLDER", help="a line of JSON for each step and process"
+    )
     return found
 
 

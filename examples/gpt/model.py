@@ -134,5 +134,6 @@ def initialise(module: nn.Module, config: ModelConfig, seed: int) -> None:
 
 
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in nats per byte: (batch, seq, vocab), (batch, seq) -> scalar."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    """Mean cross entropy in nats per byte: (batch, seq, vocab), (batch, seq) -> scalar of float32 or more."""
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(precise.flatten(0, 1), targets.flatten())

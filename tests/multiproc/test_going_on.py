@@ -19,6 +19,13 @@ import torch.distributed.checkpoint as dcp
 from multiproc.elastic_training import Reference
 from multiproc.harness import ROOT
 
+sys.path += [str(ROOT), str(ROOT / "examples")]
+
+from elastic import alone, train
+
+from benchmarks.going_on.check import check
+from benchmarks.going_on.lines import Lines
+
 LIMIT = 400.0  # seconds for one job; it takes about 10 on an idle machine
 PROGRAM = Path(__file__).with_name("going_on.py")
 ENVIRONMENT = os.environ | {
@@ -213,26 +220,23 @@ def test_more_dead_than_copies_can_bear_is_one_error_on_all(tmp_path: Path) -> N
 def test_the_example_trains_on_with_another_rank_and_then_with_fewer(tmp_path: Path, kind: str) -> None:
     """Each rank of a pipeline's stages of 2 and 3 has what it has in common with another one. The first that
     is killed is replaced, the second is not."""
-    metrics, drawn = tmp_path / "metrics.jsonl", random.Random(kind)
-    process = Started(
-        *("--nproc-per-node", "3:5", "--max-restarts", "1", str(ROOT / "examples/elastic/train.py")),
-        *("--batch", "24", "--steps", "1000", "--pause", "0.2", "--metrics", str(metrics)),
-        *(["--pipeline"] if kind == "pipeline" else []),
-    )
+    lines, drawn, killed = Lines(tmp_path), random.Random(kind), set()
+    program = [str(ROOT / "examples/elastic/train.py"), "--steps", "1000", "--pause", "0.2"]
+    program += ["--metrics", str(tmp_path), *(["--pipeline"] if kind == "pipeline" else [])]
+    process = Started("--nproc-per-node", "3:5", "--max-restarts", "1", *program)
 
     def until(ranks: int, since: float) -> None:
         """Three steps on so many, after that time."""
         limit = time.monotonic() + LIMIT
-        while [step["ranks"] for step in read()[-3:] if step["time"] > since] != [ranks] * 3:
+        while [step.ranks for step in lines.whole[-3:] if step.time > since] != [ranks] * 3:
             assert process.poll() is None, process.output()[-8000:]
             assert time.monotonic() < limit
             time.sleep(0.05)
-
-    def read() -> list[dict[str, Any]]:
-        return [json.loads(line) for line in whole_lines(metrics)] if metrics.exists() else []
+            lines.read()
 
     def kill() -> float:
-        os.kill(drawn.choice(workers(process.pid)), signal.SIGKILL)
+        killed.add(victim := drawn.choice(workers(process.pid)))
+        os.kill(victim, signal.SIGKILL)
         return time.time()
 
     try:
@@ -242,35 +246,13 @@ def test_the_example_trains_on_with_another_rank_and_then_with_fewer(tmp_path: P
     finally:
         process.terminate()
         output = process.output()
-    steps = read()
-    numbers = [step["step"] for step in steps]  # rank 0 may die before it reports a step
-    assert numbers == sorted(set(numbers)), output[-8000:]
-    assert len(numbers) >= numbers[-1]
-    expected = losses_of_one_process(numbers[-1] + 1)
-    for step in steps:
-        assert step["loss"] == pytest.approx(expected[step["step"]], rel=1e-5), step
-
-
-def losses_of_one_process(steps: int) -> list[float]:
-    """Of the example's model and data."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    from elastic.state import CLIP, Task, Trained
-    from gpt.config import model_config
-    from gpt.data import TextSamples, read_text
-    from gpt.model import build_stage, loss_fn
-
-    config = model_config("nano")
-    task = Task(config, TextSamples(read_text(None), config.seq_len, seed=0), batch=24, steps=1000)
-    one = Trained(task, build_stage(config, 0, 1, seed=0))
-    found = []
-    for step in range(steps):
-        inputs, targets = one.batch(step)
-        loss = loss_fn(one.module(inputs), targets)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(one.module.parameters(), CLIP)
-        one.update()
-        found.append(loss.item())
-    return found
+    lines.read()
+    task = train.task_of(train.parser().parse_args(["--steps", "1000"]))
+    verdict = check(lines.of, killed, alone.losses(task, lines.whole[-1].step + 2))
+    assert not verdict.wrong, f"{verdict.text()}\n{output[-8000:]}"
+    parts = {step.ranks: sorted(step.parts.values()) for step in lines.whole}
+    if kind == "pipeline":
+        assert (parts[5], parts[4]) == ([0, 0, 1, 1, 1], [0, 0, 1, 1])
 
 
 KILLS = int(os.environ.get("MESHCAST_TEST_KILLS", "8"))
