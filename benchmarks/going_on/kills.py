@@ -20,7 +20,7 @@ from .lines import Lines, Whole
 
 _PAUSE = 0.05  # seconds between two looks
 _STEPS = 2  # that all ranks have done before the next first kill
-_JOIN = 180.0  # seconds for the start of workers, on a busy machine
+_JOIN = 10  # limits of a step, for the start of a worker: a busy machine takes long to import torch
 _SECOND = 1 / 3  # of first kills
 
 
@@ -101,17 +101,17 @@ class Run:
                 return
         self.whole_again()
         done = len(self.lines.whole)
-        self._wait(_JOIN, lambda: len(self.lines.whole) >= done + _STEPS or None, "steps of all ranks")
+        self._wait(lambda: len(self.lines.whole) >= done + _STEPS, f"{_STEPS} steps")
         time.sleep(self._drawn.random() * 0.5)
         self._strike(second=False)
 
     def whole_again(self) -> None:
         """Waits until all ranks have done a step, of those that live now."""
 
-        def joined() -> Whole | None:
-            return self._next(self.kills[-1].time if self.kills else 0.0, self.ranks)
+        def joined() -> bool:
+            return self._next(self.kills[-1].time if self.kills else 0.0, self.ranks) is not None
 
-        self._wait(_JOIN, joined, f"a step of {self.ranks} ranks")
+        self._wait(joined, f"a step of {self.ranks} ranks")
 
     def _strike(self, second: bool) -> bool:
         self.lines.read()
@@ -134,19 +134,21 @@ class Run:
                 found = whole
         return found
 
-    def _wait(self, limit: float, done: Callable[[], Whole | bool | None], what: str) -> None:
-        """Also sees to it that each kill is followed by a step in time."""
-        until = time.monotonic() + limit
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        """Also sees to it that each kill is followed by a step in time, and each step by another one."""
+        begin, after = time.time(), f"after {len(self.kills)} kills"
         while True:
             self.lines.read()
             self._note()
-            if done() is not None:
+            if done():
                 return
             status = self._job.poll()
             if status is not None:
-                raise Hang(f"the job ended with exit status {status}, after {len(self.kills)} kills")
-            if time.monotonic() > until:
-                raise Hang(f"{what}: none came in {limit:.0f} s, after {len(self.kills)} kills")
+                raise Hang(f"the job ended with exit status {status}, {after}")
+            if self.lines.whole and time.time() > max(begin, self.lines.whole[-1].time) + self.limit:
+                raise Hang(f"no step in {self.limit:g} s, {after}")
+            if time.time() > begin + _JOIN * self.limit:
+                raise Hang(f"{what}: did not come in {_JOIN * self.limit:g} s, {after}")
             time.sleep(_PAUSE)
 
     def _note(self) -> None:

@@ -71,7 +71,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         fontsize=10,
     )
     above.set_ylabel("steps per second")
-    above.set_ylim(bottom=0)
+    above.set_ylim(0, 1.35 * above.get_ylim()[1])  # room for the legend
     above.legend(handles=[*above.get_legend_handles_labels()[0], *marks], frameon=False, fontsize=8, ncols=2)
     below.set_ylabel("loss")
     below.set_xlabel("seconds since the first step")

@@ -53,8 +53,12 @@ def main() -> int:
             for process in running.values():
                 process.kill()
                 process.wait()
-            lighthouse.shutdown()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+    except SystemExit as error:
+        status = int(error.code or 0)
+    sys.stderr.flush()
+    os._exit(status)  # the lighthouse has threads of its own, and nobody is left who asks it
