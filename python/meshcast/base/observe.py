@@ -30,7 +30,6 @@ import torch.distributed as dist
 from ..errors import LayoutError
 from . import checks, forks, settings  # noqa: F401  forks has to be there before the first fork
 from .counters import Traffic, of_operation
-from .same_job import stores
 from .whereabouts import call_site, main_thread_site, raised_site, site_text
 
 __all__ = [
@@ -234,7 +233,6 @@ def _document() -> dict[str, Any]:
         "rank": rank,
         "world": world,
         "job": " ".join(f"{name}={os.environ[name]}" for name in _JOB if name in os.environ),
-        "stores": stores(),
         "process": os.getpid(),
         "started": _started,
         "written": time.time(),

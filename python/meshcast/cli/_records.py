@@ -49,13 +49,11 @@ class Made:
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank wrote. at: the line that its main thread had come to; exception: what ended it; stores:
-    the names of those through which it met others, if it did."""
+    """What one rank wrote. at: the line that its main thread had come to; exception: what ended it."""
 
     rank: int
     world: int | None
     job: str
-    stores: tuple[str, ...]
     path: Path
     started: float
     written: float
@@ -105,7 +103,6 @@ def _read(path: Path) -> Record:
         rank,
         world if isinstance(world, int) else None,
         str(fields.get("job") or ""),
-        _stores(fields.get("stores", []), f"{where}.stores"),
         path,
         fields["started"],
         fields["written"],
@@ -141,13 +138,6 @@ def _made(call: Any, rank: int, where: str) -> Made:
     )
 
 
-def _stores(given: Any, where: str) -> tuple[str, ...]:
-    _expect(given, list, where)
-    for name in given:
-        _expect(name, str, where)
-    return tuple(given)
-
-
 def _site(text: Any) -> str:
     """A path below the working directory as seen from there."""
     return str(text or "").removeprefix(f"{os.getcwd()}{os.sep}")
@@ -174,7 +164,6 @@ def _check_one_job(records: list[Record]) -> None:
                 f"{one.path.name} and {other.path.name} are both of rank {one.rank}: records of different "
                 "jobs; give a folder with those of one"
             )
-    _check_met(records)
     youngest = max(records, key=lambda record: record.started)
     oldest = min(records, key=lambda record: record.written)
     # All ranks of a job live at the moment that its process group is made, so before there are calls.
@@ -183,24 +172,6 @@ def _check_one_job(records: list[Record]) -> None:
             f"{oldest.path.name} was written at {_clock(oldest.written)}, before the process of "
             f"{youngest.path.name} started at {_clock(youngest.started)}: records of different jobs; give a "
             "folder with those of one"
-        )
-
-
-def _check_met(records: list[Record]) -> None:
-    """Ranks that go on in another process group may have met through several stores, and those that joined
-    through the last alone. So records belong together that share one, also by way of others."""
-    met = [record for record in records if record.stores]
-    if not met:
-        return
-    first, *left = met
-    known = set(first.stores)
-    while joined := [record for record in left if known.intersection(record.stores)]:
-        known.update(name for record in joined for name in record.stores)
-        left = [record for record in left if record not in joined]
-    if left:
-        raise LayoutError(
-            f"{first.path.name} and {left[0].path.name} are of ranks that met through different rendezvous "
-            "stores: records of different jobs; give a folder with those of one"
         )
 
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from .. import _C
 from ..base.host import host_identity
 from ..base.observe import log
-from ..base.same_job import met_through
 from ..errors import AbortedError, DeadlineExceededError, MeshcastError
 from ..topology import Topology
 from .board import (
@@ -94,7 +93,6 @@ class Meeting:
         known = Watches(self._known)
         try:
             store = life()
-            met_through(store)
             board = Board(store, self._rank)
             try:
                 if few := few_descriptors():

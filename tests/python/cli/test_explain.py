@@ -143,17 +143,6 @@ def test_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(tmp_path), "--html", str(tmp_path / "page.txt")]) == 2
 
 
-def test_a_job_that_went_on_met_through_several_stores(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for rank, stores in enumerate(
-        (["a"], ["b", "c"], ["a", "b"])
-    ):  # lost early, joined late, there all along
-        write(tmp_path, rank, call(0), stores=stores)
-    write(tmp_path, 3, call(0))  # a record of before
-    assert cause(tmp_path, capsys) == "no call failed or waits"
-
-
 def _cut(folder: Path) -> None:
     path = write(folder, 0, call(0))
     path.write_text(path.read_text()[:200])
@@ -176,15 +165,6 @@ BAD = {
         lambda folder: (write(folder, 0), write(folder, 1, job="MASTER_PORT=2")),
         ["job.rank1", "MASTER_PORT=2", "different jobs"],
     ),
-    "other store": (
-        lambda folder: (
-            write(folder, 0, stores=["a", "b"]),
-            write(folder, 1),
-            write(folder, 2, stores=["c"]),
-        ),
-        ["job.rank0", "job.rank2", "different rendezvous stores", "different jobs"],
-    ),
-    "stores": (lambda folder: write(folder, 0, stores=[1]), ["job.rank0.stores is 1"]),
     "twice": (
         lambda folder: (write(folder, 1), write(folder, 1, name="other")),
         ["job.rank1", "other.rank1", "both of rank 1"],
