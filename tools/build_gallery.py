@@ -1,5 +1,5 @@
-"""Writes the pages of the site's gallery: plans of the paper's cases and of weights for many ranks, and steps
-of its two models by several schedules.
+"""Writes the pages of the site's gallery: plans of the paper's cases and of weights for many ranks, steps of
+its two models by several schedules, and a step of the GPT example that was recorded.
 
     build_gallery.py FOLDER
 """
@@ -15,11 +15,15 @@ import meshcast
 from meshcast import Layout, Topology
 from meshcast.bench.cases import RANKS_PER_HOST, find
 from meshcast.pages.plan_page import write_plan_page
-from meshcast.pages.schedule_panels import panel_of_report
+from meshcast.pages.schedule_panels import panel_of_events, panel_of_report
 from meshcast.pages.timeline_page import write_timeline_page
 from meshcast.pipelining import simulate
+from meshcast.pipelining.measured import read_trace
 
-RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+# docs/gallery.md has the command that made it.
+RECORDED = ROOT / "docs" / "recordings" / "gpt-step"
 # The models of the paper run in two stages. More micro-batches would look alike.
 STAGES, MICROBATCHES = 2, 12
 SCHEDULES: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -68,6 +72,16 @@ def write_steps(folder: Path) -> None:
         write_timeline_page(panels, title, folder / f"step-{job['model']}.html")
 
 
+def write_recorded(folder: Path, recording: Path = RECORDED) -> None:
+    """What five ranks did in a step, from what they wrote by schedule.trace(path)."""
+    traces = sorted(recording.glob("rank*.json"))
+    panel = panel_of_events(
+        f"measured, {len(traces)} traces", [e for path in traces for e in read_trace(path)]
+    )
+    title = "A recorded step of the GPT example: stages on 2 and 3 ranks, Eager1F1B, 8 micro-batches"
+    write_timeline_page([panel], title, folder / "recorded-gpt.html")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -76,6 +90,7 @@ def main() -> None:
     write_cases(folder)
     write_weights(folder)
     write_steps(folder)
+    write_recorded(folder)
     print(f"{len(list(folder.iterdir()))} pages of the gallery: {folder}")
 
 
