@@ -39,6 +39,8 @@ __all__ = [
     "Members",
     "dump_flight_record",
     "flight_record",
+    "job_ids",
+    "join_job",
     "log",
     "profiled",
     "profiling",
@@ -52,6 +54,8 @@ _KEPT = 2000  # calls
 _JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")  # by launchers
 _LEVELS = ("debug", "info", "warning", "error")
 _flights: deque[Flight] = deque(maxlen=_KEPT)
+_MOST_JOBS = 16  # ids
+_jobs: list[str] = []  # ids of the stores that this process has made groups in
 _started = time.time()
 _raised: dict[str, Any] | None = None  # what has ended the program
 _set_up = False
@@ -184,6 +188,19 @@ class Flight:
         return record
 
 
+def join_job(identity: str) -> None:
+    """This process is one of those that have this id. It has several where its process group is made anew in
+    another store: the first one stays, and the last ones."""
+    if identity not in _jobs:
+        _jobs.append(identity)
+        del _jobs[1 : 1 - _MOST_JOBS]
+
+
+def job_ids() -> list[str]:
+    """Ids of the job of this process. Two processes of one job share one, maybe by way of others."""
+    return list(_jobs)
+
+
 def flight_record() -> list[dict[str, Any]]:
     """The last 2,000 transfers of this process, oldest first, each as a dictionary.
 
@@ -233,6 +250,7 @@ def _document() -> dict[str, Any]:
         "rank": rank,
         "world": world,
         "job": " ".join(f"{name}={os.environ[name]}" for name in _JOB if name in os.environ),
+        "jobs": job_ids(),
         "process": os.getpid(),
         "started": _started,
         "written": time.time(),

@@ -14,6 +14,7 @@ from ..base.json_reader import Reader, read_json
 from ..base.observe import FORMAT
 from ..base.progress import track
 from ..errors import LayoutError
+from ._one_job import check_one_job
 
 __all__ = ["Made", "Place", "Record", "read_records"]
 
@@ -49,11 +50,13 @@ class Made:
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank wrote. at: the line that its main thread had come to; exception: what ended it."""
+    """What one rank wrote. jobs: ids, see check_one_job; job: what launchers call it; at: the line that its
+    main thread had come to; exception: what ended it."""
 
     rank: int
     world: int | None
     job: str
+    jobs: list[str]
     path: Path
     started: float
     written: float
@@ -99,10 +102,15 @@ def _read(path: Path) -> Record:
         _expect(exception.get("error"), str, f"{where}.exception.error")
         _expect(exception.get("raised"), _NUMBER, f"{where}.exception.raised")
     world = fields.get("world")
+    jobs = fields.get("jobs", [])  # those of earlier versions have none
+    _expect(jobs, list, f"{where}.jobs")
+    for at, each in enumerate(jobs):
+        _expect(each, str, f"{where}.jobs[{at}]")
     return Record(
         rank,
         world if isinstance(world, int) else None,
         str(fields.get("job") or ""),
+        jobs,
         path,
         fields["started"],
         fields["written"],
@@ -149,11 +157,13 @@ def _expect(value: Any, kind: Any, where: str) -> None:
 
 
 def _check_one_job(records: list[Record]) -> None:
+    check_one_job([(record.path.name, record.jobs) for record in records], "give a folder with those of one")
     first, *others = records
     for record in others:
         for name in ("world", "job"):
             mine, its = getattr(first, name), getattr(record, name)
-            if mine != its and None not in (mine, its):
+            by_id = name == "job" and first.jobs and record.jobs  # restarts of a worker differ inside a job
+            if mine != its and None not in (mine, its) and not by_id:
                 raise LayoutError(
                     f"{first.path.name} has {name} {checks.shown(mine, 120)}, {record.path.name} has "
                     f"{checks.shown(its, 120)}: records of different jobs; give a folder with those of one"

@@ -10,7 +10,8 @@ from ..errors import LayoutError
 from ..pages.schedule_panels import panel_of_events
 from ..pages.timeline_page import write_timeline_page
 from ..pipelining.draw import Panel, bar_of, draw_panels
-from ..pipelining.measured import exposed_seconds, read_trace
+from ..pipelining.measured import exposed_seconds, jobs_of_trace, read_trace
+from ._one_job import check_one_job
 from ._values import named
 
 
@@ -25,10 +26,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Draws, and prints what each rank did with its time."""
     if arguments.output is None and arguments.html is None:
         raise LayoutError("nothing to write: give --output, --html or both")
-    events = []
+    events, jobs = [], []
     for path in track(arguments.traces, "traces"):
         with named(str(path)):
             events += read_trace(path)
+            jobs.append((str(path), jobs_of_trace(path)))
+    check_one_job(jobs, "give the traces of one")
     if not events:
         raise LayoutError("the traces hold no actions")
     first = min(event.begin for event in events)

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import Replicate
 from typing_extensions import Self
 
-from ..base.observe import log
+from ..base.observe import join_job, log
 from ..errors import LayoutError, MeshcastError
 from ..layout import Layout
 from . import rendezvous as meet
@@ -431,4 +431,6 @@ def _agent() -> tuple[str, dist.TCPStore]:
             "python -m meshcast.elastic.run",
             op=OP,
         )
+    # Its workers differ in their restart counts, and each rendezvous has a store of its own.
+    join_job(store.compare_set(meet.JOB, "", os.urandom(8).hex()).decode())
     return f"{variables['LOCAL_RANK']}.{variables['TORCHELASTIC_RESTART_COUNT']}", store

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-__all__ = ["AGENT", "FINISHED", "Call", "Start", "Version", "call_key", "connect", "found", "ready_key"]
-__all__ += ["broken_key", "serve", "start_key", "tell", "version_key"]
+__all__ = ["AGENT", "FINISHED", "JOB", "Call", "Start", "Version", "call_key", "connect", "found"]
+__all__ += ["broken_key", "ready_key", "serve", "start_key", "tell", "version_key"]
 
 HOST = "127.0.0.1"
 AGENT = "elastic/agent"  # there from the start: the store is that of an agent
+JOB = "elastic/job"  # id of the job in flight records
 FINISHED = "elastic/finished"  # a worker has ended the job in agreement with all others
 
 

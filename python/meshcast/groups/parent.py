@@ -70,7 +70,7 @@ class ParentGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> ParentGroup:
-        store = StoreConnection(c10d._get_process_group_store(group), "meshcast")
+        store = StoreConnection(c10d._get_process_group_store(group), "meshcast", of_job=True)
         ranks, rank, timeout = dist.get_process_group_ranks(group), dist.get_rank(), _group_timeout(group)
         parent = cls(ranks, rank, timeout, group.group_name, store)
         parent.place = (ranks.index(rank) if rank in ranks else -1, len(ranks))

@@ -3,6 +3,7 @@ as long as the store's own."""
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -10,21 +11,26 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ..base import observe
 from ..errors import DeadlineExceededError, MeshcastError, PeerLostError
 from .shortage import as_shortage, no_thread
 
-__all__ = ["StoreConnection", "first_line", "store_failed", "within"]
+__all__ = ["StoreConnection", "first_line", "join_job", "store_failed", "within"]
 
 _T = TypeVar("_T")
 
 
 class StoreConnection:
     """A connection of one's own, since a wait in the store blocks every other user of the same connection. It
-    is made where it is first used: that may take as long as the store's limit."""
+    is made where it is first used: that may take as long as the store's limit.
 
-    def __init__(self, store: Any, prefix: str) -> None:
+    of_job: the store is one of this process's job, whose id it gets there.
+    """
+
+    def __init__(self, store: Any, prefix: str, *, of_job: bool = False) -> None:
         # Not torch's own object, whose end is the end of its process group.
         self._store = dist.PrefixStore(prefix, store)
+        self._of_job = of_job
         self._opened: dist.Store | None = None
         self._lock = threading.Lock()
 
@@ -33,14 +39,31 @@ class StoreConnection:
         with self._lock:
             if self._opened is None:
                 _refuse_if_gone(self._store)
-                self._opened = self._store.clone()  # type: ignore[attr-defined]
+                opened = self._store.clone()  # type: ignore[attr-defined]
+                if self._of_job:
+                    join_job(opened)
+                self._opened = opened
             return self._opened
+
+
+def join_job(store: Any) -> None:
+    """Processes that share a store are of one job, and have an id of it in their flight records: one question
+    to the store, which nobody waits for another rank to answer. Groups inside others share their store."""
+    root = _root(store)
+    # The agent of torchrun keeps its store when it starts all ranks again. Their records are others then.
+    key = f"meshcast/job/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
+    observe.join_job(root.compare_set(key, "", os.urandom(8).hex()).decode())
+
+
+def _root(store: Any) -> Any:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _refuse_if_gone(store: Any) -> None:
     """Torch would try again and again until the store's own limit."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
+    store = _root(store)
     if isinstance(store, dist.TCPStore):
         try:
             socket.create_connection((store.host, store.port), 1.0).close()

@@ -38,7 +38,7 @@ class _Talks:
     begins. They take turns on it: who waits in the store locks out the others for a `SLICE` at most."""
 
     def __init__(self, store: Any) -> None:
-        self.connection = StoreConnection(store, "meshcast/pipeline")
+        self.connection = StoreConnection(store, "meshcast/pipeline", of_job=True)
         self.count = 0  # that were opened
 
 

@@ -12,7 +12,7 @@ from meshcast.errors import LayoutError
 from meshcast.pipelining.action import Action
 from meshcast.pipelining.errors import ScheduleError
 
-__all__ = ["Event", "exposed_seconds", "read_trace"]
+__all__ = ["Event", "exposed_seconds", "jobs_of_trace", "read_trace"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,15 @@ def read_trace(path: Path) -> list[Event]:
             f"not a trace of a pipeline step ({type(error).__name__}: {checks.shown(str(error))})"
         ) from None
     return events
+
+
+def jobs_of_trace(path: Path) -> list[str]:
+    """Ids of the job that a trace is of, see `meshcast.base.observe.job_ids`; none in older ones. Of a file
+    that read_trace has read."""
+    found = json.loads(path.read_text()).get("otherData", {}).get("jobs", [])
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise LayoutError(f"otherData.jobs is {checks.shown(found)}: not what a trace holds there")
+    return found
 
 
 def _checked(name: str) -> str:

@@ -8,6 +8,7 @@ import resource
 import time
 from dataclasses import dataclass, field
 
+from meshcast.base.observe import job_ids
 from meshcast.pipelining.action import ActionKind
 from meshcast.pipelining.measured import Event
 from meshcast.pipelining.simulate import SimulationReport
@@ -91,9 +92,8 @@ class Trace:
                 }
             )
         with open(path, "w") as file:
-            json.dump(
-                {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"begin": host_time}}, file
-            )
+            other = {"begin": host_time, "jobs": job_ids()}
+            json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, file)
 
 
 def format_timeline(report: SimulationReport, unit: float = 1.0) -> str:

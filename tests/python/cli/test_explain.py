@@ -143,6 +143,17 @@ def test_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(tmp_path), "--html", str(tmp_path / "page.txt")]) == 2
 
 
+def test_records_that_share_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of an elastic job whose group was made anew: a worker that came later has another restart count, and
+    one that died knew the first group alone. A record without an id, as of an earlier version, is read."""
+    write(tmp_path, 0, jobs=["a", "b"], job="TORCHELASTIC_RESTART_COUNT=0")
+    write(tmp_path, 1, jobs=["b"], job="TORCHELASTIC_RESTART_COUNT=1")
+    write(tmp_path, 2, jobs=["a"], job="TORCHELASTIC_RESTART_COUNT=0")
+    assert cause(tmp_path, capsys) == "no call failed or waits"
+    write(tmp_path, 2, job="TORCHELASTIC_RESTART_COUNT=0")
+    assert cause(tmp_path, capsys) == "no call failed or waits"
+
+
 def _cut(folder: Path) -> None:
     path = write(folder, 0, call(0))
     path.write_text(path.read_text()[:200])
@@ -173,6 +184,12 @@ BAD = {
         lambda folder: (write(folder, 0, call(0)), write(folder, 1, started=2000.0, written=2001.0)),
         ["job.rank0", "job.rank1", "before the process", "1970-01-01 00:33:20"],
     ),
+    "jobs": (
+        lambda folder: [write(folder, rank, jobs=[f"id{rank % 2}"]) for rank in RANKS],
+        ["job.rank0, job.rank2 and job.rank1 are of different jobs", "a folder with those of one"],
+    ),
+    "ids": (lambda folder: write(folder, 0, jobs="a"), ["job.rank0.jobs is 'a'"]),
+    "id": (lambda folder: write(folder, 0, jobs=[3]), ["job.rank0.jobs[0] is 3"]),
     "started": (lambda folder: write(folder, 0, started="early"), ["job.rank0.started is 'early'"]),
     "calls": (lambda folder: write(folder, 0, calls=3), ["job.rank0.calls is 3"]),
     "call": (lambda folder: write(folder, 0, call(0, "flying")), ["calls[0].state", "unfinished"]),

@@ -94,6 +94,22 @@ def test_pages_fetch_nothing(tmp_path: Path) -> None:
     assert not re.search(r"(src|href)=|https?:|@import|url\(|fetch\(|XMLHttp", text)
 
 
+def test_traces_of_different_jobs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one sentence, before the page is written; traces of earlier versions have no id and are drawn."""
+    for name, job in (("a0", ["a"]), ("a1", ["a", "b"]), ("c2", ["c"]), ("old3", None)):
+        trace = {"ph": "X", "name": "0F0", "pid": int(name[-1]), "ts": 1.0, "dur": 2.0}
+        other = {"begin": 3.0} | ({} if job is None else {"jobs": job})
+        (tmp_path / name).write_text(json.dumps({"traceEvents": [trace], "otherData": other}))
+    page = tmp_path / "page.html"
+    argv = ["timeline", "--html", str(page)]
+    assert main([*argv, *(str(tmp_path / name) for name in ("a0", "a1", "c2", "old3"))]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"{tmp_path / 'a0'}, {tmp_path / 'a1'} and {tmp_path / 'c2'} are of different jobs" in err
+    assert not page.exists()
+    assert main([*argv, *(str(tmp_path / name) for name in ("a0", "a1", "old3"))]) == 0
+
+
 BAD = [
     ([*PLAN, "--html", "plan.pdf"], ["--html", "'plan.pdf'", ".html"]),
     ([*PLAN, "--html", "/nowhere/plan.html"], ["--html", "/nowhere/plan.html", "No such file"]),
