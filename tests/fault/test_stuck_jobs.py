@@ -6,6 +6,7 @@ docs/stuck_jobs.md shows the same output; figures that differ from run to run ar
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -114,17 +115,16 @@ def recorded(name: str, folder: Path, pids: list[int]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def explained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the command prints for each of the jobs."""
+def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder with those of each of the jobs."""
     folder = tmp_path_factory.mktemp("jobs")
     with running(folder) as processes:
-        records = {name: record(name, folder / name, processes[name]) for name in FAULTS}
-    return {name: explain(copy) for name, copy in records.items()}
+        return {name: record(name, folder / name, processes[name]) for name in FAULTS}
 
 
-def explain(folder: Path) -> str:
+def explain(folder: Path) -> subprocess.CompletedProcess[str]:
     """Run where the job's program is, so that its lines are short."""
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "meshcast", "explain", str(folder)],
         env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
         cwd=JOB.parent,
@@ -133,8 +133,6 @@ def explain(folder: Path) -> str:
         timeout=100,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
 
 
 def comparable(text: str) -> list[str]:
@@ -144,7 +142,20 @@ def comparable(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_as_the_page_says(explained: dict[str, str], fault: str) -> None:
+def test_as_the_page_says(records: dict[str, Path], fault: str) -> None:
     shown = re.search(rf"stuck_job\.py {fault}`.*?<!-- output -->\n```\n(.*?)```", PAGE, re.DOTALL)
     assert shown is not None
-    assert comparable(explained[fault]) == comparable(shown[1])
+    done = explain(records[fault])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert comparable(done.stdout) == comparable(shown[1])
+
+
+def test_records_of_two_jobs_are_told_apart(records: dict[str, Path], tmp_path: Path) -> None:
+    """Also where one followed the other at the same address, within a few seconds."""
+    for rank, name in enumerate(("absent", "order", "order")):
+        found = json.loads((records[name] / f"job.rank{rank}").read_text())
+        assert len(found["jobs"]) == 1
+        (tmp_path / f"job.rank{rank}").write_text(json.dumps(found | {"job": ""}))
+    done = explain(tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "job.rank0 and job.rank1, job.rank2 are of different jobs" in done.stderr

@@ -162,7 +162,9 @@ def _check_one_job(records: list[Record]) -> None:
     for record in others:
         for name in ("world", "job"):
             mine, its = getattr(first, name), getattr(record, name)
-            by_id = name == "job" and first.jobs and record.jobs  # restarts of a worker differ inside a job
+            by_id = (
+                first.jobs and record.jobs
+            )  # workers that were replaced, or came later, differ inside a job
             if mine != its and None not in (mine, its) and not by_id:
                 raise LayoutError(
                     f"{first.path.name} has {name} {checks.shown(mine, 120)}, {record.path.name} has "

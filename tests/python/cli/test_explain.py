@@ -154,6 +154,13 @@ def test_records_that_share_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cause(tmp_path, capsys) == "no call failed or waits"
 
 
+def test_a_job_may_have_changed_its_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 0, call(0), jobs=["a", "b"], world=2)
+    write(tmp_path, 2, call(0), jobs=["a"], job="MASTER_PORT=2")  # ended with the third
+    write(tmp_path, 1, call(0), jobs=["b"], world=2)
+    assert cause(tmp_path, capsys) == "no call failed or waits"
+
+
 def _cut(folder: Path) -> None:
     path = write(folder, 0, call(0))
     path.write_text(path.read_text()[:200])
