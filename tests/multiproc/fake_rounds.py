@@ -95,6 +95,9 @@ class _Core:
     def stats(self, work: _Work) -> dict[str, float]:
         return self._control.stats(work.inner)
 
+    def traffic(self, work: _Work) -> list[tuple[int, bool, int, int]]:
+        return self._control.traffic(work.inner)
+
     def abort(self, reason: str) -> None:
         self._control.abort(reason)
 
