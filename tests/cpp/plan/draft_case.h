@@ -42,6 +42,14 @@ struct DraftCase {
   ReductionRoutes reductions;
 };
 
+// The plan with a draft as its hops, so that the draft is looked at also where another one is better.
+inline Plan with_draft(Plan plan, const Draft& draft, const Schedule& scheduled) {
+  plan.pieces = draft.pieces;
+  plan.chunks = draft.chunks;
+  plan.hops = scheduled.hops;
+  return plan;
+}
+
 inline double ratio(const Plan& plan) {
   return static_cast<double>(plan.makespan_ns) / static_cast<double>(plan.lower_bound_ns);
 }
