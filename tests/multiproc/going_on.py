@@ -1,10 +1,10 @@
 """A training program for meshcast.elastic.run in which workers die by SIGKILL at chosen moments.
 
-going_on.py FOLDER STEPS FAULTS [PAUSE [EVERY]]: FAULTS is a JSON list of [worker, step, moment]; a worker is
-named "LOCAL_RANK.RESTART". Each worker writes what it has seen to FOLDER/WORKER.jsonl. The job ends after so
-many steps, or in the one in which FOLDER/stop is found. PAUSE: seconds before each step; all ranks have all
-then, so that any number of them may die. EVERY: no rank has what another one has, and so many steps are
-between two copies on other ranks.
+going_on.py FOLDER STEPS FAULTS [PAUSE [EVERY [MEMORY]]]: FAULTS is a JSON list of [worker, step, moment]; a
+worker is named "LOCAL_RANK.RESTART". Each worker writes what it has seen to FOLDER/WORKER.jsonl. The job ends
+after so many steps, or in the one in which FOLDER/stop is found. PAUSE: seconds before each step; all ranks
+have all then, so that any number of them may die. EVERY: no rank has what another one has, and so many steps
+are between two copies on other ranks. MEMORY: bytes that the state may take on a rank.
 
 Moments: during - after the forward; saving - while all write a checkpoint; before - gradients are complete;
 between - others have taken the step, this one has not, and one of the others does not know yet that all had
@@ -134,7 +134,13 @@ class Trained:
 
 class Worker:
     def __init__(
-        self, folder: Path, steps: int, faults: list[list[Any]], pause: float = 0.0, every: float = 0.0
+        self,
+        folder: Path,
+        steps: int,
+        faults: list[list[Any]],
+        pause: float = 0.0,
+        every: float = 0.0,
+        memory: float = 0.0,
     ) -> None:
         self.folder = folder
         self.log = (folder / f"{NAME}.jsonl").open("a")
@@ -154,6 +160,7 @@ class Worker:
             grace=120.0,
             timeout=timedelta(seconds=60),
             replicas_every=self.every,
+            memory=int(memory) or None,
         )
         agree = self.job._agree
 
@@ -248,7 +255,7 @@ def main() -> None:
     try:
         worker.run()
     except LayoutError as error:
-        worker.note(gone=sorted({name for name, _, _ in error.gone}))
+        worker.note(gone=sorted({name for name, _, _ in error.gone}), error=str(error))
         raise
 
 

@@ -90,10 +90,16 @@ class Notes:
 
 
 def job(
-    folder: Path, ranks: str, steps: int, faults: list[list[Any]], *options: str, every: int = 0
+    folder: Path,
+    ranks: str,
+    steps: int,
+    faults: list[list[Any]],
+    *options: str,
+    every: int = 0,
+    memory: int = 0,
 ) -> tuple[int, str, Notes]:
-    """every: see going_on.py."""
-    more = ["0", str(every)] if every else []
+    """every, memory: see going_on.py."""
+    more = ["0", str(every), str(memory)] if every or memory else []
     process = Started(
         "--nproc-per-node", ranks, *options, str(PROGRAM), str(folder), str(steps), json.dumps(faults), *more
     )
@@ -173,6 +179,30 @@ def test_more_dead_than_replicas_can_bear_is_one_error_on_all(tmp_path: Path) ->
     assert gone["1.0"] == gone["3.0"]
     assert "state.0.weight.exp_avg" in gone["1.0"]
     assert "0.weight" in output
+
+
+def test_too_few_ranks_for_their_memory_is_one_error_on_all(tmp_path: Path) -> None:
+    """Four ranks hold half of the state each; three would hold all of it each, beside that half. The
+    checkpoint that was saved before is as it was."""
+    nobody = "9.9"  # all save in the step before its death
+    faults = [[nobody, 1, "saving"], ["2.0", 2, "before"]]
+    status, output, notes = job(tmp_path, "1:4", 4, faults, memory=_bytes_of_a_state())
+    assert status == 1
+    errors = notes.with_key("error")
+    assert set(errors) == {"0.0", "1.0", "3.0"}, output[-8000:]
+    assert len(set(errors.values())) == 1
+    assert "3 ranks are too few for the state: rank 0 needs " in errors["0.0"]
+    assert not any(notes.with_key("gone").values())
+    assert {step for name in errors for step, _ in notes.steps(name)} == {0, 1}
+    expected = Reference(1).before[1]
+    found = {name: torch.zeros_like(value) for name, value in expected.items()}
+    dcp.load(found, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=0, atol=1e-5), name
+
+
+def _bytes_of_a_state() -> int:
+    return sum(value.nbytes for value in Reference(1).before[1].values())
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])

@@ -21,7 +21,9 @@ from typing_extensions import Self
 from ..base.observe import join_job, log
 from ..errors import LayoutError, MeshcastError
 from ..layout import Layout
+from ..pipelining.errors import ScheduleError
 from . import rendezvous as meet
+from .budget import budget_of, check_budget
 from .generations import Generations
 from .leaving import abort_groups, leave_groups
 from .places import Old, Place
@@ -77,6 +79,8 @@ class Job(Generic[T]):
         replicas_every: steps from one copy of the state on other ranks to the next, see Replicas. Where what
             dead ranks held lives nowhere else, the job then goes back to the newest whole copy: `steps` is
             smaller than before. None: no copies, and an error there.
+        memory: bytes that the state may take on this rank, with what it held before while that moves. Where
+            one rank needs more for the ranks that are left, all raise and nothing is moved. None: no limit.
         grace: seconds that an error may wait for the agent to tell that a rank died. An error without a
             death is raised after that.
         connect_timeout: seconds for making a process group. A worker that dies while the others connect may
@@ -105,6 +109,7 @@ class Job(Generic[T]):
         old: Old = None,
         options: Mapping[str, Any] | None = None,
         replicas_every: int | None = None,
+        memory: int | None = None,
         grace: float = 30.0,
         connect_timeout: float = 60.0,
     ) -> None:
@@ -115,6 +120,7 @@ class Job(Generic[T]):
         if replicas_every is not None:
             more = {"own": own, "old": old}
             self._generations = Generations(OP, replicas_every, more, self._options.get("topology"))
+        self._memory = budget_of(OP, memory)
         self._grace, self._connect_timeout = grace, timedelta(seconds=connect_timeout)
         self._name, self._store = _agent()
         self._training: T | None = None
@@ -149,7 +155,8 @@ class Job(Generic[T]):
         ranks that are there then. `steps` tells what was committed. Without commit() inside, nothing is.
 
         Raises:
-            LayoutError: on all ranks: state that no rank holds any more, listed in the field `gone`.
+            LayoutError: on all ranks: state that no rank holds any more, listed in the field `gone`; too few
+                ranks for the `memory` of one.
             Others as they come from inside.
         """
         if self._closed:
@@ -263,6 +270,7 @@ class Job(Generic[T]):
             for group in list(c10d._world.pg_map):
                 c10d._set_pg_timeout(self._timeout, group)
         steps = self.steps
+        check_budget(OP, self._memory, training, self._training, self._talk)
         if start.version is not None:
             held = steps if self._version is not None else None
             steps = self._move(training, held, call.members, start)
@@ -414,8 +422,8 @@ def _changed(then: Sequence[str], now: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _may_be_loss(error: BaseException | None) -> bool:
-    if isinstance(error, LayoutError):  # some calls say so of whatever ended them
-        return not error.gone and _may_be_loss(error.__cause__)
+    if isinstance(error, LayoutError | ScheduleError):  # some calls say so of whatever ended them
+        return not getattr(error, "gone", ()) and _may_be_loss(error.__cause__)
     return isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
 
 
