@@ -40,10 +40,10 @@ CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix
 LOCK := flock build/.lock
 
 .DEFAULT_GOAL := build
-.PHONY: build faults cuda-check on-gpu demo test test-all test-faults test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint metrics format asan tsan clean configure help
+.PHONY: build faults cuda-check on-gpu demo test test-all test-faults test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint analyze metrics format asan tsan clean configure help
 
 help:
-	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build faults cuda-check on-gpu demo test test-all test-faults test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint metrics format asan tsan clean'
+	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build faults cuda-check on-gpu demo test test-all test-faults test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint analyze metrics format asan tsan clean'
 
 # ---- set-up ----------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ cuda-check:
 test: build $(VENV)/.stamp-dev
 	@PY=$(PY) JOBS=$(JOBS) tools/run_tests.sh quick $(PYTEST_ARGS)
 
-test-all: build faults $(VENV)/.stamp-hf $(VENV)/.stamp-docs asan tsan
+test-all: build faults $(VENV)/.stamp-hf $(VENV)/.stamp-docs asan tsan analyze
 	@PY=$(PY) JOBS=$(JOBS) tools/run_tests.sh all $(PYTEST_ARGS)
 
 test-matrix:
@@ -182,6 +182,10 @@ metrics: build $(VENV)/.stamp-dev
 
 lint: configure $(VENV)/.stamp-lint
 	@$(PY) tools/lint.py --jobs $(JOBS)
+
+# Clang's analyzer, source by source: ten times as long as all of `make lint`.
+analyze: configure $(VENV)/.stamp-lint
+	@$(PY) tools/lint.py --jobs $(JOBS) --only analyzer
 
 format: $(VENV)/.stamp-lint
 	$(VENV)/bin/ruff check --fix-only -q . ; $(VENV)/bin/ruff format -q .

@@ -1,12 +1,15 @@
 """Runs every style and static check and reports all failures, not only the first.
 
 python tools/lint.py [--jobs N] [--only NAME ...]
+
+"analyzer", which takes ten times as long as all others, runs only where it is named: `make analyze` does.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -16,7 +19,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-BUILD = ROOT / "build" / "lint"
 # clang-tidy reads only what needs no torch: torch's headers take it a minute per file.
 TORCH_FREE = (ROOT / "csrc" / "core", ROOT / "csrc" / "ucx")
 
@@ -37,32 +39,45 @@ def cpp_files() -> list[str]:
     )
 
 
-def clang_tidy(jobs: int) -> tuple[int, str]:
-    # A build compiles the files of a folder together; here each has its own command.
-    status, output = run(
-        ["cmake", "-S", ROOT, "-B", BUILD, "-DMESHCAST_UNITY=OFF", f"-DPython_EXECUTABLE={BIN / 'python'}"]
-    )
+def clang_tidy(jobs: int, analyzer: bool) -> tuple[int, str]:
+    """Over the sources of each folder together, as a build compiles them: their headers are read once.
+    Clang's analyzer looks at functions of the file itself alone: with it each source has its own command."""
+    build = ROOT / "build" / ("analyze" if analyzer else "lint")
+    unity = f"-DMESHCAST_UNITY={'OFF' if analyzer else 'ON'}"
+    status, output = run(["cmake", "-S", ROOT, "-B", build, unity, f"-DPython_EXECUTABLE={BIN / 'python'}"])
     if status != 0:
         return status, output
-    entries = json.loads((BUILD / "compile_commands.json").read_text())
-    files = sorted(
-        entry["file"]
-        for entry in entries
-        if any(Path(entry["file"]).is_relative_to(folder) for folder in TORCH_FREE)
-    )
-    if not files:
-        return 1, "no torch-free source in build/lint/compile_commands.json\n"
+    entries = json.loads((build / "compile_commands.json").read_text())
+    sources = {entry["file"]: torch_free(entry["file"]) for entry in entries}
+    read = {source for its in sources.values() for source in its}
+    if read != (there := {path for folder in TORCH_FREE for path in folder.rglob("*.cpp")}):
+        missing = ", ".join(str(path.relative_to(ROOT)) for path in sorted(there - read))
+        return 1, f"{build / 'compile_commands.json'} does not compile {missing}\n"
     # The wheel of clang-tidy lacks headers such as stddef.h: lend it those of the compiler.
     words = next(entry["command"] for entry in entries).split()
     compiler = next(word for word in words if "ccache" not in word)
     _, own_headers = run([compiler, "-print-file-name=include"])
-    command: list[str | Path] = [BIN / "clang-tidy", "-p", BUILD, "--quiet", "--use-color=0"]
+    command: list[str | Path] = [BIN / "clang-tidy", "-p", build, "--quiet", "--use-color=0"]
     command.append(f"--extra-arg=-isystem{own_headers.strip()}")
     command.append("--extra-arg=-Wno-unknown-warning-option")  # options meant for GCC
+    if not analyzer:
+        command.append("--checks=-clang-analyzer-*")
     with ThreadPoolExecutor(jobs) as pool:
+        files = sorted(file for file, its in sources.items() if its)
         results = list(pool.map(lambda file: run([*command, file]), files))
     output = "".join(text for status, text in results if status != 0)
     return max(status for status, _ in results), output
+
+
+def torch_free(file: str) -> list[Path]:
+    """Of the sources that a file of the build stands for, itself or what it includes: those without torch."""
+    path = Path(file)
+    included = re.findall(r'^#include "(.+\.cpp)"', path.read_text(), re.MULTILINE)
+    return [
+        source
+        for source in ([Path(each) for each in included] or [path])
+        if any(source.is_relative_to(folder) for folder in TORCH_FREE)
+    ]
 
 
 def checks(jobs: int) -> dict[str, Callable[[], tuple[int, str]]]:
@@ -74,8 +89,12 @@ def checks(jobs: int) -> dict[str, Callable[[], tuple[int, str]]]:
         "ruff format": lambda: run([BIN / "ruff", "format", "--check", "."]),
         "mypy": lambda: run([sys.executable, "-m", "mypy"]),
         "clang-format": lambda: run([BIN / "clang-format", "--dry-run", "-Werror", *cpp_files()]),
-        "clang-tidy": lambda: clang_tidy(jobs),
+        "clang-tidy": lambda: clang_tidy(jobs, analyzer=False),
+        "analyzer": lambda: clang_tidy(jobs, analyzer=True),
     }
+
+
+DEFAULT = [name for name in checks(1) if name != "analyzer"]
 
 
 def main() -> int:
@@ -85,7 +104,7 @@ def main() -> int:
     args = parser.parse_args()
     failed = []
     for name, check in checks(args.jobs).items():
-        if args.only and name not in args.only:
+        if name not in (args.only or DEFAULT):
             continue
         start = time.monotonic()
         status, output = check()
