@@ -1,0 +1,1 @@
+"""The state of a job whose ranks change, beside the least time that its bytes take."""
