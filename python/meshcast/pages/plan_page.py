@@ -28,17 +28,14 @@ def write_plan_page(plan: Plan, path: str | Path) -> None:
 
 
 def _data(plan: Plan) -> dict[str, Any]:
-    import numpy as np
-
     core = plan._core
 
-    def column(name: str) -> Any:
-        return np.asarray(core.column(name))
+    def column(name: str) -> list[int]:
+        return memoryview(core.column(name)).tolist()
 
-    chunk = column("hop_chunk")
+    chunk, begin, task_of = column("hop_chunk"), column("chunk_begin"), column("piece_task")
     size = max(plan.ranks, default=0) + 1
-    host_of = np.zeros(size, dtype=np.int64)
-    nic_of = np.zeros(size, dtype=np.int64)
+    host_of, nic_of = [0] * size, [0] * size
     hosts: list[dict[str, Any]] = []
     for host in plan.hosts:
         used = [rank for rank in host.ranks if rank in plan._rank_traffic]
@@ -55,22 +52,22 @@ def _data(plan: Plan) -> dict[str, Any]:
         "makespan": core.makespan_ns,
         "bound": core.lower_bound_ns,
         "hosts": hosts,
-        "host_of": host_of.tolist(),
-        "nic_of": nic_of.tolist(),
+        "host_of": host_of,
+        "nic_of": nic_of,
         "tasks": [
             f"{size_text(task.nbytes)}, {ranks_text(task.holders)} \N{RIGHTWARDS ARROW} "
             f"{ranks_text(task.receivers)}"
             for task, _ in zip(plan.tasks, range(_NAMED_TASKS), strict=False)
         ],
         "hops": {
-            "src": column("hop_src").tolist(),
-            "dst": column("hop_dst").tolist(),
-            "start": column("start_ns").tolist(),
-            "finish": column("finish_ns").tolist(),
-            "chunk": chunk.tolist(),
-            "task": column("piece_task")[column("chunk_begin")[chunk]].tolist(),
+            "src": column("hop_src"),
+            "dst": column("hop_dst"),
+            "start": column("start_ns"),
+            "finish": column("finish_ns"),
+            "chunk": chunk,
+            "task": [task_of[begin[each]] for each in chunk],
         },
-        "chunk_bytes": column("chunk_nbytes").tolist(),
+        "chunk_bytes": column("chunk_nbytes"),
     }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,21 @@ def data_of(path: Path) -> Any:
     )
     assert found is not None
     return json.loads(found[1])
+
+
+def test_pages_need_no_numpy(tmp_path: Path) -> None:
+    """torch does without, and `pip install meshcast` brings none."""
+    program = (
+        "import sys; sys.modules['numpy'] = None; from meshcast.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    simulated = ["simulate", "--stages", "2", "--microbatches", "2", "--compare"]
+    for command in (PLAN, simulated):
+        page = tmp_path / f"{command[0]}.html"
+        done = subprocess.run(
+            [sys.executable, "-c", program, *command, "--html", str(page)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert data_of(page)
 
 
 def test_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
