@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import tempfile
@@ -20,6 +21,11 @@ from . import rendezvous as meet
 __all__ = ["Agent", "Config"]
 
 log = logging.getLogger("torch.distributed.elastic.meshcast")
+
+# Seconds that the store of a group outlives one of its members. Ranks hear of the death meanwhile and leave
+# the group: torch prints a stack for each call to a store that has gone.
+# Who waits there for the dead waits longer.
+_LINGER = 0.2
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,7 @@ class Agent:
     _number: int = 0
     _members: dict[int, list[str]] = field(default_factory=dict)  # by rendezvous
     _servers: dict[int, dist.TCPStore] = field(default_factory=dict)
+    _servers_end: float = math.inf  # when those of now do
     _late: float = 0.0  # when the rendezvous that is open ends those who have not come
     _open: bool = False
     _over: bool = False
@@ -138,8 +145,10 @@ class Agent:
         for worker in died:
             if worker.name in self._members.get(self._number, ()):
                 self._store.set(meet.broken_key(self._number), "")
-                self._servers.clear()  # who waits there, waits for the dead
+                self._servers_end = min(self._servers_end, time.monotonic() + _LINGER)
             self._replace(worker)
+        if time.monotonic() >= self._servers_end:
+            self._end_servers()
         living = self._living()
         if len(living) < self.config.least:
             self._fail()
@@ -217,7 +226,7 @@ class Agent:
             return
         versions = [meet.Version(*version) for (version,) in said.values() if version is not None]
         latest = max(versions, default=None)
-        self._servers.clear()  # all have left the groups of before
+        self._end_servers()  # all have left the groups of before
         server, port = meet.serve()
         self._servers[self._number] = server
         then = [] if latest is None else self._members[latest.rendezvous]
@@ -235,6 +244,10 @@ class Agent:
                 worker.ended = True
                 worker.process.close(signal.SIGTERM, int(self.config.shutdown_timeout))
         self._announce([], [])
+
+    def _end_servers(self) -> None:
+        self._servers.clear()
+        self._servers_end = math.inf
 
     def _fail(self) -> None:
         raise ChildFailedError(self.config.command, self._failures)
