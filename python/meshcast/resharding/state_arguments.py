@@ -365,6 +365,8 @@ def _check_out(
         mesh, placements = meshes.get(name, (None, ()))
         if mesh is None:
             raise LayoutError(f"{OP}: the output of {name!r} is a DTensor, its destination {where} plain")
+        if out.device_mesh is mesh and out.placements == tuple(placements):
+            return  # as for most of a state: reading a mesh costs more than all else here
         expected = Layout(mesh, positive_placements(placements, out.ndim))
         found = Layout(out.device_mesh, out.placements)
         if expected != found or out.device_mesh != mesh:
