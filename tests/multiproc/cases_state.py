@@ -323,6 +323,11 @@ def refused(context) -> None:
     bad = {name: sharded(torch.zeros(77), quiet_mesh([0]), [Shard(0)], 0)}
     outs = bad if context.rank == 0 else {}
     raises(kind, repr(name), lambda: call(state, out=outs))
+    mesh, placements = destinations[name]
+    turned = [Shard(0) if placement.is_replicate() else Replicate() for placement in placements]
+    bad = {name: sharded(fulls[name], mesh, turned, context.rank)}
+    outs = bad if context.rank == 0 else {}
+    raises(kind, f"{name!r} is under" if context.rank == 0 else repr(name), lambda: call(state, out=outs))
     check(call(state), fulls, destinations, context.rank)
 
 
