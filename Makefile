@@ -183,7 +183,7 @@ metrics: build $(VENV)/.stamp-dev
 lint: configure $(VENV)/.stamp-lint
 	@$(PY) tools/lint.py --jobs $(JOBS)
 
-# Clang's analyzer, source by source: ten times as long as all of `make lint`.
+# Clang's analyzer, source by source: minutes.
 analyze: configure $(VENV)/.stamp-lint
 	@$(PY) tools/lint.py --jobs $(JOBS) --only analyzer
 

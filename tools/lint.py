@@ -2,7 +2,7 @@
 
 python tools/lint.py [--jobs N] [--only NAME ...]
 
-"analyzer", which takes ten times as long as all others, runs only where it is named: `make analyze` does.
+"analyzer", which takes minutes, runs only where it is named: `make analyze` does.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.rounds < 1 or args.layers < 1 or not args.mbit > 0:
         parser.error("--rounds and --layers must be 1 or more, --mbit positive")
-    command = [sys.executable, "-m", "benchmarks.remesh.rank", json.dumps({**vars(args)})]
+    command = [sys.executable, "-m", "benchmarks.remesh.rank", json.dumps(vars(args))]
     try:
         with Cluster(_HOSTS, args.mbit) as cluster:
             found = json.loads(run_ranks(cluster, _RANKS_PER_HOST, command, limit=_LIMIT).splitlines()[-1])

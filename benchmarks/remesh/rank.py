@@ -151,7 +151,8 @@ def main() -> None:
                 numbers = {each: each for each in left}
                 died["seconds"].append(move(eight, seven, topology, lost=[_DEAD], ranks=numbers))
                 died["bound"] = bound(topology, layouts, described(seven), [_DEAD])
-                groups.over() if rank == 0 else None
+                if rank == 0:
+                    groups.over()
             groups.among(_ALL)
             eight = Training(_ALL, job["layers"])
             numbers = {each: each for each in left}
