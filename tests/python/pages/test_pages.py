@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -41,7 +42,10 @@ def test_pages_need_no_numpy(tmp_path: Path) -> None:
     for command in (PLAN, simulated):
         page = tmp_path / f"{command[0]}.html"
         done = subprocess.run(
-            [sys.executable, "-c", program, *command, "--html", str(page)], capture_output=True, text=True
+            [sys.executable, "-c", program, *command, "--html", str(page)],
+            env={**os.environ, "PYTHONPATH": str(Path(meshcast.__file__).parents[1])},
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
         assert data_of(page)
