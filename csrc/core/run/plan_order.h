@@ -15,7 +15,8 @@ inline constexpr int32_t kSendsAhead = 8;
 
 // Where a plan relays nothing, receives have no such limit: ranks that share a NIC do not know of each other,
 // and one that waits for its turn there keeps others waiting. Sends have a wide one: all peers of a rank at
-// once share its NIC by chance, and those of a host that gets less end late.
+// once share its NIC by chance, and those of a host that gets less end late. They have none on a NIC that sends
+// clearly longest: that one must never wait for a busy receiver while it has something for another.
 inline constexpr int32_t kDirectSendsAhead = 16;
 
 // Keeps one direction of a run in plan order across its peers. Senders do not know of each other: were every

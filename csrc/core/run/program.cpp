@@ -10,9 +10,13 @@
 
 #include "common/error.h"
 #include "plan/staging.h"
+#include "run/plan_order.h"
 
 namespace meshcast {
 namespace {
+
+// A NIC that sends this much longer than the mean has its own rank's order set aside (docs/decisions.md).
+constexpr double kClearlyLonger = 1.3;
 
 // The two local tensors of one rank in one problem.
 struct LocalShards {
@@ -123,6 +127,39 @@ bool relays(const Plan& plan) {
   return false;
 }
 
+// Whether the NIC of `rank` has to send for about as long as any NIC is busy, and clearly longer than NICs that
+// send do in the mean. Were it idle behind a busy receiver, the run would end later by as much.
+bool sends_longest(const Plan& plan, int32_t rank) {
+  const auto host = host_index(plan.topology, plan.ranks);
+  using Port = std::pair<const Host*, size_t>;
+  const auto port = [&](int32_t of) {
+    const Host& its = plan.topology.hosts[static_cast<size_t>(host.at(of))];
+    const auto at = std::find(its.ranks.begin(), its.ranks.end(), of) - its.ranks.begin();
+    return Port(&its, its.nic_of(static_cast<size_t>(at)));
+  };
+  std::map<Port, double> out;  // seconds
+  std::map<Port, double> in;
+  for (const Hop& hop : plan.hops) {
+    if (host.at(hop.src) == host.at(hop.dst)) continue;
+    const auto nbytes = static_cast<double>(plan.chunks[hop.chunk].nbytes);
+    const Port from = port(hop.src);
+    const Port to = port(hop.dst);
+    out[from] += nbytes / static_cast<double>(from.first->nics[from.second].out_rate);
+    in[to] += nbytes / static_cast<double>(to.first->nics[to.second].in_rate);
+  }
+  const auto own = out.find(port(rank));
+  if (own == out.end()) return false;
+  double all = 0;
+  double longest = 0;
+  for (const auto& [_, seconds] : out) {
+    all += seconds;
+    longest = std::max(longest, seconds);
+  }
+  for (const auto& [_, seconds] : in) longest = std::max(longest, seconds);
+  const double mean = all / static_cast<double>(out.size());
+  return own->second > 0.95 * longest && own->second > kClearlyLonger * mean;
+}
+
 class Projection {
  public:
   Projection(const Plan& plan, int32_t rank, const std::vector<int32_t>& group,
@@ -152,6 +189,9 @@ class Projection {
         add_send(message);
       }
     }
+    // Fewer messages than may be under way need no look at all hops.
+    program_.sends_longest =
+        !program_.relayed && program_.network_sends > kDirectSendsAhead && sends_longest(plan_, rank_);
     for (const auto& [peer, count] : local_out_) program_.local_sends.push_back({peer, count});
     if (!program_.carried_sends.empty())
       program_.most_carried = most_held_ + static_cast<int32_t>(kMessageWindow);

@@ -82,7 +82,8 @@ struct Program {
   std::vector<LocalSends> local_sends;  // by ascending peer
   int32_t network_recvs = 0;
   int32_t network_sends = 0;
-  bool relayed = false;  // somewhere in the plan, a chunk that came from one host goes on to another
+  bool relayed = false;        // somewhere in the plan, a chunk that came from one host goes on to another
+  bool sends_longest = false;  // without relays only: this rank's NIC is what the run waits for
   std::vector<int32_t> carried_sends;  // by RecvOp::carry: sends that need it
   int32_t most_carried = 0;            // buffers for them, see carries.h
   int64_t bytes_sent = 0;

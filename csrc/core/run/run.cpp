@@ -31,12 +31,17 @@ void visit_parts(const Run& run, PartRange parts, int64_t offset, int64_t nbytes
   }
 }
 
+int32_t sends_ahead(const Program& program) {
+  if (program.relayed) return kSendsAhead;
+  return program.sends_longest ? std::max(program.network_sends, 1) : kDirectSendsAhead;
+}
+
 }  // namespace
 
 Run::Run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label, TimePoint deadline)
     : RunState(std::move(program), std::move(label), deadline),
       recv_order(program_->network_recvs, program_->relayed ? kRecvsAhead : program_->network_recvs),
-      send_order(program_->network_sends, program_->relayed ? kSendsAhead : kDirectSendsAhead),
+      send_order(program_->network_sends, sends_ahead(*program_)),
       carries(*program_),
       buffers_(std::move(buffers)),
       write_(program_->bytes_received > kCacheBytes ? Write::Streamed : Write::Cached),

@@ -103,19 +103,17 @@ class Board:
         raises where waiting has lost its sense. Raises NotPostedError past the deadline."""
         begin = time.monotonic()
         wanted, pause = list(ranks), FIRST_PAUSE
-        missing = wanted
+        keys = [f"{topic}/{rank}" for rank in wanted]
         while True:
             left = deadline - time.monotonic()
             if self._own_connection:
                 with suppress(dist.DistStoreError):
-                    limit = timedelta(seconds=max(0.001, min(left, SLICE)))
-                    self.store.wait([f"{topic}/{rank}" for rank in missing], limit)
+                    self.store.wait(keys, timedelta(seconds=max(0.001, min(left, SLICE))))
                     return self.read(topic, wanted)
-            missing = self.missing(topic, missing)
-            if not missing:
+            if self.store.check(keys):
                 return self.read(topic, wanted)
             check()
-            if left <= 0:
+            if left <= 0 and (missing := self.missing(topic, wanted)):
                 raise NotPostedError(missing, time.monotonic() - begin)
             if not self._own_connection:
                 time.sleep(min(pause, max(left, FIRST_PAUSE)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch.distributed.tensor import Replicate
@@ -18,7 +19,8 @@ __all__ = ["check_blocks", "check_holds", "copies_on", "mapped_layout", "positiv
 _OP = "reshard_state_dict"
 
 
-def copies_on(ranks: Sequence[int]) -> Layout:
+@lru_cache(maxsize=64)
+def copies_on(ranks: tuple[int, ...]) -> Layout:
     """A copy on each rank."""
     return Layout(list(ranks), [Replicate()])
 

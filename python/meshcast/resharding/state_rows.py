@@ -62,16 +62,18 @@ class Rows:
         self._posted.append(topic)
         self._ask(lambda: self._board.post(topic, text), self._group.timeout)
 
-    def read(self, topic: str, rank: int, deadline: float) -> str:
-        """What `rank` posted, or will post at once."""
+    def read(self, topic: str, ranks: Sequence[int], deadline: float) -> dict[int, str]:
+        """What `ranks` posted, or will post at once."""
+        if not ranks:
+            return {}
         try:
             left = max(deadline - time.monotonic(), 0.0)
-            return self._ask(lambda: self._board.gather(topic, [rank], deadline)[rank], left)
+            return self._ask(lambda: self._board.gather(topic, ranks, deadline), left)
         except NotPostedError as late:
             raise DeadlineExceededError(
-                f"{_OP}: rank {rank} did not say what it holds",
+                f"{_OP}: rank {late.ranks[0]} did not say what it holds",
                 rank=self._parent.rank,
-                peer=rank,
+                peer=late.ranks[0],
                 op=_OP,
                 phase="agree",
                 elapsed=late.elapsed,

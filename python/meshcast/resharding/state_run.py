@@ -28,7 +28,7 @@ from .state_kept import Kept, Known
 from .state_moves import Agreed, agree
 from .state_results import Memory, ReshardedState, arriving, fill, note_outputs
 from .state_rows import Rows
-from .state_specs import OP, decode, mismatch
+from .state_specs import OP, decode, mismatch, text_digest
 
 __all__ = ["Conversation", "Prepared", "conversation"]
 
@@ -113,12 +113,14 @@ class Conversation:
         changed_values = (
             call is not None and known is not None and known.values.get(rank, _NO_VALUES) != call.values
         )
+        text = "" if call is None or known is not None else call.text()
         row = [
             _REFUSED if prepared.refused is not None else _NONE if known is None else known.number,
             prepared.version,
             self.versions.get(prepared.names, _NONE),
             int(call is not None and bool(call.tensors)),
             int(changed_values),
+            *text_digest(text),
         ]
         said = rows.gather(row, _left(deadline))
         if prepared.refused is not None:
@@ -128,17 +130,15 @@ class Conversation:
         assert call is not None
         version = _agreed_version(said, rank)
         if known is None or any(theirs[0] != known.number for theirs in said.values()):
-            rows.post(exchange, call.text())
-            agreed, carried = self._agreed(call, exchange, deadline)
+            agreed, carried = self._agreed(call, text or call.text(), said, exchange, deadline)
             known = None
         else:
             agreed, carried = known.agreed, known.values
             topic = f"values {number}"
             if changed_values:
                 rows.post(topic, json.dumps(call.values))
-            for other, theirs in said.items():
-                if theirs[4]:
-                    carried[other] = json.loads(rows.read(topic, other, deadline))
+            told = rows.read(topic, [other for other, theirs in said.items() if theirs[4]], deadline)
+            carried.update({other: json.loads(theirs) for other, theirs in told.items()})
         values = _merged(carried, rank, agreed.own)
         moving()
         digests = Digests(rank, len(agreed.moves)) if call.options["digest"] else None
@@ -192,7 +192,7 @@ class Conversation:
         for other, theirs in said.items():
             if theirs[0] == _REFUSED:
                 raise PlanMismatchError(
-                    f"{OP}: rank {other} {what}: {self.rows.read(topic, other, deadline)}",
+                    f"{OP}: rank {other} {what}: {self.rows.read(topic, [other], deadline)[other]}",
                     rank=self.parent.rank,
                     peer=other,
                     op=OP,
@@ -200,15 +200,24 @@ class Conversation:
                 )
 
     def _agreed(
-        self, call: StateCall, exchange: str, deadline: float
+        self, call: StateCall, text: str, said: Mapping[int, list[int]], exchange: str, deadline: float
     ) -> tuple[Agreed, dict[int, dict[str, Any]]]:
-        """From what all ranks said; the same on all, or the same error."""
-        layouts: dict[Layout, Layout] = {}
-        sides = {
-            other: decode(self.rows.read(exchange, other, deadline), layouts) for other in self.rows.ranks
+        """From what all ranks said; the same on all, or the same error. text: what this rank says. Of ranks
+        whose rows have one digest only the first posts its text; one without a digest posts its own."""
+        rank = self.parent.rank
+        first: dict[tuple[int, ...], int] = {}
+        speakers = {
+            other: first.setdefault(tuple(theirs[5:]), other) if any(theirs[5:]) else other
+            for other, theirs in said.items()
         }
-        return agree(sides, call.maps, self.parent.rank), {
-            other: side.carried for other, side in sides.items()
+        if speakers[rank] == rank:
+            self.rows.post(exchange, text)
+        layouts: dict[Layout, Layout] = {}
+        others = sorted({*speakers.values()} - {speakers[rank]})
+        texts = self.rows.read(exchange, others, deadline) | {speakers[rank]: text}
+        sides = {other: decode(texts[other], layouts) for other in sorted(texts)}
+        return agree({other: sides[speaker] for other, speaker in speakers.items()}, call.maps, rank), {
+            other: sides[speaker].carried for other, speaker in speakers.items()
         }
 
 

@@ -142,7 +142,7 @@ class Said:
             if not alike:
                 raise self._unlike(name, first_rank, first, rank, other)
         if first.layout is None:
-            return Origin(first.shape, first.dtype, copies_on(sorted(holders)), first.device_type)
+            return Origin(first.shape, first.dtype, copies_on(tuple(sorted(holders))), first.device_type)
         if name in self.own:
             raise LayoutError(
                 f"{OP}: own= names {name!r}, a shard under {first.layout}; it is for whole entries of which "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +15,18 @@ from ..layout import Layout
 from .mesh_family import Family
 from .state_entries import Held, Wanted
 
-__all__ = ["OP", "Output", "Side", "decode", "encode", "held_text", "mismatch", "names_text", "wanted_text"]
+__all__ = [
+    "OP",
+    "Output",
+    "Side",
+    "decode",
+    "encode",
+    "held_text",
+    "mismatch",
+    "names_text",
+    "text_digest",
+    "wanted_text",
+]
 
 OP = "reshard_state_dict"
 
@@ -100,6 +113,14 @@ def encode(side: Side) -> str:
         },
         separators=(",", ":"),
     )
+
+
+def text_digest(text: str) -> tuple[int, int]:
+    """Of what a rank says, 128 bits in two int64; zeros of ""."""
+    if not text:
+        return 0, 0
+    low, high = struct.unpack("<qq", hashlib.blake2b(text.encode(), digest_size=16).digest())
+    return low, high
 
 
 def decode(text: str, known: dict[Layout, Layout]) -> Side:

@@ -106,6 +106,35 @@ TEST_CASE("a plan is relayed if a chunk passes between hosts twice", "[exec][ord
   CHECK(relayed({0, 1, 2, 3, 4, 5}));
 }
 
+TEST_CASE("a NIC that sends clearly longest waits for no receiver", "[exec][order]") {
+  // Two thirds on rank 0, one on rank 1, each rank on a host of its own. Returns which of them have no order.
+  const auto longest = [](const std::vector<int32_t>& receivers, int64_t rate_of_0, int64_t rows) {
+    Problem problem;
+    problem.shape = {3, rows};
+    problem.element_bytes = 8;
+    problem.src = {{{2}, {0, 1}}, {{PlacementKind::Shard, 0}}};
+    problem.dst = {{{static_cast<int64_t>(receivers.size())}, receivers}, {{}}};
+    PlanOptions options;
+    options.strategy = Strategy::SendRecv;
+    options.chunk_bytes = 512;
+    Topology topology = uniform_topology(3, 1, 1000000000, 1, 8000000000, 1000);
+    topology.hosts[0].nics[0].out_rate = rate_of_0;
+    const Plan plan = make_plan({problem}, topology, options);
+    std::vector<int32_t> found;
+    for (const int32_t rank : {0, 1}) {
+      const Program program = project(plan, rank, plan.ranks);
+      REQUIRE_FALSE(program.relayed);
+      if (program.sends_longest) found.push_back(rank);
+    }
+    return found;
+  };
+  CHECK(longest({2, 3}, 1000000000, 6400) == std::vector<int32_t>{0});
+  CHECK(longest({2, 3}, 500000000, 6400) == std::vector<int32_t>{0});
+  CHECK(longest({2, 3}, 1600000000, 6400).empty());  // as long as rank 1
+  CHECK(longest({2}, 1000000000, 6400).empty());     // the receiver is busy for longer
+  CHECK(longest({2, 3}, 1000000000, 64).empty());    // all messages may be under way anyhow
+}
+
 TEST_CASE("messages may run ahead of the first one missing, but not by more than the limit", "[exec][order]") {
   PlanOrder order(3 * kRecvsAhead, kRecvsAhead);
   CHECK(order.may_go(kRecvsAhead - 1));
