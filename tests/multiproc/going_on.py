@@ -1,10 +1,11 @@
 """A training program for meshcast.elastic.run in which workers die by SIGKILL at chosen moments.
 
 going_on.py FOLDER STEPS FAULTS [PAUSE [EVERY [MEMORY]]]: FAULTS is a JSON list of [worker, step, moment]; a
-worker is named "LOCAL_RANK.RESTART". Each worker writes what it has seen to FOLDER/WORKER.jsonl. The job ends
-after so many steps, or in the one in which FOLDER/stop is found. PAUSE: seconds before each step; all ranks
-have all then, so that any number of them may die. EVERY: no rank has what another one has, and so many steps
-are between two copies on other ranks. MEMORY: bytes that the state may take on a rank.
+worker is named "LOCAL_RANK.RESTART", on other hosts "LOCAL_RANK.RESTART@HOST". Each worker writes what it has
+seen to FOLDER/WORKER.jsonl. The job ends after so many steps, or in the one in which FOLDER/stop is found.
+PAUSE: seconds before each step; all ranks have all then, so that any number of them may die. EVERY: no rank
+has what another one has, and so many steps are between two copies on other ranks. MEMORY: bytes that the
+state may take on a rank.
 
 Moments: during - after the forward; saving - while all write a checkpoint; before - gradients are complete;
 between - others have taken the step, this one has not, and one of the others does not know yet that all had
@@ -30,6 +31,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from meshcast import LayoutError
 from meshcast.elastic import Job as ElasticJob
+from meshcast.elastic.rendezvous import worker_name
 from multiproc.elastic_training import FLAT, batch, model, optimizer_of, rate
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -37,7 +39,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-NAME = f"{os.environ['LOCAL_RANK']}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+_NUMBERS = ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "GROUP_RANK")
+NAME = worker_name(*(int(os.environ[key]) for key in _NUMBERS))
 
 
 class OneProcess:

@@ -1,22 +1,21 @@
-"""The agent: starts the workers of a job on this host, replaces those that die, and calls all together."""
+"""The agent that leads a job: starts its workers, replaces those that die, and calls all together."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import os
 import signal
 import tempfile
 import time
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, start_processes
-from torch.distributed.elastic.multiprocessing.api import SignalException, to_map
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from . import rendezvous as meet
+from .hosts import HOSTS, Distant, Hello, hello_key, welcome_key
+from .workers import Config, Workers
 
 __all__ = ["Agent", "Config"]
 
@@ -26,118 +25,84 @@ log = logging.getLogger("torch.distributed.elastic.meshcast")
 # the group: torch prints a stack for each call to a store that has gone.
 # Who waits there for the dead waits longer.
 _LINGER = 0.2
-
-
-@dataclass(frozen=True)
-class Config:
-    """least, most: ranks. Times in seconds. join_timeout: for members of a rendezvous to come to it; who does
-    not is killed. last_call: that a worker which is ready waits for others that are starting."""
-
-    command: str
-    arguments: tuple[str, ...]
-    least: int
-    most: int
-    max_restarts: int = 0
-    interval: float = 0.1
-    join_timeout: float = 600.0
-    last_call: float = 5.0
-    shutdown_timeout: float = 30.0
-    role: str = "default"
-    run_id: str = "none"
-    log_dir: str | None = None
-    redirects: Std | dict[int, Std] = Std.NONE
-    tee: Std | dict[int, Std] = Std.NONE
-    shown: frozenset[int] | None = None  # local ranks whose output comes to the console; None: all
+_LAST_WORD = (
+    5.0  # seconds that followers get, beside the patience with their workers, to say that they are done
+)
 
 
 @dataclass
 class _Worker:
     name: str
-    local_rank: int
-    process: PContext
+    host: Workers | Distant
     ready_at: float | None = None
     ended: bool = False
 
 
 @dataclass
 class Agent:
-    """Of one host. The job's store lives here: any rank may die."""
+    """Of the host with the job's store: any rank may die. port: of the store, 0 for any that is free."""
 
     config: Config
     restarts: int = 0
     _workers: dict[str, _Worker] = field(default_factory=dict)
-    _failures: dict[int, ProcessFailure] = field(default_factory=dict)  # by local rank, the last
+    _hosts: dict[int, Workers | Distant] = field(default_factory=dict)  # that live
+    _come: int = 1  # hosts that have been looked at
+    _failures: dict[str, ProcessFailure] = field(
+        default_factory=dict
+    )  # by worker without its restart, the last
     _number: int = 0
     _members: dict[int, list[str]] = field(default_factory=dict)  # by rendezvous
     _servers: dict[int, dist.TCPStore] = field(default_factory=dict)
     _servers_end: float = math.inf  # when those of now do
     _late: float = 0.0  # when the rendezvous that is open ends those who have not come
+    _short: float | None = None  # since when there are too few workers
     _open: bool = False
     _over: bool = False
 
     def run(self) -> None:
         """Until the job is over. Raises ChildFailedError where it failed, SignalException where a signal
-        ended it; no worker is left in any case."""
-        self._store, self._port = meet.serve()
-        self._store.set(meet.AGENT, "")
-        death = signal.SIGTERM
+        ended it, OSError where the endpoint cannot be had; no worker is left in any case."""
+        address, port = self.config.endpoint or (meet.HOST, 0)
+        self._store, self._port = meet.serve(port, everywhere=self._several)
+        self._store.set(meet.AGENT, self.config.run_id)
+        self._store.set(HOSTS, "1")
+        death, status = signal.SIGTERM, 1
         with tempfile.TemporaryDirectory(prefix="torchelastic_") as folder:
-            self._logs = self.config.log_dir or folder
+            logs = self.config.log_dir or folder
+            self._here = Workers(self.config, 0, (address, self._port), logs)
             try:
-                for local_rank in range(self.config.most):
-                    self._start(local_rank, 0)
+                self._add(self._here)
+                for local_rank in range(self._here.most):
+                    self._here.start(local_rank, 0)
                 while self._goes_on():
                     time.sleep(self.config.interval)
+                status = 0
             except SignalException as error:
-                death = error.sigval
+                death, status = error.sigval, 128 + error.sigval
                 raise
             finally:
-                self._shutdown(death)
+                self._shutdown(death, status)
 
-    def _start(self, local_rank: int, restart: int) -> None:
-        config, name = self.config, f"{local_rank}.{restart}"
-        size = str(config.most)
-        environment = {
-            **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(local_rank)),
-            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), size),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "ROLE_NAME": config.role,
-            "MASTER_ADDR": meet.HOST,
-            "MASTER_PORT": str(self._port),
-            "TORCHELASTIC_RESTART_COUNT": str(restart),
-            "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
-            "TORCHELASTIC_RUN_ID": config.run_id,
-            "TORCHELASTIC_USE_AGENT_STORE": str(True),
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        }
-        shown = config.shown is None or local_rank in config.shown
-        # One process each: torch's context of several ends all of them where one fails.
-        process = start_processes(
-            name=config.role,
-            entrypoint=config.command,
-            args={0: config.arguments},
-            envs={0: environment},
-            logs_specs=DefaultLogsSpecs(
-                log_dir=os.path.join(self._logs, f"worker_{name}"),
-                redirects=to_map(config.redirects, config.most)[local_rank],
-                tee=to_map(config.tee, config.most)[local_rank],
-                local_ranks_filter=None if shown else {-1},
-            ),
-            log_line_prefixes={0: f"[{config.role}{local_rank}]:"},
-        )
-        self._workers[name] = _Worker(name, local_rank, process)
+    @property
+    def _several(self) -> bool:
+        return self.config.endpoint is not None
+
+    def _add(self, host: Workers | Distant) -> None:
+        self._hosts[host.number] = host
+        for local_rank in range(host.most):
+            name = meet.worker_name(local_rank, 0, host.number)
+            self._workers[name] = _Worker(name, host)
 
     def _goes_on(self) -> bool:
         """One look at the workers. Raises ChildFailedError where too few are left."""
         was_over = self._over
-        died = [worker for worker in self._living() if self._has_died(worker)]
+        died = self._ended()
         self._over = self._over or self._store.check([meet.FINISHED])
         living = self._living()
         if self._over:
             if not was_over:  # the job has gone on after those of before
-                last = {worker.local_rank for worker in died}
-                self._failures = {rank: each for rank, each in self._failures.items() if rank in last}
+                last = {_place(worker) for worker in died}
+                self._failures = {place: each for place, each in self._failures.items() if place in last}
             self._end(living)
             if not living and self._failures:
                 self._fail()
@@ -147,11 +112,12 @@ class Agent:
                 self._store.set(meet.broken_key(self._number), "")
                 self._servers_end = min(self._servers_end, time.monotonic() + _LINGER)
             self._replace(worker)
+        if self._several:
+            self._welcome()
         if time.monotonic() >= self._servers_end:
             self._end_servers()
         living = self._living()
-        if len(living) < self.config.least:
-            self._fail()
+        self._check_enough(living)
         for worker in living:
             if worker.ready_at is None and self._store.check([meet.ready_key(worker.name)]):
                 worker.ready_at = time.monotonic()
@@ -159,31 +125,74 @@ class Agent:
         self._answer(living)
         return True
 
+    def _check_enough(self, living: list[_Worker]) -> None:
+        """Too few workers are the end, unless another host may bring more."""
+        if len(living) >= self.config.least:
+            self._short = None
+            return
+        now = time.monotonic()
+        self._short = now if self._short is None else self._short
+        may_come = len(self._hosts) < self.config.hosts[1]
+        if not may_come or now > self._short + self.config.join_timeout:
+            log.error(
+                "%d workers are left on %d hosts, fewer than %d",
+                len(living),
+                len(self._hosts),
+                self.config.least,
+            )
+            self._fail()
+
+    def _welcome(self) -> None:
+        """Takes the hosts that have come since the last look."""
+        while self._come < self._store.add(HOSTS, 0):
+            said = meet.found(self._store, hello_key(self._come))
+            if said is None:
+                return
+            host = Distant(self._store, self._come, Hello(*said), self.config.keep_alive)
+            self._come += 1
+            most = self.config.hosts[1]
+            refused = f"the job has its {most} hosts" if len(self._hosts) == most else ""
+            log.info("host %d (%s) with %d workers %s", host.number, host.name, host.most, refused or "joins")
+            meet.tell(self._store, welcome_key(host.number), refused)
+            if not refused:
+                self._add(host)
+
+    def _ended(self) -> list[_Worker]:
+        """Workers that have failed since the last look; one that has ended well ends the job."""
+        died = []
+        for host in list(self._hosts.values()):
+            ended = host.ended()
+            if isinstance(host, Distant) and host.gone():
+                log.warning("host %d (%s) is gone", host.number, host.name)
+                del self._hosts[host.number]
+                left = {name for name, _ in ended}
+                ended += [
+                    (worker.name, _lost_with(worker, host))
+                    for worker in self._living()
+                    if worker.host is host and worker.name not in left
+                ]
+            for name, failure in ended:
+                worker = self._workers[name]
+                worker.ended = True
+                if failure is None:
+                    self._over = True
+                else:
+                    log.warning("worker %s (pid %d) died: exit code %d", name, failure.pid, failure.exitcode)
+                    self._failures[_place(worker)] = failure
+                    died.append(worker)
+        return died
+
     def _living(self) -> list[_Worker]:
         return [worker for worker in self._workers.values() if not worker.ended]
 
-    def _has_died(self, worker: _Worker) -> bool:
-        """Whether it has failed since the last look; one that has ended well ends the job."""
-        result = worker.process.wait(0)
-        if result is None:
-            return False
-        worker.ended = True
-        _signal(worker, signal.SIGKILL)  # what it has started and left behind
-        failure = result.failures.get(0)
-        if failure is None:
-            self._over = True
-            return False
-        failure.local_rank = worker.local_rank
-        log.warning("worker %s (pid %d) died: exit code %d", worker.name, failure.pid, failure.exitcode)
-        self._failures[worker.local_rank] = failure
-        return True
-
     def _replace(self, worker: _Worker) -> None:
-        if self.restarts < self.config.max_restarts:
+        if self.restarts < self.config.max_restarts and worker.host.number in self._hosts:
             self.restarts += 1
-            restart = int(worker.name.split(".")[1]) + 1
+            local_rank, restart = meet.parts_of(worker.name)
             log.info("restart %d of at most %d", self.restarts, self.config.max_restarts)
-            self._start(worker.local_rank, restart)
+            worker.host.start(local_rank, restart + 1)
+            name = meet.worker_name(local_rank, restart + 1, worker.host.number)
+            self._workers[name] = _Worker(name, worker.host)
 
     def _call(self, living: list[_Worker]) -> None:
         """Calls a rendezvous where members have died, or others are ready to join."""
@@ -193,9 +202,12 @@ class Agent:
         joining = [worker for name, worker in ready.items() if name not in members]
         if not (lost or joining) or len(ready) < self.config.least:
             return
-        if not lost and len(ready) < len(living):
+        least, most = self.config.hosts
+        coming = most if not members else 0  # hosts
+        if not lost and (len(ready) < len(living) or len(self._hosts) < coming):
             # What is starting may be here in a moment; leaving a group costs each rank its connections.
-            patience = self.config.last_call if members else self.config.join_timeout
+            started = len(ready) == len(living) and len(self._hosts) >= least
+            patience = self.config.last_call if members or started else self.config.join_timeout
             if now < min(worker.ready_at or now for worker in joining) + patience:
                 return
         self._announce([name for name in members if name in ready] + [each.name for each in joining], lost)
@@ -222,12 +234,12 @@ class Agent:
             if time.monotonic() > self._late:
                 for worker in absent:
                     log.warning("worker %s has not come to rendezvous %d", worker.name, self._number)
-                    _signal(worker, signal.SIGKILL)
+                    worker.host.kill(worker.name)
             return
         versions = [meet.Version(*version) for (version,) in said.values() if version is not None]
         latest = max(versions, default=None)
         self._end_servers()  # all have left the groups of before
-        server, port = meet.serve()
+        server, port = meet.serve(everywhere=self._several)
         self._servers[self._number] = server
         then = [] if latest is None else self._members[latest.rendezvous]
         start = meet.Start(port, None if latest is None else list(latest), then)
@@ -242,7 +254,7 @@ class Agent:
         for worker in living:
             if worker.name not in members:
                 worker.ended = True
-                worker.process.close(signal.SIGTERM, int(self.config.shutdown_timeout))
+                worker.host.shutdown(signal.SIGTERM, [worker.name])
         self._announce([], [])
 
     def _end_servers(self) -> None:
@@ -250,23 +262,32 @@ class Agent:
         self._servers_end = math.inf
 
     def _fail(self) -> None:
-        raise ChildFailedError(self.config.command, self._failures)
+        failures = (
+            dict(enumerate(self._failures.values()))
+            if self._several
+            else {each.local_rank: each for each in self._failures.values()}
+        )
+        raise ChildFailedError(self.config.command, failures)
 
-    def _shutdown(self, death: signal.Signals) -> None:
-        limit = time.monotonic() + self.config.shutdown_timeout
-        while living := self._living():
-            try:
-                for worker in living:  # all at once: closing one waits for it
-                    _signal(worker, death)
-                for worker in living:
-                    worker.process.close(death, max(1, int(limit - time.monotonic())))
-                    _signal(worker, signal.SIGKILL)
-                    worker.ended = True
-            except SignalException:  # asked again: no patience is left
-                death, limit = signal.SIGKILL, time.monotonic()
+    def _shutdown(self, death: signal.Signals, status: int) -> None:
+        distant = [host for host in self._hosts.values() if isinstance(host, Distant)]
+        for host in distant:
+            host.over(death, status)
+        self._here.shutdown(death)
+        limit = time.monotonic() + self.config.shutdown_timeout + _LAST_WORD
+        while time.monotonic() < limit and not all(
+            host.done() for host in distant
+        ):  # the store ends with this
+            time.sleep(self.config.interval)
         self._servers.clear()
 
 
-def _signal(worker: _Worker, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(worker.process.pids()[0], number)  # a worker leads a session of its own
+def _place(worker: _Worker) -> str:
+    """The same for a worker and those in its place."""
+    return f"{meet.parts_of(worker.name)[0]}@{worker.host.number}"
+
+
+def _lost_with(worker: _Worker, host: Distant) -> ProcessFailure:
+    failure = ProcessFailure(meet.parts_of(worker.name)[0], 0, -signal.SIGKILL, "")
+    failure.message = f"host {host.number} ({host.name}) is gone, with worker {worker.name}"
+    return failure

@@ -331,7 +331,7 @@ class Job(Generic[T]):
     def _join(self, port: int, rank: int, size: int) -> None:
         dist.init_process_group(
             self._backend,
-            store=meet.connect(port),
+            store=meet.connect(port, os.environ["MASTER_ADDR"]),
             rank=rank,
             world_size=size,
             timeout=self._connect_timeout,
@@ -395,7 +395,7 @@ class Job(Generic[T]):
 
     def _check_agent(self) -> None:
         if self._watch.orphan:
-            raise MeshcastError(f"{OP}: the agent of meshcast.elastic.run is gone", op=OP)
+            raise MeshcastError(f"{OP}: {self._watch.orphan}", op=OP)
 
     def _over(self) -> None:
         """The job ended without this worker: in agreement with it, or before it was part of it."""
@@ -432,7 +432,7 @@ def _agent() -> tuple[str, dist.TCPStore]:
     variables = os.environ
     if not {"LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT"} <= variables.keys():
         raise MeshcastError(f"{OP}: start this program with python -m meshcast.elastic.run", op=OP)
-    store = meet.connect(int(variables["MASTER_PORT"]))
+    store = meet.connect(int(variables["MASTER_PORT"]), variables["MASTER_ADDR"])
     if not store.check([meet.AGENT]):
         raise MeshcastError(
             f"{OP}: this program was started by torchrun, which ends all ranks where one dies; start it with "
@@ -441,4 +441,7 @@ def _agent() -> tuple[str, dist.TCPStore]:
         )
     # Its workers differ in their restart counts, and each rendezvous has a store of its own.
     join_job(store.compare_set(meet.JOB, "", os.urandom(8).hex()).decode())
-    return f"{variables['LOCAL_RANK']}.{variables['TORCHELASTIC_RESTART_COUNT']}", store
+    numbers = [
+        int(variables.get(key, 0)) for key in ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "GROUP_RANK")
+    ]
+    return meet.worker_name(*numbers), store

@@ -1,7 +1,8 @@
 """What the agent of `meshcast.elastic.run` and its workers tell each other, through the agent's store.
 
-A worker is a process that the agent started; its name, "LOCAL_RANK.RESTART", is never given twice. Whenever
-the workers that there are change, they come together: a rendezvous, which has a number.
+A worker is a process that an agent started. Its name is "LOCAL_RANK.RESTART", on another host than that of
+the store "LOCAL_RANK.RESTART@HOST", and never given twice. Whenever the workers that there are change, they
+come together: a rendezvous, which has a number.
 
 1. The agent calls the members of rendezvous n (`Call`). Ranks are places in that list.
 2. Each member leaves its process group and says which state it has (`version`).
@@ -15,15 +16,18 @@ from __future__ import annotations
 
 import json
 import socket
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 __all__ = ["AGENT", "FINISHED", "JOB", "Call", "Start", "Version", "call_key", "connect", "found"]
-__all__ += ["broken_key", "ready_key", "serve", "start_key", "tell", "version_key"]
+__all__ += ["broken_key", "gone_key", "parts_of", "ready_key", "serve", "start_key", "tell", "version_key"]
+__all__ += ["worker_name"]
 
 HOST = "127.0.0.1"
-AGENT = "elastic/agent"  # there from the start: the store is that of an agent
+_LIMIT = timedelta(seconds=300)
+AGENT = "elastic/agent"  # there from the start, the job's id: the store is that of an agent
 JOB = "elastic/job"  # id of the job in flight records
 FINISHED = "elastic/finished"  # a worker has ended the job in agreement with all others
 
@@ -50,6 +54,21 @@ class Start(NamedTuple):
     port: int
     version: list[int] | None
     then: list[str]
+
+
+def worker_name(local_rank: int, restart: int, host: int = 0) -> str:
+    return f"{local_rank}.{restart}@{host}" if host else f"{local_rank}.{restart}"
+
+
+def parts_of(worker: str) -> tuple[int, int]:
+    """Local rank and restart."""
+    local_rank, restart = worker.partition("@")[0].split(".")
+    return int(local_rank), int(restart)
+
+
+def gone_key(host: int) -> str:
+    """There once the job goes on without that host."""
+    return f"elastic/host/{host}/gone"
 
 
 def ready_key(worker: str) -> str:
@@ -83,9 +102,15 @@ def found(store: dist.Store, key: str) -> Any:
     return json.loads(store.get(key)) if store.check([key]) else None
 
 
-def serve() -> tuple[dist.TCPStore, int]:
-    """A store in this process that only this host reaches, and its port."""
-    listener = socket.create_server((HOST, 0), backlog=1024)
+def serve(port: int = 0, *, everywhere: bool = False) -> tuple[dist.TCPStore, int]:
+    """A store in this process, and its port; only this host reaches it, unless everywhere. Raises OSError
+    where that port cannot be had."""
+    if not everywhere:
+        listener = socket.create_server((HOST, port), backlog=1024)
+    elif socket.has_dualstack_ipv6():
+        listener = socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    else:
+        listener = socket.create_server(("", port), backlog=1024)
     port = listener.getsockname()[1]
     store = dist.TCPStore(
         HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -93,5 +118,6 @@ def serve() -> tuple[dist.TCPStore, int]:
     return store, port
 
 
-def connect(port: int) -> dist.TCPStore:
-    return dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False)
+def connect(port: int, host: str = HOST, limit: timedelta = _LIMIT) -> dist.TCPStore:
+    """limit: for the store to be there."""
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)

@@ -2,30 +2,43 @@
 
 The options are torchrun's. When a worker dies the others keep their processes and what these hold: they make
 a new process group among themselves. A worker that is started in its place joins them when it is ready.
+Several hosts: the same command on each, with --nnodes and --rdzv-endpoint.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing import SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+from torch.distributed.elastic.rendezvous.utils import (
+    _matches_machine_hostname,
+    _parse_rendezvous_config,
+    parse_rendezvous_endpoint,
+)
 from torch.distributed.run import determine_local_world_size, get_args_parser
 
-from .agent import Agent, Config
+from .agent import Agent
+from .follower import Follower, JobGoneError
+from .workers import Config
 
-__all__ = ["main", "parser", "read"]
+__all__ = ["main", "parser", "read", "run"]
 
-# Of torchrun, and without meaning where all workers are on the agent's host.
-_SEVERAL_HOSTS = ("rdzv_endpoint", "node_rank", "master_addr", "master_port", "local_addr")
+_DEFAULT_PORT = 29400  # torchrun's
+# Of torchrun, for what --rdzv-endpoint says here.
+_BY_ENDPOINT = ("node_rank", "master_addr", "master_port", "local_addr")
 _OTHERS = (
     *("start_method", "run_path", "event_log_handler", "duplicate_stdout_filters"),
     *("duplicate_stderr_filters", "logs_specs", "numa_binding", "virtual_local_rank"),
 )
+
+
+_LEADS = {"": None, "0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
+_CONF = "join_timeout=SECONDS,last_call_timeout=SECONDS,keep_alive=SECONDS,is_host=0 or 1"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,20 +47,23 @@ def parser() -> argparse.ArgumentParser:
     found.prog = "python -m meshcast.elastic.run"
     found.description = (
         "Starts a job whose ranks may die and join: survivors go on in their processes (docs/elastic.md). "
-        "All workers run on this host."
+        "On several hosts, start the same command on each."
     )
     said = {
-        "--nproc-per-node": "Number of workers, or MIN:MAX: starts MAX, goes on while MIN live. An int, or "
-        "auto, cpu, gpu, xpu for MAX.",
-        "--max-restarts": "How many workers, in all, are started in the place of dead ones.",
-        "--nnodes": "1: all workers run on this host.",
-        "--rdzv-conf": "join_timeout=SECONDS (600): who has not come to a rendezvous by then is killed. "
-        "last_call_timeout=SECONDS (5): that a worker waits to join together with others.",
+        "--nproc-per-node": "Number of workers of a host, or MIN:MAX: starts MAX; the job goes on while as "
+        "many live as MIN on each of the least number of hosts. An int, or auto, cpu, gpu, xpu for MAX.",
+        "--max-restarts": "How many workers, in all, are started in the place of dead ones, on their host.",
+        "--nnodes": "Number of hosts, or MIN:MAX.",
+        "--rdzv-endpoint": "HOST[:PORT] of the job's store, the same on all hosts; its host must live.",
+        "--rdzv-conf": "join_timeout=SECONDS (600): for hosts to come; a worker that has not come to a "
+        "rendezvous by then is killed. last_call_timeout=SECONDS (5): that a worker waits to join together "
+        "with others. keep_alive=SECONDS (10): a host that is silent for so long is given up. is_host=0 or "
+        "1: whether the endpoint is this host, where its name does not tell.",
     }
     for action in found._actions:
         for option in said.keys() & set(action.option_strings):
             action.help = said[option]
-        if action.dest in (*_SEVERAL_HOSTS, *_OTHERS, "rdzv_backend"):
+        if action.dest in (*_BY_ENDPOINT, *_OTHERS, "rdzv_backend"):
             action.help = argparse.SUPPRESS
     return found
 
@@ -56,14 +72,25 @@ def read(arguments: Sequence[str]) -> Config:
     """Ends the program, with one line on stderr, for what cannot be."""
     options = parser()
     args = options.parse_args(list(arguments))
-    for name in (*_SEVERAL_HOSTS, *_OTHERS):
+    for name in (*_BY_ENDPOINT, *_OTHERS):
         if getattr(args, name) != options.get_default(name):
-            why = "all workers run on this host" if name in _SEVERAL_HOSTS else "only torchrun has it"
-            options.error(f"--{name.replace('_', '-')}: {why}; leave it out")
-    if args.nnodes not in ("1", "1:1"):
-        options.error(f"--nnodes {args.nnodes}: all workers run on this host; leave it out")
+            why = "give --rdzv-endpoint in its place" if name in _BY_ENDPOINT else "only torchrun has it"
+            options.error(f"--{name.replace('_', '-')}: {why}")
     if args.rdzv_backend not in ("static", "c10d"):
         options.error(f"--rdzv-backend {args.rdzv_backend}: the agent has a store of its own; leave it out")
+    hosts = _hosts(options, args.nnodes)
+    endpoint = None
+    if args.rdzv_endpoint:
+        try:
+            endpoint = parse_rendezvous_endpoint(args.rdzv_endpoint, _DEFAULT_PORT)
+        except ValueError as error:
+            options.error(f"--rdzv-endpoint: {error}")
+        if not endpoint[1]:
+            options.error(f"--rdzv-endpoint {args.rdzv_endpoint}: give a port that all hosts know")
+    elif hosts[1] > 1:
+        options.error(
+            f"--nnodes {args.nnodes}: give --rdzv-endpoint HOST:PORT as well, the same on all hosts"
+        )
     least, most = _ranks(options, args.nproc_per_node)
     if args.max_restarts < 0:
         options.error(f"--max-restarts {args.max_restarts}: expected 0 or more")
@@ -73,10 +100,14 @@ def read(arguments: Sequence[str]) -> Config:
         times = _parse_rendezvous_config(args.rdzv_conf)
         join = float(times.pop("join_timeout", 600))
         last_call = float(times.pop("last_call_timeout", 5))
-        if times or not (join > 0 and last_call >= 0):
-            raise ValueError("expected join_timeout=SECONDS,last_call_timeout=SECONDS")
+        keep_alive = float(times.pop("keep_alive", 10))
+        leads = _LEADS[times.pop("is_host", "").lower()]
+        if times or not (join > 0 and last_call >= 0 and keep_alive > 0):
+            raise ValueError(f"expected {_CONF}")
         redirects, tee = Std.from_str(args.redirects), Std.from_str(args.tee)
         shown = frozenset(map(int, args.local_ranks_filter.split(","))) if args.local_ranks_filter else None
+    except KeyError as error:
+        options.error(f"is_host={error.args[0]}: expected {_CONF}")
     except ValueError as error:
         options.error(str(error))
     command, before = (args.training_script, []) if args.no_python else (sys.executable, ["-u"])
@@ -91,7 +122,7 @@ def read(arguments: Sequence[str]) -> Config:
     return Config(
         command=command,
         arguments=(*before, *args.training_script_args),
-        least=least,
+        least=least * hosts[0],
         most=most,
         max_restarts=args.max_restarts,
         interval=args.monitor_interval,
@@ -104,6 +135,10 @@ def read(arguments: Sequence[str]) -> Config:
         redirects=redirects,
         tee=tee,
         shown=shown,
+        hosts=hosts,
+        endpoint=endpoint,
+        leads=leads,
+        keep_alive=keep_alive,
     )
 
 
@@ -119,19 +154,51 @@ def _ranks(options: argparse.ArgumentParser, text: str) -> tuple[int, int]:
     return low, high
 
 
+def _hosts(options: argparse.ArgumentParser, text: str) -> tuple[int, int]:
+    least, colon, most = text.rpartition(":")
+    try:
+        high = int(most)
+        low = int(least) if colon else high
+    except ValueError:
+        low = high = 0
+    if not 1 <= low <= high:
+        options.error(f"--nnodes {text}: expected N, or MIN:MAX with 1 <= MIN <= MAX")
+    return low, high
+
+
+def run(config: Config) -> int:
+    """The agent of this host. Raises as Agent and Follower do."""
+    if config.endpoint is None or _leads(config):
+        try:
+            Agent(config).run()
+            return 0
+        except OSError as error:
+            # Another agent of this machine may lead the job already.
+            if error.errno != errno.EADDRINUSE or config.endpoint is None or config.leads:
+                at = "" if config.endpoint is None else " at {}:{}".format(*config.endpoint)
+                raise JobGoneError(f"the job's store cannot listen{at}: {error}") from None
+    return Follower(config).run()
+
+
+def _leads(config: Config) -> bool:
+    assert config.endpoint is not None
+    return _matches_machine_hostname(config.endpoint[0]) if config.leads is None else config.leads
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     config = read(sys.argv[1:] if arguments is None else arguments)
     if config.most > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun
     try:
-        Agent(config).run()
+        return run(config)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
-        return 1
+    except JobGoneError as error:
+        print(f"meshcast.elastic.run: {error}; the workers of this host have ended", file=sys.stderr)
     except SignalException as error:
         print(f"{error}; the workers have ended", file=sys.stderr)
         return 128 + error.sigval
-    return 0
+    return 1
 
 
 if __name__ == "__main__":

@@ -25,11 +25,12 @@ class Watch:
     def __init__(self, store: dist.Store, abort: Callable[[str], None]) -> None:
         self._store = store
         self._abort = abort
+        self._gone = meet.gone_key(int(os.environ.get("GROUP_RANK", "0")))
         self._changed = threading.Condition(threading.RLock())
         self._calls: dict[int, meet.Call] = {}
         self._broken = 0  # the last rendezvous of which a member died
         self._expected = 1  # number of the next
-        self.orphan = False
+        self.orphan = ""  # why nobody leads this worker any more
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshcast-elastic", daemon=True)
         self._thread.start()
@@ -40,8 +41,12 @@ class Watch:
             try:
                 while self._look():
                     pass
+                given_up = self._store.check([self._gone])
             except RuntimeError:  # the agent has the store
-                self._alone()
+                self._alone("the agent of meshcast.elastic.run is gone")
+                return
+            if given_up:
+                self._alone("the job goes on without this host, whose agent was silent")
                 return
 
     def _look(self) -> bool:
@@ -64,13 +69,13 @@ class Watch:
             self._changed.notify_all()
         return True
 
-    def _alone(self) -> None:
+    def _alone(self, why: str) -> None:
         with self._changed:
-            self.orphan = True
+            self.orphan = why
             self._changed.notify_all()
-        self._abort("the agent of meshcast.elastic.run is gone")
+        self._abort(why)
         if not self._stop.wait(_LAST):
-            log.error("elastic: no agent for %.0f s; the process ends", _LAST)
+            log.error("elastic: %s; the process ends after %.0f s", why, _LAST)
             os._exit(1)
 
     def newest(self, since: int) -> tuple[int, meet.Call] | None:
@@ -84,11 +89,11 @@ class Watch:
         with self._changed:
             calls = [call for number, call in self._calls.items() if number > since]
             called = any(call.lost or not call.members for call in calls)
-            return self.orphan or called or self._broken >= max(since, 1)
+            return bool(self.orphan) or called or self._broken >= max(since, 1)
 
     def wait_for_call(self, since: int) -> bool:
         """A second, or until there is a later call or the agent is gone. False where there is none."""
-        return self._wait(lambda: self._expected - 1 > since or self.orphan, 1.0)
+        return self._wait(lambda: self._expected - 1 > since or bool(self.orphan), 1.0)
 
     def wait_for_loss(self, since: int, limit: float) -> bool:
         """lost(), which may take `limit` seconds to show."""

@@ -70,7 +70,7 @@ def test_too_few_end_the_others() -> None:
     with pytest.raises(ChildFailedError) as raised:
         agent.run()
     assert raised.value.failures[0].exitcode == 4
-    pids = [worker.process.pids()[0] for worker in agent._workers.values()]
+    pids = [agent._here.pid(name) for name in agent._workers]
     assert not any(map(lives, pids))
 
 
@@ -96,7 +96,7 @@ def test_a_signal_ends_what_workers_started_too(tmp_path: Path) -> None:
     with pytest.raises(SignalException):
         agent.run()
     thread.join()
-    pids = [worker.process.pids()[0] for worker in agent._workers.values()]
+    pids = [agent._here.pid(name) for name in agent._workers]
     pids += map(int, lines(tmp_path / "log"))
     until(lambda: not any(map(lives, pids)), "all are to end")
 
@@ -124,7 +124,7 @@ class Played:
 
     def kill(self, *names: str) -> None:
         for name in names:
-            os.kill(self.agent._workers[name].process.pids()[0], signal.SIGKILL)
+            os.kill(self.agent._here.pid(name), signal.SIGKILL)
 
     def call(self, number: int) -> meet.Call:
         return meet.Call(*until(lambda: meet.found(self.store, meet.call_key(number)), f"call {number}"))
@@ -185,7 +185,7 @@ def test_a_death_while_they_meet_calls_another_rendezvous() -> None:
     played.kill("0.0")
     played.thread.join(60)
     assert isinstance(played.error, ChildFailedError), "one is left, and two are needed"
-    assert not lives(played.agent._workers["1.0"].process.pids()[0])
+    assert not lives(played.agent._here.pid("1.0"))
 
 
 def test_who_does_not_come_is_ended() -> None:
