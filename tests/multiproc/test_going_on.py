@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,21 @@ pytestmark = [pytest.mark.timeout(LIMIT + 60)]
 
 
 class Started(subprocess.Popen[str]):
-    """A job. Its output goes to a file: workers would wait for somebody to read a full pipe."""
+    """A job, or its part on a host. Its output goes to a file: workers would wait for somebody to read a full
+    pipe. before: what the command begins with."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(
+        self, *arguments: str, before: Sequence[str] = (), environment: Mapping[str, str] = ENVIRONMENT
+    ) -> None:
         self.file = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-        command = [sys.executable, "-m", "meshcast.elastic.run", "--monitor-interval", "0.05", *arguments]
-        super().__init__(command, env=ENVIRONMENT, text=True, stdout=self.file, stderr=subprocess.STDOUT)
+        command = [*before, sys.executable, "-m", "meshcast.elastic.run", "--monitor-interval", "0.05"]
+        super().__init__(
+            [*command, *arguments],
+            env=dict(environment),
+            text=True,
+            stdout=self.file,
+            stderr=subprocess.STDOUT,
+        )
 
     def output(self) -> str:
         """All of it, once the job has ended."""
