@@ -49,21 +49,21 @@ BY_POINT: dict[str, tuple[tuple[str, ...], float]] = {
     "completion": (("complete",), 0.0),
     "destroy": (("leave",), 0.0),
 }
-_TRANSFER = ("first", "middle", "last", "completion")
+TRANSFER = ("first", "middle", "last", "completion")
 FORMING = ("forming", "before connect", "connect")
 ENDING = ("ending", "destroy")
 
 # What each does is in matrix_ranks.py. By kind:
 DEATHS = {"kill": -9, "exit": 1, "abort": -6}  # with the status that the process ends with
 SILENCES = ("stop", "gil", "too late")  # a rank that says nothing until the limit, and may go on then
-_BREAKS = ("reset", "half")  # its connections end, it lives
+BREAKS = ("reset", "half")  # its connections end, it lives
 DELAYS = ("late", "slow")  # it is slow, but within the limit
 # Besides, a rank may raise and tell the others.
 FAULTS: dict[str, tuple[str, ...]] = {  # the moments of each
     **dict.fromkeys(DEATHS, tuple(BY_POINT)),
     "stop": tuple(BY_POINT),
-    "reset": ("agree", *_TRANSFER),
-    "half": ("agree", *_TRANSFER),
+    "reset": ("agree", *TRANSFER),
+    "half": ("agree", *TRANSFER),
     "gil": ("before connect", "agree", "first"),
     "too late": ("before connect", "agree", "first"),
     "late": ("before connect", "agree", "first"),
@@ -113,7 +113,7 @@ def draw(seed: int, transport: str, fault: str, moment: str, *, rows_to_columns:
     world = rng.randint(3, 5)
     everyone = list(range(world))
     victim = rng.randrange(world)
-    rows = 65536 if moment in ("moving", *_TRANSFER) else rng.choice([ROWS, 600, 20000])
+    rows = 65536 if moment in ("moving", *TRANSFER) else rng.choice([ROWS, 600, 20000])
     source, destination = _layouts(rng, world, [ROWS, rows])
     if rows_to_columns:
         source, destination = (everyone, "rows"), (everyone, "columns")
@@ -201,5 +201,5 @@ def combinations(
         for moment in moments
         for transport in transports
         if moment in FAULTS[fault] or (moment in BY_CLOCK and fault in ("kill", "stop"))
-        if fault not in _BREAKS or transport != "shared memory"  # which has no connections
+        if fault not in BREAKS or transport != "shared memory"  # which has no connections
     ]

@@ -42,6 +42,8 @@ class BestPlan {
   // Puts the hops of the best plan into another order while that changes anything.
   void improve(const Network& network);
 
+  bool empty() const { return empty_; }
+
   // Within 1.5 per cent of the bound: no use in trying on.
   bool good() const { return !empty_ && plan_.makespan_ns <= good_ns(); }
 

@@ -7,6 +7,7 @@
 #include "plan/chunk_size.h"
 #include "plan/draft.h"
 #include "plan/hash.h"
+#include "plan/islands.h"
 #include "plan/joined_chunks.h"
 #include "plan/multicast_search.h"
 #include "plan/network.h"
@@ -19,6 +20,10 @@
 
 namespace meshcast {
 namespace {
+
+// Hops of islands that are alike, all together: what finer chunks may make of them.
+constexpr int64_t kMostIslandHops = int64_t{1} << 20;
+constexpr int64_t kFinest = 8;  // as chunks get finer in the search among trees
 
 constexpr int64_t kManyTasks = 1000;  // from here on trying all strategies takes more than some 10 ms
 
@@ -205,12 +210,69 @@ void offer_rotation(Inputs in, bool fixed_chunk, BestPlan* best, Plan* plan) {
   if (!before.empty && is_well_ahead(before.plan.makespan_ns, plan->makespan_ns)) best->restore(before);
 }
 
+void find_best(Inputs in, const PortDemand& ports, int64_t most, Plan* plan);
+
+// Plans plan->tasks, which are not empty, in at most about `most` hops; 0 for as many as there may be.
+void plan_tasks(const Network& network, int64_t most, Plan* plan) {
+  const PlanOptions& options = plan->options;
+  const std::vector<Bundle> bundles = bundle_tasks(plan->tasks, plan->problems);
+  const PortDemand ports = find_port_demand(plan->tasks, bundles, network);
+  plan->lower_bound_ns = ports.bound_ns;
+  if (bundles.empty()) return;
+  const int64_t chunk =
+      options.chunk_bytes > 0 ? options.chunk_bytes : choose_chunk_bytes(plan->lower_bound_ns, network);
+  const int64_t hops = options.chunk_bytes > 0 ? kMaxHops / 2 : most_hops(plan->tasks, bundles);
+  ReductionRoutes reductions;
+  Inputs in{
+      plan->problems,  plan->tasks,
+      bundles,         network,
+      ports.bound_ns,  fit_chunk_bytes(chunk, plan->tasks, bundles, most > 0 ? std::min(most, hops) : hops),
+      options.balance, options.seed,
+      ports.ways,      &reductions};
+  find_best(in, ports, most, plan);
+}
+
+// Offers a plan of each kind of islands, again and again for those that are alike.
+void offer_islands(const Inputs& in, const std::vector<IslandKind>& kinds, BestPlan* best, const Plan& plan) {
+  size_t islands = 0;
+  for (const IslandKind& kind : kinds) islands += kind.size();
+  std::vector<Plan> plans;
+  Strategy strategy = plan.strategy;
+  int64_t hops = 0;
+  int64_t slowest = -1;
+  for (const IslandKind& kind : kinds) {
+    Plan& one = plans.emplace_back();
+    one.problems = plan.problems;
+    one.topology = plan.topology;
+    one.options = plan.options;
+    one.tasks = tasks_of(kind.front(), in.tasks);
+    one.ranks = kind.front().ranks;
+    std::sort(one.ranks.begin(), one.ranks.end());
+    plan_tasks(Network(one.topology, one.ranks), kMostIslandHops / kFinest / static_cast<int64_t>(islands),
+               &one);
+    hops += static_cast<int64_t>(one.hops.size() * kind.size());
+    if (hops > kMostIslandHops) return;
+    if (one.makespan_ns > slowest) strategy = one.strategy;
+    slowest = std::max(slowest, one.makespan_ns);
+  }
+  best->offer_in_order(strategy, join_islands(kinds, plans, in.tasks), in.network);
+}
+
 // Fills in the best plan of the strategies that are asked for. Each has the chunks that it would have alone.
-void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
+// most: hops, where this is one of many islands, else 0.
+void find_best(Inputs in, const PortDemand& ports, int64_t most, Plan* plan) {
   const PlanOptions& options = plan->options;
   const bool fixed_chunk = options.chunk_bytes > 0;
   const int64_t chunk_bytes = in.chunk_bytes;
   BestPlan best(plan);
+  const bool searches = options.strategy == Strategy::Auto || options.strategy == Strategy::Multicast;
+  std::vector<IslandKind> islands;
+  if (searches && most == 0)
+    islands = find_islands(in.tasks, in.bundles, in.problems, plan->topology, in.network);
+  if (!islands.empty() && count_hops(chunk_bytes, in.tasks, in.bundles) > kRetryHops) {
+    offer_islands(in, islands, &best, *plan);
+    if (!best.empty()) return;
+  }
   // Where one gather alone would use up all attempts, strategies are tried from the cheapest on. Where each of
   // many boxes goes to one rank, they differ in their order alone. In both cases the first good one will do.
   const bool large = count_gather_hops(in) > kRetryHops;
@@ -245,7 +307,6 @@ void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
       add_multicast(in, ports, fixed_chunk, large, &best, plan);
     }
   }
-  const bool searches = options.strategy == Strategy::Auto || options.strategy == Strategy::Multicast;
   if (searches) {
     best.urge(in.network);
     best.improve(in.network);
@@ -255,6 +316,7 @@ void find_best(Inputs in, const PortDemand& ports, Plan* plan) {
   if (options.strategy == Strategy::Auto || options.strategy == Strategy::SendRecv)
     offer_rotation(in, fixed_chunk, &best, plan);
   if (searches) add_pipelines(in, fixed_chunk, &best, plan);
+  if (!islands.empty() && !best.good()) offer_islands(in, islands, &best, *plan);
 }
 
 }  // namespace
@@ -288,23 +350,9 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
   plan.tasks = std::move(demand.tasks);
   const Network network(topology, plan.ranks);
   check_times(plan.tasks, network);
-  // Phase 2: the bound, which the chunk size and every strategy start from.
-  const std::vector<Bundle> bundles = bundle_tasks(plan.tasks, plan.problems);
-  const PortDemand ports = find_port_demand(plan.tasks, bundles, network);
-  plan.lower_bound_ns = ports.bound_ns;
-  // Phase 3: the strategies; then fewer and larger messages, where the size is ours to choose.
-  if (!bundles.empty()) {
-    const int64_t chunk =
-        options.chunk_bytes > 0 ? options.chunk_bytes : choose_chunk_bytes(plan.lower_bound_ns, network);
-    const int64_t most = options.chunk_bytes > 0 ? kMaxHops / 2 : most_hops(plan.tasks, bundles);
-    ReductionRoutes reductions;
-    Inputs in{plan.problems,   plan.tasks,     bundles,
-              network,         ports.bound_ns, fit_chunk_bytes(chunk, plan.tasks, bundles, most),
-              options.balance, options.seed,   ports.ways,
-              &reductions};
-    find_best(in, ports, &plan);
-    if (options.chunk_bytes == 0) join_chunks(&plan, network);
-  }
+  // Phase 2: the bound and the strategies; then fewer and larger messages, where the size is ours to choose.
+  plan_tasks(network, 0, &plan);
+  if (options.chunk_bytes == 0 && !plan.hops.empty()) join_chunks(&plan, network);
   // Over all that ranks must agree on. Times of hops are not in it, as they follow from what is.
   plan.hash = hash_plan(plan, stacks);
   if (!stacks.empty()) unstack(stacks, problems, &plan);

@@ -7,6 +7,7 @@
 #include "plan/staging.h"
 #include "plan/strategies/detours.h"
 #include "plan/strategies/pipeline.h"
+#include "plan/strategies/port_credits.h"
 #include "plan/strategies/rounds.h"
 
 namespace meshcast {
@@ -34,6 +35,9 @@ void try_multicast(Inputs in, const PortDemand& balanced, bool fixed_chunk, Best
   pack_relays(in.network, balanced.bound_ns, &packed.items);
   int64_t most_hosts = 0;
   for (const Parties& parties : balanced.parties) most_hosts = std::max(most_hosts, parties.remote_hosts);
+  const bool has_wide_hosts = std::any_of(balanced.items.begin(), balanced.items.end(), [](const PortItem& it) {
+    return it.kind == PortItem::Kind::Local && it.copies > 2;
+  });
   // Phase 2: kinds of trees, in the order in which they are tried. That matters, since the search ends at the
   // first plan near the bound.
   struct Attempt {
@@ -46,6 +50,10 @@ void try_multicast(Inputs in, const PortDemand& balanced, bool fixed_chunk, Best
       {&balanced, {1, false, false, false, 0, 1}}, {&direct, {2, true, false, false, 0, 1}},
       {&direct, {1, false, false, false, 0, 1}},   {&balanced, {2, true, false, false, 0, 1}},
       {&balanced, {3, false, false, false, 0, 1}}, {&packed, {1, false, false, false, 0, 1}}};
+  if (has_wide_hosts) {
+    attempts.push_back({&balanced, {PortCredits::kStar, true, false, false, 0, 1}});
+    attempts.push_back({&balanced, {PortCredits::kStar, false, false, false, 0, 1}});
+  }
   // Kinds of trees make no difference to reductions: their routes, and the rules of scheduling, do.
   const bool reduced = std::all_of(in.bundles.begin(), in.bundles.end(),
                                    [&](const Bundle& b) { return in.lead(b).reduce != ReduceOp::None; });

@@ -5,7 +5,8 @@
 namespace meshcast {
 
 PortCredits::PortCredits(const Network& network, int64_t fan)
-    : fan_(fan),
+    : fan_(std::max<int64_t>(fan, 1)),
+      star_(fan == kStar),
       credit_(static_cast<size_t>(network.port_count()), 0),
       blocked_(static_cast<size_t>(network.port_count()), 0),
       nic_host_(static_cast<size_t>(network.nic_count()), -1),
@@ -49,8 +50,10 @@ const std::vector<int32_t>& PortCredits::pick(const PortItem& item, int64_t copi
     for (size_t k = first + 1; k < static_cast<size_t>(item.emitters); ++k)
       if (!blocked(k) && of(item.ports[k]) > of(item.ports[first])) first = k;
   }
-  take(first);
-  if (copies > 1) {
+  // In a star the first sends all copies inside its host; which one that is differs from chunk to chunk.
+  int64_t n = 0;
+  for (const int64_t all = star_ && item.kind == PortItem::Kind::Local ? copies : 1; n < all; ++n) take(first);
+  if (copies > n) {
     // Ports without a share have none because others are better; a heap keeps the rest in order of credit,
     // lower index first among equals.
     heap_.clear();
@@ -59,7 +62,7 @@ const std::vector<int32_t>& PortCredits::pick(const PortItem& item, int64_t copi
         heap_.emplace_back(rank_port(k), -static_cast<int32_t>(k));
     }
     std::make_heap(heap_.begin(), heap_.end());
-    for (int64_t n = 1; n < copies;) {
+    while (n < copies) {
       std::pop_heap(heap_.begin(), heap_.end());
       const auto k = static_cast<size_t>(-heap_.back().second);
       // A key that is out of date goes back with its present one (keys only fall, so the top is right when it

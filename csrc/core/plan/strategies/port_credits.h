@@ -15,7 +15,9 @@ namespace meshcast {
 // ports within about one chunk of their share at every moment, not only at the end.
 class PortCredits {
  public:
-  // `fan`: how often a port that is taken sends the chunk, as long as there are hops left.
+  static constexpr int64_t kStar = 0;  // inside a host the first port sends all copies of a chunk, else as 1
+
+  // `fan`: how often a port that is taken sends the chunk, as long as there are hops left; or kStar.
   PortCredits(const Network& network, int64_t fan);
 
   // A chunk of `nbytes` of a bundle of `bundle_bytes` comes next.
@@ -32,6 +34,7 @@ class PortCredits {
 
  private:
   const int64_t fan_;
+  const bool star_;
   std::vector<int64_t> credit_;  // by port, bytes
   std::vector<char> blocked_;    // by port
   std::vector<int32_t> count_;
