@@ -210,6 +210,13 @@ void offer_rotation(Inputs in, bool fixed_chunk, BestPlan* best, Plan* plan) {
   if (!before.empty && is_well_ahead(before.plan.makespan_ns, plan->makespan_ns)) best->restore(before);
 }
 
+// The same with copies inside hosts, where many senders have something for all ranks of each.
+void offer_rotation_with_copies(Inputs in, bool fixed_chunk, BestPlan* best) {
+  if (best->good() || in.reduces()) return;
+  Draft draft = make_fitting(draft_rotation_with_copies, fixed_chunk, &in);
+  if (best->may_win(draft, in.network)) best->offer_in_order(Strategy::Multicast, std::move(draft), in.network);
+}
+
 void find_best(Inputs in, const PortDemand& ports, int64_t most, Plan* plan);
 
 // Plans plan->tasks, which are not empty, in at most about `most` hops; 0 for as many as there may be.
@@ -315,6 +322,7 @@ void find_best(Inputs in, const PortDemand& ports, int64_t most, Plan* plan) {
   in.chunk_bytes = chunk_bytes;
   if (options.strategy == Strategy::Auto || options.strategy == Strategy::SendRecv)
     offer_rotation(in, fixed_chunk, &best, plan);
+  if (searches) offer_rotation_with_copies(in, fixed_chunk, &best);
   if (searches) add_pipelines(in, fixed_chunk, &best, plan);
   if (!islands.empty() && !best.good()) offer_islands(in, islands, &best, *plan);
 }

@@ -1,5 +1,6 @@
 #include "plan/strategies/rotation.h"
 
+#include <algorithm>
 #include <set>
 #include <string>
 
@@ -54,6 +55,45 @@ TEST_CASE("ports that do not meet rotate apart", "[plan][rotation]") {
   REQUIRE(draft.hops.size() == 64 * 16);
   const Schedule made = simulate(draft.hops, draft.chunks, c.network);
   CHECK(made.makespan_ns == 16 * transfer_ns(16 * 8 * 2, 40 * kTenGbit) + 20'000);
+}
+
+TEST_CASE("copies inside hosts take the place of the last steps of a turn", "[plan][rotation]") {
+  // 16 sources, 16 replicas, 4 ranks a host. Ranks copy at a third of the rate of a NIC: of four receivers one
+  // gets its chunk inside, but in the turn that makes up for 31/32. Each chunk takes 8 us over a NIC.
+  const Problem problem{{16, 40'000}, 1, layout({16}, 0, {shard(0)}), layout({16}, 16, {kReplicate})};
+  const Topology topology = uniform_topology(31, 4, 5'000'000'000, 4, 5'000'000'000 / 3, 0);
+  DraftCase c(problem, topology, 1 << 20);
+  const Draft draft = draft_rotation_with_copies(c.inputs());
+  REQUIRE(draft.hops.size() == 16 * 16);
+  const Schedule made = sort_by_start(simulate(draft.hops, draft.chunks, c.network));
+  const auto inside =
+      std::count_if(draft.hops.begin(), draft.hops.end(), [](const Hop& hop) { return hop.after >= 0; });
+  CHECK(inside == 16 * 3);  // in the first of four turns the next step is not due yet
+  // From the first step of the second turn on, the ports inside are busy to the end.
+  CHECK(made.makespan_ns == 5 * 8'000 + 3 * transfer_ns(40'000, 5'000'000'000 / 3));
+  const Plan plan = with_draft(make_plan({problem}, topology, {}), draft, made);
+  CHECK(PlanChecker(plan).check() == "");
+}
+
+TEST_CASE("copies inside hosts move all of any problem", "[plan][rotation]") {
+  Random random(11);
+  int copies = 0;
+  for (int n = 0; n < 150; ++n) {
+    const RandomCase one = random_case(random, 4000, false);
+    DraftCase c(one.problem, one.topology, 64);
+    if (c.inputs().reduces()) continue;
+    INFO("case " << n);
+    const Draft draft = draft_rotation_with_copies(c.inputs());
+    copies += std::any_of(draft.hops.begin(), draft.hops.end(), [](const Hop& hop) { return hop.after >= 0; });
+    const Schedule made = sort_by_start(simulate(draft.hops, draft.chunks, c.network));
+    CHECK(PlanChecker(with_draft(make_plan({one.problem}, one.topology, {}), draft, made)).check() == "");
+  }
+  CHECK(copies > 20);
+}
+
+TEST_CASE("rows to replicas use NICs and copies inside at once", "[plan][rotation]") {
+  const Problem problem{{8192, 8192}, 2, layout({128}, 0, {shard(0)}), layout({128}, 128, {kReplicate})};
+  CHECK(ratio(make_plan({problem}, rails(256, 8), {})) < 1.04);
 }
 
 TEST_CASE("rows to columns with replicas take the bound", "[plan][rotation]") {

@@ -1,9 +1,11 @@
 #include "plan/strategies/rotation.h"
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "plan/strategies/senders.h"
 
@@ -17,6 +19,8 @@ struct Send {
   int32_t out = -1;  // ports
   int32_t in = -1;
   Drafter::Range chunks;
+  int32_t bundle = -1;
+  int32_t copy_to = -1;     // another rank of that host, to which the receiver passes them on
   int32_t turn = 0;         // of the receiver's host
   int32_t turn_inside = 0;  // of the receiver among those of its host
 };
@@ -101,18 +105,83 @@ void set_turns(const Network& network, std::vector<Send>* sends) {
   }
 }
 
-}  // namespace
+// Lets some receivers of a host get a bundle from another one there: as many as the ports inside can serve
+// while NICs bring the rest. These are the last receivers of a turn, as many for each sender, so that the other
+// sends of the turn still do not meet.
+//
+// Example. In a turn, senders 0 to 3 send to host 0 with 4 NICs, sender j to rank (j + t) mod 4 in step t.
+// Where one of four is copied inside, step 3 falls away: rank j, which has the chunk first, passes it on to j
+// - 1.
+class CopiesInside {
+ public:
+  explicit CopiesInside(const Inputs& in) : network_(in.network) {
+    // The NIC of a rank is shared by those that use it and take something in.
+    sharing_.assign(static_cast<size_t>(network_.nic_count()), 0);
+    std::vector<char> seen(static_cast<size_t>(network_.rank_count()), 0);
+    for (const Bundle& bundle : in.bundles) {
+      for (const int32_t receiver : in.lead(bundle).receivers) {
+        const int32_t rank = network_.index(receiver);
+        char& known = seen[static_cast<size_t>(rank)];
+        if (known == 0) ++sharing_[static_cast<size_t>(network_.nic(rank))];
+        known = 1;
+      }
+    }
+  }
 
-Draft draft_rotation(const Inputs& in) {
+  // `sends`: of one bundle to one other host. Leaves those over NICs.
+  void share_out(std::vector<Send>* sends) const {
+    const auto count = static_cast<int64_t>(sends->size());
+    const Send& first = sends->front();
+    const double nic = static_cast<double>(network_.port_rate(first.in)) /
+                       sharing_[static_cast<size_t>(network_.nic(first.dst))];
+    const auto local = static_cast<double>(network_.port_rate(network_.local_in(first.dst)));
+    const double each = kUsed * local / (local + nic) * static_cast<double>(count);  // copies, of a turn
+    const auto until = [&](int32_t turn) { return static_cast<int64_t>(each * turn); };
+    const int64_t copies = std::min(until(first.turn + 1) - until(first.turn), count / 2);
+    std::sort(sends->begin(), sends->end(),
+              [](const Send& a, const Send& b) { return a.turn_inside < b.turn_inside; });
+    for (int64_t i = 0; i < copies; ++i)
+      (*sends)[static_cast<size_t>(i)].copy_to = (*sends)[static_cast<size_t>(count - 1 - i)].dst;
+    sends->resize(static_cast<size_t>(count - copies));
+  }
+
+ private:
+  static constexpr double kUsed = 31.0 / 32;  // of the time of ports inside: their first copies come late
+
+  const Network& network_;
+  std::vector<int32_t> sharing_;  // by NIC
+};
+
+void copy_inside(const Inputs& in, std::vector<Send>* sends) {
+  std::map<std::pair<int32_t, int32_t>, std::vector<Send>> groups;  // bundle and host of the receivers
+  std::vector<Send> out;
+  for (const Send& send : *sends) {
+    const int32_t host = in.network.host(send.dst);
+    if (in.network.host(send.src) == host)
+      out.push_back(send);
+    else
+      groups[{send.bundle, host}].push_back(send);
+  }
+  const CopiesInside inside(in);
+  for (auto& [_, group] : groups) {
+    inside.share_out(&group);
+    out.insert(out.end(), group.begin(), group.end());
+  }
+  *sends = std::move(out);
+}
+
+Draft draft_rotation(const Inputs& in, bool with_copies) {
   // Phase 1: who sends what to whom, as send_recv has it.
   Drafter drafter(in.tasks, in.problems, in.network);
   SenderLoads loads(in.network);
   std::vector<Send> sends;
-  for (const Bundle& bundle : in.bundles) {
+  for (size_t b = 0; b < in.bundles.size(); ++b) {
+    const Bundle& bundle = in.bundles[b];
     const Task& task = in.lead(bundle);
     const Drafter::Range chunks = drafter.cut(bundle, in.chunk_bytes);
     for (const int32_t receiver : task.receivers) {
       Send send;
+      send.bundle = static_cast<int32_t>(b);
       send.dst = in.network.index(receiver);
       send.src = loads.choose(task.holders, send.dst, bundle.nbytes);
       const Network::Link link = in.network.link(send.src, send.dst);
@@ -124,13 +193,22 @@ Draft draft_rotation(const Inputs& in) {
   }
   // Phase 2: the order. Equal turns keep the order of bundles.
   set_turns(in.network, &sends);
+  if (with_copies) copy_inside(in, &sends);
   std::stable_sort(sends.begin(), sends.end(), [](const Send& a, const Send& b) {
     return std::tie(a.turn, a.turn_inside) < std::tie(b.turn, b.turn_inside);
   });
-  for (const Send& send : sends)
-    for (int32_t c = send.chunks.first; c < send.chunks.last; ++c)
-      drafter.send(c, {Edge{send.src, send.dst, -1}});
+  for (const Send& send : sends) {
+    Route route{Edge{send.src, send.dst, -1}};
+    if (send.copy_to >= 0) route.push_back({send.dst, send.copy_to, 0});
+    for (int32_t c = send.chunks.first; c < send.chunks.last; ++c) drafter.send(c, route);
+  }
   return drafter.take();
 }
+
+}  // namespace
+
+Draft draft_rotation(const Inputs& in) { return draft_rotation(in, false); }
+
+Draft draft_rotation_with_copies(const Inputs& in) { return draft_rotation(in, true); }
 
 }  // namespace meshcast

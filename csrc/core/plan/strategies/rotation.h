@@ -12,4 +12,9 @@ namespace meshcast {
 // see BestPlan::offer_in_order.
 Draft draft_rotation(const Inputs& in);
 
+// The same, but some receivers of a host get a chunk from another one there, which passes it on: as many as the
+// ports inside can serve while NICs bring the rest. For many senders to replicas on hosts whose ranks copy more
+// slowly than their NICs take in, so that a chunk should enter at most ranks of a host and not at all.
+Draft draft_rotation_with_copies(const Inputs& in);
+
 }  // namespace meshcast
