@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from . import rendezvous as meet
-from .hosts import HOSTS, Distant, Hello, hello_key, welcome_key
+from .hosts import HOSTS, Distant, Hello, JobGoneError, hello_key, welcome_key
 from .workers import Config, Workers
 
 __all__ = ["Agent", "Config"]
@@ -61,7 +61,8 @@ class Agent:
 
     def run(self) -> None:
         """Until the job is over. Raises ChildFailedError where it failed, SignalException where a signal
-        ended it, OSError where the endpoint cannot be had; no worker is left in any case."""
+        ended it, JobGoneError where too few hosts came, OSError where the endpoint cannot be had; no worker
+        is left in any case."""
         address, port = self.config.endpoint or (meet.HOST, 0)
         self._store, self._port = meet.serve(port, everywhere=self._several)
         self._store.set(meet.AGENT, self.config.run_id)
@@ -133,14 +134,14 @@ class Agent:
         now = time.monotonic()
         self._short = now if self._short is None else self._short
         may_come = len(self._hosts) < self.config.hosts[1]
-        if not may_come or now > self._short + self.config.join_timeout:
-            log.error(
-                "%d workers are left on %d hosts, fewer than %d",
-                len(living),
-                len(self._hosts),
-                self.config.least,
-            )
+        if may_come and now <= self._short + self.config.join_timeout:
+            return
+        if self._failures:
             self._fail()
+        raise JobGoneError(
+            f"{len(living)} workers on {len(self._hosts)} hosts are fewer than the {self.config.least} that "
+            f"the job needs, and no other host came within {self.config.join_timeout:g} s"
+        )
 
     def _welcome(self) -> None:
         """Takes the hosts that have come since the last look."""

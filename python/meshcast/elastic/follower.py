@@ -16,15 +16,12 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from . import hosts
 from . import rendezvous as meet
+from .hosts import JobGoneError
 from .workers import Config, Workers
 
-__all__ = ["Follower", "JobGoneError"]
+__all__ = ["Follower"]
 
 log = logging.getLogger("torch.distributed.elastic.meshcast")
-
-
-class JobGoneError(Exception):
-    """There is no job for this host, or no more."""
 
 
 class Follower:

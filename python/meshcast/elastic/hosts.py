@@ -20,10 +20,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from . import rendezvous as meet
 
-__all__ = ["HOSTS", "Distant", "Ended", "Hello", "Order", "beat_key", "done_key", "ended_key", "hello_key"]
-__all__ += ["order_key", "welcome_key"]
+__all__ = ["HOSTS", "Distant", "Ended", "Hello", "JobGoneError", "Order", "beat_key", "done_key", "ended_key"]
+__all__ += ["hello_key", "order_key", "welcome_key"]
 
 HOSTS = "elastic/hosts"  # how many have come; the next one's number
+
+
+class JobGoneError(Exception):
+    """There is no job for this host, or no more; or no host for the job."""
 
 
 class Hello(NamedTuple):

@@ -23,7 +23,8 @@ from torch.distributed.elastic.rendezvous.utils import (
 from torch.distributed.run import determine_local_world_size, get_args_parser
 
 from .agent import Agent
-from .follower import Follower, JobGoneError
+from .follower import Follower
+from .hosts import JobGoneError
 from .workers import Config
 
 __all__ = ["main", "parser", "read", "run"]

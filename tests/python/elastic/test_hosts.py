@@ -129,6 +129,16 @@ def test_a_job_that_loses_too_many_hosts_waits_for_others_and_ends(agents: Agent
     assert not any(map(lives, pids))
 
 
+def test_too_few_hosts_come(agents: Agents) -> None:
+    for _ in range(2):
+        agents.start(SLEEP, hosts="3", conf="join_timeout=12")
+    status, errors = agents.over(0)
+    assert status == 1
+    assert "4 workers on 2 hosts are fewer than the 6 that the job needs" in errors
+    assert agents.over(1)[0] == 1
+    assert not any(map(lives, agents.pids(4)))
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_followers_end_with_the_one_that_leads(agents: Agents, how: signal.Signals) -> None:
     for _ in range(3):
