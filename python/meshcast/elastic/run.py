@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         "--rdzv-endpoint": "HOST[:PORT] of the job's store, the same on all hosts; its host must live.",
         "--rdzv-conf": "join_timeout=SECONDS (600): for hosts to come; a worker that has not come to a "
         "rendezvous by then is killed. last_call_timeout=SECONDS (5): that a worker waits to join together "
-        "with others. keep_alive=SECONDS (10): a host that is silent for so long is given up. is_host=0 or "
+        "with others. keep_alive=SECONDS (6): a host that is silent for so long is given up. is_host=0 or "
         "1: whether the endpoint is this host, where its name does not tell.",
     }
     for action in found._actions:
@@ -101,7 +101,7 @@ def read(arguments: Sequence[str]) -> Config:
         times = _parse_rendezvous_config(args.rdzv_conf)
         join = float(times.pop("join_timeout", 600))
         last_call = float(times.pop("last_call_timeout", 5))
-        keep_alive = float(times.pop("keep_alive", 10))
+        keep_alive = float(times.pop("keep_alive", 6))
         leads = _LEADS[times.pop("is_host", "").lower()]
         if times or not (join > 0 and last_call >= 0 and keep_alive > 0):
             raise ValueError(f"expected {_CONF}")

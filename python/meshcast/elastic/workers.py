@@ -44,7 +44,7 @@ class Config:
     hosts: tuple[int, int] = (1, 1)
     endpoint: tuple[str, int] | None = None
     leads: bool | None = None
-    keep_alive: float = 10.0
+    keep_alive: float = 6.0
 
 
 class Workers:

@@ -1,4 +1,4 @@
-"""Options of meshcast.elastic.run: torchrun's, and those that mean nothing on one host are refused."""
+"""Options of meshcast.elastic.run: torchrun's, but for some that are refused."""
 
 from __future__ import annotations
 
@@ -23,12 +23,30 @@ def test_options_are_torchruns() -> None:
     assert read(["--no-python", "sh", "-c", "true"]).command == "sh"
 
 
+def test_several_hosts() -> None:
+    config = read(["--nnodes=2:4", "--nproc-per-node=3:8", "--rdzv-endpoint=node0", "train.py"])
+    assert (config.least, config.most, config.hosts) == (6, 8, (2, 4))
+    assert (config.endpoint, config.leads) == (("node0", 29400), None)
+    conf = "--rdzv-conf=is_host=true,keep_alive=3,join_timeout=9"
+    config = read(["--nnodes=2", "--rdzv-endpoint=[::1]:400", conf, "train.py"])
+    assert (config.hosts, config.least) == ((2, 2), 2)
+    assert config.endpoint == ("::1", 400)
+    assert (config.leads, config.keep_alive, config.join_timeout) == (True, 3, 9)
+    one = read(["train.py"])
+    assert (one.hosts, one.endpoint) == ((1, 1), None)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--nnodes", "2"], "all workers run on this host"),
-        (["--rdzv-endpoint", "localhost:1"], "--rdzv-endpoint: all workers run on this host"),
-        (["--node-rank", "1"], "--node-rank"),
+        (["--nnodes", "2"], "give --rdzv-endpoint HOST:PORT as well"),
+        (["--nnodes", "0:2", "--rdzv-endpoint", "a:1"], "1 <= MIN <= MAX"),
+        (["--nnodes", "many", "--rdzv-endpoint", "a:1"], "1 <= MIN <= MAX"),
+        (["--rdzv-endpoint", "a:70000"], "--rdzv-endpoint"),
+        (["--rdzv-endpoint", "a:0"], "a port that all hosts know"),
+        (["--node-rank", "1"], "--node-rank: give --rdzv-endpoint in its place"),
+        (["--rdzv-conf", "is_host=perhaps"], "is_host=perhaps"),
+        (["--rdzv-conf", "keep_alive=0"], "keep_alive=SECONDS"),
         (["--rdzv-backend", "etcd"], "a store of its own"),
         (["--run-path"], "only torchrun has it"),
         (["--nproc-per-node", "3:2"], "1 <= MIN <= MAX"),
