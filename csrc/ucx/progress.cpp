@@ -30,6 +30,7 @@ void watch(int poll, int fd, int operation, uint32_t events) {
   checked(epoll_ctl(poll, operation, fd, &event), "epoll_ctl");
 }
 
+// A full counter would be an error here, and is none: the bell rings already.
 void ring(int bell) {
   const uint64_t one = 1;
   [[maybe_unused]] const auto written = write(bell, &one, sizeof(one));
@@ -54,6 +55,8 @@ Progress::Progress(std::mutex& mutex, const std::vector<int>& event_fds, Calls c
 
 Progress::~Progress() { close_all(); }
 
+// Two sleepers need two polls: an event that wakes a driver must not wake the thread as well. events_ is in
+// both, and `watch` with no events takes it out of the thread's without forgetting it.
 void Progress::begin(const std::vector<int>& event_fds) {
   events_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
   thread_poll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
@@ -116,6 +119,8 @@ void Progress::sleep(int fd, TimePoint limit) {
   ppoll(&what, 1, &time, nullptr);
 }
 
+// While drivers have the part, the thread sleeps without a limit that matters: leave() starts the grace timer,
+// and that wakes it. It listens to events again only then, so that a driver's messages cost no wake-up here.
 void Progress::loop() {
   std::unique_lock lock(mutex_);
   int empty = 0;
@@ -129,6 +134,7 @@ void Progress::loop() {
         lock.lock();
         changed_.notify_all();
       }
+      // Arming costs a system call for each worker, so some turns are tried in vain before.
       empty = busy ? 0 : empty + 1;
       if (empty < kEmptyTurns || drivers_ > 0 || stopping_ || !calls_.arm()) continue;
     }
@@ -144,6 +150,7 @@ void Progress::loop() {
   }
 }
 
+// The first driver silences the thread: it no longer hears of events, or its grace does not end.
 void Progress::enter() {
   if (drivers_++ > 0) return;
   if (std::exchange(listens_, false)) {
@@ -162,6 +169,8 @@ void Progress::leave() {
   changed_.notify_all();
 }
 
+// Of several drivers one has the part; the others wait for it to notify them, which it does after every turn
+// in which something happened. Who has the part gives it back by leaving: then the next takes it.
 void Progress::drive(const std::function<bool()>& done, TimePoint limit) {
   std::unique_lock lock(mutex_);
   if (stopping_) return;

@@ -102,6 +102,7 @@ bool fits_local(const Shard& shard, size_t index) {
   return true;
 }
 
+// Boxes come from users and from other ranks' words, so nothing about them is taken for granted.
 void check_boxes(const Layout& layout, const std::vector<int64_t>& shape) {
   if (layout.mesh.shape.size() != 1 || layout.by_boxes.size() != layout.mesh.ranks.size())
     throw LayoutError(
@@ -153,6 +154,9 @@ void validate(const Layout& layout, const std::vector<int64_t>& shape) {
   for (size_t m = 0; m < layout.placements.size(); ++m) check_placement(layout.placements[m], m, shape.size());
 }
 
+// The shards of a mesh in the order of its ranks. Per dimension of the tensor, a rank's coordinates on the mesh
+// dimensions that cut it name a part, which is a list of intervals: several where _StridedShard deals them out.
+// The pieces of a shard are the products of its intervals over all dimensions.
 std::vector<Shard> shards(const Layout& layout, const std::vector<int64_t>& shape) {
   validate(layout, shape);
   if (!layout.by_boxes.empty()) return layout.by_boxes;

@@ -18,6 +18,7 @@ bool same_ranks(const Task& a, const Task& b) {
 
 }  // namespace
 
+// Boxes that touch in one dimension and agree in all others are a box again.
 bool join_boxes(const Box& next, Box* box) {
   int differs = -1;
   for (int d = 0; d < box->ndim; ++d) {
@@ -30,6 +31,8 @@ bool join_boxes(const Box& next, Box* box) {
   return true;
 }
 
+// A hash finds candidates, and their ranks are compared whole: tasks of one bundle share all routes, so two
+// that merely hash alike would send a box to ranks that do not need it.
 std::vector<Bundle> bundle_tasks(const std::vector<Task>& tasks, const std::vector<Problem>& problems) {
   std::vector<Bundle> out;
   std::unordered_map<uint64_t, std::vector<int32_t>> seen;  // hash of the rank sets -> bundles
@@ -96,6 +99,9 @@ void Drafter::close_chunk(int32_t first_piece, int64_t nbytes) {
   draft_.chunks.push_back({first_piece, static_cast<int32_t>(draft_.pieces.size()), nbytes});
 }
 
+// Small boxes of a bundle fill a chunk together, in the order of their tasks. A box above the size is cut, and
+// its parts share chunks with nothing else: then most chunks are one box, which a rank may send from where it
+// lies.
 Drafter::Range Drafter::cut(const Bundle& bundle, int64_t chunk_bytes) {
   Range range;
   range.first = static_cast<int32_t>(draft_.chunks.size());

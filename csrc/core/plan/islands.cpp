@@ -41,6 +41,11 @@ class Numbering {
   std::unordered_map<int32_t, int32_t> numbers_;
 };
 
+// Example. Ranks 0, 1 | 2, 3 | 4, 5 | 6, 7 on four hosts; 0 and 1 send a half each to 2 and 3, and 4 and 5 to 6
+// and
+// 7. Both islands say: holder 0 on host 0 at NIC 0, receivers 1 and 2 on host 1, then holder 3 on host 0, and
+// so on. So rank 4 stands where 0 stands, and a hop 0 -> 2 of the first island is 4 -> 6 in the second.
+//
 // Everything that a plan of an island depends on, with ranks, hosts and tensors by their order: equal for
 // islands that are alike. Fills in island->ranks.
 std::vector<int64_t> describe(const std::vector<Task>& tasks, const std::vector<Problem>& problems,
@@ -102,7 +107,8 @@ std::vector<IslandKind> find_islands(const std::vector<Task>& tasks, const std::
   for (size_t t = 0; t < tasks.size(); ++t)
     by_group[groups.find(host_of(tasks[t].receivers.front()))].tasks.push_back(static_cast<int32_t>(t));
   if (by_group.size() < 2) return {};
-  // Phase 2: which of them are alike, in the order of their first tasks.
+  // Phase 2: which of them are alike, in the order of their first tasks. What they say is compared whole and
+  // not by a hash: a plan that is taken for another would move the wrong bytes.
   std::map<int32_t, Island> by_task;
   for (auto& [_, island] : by_group) {
     const int32_t first = island.tasks.front();

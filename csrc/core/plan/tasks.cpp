@@ -115,6 +115,7 @@ class Intersection {
     }
   }
 
+  // Before anything is made of them: what is too large must be refused before it fills memory.
   void count(int64_t cells) {
     cells_ += cells;
     if (cells_ > kMaxTasks) {
@@ -135,6 +136,7 @@ class Intersection {
       if (reduces) values.push_back(contribution);
     }
     if (reduces) {
+      // Who holds a partial value and needs the box is a receiver as well: its value is not the box.
       task.receivers = std::move(needed);
       task.contribution = std::move(values);
       for (const Placement& p : *src_placements_) {

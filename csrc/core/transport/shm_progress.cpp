@@ -70,12 +70,16 @@ void ShmProgress::Place::enter(Group& group) const {
   call(ShmHalf::Receiving);
 }
 
+// After this no thread is in a turn of the group, or will be: it may be destroyed.
 void ShmProgress::Place::leave() const {
   std::unique_lock lock(progress_->mutex_);
   progress_->entries_[number_].group = nullptr;
   progress_->left_.wait(lock, [this] { return progress_->entries_[number_].inside() == 0; });
 }
 
+// A group's half has one thread at a time. Who comes meanwhile leaves a note (`again`), and who is inside calls
+// the half once more when it leaves: so no call is lost, and nobody waits with a lock held while bytes are
+// copied.
 bool ShmProgress::serve(ShmHalf half, bool driver, uint32_t* cursor) {
   const int taken = bell_.take(half, cursor);
   if (taken < 0) return false;
@@ -107,6 +111,9 @@ void ShmProgress::announce_locked() {
   bell_.announce(ShmHalf::Sending, driven_ ? (thread_sleeps_ ? driver : ShmSleeper::Nobody) : thread);
 }
 
+// A driver takes in what arrives, and this thread sends beside it: then both directions go on at once on two
+// cores. Without a driver it does both. Rings are read before it says that it sleeps, so that one in between is
+// not slept through.
 void ShmProgress::loop() {
   uint32_t cursors[2] = {0, 0};
   uint64_t drives = 0;  // at the last time that this fell asleep
