@@ -141,7 +141,7 @@ class _Judge:
         return round_.transport == "gloo" and round_.moment in (*FORMING, "connecting", "agree", "agreeing")
 
     def _late_over_gloo(self, found: dict[str, Any]) -> bool:
-        """Whether gloo did not end a send to a peer that is gone: it may, docs/errors.md says."""
+        """Whether gloo did not end a send over a connection that broke, as docs/errors.md says of it."""
         round_ = self._round
-        may = round_.transport == "gloo" and round_.fault in (*BREAKS, *DEATHS)
+        may = round_.transport == "gloo" and round_.fault in BREAKS
         return may and round_.moment in (*TRANSFER, "moving") and found["error"] == "DeadlineExceededError"
