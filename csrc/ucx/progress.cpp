@@ -169,8 +169,8 @@ void Progress::leave() {
   changed_.notify_all();
 }
 
-// Of several drivers one has the part; the others wait for it to notify them, which it does after every turn
-// in which something happened. Who has the part gives it back by leaving: then the next takes it.
+// Several drivers take turns under the lock. One of them sleeps for all (taken_): the others wait until it, or
+// who leaves, notifies them.
 void Progress::drive(const std::function<bool()>& done, TimePoint limit) {
   std::unique_lock lock(mutex_);
   if (stopping_) return;

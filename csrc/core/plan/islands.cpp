@@ -1,32 +1,14 @@
 #include "plan/islands.h"
 
 #include <algorithm>
-#include <array>
 #include <map>
-#include <numeric>
-#include <tuple>
 #include <unordered_map>
 #include <utility>
 
+#include "plan/disjoint_sets.h"
+
 namespace meshcast {
 namespace {
-
-// Hosts that tasks connect. Paths are halved on the way, so that a look-up takes few steps.
-class Groups {
- public:
-  explicit Groups(int32_t count) : parent_(static_cast<size_t>(count)) {
-    std::iota(parent_.begin(), parent_.end(), 0);
-  }
-  int32_t find(int32_t i) {
-    while (at(i) != i) i = at(i) = at(at(i));
-    return i;
-  }
-  void join(int32_t a, int32_t b) { at(find(a)) = find(b); }
-
- private:
-  int32_t& at(int32_t i) { return parent_[static_cast<size_t>(i)]; }
-  std::vector<int32_t> parent_;
-};
 
 // Numbers in the order in which they come.
 class Numbering {
@@ -95,13 +77,13 @@ std::vector<IslandKind> find_islands(const std::vector<Task>& tasks, const std::
                                      const std::vector<Problem>& problems, const Topology& topology,
                                      const Network& network) {
   // Phase 1: which hosts belong together. Most problems have one island: that is known soon.
-  Groups groups(static_cast<int32_t>(topology.hosts.size()));
+  DisjointSets groups(static_cast<int32_t>(topology.hosts.size()));
   const auto host_of = [&](int32_t rank) { return network.host(network.index(rank)); };
   for (const Bundle& bundle : bundles) {
     const Task& lead = tasks[static_cast<size_t>(bundle.tasks.front())];
     const int32_t first = host_of(lead.receivers.front());
     for (const RankList* ranks : {&lead.holders, &lead.receivers})
-      for (const int32_t rank : *ranks) groups.join(host_of(rank), first);
+      for (const int32_t rank : *ranks) groups.link(first, host_of(rank));
   }
   std::map<int32_t, Island> by_group;
   for (size_t t = 0; t < tasks.size(); ++t)

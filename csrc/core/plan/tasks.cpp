@@ -115,7 +115,7 @@ class Intersection {
     }
   }
 
-  // Before anything is made of them: what is too large must be refused before it fills memory.
+  // Before tasks are made: what is too large must be refused before it fills memory.
   void count(int64_t cells) {
     cells_ += cells;
     if (cells_ > kMaxTasks) {

@@ -40,7 +40,7 @@ class _Worker:
 
 @dataclass
 class Agent:
-    """Of the host with the job's store: any rank may die. port: of the store, 0 for any that is free."""
+    """Of the host with the job's store: any rank may die."""
 
     config: Config
     restarts: int = 0
@@ -277,7 +277,7 @@ class Agent:
         self._here.shutdown(death)
         limit = time.monotonic() + self.config.shutdown_timeout + _LAST_WORD
         while time.monotonic() < limit and not all(
-            host.done() for host in distant
+            host.gone() for host in distant
         ):  # the store ends with this
             time.sleep(self.config.interval)
         self._servers.clear()

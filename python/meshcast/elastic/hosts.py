@@ -130,9 +130,6 @@ class Distant:
     def over(self, death: signal.Signals, status: int) -> None:
         self._order(Order("over", "", death, status))
 
-    def done(self) -> bool:
-        return self.gone() or self._store.check([done_key(self.number)])
-
     def _order(self, order: Order) -> None:
         meet.tell(self._store, order_key(self.number, self._ordered), order)
         self._ordered += 1

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <map>
-#include <numeric>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "plan/disjoint_sets.h"
 #include "plan/strategies/senders.h"
 
 namespace meshcast {
@@ -23,31 +23,6 @@ struct Send {
   int32_t copy_to = -1;     // another rank of that host, to which the receiver passes them on
   int32_t turn = 0;         // of the receiver's host
   int32_t turn_inside = 0;  // of the receiver among those of its host
-};
-
-// The ports that are linked with each other by sends: sets that have no port in common.
-class LinkedPorts {
- public:
-  explicit LinkedPorts(int32_t ports) : parent_(static_cast<size_t>(ports)) {
-    std::iota(parent_.begin(), parent_.end(), 0);
-  }
-
-  int32_t find(int32_t port) {
-    while (parent_[static_cast<size_t>(port)] != port) {
-      int32_t& above = parent_[static_cast<size_t>(port)];
-      above = parent_[static_cast<size_t>(above)];
-      port = above;
-    }
-    return port;
-  }
-
-  void link(int32_t a, int32_t b) {
-    const int32_t root = find(a);
-    parent_[static_cast<size_t>(find(b))] = root;
-  }
-
- private:
-  std::vector<int32_t> parent_;
 };
 
 // Numbers values within their groups, in ascending order: of (group, value) pairs added before.
@@ -82,7 +57,7 @@ class Numbers {
 // send to host 0 and the others to host 1; in turn 1 the other way round. Within a turn, sender 2 is the second
 // of those that send to its host: it begins with the second NIC there, and goes on to the third and the first.
 void set_turns(const Network& network, std::vector<Send>* sends) {
-  LinkedPorts sets(network.port_count());
+  DisjointSets sets(network.port_count());  // ports that sends link with each other
   for (const Send& s : *sends) sets.link(s.out, s.in);
   // A host may have receivers in several sets.
   const auto place = [&](const Send& s) {
