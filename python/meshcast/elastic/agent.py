@@ -46,7 +46,8 @@ class Agent:
     restarts: int = 0
     _workers: dict[str, _Worker] = field(default_factory=dict)
     _hosts: dict[int, Workers | Distant] = field(default_factory=dict)  # that live
-    _come: int = 1  # hosts that have been looked at
+    _come: int = 1  # hosts that have a number
+    _expected: set[int] = field(default_factory=set)  # of these, those that have not said who they are
     _failures: dict[str, ProcessFailure] = field(
         default_factory=dict
     )  # by worker without its restart, the last
@@ -65,8 +66,8 @@ class Agent:
         is left in any case."""
         address, port = self.config.endpoint or (meet.HOST, 0)
         self._store, self._port = meet.serve(port, everywhere=self._several)
-        self._store.set(meet.AGENT, self.config.run_id)
         self._store.set(HOSTS, "1")
+        self._store.set(meet.AGENT, self.config.run_id)  # from here on followers come
         death, status = signal.SIGTERM, 1
         with tempfile.TemporaryDirectory(prefix="torchelastic_") as folder:
             logs = self.config.log_dir or folder
@@ -145,12 +146,15 @@ class Agent:
 
     def _welcome(self) -> None:
         """Takes the hosts that have come since the last look."""
-        while self._come < self._store.add(HOSTS, 0):
-            said = meet.found(self._store, hello_key(self._come))
-            if said is None:
-                return
-            host = Distant(self._store, self._come, Hello(*said), self.config.keep_alive)
-            self._come += 1
+        come = self._store.add(HOSTS, 0)
+        self._expected.update(range(self._come, come))
+        self._come = come
+        for number in sorted(self._expected):
+            said = meet.found(self._store, hello_key(number))
+            if said is None:  # it has only just come, or died before its first word
+                continue
+            self._expected.remove(number)
+            host = Distant(self._store, number, Hello(*said), self.config.keep_alive)
             most = self.config.hosts[1]
             refused = f"the job has its {most} hosts" if len(self._hosts) == most else ""
             log.info("host %d (%s) with %d workers %s", host.number, host.name, host.most, refused or "joins")

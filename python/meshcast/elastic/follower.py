@@ -68,8 +68,11 @@ class Follower:
         limit = time.monotonic() + self._config.join_timeout
         try:
             store = meet.connect(port, host, timedelta(seconds=self._config.join_timeout))
-            if not store.check([meet.AGENT]):
-                raise JobGoneError(f"what listens at {host}:{port} is no agent of meshcast.elastic.run")
+            known = time.monotonic() + self._config.keep_alive  # the agent listens before it says what it is
+            while not store.check([meet.AGENT]):
+                if time.monotonic() > known:
+                    raise JobGoneError(f"what listens at {host}:{port} is no agent of meshcast.elastic.run")
+                time.sleep(self._config.interval)
             if (its := store.get(meet.AGENT).decode()) != self._config.run_id:
                 raise JobGoneError(
                     f"the job at {host}:{port} has the id {its!r}, not {self._config.run_id!r}"

@@ -56,7 +56,13 @@ class Agents:
     def pids(self, count: int) -> list[int]:
         """Of the shells, once so many have started."""
         path = self.folder / "pids"
-        until(lambda: path.exists() and len(path.read_text().split()) >= count, f"{count} workers")
+        limit = time.monotonic() + 60
+        while not path.exists() or len(path.read_text().split()) < count:
+            if time.monotonic() > limit:
+                ended = [each.communicate() for each in self.started if each.poll() is not None]
+                there = path.read_text().split() if path.exists() else []
+                raise AssertionError(f"{len(there)} workers, not {count}; what ended agents said: {ended}")
+            time.sleep(0.02)
         return [int(pid) for pid in path.read_text().split()]
 
 
@@ -82,6 +88,13 @@ def lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def connections(port: int) -> int:
+    """To that port of this machine."""
+    tables = [Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    lines = [line for table in tables for line in table]
+    return sum(line.split()[2].endswith(f":{port:04X}") and line.split()[3] == "01" for line in lines)
 
 
 def test_a_program_without_a_job_runs_as_under_torchrun(agents: Agents) -> None:
@@ -189,6 +202,34 @@ def test_what_is_no_agent_is_not_followed(agents: Agents) -> None:
     assert status == 1
     assert "is no agent of meshcast.elastic.run" in errors
     assert store.check(["elastic/hosts"]) is False
+
+
+def test_an_agent_that_listens_already_is_waited_for(agents: Agents) -> None:
+    """Between the two the agent does little, but another process may run there."""
+    store = dist.TCPStore("127.0.0.1", agents.port, is_master=True, wait_for_workers=False)
+    agents.started.append(
+        subprocess.Popen(["true"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    )
+    late = agents.start(SLEEP, conf="join_timeout=20,keep_alive=20")
+    until(lambda: connections(agents.port) == 2, "a follower, beside the store's own client")
+    time.sleep(0.5)  # ten looks for the mark
+    store.set("elastic/hosts", "1")
+    store.set("elastic/agent", "none")
+    until(lambda: store.check(["elastic/host/1/hello"]), "its first word")
+    store.set("elastic/host/1/welcome", '"not today"')
+    status, errors = agents.over(late)
+    assert status == 1
+    assert "does not take this host: not today" in errors
+
+
+def test_a_host_that_dies_before_its_first_word_keeps_no_other_out(agents: Agents) -> None:
+    agents.start(SLEEP, hosts="1:2", ranks="1")
+    agents.pids(1)
+    store = dist.TCPStore("127.0.0.1", agents.port, is_master=False)
+    assert store.add("elastic/hosts", 1) == 2
+    del store
+    agents.start(SLEEP, hosts="1:2", ranks="1")
+    assert len(agents.pids(2)) == 2
 
 
 def test_nobody_leads(agents: Agents) -> None:
