@@ -69,9 +69,10 @@ def _wait(what: dict[str, Any], folder: Path, children: dict[int, int]) -> list[
             os.kill(child, number)
         while children and (number == signal.SIGKILL or time.monotonic() < end):
             if stops.exists() and time.monotonic() >= float(stops.read_text()):
-                os.kill(victim, signal.SIGSTOP)
-                _failed_now(folder)
                 stops.unlink()
+                if victim in children:  # it may have ended in the meantime, and its number be another's
+                    os.kill(victim, signal.SIGSTOP)
+                    _failed_now(folder)
             if freezes and list(children) == [victim]:
                 freezes = False
                 os.kill(victim, signal.SIGCONT if what["thaws"] else signal.SIGKILL)
