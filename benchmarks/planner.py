@@ -39,7 +39,7 @@ MIXTURES = (
     "travels. Trained with 32 ranks of expert parallel, each expert cut by FSDP over the others, all else by "
     "FSDP over all; served by replicas of expert parallel 32, attention tensor parallel 8: " + _HOSTS
 )
-FLEETS = (Fleet(256, 128), Fleet(96, 160))
+FLEETS = (Fleet(256, 128), Fleet(96, 160), Fleet(512, 256), Fleet(1024, 1024))
 # Measured by their authors, on their machines; beside predictions the order of magnitude is what compares.
 _ARTICLE = "https://research.perplexity.ai/articles/weight-transfer-for-rl-post-training-in-under-2-seconds"
 PUBLISHED = f"""\

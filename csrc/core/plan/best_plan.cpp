@@ -30,7 +30,7 @@ bool BestPlan::may_win(const Draft& draft, const Network& network) const {
 }
 
 bool BestPlan::may_be_good(const Draft& draft, const Network& network) const {
-  return busiest_port_ns(draft, network) + network.latency_ns() <= good_ns();
+  return busiest_port_ns(draft, network) + network.latency_ns() <= good_ns(plan_.lower_bound_ns);
 }
 
 int64_t BestPlan::offer(Strategy strategy, Draft draft, const Network& network) {

@@ -7,6 +7,7 @@
 #include "plan/network.h"
 #include "plan/plan.h"
 #include "plan/schedule.h"
+#include "plan/strategies/strategies.h"
 
 namespace meshcast {
 
@@ -44,8 +45,8 @@ class BestPlan {
 
   bool empty() const { return empty_; }
 
-  // Within 1.5 per cent of the bound: no use in trying on.
-  bool good() const { return !empty_ && plan_.makespan_ns <= good_ns(); }
+  // See good_ns.
+  bool good() const { return !empty_ && plan_.makespan_ns <= good_ns(plan_.lower_bound_ns); }
 
   // Whether no port has so much to carry that the draft is known to lose against the best plan.
   bool may_win(const Draft& draft, const Network& network) const;
@@ -54,7 +55,6 @@ class BestPlan {
   bool may_be_good(const Draft& draft, const Network& network) const;
 
  private:
-  int64_t good_ns() const { return plan_.lower_bound_ns + plan_.lower_bound_ns / 200 * 3; }
   int64_t take(Strategy strategy, Draft draft, Schedule made);
   void raise_urgency(const Schedule& made, const Network& network, std::vector<int32_t>* urgency) const;
 

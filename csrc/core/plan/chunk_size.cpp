@@ -37,7 +37,7 @@ int64_t fit_chunk_bytes(int64_t chunk_bytes, const std::vector<Task>& tasks, con
 
 int64_t most_hops(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles) {
   const int64_t fewest = count_hops(INT64_MAX, tasks, bundles);
-  return fewest <= kMostHops ? kMostHops : std::min(fewest + fewest / 2, kMaxHops / 2);
+  return fewest <= kMostHops ? kMostHops : std::min(fewest + fewest / 2, kMaxHops / 4);
 }
 
 int64_t shrink_chunks(const Inputs& in, const std::vector<Chunk>& chunks, int64_t staging) {

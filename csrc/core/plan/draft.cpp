@@ -40,9 +40,8 @@ std::vector<Bundle> bundle_tasks(const std::vector<Task>& tasks, const std::vect
     const Task& task = tasks[t];
     Hasher hasher;
     hasher.add(static_cast<int64_t>(task.reduce));
-    hasher.add(task.holders.list());
-    hasher.add(task.receivers.list());
-    hasher.add(task.contribution.list());
+    for (const RankList* ranks : {&task.holders, &task.receivers, &task.contribution})
+      hasher.add(static_cast<int64_t>(ranks->word()));
     // Pending values are combined element by element, so elements of unlike size never share a chunk.
     if (task.reduce != ReduceOp::None) hasher.add(problems[static_cast<size_t>(task.tensor)].element_bytes);
     int32_t found = -1;
@@ -170,12 +169,20 @@ int32_t UnitCutter::next(int64_t nbytes, Drafter* drafter) {
   return drafter->add_chunk(joined_.data(), joined_.data() + joined_.size(), have);
 }
 
+void Drafter::check_room(size_t hops) const {
+  if (static_cast<int64_t>(draft_.hops.size() + hops) <= kMaxHops) return;
+  throw LayoutError("the plan needs more than " + std::to_string(kMaxHops) +
+                    " hops: choose larger chunks or move the tensor in several steps");
+}
+
+void Drafter::pass_on(int32_t chunk, int32_t src, int32_t dst, int32_t after) {
+  check_room(1);
+  draft_.hops.push_back({network_.rank(src), network_.rank(dst), chunk, after});
+}
+
 void Drafter::send(int32_t chunk, const Route& route, int64_t order, int64_t due_ns) {
   const auto first = static_cast<int32_t>(draft_.hops.size());
-  if (static_cast<int64_t>(draft_.hops.size() + route.size()) > kMaxHops) {
-    throw LayoutError("the plan needs more than " + std::to_string(kMaxHops) +
-                      " hops: choose larger chunks or move the tensor in several steps");
-  }
+  check_room(route.size());
   for (const Edge& edge : route) {
     Hop hop;
     hop.src = network_.rank(edge.src);

@@ -66,6 +66,10 @@ class Drafter {
   // `order` and `due_ns` as in Draft; -1 for none, which is zero where other routes have one.
   void send(int32_t chunk, const Route& route, int64_t order = -1, int64_t due_ns = -1);
 
+  // Adds one hop between dense ranks. after: that which brings the chunk to src; -1 where src holds it.
+  void pass_on(int32_t chunk, int32_t src, int32_t dst, int32_t after);
+  int32_t hop_count() const { return static_cast<int32_t>(draft_.hops.size()); }
+
   Draft take() {
     if (!draft_.order.empty()) draft_.order.resize(draft_.hops.size(), 0);
     if (!draft_.due_ns.empty()) draft_.due_ns.resize(draft_.hops.size(), 0);
@@ -75,6 +79,7 @@ class Drafter {
 
  private:
   void close_chunk(int32_t first_piece, int64_t nbytes);
+  void check_room(size_t hops) const;
 
   const std::vector<Task>& tasks_;
   const std::vector<Problem>& problems_;
@@ -108,6 +113,6 @@ class UnitCutter {
 };
 
 // The most hops a plan may have, whatever the tensor.
-inline constexpr int64_t kMaxHops = int64_t{1} << 21;
+inline constexpr int64_t kMaxHops = int64_t{1} << 22;
 
 }  // namespace meshcast

@@ -1,6 +1,10 @@
 #include <algorithm>
 #include <string>
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
 #include "common/error.h"
 #include "plan/best_plan.h"
 #include "plan/bound/bound.h"
@@ -217,6 +221,13 @@ void offer_rotation_with_copies(Inputs in, bool fixed_chunk, BestPlan* best) {
   if (best->may_win(draft, in.network)) best->offer_in_order(Strategy::Multicast, std::move(draft), in.network);
 }
 
+// Offers a rotation for each layer of a batch.
+void offer_layers(Inputs in, bool fixed_chunk, BestPlan* best) {
+  if (best->good() || in.reduces()) return;
+  Draft draft = make_fitting(draft_layers, fixed_chunk, &in);
+  if (!draft.hops.empty()) best->offer_in_order(Strategy::Multicast, std::move(draft), in.network);
+}
+
 void find_best(Inputs in, const PortDemand& ports, int64_t most, Plan* plan);
 
 // Plans plan->tasks, which are not empty, in at most about `most` hops; 0 for as many as there may be.
@@ -228,7 +239,7 @@ void plan_tasks(const Network& network, int64_t most, Plan* plan) {
   if (bundles.empty()) return;
   const int64_t chunk =
       options.chunk_bytes > 0 ? options.chunk_bytes : choose_chunk_bytes(plan->lower_bound_ns, network);
-  const int64_t hops = options.chunk_bytes > 0 ? kMaxHops / 2 : most_hops(plan->tasks, bundles);
+  const int64_t hops = options.chunk_bytes > 0 ? kMaxHops / 4 : most_hops(plan->tasks, bundles);
   ReductionRoutes reductions;
   Inputs in{
       plan->problems,  plan->tasks,
@@ -288,6 +299,7 @@ void find_best(Inputs in, const PortDemand& ports, int64_t most, Plan* plan) {
                        return task.receivers.size() == 1 && task.reduce == ReduceOp::None;
                      });
   const bool first = rotates_first(in);
+  if (searches && first) offer_layers(in, fixed_chunk, &best);
   for (const Strategy strategy : candidates(options.strategy, large)) {
     if ((large || alike) && best.good()) break;
     in.chunk_bytes = chunk_bytes;
@@ -322,6 +334,7 @@ void find_best(Inputs in, const PortDemand& ports, int64_t most, Plan* plan) {
   in.chunk_bytes = chunk_bytes;
   if (options.strategy == Strategy::Auto || options.strategy == Strategy::SendRecv)
     offer_rotation(in, fixed_chunk, &best, plan);
+  if (searches && !first) offer_layers(in, fixed_chunk, &best);
   if (searches) offer_rotation_with_copies(in, fixed_chunk, &best);
   if (searches) add_pipelines(in, fixed_chunk, &best, plan);
   if (!islands.empty() && !best.good()) offer_islands(in, islands, &best, *plan);
@@ -363,7 +376,14 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
   if (options.chunk_bytes == 0 && !plan.hops.empty()) join_chunks(&plan, network);
   // Over all that ranks must agree on. Times of hops are not in it, as they follow from what is.
   plan.hash = hash_plan(plan, stacks);
-  if (!stacks.empty()) unstack(stacks, problems, &plan);
+  if (!stacks.empty()) {
+#ifdef __GLIBC__
+    // The search leaves some 300 MiB of small free blocks behind a million hops, and single tensors take as
+    // much.
+    malloc_trim(0);
+#endif
+    unstack(stacks, problems, &plan);
+  }
   return plan;
 }
 

@@ -10,6 +10,8 @@
 namespace meshcast {
 namespace {
 
+// (task, receiver) pairs, from which on tensors that are alike are planned as one.
+constexpr int64_t kMostDeliveriesApart = int64_t{1} << 20;
 constexpr int64_t kMostOfAll = int64_t{1}
                                << 21;  // tasks, pieces or local copies of single tensors: 500 MiB each
 
@@ -117,7 +119,7 @@ bool too_large_apart(const std::vector<Stack>& stacks, const Demand& demand) {
     entries += n * (receivers + static_cast<int64_t>(task.holders.size()));
   }
   check_total(tasks, "tasks");
-  return tasks > kMaxTasks || deliveries > kMaxDeliveries || entries > kMaxEntries;
+  return tasks > kMaxTasks || deliveries > kMostDeliveriesApart || entries > kMaxEntries;
 }
 
 void unstack(const std::vector<Stack>& stacks, const std::vector<Problem>& problems, Plan* plan) {

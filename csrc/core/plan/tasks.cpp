@@ -1,7 +1,11 @@
 #include "plan/tasks.h"
 
 #include <algorithm>
+#include <array>
+#include <iterator>
+#include <set>
 #include <string>
+#include <utility>
 
 #include "common/checked.h"
 #include "common/error.h"
@@ -68,6 +72,19 @@ class Intersection {
       cells = checked_mul(cells, static_cast<int64_t>(axes[d].size()), "number of tasks");
     }
     count(cells);
+    std::vector<Holders> held;  // by tile
+    for (size_t tile = 0; tile < src.holders.size(); ++tile) {
+      const std::vector<int32_t>& ranks = src.holders[tile];
+      std::vector<std::pair<int32_t, int32_t>> holders(ranks.size());
+      for (size_t i = 0; i < ranks.size(); ++i) holders[i] = {ranks[i], src.contribution[tile][i]};
+      std::sort(holders.begin(), holders.end());
+      held.push_back(known(holders, reduces));
+    }
+    std::vector<RankList> wanted;
+    for (std::vector<int32_t> ranks : dst.holders) {
+      std::sort(ranks.begin(), ranks.end());
+      wanted.push_back(lists_.make(std::move(ranks)));
+    }
     std::vector<size_t> at(ndim, 0);
     std::vector<int64_t> src_part(ndim), dst_part(ndim);
     for (int64_t n = 0; n < cells; ++n) {
@@ -82,12 +99,8 @@ class Intersection {
         dst_part[d] = cell.dst_part;
       }
       task.nbytes = task.box.volume() * problem.element_bytes;
-      const auto src_tile = static_cast<size_t>(src.tile(src_part));
-      const std::vector<int32_t>& held = src.holders[src_tile];
-      std::vector<std::pair<int32_t, int32_t>> holders(held.size());
-      for (size_t i = 0; i < held.size(); ++i) holders[i] = {held[i], src.contribution[src_tile][i]};
-      std::sort(holders.begin(), holders.end());
-      emit(std::move(task), holders, dst.holders[static_cast<size_t>(dst.tile(dst_part))], reduces, same);
+      emit(std::move(task), held[static_cast<size_t>(src.tile(src_part))],
+           wanted[static_cast<size_t>(dst.tile(dst_part))], reduces, same);
       for (size_t d = ndim; d-- > 0;) {
         if (++at[d] < axes[d].size()) break;
         at[d] = 0;
@@ -96,6 +109,20 @@ class Intersection {
   }
 
  private:
+  struct Holders {
+    RankList ranks;         // ascending
+    RankList contribution;  // of bundles to be reduced
+  };
+
+  Holders known(const std::vector<std::pair<int32_t, int32_t>>& holders, bool reduces) {
+    std::vector<int32_t> ranks, values;
+    for (const auto& [rank, contribution] : holders) {
+      ranks.push_back(rank);
+      if (reduces) values.push_back(contribution);
+    }
+    return {lists_.make(std::move(ranks)), reduces ? lists_.make(std::move(values)) : RankList()};
+  }
+
   // Where one side lists its boxes, there are no axes to merge: the boxes of both sides meet in pairs.
   void add_boxes(const Problem& problem, int32_t tensor) {
     const std::vector<BoxTile> held = box_tiles(problem.src, problem.shape);
@@ -111,7 +138,8 @@ class Intersection {
       task.nbytes = task.box.volume() * problem.element_bytes;
       std::vector<int32_t> needed;
       for (const auto& holder : wanted[meeting.wanted].holders) needed.push_back(holder.first);
-      emit(std::move(task), held[meeting.held].holders, std::move(needed), reduces, same);
+      emit(std::move(task), known(held[meeting.held].holders, reduces), lists_.make(std::move(needed)), reduces,
+           same);
     }
   }
 
@@ -126,46 +154,52 @@ class Intersection {
     }
   }
 
-  // holders: ascending, each with its contribution.
-  void emit(Task task, const std::vector<std::pair<int32_t, int32_t>>& holders, std::vector<int32_t> needed,
-            bool reduces, bool same) {
-    std::sort(needed.begin(), needed.end());
-    std::vector<int32_t> held, values;
-    for (const auto& [rank, contribution] : holders) {
-      held.push_back(rank);
-      if (reduces) values.push_back(contribution);
-    }
+  // needed: ascending.
+  void emit(Task task, const Holders& held, const RankList& needed, bool reduces, bool same) {
+    task.holders = held.ranks;
     if (reduces) {
       // Who holds a partial value and needs the box is a receiver as well: its value is not the box.
-      task.receivers = std::move(needed);
-      task.contribution = std::move(values);
+      task.receivers = needed;
+      task.contribution = held.contribution;
       for (const Placement& p : *src_placements_) {
         if (p.kind == PlacementKind::Partial) task.reduce = p.op;
       }
     } else {
-      std::vector<int32_t> receivers;
-      receivers.reserve(needed.size());
-      for (const int32_t rank : needed) {
-        if (std::binary_search(held.begin(), held.end(), rank)) {
-          out_->local_copies.push_back({rank, task.tensor, task.box});
-        } else if (!same) {
-          receivers.push_back(rank);
+      task.receivers = same ? RankList() : without(needed, held.ranks);
+      if (same || task.receivers.size() < needed.size()) {
+        for (const int32_t rank : needed) {
+          if (std::binary_search(held.ranks.begin(), held.ranks.end(), rank))
+            out_->local_copies.push_back({rank, task.tensor, task.box});
         }
       }
-      task.receivers = std::move(receivers);
     }
-    task.holders = std::move(held);
-    deliveries_ += static_cast<int64_t>(task.receivers.size());
-    entries_ += static_cast<int64_t>(task.holders.size() + task.receivers.size());
-    if (deliveries_ > kMaxDeliveries) {
+    if (task.receivers.empty()) return;
+    check_room(task);
+    out_->tasks.push_back(std::move(task));
+  }
+
+  // Those of `needed` that are not in `held`; `needed` itself where these are all, as between meshes without a
+  // common rank.
+  RankList without(const RankList& needed, const RankList& held) {
+    if (needed.empty() || held.empty() || needed.list().back() < held.front() ||
+        held.list().back() < needed.front())
+      return needed;
+    std::vector<int32_t> out;
+    std::set_difference(needed.begin(), needed.end(), held.begin(), held.end(), std::back_inserter(out));
+    return out.size() == needed.size() ? needed : lists_.make(std::move(out));
+  }
+
+  void check_room(const Task& task) {
+    if (kinds_.insert({task.holders.identity(), task.receivers.identity(), task.contribution.identity()})
+            .second)
+      out_->deliveries += static_cast<int64_t>(task.receivers.size());
+    if (out_->deliveries > kMaxDeliveries) {
       throw LayoutError("the layouts ask for more than " + std::to_string(kMaxDeliveries) +
                         " deliveries of a box to a rank, the most that is planned at once: move the tensor in "
                         "several steps");
     }
-    if (entries_ > kMaxEntries) {
+    if (lists_.entries() > kMaxEntries)
       throw LayoutError("the tasks name more than " + std::to_string(kMaxEntries) + " holders and receivers");
-    }
-    if (!task.receivers.empty()) out_->tasks.push_back(std::move(task));
   }
 
  public:
@@ -174,8 +208,8 @@ class Intersection {
  private:
   Demand* out_;
   int64_t cells_ = 0;
-  int64_t deliveries_ = 0;
-  int64_t entries_ = 0;
+  RankLists lists_;
+  std::set<std::array<const void*, 3>> kinds_;  // of tasks: holders, receivers, contributions
 };
 
 }  // namespace

@@ -14,30 +14,38 @@ namespace meshcast::testing {
 
 // Everything that one strategy drafts from, kept alive together.
 struct DraftCase {
-  DraftCase(const Problem& asked, const Topology& topology, int64_t chunk_bytes)
-      : problems{asked},
+  DraftCase(const Problem& asked, const Topology& its_topology, int64_t chunk_bytes)
+      : DraftCase(std::vector<Problem>{asked}, its_topology, chunk_bytes) {}
+  DraftCase(const std::vector<Problem>& asked, const Topology& its_topology, int64_t chunk_bytes)
+      : problems(asked),
+        topology(its_topology),
         tasks(intersect_layouts(problems).tasks),
         bundles(bundle_tasks(tasks, problems)),
         ranks(ranks_of(asked)),
         network(topology, ranks),
         chunk(chunk_bytes) {}
 
-  static std::vector<int32_t> ranks_of(const Problem& problem) {
-    std::set<int32_t> all(problem.src.mesh.ranks.begin(), problem.src.mesh.ranks.end());
-    all.insert(problem.dst.mesh.ranks.begin(), problem.dst.mesh.ranks.end());
+  static std::vector<int32_t> ranks_of(const std::vector<Problem>& problems) {
+    std::set<int32_t> all;
+    for (const Problem& problem : problems) {
+      all.insert(problem.src.mesh.ranks.begin(), problem.src.mesh.ranks.end());
+      all.insert(problem.dst.mesh.ranks.begin(), problem.dst.mesh.ranks.end());
+    }
     return {all.begin(), all.end()};
   }
 
   Inputs inputs() {
-    return {problems, tasks, bundles, network, 1'000'000, chunk, Balance::None, 0, ways, &reductions};
+    return {problems, tasks, bundles, network, bound_ns, chunk, Balance::None, 0, ways, &reductions};
   }
 
   std::vector<Problem> problems;
+  Topology topology;
   std::vector<Task> tasks;
   std::vector<Bundle> bundles;
   std::vector<int32_t> ranks;
   Network network;
   int64_t chunk;
+  int64_t bound_ns = 1'000'000;
   std::vector<std::vector<WayPart>> ways;
   ReductionRoutes reductions;
 };

@@ -65,6 +65,22 @@ TEST_CASE("ranks that copy slowly keep the last host longer", "[plan][filling]")
   CHECK(filling_bound_ns(slow) == 2000 + 21'333);
 }
 
+TEST_CASE("a host copies nothing before it has a chunk", "[plan][filling]") {
+  // Two hosts of 2 ranks and one NIC, 1 byte/ns each. The second gets 8,000 bytes from each of two ranks, for
+  // both of its own: 32,000 bytes over a NIC and two local ports, which have nothing to copy for 1,000 + 500
+  // ns.
+  const Plan plan = make_plan({{{2, 8000}, 1, layout({2}, 0, {shard(0)}), layout({2}, 2, {kReplicate})}},
+                              uniform_topology(3, 2, 1'000'000'000, 1, 1'000'000'000, 500),
+                              {Strategy::Multicast, Balance::None, 1000, 0});
+  CHECK(plan.lower_bound_ns == 16'000 + 500);
+  CHECK(filling_bound_ns(plan) == 16'500);
+  const Plan fast = make_plan({{{2, 8000}, 1, layout({2}, 0, {shard(0)}), layout({2}, 2, {kReplicate})}},
+                              uniform_topology(3, 2, 2'000'000'000, 1, 500'000'000, 500),
+                              {Strategy::Multicast, Balance::None, 1000, 0});
+  CHECK(fast.lower_bound_ns == 32'000 / 3 + 1 + 500);
+  CHECK(filling_bound_ns(fast) == (32'000 + 1000) / 3 + 500);
+}
+
 TEST_CASE("what stays inside hosts or is reduced has no filling", "[plan][filling]") {
   const Topology topology = uniform_topology(7, 8, kTenGbit, 1, kTenGbit, 0);
   const Plan inside = make_plan({{{6000}, 1, layout({1}, 0, {kReplicate}), layout({7}, 1, {kReplicate})}},

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 
 #include "plan/bound/port_flow.h"
 #include "plan/bound/reduce_mix.h"
@@ -18,6 +19,23 @@ int64_t enough_time(const std::vector<const PortItem*>& items, const Network& ne
   int64_t out = 0;
   for (const auto& [port, bytes] : load) out = std::max(out, transfer_ns(bytes, network.port_rate(port)));
   return out;
+}
+
+// Ports of the items of append_copy_items, at least.
+size_t least_copy_ports(const Parties& parties, const Network& network, const std::vector<char>& hot_hosts) {
+  size_t hot = 0, most = 0;  // hosts, NICs of one of them
+  for (const Party& party : parties.receivers) hot += hot_hosts[static_cast<size_t>(party.host)] != 0;
+  if (hot == 0) return 0;
+  std::map<int32_t, std::set<int32_t>> nics;  // by host
+  for (const std::vector<Party>* some : {&parties.holders, &parties.receivers})
+    for (const Party& party : *some)
+      for (const int32_t r : party.ranks) nics[party.host].insert(network.nic(r));
+  size_t all = 0;
+  for (const auto& [_, its] : nics) {
+    all += its.size();
+    most = std::max(most, its.size());
+  }
+  return hot * (all - most);
 }
 
 struct HostInput {
@@ -173,7 +191,10 @@ PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bu
   }
   // Phase 6: as before, but in one flow problem.
   // All hosts together, since what comes to one over NICs keeps those of others busy.
+  size_t entries = 0;
+  for (const Parties& parties : out.parties) entries += least_copy_ports(parties, network, out.hot_hosts);
   for (const bool into : {false, true}) {
+    if (entries > kMaxFlowEntries) break;  // as least_time would, after a long time and much memory
     std::vector<PortItem> copied;
     for (size_t b = 0; b < bundles.size(); ++b)
       append_copy_items(static_cast<int32_t>(b), bundles[b].nbytes, out.parties[b], network, out.hot_hosts,

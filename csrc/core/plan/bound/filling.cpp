@@ -73,6 +73,39 @@ int64_t filling_of(const Parties& parties, int64_t nbytes, int64_t chunk_bytes, 
   return begin + taking_in + network.latency_ns();
 }
 
+// What the ranks of one host take in of the bundles that none of them holds.
+struct Arrivals {
+  __int128 nbytes = 0;
+  int64_t first_ns = std::numeric_limits<int64_t>::max();  // until the host has a whole chunk, at least
+  Nics nics;
+  std::set<int32_t> ranks;
+};
+
+void add_arrivals(const Parties& parties, int64_t nbytes, int64_t chunk_bytes, const Network& network,
+                  std::map<int32_t, Arrivals>* hosts) {
+  for (size_t p = 0; p < parties.receivers.size(); ++p) {
+    if (!parties.remote(p)) continue;
+    const Party& party = parties.receivers[p];
+    Arrivals& at = (*hosts)[party.host];
+    at.nbytes += static_cast<__int128>(party.ranks.size()) * nbytes;
+    at.ranks.insert(party.ranks.begin(), party.ranks.end());
+    add_nics(party, network, &at.nics);
+    for (const int32_t index : party.ranks) {
+      const int64_t rate = network.port_rate(network.nic_in(network.nic(index)));
+      at.first_ns = std::min(at.first_ns, floor_ns(chunk_bytes, rate) + network.latency_ns());
+    }
+  }
+}
+
+// What comes over NICs alone, or with copies from the first whole chunk on.
+int64_t copying_in_ns(const Arrivals& at, const Network& network) {
+  int64_t nics = 0, local = 0;
+  for (const int32_t nic : at.nics) nics += network.port_rate(network.nic_in(nic));
+  for (const int32_t rank : at.ranks) local += network.port_rate(network.local_in(rank));
+  const __int128 missed = static_cast<__int128>(at.first_ns) * local / kSecond;  // bytes
+  return std::min(floor_ns(at.nbytes, nics), floor_ns(at.nbytes + missed, nics + local)) + network.latency_ns();
+}
+
 }  // namespace
 
 int64_t last_begin_ns(int64_t holding, int64_t hosts, int64_t ports, int64_t hold_ns, int64_t latency_ns) {
@@ -92,6 +125,7 @@ int64_t filling_bound_ns(const Plan& plan) {
   const std::vector<Bundle> bundles = bundle_tasks(plan.tasks, plan.problems);
   const std::vector<int64_t> smallest = smallest_chunks(plan, bundles);
   int64_t bound = plan.lower_bound_ns;
+  std::map<int32_t, Arrivals> hosts;
   for (size_t b = 0; b < bundles.size(); ++b) {
     const Task& lead = plan.tasks[static_cast<size_t>(bundles[b].tasks.front())];
     // How partial values meet is another question.
@@ -99,7 +133,9 @@ int64_t filling_bound_ns(const Plan& plan) {
     const Parties parties = find_parties(lead, network);
     if (parties.remote_hosts == 0) continue;
     bound = std::max(bound, filling_of(parties, bundles[b].nbytes, smallest[b], network));
+    add_arrivals(parties, bundles[b].nbytes, smallest[b], network, &hosts);
   }
+  for (const auto& [_, arrivals] : hosts) bound = std::max(bound, copying_in_ns(arrivals, network));
   return bound;
 }
 

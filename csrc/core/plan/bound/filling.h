@@ -14,6 +14,9 @@ namespace meshcast {
 // begun than where every host, from then on, sends over all its NICs without a break, and every message finds a
 // host that has none yet. Let t be when the n-th message begins there. Some host begins to take in no sooner
 // than t. From then on it takes in all b bytes, and the last one has the latency still before it.
+//
+// And take all bundles that one host gets and does not hold. Its ranks cannot copy before the host has a whole
+// chunk, which takes a hop and its latency. Until then only its NICs are busy.
 int64_t filling_bound_ns(const Plan& plan);
 
 // The t of above. holding: ports of the hosts that hold the bundle. ports: of each of the n other hosts, at

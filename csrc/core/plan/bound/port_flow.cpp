@@ -7,8 +7,6 @@
 namespace meshcast {
 namespace {
 
-constexpr size_t kMaxFlowEntries = 2'000'000;  // ports of all items of one flow problem
-
 int64_t ceil_time(__int128 nbytes, __int128 rate) {
   return static_cast<int64_t>((nbytes * 1000000000 + rate - 1) / rate);
 }
@@ -28,11 +26,10 @@ int64_t least_time(const std::vector<const PortItem*>& items, const Network& net
   // emitted.
   std::map<int32_t, int32_t> node_of;  // port -> node
   size_t entries = 0;
-  for (const PortItem* item : items) {
-    entries += item->ports.size();
-    for (const int32_t port : item->ports) node_of.emplace(port, 0);
-  }
+  for (const PortItem* item : items) entries += item->ports.size();
   if (entries > kMaxFlowEntries) return floor;  // still a bound, only a looser one
+  for (const PortItem* item : items)
+    for (const int32_t port : item->ports) node_of.emplace(port, 0);
   const int32_t source = 0;
   const int32_t sink = 1;
   int32_t nodes = 2;

@@ -11,9 +11,6 @@ namespace {
 constexpr int kMaxPasses = 64;
 constexpr int64_t kMaxSteps = 20'000'000;  // port visits of all passes together
 
-// First `first`, then what of `second` is not in it. Both are sorted and made unique.
-// The order is part of the plan: all ranks must see the same ports in the same places. So both parts ascend,
-// and a port that could do either counts as an emitter, which may do more.
 // As transfer_ns, of sums over ports.
 int64_t ns_rounded_up(__int128 nbytes, __int128 rate) {
   if (nbytes < kFitsNs && rate < INT64_MAX)
@@ -21,6 +18,9 @@ int64_t ns_rounded_up(__int128 nbytes, __int128 rate) {
   return static_cast<int64_t>((nbytes * 1000000000 + rate - 1) / rate);
 }
 
+// First `first`, then what of `second` is not in it. Both are sorted and made unique.
+// The order is part of the plan: all ranks must see the same ports in the same places. So both parts ascend,
+// and a port that could do either counts as an emitter, which may do more.
 void join(std::vector<int32_t> first, std::vector<int32_t> second, PortItem* item) {
   sort_unique(&first);
   sort_unique(&second);

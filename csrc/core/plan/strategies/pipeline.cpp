@@ -155,7 +155,7 @@ Draft draft_pipeline(const Inputs& in, PipelineStyle style) {
     const Bundle& bundle = in.bundles[b];
     const Drafter::Range chunks = drafter.cut(bundle, in.chunk_bytes);
     hops += (chunks.last - chunks.first) * static_cast<int64_t>(in.lead(bundle).receivers.size());
-    if (hops > kMaxHops) return {};
+    if (hops > kMaxHops / 2) return {};
     int64_t before = 0;
     for (int32_t c = chunks.first; c < chunks.last; ++c) {
       // In a steady stream the bundle is done at the bound.

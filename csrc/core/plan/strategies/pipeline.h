@@ -25,7 +25,7 @@ struct PipelineCost {
 PipelineCost pipeline_cost(const Inputs& in, PipelineStyle style);
 
 // Chunks of at most in.chunk_bytes. Bundles to be reduced are not allowed. No hops at all where there would be
-// more than kMaxHops.
+// more than half of kMaxHops.
 Draft draft_pipeline(const Inputs& in, PipelineStyle style);
 
 }  // namespace meshcast

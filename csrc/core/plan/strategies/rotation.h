@@ -17,4 +17,11 @@ Draft draft_rotation(const Inputs& in);
 // slowly than their NICs take in, so that a chunk should enter at most ranks of a host and not at all.
 Draft draft_rotation_with_copies(const Inputs& in);
 
+// A rotation for each layer, one after the other: a layer is the bundles with as many receivers each, as those
+// of tensors with one layout. Each layer may be even where all together are not: a sender then has much for
+// some hosts and little for others, and what is a turn for one is none for the other. Layers that go to several
+// ranks of a host may enter it once, while there is time for copies inside. Where senders have more to do than
+// receivers, these pass on what came in the first turns. Empty with one layer, or where it cannot be good.
+Draft draft_layers(const Inputs& in);
+
 }  // namespace meshcast

@@ -1,0 +1,151 @@
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "common/checked.h"
+#include "plan/strategies/rotation.h"
+#include "plan/strategies/turns.h"
+
+namespace meshcast {
+namespace {
+
+// Sends of bundles with as many receivers each, those of a bundle next to each other.
+using Layer = std::vector<Send>;
+
+// Nanoseconds of the busiest port of each kind.
+struct Load {
+  int64_t out = 0;
+  int64_t in = 0;
+  int64_t inside = 0;  // hosts
+
+  int64_t nics() const { return std::max(out, in); }
+};
+
+Load find_load(const Inputs& in, const Layer& layer) {
+  std::vector<int64_t> busy(static_cast<size_t>(in.network.port_count()), 0);
+  Load load;
+  for (const Send& send : layer) {
+    const bool inside = in.network.host(send.src) == in.network.host(send.dst);
+    const int64_t nbytes = in.bundles[static_cast<size_t>(send.bundle)].nbytes;
+    for (const auto& [port, most] : {std::pair{send.out, inside ? &load.inside : &load.out},
+                                     std::pair{send.in, inside ? &load.inside : &load.in}}) {
+      int64_t& ns = busy[static_cast<size_t>(port)];
+      ns += transfer_ns(nbytes, in.network.port_rate(port));
+      *most = std::max(*most, ns);
+    }
+  }
+  return load;
+}
+
+// Takes the place of the sender of `send`: the receiver of the send with that index.
+void pass_on(const Network& network, const Layer& layer, size_t from, Send* send) {
+  send->src = layer[from].dst;
+  const Network::Link link = network.link(send->src, send->dst);
+  send->out = link.out;
+  send->in = link.in;
+  send->after = static_cast<int32_t>(from);
+}
+
+// Where several ranks of a host get a bundle from elsewhere, the first passes it on to the others.
+// Returns whether there are any.
+bool copy_inside(const Network& network, Layer* layer) {
+  bool out = false;
+  size_t first = 0;  // of the bundle and the host at hand
+  for (size_t i = 1; i < layer->size(); ++i) {
+    Send& send = (*layer)[i];
+    const Send& before = (*layer)[first];
+    if (send.bundle != before.bundle || network.host(send.dst) != network.host(before.dst)) {
+      first = i;
+    } else if (network.host(send.src) != network.host(send.dst)) {
+      pass_on(network, *layer, first, &send);
+      out = true;
+    }
+  }
+  return out;
+}
+
+// Cuts the turns into `parts` of equal length. Those that get a bundle in one part pass it on in the next, turn
+// by turn, in place of the first sender. So senders do not meet either.
+//
+// Example. One sender has a bundle for four hosts, and there are two parts: it sends to host 0 in turn 0 and to
+// host 1 in turn 1. In turn 2 host 0 sends to host 2, and in turn 3 host 1 to host 3.
+void relay(const Network& network, int64_t parts, Layer* layer) {
+  for (auto first = layer->begin(); first != layer->end();) {
+    const auto last =
+        std::find_if(first, layer->end(), [&](const Send& s) { return s.bundle != first->bundle; });
+    const auto length = static_cast<int32_t>(ceil_div(std::prev(last)->turn + 1, parts));
+    for (auto send = first; send != last; ++send) {
+      if (send->after >= 0) continue;
+      Send wanted = *send;
+      wanted.turn -= length;
+      const auto before = std::lower_bound(first, send, wanted, earlier);
+      // Hosts may differ in their ranks: then some have none that would pass it on.
+      if (before == send || earlier(wanted, *before)) continue;
+      pass_on(network, *layer, static_cast<size_t>(before - layer->begin()), &*send);
+    }
+    first = last;
+  }
+}
+
+// In turns, with copies inside hosts where these have that much time left and NICs less to do so, and with
+// relays where senders have more to do than receivers. Returns how long the busiest NIC takes.
+int64_t arrange(const Inputs& in, int64_t* inside_left, Layer* layer) {
+  set_turns(in.network, layer);
+  std::stable_sort(layer->begin(), layer->end(), [](const Send& a, const Send& b) {
+    return std::tie(a.bundle, a.turn, a.turn_inside) < std::tie(b.bundle, b.turn, b.turn_inside);
+  });
+  Load load = find_load(in, *layer);
+  Layer copied = *layer;
+  if (copy_inside(in.network, &copied)) {
+    const Load with_copies = find_load(in, copied);
+    if (with_copies.inside <= *inside_left && with_copies.nics() < load.nics()) {
+      *layer = std::move(copied);
+      load = with_copies;
+    }
+  }
+  *inside_left -= load.inside;
+  if (load.out > load.in) {
+    relay(in.network, ceil_div(load.out, std::max<int64_t>(1, load.in)), layer);
+    load = find_load(in, *layer);
+  }
+  return load.nics();
+}
+
+void send_all(const Layer& layer, Drafter* drafter) {
+  std::vector<int32_t> order(layer.size()), hop(layer.size());
+  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    return earlier(layer[static_cast<size_t>(a)], layer[static_cast<size_t>(b)]);
+  });
+  for (const int32_t i : order) {
+    const Send& send = layer[static_cast<size_t>(i)];
+    hop[static_cast<size_t>(i)] = drafter->hop_count();
+    int32_t after = send.after < 0 ? -1 : hop[static_cast<size_t>(send.after)];
+    for (int32_t c = send.chunks.first; c < send.chunks.last; ++c) {
+      drafter->pass_on(c, send.src, send.dst, after);
+      if (after >= 0) ++after;
+    }
+  }
+}
+
+}  // namespace
+
+Draft draft_layers(const Inputs& in) {
+  Drafter drafter(in.tasks, in.problems, in.network);
+  // By the receivers of a bundle, the most first: copies inside hosts go on beside the layers that follow.
+  std::map<size_t, Layer, std::greater<>> layers;
+  for (const Send& send : choose_sends(in, &drafter))
+    layers[in.lead(in.bundles[static_cast<size_t>(send.bundle)]).receivers.size()].push_back(send);
+  if (layers.size() < 2) return {};
+  int64_t in_all_ns = in.network.latency_ns();
+  int64_t inside_left_ns = in.bound_ns / 2;
+  for (auto& [_, layer] : layers) in_all_ns += arrange(in, &inside_left_ns, &layer);
+  if (in_all_ns > good_ns(in.bound_ns)) return {};
+  for (const auto& [_, layer] : layers) send_all(layer, &drafter);
+  return drafter.take();
+}
+
+}  // namespace meshcast
