@@ -9,6 +9,7 @@
 #include "c10d/refusals.h"
 #include "common/error.h"
 #include "common/fault_point.h"
+#include "plan/hash.h"
 
 namespace meshcast {
 namespace {
@@ -76,6 +77,12 @@ void check_posting(const GroupIdentity& group, CallId call, const std::string& d
 
 }  // namespace
 
+std::string digest_of(const std::string& descriptor) {
+  Hasher hasher;
+  hasher.add(std::vector<char>(descriptor.begin(), descriptor.end()));
+  return hasher.hex();
+}
+
 void raise_cause(const Cause& cause, const GroupIdentity& group, CallId call) {
   if (const auto refused = refused_in(cause)) throw BrokenError(error_of(*refused, group), cause);
   if (cause.kind == static_cast<int32_t>(ErrorKind::PeerLost)) {
@@ -127,6 +134,10 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
   bulletin.post(Board::Agreement, call.lane, call.ordinal, group.rank,
                 {false, leads ? offered_slot : -1, descriptor});
   MC_FAULT_POINT("agree");
+  // Who posts something else, or a rejection, is not counted: then the others look at what each one posted.
+  const std::string digest = digest_of(descriptor);
+  int64_t alike = bulletin.count(call.lane, call.ordinal, digest);
+  MC_FAULT_POINT("agree");
 
   std::vector<int32_t> missing;
   std::copy_if(group.ranks.begin(), group.ranks.end(), std::back_inserter(missing),
@@ -153,11 +164,8 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
   TimePoint last_look = started;
   auto pause = std::chrono::microseconds(100);
   for (;;) {
-    if (bulletin.all_posted(Board::Agreement, call.lane, call.ordinal, missing)) {
-      const auto postings = bulletin.read_all(Board::Agreement, call.lane, call.ordinal, missing);
-      for (size_t i = 0; i < missing.size(); ++i) take(missing[i], postings[i]);
-      return slot;
-    }
+    if (missing.empty()) return slot;
+    if (alike == static_cast<int64_t>(group.ranks.size()) && (slot >= 0 || came(first))) return slot;
     const TimePoint now = Clock::now();
     const bool late = now >= deadline;
     if (!late) checkpoint();
@@ -183,6 +191,7 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
     // wait long.
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, crowd * std::chrono::microseconds(20000));
+    alike = bulletin.counted(call.lane, call.ordinal, digest);
   }
   if (missing.empty()) return slot;
   ErrorContext context = context_of(group, call, missing.front());

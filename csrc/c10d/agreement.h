@@ -25,6 +25,9 @@ struct CallId {
   int64_t ordinal = 0;
 };
 
+// By which ranks count what was posted, of a descriptor.
+std::string digest_of(const std::string& descriptor);
+
 // Blocks until every rank of the group has posted the same descriptor for this call, and returns the slot
 // that the first rank gave to it. Moves no tensor data. `offered_slot` counts on the first rank only.
 // Throws PlanMismatch with both sides where descriptors differ or a rank rejected its arguments, and

@@ -24,12 +24,8 @@ int32_t parse_number(const std::string& text, size_t begin, size_t end) {
   return value;
 }
 
-std::vector<std::string> posting_keys(Bulletin::Board board, int32_t lane, int64_t ordinal,
-                                      const std::vector<int32_t>& ranks) {
-  std::vector<std::string> keys;
-  keys.reserve(ranks.size());
-  for (const int32_t rank : ranks) keys.push_back(posting_key(board, lane, ordinal, rank));
-  return keys;
+std::string count_key(int32_t lane, int64_t ordinal, const std::string& digest) {
+  return fmt::format("count/{}/{}/{}", lane, ordinal, digest);
 }
 
 Posting decode_posting(const std::string& text) {
@@ -82,24 +78,19 @@ std::optional<Posting> Bulletin::read(Board board, int32_t lane, int64_t ordinal
   return decode_posting(*found);
 }
 
-bool Bulletin::all_posted(Board board, int32_t lane, int64_t ordinal, const std::vector<int32_t>& ranks) {
+int64_t Bulletin::count(int32_t lane, int64_t ordinal, const std::string& digest) {
   const Wait wait(*this);
-  return ranks.empty() || store_->check(posting_keys(board, lane, ordinal, ranks));
+  return store_->add(count_key(lane, ordinal, digest), 1);
 }
 
-// What was posted stays until its rank has agreed on a later call, or failed in many.
-std::vector<Posting> Bulletin::read_all(Board board, int32_t lane, int64_t ordinal,
-                                        const std::vector<int32_t>& ranks) {
+int64_t Bulletin::counted(int32_t lane, int64_t ordinal, const std::string& digest) {
   const Wait wait(*this);
-  std::vector<Posting> found;
-  if (ranks.empty()) return found;
-  const auto keys = posting_keys(board, lane, ordinal, ranks);
-  if (store_->hasExtendedApi()) {
-    for (const auto& text : store_->multiGet(keys)) found.push_back(decode_posting({text.begin(), text.end()}));
-  } else {
-    for (const auto& key : keys) found.push_back(decode_posting(store_->get_to_str(key)));
-  }
-  return found;
+  return store_->add(count_key(lane, ordinal, digest), 0);
+}
+
+void Bulletin::erase_count(int32_t lane, int64_t ordinal, const std::string& digest) {
+  const Wait wait(*this);
+  store_->deleteKey(count_key(lane, ordinal, digest));
 }
 
 void Bulletin::erase(Board board, int32_t lane, int64_t ordinal, int32_t rank) {

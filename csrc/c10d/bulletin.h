@@ -55,10 +55,11 @@ class Bulletin {
   std::optional<Posting> read(Board board, int32_t lane, int64_t ordinal, int32_t rank);
   void erase(Board board, int32_t lane, int64_t ordinal, int32_t rank);
 
-  // The same for several ranks in one question each, however many there are. read_all: of ranks that have
-  // posted.
-  bool all_posted(Board board, int32_t lane, int64_t ordinal, const std::vector<int32_t>& ranks);
-  std::vector<Posting> read_all(Board board, int32_t lane, int64_t ordinal, const std::vector<int32_t>& ranks);
+  // How many ranks have posted a text for a call on the board of agreements: one question, however many they
+  // are. count: this rank has just done so. Texts go by their digest.
+  int64_t count(int32_t lane, int64_t ordinal, const std::string& digest);
+  int64_t counted(int32_t lane, int64_t ordinal, const std::string& digest);
+  void erase_count(int32_t lane, int64_t ordinal, const std::string& digest);
 
   // That this rank's postings for calls of a lane up to this one are gone: it has left those calls.
   void pass(int32_t lane, int64_t ordinal, int32_t rank);

@@ -109,7 +109,7 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_whole(CallId call, const PlanText& 
         "rank {}: group {} has {} transfers alive, and no more are possible; close some (a Resharder, "
         "a graph that is kept)",
         identity_.rank, identity_.name, kSlots);
-    note_posted(call, true);
+    note_posted(call, {}, true);
     agreement_bulletin_.post(Bulletin::Board::Agreement, call.lane, call.ordinal, identity_.rank,
                              {true, -1, full});
     throw LayoutError(full);
@@ -133,13 +133,14 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_whole(CallId call, const PlanText& 
 }
 
 // The store must not grow with the number of calls that fail: of old ones it keeps only that they are over.
-void GroupCore::note_posted(CallId call, bool rejected) {
-  posted_.push_back({call, rejected});
+void GroupCore::note_posted(CallId call, std::string digest, bool rejected) {
+  posted_.push_back({call, std::move(digest), rejected});
   if (posted_.size() <= kMostPosted) return;
-  const auto [old, rejected_before] = posted_.front();
+  const auto [old, old_digest, rejected_before] = posted_.front();
   posted_.pop_front();
   agreement_bulletin_.pass(old.lane, old.ordinal, identity_.rank);
   agreement_bulletin_.erase(Bulletin::Board::Agreement, old.lane, old.ordinal, identity_.rank);
+  erase_count(old, old_digest);
   if (rejected_before) agreement_bulletin_.erase_decision(old.lane, old.ordinal);
 }
 
@@ -150,17 +151,24 @@ void GroupCore::erase_read() {
   const Posted mine = posted_.back();
   posted_.pop_back();
   for (const Posted& each : posted_) {
-    if (!each.rejected)
-      agreement_bulletin_.erase(Bulletin::Board::Agreement, each.call.lane, each.call.ordinal, identity_.rank);
+    if (each.rejected) continue;
+    agreement_bulletin_.erase(Bulletin::Board::Agreement, each.call.lane, each.call.ordinal, identity_.rank);
+    erase_count(each.call, each.digest);
   }
   std::erase_if(posted_, [](const Posted& each) { return !each.rejected; });
   posted_.push_back(mine);
 }
 
+// One rank does it for all.
+void GroupCore::erase_count(CallId call, const std::string& digest) {
+  if (identity_.rank == identity_.ranks.front() && !digest.empty())
+    agreement_bulletin_.erase_count(call.lane, call.ordinal, digest);
+}
+
 int32_t GroupCore::agree_in_time(CallId call, const PlanText& text, int32_t offered_slot,
                                  double timeout_seconds) {
   try {
-    note_posted(call, false);
+    note_posted(call, digest_of(text.descriptor), false);
     return agree(
         agreement_bulletin_, identity_, call, text.descriptor, offered_slot, deadline_after(timeout_seconds),
         timeout_seconds,
@@ -220,7 +228,7 @@ void GroupCore::reject(CallId call, const std::string& message) {
   origin_.check();
   const std::lock_guard lock(agree_mutex_);
   try {
-    note_posted(call, true);
+    note_posted(call, {}, true);
     agreement_bulletin_.post(Bulletin::Board::Agreement, call.lane, call.ordinal, identity_.rank,
                              {true, -1, message});
   } catch (const std::exception&) {

@@ -73,8 +73,9 @@ class GroupCore final : public GroupBase {
 
   int32_t agree_in_time(CallId call, const PlanText& text, int32_t offered_slot, double timeout_seconds);
   [[noreturn]] void store_failed(CallId call, const PlanText& text, const std::string& what);
-  void note_posted(CallId call, bool rejected);
+  void note_posted(CallId call, std::string digest, bool rejected);
   void erase_read();
+  void erase_count(CallId call, const std::string& digest);
   void raise_if_told(CallId call);  // where a peer has left and told why
   void adopt_told_refusal();        // of a call in which this rank needed nothing from that peer
 
@@ -91,6 +92,7 @@ class GroupCore final : public GroupBase {
   std::mutex agree_mutex_;  // one agreement at a time
   struct Posted {
     CallId call;
+    std::string digest;  // of the descriptor, see Bulletin::count; "" for a rejection
     bool rejected = false;
   };
   std::deque<Posted> posted_;              // what this rank has on the board, the oldest first

@@ -216,12 +216,13 @@ def meet(
     begin, rank, store = time.monotonic(), board.rank, board.store
     late = store.check(["verdict"])
     board.post("member", text)
+    here = int(store.add("members", 1))
     others = [other for other in ranks if other != rank]
     pause, longest = FIRST_PAUSE, LONGEST_PAUSE * max(1, len(ranks) // _FEW_RANKS)
     told = False
     while True:
         # One question for all: were every rank to ask for each, the store would be what they wait for.
-        complete = not others or store.check([f"member/{other}" for other in others])
+        complete = here == len(ranks) or int(store.add("members", 0)) == len(ranks)
         verdict = store.get("verdict").decode() if store.check(["verdict"]) else ""
         elapsed, left = time.monotonic() - begin, deadline - time.monotonic()
         proposal = ""

@@ -13,7 +13,7 @@ from meshcast.groups.board import Board, NotPostedError, Watches, meet
 
 
 class Interrupted:
-    """A store in which something happens right after the first look at a key, which still sees the past."""
+    """A store in which something happens right after the first look at a count, which still sees the past."""
 
     def __init__(self, store: dist.Store, key: str, action: Callable[[], object]) -> None:
         self._store, self._key, self._action = store, key, action
@@ -21,9 +21,9 @@ class Interrupted:
     def __getattr__(self, name: str):
         return getattr(self._store, name)
 
-    def check(self, keys: list[str]) -> bool:
-        found = self._store.check(keys)
-        if keys == [self._key]:
+    def add(self, key: str, more: int) -> int:
+        found = self._store.add(key, more)
+        if (key, more) == (self._key, 0):
             self._key = ""
             self._action()
         return found
@@ -47,7 +47,7 @@ def met(
 def test_ranks_that_met_have_everybodys_text() -> None:
     store = dist.HashStore()
     seen: list[dict[int, str]] = []
-    found = met(Interrupted(store, "member/5", lambda: seen.append(met(store, 5))), 3)
+    found = met(Interrupted(store, "members", lambda: seen.append(met(store, 5))), 3)
     assert seen == [found]
     assert found == {3: "text of 3", 5: "text of 5"}
 
@@ -57,7 +57,7 @@ def test_a_rank_that_is_told_to_leave_still_connects_if_the_others_do() -> None:
     its deadline."""
     store = dist.HashStore()
     seen: list[dict[int, str]] = []
-    found = met(Interrupted(store, "member/5", lambda: seen.append(met(store, 5))), 3, closing="out of luck")
+    found = met(Interrupted(store, "members", lambda: seen.append(met(store, 5))), 3, closing="out of luck")
     assert seen == [found]
 
 
