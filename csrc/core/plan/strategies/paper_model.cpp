@@ -104,9 +104,8 @@ class Greedy {
     for (size_t n = open.size(); n > 0; --n) {
       std::swap(open[n - 1], open[random_.below(n)]);
       const PaperWork& work = works_[static_cast<size_t>(open[n - 1])];
-      bool free = true;
-      for (const int32_t host : work.receivers) free = free && busy_[static_cast<size_t>(host)] != round_;
-      if (!free) continue;
+      const auto busy = [&](int32_t host) { return busy_[static_cast<size_t>(host)] == round_; };
+      if (std::any_of(work.receivers.begin(), work.receivers.end(), busy)) continue;
       const int32_t sender = draw_sender(work);
       if (sender < 0) continue;
       busy_[static_cast<size_t>(sender)] = round_;
