@@ -136,33 +136,31 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_whole(CallId call, const PlanText& 
 void GroupCore::note_posted(CallId call, std::string digest, bool rejected) {
   posted_.push_back({call, std::move(digest), rejected});
   if (posted_.size() <= kMostPosted) return;
-  const auto [old, old_digest, rejected_before] = posted_.front();
+  const Posted old = posted_.front();
   posted_.pop_front();
-  agreement_bulletin_.pass(old.lane, old.ordinal, identity_.rank);
-  agreement_bulletin_.erase(Bulletin::Board::Agreement, old.lane, old.ordinal, identity_.rank);
-  erase_count(old, old_digest);
-  if (rejected_before) agreement_bulletin_.erase_decision(old.lane, old.ordinal);
+  agreement_bulletin_.pass(old.call.lane, old.call.ordinal, identity_.rank);
+  erase(old);
+  if (old.rejected) agreement_bulletin_.erase_decision(old.call.lane, old.call.ordinal);
 }
 
 // That everybody agreed on a call means that everybody has read what was posted for those before, but for
 // rejections: ranks in a transfer read them, and no agreement waits for that.
 void GroupCore::erase_read() {
   if (posted_.empty()) return;
-  const Posted mine = posted_.back();
+  Posted mine = posted_.back();
+  mine.agreed = true;
   posted_.pop_back();
-  for (const Posted& each : posted_) {
-    if (each.rejected) continue;
-    agreement_bulletin_.erase(Bulletin::Board::Agreement, each.call.lane, each.call.ordinal, identity_.rank);
-    erase_count(each.call, each.digest);
-  }
+  for (const Posted& each : posted_)
+    if (!each.rejected) erase(each);
   std::erase_if(posted_, [](const Posted& each) { return !each.rejected; });
   posted_.push_back(mine);
 }
 
-// One rank does it for all.
-void GroupCore::erase_count(CallId call, const std::string& digest) {
-  if (identity_.rank == identity_.ranks.front() && !digest.empty())
-    agreement_bulletin_.erase_count(call.lane, call.ordinal, digest);
+// What this rank posted, and the count of those who posted the same. Where all did, one rank erases it for all.
+void GroupCore::erase(const Posted& each) {
+  agreement_bulletin_.erase(Bulletin::Board::Agreement, each.call.lane, each.call.ordinal, identity_.rank);
+  if (each.digest.empty() || (each.agreed && identity_.rank != identity_.ranks.front())) return;
+  agreement_bulletin_.erase_count(each.call.lane, each.call.ordinal, each.digest);
 }
 
 int32_t GroupCore::agree_in_time(CallId call, const PlanText& text, int32_t offered_slot,

@@ -75,7 +75,6 @@ class GroupCore final : public GroupBase {
   [[noreturn]] void store_failed(CallId call, const PlanText& text, const std::string& what);
   void note_posted(CallId call, std::string digest, bool rejected);
   void erase_read();
-  void erase_count(CallId call, const std::string& digest);
   void raise_if_told(CallId call);  // where a peer has left and told why
   void adopt_told_refusal();        // of a call in which this rank needed nothing from that peer
 
@@ -94,7 +93,9 @@ class GroupCore final : public GroupBase {
     CallId call;
     std::string digest;  // of the descriptor, see Bulletin::count; "" for a rejection
     bool rejected = false;
+    bool agreed = false;
   };
+  void erase(const Posted& each);
   std::deque<Posted> posted_;              // what this rank has on the board, the oldest first
   const std::shared_ptr<SlotPool> slots_;  // of the group's first rank, which gives the slots
 };
