@@ -5,11 +5,13 @@
 #include <ctime>
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 
 #include "catch.h"
 #include "plan/random_problems.h"
 #include "plan/schedule.h"
+#include "run/program.h"
 
 // The tables of docs/planner_results.md. Hidden: run with `meshcast_tests "[tables]"`, or one of them by name.
 using namespace meshcast;
@@ -190,6 +192,36 @@ TEST_CASE("table: planning time", "[.][tables]") {
                   s == Strategy::Auto ? (std::string(" (") + to_string(plan.strategy) + ")").c_str() : "", ms,
                   plan.tasks.size(), plan.hops.size(), ratio(plan));
       std::fflush(stdout);
+    }
+  }
+}
+
+TEST_CASE("table: projection", "[.][tables]") {
+  // What one rank keeps of a plan, and how long it takes to find it.
+  std::printf("| ranks | rows to | hops of the plan | ms | messages of the rank | its peers | KiB |\n");
+  for (const int64_t half : {32, 128, 512}) {
+    for (const int dim : {0, 1}) {
+      const Problem problem{{16384, 16384},
+                            2,
+                            layout({half}, 0, {shard(0)}),
+                            layout({half}, static_cast<int32_t>(half), {shard(dim)})};
+      const Topology topology = uniform_topology(2 * half - 1, 8, kTenGbit, 1, 8 * kTenGbit, 20'000);
+      const Plan plan = make_plan({problem}, topology, {});
+      Program program;
+      const double ms = milliseconds([&] { program = project(plan, 0, plan.ranks); });
+      std::set<int32_t> peers;
+      size_t bytes = program.parts.size() * sizeof(Part) + program.copies.size() * sizeof(CopyOp);
+      for (const SendOp& send : program.sends) {
+        bytes += sizeof(SendOp) + send.targets.size() * sizeof(Target);
+        for (const Target& target : send.targets) peers.insert(target.peer);
+      }
+      for (const RecvOp& receive : program.recvs) {
+        bytes += sizeof(RecvOp) + receive.forwards.size() * sizeof(int32_t);
+        peers.insert(receive.peer);
+      }
+      std::printf("| %lld | %s | %zu | %.2f | %zu | %zu | %.1f |\n", static_cast<long long>(2 * half),
+                  dim == 0 ? "rows" : "columns", plan.hops.size(), ms,
+                  program.sends.size() + program.recvs.size(), peers.size(), static_cast<double>(bytes) / 1024);
     }
   }
 }
