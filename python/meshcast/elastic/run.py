@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -199,6 +200,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SignalException as error:
         print(f"{error}; the workers have ended", file=sys.stderr)
         return 128 + error.sigval
+    except KeyboardInterrupt:  # of one that looks for the agent that leads; else SignalException
+        print("meshcast.elastic.run: interrupted before it had workers", file=sys.stderr)
+        return 128 + signal.SIGINT
     return 1
 
 

@@ -241,6 +241,21 @@ def test_nobody_leads(agents: Agents) -> None:
     assert f"no agent of meshcast.elastic.run at 127.0.0.1:{agents.port}" in errors
 
 
+def test_a_follower_that_is_interrupted_before_it_has_joined(agents: Agents) -> None:
+    store = dist.TCPStore("127.0.0.1", agents.port, is_master=True, wait_for_workers=False)
+    agents.started.append(
+        subprocess.Popen(["true"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    )
+    late = agents.start(SLEEP, conf="join_timeout=60,keep_alive=60")
+    until(lambda: connections(agents.port) == 2, "a follower, beside the store's own client")
+    os.kill(agents.started[late].pid, signal.SIGINT)
+    status, errors = agents.over(late)
+    assert status == 128 + signal.SIGINT
+    assert "interrupted before it had workers" in errors
+    assert "Traceback" not in errors
+    del store
+
+
 def test_the_endpoint_of_another_program(agents: Agents) -> None:
     """The host that was told to lead cannot; one that was not told follows, and finds no agent."""
     store = dist.TCPStore("127.0.0.1", agents.port, is_master=True, wait_for_workers=False)
