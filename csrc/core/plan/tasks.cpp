@@ -173,9 +173,8 @@ class Intersection {
         }
       }
     }
-    if (task.receivers.empty()) return;
     check_room(task);
-    out_->tasks.push_back(std::move(task));
+    if (!task.receivers.empty()) out_->tasks.push_back(std::move(task));
   }
 
   // Those of `needed` that are not in `held`; `needed` itself where these are all, as between meshes without a
@@ -198,8 +197,10 @@ class Intersection {
                         " deliveries of a box to a rank, the most that is planned at once: move the tensor in "
                         "several steps");
     }
-    if (lists_.entries() > kMaxEntries)
-      throw LayoutError("the tasks name more than " + std::to_string(kMaxEntries) + " holders and receivers");
+    if (lists_.entries() + static_cast<int64_t>(out_->local_copies.size()) > kMaxEntries) {
+      throw LayoutError("the tasks name more than " + std::to_string(kMaxEntries) +
+                        " holders, receivers and ranks that keep a box");
+    }
   }
 
  public:

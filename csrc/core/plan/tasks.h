@@ -9,7 +9,8 @@ namespace meshcast {
 
 // The most that is planned at once.
 inline constexpr int64_t kMaxTasks = int64_t{1} << 18;
-inline constexpr int64_t kMaxEntries = int64_t{1} << 26;     // holders, receivers and copies: 256 MiB
+inline constexpr int64_t kMaxEntries = int64_t{1}
+                                       << 26;  // holders and receivers in lists that differ, and copies
 inline constexpr int64_t kMaxDeliveries = int64_t{3} << 20;  // see Demand
 
 // What a batch of problems asks for, before any route is chosen.

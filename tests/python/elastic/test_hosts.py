@@ -43,6 +43,17 @@ class Agents:
         self.started.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
         return len(self.started) - 1
 
+    def lead_nowhere(self) -> None:
+        """The first of them is none: the others follow."""
+        pipe = subprocess.PIPE
+        self.started.append(subprocess.Popen(["true"], stdout=pipe, stderr=pipe, text=True))
+
+    def start_looking(self) -> int:
+        """A follower, once it has found a store, beside the client of the process with the store."""
+        number = self.start(SLEEP, conf="join_timeout=60,keep_alive=60")
+        until(lambda: connections(self.port) == 2, "a follower")
+        return number
+
     def over(self, number: int, limit: float = 60.0) -> tuple[int, str]:
         """Exit status and stderr, once it has ended by itself."""
         process = self.started[number]
@@ -195,9 +206,7 @@ def test_a_host_too_many_and_one_of_another_job_are_refused(agents: Agents) -> N
 
 def test_what_is_no_agent_is_not_followed(agents: Agents) -> None:
     store = dist.TCPStore("127.0.0.1", agents.port, is_master=True, wait_for_workers=False)
-    agents.started.append(
-        subprocess.Popen(["true"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    )
+    agents.lead_nowhere()
     status, errors = agents.over(agents.start(SLEEP))
     assert status == 1
     assert "is no agent of meshcast.elastic.run" in errors
@@ -207,11 +216,8 @@ def test_what_is_no_agent_is_not_followed(agents: Agents) -> None:
 def test_an_agent_that_listens_already_is_waited_for(agents: Agents) -> None:
     """Between the two the agent does little, but another process may run there."""
     store = dist.TCPStore("127.0.0.1", agents.port, is_master=True, wait_for_workers=False)
-    agents.started.append(
-        subprocess.Popen(["true"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    )
-    late = agents.start(SLEEP, conf="join_timeout=20,keep_alive=20")
-    until(lambda: connections(agents.port) == 2, "a follower, beside the store's own client")
+    agents.lead_nowhere()
+    late = agents.start_looking()
     time.sleep(0.5)  # ten looks for the mark
     store.set("elastic/hosts", "1")
     store.set("elastic/agent", "none")
@@ -233,9 +239,7 @@ def test_a_host_that_dies_before_its_first_word_keeps_no_other_out(agents: Agent
 
 
 def test_nobody_leads(agents: Agents) -> None:
-    agents.started.append(
-        subprocess.Popen(["true"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    )
+    agents.lead_nowhere()
     status, errors = agents.over(agents.start(SLEEP, conf="join_timeout=1"))
     assert status == 1
     assert f"no agent of meshcast.elastic.run at 127.0.0.1:{agents.port}" in errors
@@ -243,11 +247,8 @@ def test_nobody_leads(agents: Agents) -> None:
 
 def test_a_follower_that_is_interrupted_before_it_has_joined(agents: Agents) -> None:
     store = dist.TCPStore("127.0.0.1", agents.port, is_master=True, wait_for_workers=False)
-    agents.started.append(
-        subprocess.Popen(["true"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    )
-    late = agents.start(SLEEP, conf="join_timeout=60,keep_alive=60")
-    until(lambda: connections(agents.port) == 2, "a follower, beside the store's own client")
+    agents.lead_nowhere()
+    late = agents.start_looking()
     os.kill(agents.started[late].pid, signal.SIGINT)
     status, errors = agents.over(late)
     assert status == 128 + signal.SIGINT
