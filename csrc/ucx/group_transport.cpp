@@ -211,26 +211,29 @@ void GroupTransport::abort() noexcept {
   if (plane_->foreign()) return;
   {
     const std::lock_guard lock(plane_->mutex());
-    if (aborted_) return;
-    aborted_ = true;
-    for (auto& [key, receiving] : std::exchange(receivings_, {})) {
-      end_locked(key.peer, std::move(receiving.message), kAborted);
-    }
-    for (auto& [key, probe] : std::exchange(probes_, {})) end_locked(key.peer, std::move(probe), kAborted);
-    for (const auto& [key, sending] : std::unordered_map(sendings_)) give_up_locked(sending, kAborted);
-    // Also those that wait for this rank and with which it has not connected.
-    std::string why;
-    for (const auto& [key, arrival] : std::exchange(arrivals_, {})) {
-      if (arrival.announced) link_for_locked(key.peer, key.key, key.peer, &why);
-    }
-    for (const auto& [key, nbytes] : std::exchange(posts_, {})) link_for_locked(key.peer, key.key, rank_, &why);
-    for (Peer& peer : peers_) say_leave_locked(peer);
-    if (!flights_.empty()) {
-      busy_until_ = Clock::now() + kBusyGrace;
-      plane_->due_locked(busy_until_);
-    }
+    abort_locked();
   }
   plane_->progress().wake();
+}
+
+void GroupTransport::abort_locked() {
+  if (std::exchange(aborted_, true)) return;
+  for (auto& [key, receiving] : std::exchange(receivings_, {})) {
+    end_locked(key.peer, std::move(receiving.message), kAborted);
+  }
+  for (auto& [key, probe] : std::exchange(probes_, {})) end_locked(key.peer, std::move(probe), kAborted);
+  for (const auto& [key, sending] : std::unordered_map(sendings_)) give_up_locked(sending, kAborted);
+  // Also those that wait for this rank and with which it has not connected.
+  std::string why;
+  for (const auto& [key, arrival] : std::exchange(arrivals_, {})) {
+    if (arrival.announced) link_for_locked(key.peer, key.key, key.peer, &why);
+  }
+  for (const auto& [key, nbytes] : std::exchange(posts_, {})) link_for_locked(key.peer, key.key, rank_, &why);
+  for (Peer& peer : peers_) say_leave_locked(peer);
+  if (!flights_.empty()) {
+    busy_until_ = Clock::now() + kBusyGrace;
+    plane_->due_locked(busy_until_);
+  }
 }
 
 // What UCX is in the middle of sending cannot be taken back; it ends with its connection alone.

@@ -49,6 +49,7 @@ class GroupTransport final : public ProbingTransport {
 
   // What came from another rank; `data` is nbytes long and goes with Kind::Data alone.
   void arrived_locked(Kind kind, const Header& header, const std::byte* data, int64_t nbytes);
+  void abort_locked();
   void lost_locked(uint64_t process, const std::string& why);
 
   // Does what is due by now: see busy_until_ and Peer::leaves. When the next of it is, if ever.

@@ -1,6 +1,7 @@
 #include "ucx/process_plane.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <random>
 
@@ -17,8 +18,9 @@ namespace meshcast::ucx {
 namespace {
 
 constexpr auto kFlushLimit = std::chrono::seconds(2);
-constexpr size_t kLeftGroups = 1024;     // whose late messages are known as such
-constexpr size_t kEarlyMessages = 4096;  // kept for a group that is not joined yet
+constexpr auto kEndLimit = std::chrono::seconds(1);  // for threads to leave UCX when the process ends
+constexpr size_t kLeftGroups = 1024;                 // whose late messages are known as such
+constexpr size_t kEarlyMessages = 4096;              // kept for a group that is not joined yet
 constexpr size_t kSpareFragments = 16;
 
 std::map<std::string, std::string> settings(const PlaneOptions& options) {
@@ -45,11 +47,22 @@ std::map<std::string, std::string> settings(const PlaneOptions& options) {
 
 OfProcess<ProcessPlane> plane_of_process;
 
+// It is kept for ever: destructors that still come may hold what points to it.
+void end_with_process() {
+  static const auto* const kept = new std::shared_ptr<ProcessPlane>(plane_of_process.there());
+  if (*kept) (*kept)->end_with_process();
+}
+
 }  // namespace
 
 std::shared_ptr<Plane> Plane::of_process(const PlaneOptions& options) {
   refuse_in_children();
-  return plane_of_process.get([&] { return std::make_shared<ProcessPlane>(options); });
+  return plane_of_process.get([&] {
+    auto plane = std::make_shared<ProcessPlane>(options);
+    // After UCX was loaded, so that it runs before UCX's own destructors.
+    [[maybe_unused]] static const int once = std::atexit(::meshcast::ucx::end_with_process);
+    return plane;
+  });
 }
 
 ProcessPlane::ProcessPlane(const PlaneOptions& options) : api_(load(options.library)), rdma_(options.rdma) {
@@ -81,11 +94,29 @@ ProcessPlane::~ProcessPlane() {
   close_gently();
 }
 
+void ProcessPlane::end_with_process() {
+  const bool left = progress_->stop(Clock::now() + kEndLimit);
+  const std::lock_guard lock(mutex_);
+  over_ = true;
+  for (auto& [id, group] : groups_) group->abort_locked();
+  for (auto& [key, link] : links_) {
+    if (link->failure.empty()) link->failure = "the process ends";
+  }
+  if (!left) return;  // a thread may be in UCX yet
+  close_gently();
+  for (Rail& rail : rails_) rail.worker.reset();
+}
+
+void ProcessPlane::check_not_over_locked() const {
+  if (over_) throw Error(ErrorKind::Aborted, "the process ends");
+}
+
 Address ProcessPlane::address() const {
   Address out;
   out.process = process_;
-  for (const Rail& rail : rails_) out.rails.push_back(rail.worker->address());
   const std::lock_guard lock(mutex_);
+  check_not_over_locked();
+  for (const Rail& rail : rails_) out.rails.push_back(rail.worker->address());
   out.breaks = breaks_;
   return out;
 }
@@ -145,6 +176,7 @@ void ProcessPlane::leave_locked(uint64_t id) {
 std::shared_ptr<Link> ProcessPlane::link_locked(uint64_t process, size_t rail, const std::string& address) {
   const auto it = links_.find({process, rail});
   if (it != links_.end()) return it->second;
+  check_not_over_locked();
   auto link = std::make_shared<Link>();
   link->worker = rails_[rail].worker.get();
   link->process = process;

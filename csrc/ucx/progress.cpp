@@ -82,16 +82,17 @@ void Progress::close_all() {
     if (fd >= 0) close(fd);
 }
 
-void Progress::stop() {
+bool Progress::stop(TimePoint limit) {
   {
     std::unique_lock lock(mutex_);
     stopping_ = true;
     changed_.notify_all();
     ring(thread_bell_);
     ring(driver_bell_);
-    changed_.wait(lock, [this] { return drivers_ == 0; });
+    if (!changed_.wait_until(lock, limit, [this] { return drivers_ == 0 && ended_; })) return false;
   }
   if (thread_.joinable()) thread_.join();
+  return true;
 }
 
 // Where the driver leaves at this moment, the thread still looks once its grace is over.
@@ -105,7 +106,7 @@ void Progress::wake() {
 
 // Who moves messages does not tell in every case that it did: this looks again soon.
 void Progress::wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& reached) {
-  while (!reached()) {
+  while (!reached() && !stopping_) {
     wake();
     changed_.wait_for(lock, std::chrono::milliseconds(5));
   }
@@ -148,6 +149,8 @@ void Progress::loop() {
     silence(grace_);
     lock.lock();
   }
+  ended_ = true;
+  changed_.notify_all();
 }
 
 // The first driver silences the thread: it no longer hears of events, or its grace does not end.

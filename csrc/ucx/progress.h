@@ -33,13 +33,15 @@ class Progress {
 
   void drive(const std::function<bool()>& done, TimePoint limit);
 
-  // Waits, with the lock held, until messages have made it true.
+  // Waits, with the lock held, until messages have made it true. After stop() none do.
   void wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& reached);
 
   // What a sleeper waits for may have changed. Any thread, with or without the lock.
   void wake();
 
-  void stop();  // joins the thread, and waits until no user's thread is left in drive()
+  // Joins the thread, and waits until no user's thread is left in drive(). Answers whether that was so within
+  // the limit: what a thread tells may hold it up.
+  bool stop(TimePoint limit = TimePoint::max());
 
  private:
   static constexpr int kEmptyTurns = 64;  // before the part's holder falls asleep
@@ -61,13 +63,14 @@ class Progress {
   int driver_bell_ = -1;
   int grace_ = -1;  // timerfd: since the last driver left
 
-  std::condition_variable changed_;  // drivers, the part, stopping_; also after each telling
+  std::condition_variable changed_;  // drivers, the part, stopping_, ended_; also after each telling
   std::atomic<int> drivers_{0};      // changed with the lock held
   bool taken_ = false;               // a driver has the part
   bool listens_ = true;              // the own thread is woken by events
   std::atomic<bool> thread_sleeps_{false};
   std::atomic<bool> driver_sleeps_{false};
   bool stopping_ = false;
+  bool ended_ = false;  // the thread has left loop()
   std::thread thread_;
 };
 

@@ -27,6 +27,14 @@ class OfProcess {
     return found;
   }
 
+  // Null where there is none, and in a forked child.
+  std::shared_ptr<T> there() {
+    State* state = state_.load();
+    if (!state || state->origin.foreign()) return nullptr;
+    const std::lock_guard lock(state->mutex);
+    return state->made.lock();
+  }
+
  private:
   struct State {
     const Origin origin;

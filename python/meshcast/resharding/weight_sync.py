@@ -139,7 +139,8 @@ class WeightSync:
 
     def push(self, version: int) -> None:
         """Sends the state as it is now to every rank that asks for it. Returns once it is whole there: the
-        tensors may be changed again. They may not be while it runs.
+        tensors may be changed again. They may not be while it runs. Who must have this very version over
+        there pulls it by its number: what is newest may change a moment later.
 
         version: 0 or more, larger than that of every earlier push, and the same on all ranks that push.
 

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import MeshcastError
 from .call import Call
+from .futures import fail
 
 __all__ = ["Handle", "TransferStats"]
 
@@ -92,7 +93,7 @@ class Handle(Generic[T]):
             try:
                 future.set_result(self.wait())
             except Exception as error:
-                future.set_exception(error)  # type: ignore[arg-type]
+                fail(future, error)
 
         def chain() -> None:
             if self._call.work is None:

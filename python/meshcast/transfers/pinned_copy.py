@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
+from .futures import fail
 from .gpu_offer import CAPTURED, several_gpus
 from .shards import Shards, filled
 
@@ -196,7 +197,7 @@ class LandingWork:
                 self._work.wait()
                 self._land().synchronize()
             except Exception as error:
-                future.set_exception(error)  # type: ignore[arg-type]
+                fail(future, error)
             else:
                 future.set_result(None)
 

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <exception>
 #include <functional>
+#include <iostream>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -197,6 +198,7 @@ inline std::string in_processes(int world, const std::function<void(UcxRank&)>& 
   void* memory = mmap(nullptr, sizeof(SharedRanks), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   auto* shared = new (memory) SharedRanks;
   std::vector<pid_t> children;
+  std::cout.flush();  // else a child that ends by exit() says it again
   for (int rank = 0; rank < world; ++rank) {
     const pid_t child = fork();
     if (child != 0) {

@@ -1,5 +1,9 @@
 // The data plane over UCX, between processes of this machine.
+#include <array>
+#include <atomic>
 #include <cstdint>
+#include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <numeric>
 #include <vector>
@@ -38,6 +42,22 @@ void recv(Transport& transport, int peer, uint64_t key, std::vector<uint8_t>& da
   statm >> size >> resident;
   return resident * sysconf(_SC_PAGESIZE);
 }
+
+// Says how many threads of the plane there are when this process ends: its destructor runs after all that the
+// plane has left to be done then, as it was there before.
+struct AtEnd {
+  std::atomic<int>* seen = nullptr;
+  ~AtEnd() {
+    if (!seen) return;
+    *seen = 0;
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+      std::string name;
+      std::getline(std::ifstream(task.path() / "comm"), name);
+      *seen += name == "mc-ucx" || name == "async" ? 1 : 0;  // UCX's own is called so
+    }
+    _exit(0);
+  }
+} at_end;
 
 // Looks at memory that is being received into, which ThreadSanitizer would not let pass.
 __attribute__((noinline, no_sanitize_thread)) bool begun(const volatile uint8_t& first) { return first != 0; }
@@ -369,6 +389,30 @@ TEST_CASE("a forked child leaves the connections alone", "[ucx]") {
           }
           transport->shutdown();
         }) == "");
+}
+
+TEST_CASE("a process that ends while it has groups leaves nothing running in UCX", "[ucx]") {
+  constexpr size_t kRanks = 2;
+  void* memory = mmap(nullptr, sizeof(std::array<std::atomic<int>, kRanks>), PROT_READ | PROT_WRITE,
+                      MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  auto& seen = *new (memory) std::array<std::atomic<int>, kRanks>{-1, -1};
+  CHECK(in_processes(kRanks, [&](UcxRank& self) {
+          static const auto* const kept = new std::shared_ptr<ProbingTransport>(self.join(77));
+          static Tally tally;
+          const int peer = 1 - self.rank;
+          const auto out = filled(300000, self.rank);
+          static std::vector<uint8_t> in(out.size());
+          recv(**kept, peer, 1, in, tally);
+          send(**kept, peer, 1, out, tally);
+          UcxRank::require(tally.all_ended(kEnd) && tally.failed() == 0, "all are through");
+          recv(**kept, peer, 2, in, tally);  // never sent
+          self.meet(0);
+          at_end.seen = &seen[static_cast<size_t>(self.rank)];
+          std::exit(0);
+        }) == "");
+  CHECK(seen[0] == 0);
+  CHECK(seen[1] == 0);
+  munmap(memory, sizeof(seen));
 }
 
 TEST_CASE("nothing wakes up while nothing moves", "[ucx]") {

@@ -1,0 +1,45 @@
+"""What a handle's future keeps, and what it raises."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from meshcast.errors import PeerLostError
+from meshcast.transfers.call import Call
+from meshcast.transfers.handle import Handle
+
+
+def _failed_call() -> tuple[weakref.ref[Call], weakref.ref[torch.Tensor]]:
+    """A call that has failed, of whose error this frame, with the future, was part."""
+    call, result = Call("reshard", 5.0), torch.zeros(3)
+    future = Handle(call, result, lambda: 0.0).get_future()
+    call.failed(PeerLostError("rank 2 is gone", peer=2, op="reshard"))
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match="rank 2 is gone") as caught:
+            future.wait()
+        assert (caught.value.peer, caught.value.op) == (2, "reshard")
+    chained = future.then(lambda done: done.value())
+    with pytest.raises(Exception, match="rank 2 is gone"):
+        chained.wait()
+    return weakref.ref(call), weakref.ref(result)
+
+
+def test_a_failed_future_keeps_neither_its_call_nor_its_tensors() -> None:
+    kept = _failed_call()
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
+
+
+def test_a_future_raises_errors_that_cannot_be_copied() -> None:
+    class OddError(Exception):
+        def __init__(self, first: str, second: str) -> None:
+            super().__init__(first + second)
+
+    call = Call("reshard", 5.0)
+    future = Handle(call, None, lambda: 0.0).get_future()
+    call.failed(OddError("no ", "way"))
+    with pytest.raises(OddError, match="no way"):
+        future.wait()
