@@ -8,15 +8,24 @@ namespace meshcast {
 namespace {
 
 constexpr int64_t kLargestChunk = 4096 * 1024;
+constexpr int64_t kFinestChunk = 8 * 1024;
+
+int64_t fastest_nic(const Network& network) {
+  int64_t rate = 0;
+  for (int32_t n = 0; n < network.nic_count(); ++n)
+    rate = std::max(rate, network.port_rate(network.nic_out(n)));
+  return rate;
+}
 
 }  // namespace
 
 int64_t choose_chunk_bytes(int64_t bound_ns, const Network& network) {
-  int64_t rate = 0;
-  for (int32_t n = 0; n < network.nic_count(); ++n)
-    rate = std::max(rate, network.port_rate(network.nic_out(n)));
-  const auto bytes = static_cast<__int128>(bound_ns) * rate / 1000000000 / 128;
+  const auto bytes = static_cast<__int128>(bound_ns) * fastest_nic(network) / 1000000000 / 128;
   return static_cast<int64_t>(std::clamp<__int128>(bytes, kSmallestChunk, kLargestChunk));
+}
+
+int64_t finest_chunk_bytes(const Network& network) {
+  return std::clamp(fastest_nic(network) / 1000, kFinestChunk, kSmallestChunk);
 }
 
 int64_t count_hops(int64_t chunk_bytes, const std::vector<Task>& tasks, const std::vector<Bundle>& bundles) {

@@ -19,6 +19,10 @@ inline constexpr int64_t kMostHops = 300'000;  // see most_hops
 // About what the fastest NIC sends in 1/128 of the bound: small enough that filling a chain costs little.
 int64_t choose_chunk_bytes(int64_t bound_ns, const Network& network);
 
+// Chunks of a size that the fastest NIC still sends in a millisecond, beside which a message costs little:
+// kSmallestChunk, and less where NICs are slow.
+int64_t finest_chunk_bytes(const Network& network);
+
 // Hops of all chunks if bundles are cut into chunks of the given size.
 int64_t count_hops(int64_t chunk_bytes, const std::vector<Task>& tasks, const std::vector<Bundle>& bundles);
 

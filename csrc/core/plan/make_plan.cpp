@@ -8,6 +8,7 @@
 #include "common/error.h"
 #include "plan/best_plan.h"
 #include "plan/bound/bound.h"
+#include "plan/bound/sort_unique.h"
 #include "plan/chunk_size.h"
 #include "plan/draft.h"
 #include "plan/hash.h"
@@ -28,6 +29,8 @@ namespace {
 // Hops of islands that are alike, all together: what finer chunks may make of them.
 constexpr int64_t kMostIslandHops = int64_t{1} << 20;
 constexpr int64_t kFinest = 8;  // as chunks get finer in the search among trees
+
+constexpr size_t kManyHosts = 8;  // that one box goes to: as many chunks have to pass before the last begins
 
 constexpr int64_t kManyTasks = 1000;  // from here on trying all strategies takes more than some 10 ms
 
@@ -221,6 +224,33 @@ void offer_rotation_with_copies(Inputs in, bool fixed_chunk, BestPlan* best) {
   if (best->may_win(draft, in.network)) best->offer_in_order(Strategy::Multicast, std::move(draft), in.network);
 }
 
+// Of one bundle.
+size_t most_receiving_hosts(const Inputs& in) {
+  size_t most = 0;
+  std::vector<int32_t> hosts;
+  for (const Bundle& bundle : in.bundles) {
+    const auto& receivers = in.lead(bundle).receivers;
+    if (receivers.size() <= most) continue;
+    hosts.clear();
+    for (const int32_t r : receivers) hosts.push_back(in.network.host(r));
+    sort_unique(&hosts);
+    most = std::max(most, hosts.size());
+  }
+  return most;
+}
+
+// Offers chunks that are finer than usual where NICs are slow: with many hosts in a row, filling costs more than
+// messages do there.
+void offer_finer(Inputs in, const PortDemand& ports, BestPlan* best, Plan* plan) {
+  const int64_t finest = finest_chunk_bytes(in.network);
+  if (best->good() || in.reduces() || finest == kSmallestChunk || most_receiving_hosts(in) < kManyHosts) return;
+  in.chunk_bytes = std::max(finest, in.chunk_bytes / kFinest);
+  if (count_hops(in.chunk_bytes, in.tasks, in.bundles) > kRetryHops) return;
+  if (plan->options.strategy == Strategy::Auto)
+    best->offer(Strategy::Broadcast, make_draft(Strategy::Broadcast, in), in.network);
+  if (!best->good()) add_multicast(in, ports, true, false, best, plan);
+}
+
 // Offers a rotation for each layer of a batch.
 void offer_layers(Inputs in, bool fixed_chunk, BestPlan* best) {
   if (best->good() || in.reduces()) return;
@@ -327,6 +357,8 @@ void find_best(Inputs in, const PortDemand& ports, int64_t most, Plan* plan) {
     }
   }
   if (searches) {
+    in.chunk_bytes = chunk_bytes;
+    if (!fixed_chunk) offer_finer(in, ports, &best, plan);
     best.urge(in.network);
     best.improve(in.network);
   }

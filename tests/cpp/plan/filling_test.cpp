@@ -94,3 +94,20 @@ TEST_CASE("what stays inside hosts or is reduced has no filling", "[plan][fillin
       make_plan({{{6000}, 1, layout({2}, 0, {kReplicate}), layout({2}, 0, {shard(0)})}}, topology, {});
   CHECK(filling_bound_ns(none) == 0);
 }
+
+TEST_CASE("where NICs are slow, chunks to many hosts are finer", "[plan][filling]") {
+  // Two shards to 15 hosts of two replicas. Finer chunks take less time to pass them all.
+  const Problem problem{{2048, 256}, 4, layout({2}, 0, {shard(0)}), layout({30}, 2, {kReplicate})};
+  const auto made = [&](int64_t rate) {
+    return make_plan({problem}, uniform_topology(31, 2, rate, 1, 1'000'000'000, 20'000),
+                     {Strategy::Auto, Balance::Search, 0, 0});
+  };
+  const auto ratio = [](const Plan& plan) {
+    return static_cast<double>(plan.makespan_ns) / static_cast<double>(plan.lower_bound_ns);
+  };
+  const Plan slow = made(7'500'000);  // bytes/s; 8 KiB take 1.1 ms
+  CHECK(ratio(slow) < 1.06);
+  for (const Chunk& chunk : slow.chunks) CHECK(chunk.nbytes <= 8 * 1024);
+  const Plan fast = made(kTenGbit);
+  CHECK(ratio(fast) > 1.1);  // a message costs as much as 8 KiB there
+}

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <utility>
 
 #include "plan/bound/sort_unique.h"
 
@@ -10,6 +11,7 @@ namespace {
 
 constexpr int kMaxPasses = 64;
 constexpr int64_t kMaxSteps = 20'000'000;  // port visits of all passes together
+constexpr int64_t kLongSteps = 1'000'000;  // likewise: some 20 ms
 
 // As transfer_ns, of sums over ports.
 int64_t ns_rounded_up(__int128 nbytes, __int128 rate) {
@@ -62,6 +64,10 @@ class Balancer {
     });
     // Phase 2: passes over all items until shares stand still. Both limits bound the work only; a split that
     // is not quite balanced is still a split, and only costs time on the busiest port.
+    // Levels are whole nanoseconds: what a port takes in one of them goes to and fro for ever. Long work is
+    // not made longer by that.
+    int64_t in_a_ns = 0;
+    for (int32_t port = 0; port < network_.port_count(); ++port) in_a_ns += network_.port_rate(port) / 1000000000;
     int64_t before = INT64_MAX;
     for (int pass = 0; pass < kMaxPasses && pass * entries < kMaxSteps; ++pass) {
       int64_t moved = 0;
@@ -69,7 +75,8 @@ class Balancer {
       for (const int32_t i : order_) moved += place(&items_[static_cast<size_t>(i)], &total);
       const int64_t now = highest();
       // Bytes may still move between ports that are not the busiest; a thousandth of them does not matter.
-      if (moved <= total / 1000 && before - now <= now / 10000) break;
+      const int64_t idle = total / 1000 + (pass * entries > kLongSteps ? in_a_ns : 0);
+      if (moved <= idle && before - now <= now / 10000) break;
       before = now;
     }
     return highest();
@@ -97,28 +104,31 @@ class Balancer {
     std::sort(levels_.begin(), levels_.end());
     // Phase 2: the final level.
     // Ports below the final level: the longest prefix whose common level passes its own highest member.
+    // The level itself is a division, of which there would be one for each port: products tell as well.
     __int128 bytes = amount;
     __int128 rate = 0;
-    int64_t final_level = 0;
     size_t used = 0;
     while (used < levels_.size()) {
-      if (used > 0 && levels_[used].first >= final_level) break;
+      if (used > 0 && levels_[used].first * rate >= bytes * 1000000000) break;
       const int32_t port = item->ports[static_cast<size_t>(levels_[used].second)];
       bytes += load_[static_cast<size_t>(port)];
       rate += network_.port_rate(port);
-      final_level = ns_rounded_up(bytes, rate);
       ++used;
     }
+    const int64_t final_level = used > 0 ? ns_rounded_up(bytes, rate) : 0;
     // Phase 3: each of them is filled up to it. The level was rounded up and the room is rounded down, so a
     // few bytes are left over; the last port takes them, since shares must add up to the item exactly.
     int64_t left = amount;
+    int64_t rate_before = -1;
+    int64_t full = 0;  // bytes that fill a port of that rate
     for (size_t k = 0; k < used; ++k) {
       const auto i = static_cast<size_t>(levels_[k].second);
       const int32_t port = item->ports[i];
-      const auto room =
-          static_cast<int64_t>(static_cast<__int128>(final_level) * network_.port_rate(port) / 1000000000) -
-          load_[static_cast<size_t>(port)];
-      int64_t take = std::clamp<int64_t>(room, 0, left);
+      const int64_t its_rate = network_.port_rate(port);
+      if (std::exchange(rate_before, its_rate) != its_rate) {
+        full = static_cast<int64_t>(static_cast<__int128>(final_level) * its_rate / 1000000000);
+      }
+      int64_t take = std::clamp<int64_t>(full - load_[static_cast<size_t>(port)], 0, left);
       if (k + 1 == used) take = left;
       item->share[i] += take;
       load_[static_cast<size_t>(port)] += take;
