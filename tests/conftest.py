@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
+
+import pytest
 
 # torch's store looks up the name of each address it connects to, and where no name server answers that takes
 # seconds, which tests with short deadlines do not have. No query is sent with this (see resolv.conf(5));
@@ -16,3 +19,18 @@ os.environ["RES_OPTIONS"] = "attempts:0"
 for _signal in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(_signal) is signal.SIG_IGN:
         signal.signal(_signal, lambda *_: None)
+
+_TESTS = Path(__file__).parent
+# Files of few tests that take long, since they wait. Where files run side by side none should be left for the
+# end, when the other processors have nothing to do any more.
+_FIRST = ("fault", "packaging", "multiproc")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Folders of _FIRST in their order, then the others; the order inside a folder stays."""
+
+    def turn(item: pytest.Item) -> int:
+        folder = item.path.relative_to(_TESTS).parts[0]
+        return _FIRST.index(folder) if folder in _FIRST else len(_FIRST)
+
+    items.sort(key=turn)

@@ -29,7 +29,7 @@ BEGIN, END = "<!-- Begin of what tools/matrix.py writes -->", "<!-- End of what 
 NEWEST = "2.15.0"
 PAIRS = f"2.11.0:3.11 2.12.1:3.12 2.13.0:3.11 2.13.0:3.13 2.14.1:3.12 {NEWEST}:3.13"
 # What a new torch breaks first: all without ranks, and with ranks what stands on its classes.
-PART = ["-m", "not slow", "-n", "2", "--dist", "loadfile", "tests/python"] + [
+PART = ["-m", "not slow", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "tests/python"] + [
     f"tests/multiproc/test_{name}.py"
     for name in (
         "calls",
