@@ -239,16 +239,15 @@ size_t most_receiving_hosts(const Inputs& in) {
   return most;
 }
 
-// Offers chunks that are finer than usual where NICs are slow: with many hosts in a row, filling costs more than
-// messages do there.
+// Offers chunks that are finer than usual where NICs are slow: with many hosts in a row, filling costs more
+// than messages do there. Trees alone: one chain through all ranks has as many stops as there are, and each
+// costs more than the model knows (docs/planner_results.md).
 void offer_finer(Inputs in, const PortDemand& ports, BestPlan* best, Plan* plan) {
   const int64_t finest = finest_chunk_bytes(in.network);
   if (best->good() || in.reduces() || finest == kSmallestChunk || most_receiving_hosts(in) < kManyHosts) return;
   in.chunk_bytes = std::max(finest, in.chunk_bytes / kFinest);
   if (count_hops(in.chunk_bytes, in.tasks, in.bundles) > kRetryHops) return;
-  if (plan->options.strategy == Strategy::Auto)
-    best->offer(Strategy::Broadcast, make_draft(Strategy::Broadcast, in), in.network);
-  if (!best->good()) add_multicast(in, ports, true, false, best, plan);
+  add_multicast(in, ports, true, false, best, plan);
 }
 
 // Offers a rotation for each layer of a batch.
