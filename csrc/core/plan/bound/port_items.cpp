@@ -67,7 +67,8 @@ class Balancer {
     // Levels are whole nanoseconds: what a port takes in one of them goes to and fro for ever. Long work is
     // not made longer by that.
     int64_t in_a_ns = 0;
-    for (int32_t port = 0; port < network_.port_count(); ++port) in_a_ns += network_.port_rate(port) / 1000000000;
+    for (int32_t port = 0; port < network_.port_count(); ++port)
+      in_a_ns += network_.port_rate(port) / 1000000000;
     int64_t before = INT64_MAX;
     for (int pass = 0; pass < kMaxPasses && pass * entries < kMaxSteps; ++pass) {
       int64_t moved = 0;
