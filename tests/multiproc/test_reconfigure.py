@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.timeout(270),
     pytest.mark.skipif(
         not hasattr(dist, "_reconfigure"),
-        reason=f"torch {torch.__version__} cannot change the members of a group: torch 2.15 can",
+        reason=f"torch {torch.__version__} cannot change the members of a group: torch 2.14 can",
     ),
 ]
 

@@ -128,7 +128,7 @@ void ProcessGroupMeshcast::setTimeout(std::chrono::milliseconds timeout) {
   cuda_.set_timeout(timeout);
 }
 
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
 void ProcessGroupMeshcast::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
   inner_->addEphemeralTimeout(timeout);
   if (cuda_.possible()) cuda_.get("add_ephemeral_timeout", *this)->addEphemeralTimeout(timeout);
@@ -283,7 +283,7 @@ c10::intrusive_ptr<Work> ProcessGroupMeshcast::gather(std::vector<Tensors>& outp
              [&](Backend& backend) { return backend.gather(outputs, inputs, opts); });
 }
 
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
 c10::intrusive_ptr<Work> ProcessGroupMeshcast::gather_single(at::Tensor& output, at::Tensor& input,
                                                              const c10d::GatherOptions& opts) {
   return run("gather_single", devices_of(output, input),

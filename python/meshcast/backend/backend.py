@@ -42,7 +42,7 @@ def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
 
     store, rank, size, timeout = group.store, group.group_rank, group.group_size, group.timeout
     gloo_options, nccl_options = split(options)
-    # From torch 2.15 on: no other rank need be there before the first `reconfigure`. Gloo has all calls then.
+    # From torch 2.14 on: no other rank need be there before the first `reconfigure`. Gloo has all calls then.
     later = getattr(group, "enable_reconfigure", False)
     life = None if later else announce(dist.PrefixStore("messages", store), rank, size)
     inner = _gloo(dist.PrefixStore("gloo", store), rank, size, timeout, gloo_options, later)
@@ -82,7 +82,7 @@ def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, options: Any, later: bool) -> Any:
     """later: connects no rank before `reconfigure`."""
     if options is None:
-        regime = {"enable_reconfigure": True} if later else {}  # torch before 2.15 has no such argument
+        regime = {"enable_reconfigure": True} if later else {}  # torch before 2.14 has no such argument
         return dist.ProcessGroupGloo(store, rank, size, timeout, **regime)
     if hasattr(options, "enable_reconfigure"):
         options.enable_reconfigure = later

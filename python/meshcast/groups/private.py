@@ -196,6 +196,10 @@ class PrivateGroup:
     def is_up(self) -> bool:
         return self._core is not None
 
+    def was_used(self) -> bool:
+        """Whether it is up or a call of it was ever counted: it may be between two lives just now."""
+        return self._core is not None or bool(self._ordinals)
+
     def is_untouched(self) -> bool:
         """Whether this rank is neither in it nor on the way there."""
         return self._core is None and self._thread is None and self._error is None

@@ -60,6 +60,7 @@ class Group(Protocol):
     def refuse_call(self, error: Exception, timeout: float, *, prepares: bool) -> Refusal: ...
     def is_awaited(self) -> bool: ...
     def is_up(self) -> bool: ...
+    def was_used(self) -> bool: ...
     def is_untouched(self) -> bool: ...
 
 
@@ -193,9 +194,9 @@ class OpenRefusals:
         if not refusal.closed.wait(_HOLD) and not refusal.prepares:
             with _lock:
                 fitting = [(each, group) for each in where for group in each._fitting(refusal)]
-                fitting = [(each, group) for each, group in fitting if group.is_up()]
-                if len(fitting) == 1 and not refusal.closed.is_set():
-                    each, group = fitting[0]
+                meant = [(each, group) for each, group in fitting if group.was_used()]
+                if len(meant) == 1 and meant[0][1].is_up() and not refusal.closed.is_set():
+                    each, group = meant[0]
                     each._tell(refusal, group)
                     each._forget_closed()
         if refusal.told is not None:

@@ -229,9 +229,9 @@ def test_timing_of_collectives_is_that_of_both_devices() -> None:
 
 @pytest.mark.skipif(
     not hasattr(dist.ProcessGroup, "gather_single"),
-    reason=f"torch {torch.__version__} has no gather_single and no extensions of limits: torch 2.15 has",
+    reason=f"torch {torch.__version__} has no gather_single and no extensions of limits: torch 2.14 has",
 )
-def test_what_torch_2_15_added_goes_to_the_backend_of_the_device() -> None:
+def test_what_torch_2_14_added_goes_to_the_backend_of_the_device() -> None:
     backend = backend_with(Refusing())
     with pytest.raises(LayoutError, match="gather_single arrived inside"):
         backend.gather_single(on("cuda", 4), on("cuda", 4), dist.GatherOptions())
