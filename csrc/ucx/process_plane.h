@@ -31,7 +31,8 @@ class ProcessPlane final : public Plane, public std::enable_shared_from_this<Pro
   ~ProcessPlane() override;
 
   // The process ends while groups still have the plane: UCX goes in order, before its own destructors run and
-  // while all that it calls is still there. Takes three seconds at most, and none where all groups have left.
+  // while all that it calls is still there. Takes three seconds at most: a thread may be held up in what it
+  // tells, and a peer may not answer.
   void end_with_process();
 
   Address address() const override;

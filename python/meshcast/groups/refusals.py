@@ -190,11 +190,10 @@ class OpenRefusals:
     @staticmethod
     def settle(refusal: OpenRefusal, where: Sequence[OpenRefusals]) -> None:
         """Returns once it has been told, or soon. Where nobody is seen to wait, but there is only one group
-        that can be meant, that is told."""
+        that can be meant, that is told, if it is up: others may see one up that is between two lives here."""
         if not refusal.closed.wait(_HOLD) and not refusal.prepares:
             with _lock:
-                fitting = [(each, group) for each in where for group in each._fitting(refusal)]
-                meant = [(each, group) for each, group in fitting if group.was_used()]
+                meant = [(each, it) for each in where for it in each._fitting(refusal) if it.was_used()]
                 if len(meant) == 1 and meant[0][1].is_up() and not refusal.closed.is_set():
                     each, group = meant[0]
                     each._tell(refusal, group)
