@@ -237,6 +237,7 @@ def colocated(context) -> None:
             if job.serves:
                 assert job.sync.pull(version) == version
                 job.check(version)
+            job.meet(f"{buffers} {version}")  # else the next push may make its version the newest
         job.close()
 
 
@@ -261,7 +262,7 @@ def from_five_boxes(context) -> None:
             if rank in (1, 2):
                 rows = [0, 5] if rank == 1 else [1, 2, 3, 4]
                 assert torch.equal(state["w"], full[rows] * 2**version)
-    context.wait_for_all("close")
+        context.wait_for_all(f"version {version}")
     sync.close()
 
 
@@ -304,6 +305,7 @@ def other_shapes(context) -> None:
             mesh, placements = job.where["w"]
             part = cut(full, mesh.mesh.shape, coordinates(mesh.mesh)[job.rank], placements)
             assert torch.equal(job.sync.state["w"].to_local(), part)
+        job.meet(f"version {version}")
     job.close()
 
 

@@ -133,6 +133,7 @@ def a_forked_child(context) -> None:
     """It gets an error, and its parent goes on."""
     job = Job(context)
     job.turn(1)
+    job.meet("one")
     child = os.fork()
     if child == 0:
         try:

@@ -56,7 +56,7 @@ class Job:
         self.sync.push(version)
 
     def turn(self, version: int) -> None:
-        """The next version, on either side."""
+        """The next version, on either side. Meet before another one: two buffers hold the newest only."""
         if self.trains:
             self.push(version)
         else:
