@@ -104,7 +104,8 @@ def run_pair(pair: str, keep: bool, arguments: Sequence[str] = ()) -> list[str]:
     print(f"torch {torch}, Python {version}: {tree}/test.log", flush=True)
     # A constraint that a machine sets for its users is not meant here: this release is asked for by name.
     environment["PIP_CONSTRAINT"] = os.devnull
-    given = [f"TORCH_SPEC=torch=={torch}", f"PYTHON={python}"]
+    # -v: the log names a test as soon as it has failed.
+    given = [f"TORCH_SPEC=torch=={torch}", f"PYTHON={python}", "PYTEST_ARGS=-v"]
     commands = [["make", "test", *given]]
     if arguments:
         given += ["MESHCAST_CUDA=OFF"]  # twice as quick to build

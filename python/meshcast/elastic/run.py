@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from torch.distributed.argparse_util import env
 from torch.distributed.elastic.multiprocessing import SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.utils import (
@@ -51,6 +52,13 @@ def parser() -> argparse.ArgumentParser:
         "Starts a job whose ranks may die and join: survivors go on in their processes (docs/elastic.md). "
         "On several hosts, start the same command on each."
     )
+    if "--shutdown-timeout" not in found._option_string_actions:  # torch 2.11's has none
+        found.add_argument(
+            *("--shutdown-timeout", "--shutdown_timeout"),
+            action=env,
+            type=int,
+            help="Seconds that workers get to end before SIGKILL (TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or 30).",
+        )
     said = {
         "--nproc-per-node": "Number of workers of a host, or MIN:MAX: starts MAX; the job goes on while as "
         "many live as MIN on each of the least number of hosts. An int, or auto, cpu, gpu, xpu for MAX.",
