@@ -106,7 +106,7 @@ def init_stage(stage: Any, *args: Any, num_stages: int, mesh: DeviceMesh | None,
     named = {name: value for name, value in named.items() if name in known}
     both = named.get("input_args") is not None and named.get("output_args") is not None
     if "output_grads" not in known and not both:
-        # Without one of them torch 2.11 refuses the other, or runs the module here. Shapes are inferred later.
+        # Without one of them torch 2.11 refuses the other, or runs the module. Shapes are inferred later.
         named.update(input_args=None, output_args=None)
     given(stage, *args, num_stages=room, **named)  # type: ignore[misc]
     stage.num_stages = num_stages
