@@ -20,6 +20,7 @@ from ..base.observe import log
 from ..errors import DeadlineExceededError
 from ..groups.store import within
 from ..layout import Layout
+from ..resharding.dtensors import as_dtensor
 from ..resharding.state_background import behind, own_stream
 from .meeting import Meeting
 
@@ -202,7 +203,7 @@ class _Tensor:
         if self.fits(own):
             assert isinstance(own, torch.Tensor)
             return own
-        return local if self.spec is None else DTensor(local, self.spec, requires_grad=False)
+        return local if self.spec is None else as_dtensor(local, self.spec)
 
 
 def _told(leaf: object) -> _Value | _Tensor:

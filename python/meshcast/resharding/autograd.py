@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError, MeshcastError
 from ..transfers.shards import settled
+from .dtensors import as_dtensor
 
 if TYPE_CHECKING:
     from ..transfers.call import Call, CallNumber
@@ -155,10 +156,10 @@ def _gradient(move: TensorMove, local: torch.Tensor | None) -> DTensor:
     gradient = move.gradient
     assert gradient is not None
     if local is None:
-        return DTensor(move.shell(gradient.dtype, move.source_device), gradient.spec, requires_grad=False)
+        return as_dtensor(move.shell(gradient.dtype, move.source_device), gradient.spec)
     if gradient.scale != 1.0:
         local.mul_(gradient.scale)
-    return DTensor(local.to(gradient.dtype), gradient.spec, requires_grad=False)
+    return as_dtensor(local.to(gradient.dtype), gradient.spec)
 
 
 class _Reshard(torch.autograd.Function):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
@@ -15,6 +15,7 @@ from ..errors import LayoutError
 from ..layout import Layout
 from ..transfers.element_types import REDUCTIONS
 from ..transfers.shards import settled
+from .dtensors import as_dtensor
 
 __all__ = ["Reduction", "check_reducible", "reduced_layout", "reduction_inside", "tensor_spec"]
 
@@ -51,7 +52,7 @@ class Reduction:
     divisor: int
 
     def run(self, local: torch.Tensor) -> torch.Tensor:
-        pending = DTensor(local, self.pending, requires_grad=False)
+        pending = as_dtensor(local, self.pending)
         reduced = settled(pending.redistribute(self.pending.mesh, self.placements)._local_tensor)
         if self.divisor == 1:
             return reduced

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from .dtensors import as_dtensor
 from .memory import note_written
 from .state_arguments import StateCall
 from .state_entries import local_of, restored
@@ -118,11 +119,11 @@ def _wrapped(
     mesh, placements = call.meshes[target.name]
     key = (mesh, placements, shape, target.dtype)
     if key in specs:
-        return DTensor(local, copy(specs[key]), requires_grad=False)
+        return as_dtensor(local, copy(specs[key]))
     stride = tuple(math.prod(max(size, 1) for size in shape[d + 1 :]) for d in range(len(shape)))
     meta = TensorMeta(torch.Size(shape), stride, target.dtype)
     spec = specs[key] = DTensorSpec(mesh, positive_placements(placements, len(shape)), tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
+    return as_dtensor(local, spec)
 
 
 def note_outputs(call: StateCall) -> None:

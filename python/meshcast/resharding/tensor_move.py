@@ -17,6 +17,7 @@ from ..planning.plan import Problem
 from ..transfers.casts import Ends, ends_of
 from ..transfers.gpu_offer import DeviceTypes, device_types_of, require_gpu
 from ..transfers.shards import settled
+from .dtensors import as_dtensor
 from .reduction import Reduction, check_reducible, reduced_layout, reduction_inside, tensor_spec
 
 __all__ = ["Destination", "Source", "TensorMove", "compile_move", "positive_placements", "wire_dtype"]
@@ -111,7 +112,7 @@ class TensorMove:
             local = self.shell(self.dtype, self.device)
         else:
             local = torch.empty(self.local_shape, dtype=self.dtype, device=self.device)
-        return DTensor(local, self.spec, requires_grad=False)
+        return as_dtensor(local, self.spec)
 
     def outgoing(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the source as the transfer is given it."""
