@@ -4,7 +4,6 @@ backend "meshcast"."""
 from __future__ import annotations
 
 import gc
-import threading
 import time
 import weakref
 from datetime import timedelta
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from meshcast.groups.parent import parent_group
 from meshcast.transfers.persistent import PersistentTransfer
 from multiproc.meshes import quiet_mesh, sharded, spread
+from multiproc.own_threads import left_running
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 GROUP_TIMEOUT = 30.0
@@ -254,8 +254,7 @@ def born_again(context) -> None:
     dist.barrier()
     dist.destroy_process_group()
     gc.collect()
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("meshcast")]
-    assert not left, left
+    assert left_running() == []
 
 
 def quiet_mesh_offline():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from meshcast import Layout
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.oracle import coordinates, cut, unique_fill
+from multiproc.own_threads import left_running
 from multiproc.weight_job import TRAINERS, Job, raises, values
 from torch.distributed.tensor import Replicate, Shard
 
@@ -315,7 +316,7 @@ def other_shapes(context) -> None:
 
 def idle(context) -> dict:
     """Between pushes nobody burns a core, and every thread is gone after close()."""
-    before = {thread.name for thread in threading.enumerate()}
+    before = frozenset(thread.name for thread in threading.enumerate())
     job = Job(context)
     if job.trains:
         job.push(1)
@@ -329,7 +330,7 @@ def idle(context) -> dict:
     names = [thread.name for thread in threading.enumerate()]
     assert names.count("meshcast-weights") == int(job.serves)
     job.close()
-    assert {thread.name for thread in threading.enumerate()} <= before
+    assert left_running(before) == []
     return {"share": share}
 
 
