@@ -157,7 +157,8 @@ CASES = [
     dropin_case("Schedule1F1B", scale_grads=False),
     dropin_case("Schedule1F1B", recompute=True),
     dropin_case("ScheduleInterleaved1F1B"),
-    dropin_case("ScheduleZBVZeroBubble"),
+    # In torch 2.11's own, over three ranks, one waits for ever for shapes of which nobody tells it.
+    *([] if torch.__version__.startswith("2.11") else [dropin_case("ScheduleZBVZeroBubble")]),
     tutorial_case("ScheduleGPipe"),
     tutorial_case("Schedule1F1B"),
 ]
