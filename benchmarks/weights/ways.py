@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import meshcast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from meshcast import WeightSync
 
 from .models import DTYPE, SERVERS, TRAINERS, Weights
 
@@ -43,7 +43,7 @@ class Sync:
     def __init__(self, weights: Weights, topology: Any, buffers: int, **options: Any) -> None:
         self.copies = buffers
         self._weights = weights
-        self._sync = meshcast.WeightSync(
+        self._sync = WeightSync(
             weights.held if weights.trains else None, weights.wanted, buffers=buffers, topology=topology,
             timeout=_LIMIT, **options,
         )  # fmt: skip
