@@ -11,7 +11,7 @@ from benchmark_pages import check_tables
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks.clients import __main__ as clients  # noqa: E402
+from benchmarks.clients import __main__ as clients
 
 
 def test_the_page_has_the_figures_that_are_kept() -> None:
