@@ -152,7 +152,7 @@ def not_for_every_resharder(context) -> None:
 
 def a_failure_has_its_type(context) -> None:
     """Rank 0 stays away: rank 2 raises in time, in the short cut, and the next call at once."""
-    call = made(fresh(context), timeout=1.0)
+    call = made(fresh(context), timeout=2.0)
     for step in range(3):
         call.run(given(context, step))
     if context.rank == 1:
@@ -160,12 +160,12 @@ def a_failure_has_its_type(context) -> None:
     if context.rank == 2:
         begin = time.monotonic()
         raises(meshcast.DeadlineExceededError, "ranks [0", call.run)
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 8
         last = meshcast.flight_record()[-1]
         assert (last["op"], last["state"]) == ("Resharder", "failed")
         begin = time.monotonic()
         raises(meshcast.AbortedError, "", call.run)
-        assert time.monotonic() - begin < 0.5
+        assert time.monotonic() - begin < 1.5  # not until the limit
     context.wait_for_all("failed")
 
 

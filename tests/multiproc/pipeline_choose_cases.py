@@ -120,28 +120,32 @@ def what_is_measured(context: Any) -> dict[str, Any]:
     )
     x, y = batch(8)
     args, target = given([stage], x, y)
-    choice = choose(stage, mse, args, 4, **target, timeout=TIMEOUT, show=False)
-    (times,) = choice.times
-    for number, seconds in enumerate((0.02, 0.01, 0.01, 0.01)):
-        # Sleeping is never shorter, and on a busy machine may be longer.
-        assert seconds <= times.forward[number] < seconds + 0.03, times.forward
-        assert 2 * seconds <= times.backward[number] < 2 * seconds + 0.03, times.backward
-        both = times.inputs[number] + times.weights[number]
-        assert 2 * seconds <= both < 2 * seconds + 0.04, (times.inputs, times.weights)
-    # The slowest stage alone takes 4 x 60 ms; nothing is predicted to be faster.
-    assert choice.chosen.seconds >= 4 * 0.06
-    schedule = choice.make(stage, mse, timeout=TIMEOUT)
-    schedule.step(*args, **target)
-    dist.barrier()
-    begin = time.monotonic()
-    schedule.step(*args, **target)
-    taken = torch.tensor(time.monotonic() - begin)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    assert choice.chosen.seconds * 0.9 <= taken.item() < choice.chosen.seconds * 1.5 + 0.1, (
-        taken,
-        str(choice),
-    )
-    return {"predicted": choice.chosen.seconds, "taken": taken.item()}
+    # Sleeping is never shorter. On a busy machine all may be longer, though hardly three times in a row.
+    for _ in range(3):
+        choice = choose(stage, mse, args, 4, **target, timeout=TIMEOUT, show=False)
+        (times,) = choice.times
+        longer = []  # seconds beyond what was slept; the same on all ranks
+        for number, seconds in enumerate((0.02, 0.01, 0.01, 0.01)):
+            both = times.inputs[number] + times.weights[number]
+            longer += [
+                times.forward[number] - seconds,
+                times.backward[number] - 2 * seconds,
+                both - 2 * seconds,
+            ]
+        assert min(longer) >= 0, (longer, times)
+        # The slowest stage alone takes 4 x 60 ms; nothing is predicted to be faster.
+        assert choice.chosen.seconds >= 4 * 0.06
+        schedule = choice.make(stage, mse, timeout=TIMEOUT)
+        schedule.step(*args, **target)
+        dist.barrier()
+        begin = time.monotonic()
+        schedule.step(*args, **target)
+        taken = torch.tensor(time.monotonic() - begin)
+        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+        assert choice.chosen.seconds * 0.9 <= taken.item(), (taken, str(choice))
+        if max(longer) < 0.03 and taken.item() < choice.chosen.seconds * 1.5 + 0.1:
+            return {"predicted": choice.chosen.seconds, "taken": taken.item()}
+    raise AssertionError((longer, taken, str(choice)))
 
 
 def on_meshes(_: Any) -> dict[str, Any]:
