@@ -70,6 +70,7 @@ def world_of(context, members: list[int], all_call: bool = True) -> None:
             world_size=len(members),
             timeout=timedelta(seconds=GROUP_TIMEOUT),
         )
+        context.wait_for_all(f"{name} is there", members)  # else one may still connect when another ends it
 
 
 def resumed(state, mesh: DeviceMesh, inside: bool, **options) -> tuple[Job | None, dict]:
