@@ -14,8 +14,8 @@ RANKS = 4
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(
-        torch.__version__.startswith("2.11"),
-        reason="torch 2.11's own pipelines, the oracle, hang over gloo: V-shaped ones, and in inference mode",
+        torch.__version__.startswith(("2.11", "2.12")),
+        reason=f"pipelines of torch {torch.__version__} itself, the oracle, hang in some of these programs",
     ),
 ]
 
