@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fault.cases_refused_calls import MORE_KEYS
+from fault.cases_refused_calls import LATE_CALLS
 from multiproc.harness import run_world
 
 
@@ -13,5 +13,7 @@ def test_failed_calls_leave_nothing() -> None:
     world.check("failed_calls_leave_nothing")
     world.check_ends()
     for rank in range(3):
-        for kind, (keys, _) in world.value("failed_calls_leave_nothing", rank).items():
-            assert keys <= MORE_KEYS, (rank, kind, keys)
+        grown = world.value("failed_calls_leave_nothing", rank)
+        for kind, (keys, most, _, _) in grown.items():
+            assert keys <= most, (rank, kind, grown)
+        assert grown["late"][2] >= LATE_CALLS, "the others were not late"
