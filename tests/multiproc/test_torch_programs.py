@@ -5,19 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from multiproc.harness import WorldResult
+from multiproc.torch_oracle import NEEDS_ORACLE
 
 CASES = Path(__file__).with_name("torch_cases.py")
 RANKS = 4
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        torch.__version__.startswith(("2.11", "2.12")),
-        reason=f"pipelines of torch {torch.__version__} itself, the oracle, hang in some of these programs",
-    ),
-]
+pytestmark = [pytest.mark.timeout(300), NEEDS_ORACLE]
 
 
 def test_torch_program(pipeline_world: WorldResult, pipeline_case: str) -> None:
