@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
+
+from ..resources.clocks import cpu_seconds, largest, total
 
 __all__ = ["Way", "measure"]
 
@@ -19,7 +19,7 @@ Way = Callable[[int], None]  # given the number of the round; over once this ran
 
 
 def measure(ways: Mapping[str, Way], rounds: int, seen: Callable[[], int], head: Mapping[str, Any]) -> None:
-    """The first round of each way alone, then all of them by turns.
+    """All ways by turns, in an order that changes. The first round has their first calls, and is kept apart.
 
     seen(): after each round and not timed, how many bytes are wrong on this rank; it also makes the values of
     the next round differ. head: of what is printed."""
@@ -30,7 +30,7 @@ def measure(ways: Mapping[str, Way], rounds: int, seen: Callable[[], int], head:
     for turn in range(rounds + 1):
         for name in random.Random(turn).sample(list(ways), len(ways)):
             number += 1
-            seconds, cpu, wrong = _timed(lambda way=ways[name], number=number: way(number), seen)
+            seconds, cpu, wrong = _timed(ways[name], number, seen)
             one = found[name]
             one["wrong_bytes"] += wrong
             if turn == 0:
@@ -44,18 +44,10 @@ def measure(ways: Mapping[str, Way], rounds: int, seen: Callable[[], int], head:
         print(json.dumps({**head, "ways": found}))
 
 
-def _timed(call: Callable[[], None], seen: Callable[[], int]) -> tuple[float, float, int]:
+def _timed(way: Way, number: int, seen: Callable[[], int]) -> tuple[float, float, int]:
     """Seconds of the slowest rank, CPU seconds and wrong bytes of all."""
     dist.barrier()
-    used, begin = _cpu(), time.perf_counter()
-    call()
-    taken = [time.perf_counter() - begin, _cpu() - used, float(seen())]
-    slowest, sums = torch.tensor(taken[:1]).double(), torch.tensor(taken[1:]).double()
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    dist.all_reduce(sums)
-    return float(slowest), float(sums[0]), int(sums[1])
-
-
-def _cpu() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    used, begin = cpu_seconds(), time.perf_counter()
+    way(number)
+    seconds, used = time.perf_counter() - begin, cpu_seconds() - used
+    return largest(seconds), total(used), int(total(float(seen())))
