@@ -5,14 +5,17 @@ python tools/clients.py [--clients "torchft megatron"] [pytest arguments]
 A folder of tests/clients is a client. Its requirements.txt pins the package, and without_dependencies.txt,
 where there is one, what comes without its own. Its tests run against them. The environments are in
 build/clients, and are made again where a requirement has changed. They have the torch of TORCH_SPEC and
-import the meshcast of this tree, so they need the Python and the torch that this runs with. A client that
-cannot be installed is printed as NOT RUN, with the reason, and counts as a failure.
+import the meshcast of this tree, so they need the Python and the torch that this runs with. needs_torch.txt,
+where there is one, is the oldest minor release of torch that the package runs with. A client that cannot be
+installed is printed as NOT RUN, with the reason, and counts as a failure. One for a newer torch is printed so
+too, and counts only where --clients names it.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +31,18 @@ LIMIT = 1800  # seconds for the tests of one client
 def environment() -> dict[str, str]:
     # A constraint that a machine sets for its users is not meant here: every version is asked for by name.
     return {**os.environ, "PIP_CONSTRAINT": os.devnull, "PYTHONNOUSERSITE": "1"}
+
+
+def too_old(client: str, torch: str) -> str:
+    """Why this torch is none for the client, or nothing."""
+    needs = TESTS / client / "needs_torch.txt"
+    if not needs.exists():
+        return ""
+    oldest = needs.read_text().strip()
+    here = [int(part) for part in re.findall(r"\d+", torch)[:2]]
+    if here >= [int(part) for part in oldest.split(".")]:
+        return ""
+    return f"it needs torch {oldest} or newer, this is {torch}: TORCH_SPEC names another"
 
 
 def python_of(client: str) -> Path:
@@ -83,23 +98,26 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     every = sorted(path.parent.name for path in TESTS.glob("*/requirements.txt"))
-    parser.add_argument("--clients", default=" ".join(every), help=f'default "{" ".join(every)}"')
+    parser.add_argument("--clients", help=f'default "{" ".join(every)}"')
     parser.add_argument("--install", action="store_true", help="make the environments and run nothing")
     options, arguments = parser.parse_known_args()
     torch = os.environ.get("TORCH_SPEC", "torch==2.13.0")
-    said = []
-    for client in options.clients.split():
+    said, left = [], []
+    for client in (options.clients or " ".join(every)).split():
         if client not in every:
             sys.exit(f"no client {client}: there are {', '.join(every)}")
-        why = installed(client, torch)
+        why = too_old(client, torch)
+        if why and not options.clients:
+            left.append(f"{client}: NOT RUN: {why}")
+            continue
+        why = why or installed(client, torch)
         if why:
             said.append((client, f"NOT RUN: {why}"))
         elif options.install:
             said.append((client, "installed"))
         else:
             said.append((client, "passed" if tested(client, arguments) == 0 else "FAILED"))
-    for client, word in said:
-        print(f"{client}: {word}")
+    print("\n".join([*(f"{client}: {word}" for client, word in said), *left]))
     good = sum(word in ("passed", "installed") for _, word in said)
     print(f"clients: {good} passed, {len(said) - good} failed or not run")
     return int(good < len(said))

@@ -4,7 +4,8 @@ adds, and what torch.distributed.pipelining takes. Needs root and iproute2.
 Two hosts, a stage on each. Links are slowed so that transfer over compute is what it is in the paper's jobs.
 real: the models of the examples, one rank for each stage. timed: the paper's four ranks for each stage, whose
 compute is a sleep as long as the real one. Writes the raw results, then the chart and the tables of
-docs/end_to_end.md.
+docs/end_to_end.md. --choices compares the schedule that chooses itself with each that it chooses among
+instead, and writes the table of docs/pipelining.md.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from meshcast.bench.report import overload
 from ..cluster import Cluster, ClusterError, run_ranks
 from ..machine import machine
 from . import paper
+from .choices import RESULTS as CHOICE_RESULTS
+from .choices import choice_table, publish_choices
 from .links import set_rate
 from .publish import RESULTS, publish, table
-from .rows import BASELINE, FREE, FREE_DELAYED, ROWS
+from .rows import AUTO, BASELINE, CHOICES, FREE, FREE_DELAYED, ROWS
 
-_LIMIT = 600.0  # seconds for one start of all ranks
+_LIMIT = 1200.0  # seconds for one start of all ranks
 _HOSTS = 2
 # Data x tensor parallel ranks of a stage with timed compute: those of the paper's jobs on eight accelerators.
 _MESHES = {"gpt": (2, 2), "unet": (1, 4)}
@@ -43,15 +46,17 @@ def parse() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    known = [row.name for row in ROWS]
     parser.add_argument("--models", type=lambda text: text.split(","), default=["gpt", "unet"])
     parser.add_argument("--compute", type=lambda text: text.split(","), default=["real", "timed"])
-    parser.add_argument("--rows", type=lambda text: text.split(";"), default=known, help="separated by ;")
+    parser.add_argument("--rows", type=lambda text: text.split(";"), help="separated by ;; default: all")
+    parser.add_argument("--choices", action="store_true", help="auto beside the schedules that it knows")
     parser.add_argument("--microbatches", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="raw JSON")
+    parser.add_argument("--out", type=Path, help="raw JSON")
     parser.add_argument("--no-publish", action="store_true", help="leave docs/ as they are")
     args = parser.parse_args()
+    known = [row.name for row in (CHOICES if args.choices else ROWS)]
+    args.rows = args.rows or known
     for name, given, allowed in (
         ("--models", args.models, ["gpt", "unet"]),
         ("--compute", args.compute, ["real", "timed"]),
@@ -63,7 +68,9 @@ def parse() -> argparse.Namespace:
     if args.microbatches < 4 or args.repeats < 1:
         parser.error("--microbatches must be 4 or more, --repeats 1 or more")
     # What the others are measured against.
-    args.rows = [name for name in known if name in {*args.rows, BASELINE, FREE, FREE_DELAYED}]
+    needed = {AUTO} if args.choices else {BASELINE, FREE, FREE_DELAYED}
+    args.rows = [name for name in known if name in needed.union(args.rows)]
+    args.out = args.out or (CHOICE_RESULTS if args.choices else RESULTS)
     return args
 
 
@@ -110,6 +117,7 @@ class Session:
             "meshes": {name: _MESHES[name] if ranks > 1 else (1, 1) for name in models},
             "ranks_per_stage": ranks, "microbatches": args.microbatches,
             "repeats": 2 if compute == "calibrate" else args.repeats, "rows": args.rows,
+            "choices": args.choices,
             "ratios": self._ratios, "shares": _SHARES, "folder": str(self._cluster.folder),
             "times": {name: self._given(name, compute) for name in models if name in self._times},
         }  # fmt: skip
@@ -160,7 +168,7 @@ class Session:
                 )
             else:
                 self._results["tables"].append(value)
-                print(f"\n{table(value)}\n", flush=True)
+                print(f"\n{choice_table([value]) if self._args.choices else table(value)}\n", flush=True)
 
 
 def main() -> int:
@@ -194,7 +202,7 @@ def main() -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results) + "\n")
     if not args.no_publish and not failed:
-        publish(results)
+        (publish_choices if args.choices else publish)(results)
     return 1 if failed else 0
 
 

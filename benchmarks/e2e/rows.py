@@ -1,11 +1,12 @@
-"""What is compared: each row adds one part of the method to the one before it."""
+"""What is compared. ROWS: each row adds one part of the method to the one before it. CHOICES: the schedules
+for stages that are alone on their ranks, and the one that chooses among them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-__all__ = ["BASELINE", "FREE", "FREE_DELAYED", "OURS", "ROWS", "TORCH", "Row", "rows_for"]
+__all__ = ["AUTO", "BASELINE", "CHOICES", "FREE", "FREE_DELAYED", "OURS", "ROWS", "TORCH", "Row", "rows_for"]
 
 _WAITS = {"send_model": "rendezvous", "buffers": 0}
 
@@ -16,7 +17,7 @@ class Row:
     free: messages of one element stand in for the values, what the paper calls signal send/recv."""
 
     name: str
-    schedule: Literal["1F1B", "Eager1F1B"]
+    schedule: str
     strategy: str = "multicast"
     options: dict[str, Any] = field(default_factory=dict)
     simulated: dict[str, Any] = field(default_factory=dict)
@@ -30,6 +31,7 @@ OURS = "+ weight delaying"
 FREE = "free transfers, 1F1B"
 FREE_DELAYED = "free transfers, eager 1F1B, delaying"
 TORCH = "torch.distributed.pipelining, 1F1B"
+AUTO = "auto"
 
 _DELAY = {"delay_weight_grad": True}
 
@@ -42,6 +44,12 @@ ROWS = (
     Row(FREE, "1F1B", free=True),
     Row(FREE_DELAYED, "Eager1F1B", "multicast", _DELAY, _DELAY, free=True),
     Row(TORCH, "1F1B", "send_recv", peer=True),
+)
+
+CHOICES = (
+    Row(AUTO, "auto"),
+    *(Row(name, name) for name in ("GPipe", "1F1B", "Eager1F1B", "ZBH1", "ZBH2")),
+    *(Row(f"{name}, delayed", name, "multicast", _DELAY, _DELAY) for name in ("GPipe", "1F1B", "Eager1F1B")),
 )
 
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..steps import steps
 from .real import RealTask
-from .rows import FREE, FREE_DELAYED, Row, rows_for
+from .rows import AUTO, CHOICES, FREE, FREE_DELAYED, Row, rows_for
 from .timed import TimedTask, Times
 
 _CALIBRATIONS = 3  # attempts: something else may disturb one
@@ -53,9 +53,11 @@ def main() -> None:
     topology = links.topology(per_stage, 1)
     for name in job["models"]:
         bench = Bench(job, name, topology)
-        names = [FREE, FREE_DELAYED] if job["compute"] == "calibrate" else job["rows"]
-        bench.run([row for row in rows_for(per_stage) if row.name in names], job["repeats"])
-        if job["compute"] == "calibrate":
+        calibrates = job["compute"] == "calibrate"
+        names = [FREE, FREE_DELAYED] if calibrates else job["rows"]
+        rows = CHOICES if job["choices"] and not calibrates else rows_for(per_stage)
+        bench.run([row for row in rows if row.name in names], job["repeats"])
+        if calibrates:
             report("times", bench.found_times() | {"model": name, "nbytes": bench.task.nbytes})
         else:
             report("table", bench.found(name))
@@ -113,9 +115,9 @@ class Bench:
                 module, self._stage, _STAGES, _CPU, mesh=self._mesh, edges=self.task.edges,
                 strategy=row.strategy, topology=self._topology,
             )  # fmt: skip
-            schedule = get_schedule_class(row.schedule)(
-                ours, self._microbatches, loss_fn=self.task.loss, **row.options
-            )
+            kind: Any = get_schedule_class(row.schedule)
+            options = {"show": False} if row.name == AUTO else row.options
+            schedule = kind(ours, self._microbatches, loss_fn=self.task.loss, **options)
         args, target = self.task.feed(row.free, self._part if row.peer else None)
 
         def step() -> None:
@@ -130,7 +132,7 @@ class Bench:
 
         clock = self.task.clock if isinstance(self.task, TimedTask) else None
         if clock is not None:
-            clock.on = False
+            clock.on = row.name == AUTO  # which measures the stages in its first step
         step()
         check()
         if clock is not None:
@@ -152,7 +154,7 @@ class Bench:
     def found(self, name: str) -> dict[str, Any]:
         rows = {}
         for run in self._runs:
-            simulated = None if run.row.peer else self._simulated(run)
+            simulated = self._simulated(run)
             rows[run.row.name] = {
                 "seconds": run.seconds,
                 "peak": run.peaks,
@@ -161,6 +163,7 @@ class Bench:
                 "simulated": None if simulated is None else simulated.makespan,
                 "simulated_peak": None if simulated is None else simulated.peak_activations,
                 "times": run.typical(),
+                "chosen": run.chosen(),
             }
         return {
             "model": name, "compute": self._job["compute"], "mesh": self._shape,
@@ -171,9 +174,12 @@ class Bench:
 
     def _simulated(self, run: _Run) -> Any:
         """With the times of compute that were found with free transfers, and those of the planner for the
-        transfers."""
+        transfers; None where nothing ran with free transfers, and for torch's schedule."""
         split = run.row.options.get("delay_weight_grad", False)
-        base = next(each for each in self._runs if each.row.name == (FREE_DELAYED if split else FREE))
+        name = FREE_DELAYED if split else FREE
+        base = next((each for each in self._runs if each.row.name == name), None)
+        if base is None or run.row.peer:
+            return None
         typical = base.typical()
         forward, weight = typical["F"], typical["W"]
         backward = typical["B"] if not split else [i + w for i, w in zip(typical["I"], weight, strict=True)]
@@ -224,6 +230,10 @@ class _Run:
             kind: [statistics.median(spans) if spans else 0.0 for spans in stages]
             for kind, stages in self._spans.items()
         }
+
+    def chosen(self) -> str | None:
+        """The schedule that was chosen, where it was not given."""
+        return self._schedule.choice.chosen.name if self.row.name == AUTO else None
 
     def transfer(self) -> float:
         """Seconds of a micro-batch between the stages, by the planner; torch's is not ours to plan."""

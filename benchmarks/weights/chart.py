@@ -16,6 +16,8 @@ _LOOK = {  # way: label and colour, from above
     "two buffers": ("WeightSync, two buffers", "#1f5fa8"),
     "one buffer": ("WeightSync, one buffer", "#5b9bd5"),
     "two buffers, digest": ("WeightSync, with digests", "#76b7b2"),
+    "Megatron plan": ("Megatron's plan, same transport", "#f28e2b"),
+    "NeMo-RL plan": ("NeMo-RL's plan, same transport", "#59a14f"),
     "broadcast": ("full_tensor() and broadcast", "#e15759"),
     "files": ("torch.distributed.checkpoint\n(files in shared memory, no network)", "#9c755f"),
 }
@@ -25,7 +27,7 @@ def draw(results: Found, path: Path) -> None:
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "meshcast"  # the same picture for the same figures
     models = results["models"]
-    figure, all_axes = plt.subplots(1, len(models), figsize=(6 * len(models), 3.6), squeeze=False)
+    figure, all_axes = plt.subplots(1, len(models), figsize=(6 * len(models), 4.2), squeeze=False)
     for axes, model in zip(all_axes[0], models, strict=True):
         ways = [way for way in _LOOK if way in model["ways"]]
         places = range(len(ways))

@@ -18,6 +18,8 @@ WAYS = {
     "two buffers": "`WeightSync`, two buffers",
     "one buffer": "`WeightSync`, one buffer",
     "two buffers, digest": "`WeightSync`, two buffers, `digest=True`",
+    "Megatron plan": "Megatron's plan, same transport",
+    "NeMo-RL plan": "NeMo-RL's plan, same transport",
     "broadcast": "`full_tensor()` and broadcast",
     "files": "`torch.distributed.checkpoint`, files in memory that all hosts share",
 }

@@ -13,7 +13,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from meshcast import WeightSync
+from meshcast import Layout, WeightSync
+from meshcast.bench.methods.published import METHODS
+from meshcast.bench.move import Batch, Move
 
 from .models import DTYPE, SERVERS, TRAINERS, Weights
 
@@ -62,6 +64,41 @@ class Sync:
 
     def close(self) -> None:
         self._sync.close()
+
+
+class Published:
+    """The plan of another library, message by message on meshcast's transport. name: of the method."""
+
+    copies = 0
+
+    def __init__(self, weights: Weights, topology: Any, name: str) -> None:
+        self._weights = weights
+        (self._method,) = (method for method in METHODS if method.name == name)
+        layouts: list[Any] = [weights.described()]
+        dist.broadcast_object_list(layouts, TRAINERS[0])
+        held, placed = (
+            {name: x.to_local() for name, x in each.items()} for each in (weights.held, weights.placed)
+        )
+        moves = [
+            Move(
+                shape, Layout(*layouts[0][name]), Layout(*weights.wanted[name]), held.get(name),
+                placed.get(name), DTYPE,
+            )
+            for name, shape in weights.shapes.items()
+        ]  # fmt: skip
+        self._batch = Batch(moves, topology, dist.group.WORLD)
+
+    def run(self, version: int) -> None:  # noqa: ARG002  a version is what the tensors hold
+        self._method.run(self._batch)
+
+    def received(self) -> Mapping[str, torch.Tensor]:
+        return {name: x.to_local() for name, x in self._weights.placed.items()}
+
+    def after(self) -> None:
+        pass
+
+    def close(self) -> None:
+        dist.barrier()
 
 
 class Broadcast:
@@ -145,6 +182,10 @@ WAYS: dict[str, Callable[[Weights, Any, str], Way]] = {
     "two buffers": lambda weights, topology, _: Sync(weights, topology, 2),
     "one buffer": lambda weights, topology, _: Sync(weights, topology, 1),
     "two buffers, digest": lambda weights, topology, _: Sync(weights, topology, 2, digest=True),
+    **{
+        name: lambda weights, topology, _, name=name: Published(weights, topology, name)
+        for name in ("Megatron plan", "NeMo-RL plan")
+    },
     "broadcast": lambda weights, _, __: Broadcast(weights),
     "files": lambda weights, _, folder: Files(weights, folder),
 }

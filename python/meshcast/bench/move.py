@@ -30,6 +30,7 @@ class Move:
     dst: Layout
     source: torch.Tensor | None = None  # local shards
     destination: torch.Tensor | None = None
+    dtype: torch.dtype = torch.int32
     replicas: dict[Box, dist.ProcessGroup | None] = field(default_factory=dict)  # of the destination's tiles
     source_mesh: DeviceMesh | None = None  # under a Partial source only
     destination_mesh: DeviceMesh | None = None  # likewise

@@ -15,8 +15,10 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "examples"))
 
-from benchmarks.e2e import curves, paper, publish, timed  # noqa: E402
-from benchmarks.e2e.rows import BASELINE, FREE, FREE_DELAYED, OURS, ROWS, rows_for  # noqa: E402
+from benchmark_pages import check_tables  # noqa: E402
+
+from benchmarks.e2e import choices, curves, paper, publish, timed  # noqa: E402
+from benchmarks.e2e.rows import AUTO, BASELINE, CHOICES, FREE, FREE_DELAYED, OURS, ROWS, rows_for  # noqa: E402
 from benchmarks.e2e.timed import Clock, TimedStage, TimedTask, Times  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
@@ -121,6 +123,21 @@ def test_tables_hold_what_was_measured(tmp_path: Path) -> None:
     assert "Speed-up over send/recv, 1F1B: **2.00**" in text
     publish.draw(results(), tmp_path / "chart.svg")
     assert (tmp_path / "chart.svg").stat().st_size > 5000
+
+
+def test_what_auto_takes_is_compared_in_rounds_with_the_fastest_that_was_given() -> None:
+    seconds = {AUTO: [2.0, 6.0, 3.0], "Eager1F1B": [2.0, 5.0, 2.0]}
+    rows = {row.name: {"seconds": seconds.get(row.name, [4.0, 8.0, 5.0]), "chosen": None} for row in CHOICES}
+    rows[AUTO]["chosen"] = "1F1B, delayed"
+    found = results()["tables"][0] | {"rows": rows}
+    assert choices.best(found) == "Eager1F1B"
+    assert choices.against_best(found) == 1.2  # of 1.0, 1.2 and 1.5
+    text = choices.text({"header": results()["header"], "tables": [found, found]})
+    check_tables(text)
+    assert "| Eager1F1B | **2.000** | **2.000** |" in text
+    assert "| auto | 3.000 | 3.000 |" in text
+    assert "| chosen by auto | 1F1B, delayed | 1F1B, delayed |" in text
+    assert "| auto / best | 1.200 | 1.200 |" in text
 
 
 def test_curves_are_compared_with_one_process(tmp_path: Path) -> None:

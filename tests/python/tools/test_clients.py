@@ -35,3 +35,19 @@ def test_no_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(clients, "BUILD", tmp_path)
     monkeypatch.setattr(clients, "NEEDS_GIB", 1 << 30)
     assert "GiB of disk are free" in clients.installed("none", "torch")
+
+
+def test_a_client_for_a_newer_torch_counts_only_where_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "requirements.txt").write_text("")
+    (tmp_path / "new" / "needs_torch.txt").write_text("2.15\n")
+    monkeypatch.setattr(clients, "TESTS", tmp_path)
+    for torch, why in (("torch==2.9.1", True), ("torch==2.15.0", False), ("torch==3.0.0+cpu", False)):
+        assert ("needs torch 2.15" in clients.too_old("new", torch)) == why
+    monkeypatch.setenv("TORCH_SPEC", "torch==2.13.0")
+    for named, status in ((["--clients", "new"], 1), ([], 0)):
+        monkeypatch.setattr(sys, "argv", ["clients.py", *named])
+        assert clients.main() == status
+        assert "new: NOT RUN: it needs torch 2.15 or newer, this is torch==2.13.0" in capsys.readouterr().out

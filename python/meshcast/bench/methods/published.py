@@ -92,7 +92,7 @@ class _Phase:
             move = batch.moves[message.move]
             src = Layout([message.sender], [Replicate()])
             dst = Layout(message.receivers, [Replicate()])
-            problems.append(Problem(extent(message.box), torch.int32, src, dst))
+            problems.append(Problem(extent(message.box), move.dtype, src, dst))
             read = move.place if message.placed else move.cut
             self.src.append(read(message.box) if rank == message.sender else None)
             self.dst.append(move.place(message.box) if rank in message.receivers else None)

@@ -1,0 +1,72 @@
+"""python -m benchmarks.e2e.choices: the table of docs/pipelining.md from the raw results of
+`python -m benchmarks.e2e --choices`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ..machine import ROOT
+from ..page import replace
+from .publish import Table, step, title
+from .rows import AUTO
+
+__all__ = ["RESULTS", "choice_table", "publish_choices"]
+
+RESULTS = ROOT / "benchmarks" / "results" / "choices.json"
+_PAGE = ROOT / "docs" / "pipelining.md"
+_MARK = "<!-- {} of what python -m benchmarks.e2e --choices writes -->"
+
+
+def best(found: Table) -> str:
+    """The fastest of the schedules that were given."""
+    return min((name for name in found["rows"] if name != AUTO), key=lambda name: step(found, name))
+
+
+def against_best(found: Table) -> float:
+    """What auto takes over what the best fixed schedule takes: median of the rounds, which both were in."""
+    ours, theirs = (found["rows"][name]["seconds"] for name in (AUTO, best(found)))
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def choice_table(tables: Sequence[Table]) -> str:
+    """Seconds of a step, a column for each job; below what was chosen, and how near it is to the best."""
+    lines = ["| | " + " | ".join(map(title, tables)) + " |", "|---|" + "---:|" * len(tables)]
+    for name in tables[0]["rows"]:
+        cells = [
+            f"**{step(each, name):.3f}**" if name == best(each) else f"{step(each, name):.3f}"
+            for each in tables
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    chosen = [str(each["rows"][AUTO]["chosen"]) for each in tables]
+    lines.append("| chosen by auto | " + " | ".join(chosen) + " |")
+    lines.append("| auto / best | " + " | ".join(f"{against_best(each):.3f}" for each in tables) + " |")
+    return "\n".join(lines)
+
+
+def text(results: dict[str, Any]) -> str:
+    head = results["header"]
+    return f"""\
+`{head["command"]}`: torch {head["torch"]}, {head["cores"]} cores, commit {head["commit"]}, medians of
+{head["repeats"]} rounds in which the rows take turns. Seconds of a step of {head["microbatches"]}
+micro-batches; the fastest that was given is bold.
+
+{choice_table(results["tables"])}"""
+
+
+def publish_choices(results: dict[str, Any]) -> None:
+    """Writes the table between its marks."""
+    replace(_PAGE, _MARK, text(results))
+    print(f"wrote {_PAGE.relative_to(ROOT)}")
+
+
+def main() -> int:
+    publish_choices(json.loads(RESULTS.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

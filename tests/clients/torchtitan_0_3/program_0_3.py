@@ -1,0 +1,74 @@
+"""The Trainer of torchtitan 0.3, its debug Llama, three steps for each schedule; run by torchrun.
+
+    program_0_3.py FOLDER torch|meshcast SCHEDULE ...
+
+As torchtitan/program.py. Its attention is torch's scaled_dot_product_attention: the default, flex_attention,
+has no backward on the CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from titan import STEPS, check_home, on_cpu, undivided
+
+on_cpu()
+
+from torchtitan.config import ConfigManager  # noqa: E402
+from torchtitan.distributed import fsdp  # noqa: E402
+from torchtitan.distributed import utils as dist_utils  # noqa: E402
+from torchtitan.models.llama3 import model_registry  # noqa: E402
+from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
+from torchtitan.tools.logging import init_logger  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
+
+
+def debug() -> Trainer.Config:
+    """What --module and --config name."""
+    config = llama3_debugmodel()
+    config.model_spec = model_registry("debugmodel", attn_backend="sdpa")
+    return config
+
+
+def arguments(folder: Path, package: str, schedule: str) -> list[str]:
+    given = {
+        "module": Path(__file__).stem,
+        "config": debug.__name__,
+        "hf_assets_path": folder,
+        "dump_folder": folder / "out",
+        "dataloader.dataset": "c4_test",
+        "dataloader.dataset_path": folder / "data",
+        "training.steps": STEPS,
+        "training.local_batch_size": 8,
+        "training.seq_len": 64,
+        "training.mixed_precision_param": "float32",
+        "parallelism.pipeline_parallel_degree": 2,
+        "parallelism.data_parallel_shard_degree": 2,
+        "parallelism.pipeline_parallel_schedule": schedule,
+        "metrics.log_freq": 1,
+        "lr_scheduler.warmup_steps": 2,
+        "debug.seed": 7,
+    }
+    if package == "meshcast":
+        given["override.imports"] = "meshcast.integrations.torchtitan.pipelines"
+    return [*(f"--{name}={value}" for name, value in given.items()), "--training.disable_cuda_graphs"]
+
+
+def main() -> None:
+    folder, package, *schedules = sys.argv[1:]
+    init_logger()
+    fsdp.disable_fsdp_gradient_division = undivided
+    dist_utils.set_pg_timeouts = lambda **_: None
+    for schedule in schedules:
+        print(f"SCHEDULE {schedule}", flush=True)
+        trainer = ConfigManager().parse_args(arguments(Path(folder), package, schedule)).build()
+        check_home(trainer.pp_schedule, package)
+        trainer.train()
+        trainer.close()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
