@@ -22,6 +22,9 @@ void bind_plan(pybind11::module_& m);
 // Private groups and the registered c10d backend.
 void bind_runtime(pybind11::module_& m);
 
+// What torch's Python cannot do to the graph of autograd.
+void bind_autograd(pybind11::module_& m);
+
 // The data plane over UCX. Only builds with UCX's headers have it.
 void bind_ucx(pybind11::module_& m);
 

@@ -195,11 +195,11 @@ void bind_runtime(py::module_& m) {
   m.def(
       "digest",
       [](const at::Tensor& part, const std::vector<int64_t>& low, const std::vector<int64_t>& shape,
-         int64_t word_bytes, int64_t value_bytes, uint64_t magnitude, uint64_t limit) {
-        return digest_of(part, low, shape, {word_bytes, value_bytes, magnitude, limit});
+         int64_t value_bytes, uint64_t magnitude, uint64_t limit) {
+        return digest_of(part, low, shape, {value_bytes, magnitude, limit});
       },
-      py::arg("part"), py::arg("low"), py::arg("shape"), py::arg("word_bytes"), py::arg("value_bytes"),
-      py::arg("magnitude"), py::arg("limit"), NoGil());
+      py::arg("part"), py::arg("low"), py::arg("shape"), py::arg("value_bytes"), py::arg("magnitude"),
+      py::arg("limit"), NoGil());
 
   m.def(
       "post_cause",

@@ -106,12 +106,14 @@ def digest(
     part: Tensor,
     low: Sequence[int],
     shape: Sequence[int],
-    word_bytes: int,
     value_bytes: int,
     magnitude: int,
     limit: int,
 ) -> int:
     """Of a part on the CPU of a tensor of this shape, where it begins at low; unsigned. See digest.h."""
+
+def cut_edges(node: Any, numbers: Sequence[int]) -> None:
+    """The edges with these numbers of a node of autograd's graph lead nowhere from now on."""
 
 def post_cause(store: Store, rank: int, error: Exception) -> None:
     """Why a group is broken, for the ranks that wait for this one. store: of its core."""

@@ -2,16 +2,19 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "memory/walk.h"
 
 namespace meshcast {
 namespace {
 
-constexpr int64_t kBlock = 4096;  // words; their weights stay in a core's first cache
+constexpr int64_t kBlock = 4096;   // words; they and their weights stay in a core's first cache
+constexpr int64_t kPacked = 4096;  // bytes
 
 struct Weights {
-  alignas(64) std::array<uint32_t, kBlock> of{};
+  alignas(64) std::array<int16_t, kBlock> lower{};
+  alignas(64) std::array<int16_t, kBlock> upper{};
 };
 
 constexpr Weights make_weights() {
@@ -20,108 +23,128 @@ constexpr Weights make_weights() {
     uint32_t x = i + 0x9E3779B9U;
     x = (x ^ x >> 16) * 0x85EBCA6BU;
     x = (x ^ x >> 13) * 0xC2B2AE35U;
-    out.of[i] = (x ^ x >> 16) << 1 | 1U;
+    x ^= x >> 16;
+    out.lower[i] = static_cast<int16_t>(x | 1U);
+    out.upper[i] = static_cast<int16_t>(x >> 16 | 1U);
   }
   return out;
 }
 
 constexpr Weights kWeights = make_weights();
 
+struct Sums {
+  uint32_t lower = 0;
+  uint32_t upper = 0;
+};
+
 // SplitMix64.
-uint64_t weight_of_block(int64_t block) {
+Sums weights_of_block(int64_t block) {
   uint64_t x = (static_cast<uint64_t>(block) + 1) * 0x9E3779B97F4A7C15U;
   x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9U;
   x = (x ^ x >> 27) * 0x94D049BB133111EBU;
-  return (x ^ x >> 31) | 1U;
+  x ^= x >> 31;
+  return {static_cast<uint32_t>(x) | 1U, static_cast<uint32_t>(x >> 32) | 1U};
 }
 
+// Where no value is a NaN, none has a magnitude above the limit.
 struct Nans {
-  uint32_t magnitude = 0;
-  uint32_t limit = 0;
+  uint64_t magnitude = ~uint64_t{0};
+  uint64_t limit = ~uint64_t{0};
 };
 
-using Sum = uint64_t (*)(const std::byte* from, const uint32_t* weights, int64_t n, Nans nans);
+// Of n words of a block, from its word `at` on.
+using Sum = Sums (*)(const std::byte* from, int64_t at, int64_t n, const Nans& nans);
 
-template <typename Word, bool kNans>
-[[gnu::always_inline]] inline uint64_t sum_of(const std::byte* from, const uint32_t* weights, int64_t n,
-                                              Nans nans) {
-  uint64_t total = 0;
+// A value has 1, 2, 4 or 8 bytes; n is a multiple of its words.
+template <typename Value>
+[[gnu::always_inline]] inline Sums sums_of(const std::byte* from, int64_t at, int64_t n, const Nans& nans) {
+  using Word = std::conditional_t<sizeof(Value) == 1, uint8_t, int16_t>;
+  constexpr auto kBytes = static_cast<int64_t>(sizeof(Value));
+  alignas(64) std::array<std::byte, kBlock * sizeof(Word)> settled;
+  const auto magnitude = static_cast<Value>(nans.magnitude);
+  const auto limit = static_cast<Value>(nans.limit);
+  const int64_t nbytes = n * static_cast<int64_t>(sizeof(Word));
+  for (int64_t i = 0; i < nbytes; i += kBytes) {
+    Value value;
+    std::memcpy(&value, from + i, sizeof(Value));
+    value = static_cast<Value>(value & magnitude) > limit ? magnitude : value;
+    std::memcpy(settled.data() + i, &value, sizeof(Value));
+  }
+  Sums sums;
   for (int64_t i = 0; i < n; ++i) {
     Word word;
-    std::memcpy(&word, from + i * static_cast<int64_t>(sizeof(Word)), sizeof(Word));
-    uint32_t value = word;
-    if constexpr (kNans) value = (value & nans.magnitude) > nans.limit ? nans.magnitude : value;
-    total += uint64_t{value} * weights[i];
+    std::memcpy(&word, settled.data() + i * static_cast<int64_t>(sizeof(Word)), sizeof(Word));
+    const auto wide = static_cast<int16_t>(word);
+    sums.lower += static_cast<uint32_t>(int32_t{wide} * kWeights.lower[at + i]);
+    sums.upper += static_cast<uint32_t>(int32_t{wide} * kWeights.upper[at + i]);
   }
-  return total;
+  return sums;
 }
 
-template <typename Word, bool kNans>
-uint64_t plain(const std::byte* from, const uint32_t* weights, int64_t n, Nans nans) {
-  return sum_of<Word, kNans>(from, weights, n, nans);
+template <typename Value>
+Sums plain(const std::byte* from, int64_t at, int64_t n, const Nans& nans) {
+  return sums_of<Value>(from, at, n, nans);
 }
 
 #if defined(__x86_64__)
 // The compiler makes vectors of it; those of 32 bytes, which not every processor has, halve the time.
-template <typename Word, bool kNans>
-[[gnu::target("avx2")]] uint64_t wide(const std::byte* from, const uint32_t* weights, int64_t n, Nans nans) {
-  return sum_of<Word, kNans>(from, weights, n, nans);
+template <typename Value>
+[[gnu::target("avx2")]] Sums wide(const std::byte* from, int64_t at, int64_t n, const Nans& nans) {
+  return sums_of<Value>(from, at, n, nans);
 }
 
-template <typename Word, bool kNans>
+template <typename Value>
 Sum chosen() {
-  return __builtin_cpu_supports("avx2") ? wide<Word, kNans> : plain<Word, kNans>;
+  return __builtin_cpu_supports("avx2") ? wide<Value> : plain<Value>;
 }
 #else
-template <typename Word, bool kNans>
+template <typename Value>
 Sum chosen() {
-  return plain<Word, kNans>;
+  return plain<Value>;
 }
 #endif
-
-template <typename Word>
-Sum chosen(bool nans) {
-  return nans ? chosen<Word, true>() : chosen<Word, false>();
-}
 
 class Digest {
  public:
   Digest(const DigestWords& words, int64_t element_bytes)
-      : words_(words),
-        element_bytes_(element_bytes),
-        by_element_(element_bytes / words.bytes),
-        nans_{static_cast<uint32_t>(words.magnitude), static_cast<uint32_t>(words.limit)} {
-    const bool nans = words.value_bytes == words.bytes;
-    sum_ = words.bytes == 1   ? chosen<uint8_t>(nans)
-           : words.bytes == 2 ? chosen<uint16_t>(nans)
-                              : chosen<uint32_t>(nans);
+      : element_bytes_(element_bytes), word_bytes_(element_bytes == 1 ? 1 : 2) {
+    if (words.value_bytes != 0) nans_ = {words.magnitude, words.limit};
+    switch (words.value_bytes == 0 ? word_bytes_ : words.value_bytes) {
+      case 1: sum_ = chosen<uint8_t>(); break;
+      case 2: sum_ = chosen<uint16_t>(); break;
+      case 4: sum_ = chosen<uint32_t>(); break;
+      default: sum_ = chosen<uint64_t>();
+    }
   }
 
-  uint64_t total() const { return total_; }
+  uint64_t total() const { return uint64_t{total_.upper} << 32 | total_.lower; }
 
   // Elements one behind the other in memory and in the tensor.
   void add(const std::byte* from, int64_t element, int64_t n) {
-    int64_t position = element * by_element_;
-    for (int64_t left = n * by_element_; left > 0;) {
+    const int64_t by_element = element_bytes_ / word_bytes_;
+    int64_t position = element * by_element;
+    for (int64_t left = n * by_element; left > 0;) {
       const int64_t at = position % kBlock;
       const int64_t here = std::min(left, kBlock - at);
-      total_ += sum_(from, kWeights.of.data() + at, here, nans_) * weight_of_block(position / kBlock);
-      from += here * words_.bytes;
+      const Sums sums = sum_(from, at, here, nans_);
+      const Sums weights = weights_of_block(position / kBlock);
+      total_.lower += sums.lower * weights.lower;
+      total_.upper += sums.upper * weights.upper;
+      from += here * word_bytes_;
       position += here;
       left -= here;
     }
   }
 
-  // Elements that are not, in either, or whose NaNs are no single words.
+  // Elements that are not, in either.
   void add_apart(const std::byte* from, int64_t stride, int64_t element, int64_t step, int64_t n) {
-    std::array<std::byte, 4096> packed;
-    const int64_t most = step == 1 ? static_cast<int64_t>(packed.size()) / element_bytes_ : 1;
+    std::array<std::byte, kPacked> packed;
+    const int64_t most = step == 1 ? kPacked / element_bytes_ : 1;
     while (n > 0) {
       const int64_t here = std::min(n, most);
       for (int64_t i = 0; i < here; ++i) {
         std::memcpy(packed.data() + i * element_bytes_, from + i * stride, static_cast<size_t>(element_bytes_));
       }
-      if (words_.value_bytes == 8) settle(packed.data(), here * element_bytes_);
       add(packed.data(), element, here);
       from += here * stride;
       element += here * step;
@@ -129,25 +152,14 @@ class Digest {
     }
   }
 
-  bool dense(int64_t stride, int64_t step) const {
-    return stride == element_bytes_ && step == 1 && words_.value_bytes != 8;
-  }
+  bool dense(int64_t stride, int64_t step) const { return stride == element_bytes_ && step == 1; }
 
  private:
-  void settle(std::byte* values, int64_t nbytes) const {
-    for (int64_t at = 0; at < nbytes; at += 8) {
-      uint64_t value = 0;
-      std::memcpy(&value, values + at, 8);
-      if ((value & words_.magnitude) > words_.limit) std::memcpy(values + at, &words_.magnitude, 8);
-    }
-  }
-
-  const DigestWords words_;
   const int64_t element_bytes_;
-  const int64_t by_element_;  // words
-  const Nans nans_;
+  const int64_t word_bytes_;
+  Nans nans_;
   Sum sum_ = nullptr;
-  uint64_t total_ = 0;
+  Sums total_;
 };
 
 }  // namespace

@@ -7,19 +7,22 @@
 
 namespace meshcast {
 
-// What a digest takes for one word, and which values are NaNs: those count as one value, since casts do not
-// keep their payload. Elements of more than 4 bytes are several words, complex numbers several values.
+// Which values of a tensor are NaNs: those count as one value, since casts do not keep their payload. Complex
+// numbers are several values.
 struct DigestWords {
-  int64_t bytes = 1;        // of a word: 1, 2 or 4
-  int64_t value_bytes = 0;  // of a value that may be a NaN: of a word, or 8; 0 where none is
+  int64_t value_bytes = 0;  // of a value that may be a NaN; 0 where none is
   uint64_t magnitude = 0;   // the bits of a value beside its sign
   uint64_t limit = 0;       // a value whose magnitude is larger is a NaN
 };
 
-// The sum over all elements of word * weight(position), modulo 2^64: the sum over the parts of a tensor is that
-// of the tensor, however it is cut. A weight is the product of two odd numbers, of the position in a block of
-// 4096 words (32 bits) and of the block (64 bits). So one word that changes always shows, and so do two unlike
-// ones of a block that change places; whatever else changes is missed once in 2^32 or more.
+// Two sums over all elements, of word * weight(position), each modulo 2^32: one in the upper half, one in the
+// lower. A word has 2 bytes and a sign, or one byte where elements have one. Added half by half, the sums over
+// the parts of a tensor are those of the tensor, however it is cut.
+//
+// A weight is the product of two odd numbers, of the position in a block of 4096 words (16 bits) and of the
+// block (32 bits). So one word that changes always shows, and so do two unlike ones of a block that change
+// places; whatever else changes is missed once in 2^32 or more. Words of 16 bits, since vectors of those are
+// multiplied and added up in one instruction: bfloat16 is read as fast as memory gives it.
 //
 // first: index of the first element of `view` in the whole tensor, row-major; step: of its dimensions, in
 // elements. Reads the memory once, without a copy of it. transfers/digest.py does the same for GPUs.

@@ -3,10 +3,11 @@
 Nodes of the graph are of two kinds: those on a way to an input, and those that lead to parameters only. A
 *boundary* node is of the first kind and has edges to the second: the backward of a matrix product, say. The
 first part runs autograd towards the inputs alone; the engine asks each node only for the gradients that are
-on the way, so no weight gradient is computed, and the gradients that reach boundary nodes are kept. The
-second part runs each boundary node once more, towards its parameters alone, from what was kept. Each kernel
-thus sees the same operands as in the whole backward, and each parameter adds up the same terms in the same
-order: gradients are equal to the last bit.
+on the way, so no weight gradient is computed, and the gradients that reach boundary nodes are kept. Then the
+edges between the boundary nodes are cut: what lies between them is free, and each is a graph of its own. The
+second part runs all boundary nodes once more, towards their parameters, from what was kept. Each kernel thus
+sees the same operands as in the whole backward, and each parameter adds up the same terms in the same order:
+gradients are equal to the last bit.
 
 What cannot be done twice is done whole in the first part, parameter by parameter:
 - parameters that several boundary nodes lead to (shared weights): the engine adds up their terms;
@@ -31,6 +32,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
+from meshcast import _C
+
 __all__ = ["SplitBackward", "hooks_made"]
 
 # Nodes that allow neither a second run nor to be kept for one.
@@ -50,9 +53,11 @@ def hooks_made() -> int:
 
 @dataclass(slots=True)
 class _Boundary:
-    """A node on a way to an input, and the parameters that only it leads to."""
+    """A node on a way to an input, and the parameters that only it leads to. across: its edges that are on
+    the way."""
 
     node: Node
+    across: list[int] = field(default_factory=list)
     parameters: list[torch.Tensor] = field(default_factory=list)
     late: bool = True
 
@@ -99,7 +104,10 @@ class SplitBackward:
         finally:
             for handle in handles:
                 handle.remove()
-        # W starts at the nodes that were kept: what lies behind them need not live until then.
+        # W starts at the nodes that were kept. The engine walks through all that it could reach from where it
+        # starts, so without the cuts W would walk through the graph once for each of them.
+        for boundary in late:
+            _C.cut_edges(boundary.node, boundary.across)
         self.roots = self.seeds = ()
 
     def weight_gradients(self) -> None:
@@ -108,16 +116,16 @@ class SplitBackward:
             if self.roots:
                 torch.autograd.backward(self.roots, self.seeds)
         else:
-            # In the order in which the engine came by: the order in which it would have added up.
+            edges, given, parameters = [], [], []
             for boundary, gradients in self._kept:
-                edges = [
-                    GradientEdge(boundary.node, number)
-                    for number, gradient in enumerate(gradients)
-                    if gradient is not None
-                ]
-                given = [gradient for gradient in gradients if gradient is not None]
-                if edges:
-                    torch.autograd.backward(edges, given, inputs=boundary.parameters)
+                for number, gradient in enumerate(gradients):
+                    if gradient is not None:
+                        edges.append(GradientEdge(boundary.node, number))
+                        given.append(gradient)
+                if any(gradient is not None for gradient in gradients):
+                    parameters += boundary.parameters
+            if edges:
+                torch.autograd.backward(edges, given, inputs=parameters)
         self._kept.clear()
         self.roots = self.seeds = self.inputs = ()
 
@@ -135,51 +143,58 @@ class SplitBackward:
     def _boundaries(self) -> list[_Boundary]:
         """All boundary nodes; `whole` is set if the graph must not be split at all."""
         targets = {torch.autograd.graph.get_gradient_edge(value).node for value in self.inputs}
-        order = _children_first(root.grad_fn for root in self.roots)
+        graph = _children_first(root.grad_fn for root in self.roots)
         leads = set(targets)  # nodes on a way to an input
-        for node in order:
+        for node, children in graph.items():
             if type(node).__name__ in _UNSPLIT:
                 self.whole = _UNSPLIT[type(node).__name__]
                 return []
-            if any(child in leads for child, _ in node.next_functions):
+            if not leads.isdisjoint(children):
                 leads.add(node)
         owner: dict[Node, _Boundary] = {}
         found = []
         apart = [root.grad_fn for root in self.roots if root.grad_fn not in leads]
         if apart:
             alone = _Boundary(None, late=False)
-            _claim(alone, apart, owner)
+            _claim(alone, apart, graph, owner)
             if alone.parameters:
                 found.append(alone)
-        for node in order:
+        for node, children in graph.items():
             if node not in leads or node in targets:
                 continue
-            below = [child for child, _ in node.next_functions if child is not None and child not in leads]
+            below = [child for child in children if child is not None and child not in leads]
             if below:
-                boundary = _Boundary(node)
-                _claim(boundary, below, owner)
+                across = [number for number, child in enumerate(children) if child in leads]
+                boundary = _Boundary(node, across)
+                _claim(boundary, below, graph, owner)
                 if boundary.parameters:
                     boundary.late = boundary.late and _runs_twice(node)
                     found.append(boundary)
         return found
 
 
-def _children_first(roots: Iterable[Node]) -> list[Node]:
-    order: list[Node] = []
-    seen: set[Node] = set()
-    stack = [(root, False) for root in roots]
+_Graph = dict[Node, list[Node | None]]  # what each node leads to, edge by edge
+
+
+def _children_first(roots: Iterable[Node]) -> _Graph:
+    """All nodes, each behind those that it leads to. Asking a node for its edges makes objects: once."""
+    found: _Graph = {}
+    edges: _Graph = {}
+    stack = list(roots)
     while stack:
-        node, expanded = stack.pop()
-        if expanded:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack.extend((child, False) for child, _ in node.next_functions if child is not None)
-    return order
+        node = stack[-1]
+        if node in found:
+            stack.pop()
+        elif node in edges:
+            found[node] = edges[node]
+            stack.pop()
+        else:
+            edges[node] = [child for child, _ in node.next_functions]
+            stack.extend(child for child in edges[node] if child is not None and child not in edges)
+    return found
 
 
-def _claim(boundary: _Boundary, below: list[Node], owner: dict[Node, _Boundary]) -> None:
+def _claim(boundary: _Boundary, below: list[Node], graph: _Graph, owner: dict[Node, _Boundary]) -> None:
     """Gives the boundary all nodes below it. One that another boundary has makes both early."""
     seen: set[Node] = set()
     while below:
@@ -193,7 +208,7 @@ def _claim(boundary: _Boundary, below: list[Node], owner: dict[Node, _Boundary])
         parameter = getattr(node, "variable", None)
         if parameter is not None:
             boundary.parameters.append(parameter)
-        below.extend(child for child, _ in node.next_functions if child is not None)
+        below.extend(child for child in graph[node] if child is not None)
 
 
 @cache

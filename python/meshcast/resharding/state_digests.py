@@ -10,7 +10,7 @@ from ..base.boxes import Piece
 from ..errors import MeshcastError
 from ..layout import Box, Layout
 from ..planning.plan import Problem
-from ..transfers.digest import pieces_digest, shard_digest
+from ..transfers.digest import added, pieces_digest, shard_digest
 from .state_batches import Part
 from .state_specs import OP
 
@@ -39,9 +39,10 @@ class Digests:
             own = src.pieces(shape)[self._rank][1]
             if any(self._rank in ranks and len(ranks) > 1 for ranks in _holders(src, shape).values()):
                 self._note("all", part, pieces_digest(local, own, shape, dtype))
-            digest = sum(
-                times * pieces_digest(local, _inside(own, box), shape, dtype)
+            digest = added(
+                each
                 for box, times in _counted(part.problem, self._rank)
+                for each in [pieces_digest(local, _inside(own, box), shape, dtype)] * times
             )
         self._note(side, part, digest)
 
@@ -116,7 +117,7 @@ def check_whole(
                     if whole[owners[0]] != whole[other]:
                         raise _unlike(name, owners[0], other, "source", rank)
         if src.by_boxes or dst.by_boxes:
-            same = (sum(sent.values()) - sum(arrived.values())) % _MODULUS == 0
+            same = added(sent.values()) == added(arrived.values())
         else:
             same = _total(name, shape, src, "source", sent, rank) == _total(
                 name, shape, dst, "result", arrived, rank
@@ -134,7 +135,7 @@ def _total(
         same = first.setdefault(tuple(boxes), owner)
         if digests[same] != digests[owner]:
             raise _unlike(name, same, owner, what, rank)
-    return sum(digests[owner] for owner in first.values()) % _MODULUS
+    return added(digests[owner] for owner in first.values())
 
 
 def _unlike(name: str, a: int, b: int, what: str, rank: int) -> MeshcastError:

@@ -1,14 +1,14 @@
 """Digest of a tensor's values that does not depend on how it is sharded.
 
-Each word of memory is multiplied with a weight that its position in the global tensor has, and the products
-are added up modulo 2^64 (csrc/core/memory/digest.h). The sum over the distinct shards of any layout is
-therefore that of the whole tensor. It finds torn, stale and misplaced values; it is no defence against
-someone who wants a collision.
+Each word of memory is multiplied with two weights that its position in the global tensor has, and the
+products are added up, each kind modulo 2^32 (csrc/core/memory/digest.h). The sum over the distinct shards of
+any layout is therefore that of the whole tensor. It finds torn, stale and misplaced values; it is no defence
+against someone who wants a collision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,30 +21,38 @@ if TYPE_CHECKING:
     from ..base.boxes import Piece
     from ..layout import Box, Layout
 
-__all__ = ["pieces_digest", "shard_digest"]
+__all__ = ["added", "pieces_digest", "shard_digest"]
 
 _ELEMENTS = 1 << 20  # at a time, where a copy of them is made
 _BLOCK = 4096  # words
+_HALF = (1 << 32) - 1
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Words(NamedTuple):
     """As DigestWords in C++."""
 
-    bytes: int
     value_bytes: int = 0
     magnitude: int = 0
     limit: int = 0
 
 
 _FLOATS = {
-    torch.float64: _Words(4, 8, 0x7FFF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000),
-    torch.float32: _Words(4, 4, 0x7FFF_FFFF, 0x7F80_0000),
-    torch.float16: _Words(2, 2, 0x7FFF, 0x7C00),
-    torch.bfloat16: _Words(2, 2, 0x7FFF, 0x7F80),
-    torch.float8_e4m3fn: _Words(1, 1, 0x7F, 0x7E),
-    torch.float8_e5m2: _Words(1, 1, 0x7F, 0x7C),
+    torch.float64: _Words(8, 0x7FFF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000),
+    torch.float32: _Words(4, 0x7FFF_FFFF, 0x7F80_0000),
+    torch.float16: _Words(2, 0x7FFF, 0x7C00),
+    torch.bfloat16: _Words(2, 0x7FFF, 0x7F80),
+    torch.float8_e4m3fn: _Words(1, 0x7F, 0x7E),
+    torch.float8_e5m2: _Words(1, 0x7F, 0x7C),
 }  # other types have one NaN or none
+
+
+def added(digests: Iterable[int]) -> int:
+    """Of parts together: half by half, unsigned. Any of them may be signed."""
+    lower = upper = 0
+    for each in digests:
+        lower, upper = lower + (each & _HALF), upper + (each >> 32)
+    return (upper & _HALF) << 32 | (lower & _HALF)
 
 
 def shard_digest(
@@ -64,9 +72,10 @@ def shard_digest(
 def pieces_digest(
     local: torch.Tensor, pieces: Sequence[Piece], shape: Sequence[int], dtype: torch.dtype | None = None
 ) -> int:
-    """Of boxes in a local tensor, as an integer to be taken modulo 2^64. The tensor is read once and not
-    copied, except block by block where it is cast, is on a GPU, or is the conjugate of what is in memory."""
-    return sum(_box_digest(_view(local, piece), piece[0], shape, dtype or local.dtype) for piece in pieces)
+    """Of boxes in a local tensor, unsigned. The tensor is read once and not copied, except block by block
+    where it is cast, is on a GPU, or is the conjugate of what is in memory."""
+    kind = dtype or local.dtype
+    return added(_box_digest(_view(local, piece), piece[0], shape, kind) for piece in pieces)
 
 
 def _view(local: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -88,26 +97,25 @@ def _box_digest(part: torch.Tensor, box: Box, shape: Sequence[int], dtype: torch
         return _C.digest(part, low, list(shape), *_words_of(dtype))
     if part.ndim == 0:
         part, low, shape = part.reshape(1), [0], [1]
-    total, rows = 0, max(1, _ELEMENTS // max(part[0].numel(), 1))
+    found, rows = [], max(1, _ELEMENTS // max(part[0].numel(), 1))
     for begin in range(0, part.shape[0], rows):
         block = part[begin : begin + rows].to(dtype).resolve_conj().resolve_neg()
         at = [low[0] + begin, *low[1:]]
         summed = _C.digest if block.is_cpu else _digest_by_torch
-        total += summed(block, at, list(shape), *_words_of(dtype))
-    return total
+        found.append(summed(block, at, list(shape), *_words_of(dtype)))
+    return added(found)
 
 
 @cache
 def _words_of(dtype: torch.dtype) -> _Words:
     real = dtype.to_real() if dtype.is_complex else dtype
-    return _FLOATS.get(real, _Words(min(real.itemsize, 4)))
+    return _FLOATS.get(real, _Words())
 
 
 def _digest_by_torch(
     part: torch.Tensor,
     low: Sequence[int],
     shape: Sequence[int],
-    word_bytes: int,
     value_bytes: int,
     magnitude: int,
     limit: int,
@@ -120,27 +128,35 @@ def _digest_by_torch(
     words = part.contiguous().reshape(-1).view(torch.uint8)
     if value_bytes:
         values = words.view(_INTS[value_bytes])
-        words = torch.where((values & magnitude) > limit, magnitude, values)
-    words = words.view(_INTS[word_bytes]).to(torch.int64) & ((1 << 8 * word_bytes) - 1)
+        words = torch.where((values & magnitude) > limit, magnitude, values).view(torch.uint8)
+    word_bytes = min(part.element_size(), 2)
+    words = words.view(_INTS[word_bytes]).to(torch.int64)
     by_element = part.element_size() // word_bytes
     position = position.reshape(-1, 1) * by_element + torch.arange(by_element, device=part.device)
     position = position.reshape(-1)
-    weights = _weights().to(part.device)[position % _BLOCK]
-    return int((words * weights * _weight_of_block(position // _BLOCK)).sum())
+    block = _mixed(position // _BLOCK)
+    halves = []
+    for weights, shift in zip(_weights(), (0, 32), strict=True):
+        weight = weights.to(part.device)[position % _BLOCK] * (block >> shift & _HALF | 1)
+        halves.append(int((words * weight).sum()) & _HALF)
+    return halves[1] << 32 | halves[0]
 
 
 @cache
-def _weights() -> torch.Tensor:
+def _weights() -> tuple[torch.Tensor, torch.Tensor]:
+    """Of words in a block, for the lower and the upper half: numbers of 16 bits with a sign."""
     x = (torch.arange(_BLOCK) + 0x9E37_79B9) & 0xFFFF_FFFF
     x = ((x ^ (x >> 16)) * 0x85EB_CA6B) & 0xFFFF_FFFF
     x = ((x ^ (x >> 13)) * 0xC2B2_AE35) & 0xFFFF_FFFF
-    return (((x ^ (x >> 16)) << 1) | 1) & 0xFFFF_FFFF
+    x = x ^ (x >> 16)
+    lower, upper = (((x >> shift) | 1).to(torch.int16).to(torch.int64) for shift in (0, 16))
+    return lower, upper
 
 
-def _weight_of_block(block: torch.Tensor) -> torch.Tensor:
+def _mixed(block: torch.Tensor) -> torch.Tensor:
     """SplitMix64. The odd numbers are those of C++ as signed ones; `>>` repeats the sign, which is cut
     off."""
     x = (block + 1) * -7046029254386353131
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
-    return x ^ (x >> 31 & (1 << 33) - 1) | 1
+    return x ^ (x >> 31 & (1 << 33) - 1)
