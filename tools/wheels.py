@@ -28,6 +28,14 @@ EXCLUDED = ("libtorch*.so*", "libc10*.so*", "libshm.so*", "libcudart.so*", "libn
 # Everybody's GPUs, whatever this machine has.
 ARCHITECTURES = "8.0 8.6 8.9 9.0 10.0+PTX"
 START = 120  # seconds for the quick start
+# From this torch on a backend is found by the entry point of its package.
+FOUND_SINCE = (2, 15)
+UNIMPORTED = """\
+import torch.distributed as dist
+dist.init_process_group("meshcast", store=dist.HashStore(), rank=0, world_size=1)
+dist.barrier()
+print(dist.get_backend())
+"""
 
 
 def run(command: list[str | Path], **options: object) -> str:
@@ -135,7 +143,8 @@ def expected_lines() -> list[str]:
 
 
 def try_out(wheel: Path, python: str, torch: str, out: Path) -> float:
-    """Runs the quick start from a fresh environment elsewhere; returns the seconds it took beside torch."""
+    """Runs the quick start from a fresh environment elsewhere; returns the seconds it took beside torch. Where
+    torch finds backends by itself, it must find this one."""
     with tempfile.TemporaryDirectory(prefix="meshcast-wheel-") as folder:
         own = environment(Path(folder, "venv"), python, torch, "numpy")
         begin = time.monotonic()
@@ -145,6 +154,10 @@ def try_out(wheel: Path, python: str, torch: str, out: Path) -> float:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "5", program]
         said = run([own, *launch], cwd=folder, timeout=START, env={**os.environ, "OMP_NUM_THREADS": "1"})
         seconds = time.monotonic() - begin
+        if tuple(map(int, re.findall(r"\d+", torch)[:2])) >= FOUND_SINCE:
+            backend = run([own, "-c", UNIMPORTED], cwd=folder, timeout=START).split()
+            if backend[-1:] != ["meshcast"]:
+                sys.exit(f"{wheel.name}: without an import, init_process_group made {backend}")
     printed = sorted(line.strip() for line in said.splitlines() if line.startswith("rank "))
     if printed != expected_lines():
         sys.exit(f"{wheel.name}: the quick start printed\n{said}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..machine import ROOT
 from ..page import replace
-from .publish import Table, step, title
+from .publish import NAMES, Table, step, title
 from .rows import AUTO
 
 __all__ = ["RESULTS", "choice_table", "publish_choices"]
@@ -47,6 +47,15 @@ def choice_table(tables: Sequence[Table]) -> str:
     return "\n".join(lines)
 
 
+def split_costs(times: Sequence[dict[str, Any]]) -> str:
+    """Of the last stage, the only one whose backward has two parts: I and W over the whole backward."""
+    costs = [
+        f"{each['split_backward'][-1] / each['backward'][-1] - 1:.1%} in {NAMES[each['model']]}"
+        for each in times
+    ]
+    return f"Splitting the backward of the last stage costs {' and '.join(costs)}, with free transfers."
+
+
 def text(results: dict[str, Any]) -> str:
     head = results["header"]
     return f"""\
@@ -54,7 +63,9 @@ def text(results: dict[str, Any]) -> str:
 {head["repeats"]} rounds in which the rows take turns. Seconds of a step of {head["microbatches"]}
 micro-batches; the fastest that was given is bold.
 
-{choice_table(results["tables"])}"""
+{choice_table(results["tables"])}
+
+{split_costs(results["times"])}"""
 
 
 def publish_choices(results: dict[str, Any]) -> None:

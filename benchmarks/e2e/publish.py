@@ -15,13 +15,13 @@ from ..machine import ROOT
 from ..page import replace
 from .rows import BASELINE, FREE, FREE_DELAYED, OURS
 
-__all__ = ["RESULTS", "publish", "table"]
+__all__ = ["NAMES", "RESULTS", "publish", "step", "table", "title"]
 
 RESULTS = ROOT / "benchmarks" / "results" / "e2e.json"
 _PAGE = ROOT / "docs" / "end_to_end.md"
 _PICTURE = ROOT / "docs" / "images" / "e2e.svg"
 _MARK = "<!-- {} of what python -m benchmarks.e2e writes -->"
-_TITLES = {"gpt": "GPT", "unet": "U-Transformer"}
+NAMES = {"gpt": "GPT", "unet": "U-Transformer"}
 
 Table = dict[str, Any]
 
@@ -38,7 +38,7 @@ def speed_up(found: Table, row: str = OURS) -> float:
 def title(found: Table) -> str:
     parts, replicas = found["mesh"]
     ranks = "one rank" if parts * replicas == 1 else f"{parts} x {replicas} ranks"
-    return f"{_TITLES[found['model']]}, compute is {found['compute']}, {ranks} for each stage"
+    return f"{NAMES[found['model']]}, compute is {found['compute']}, {ranks} for each stage"
 
 
 def ratio(found: Table) -> float:

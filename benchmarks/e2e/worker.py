@@ -69,7 +69,7 @@ class Bench:
 
     def __init__(self, job: dict[str, Any], name: str, topology: Topology) -> None:
         rank, self._per_stage = dist.get_rank(), job["ranks_per_stage"]
-        self._job, self._topology = job, topology
+        self._job, self._name, self._topology = job, name, topology
         self._microbatches = job["microbatches"]
         self._stage = rank // self._per_stage
         parts, replicas = self._shape = job["meshes"][name]

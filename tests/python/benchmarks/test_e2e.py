@@ -132,12 +132,14 @@ def test_what_auto_takes_is_compared_in_rounds_with_the_fastest_that_was_given()
     found = results()["tables"][0] | {"rows": rows}
     assert choices.best(found) == "Eager1F1B"
     assert choices.against_best(found) == 1.2  # of 1.0, 1.2 and 1.5
-    text = choices.text({"header": results()["header"], "tables": [found, found]})
+    times = [{"model": "unet", "backward": [0.1, 0.2], "split_backward": [0.1, 0.25]}]
+    text = choices.text({"header": results()["header"], "tables": [found, found], "times": times})
     check_tables(text)
     assert "| Eager1F1B | **2.000** | **2.000** |" in text
     assert "| auto | 3.000 | 3.000 |" in text
     assert "| chosen by auto | 1F1B, delayed | 1F1B, delayed |" in text
     assert "| auto / best | 1.200 | 1.200 |" in text
+    assert "costs 25.0% in U-Transformer" in text
 
 
 def test_curves_are_compared_with_one_process(tmp_path: Path) -> None:
