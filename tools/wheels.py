@@ -143,8 +143,8 @@ def expected_lines() -> list[str]:
 
 
 def try_out(wheel: Path, python: str, torch: str, out: Path) -> float:
-    """Runs the quick start from a fresh environment elsewhere; returns the seconds it took beside torch. Where
-    torch finds backends by itself, it must find this one."""
+    """Runs the quick start from a fresh environment elsewhere; returns the seconds it took beside torch. A
+    torch that finds backends by itself must find this one."""
     with tempfile.TemporaryDirectory(prefix="meshcast-wheel-") as folder:
         own = environment(Path(folder, "venv"), python, torch, "numpy")
         begin = time.monotonic()
