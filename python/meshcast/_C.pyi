@@ -115,6 +115,9 @@ def digest(
 def cut_edges(node: Any, numbers: Sequence[int]) -> None:
     """The edges with these numbers of a node of autograd's graph lead nowhere from now on."""
 
+def release_saved(nodes: list[Any]) -> None:
+    """Lets go of what nodes of autograd's graph, those of C++, have saved for their backward."""
+
 def post_cause(store: Store, rank: int, error: Exception) -> None:
     """Why a group is broken, for the ranks that wait for this one. store: of its core."""
 

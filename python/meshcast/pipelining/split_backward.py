@@ -4,8 +4,8 @@ Nodes of the graph are of two kinds: those on a way to an input, and those that 
 *boundary* node is of the first kind and has edges to the second: the backward of a matrix product, say. The
 first part runs autograd towards the inputs alone; the engine asks each node only for the gradients that are
 on the way, so no weight gradient is computed, and the gradients that reach boundary nodes are kept. Then the
-edges between the boundary nodes are cut: what lies between them is free, and each is a graph of its own. The
-second part runs all boundary nodes once more, towards their parameters, from what was kept. Each kernel thus
+edges between the boundary nodes are cut, so that each is a graph of its own, and what the nodes between them
+have saved is let go of. The second part runs all boundary nodes once more, towards their parameters, from what was kept. Each kernel thus
 sees the same operands as in the whole backward, and each parameter adds up the same terms in the same order:
 gradients are equal to the last bit.
 
@@ -78,6 +78,7 @@ class SplitBackward:
     hooked: bool = False
     whole: str | None = None
     _kept: list[tuple[_Boundary, tuple[torch.Tensor | None, ...]]] = field(default_factory=list)
+    _between: list[Node] = field(default_factory=list)  # on a way to an input, and not needed for W
 
     def input_gradients(self) -> None:
         """I: returns as soon as the gradients of the inputs are there. Without inputs there is nothing to
@@ -108,6 +109,8 @@ class SplitBackward:
         # starts, so without the cuts W would walk through the graph once for each of them.
         for boundary in late:
             _C.cut_edges(boundary.node, boundary.across)
+        _C.release_saved(self._between)
+        self._between.clear()
         self.roots = self.seeds = ()
 
     def weight_gradients(self) -> None:
@@ -170,6 +173,8 @@ class SplitBackward:
                 if boundary.parameters:
                     boundary.late = boundary.late and _runs_twice(node)
                     found.append(boundary)
+        late = {each.node for each in found if each.late}
+        self._between = [node for node in graph if node in leads and node not in late and node not in targets]
         return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from meshcast import _C
 from meshcast.pipelining.split_backward import SplitBackward, hooks_made
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -204,6 +205,58 @@ def test_what_only_the_inputs_needed_is_let_go() -> None:
     module.zero_grad()
     module(x.detach()).sum().backward()
     assert all(torch.equal(a, b.grad) for a, b in zip(split, module.parameters(), strict=True))
+
+
+def test_what_lies_between_two_weights_is_let_go() -> None:
+    """The input of an activation; that of a product is needed for its weight."""
+    module = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
+    between: dict[str, StorageWeakRef] = {}
+    for name, child in module.named_children():
+        child.register_forward_hook(
+            lambda _, __, value, name=name: between.update({name: StorageWeakRef(value.untyped_storage())})
+        )
+    x = torch.randn(5, 6, requires_grad=True)
+    output = module(x)
+    backward = SplitBackward([output], [torch.ones_like(output)], [x])
+    del output
+    assert not any(between[name].expired() for name in "0123")
+    backward.input_gradients()
+    assert [between[name].expired() for name in "0123"] == [True, False, True, False]
+    backward.weight_gradients()
+    assert between["1"].expired() and between["3"].expired()
+
+
+def test_a_second_part_starts_at_every_weight_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine looks at all nodes that it could reach from where it starts: from each weight those of the
+    weights before it, unless they are cut off."""
+    module = nn.Sequential(*(nn.Linear(6, 6) for _ in range(20)))
+    x = torch.randn(5, 6, requires_grad=True)
+    backward = SplitBackward([module(x)], [torch.ones(5, 6)], [x])
+    backward.input_gradients()
+    reached = set()
+    calls = []
+    plain = torch.autograd.backward
+
+    def seen(edges: list, *args: object, **named: object) -> None:
+        calls.append(len(edges))
+        for edge in edges:
+            stack = [edge.node]
+            while stack:
+                node = stack.pop()
+                reached.add((edge.node, node))
+                stack += [child for child, _ in node.next_functions if child is not None]
+        plain(edges, *args, **named)
+
+    monkeypatch.setattr(torch.autograd, "backward", seen)
+    backward.weight_gradients()
+    assert calls == [20]
+    assert len(reached) == 20 * 4  # the product, the transpose and two parameters
+
+
+def test_nodes_of_python_have_no_edges_to_cut() -> None:
+    node = Double.apply(torch.ones(2, requires_grad=True), torch.ones(2)).grad_fn
+    with pytest.raises(ValueError, match="a node that C\\+\\+ has made"):
+        _C.cut_edges(node, [0])
 
 
 def test_hooks_fire_once() -> None:
