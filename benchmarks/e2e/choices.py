@@ -26,10 +26,12 @@ def best(found: Table) -> str:
     return min((name for name in found["rows"] if name != AUTO), key=lambda name: step(found, name))
 
 
-def against_best(found: Table) -> float:
-    """What auto takes over what the best fixed schedule takes: median of the rounds, which both were in."""
-    ours, theirs = (found["rows"][name]["seconds"] for name in (AUTO, best(found)))
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+def against(found: Table, name: str) -> str:
+    """What auto takes over what another row takes: median of the rounds, which both were in."""
+    if name not in found["rows"]:
+        return ""
+    ours, theirs = (found["rows"][each]["seconds"] for each in (AUTO, name))
+    return f"{statistics.median(a / b for a, b in zip(ours, theirs, strict=True)):.3f}"
 
 
 def choice_table(tables: Sequence[Table]) -> str:
@@ -42,8 +44,10 @@ def choice_table(tables: Sequence[Table]) -> str:
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     chosen = [str(each["rows"][AUTO]["chosen"]) for each in tables]
+    same = [against(*pair) for pair in zip(tables, chosen, strict=True)]
     lines.append("| chosen by auto | " + " | ".join(chosen) + " |")
-    lines.append("| auto / best | " + " | ".join(f"{against_best(each):.3f}" for each in tables) + " |")
+    lines.append("| auto / best | " + " | ".join(against(each, best(each)) for each in tables) + " |")
+    lines.append("| auto / the row of what it chose | " + " | ".join(same) + " |")
     return "\n".join(lines)
 
 

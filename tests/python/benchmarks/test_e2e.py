@@ -131,7 +131,7 @@ def test_what_auto_takes_is_compared_in_rounds_with_the_fastest_that_was_given()
     rows[AUTO]["chosen"] = "1F1B, delayed"
     found = results()["tables"][0] | {"rows": rows}
     assert choices.best(found) == "Eager1F1B"
-    assert choices.against_best(found) == 1.2  # of 1.0, 1.2 and 1.5
+    assert choices.against(found, "Eager1F1B") == "1.200"  # of 1.0, 1.2 and 1.5
     times = [{"model": "unet", "backward": [0.1, 0.2], "split_backward": [0.1, 0.25]}]
     text = choices.text({"header": results()["header"], "tables": [found, found], "times": times})
     check_tables(text)
@@ -139,6 +139,7 @@ def test_what_auto_takes_is_compared_in_rounds_with_the_fastest_that_was_given()
     assert "| auto | 3.000 | 3.000 |" in text
     assert "| chosen by auto | 1F1B, delayed | 1F1B, delayed |" in text
     assert "| auto / best | 1.200 | 1.200 |" in text
+    assert "| auto / the row of what it chose | 0.600 | 0.600 |" in text
     assert "costs 25.0% in U-Transformer" in text
 
 
