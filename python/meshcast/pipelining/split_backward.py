@@ -5,9 +5,9 @@ Nodes of the graph are of two kinds: those on a way to an input, and those that 
 first part runs autograd towards the inputs alone; the engine asks each node only for the gradients that are
 on the way, so no weight gradient is computed, and the gradients that reach boundary nodes are kept. Then the
 edges between the boundary nodes are cut, so that each is a graph of its own, and what the nodes between them
-have saved is let go of. The second part runs all boundary nodes once more, towards their parameters, from what was kept. Each kernel thus
-sees the same operands as in the whole backward, and each parameter adds up the same terms in the same order:
-gradients are equal to the last bit.
+have saved is let go of. The second part runs all boundary nodes once more, towards their parameters, from
+what was kept. Each kernel thus sees the same operands as in the whole backward, and each parameter adds up
+the same terms in the same order: gradients are equal to the last bit.
 
 What cannot be done twice is done whole in the first part, parameter by parameter:
 - parameters that several boundary nodes lead to (shared weights): the engine adds up their terms;
