@@ -94,15 +94,16 @@ def trained(program: Path, folder: Path, package: str, schedules: Sequence[str])
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    command += ["--redirects=3", f"--log-dir={folder / package}"]
+    logs = folder / "_".join([package, *schedules])
+    command += ["--redirects=3", f"--log-dir={logs}"]
     command += [str(program), str(folder), package, *schedules]
     done = subprocess.run(
         command, env=environment, cwd=_ROOT, capture_output=True, text=True, timeout=_LIMIT, check=False
     )
     found: dict[str, Steps] = {}
     for rank in range(4):
-        (output,) = (folder / package).glob(f"**/{rank}/stdout.log")
-        (errors,) = (folder / package).glob(f"**/{rank}/stderr.log")
+        (output,) = logs.glob(f"**/{rank}/stdout.log")
+        (errors,) = logs.glob(f"**/{rank}/stderr.log")
         text = re.sub(r"\x1b\[[0-9;]*m", "", output.read_text())
         assert done.returncode == 0, f"rank {rank}:\n{text[-6000:]}\n{errors.read_text()[-3000:]}"
         for part in text.split("SCHEDULE ")[1:]:

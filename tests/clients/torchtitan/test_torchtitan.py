@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import titan
+from clients import titan
 
 pytestmark = pytest.mark.timeout(600)
 

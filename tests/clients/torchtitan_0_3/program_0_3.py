@@ -19,7 +19,7 @@ on_cpu()
 from torchtitan.config import ConfigManager  # noqa: E402
 from torchtitan.distributed import fsdp  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
-from torchtitan.models.llama3 import model_registry  # noqa: E402
+from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 from torchtitan.tools.logging import init_logger  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
@@ -28,14 +28,22 @@ from torchtitan.trainer import Trainer  # noqa: E402
 def debug() -> Trainer.Config:
     """What --module and --config name."""
     config = llama3_debugmodel()
-    config.model_spec = model_registry("debugmodel", attn_backend="sdpa")
+    for layer in config.model_spec.model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    return config
+
+
+def kept() -> Trainer.Config:
+    """Nothing is recomputed: torch's own ZBVZeroBubble fails with selective activation checkpointing."""
+    config = debug()
+    config.activation_checkpoint = None
     return config
 
 
 def arguments(folder: Path, package: str, schedule: str) -> list[str]:
     given = {
         "module": Path(__file__).stem,
-        "config": debug.__name__,
+        "config": (kept if schedule == "ZBVZeroBubble" else debug).__name__,
         "hf_assets_path": folder,
         "dump_folder": folder / "out",
         "dataloader.dataset": "c4_test",
