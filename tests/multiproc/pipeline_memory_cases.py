@@ -65,8 +65,8 @@ def measured(run: Callable[[], Any]) -> tuple[int, int]:
 class Bytes:
     """Of one micro-batch in one stage, measured on its own.
 
-    fresh: between its forward and its backward. late: between I and W, where the backward is split: still all
-    activations, since autograd lets go of a graph as a whole, and the gradients that W starts from.
+    fresh: between its forward and its backward. late: between I and W, where the backward is split: what the
+    layers with weights have kept, and the gradients that W starts from.
     height: the most, from the beginning of the forward to the end of the backward.
     """
 
@@ -95,9 +95,9 @@ class Bytes:
         self.late = measured(inputs)[1] if split else 0
         self.height = measured(whole)[0]
 
-    def allowed(self, row: Sequence[Action]) -> tuple[int, int]:
-        """Most micro-batches that a rank holds at once, and the most bytes that it may hold by that: all but
-        one between two actions, and that one at the height of its own."""
+    def allowed(self, row: Sequence[Action]) -> tuple[int, int, int]:
+        """Most micro-batches that a rank holds at once, and the bytes that it must and may hold by that: all
+        between two actions, and all but one, that one being at the height of its own."""
         fresh = late = most = nbytes = 0
         for action in row:
             if action.kind is ActionKind.F:
@@ -109,7 +109,7 @@ class Bytes:
                 late += action.kind is ActionKind.I
             most = max(most, fresh + late)
             nbytes = max(nbytes, fresh * self.fresh + late * self.late)
-        return most, nbytes + self.height - max(self.fresh, self.late)
+        return most, nbytes, nbytes + self.height - max(self.fresh, self.late)
 
 
 def memory_case(name: str, held: Callable[[int], int], rows: Sequence[Sequence[int]] = (), **options: Any):
@@ -129,13 +129,12 @@ def memory_case(name: str, held: Callable[[int], int], rows: Sequence[Sequence[i
         schedule.step(x, target=x)
         row = schedule.actions[context.rank]
         sizes = Bytes(any(action.kind is ActionKind.I for action in row))
-        number, allowed = sizes.allowed(row)
+        number, least, allowed = sizes.allowed(row)
         assert number == held(context.rank), f"{number} micro-batches, its formula says {held(context.rank)}"
         assert f"held {number} micro-batches at most" in schedule.summary()
         most, _ = measured(lambda: schedule.step(x, target=x, return_outputs=False))
         assert most <= 1.05 * allowed, f"{most} bytes, {allowed} allowed for {number} micro-batches"
         # Else the figure would not be of activations.
-        least = number * sizes.fresh
         assert most >= 0.95 * least, f"{most} bytes, {number} micro-batches have {least}"
         return {"over": most / allowed, "of_formula": most / least}
 
