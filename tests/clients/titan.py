@@ -14,14 +14,16 @@ from types import SimpleNamespace
 
 import torch
 
-__all__ = ["STEPS", "Steps", "assets", "check_home", "on_cpu", "trained", "undivided"]
+__all__ = ["STEPS", "WITHOUT", "Steps", "assets", "check_home", "on_cpu", "tell_lost", "trained", "undivided"]
 
 STEPS = 3
 _ROOT = Path(__file__).resolve().parents[2]
 _STEP = re.compile(r"step: *(\d+).*?loss: *(-?[\d.]+).*?grad_norm: *([\d.]+)")
 _LIMIT = 400.0  # seconds for all schedules of a package
 
-Steps = dict[int, list[tuple[str, ...]]]  # by rank: (step, loss, gradient norm), as printed
+WITHOUT = "WITHOUT GRADIENTS"
+# By rank: (step, loss, gradient norm), as printed; last (WITHOUT, name, ...) if parameters got no gradient.
+Steps = dict[int, list[tuple[str, ...]]]
 
 
 def on_cpu() -> None:
@@ -53,6 +55,13 @@ def undivided(model: torch.nn.Module) -> None:
 def check_home(schedule: object, package: str) -> None:
     home = type(schedule).__module__
     assert home.startswith(package), f"the schedule is of {home}"
+
+
+def tell_lost(parts: Sequence[torch.nn.Module]) -> None:
+    """Names the parameters that have no gradient behind a step."""
+    lost = [name for part in parts for name, each in part.named_parameters() if each.grad is None]
+    if lost:
+        print(WITHOUT, *lost, flush=True)
 
 
 def assets(folder: Path) -> None:
@@ -107,7 +116,9 @@ def trained(program: Path, folder: Path, package: str, schedules: Sequence[str])
         text = re.sub(r"\x1b\[[0-9;]*m", "", output.read_text())
         assert done.returncode == 0, f"rank {rank}:\n{text[-6000:]}\n{errors.read_text()[-3000:]}"
         for part in text.split("SCHEDULE ")[1:]:
-            found.setdefault(part.split()[0], {})[rank] = _STEP.findall(part)
+            lost = re.findall(rf"^{WITHOUT} (.*)$", part, re.MULTILINE)
+            steps = [*_STEP.findall(part), *((WITHOUT, *names.split()) for names in lost)]
+            found.setdefault(part.split()[0], {})[rank] = steps
     return found
 
 

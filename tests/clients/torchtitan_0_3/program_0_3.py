@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from titan import STEPS, check_home, on_cpu, undivided
+from titan import STEPS, check_home, on_cpu, tell_lost, undivided
 
 on_cpu()
 
@@ -74,6 +74,7 @@ def main() -> None:
         trainer = ConfigManager().parse_args(arguments(Path(folder), package, schedule)).build()
         check_home(trainer.pp_schedule, package)
         trainer.train()
+        tell_lost(trainer.model_parts)
         trainer.close()
     torch.distributed.destroy_process_group()
 

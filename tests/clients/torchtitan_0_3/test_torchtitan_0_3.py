@@ -14,6 +14,8 @@ pytestmark = pytest.mark.timeout(1500)
 
 PROGRAM = Path(__file__).with_name("program_0_3.py")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+# Torch's own leaves the last norm without a gradient there, so that only the first loss compares.
+LOSES = "ZBVZeroBubble"
 OURS = ("Eager1F1B", "ZBH1")  # which torch has not: the sums are those of 1F1B
 
 
@@ -46,7 +48,13 @@ def ours(folder: Path) -> dict[str, titan.Steps]:
 def test_same_digits(torchs: dict[str, titan.Steps], ours: dict[str, titan.Steps], schedule: str) -> None:
     expected = torchs[schedule if schedule in SCHEDULES else "1F1B"]
     assert sorted(expected) == [0, 1, 2, 3]
+    if schedule == LOSES:
+        assert (titan.WITHOUT, "norm.weight") in [steps[-1] for steps in expected.values()]
     for rank, steps in expected.items():
+        if schedule == LOSES:
+            assert ours[schedule][rank][0][:2] == steps[0][:2], f"rank {rank}"
+            assert [step for step, *_ in ours[schedule][rank]] == ["1", "2", "3"]
+            continue
         assert [step for step, _, _ in steps] == ["1", "2", "3"]
         assert ours[schedule][rank] == steps, f"rank {rank}"
     assert any(float(steps[0][1]) > 5 for steps in expected.values())
