@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from clients import titan
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1500)
 
 PROGRAM = Path(__file__).with_name("program.py")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
