@@ -1,7 +1,7 @@
 """python -m benchmarks.weights: the weights of real models from four ranks that train to four that serve, on
 two emulated hosts each, over links of 250 Mbit/s: WeightSync, full_tensor() with a broadcast, and
 torch.distributed.checkpoint through files. Needs root, iproute2 and transformers, which tells names and
-shapes. Writes benchmarks/results/weights.json, the chart and the tables of docs/weights.md; takes five
+shapes. Writes benchmarks/results/weights.json, the chart and the tables of docs/weights.md; takes seven
 minutes, with nothing else running."""
 
 from __future__ import annotations
