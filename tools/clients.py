@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS, BUILD = ROOT / "tests" / "clients", ROOT / "build" / "clients"
-NEEDS_GIB = 4  # of disk, for the environment of one client
+NEEDS_GIB = 8  # of disk, for the environment of one client: 6 with torch's CUDA libraries
 LIMIT = 1800  # seconds for the tests of one client
 
 

@@ -66,13 +66,29 @@ class Sync:
         self._sync.close()
 
 
-class Published:
-    """The plan of another library, message by message on meshcast's transport. name: of the method."""
+class Placed:
+    """What arrives in memory that the benchmark has placed."""
 
     copies = 0
 
-    def __init__(self, weights: Weights, topology: Any, name: str) -> None:
+    def __init__(self, weights: Weights) -> None:
         self._weights = weights
+
+    def received(self) -> Mapping[str, torch.Tensor]:
+        return {name: x.to_local() for name, x in self._weights.placed.items()}
+
+    def after(self) -> None:
+        pass
+
+    def close(self) -> None:
+        dist.barrier()
+
+
+class Published(Placed):
+    """The plan of another library, message by message on meshcast's transport. name: of the method."""
+
+    def __init__(self, weights: Weights, topology: Any, name: str) -> None:
+        super().__init__(weights)
         (self._method,) = (method for method in METHODS if method.name == name)
         layouts: list[Any] = [weights.described()]
         dist.broadcast_object_list(layouts, TRAINERS[0])
@@ -91,24 +107,14 @@ class Published:
     def run(self, version: int) -> None:  # noqa: ARG002  a version is what the tensors hold
         self._method.run(self._batch)
 
-    def received(self) -> Mapping[str, torch.Tensor]:
-        return {name: x.to_local() for name, x in self._weights.placed.items()}
 
-    def after(self) -> None:
-        pass
-
-    def close(self) -> None:
-        dist.barrier()
-
-
-class Broadcast:
+class Broadcast(Placed):
     """Tensor by tensor: full_tensor() on all trainers, a broadcast of the first of them to all servers, and
     each takes its part."""
 
-    copies = 0
-
     def __init__(self, weights: Weights) -> None:
-        self._weights, self._rank = weights, dist.get_rank()
+        super().__init__(weights)
+        self._rank = dist.get_rank()
         self._group = dist.new_group([TRAINERS[0], *SERVERS])
 
     def run(self, version: int) -> None:  # noqa: ARG002  a version is what the tensors hold
@@ -123,24 +129,14 @@ class Broadcast:
                 dist.broadcast(whole, root, self._group)
                 self._weights.placed[name].to_local().copy_(whole[weights.slices(name)])
 
-    def received(self) -> Mapping[str, torch.Tensor]:
-        return {name: x.to_local() for name, x in self._weights.placed.items()}
 
-    def after(self) -> None:
-        pass
-
-    def close(self) -> None:
-        dist.barrier()
-
-
-class Files:
+class Files(Placed):
     """torch.distributed.checkpoint: the trainers save, and when all have, the servers load. The folder is
     memory of this machine, which every host reaches without a network."""
 
-    copies = 0
-
     def __init__(self, weights: Weights, folder: str) -> None:
-        self._weights, self._folder = weights, Path(folder)
+        super().__init__(weights)
+        self._folder = Path(folder)
         self._savers, self._loaders = dist.new_group(TRAINERS), dist.new_group(SERVERS)
         self._numbers = itertools.count()
 
@@ -159,17 +155,11 @@ class Files:
                 process_group=self._loaders,
             )
 
-    def received(self) -> Mapping[str, torch.Tensor]:
-        return {name: x.to_local() for name, x in self._weights.placed.items()}
-
     def after(self) -> None:
         dist.barrier()
         if dist.get_rank() == 0:
             for path in self._folder.iterdir():
                 shutil.rmtree(path)
-
-    def close(self) -> None:
-        dist.barrier()
 
 
 def files_folder() -> tempfile.TemporaryDirectory[str]:

@@ -90,7 +90,7 @@ void unlocked(const std::function<void()>& call) {
 
 // part: a tensor on the CPU, whose first element is at `low` of a tensor of this shape.
 uint64_t digest_of(const at::Tensor& part, const std::vector<int64_t>& low, const std::vector<int64_t>& shape,
-                   const DigestWords& words) {
+                   const DigestNans& nans) {
   const auto ndim = static_cast<size_t>(part.dim());
   if (!part.is_cpu() || low.size() != ndim || shape.size() != ndim || ndim > kMaxDims) {
     throw LayoutError("digest: expected a tensor on the CPU with the dimensions of the whole");
@@ -108,7 +108,7 @@ uint64_t digest_of(const at::Tensor& part, const std::vector<int64_t>& low, cons
     step[d] = elements;
     first += low[d] * elements;
   }
-  return digest(view, first, step, words);
+  return digest(view, first, step, nans);
 }
 
 // A rank's way to the memory of the other ranks of its host: an address to publish, then the meeting.

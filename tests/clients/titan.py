@@ -14,7 +14,10 @@ from types import SimpleNamespace
 
 import torch
 
-__all__ = ["STEPS", "WITHOUT", "Steps", "assets", "check_home", "on_cpu", "tell_lost", "trained", "undivided"]
+__all__ = [
+    "WITHOUT", "Steps", "assets", "check_home", "on_cpu", "prepared", "settings", "tell_lost", "trained",
+    "undivided",
+]  # fmt: skip
 
 STEPS = 3
 _ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +65,28 @@ def tell_lost(parts: Sequence[torch.nn.Module]) -> None:
     lost = [name for part in parts for name, each in part.named_parameters() if each.grad is None]
     if lost:
         print(WITHOUT, *lost, flush=True)
+
+
+def settings(schedule: str) -> dict[str, object]:
+    """What both releases call alike: three steps, pipeline degree 2 by FSDP2 of degree 2, float32."""
+    return {
+        "training.steps": STEPS,
+        "training.local_batch_size": 8,
+        "training.seq_len": 64,
+        "training.mixed_precision_param": "float32",
+        "parallelism.pipeline_parallel_degree": 2,
+        "parallelism.data_parallel_shard_degree": 2,
+        "parallelism.pipeline_parallel_schedule": schedule,
+        "metrics.log_freq": 1,
+        "lr_scheduler.warmup_steps": 2,
+        "debug.seed": 7,
+    }
+
+
+def prepared(folder: Path) -> Path:
+    """The folder with `assets`, which a process of its own makes: it imports what torchtitan needs."""
+    subprocess.run([sys.executable, __file__, str(folder)], check=True, timeout=120)
+    return folder
 
 
 def assets(folder: Path) -> None:

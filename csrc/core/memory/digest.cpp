@@ -106,10 +106,10 @@ Sum chosen() {
 
 class Digest {
  public:
-  Digest(const DigestWords& words, int64_t element_bytes)
+  Digest(const DigestNans& nans, int64_t element_bytes)
       : element_bytes_(element_bytes), word_bytes_(element_bytes == 1 ? 1 : 2) {
-    if (words.value_bytes != 0) nans_ = {words.magnitude, words.limit};
-    switch (words.value_bytes == 0 ? word_bytes_ : words.value_bytes) {
+    if (nans.value_bytes != 0) nans_ = {nans.magnitude, nans.limit};
+    switch (nans.value_bytes == 0 ? word_bytes_ : nans.value_bytes) {
       case 1: sum_ = chosen<uint8_t>(); break;
       case 2: sum_ = chosen<uint16_t>(); break;
       case 4: sum_ = chosen<uint32_t>(); break;
@@ -165,8 +165,8 @@ class Digest {
 }  // namespace
 
 uint64_t digest(const StridedView& view, int64_t first, const std::array<int64_t, kMaxDims>& step,
-                const DigestWords& words) {
-  Digest digest(words, view.element_bytes);
+                const DigestNans& nans) {
+  Digest digest(nans, view.element_bytes);
   walk_runs(view.ndim, view.extent, view.stride, step,
             [&](int64_t at, int64_t stride, int64_t position, int64_t apart, int64_t n) {
               if (n == 1) {

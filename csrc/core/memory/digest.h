@@ -9,7 +9,7 @@ namespace meshcast {
 
 // Which values of a tensor are NaNs: those count as one value, since casts do not keep their payload. Complex
 // numbers are several values.
-struct DigestWords {
+struct DigestNans {
   int64_t value_bytes = 0;  // of a value that may be a NaN; 0 where none is
   uint64_t magnitude = 0;   // the bits of a value beside its sign
   uint64_t limit = 0;       // a value whose magnitude is larger is a NaN
@@ -22,11 +22,11 @@ struct DigestWords {
 // A weight is the product of two odd numbers, of the position in a block of 4096 words (16 bits) and of the
 // block (32 bits). So one word that changes always shows, and so do two unlike ones of a block that change
 // places; whatever else changes is missed once in 2^32 or more. Words of 16 bits, since vectors of those are
-// multiplied and added up in one instruction: bfloat16 is read as fast as memory gives it.
+// multiplied and added up in one instruction.
 //
 // first: index of the first element of `view` in the whole tensor, row-major; step: of its dimensions, in
 // elements. Reads the memory once, without a copy of it. transfers/digest.py does the same for GPUs.
 uint64_t digest(const StridedView& view, int64_t first, const std::array<int64_t, kMaxDims>& step,
-                const DigestWords& words);
+                const DigestNans& nans);
 
 }  // namespace meshcast

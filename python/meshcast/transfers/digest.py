@@ -29,8 +29,8 @@ _HALF = (1 << 32) - 1
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class _Words(NamedTuple):
-    """As DigestWords in C++."""
+class _Nans(NamedTuple):
+    """As DigestNans in C++."""
 
     value_bytes: int = 0
     magnitude: int = 0
@@ -38,12 +38,12 @@ class _Words(NamedTuple):
 
 
 _FLOATS = {
-    torch.float64: _Words(8, 0x7FFF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000),
-    torch.float32: _Words(4, 0x7FFF_FFFF, 0x7F80_0000),
-    torch.float16: _Words(2, 0x7FFF, 0x7C00),
-    torch.bfloat16: _Words(2, 0x7FFF, 0x7F80),
-    torch.float8_e4m3fn: _Words(1, 0x7F, 0x7E),
-    torch.float8_e5m2: _Words(1, 0x7F, 0x7C),
+    torch.float64: _Nans(8, 0x7FFF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000),
+    torch.float32: _Nans(4, 0x7FFF_FFFF, 0x7F80_0000),
+    torch.float16: _Nans(2, 0x7FFF, 0x7C00),
+    torch.bfloat16: _Nans(2, 0x7FFF, 0x7F80),
+    torch.float8_e4m3fn: _Nans(1, 0x7F, 0x7E),
+    torch.float8_e5m2: _Nans(1, 0x7F, 0x7C),
 }  # other types have one NaN or none
 
 
@@ -94,7 +94,7 @@ def _box_digest(part: torch.Tensor, box: Box, shape: Sequence[int], dtype: torch
         return 0
     low = [begin for begin, _ in box]
     if part.is_cpu and part.dtype == dtype and not (part.is_conj() or part.is_neg()):
-        return _C.digest(part, low, list(shape), *_words_of(dtype))
+        return _C.digest(part, low, list(shape), *_nans_of(dtype))
     if part.ndim == 0:
         part, low, shape = part.reshape(1), [0], [1]
     found, rows = [], max(1, _ELEMENTS // max(part[0].numel(), 1))
@@ -102,14 +102,14 @@ def _box_digest(part: torch.Tensor, box: Box, shape: Sequence[int], dtype: torch
         block = part[begin : begin + rows].to(dtype).resolve_conj().resolve_neg()
         at = [low[0] + begin, *low[1:]]
         summed = _C.digest if block.is_cpu else _digest_by_torch
-        found.append(summed(block, at, list(shape), *_words_of(dtype)))
+        found.append(summed(block, at, list(shape), *_nans_of(dtype)))
     return added(found)
 
 
 @cache
-def _words_of(dtype: torch.dtype) -> _Words:
+def _nans_of(dtype: torch.dtype) -> _Nans:
     real = dtype.to_real() if dtype.is_complex else dtype
-    return _FLOATS.get(real, _Words())
+    return _FLOATS.get(real, _Nans())
 
 
 def _digest_by_torch(

@@ -3,8 +3,6 @@ steps, in all digits that it prints, pipeline degree 2 by FSDP2 of degree 2 on f
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,9 +17,7 @@ OURS = ("Eager1F1B", "ZBH1")  # which torch has not: the sums are those of 1F1B
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("torchtitan")
-    subprocess.run([sys.executable, titan.__file__, str(folder)], check=True, timeout=120)
-    return folder
+    return titan.prepared(tmp_path_factory.mktemp("torchtitan"))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from titan import STEPS, check_home, on_cpu, tell_lost, undivided
+from titan import check_home, on_cpu, settings, tell_lost, undivided
 
 on_cpu()
 
@@ -48,16 +48,7 @@ def arguments(folder: Path, package: str, schedule: str) -> list[str]:
         "dump_folder": folder / "out",
         "dataloader.dataset": "c4_test",
         "dataloader.dataset_path": folder / "data",
-        "training.steps": STEPS,
-        "training.local_batch_size": 8,
-        "training.seq_len": 64,
-        "training.mixed_precision_param": "float32",
-        "parallelism.pipeline_parallel_degree": 2,
-        "parallelism.data_parallel_shard_degree": 2,
-        "parallelism.pipeline_parallel_schedule": schedule,
-        "metrics.log_freq": 1,
-        "lr_scheduler.warmup_steps": 2,
-        "debug.seed": 7,
+        **settings(schedule),
     }
     if package == "meshcast":
         given["override.imports"] = "meshcast.integrations.torchtitan.pipelines"

@@ -3,8 +3,6 @@ three steps, in all digits that it prints, pipeline degree 2 by FSDP2 of degree 
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,9 +27,7 @@ def trained(folder: Path, package: str, schedules: tuple[str, ...]) -> dict[str,
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("torchtitan")
-    subprocess.run([sys.executable, titan.__file__, str(folder)], check=True, timeout=120)
-    return folder
+    return titan.prepared(tmp_path_factory.mktemp("torchtitan"))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@
 
 #include "catch.h"
 
-using meshcast::DigestWords;
+using meshcast::DigestNans;
 using meshcast::kMaxDims;
 using meshcast::StridedView;
 
@@ -33,7 +33,7 @@ struct Tensor {
     return out;
   }
 
-  uint64_t digest(const std::vector<int64_t>& lo, const std::vector<int64_t>& hi, const DigestWords& words) {
+  uint64_t digest(const std::vector<int64_t>& lo, const std::vector<int64_t>& hi, const DigestNans& nans) {
     const auto step = steps(1);
     StridedView view{memory.data(), static_cast<int>(shape.size()), element_bytes, {}, steps(element_bytes)};
     int64_t first = 0;
@@ -42,12 +42,10 @@ struct Tensor {
       view.data += lo[d] * view.stride[d];
       first += lo[d] * step[d];
     }
-    return meshcast::digest(view, first, step, words);
+    return meshcast::digest(view, first, step, nans);
   }
 
-  uint64_t digest(const DigestWords& words) {
-    return digest(std::vector<int64_t>(shape.size(), 0), shape, words);
-  }
+  uint64_t digest(const DigestNans& nans) { return digest(std::vector<int64_t>(shape.size(), 0), shape, nans); }
 };
 
 // Of two parts of a tensor together.
@@ -67,32 +65,32 @@ TEST_CASE("digests of parts add up to that of the whole, and one byte changes it
     std::vector<int64_t> shape(1 + rng() % 4);
     for (int64_t& n : shape) n = std::array<int64_t, 5>{1, 2, 5, 17, 70}[rng() % 5];
     const int64_t element_bytes = std::array<int64_t, 5>{1, 2, 4, 8, 16}[rng() % 5];
-    const DigestWords words;
+    const DigestNans nans;
     Tensor tensor(rng, shape, element_bytes);
-    const uint64_t whole = tensor.digest(words);
+    const uint64_t whole = tensor.digest(nans);
 
     const size_t cut = rng() % shape.size();
     std::vector<int64_t> lo(shape.size(), 0);
     std::vector<int64_t> hi = shape;
     hi[cut] = static_cast<int64_t>(rng() % static_cast<uint64_t>(shape[cut] + 1));
-    uint64_t sum = tensor.digest(lo, hi, words);
+    uint64_t sum = tensor.digest(lo, hi, nans);
     lo[cut] = hi[cut];
     hi[cut] = shape[cut];
-    sum = added(sum, tensor.digest(lo, hi, words));
+    sum = added(sum, tensor.digest(lo, hi, nans));
     CHECK(sum == whole);
 
     tensor.memory[rng() % tensor.memory.size()] ^= static_cast<std::byte>(1U << rng() % 8);
-    CHECK(tensor.digest(words) != whole);
+    CHECK(tensor.digest(nans) != whole);
   }
 }
 
 TEST_CASE("NaNs of a double count as one value", "[exec][digest]") {
   std::mt19937 rng(1);
-  const DigestWords words{8, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000};
+  const DigestNans nans{8, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000};
   Tensor tensor(rng, {3, 5}, 8);
   const auto with = [&](uint64_t bits) {
     std::memcpy(tensor.memory.data() + 7 * 8, &bits, 8);
-    return tensor.digest(words);
+    return tensor.digest(nans);
   };
   CHECK(with(0x7FF8000000000000) == with(0xFFF0000000000001));
   CHECK(with(0x7FF8000000000000) != with(0x7FF0000000000000));
