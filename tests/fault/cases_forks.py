@@ -8,7 +8,9 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -59,9 +61,19 @@ def _ended(child: int) -> int:
         if pid:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.005)
-    os.kill(child, signal.SIGABRT)  # faulthandler prints where it hangs
+    stacks = _native_stacks(child)
+    os.kill(child, signal.SIGABRT)  # faulthandler prints where it hangs in Python
     os.waitpid(child, 0)
-    raise AssertionError("a forked child hangs")
+    raise AssertionError(f"a forked child hangs:\n{stacks}")
+
+
+def _native_stacks(pid: int) -> str:
+    """Which lock it waits for, and whose."""
+    gdb = shutil.which("gdb")
+    if gdb is None:
+        return "without gdb there are no stacks of C++ here"
+    command = [gdb, "-batch", "-p", str(pid), "-ex", "thread apply all backtrace 30"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout[-4000:]
 
 
 def _in_child(what: Callable[[], None], leave: Callable[[], None]) -> int:

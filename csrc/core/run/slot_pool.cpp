@@ -21,6 +21,7 @@ void SlotPool::take(int32_t slot) {
 }
 
 void SlotPool::release(int32_t slot) {
+  if (origin_.foreign()) return;
   const std::lock_guard lock(mutex_);
   if (slot >= 0 && static_cast<size_t>(slot) < taken_.size()) taken_[static_cast<size_t>(slot)] = false;
 }

@@ -12,7 +12,6 @@
 #include "catch.h"
 #include "run/harness.h"
 #include "run/random_plans.h"
-#include "run/slot_pool.h"
 
 using namespace meshcast;
 using namespace meshcast::testing;
@@ -171,23 +170,6 @@ TEST_CASE("a run that is repeated under its name does not meet itself", "[exec][
     REQUIRE(part.run->wait_until(Clock::now() + kLimit));
     REQUIRE(part.destination.data == part.expected);
   }
-}
-
-TEST_CASE("slots rest as long as possible before they are given again", "[exec][tags]") {
-  SlotPool pool(3);
-  for (const int32_t slot : {0, 1, 2}) {
-    CHECK(pool.next() == slot);
-    pool.take(slot);
-  }
-  CHECK_FALSE(pool.next());
-  pool.release(1);
-  CHECK(pool.next() == 1);
-  pool.release(0);
-  CHECK(pool.next() == 0);
-  pool.take(0);
-  pool.release(0);
-  CHECK(pool.next() == 1);
-  CHECK(pool.taken() == 1);
 }
 
 TEST_CASE("an engine that is shut down while others start runs leaves none without an end", "[exec][engine]") {
