@@ -35,7 +35,7 @@ class Times:
         forward, backward, inputs, weights: seconds of F, B, I and W.
         transfer: seconds of one micro-batch over each link, the longer of both directions.
         held: bytes from the forward to the backward (of the weights).
-        between: bytes more between I and W.
+        between: bytes more between I and W, which may be less than nothing.
     """
 
     samples: float

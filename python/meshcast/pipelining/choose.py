@@ -350,7 +350,7 @@ def _together(found: Sequence[Measured], samples: float, links: Sequence[Link] |
         for stage, numbers in each["stages"].items():
             known = of_stage.setdefault(int(stage), {})
             for what, value in numbers.items():
-                known[what] = max(known.get(what, 0.0), value)
+                known[what] = max(known.get(what, value), value)
         for name, value in each["links"].items():
             source, _, consumer = name.partition(">")
             link = int(source), int(consumer)

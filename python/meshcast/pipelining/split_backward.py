@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshcast import _C
 
-__all__ = ["SplitBackward", "hooks_made"]
+__all__ = ["SplitBackward", "children_first", "hooks_made", "saved_values"]
 
 # Nodes that allow neither a second run nor to be kept for one.
 _UNSPLIT = {
@@ -146,7 +146,7 @@ class SplitBackward:
     def _boundaries(self) -> list[_Boundary]:
         """All boundary nodes; `whole` is set if the graph must not be split at all."""
         targets = {torch.autograd.graph.get_gradient_edge(value).node for value in self.inputs}
-        graph = _children_first(root.grad_fn for root in self.roots)
+        graph = children_first(root.grad_fn for root in self.roots)
         leads = set(targets)  # nodes on a way to an input
         for node, children in graph.items():
             if type(node).__name__ in _UNSPLIT:
@@ -181,7 +181,7 @@ class SplitBackward:
 _Graph = dict[Node, list[Node | None]]  # what each node leads to, edge by edge
 
 
-def _children_first(roots: Iterable[Node]) -> _Graph:
+def children_first(roots: Iterable[Node]) -> _Graph:
     """All nodes, each behind those that it leads to. Asking a node for its edges makes objects: once."""
     found: _Graph = {}
     edges: _Graph = {}
@@ -217,21 +217,38 @@ def _claim(boundary: _Boundary, below: list[Node], graph: _Graph, owner: dict[No
 
 
 @cache
-def _saved_names(kind: Any) -> tuple[str, ...]:
+def _names_of(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _saved_names(node: Node) -> tuple[str, ...]:
+    kind: Any = type(node)
+    return _names_of(kind)
+
+
+def _saved(node: Node, name: str) -> Sequence[Any]:
+    found = getattr(node, name)
+    return found if isinstance(found, (tuple, list)) else (found,)
+
+
+def _under_hooks(node: Node, name: str) -> bool:
+    """Whether what it has saved by this name is made again when somebody asks for it."""
+    return any(getattr(each, "unpack_hook", None) is not None for each in _saved(node, name))
+
+
+def saved_values(node: Node) -> list[torch.Tensor]:
+    """What it has saved for its backward, but for what hooks would make again."""
+    raw = "_raw_" if isinstance(node, BackwardCFunction) else "_raw"
+    names = [name for name in _saved_names(node) if not _under_hooks(node, name)]
+    found = [each for name in names for each in _saved(node, name.removeprefix(raw))]
+    return [value for value in found if isinstance(value, torch.Tensor)]
 
 
 def _runs_twice(node: Node) -> bool:
     """Whether a node gives, asked twice for different gradients, the same as asked once for all."""
     if isinstance(node, BackwardCFunction):
         return False
-    kind: Any = type(node)
-    for name in _saved_names(kind):
-        saved = getattr(node, name)
-        for each in saved if isinstance(saved, (tuple, list)) else (saved,):
-            if getattr(each, "unpack_hook", None) is not None:
-                return False
-    return True
+    return not any(_under_hooks(node, name) for name in _saved_names(node))
 
 
 def _distinct(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from meshcast.pipelining.action import Action, ActionKind
@@ -24,6 +25,7 @@ from meshcast.pipelining.lower import Link
 from meshcast.pipelining.microbatches import Pieces
 from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.shapes import local_values
+from meshcast.pipelining.split_backward import children_first, saved_values
 
 __all__ = ["as_before", "kept_bytes", "measured"]
 
@@ -201,26 +203,46 @@ def _storages(values: Sequence[Any]) -> set[int]:
 
 @contextmanager
 def _between(stages: Sequence[PipelineStage], found: Measured) -> Iterator[None]:
-    """Inside, counts the bytes of gradients that wait for W, of micro-batch 0."""
+    """Inside, counts how many bytes more micro-batch 0 holds between I and W than before: the gradients that
+    wait for W, less what I let go of."""
     for stage in stages:
         _count_between(stage, found["stages"][str(stage.stage_index)])
     try:
         yield
     finally:
         for stage in stages:
-            del stage.backward_weight_one_chunk
+            del stage.backward_one_chunk, stage.backward_weight_one_chunk
 
 
 def _count_between(stage: PipelineStage, found: dict[str, Any]) -> None:
-    run = stage.backward_weight_one_chunk
+    inputs, weights = stage.backward_one_chunk, stage.backward_weight_one_chunk
+    held: list[tuple[StorageWeakRef, int]] = []
 
-    def counted(bwd_chunk_id: int, last_backward: bool = False) -> None:
+    def before(bwd_chunk_id: int, *given: Any, **options: Any) -> None:
+        if bwd_chunk_id == 0:
+            outputs, _ = stage.fwd_cache[0]
+            held.extend(_held_behind(tree_leaves(outputs), and_outputs=not stage.is_last))
+        inputs(bwd_chunk_id, *given, **options)
+
+    def after(bwd_chunk_id: int, last_backward: bool = False) -> None:
         if bwd_chunk_id == 0:
             split = stage._late.get(0)
-            found["between"] = 0 if split is None else split.kept_bytes
-        run(bwd_chunk_id, last_backward)
+            waiting = 0 if split is None else split.kept_bytes
+            found["between"] = waiting - sum(nbytes for storage, nbytes in held if storage.expired())
+        weights(bwd_chunk_id, last_backward)
 
-    stage.backward_weight_one_chunk = counted  # type: ignore[method-assign]
+    stage.backward_one_chunk = before  # type: ignore[method-assign]
+    stage.backward_weight_one_chunk = after  # type: ignore[method-assign]
+
+
+def _held_behind(outputs: Sequence[Any], and_outputs: bool) -> list[tuple[StorageWeakRef, int]]:
+    """The storages, with their bytes, of what autograd keeps of a forward, and of its outputs."""
+    ends = [output for output in outputs if isinstance(output, torch.Tensor)]
+    values = [*ends] if and_outputs else []
+    for node in children_first(end.grad_fn for end in ends if end.grad_fn is not None):
+        values += saved_values(node)
+    storages = {x._cdata: x for x in (local_values(value.detach()).untyped_storage() for value in values)}
+    return [(StorageWeakRef(storage), storage.nbytes()) for storage in storages.values()]
 
 
 @contextmanager

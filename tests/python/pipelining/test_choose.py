@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from meshcast.errors import LayoutError, MeshcastError
 from meshcast.pipelining import (
     PipelineStage,
@@ -270,7 +271,48 @@ def test_bytes_that_a_microbatch_holds() -> None:
     # Of 4 samples: the result of exp (1600 bytes), which is the output, and of the first stage counts as that
     # too; of the last stage its input (1600). Neither the weight (40000) nor the batch.
     assert choice.times[0].held == [2 * 1600.0, 2 * 1600.0]
-    assert choice.times[0].between == [0.0, 1600.0]  # the first stage has no inputs to wait for
+    # The first stage has no inputs to wait for. The last one keeps a gradient (1600) and drops the result.
+    assert choice.times[0].between == [0.0, 0.0]
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.clone())
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (saved,) = ctx.saved_tensors
+        assert saved.shape == gradient.shape
+        return 2 * gradient
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "made again"])
+def test_bytes_between_both_parts_of_a_backward(again: bool) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(50, 50, bias=False)
+
+        def inner(self, x: torch.Tensor) -> torch.Tensor:
+            return _Doubled.apply(torch.tanh(torch.exp(self.linear(x))))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if again:
+                return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+            return self.inner(x)
+
+    stages = [PipelineStage(Block(), number, 2, CPU) for number in range(2)]
+    x = torch.ones(12, 50)
+    choice = choose(stages, mse, x, 2, target=x, show=False)
+    one = 6 * 50 * 4.0
+    # Kept: the input, both results, and what the custom function has saved. After the first part: the input,
+    # and the gradient that the second starts from. Made again: only the input is kept, and still is behind
+    # the only part, by the stage whose output it is.
+    assert choice.times[0].held[1] == (1 if again else 4) * one
+    assert choice.times[0].between[1] == (0 if again else 1 - 3) * one
 
 
 @pytest.mark.usefixtures("alone")
