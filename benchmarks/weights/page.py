@@ -97,6 +97,7 @@ def _targets(model: Found) -> list[str]:
         lines += [
             [f"{name}: time over the bound", f"{times:.3f}", "1.10"],
             [f"{name}: first call beyond the bound, s", f"{first:.2f}", f"{3 * max(later, 0):.2f}"],
+            [f"{name}: CPU time of one rank in its first call, s", f"{found['first_cpu']:.3f}", ""],
             [f"{name}: memory beyond state dicts and spare copy, MiB", f"{memory:.0f}", f"{_ALLOWED:g}"],
         ]
         if "idle" in found:

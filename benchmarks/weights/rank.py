@@ -102,6 +102,7 @@ class _Measured:
         weights, copies = self._weights, self._ways[name].copies
         beyond = extra - (weights.nbytes_here if weights.serves and copies else 0)
         found: Found = {"first": taken[0]["seconds"], "wrong_bytes": sum(each["wrong"] for each in taken)}
+        found["first_cpu"] = taken[0]["cpu"] / dist.get_world_size()
         found["memory"] = {
             "trainers": largest(extra if weights.trains else 0.0),
             "servers": largest(beyond if weights.serves else 0.0),

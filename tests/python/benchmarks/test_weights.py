@@ -20,8 +20,8 @@ MIB = 1 << 20
 
 def way(*seconds: float, first: float, servers: float = 0.0, **more: Any) -> dict[str, Any]:
     memory = {"trainers": 3 * MIB, "servers": servers, "servers, without the spare copy": servers - 4 * MIB}
-    return {"seconds": list(seconds), "first": first, "cpu": [0.5] * len(seconds), "memory": memory,
-            "busy": [0.25] * len(seconds), "wrong_bytes": 0} | more  # fmt: skip
+    return {"seconds": list(seconds), "first": first, "first_cpu": 0.1234, "cpu": [0.5] * len(seconds),
+            "memory": memory, "busy": [0.25] * len(seconds), "wrong_bytes": 0} | more  # fmt: skip
 
 
 def results() -> dict[str, Any]:
@@ -52,6 +52,7 @@ def test_tables_say_what_was_found() -> None:
     targets = lines[lines.index("|  | measured | at most |") :]
     assert any(line.endswith("time over the bound | 1.050 | 1.10 |") for line in targets)
     assert any(line.endswith("first call beyond the bound, s | 1.00 | 0.60 |") for line in targets)
+    assert any(line.endswith("one rank in its first call, s | 0.123 |  |") for line in targets)
     assert any(line.endswith("spare copy, MiB | 16 | 64 |") for line in targets)
     assert any(line.endswith("while nothing is pushed | 0.20% (0.10% without it) |  |") for line in targets)
 
