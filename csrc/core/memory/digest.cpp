@@ -11,6 +11,11 @@ namespace {
 
 constexpr int64_t kBlock = 4096;   // words; they and their weights stay in a core's first cache
 constexpr int64_t kPacked = 4096;  // bytes
+constexpr int64_t kPart = 256;     // bytes at a time; a number that the compiler knows gives better vectors
+constexpr int64_t kCacheLine = 64;
+// Bytes are asked for this far ahead, so that they have come from memory when it is their turn. Nothing happens
+// past the end of a tensor.
+constexpr int64_t kAhead = 8192;
 
 struct Weights {
   alignas(64) std::array<int16_t, kBlock> lower{};
@@ -59,25 +64,33 @@ using Sum = Sums (*)(const std::byte* from, int64_t at, int64_t n, const Nans& n
 template <typename Value>
 [[gnu::always_inline]] inline Sums sums_of(const std::byte* from, int64_t at, int64_t n, const Nans& nans) {
   using Word = std::conditional_t<sizeof(Value) == 1, uint8_t, int16_t>;
-  constexpr auto kBytes = static_cast<int64_t>(sizeof(Value));
-  alignas(64) std::array<std::byte, kBlock * sizeof(Word)> settled;
+  constexpr auto kValue = static_cast<int64_t>(sizeof(Value));
+  constexpr auto kWord = static_cast<int64_t>(sizeof(Word));
+  alignas(64) std::array<std::byte, kPart> settled;
   const auto magnitude = static_cast<Value>(nans.magnitude);
   const auto limit = static_cast<Value>(nans.limit);
-  const int64_t nbytes = n * static_cast<int64_t>(sizeof(Word));
-  for (int64_t i = 0; i < nbytes; i += kBytes) {
-    Value value;
-    std::memcpy(&value, from + i, sizeof(Value));
-    value = static_cast<Value>(value & magnitude) > limit ? magnitude : value;
-    std::memcpy(settled.data() + i, &value, sizeof(Value));
-  }
   Sums sums;
-  for (int64_t i = 0; i < n; ++i) {
-    Word word;
-    std::memcpy(&word, settled.data() + i * static_cast<int64_t>(sizeof(Word)), sizeof(Word));
-    const auto wide = static_cast<int16_t>(word);
-    sums.lower += static_cast<uint32_t>(int32_t{wide} * kWeights.lower[at + i]);
-    sums.upper += static_cast<uint32_t>(int32_t{wide} * kWeights.upper[at + i]);
+  const auto add = [&](int64_t nbytes) __attribute__((always_inline)) {
+    for (int64_t i = 0; i < nbytes; i += kValue) {
+      Value value;
+      std::memcpy(&value, from + i, sizeof(Value));
+      value = static_cast<Value>(value & magnitude) > limit ? magnitude : value;
+      std::memcpy(settled.data() + i, &value, sizeof(Value));
+    }
+    for (int64_t i = 0; i < nbytes / kWord; ++i) {
+      Word word;
+      std::memcpy(&word, settled.data() + i * kWord, sizeof(Word));
+      const auto wide = static_cast<int16_t>(word);
+      sums.lower += static_cast<uint32_t>(int32_t{wide} * kWeights.lower[at + i]);
+      sums.upper += static_cast<uint32_t>(int32_t{wide} * kWeights.upper[at + i]);
+    }
+  };
+  int64_t left = n * kWord;
+  for (; left >= kPart; left -= kPart, from += kPart, at += kPart / kWord) {
+    for (int64_t i = 0; i < kPart; i += kCacheLine) __builtin_prefetch(from + kAhead + i, 0, 2);
+    add(kPart);
   }
+  add(left);
   return sums;
 }
 
