@@ -52,17 +52,15 @@ Sums weights_of_block(int64_t block) {
 }
 
 // Where no value is a NaN, none has a magnitude above the limit.
-struct Nans {
-  uint64_t magnitude = ~uint64_t{0};
-  uint64_t limit = ~uint64_t{0};
-};
+constexpr DigestNans kNone{0, ~uint64_t{0}, ~uint64_t{0}};
 
 // Of n words of a block, from its word `at` on.
-using Sum = Sums (*)(const std::byte* from, int64_t at, int64_t n, const Nans& nans);
+using Sum = Sums (*)(const std::byte* from, int64_t at, int64_t n, const DigestNans& nans);
 
 // A value has 1, 2, 4 or 8 bytes; n is a multiple of its words.
 template <typename Value>
-[[gnu::always_inline]] inline Sums sums_of(const std::byte* from, int64_t at, int64_t n, const Nans& nans) {
+[[gnu::always_inline]] inline Sums sums_of(const std::byte* from, int64_t at, int64_t n,
+                                           const DigestNans& nans) {
   using Word = std::conditional_t<sizeof(Value) == 1, uint8_t, int16_t>;
   constexpr auto kValue = static_cast<int64_t>(sizeof(Value));
   constexpr auto kWord = static_cast<int64_t>(sizeof(Word));
@@ -95,14 +93,14 @@ template <typename Value>
 }
 
 template <typename Value>
-Sums plain(const std::byte* from, int64_t at, int64_t n, const Nans& nans) {
+Sums plain(const std::byte* from, int64_t at, int64_t n, const DigestNans& nans) {
   return sums_of<Value>(from, at, n, nans);
 }
 
 #if defined(__x86_64__)
 // The compiler makes vectors of it; those of 32 bytes, which not every processor has, halve the time.
 template <typename Value>
-[[gnu::target("avx2")]] Sums wide(const std::byte* from, int64_t at, int64_t n, const Nans& nans) {
+[[gnu::target("avx2")]] Sums wide(const std::byte* from, int64_t at, int64_t n, const DigestNans& nans) {
   return sums_of<Value>(from, at, n, nans);
 }
 
@@ -120,8 +118,9 @@ Sum chosen() {
 class Digest {
  public:
   Digest(const DigestNans& nans, int64_t element_bytes)
-      : element_bytes_(element_bytes), word_bytes_(element_bytes == 1 ? 1 : 2) {
-    if (nans.value_bytes != 0) nans_ = {nans.magnitude, nans.limit};
+      : element_bytes_(element_bytes),
+        word_bytes_(element_bytes == 1 ? 1 : 2),
+        nans_(nans.value_bytes == 0 ? kNone : nans) {
     switch (nans.value_bytes == 0 ? word_bytes_ : nans.value_bytes) {
       case 1: sum_ = chosen<uint8_t>(); break;
       case 2: sum_ = chosen<uint16_t>(); break;
@@ -170,7 +169,7 @@ class Digest {
  private:
   const int64_t element_bytes_;
   const int64_t word_bytes_;
-  Nans nans_;
+  const DigestNans nans_;
   Sum sum_ = nullptr;
   Sums total_;
 };
