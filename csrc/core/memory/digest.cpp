@@ -52,7 +52,7 @@ Sums weights_of_block(int64_t block) {
 }
 
 // Where no value is a NaN, none has a magnitude above the limit.
-constexpr DigestNans kNone{0, ~uint64_t{0}, ~uint64_t{0}};
+constexpr DigestNans kNoNans{0, ~uint64_t{0}, ~uint64_t{0}};
 
 // Of n words of a block, from its word `at` on.
 using Sum = Sums (*)(const std::byte* from, int64_t at, int64_t n, const DigestNans& nans);
@@ -120,7 +120,7 @@ class Digest {
   Digest(const DigestNans& nans, int64_t element_bytes)
       : element_bytes_(element_bytes),
         word_bytes_(element_bytes == 1 ? 1 : 2),
-        nans_(nans.value_bytes == 0 ? kNone : nans) {
+        nans_(nans.value_bytes == 0 ? kNoNans : nans) {
     switch (nans.value_bytes == 0 ? word_bytes_ : nans.value_bytes) {
       case 1: sum_ = chosen<uint8_t>(); break;
       case 2: sum_ = chosen<uint16_t>(); break;
