@@ -41,17 +41,20 @@ def move(rank: int, size: int = 100) -> None:
 
 @contextlib.contextmanager
 def no_more_threads() -> Iterator[None]:
-    """Stacks that earlier threads have left are taken first."""
+    """Stacks that earlier threads have left are taken first, and those of threads that are just ending."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     go = threading.Event()
-    taken = []
+    failed = taken = 0
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _ROOM, before[1]))
     try:
-        with contextlib.suppress(RuntimeError):
-            while len(taken) < 1000:
-                taken.append(threading.Thread(target=go.wait, daemon=True))
-                taken[-1].start()
+        while failed < 10 and taken < 1000:
+            try:
+                threading.Thread(target=go.wait, daemon=True).start()
+                taken += 1
+            except RuntimeError:
+                failed += 1
+                time.sleep(0.02)
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
