@@ -61,9 +61,11 @@ def _ended(child: int) -> int:
         if pid:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.005)
-    stacks = _native_stacks(child)
-    os.kill(child, signal.SIGABRT)  # faulthandler prints where it hangs in Python
-    os.waitpid(child, 0)
+    try:
+        stacks = _native_stacks(child)
+    finally:
+        os.kill(child, signal.SIGABRT)  # faulthandler prints where it hangs in Python
+        os.waitpid(child, 0)
     raise AssertionError(f"a forked child hangs:\n{stacks}")
 
 

@@ -65,14 +65,16 @@ def times_at(samples: float, known: Sequence[Times]) -> Times:
     small, large = known[0], known[-1]
     part = (samples - small.samples) / (large.samples - small.samples)
 
-    def between(low: float, high: float) -> float:
-        return max(0.0, low + (high - low) * part)
+    def on_line(low: float, high: float) -> float:
+        return low + (high - low) * part
 
     def listed(name: str) -> list[float]:
-        return [between(*pair) for pair in zip(getattr(small, name), getattr(large, name), strict=True)]
+        return [on_line(*pair) for pair in zip(getattr(small, name), getattr(large, name), strict=True)]
 
-    lists = {name: listed(name) for name in ("forward", "backward", "inputs", "weights", "held", "between")}
-    links = {link: between(small.transfer[link], large.transfer[link]) for link in small.transfer}
+    names = ("forward", "backward", "inputs", "weights", "held")
+    lists = {name: [max(0.0, each) for each in listed(name)] for name in names}
+    lists["between"] = [max(-held, each) for held, each in zip(lists["held"], listed("between"), strict=True)]
+    links = {link: max(0.0, on_line(small.transfer[link], large.transfer[link])) for link in small.transfer}
     return Times(samples=samples, transfer=links, **lists)
 
 

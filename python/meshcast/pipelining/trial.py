@@ -197,8 +197,11 @@ def _of_module(module: torch.nn.Module) -> set[int]:
 
 
 def _storages(values: Sequence[Any]) -> set[int]:
-    tensors = [value.detach() for value in values if isinstance(value, torch.Tensor)]
-    return {local_values(value).untyped_storage()._cdata for value in tensors}
+    return {_storage(value)._cdata for value in values if isinstance(value, torch.Tensor)}
+
+
+def _storage(value: torch.Tensor) -> torch.UntypedStorage:
+    return local_values(value.detach()).untyped_storage()
 
 
 @contextmanager
@@ -236,12 +239,12 @@ def _count_between(stage: PipelineStage, found: dict[str, Any]) -> None:
 
 
 def _held_behind(outputs: Sequence[Any], and_outputs: bool) -> list[tuple[StorageWeakRef, int]]:
-    """The storages, with their bytes, of what autograd keeps of a forward, and of its outputs."""
+    """The storages, with their bytes, of what autograd keeps of a forward; and_outputs: and of these."""
     ends = [output for output in outputs if isinstance(output, torch.Tensor)]
     values = [*ends] if and_outputs else []
     for node in children_first(end.grad_fn for end in ends if end.grad_fn is not None):
         values += saved_values(node)
-    storages = {x._cdata: x for x in (local_values(value.detach()).untyped_storage() for value in values)}
+    storages = {storage._cdata: storage for storage in map(_storage, values)}
     return [(StorageWeakRef(storage), storage.nbytes()) for storage in storages.values()]
 
 

@@ -127,6 +127,17 @@ def test_gradients_between_i_and_w_count() -> None:
     assert listed["ZBH1"] > listed["1F1B, delayed"]
 
 
+def test_what_is_let_go_of_between_i_and_w_counts() -> None:
+    listed = {each.name: each.held for each in found(SINGLE, [8], times(4, between=-0.5e6))}
+    assert listed["1F1B"] == [4e6, 3e6, 2e6, 1e6]
+    assert listed["ZBH1"] == [4e6, 3.5e6, 3e6, 2.5e6], "with all held until W it is 4e6 everywhere"
+    # Of other sizes than those measured too, where all that is held may be let go of, and no more.
+    small = times(2, samples=2.0, held=10.0, between=-6.0)
+    large = times(2, samples=8.0, held=40.0, between=-24.0)
+    assert times_at(4.0, [small, large]).between == [-12.0, -12.0]
+    assert times_at(8.0, [small, times(2, samples=4.0, held=12.0, between=-12.0)]).between == [-16.0, -16.0]
+
+
 def test_smaller_microbatches_are_on_the_line_through_two_sizes() -> None:
     small = times(2, 0.1, samples=2.0, held=10.0, forward=1.0, backward=3.0)
     large = times(2, 0.3, samples=8.0, held=40.0, forward=2.5, backward=6.0)
