@@ -1,29 +1,44 @@
-# Decides from the installed torch whether GPU code is built, and from this machine's GPUs for which architectures, and
+# Decides whether GPU code is built, and for which architectures, from the installed torch and this machine's GPUs, and
 # prints both. Defines MESHCAST_WITH_CUDA and the function meshcast_add_cuda(target).
 # CMake's own language CUDA is not used: it wants a whole toolkit, of which wheels of CUDA carry parts, and knows
 # architectures only in releases that are newer than they are. nvcc is called as the compiler that it is.
 
-set(MESHCAST_CUDA AUTO CACHE STRING "AUTO: follow the installed torch; ON: stop unless CUDA can be built; OFF: CPU only")
+set(MESHCAST_CUDA AUTO CACHE STRING "AUTO: where this machine has a GPU; ON: stop unless CUDA can be built; OFF: CPU only")
 set_property(CACHE MESHCAST_CUDA PROPERTY STRINGS AUTO ON OFF)
 if(NOT MESHCAST_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "meshcast: MESHCAST_CUDA is \"${MESHCAST_CUDA}\": set it to AUTO, ON or OFF.")
 endif()
 
+# Each architecture costs about a minute of nvcc, so a build takes those that are asked for, else those of the GPUs that
+# are here, else (ON) all that torch was built for. torch names them sm_90 and the like.
+set(MESHCAST_CUDA_ARCH_LIST "")
+set(gpu "")
+find_program(MESHCAST_NVIDIA_SMI nvidia-smi)
+if(MESHCAST_NVIDIA_SMI)
+  execute_process(COMMAND "${MESHCAST_NVIDIA_SMI}" --query-gpu=compute_cap --format=csv,noheader
+                  OUTPUT_VARIABLE capabilities ERROR_QUIET RESULT_VARIABLE status)
+  string(REGEX MATCHALL "[0-9]+\\.[0-9]+" capabilities "${capabilities}")
+  if(status EQUAL 0 AND capabilities)
+    list(REMOVE_DUPLICATES capabilities)
+    list(SORT capabilities COMPARE NATURAL)
+    list(JOIN capabilities " " MESHCAST_CUDA_ARCH_LIST)
+    set(gpu "nvidia-smi")
+  endif()
+endif()
+foreach(sign IN ITEMS /dev/nvidiactl /dev/dxg /proc/driver/nvidia/version)  # of a driver, also without nvidia-smi
+  if(EXISTS "${sign}")
+    set(gpu "${sign}")
+  endif()
+endforeach()
 if(DEFINED ENV{TORCH_CUDA_ARCH_LIST})
+  set(gpu "TORCH_CUDA_ARCH_LIST")  # images are built on machines without a GPU, and say so by this variable
   set(MESHCAST_CUDA_ARCH_LIST "$ENV{TORCH_CUDA_ARCH_LIST}")
-else()
-  # Each architecture costs minutes, so a build takes those of the GPUs that are here; without any, what most have.
-  set(MESHCAST_CUDA_ARCH_LIST "8.0 8.6 8.9 9.0 10.0+PTX")
-  find_program(MESHCAST_NVIDIA_SMI nvidia-smi)
-  if(MESHCAST_NVIDIA_SMI)
-    execute_process(COMMAND "${MESHCAST_NVIDIA_SMI}" --query-gpu=compute_cap --format=csv,noheader
-                    OUTPUT_VARIABLE capabilities ERROR_QUIET RESULT_VARIABLE status)
-    string(REGEX MATCHALL "[0-9]+\\.[0-9]+" capabilities "${capabilities}")
-    if(status EQUAL 0 AND capabilities)
-      list(REMOVE_DUPLICATES capabilities)
-      list(SORT capabilities COMPARE NATURAL)
-      list(JOIN capabilities " " MESHCAST_CUDA_ARCH_LIST)
-    endif()
+elseif(NOT MESHCAST_CUDA_ARCH_LIST AND TORCH_CUDA)
+  string(REGEX MATCHALL "sm_[0-9]+[0-9][a-z]?" built "${TORCH_CUDA_ARCHITECTURES}")
+  list(TRANSFORM built REPLACE "^sm_([0-9]+)([0-9][a-z]?)$" "\\1.\\2")
+  list(JOIN built " " MESHCAST_CUDA_ARCH_LIST)
+  if(TORCH_CUDA_ARCHITECTURES MATCHES "compute_")  # PTX of the newest, for GPUs that come later
+    string(APPEND MESHCAST_CUDA_ARCH_LIST "+PTX")
   endif()
 endif()
 
@@ -108,6 +123,8 @@ endif()
 set(MESHCAST_WITH_CUDA 0)
 if(MESHCAST_CUDA STREQUAL "OFF")
   set(cuda_outcome "CPU only: MESHCAST_CUDA=OFF")
+elseif(MESHCAST_CUDA STREQUAL "AUTO" AND NOT gpu AND NOT obstacle)
+  set(cuda_outcome "CPU only: this machine has no GPU; MESHCAST_CUDA=ON builds for others that have one (minutes more)")
 elseif(obstacle)
   set(cuda_outcome "CPU only: ${obstacle}")
 else()

@@ -49,6 +49,7 @@ def main() -> None:
         "TORCH_ROOT": root,
         "TORCH_CXX11_ABI": int(torch._C._GLIBCXX_USE_CXX11_ABI),
         "TORCH_CUDA": torch.version.cuda or "",
+        "TORCH_CUDA_ARCHITECTURES": torch._C._cuda_getArchFlags() or "" if torch.version.cuda else "",
         "TORCH_E4M3_SATURATES": int(e4m3_saturates(torch)) if torch.version.cuda else "",
         "TORCH_DISTRIBUTED": int(torch.distributed.is_available()),
         "PYTHON_INCLUDE": python_include,

@@ -1,7 +1,7 @@
 """Copies the package, its tests and its benchmarks to build/on_gpu/tree, and builds the module there.
 
-Incremental: a second run compiles what has changed. The flavour follows the torch of this interpreter; its
-architecture is that of the GPU, or TORCH_CUDA_ARCH_LIST's.
+Incremental: a second run compiles what has changed. The flavour is that of MESHCAST_CUDA; its architecture
+is that of the GPU, or TORCH_CUDA_ARCH_LIST's.
 """
 
 from __future__ import annotations

@@ -217,19 +217,30 @@ def one_line(text: str) -> str:
 
 @pytest.fixture
 def other_torch(tmp_path: Path) -> Callable[..., str]:
-    """other_torch(version, pybind11=...): a PYTHONPATH whose first package looks like that torch."""
+    """other_torch(version, pybind11=..., cuda=...): a PYTHONPATH whose first package looks like that torch.
+    cuda: the release that it was built with; its libraries are those of the real one."""
 
-    def make(version: str, *, pybind11: bool = True) -> str:
+    def make(version: str, *, pybind11: bool = True, cuda: str | None = None) -> str:
         package = tmp_path / "other" / "torch"
         (package / "include" / "pybind11").mkdir(parents=True)
         if pybind11:
             (package / "include" / "pybind11" / "pybind11.h").touch()
-        (package / "version.py").write_text(f"__version__ = '{version}'\ncuda = None\n")
+        (package / "version.py").write_text(f"__version__ = '{version}'\ncuda = {cuda!r}\n")
         (package / "distributed.py").write_text("def is_available(): return True\n")
-        (package / "_C.py").write_text("_GLIBCXX_USE_CXX11_ABI = True\n")
+        (package / "_C.py").write_text(
+            "_GLIBCXX_USE_CXX11_ABI = True\n"
+            "def _cuda_getArchFlags(): return 'sm_80 sm_90a sm_100 compute_100'\n"
+        )
         (package / "__init__.py").write_text(
             "from . import _C, distributed, version\nfrom .version import __version__\n"
+            "class tensor:\n"
+            "    def __init__(self, value): pass\n"
+            "    def to(self, dtype): return self\n"
+            "    def isnan(self): return True\n"
+            "float8_e4m3fn = None\n"
         )
+        (package / "lib").symlink_to(Path(torch.__file__).with_name("lib"))
+        (package / "include" / "fmt").symlink_to(Path(torch.__file__).with_name("include") / "fmt")
         return str(package.parent)
 
     return make
@@ -282,6 +293,54 @@ def test_configure_says_what_it_found_and_builds(source_tree: Path, tmp_path: Pa
     assert "CUDA: MESHCAST_CUDA=AUTO" in done.stdout
     flavour = "CPU only: " if torch.version.cuda is None else r"CPU (only: |and CUDA [\d.]+\n)"  # with nvcc
     assert re.search(f"CUDA: built is {flavour}", done.stdout), done.stdout
+
+
+@pytest.fixture
+def cuda_machine(other_torch: Callable, tmp_path: Path) -> dict[str, str]:
+    """Variables of a machine with CUDA's torch and compiler; whether it has a GPU is not said."""
+    site = Path(other_torch("2.13.0", cuda="13.0"))
+    nvidia = site / "nvidia"
+    for file, text in (
+        ("cu13/lib/libcudart.so.13", ""),
+        ("nccl/include/nccl.h", "#define NCCL_MAJOR 2\n#define NCCL_MINOR 28\n#define NCCL_PATCH 9\n"),
+    ):
+        (nvidia / file).parent.mkdir(parents=True)
+        (nvidia / file).write_text(text)
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.1'\n")
+    nvcc.chmod(0o755)
+    return {"PYTHONPATH": str(site), "CUDACXX": str(nvcc)}
+
+
+def test_cuda_is_built_where_there_is_a_gpu_or_it_is_asked_for(
+    cuda_machine: dict[str, str], source_tree: Path, tmp_path: Path
+) -> None:
+    def built(name: str, *options: str, **env: str) -> str:
+        done = configure(source_tree, tmp_path / name, *options, **cuda_machine, **env)
+        assert done.returncode == 0, done.stderr
+        return "\n".join(line for line in done.stdout.splitlines() if "CUDA: " in line)
+
+    signs = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version")
+    if not shutil.which("nvidia-smi") and not any(Path(sign).exists() for sign in signs):
+        text = built("auto")
+        assert "CUDA: built is CPU only: this machine has no GPU; MESHCAST_CUDA=ON builds for others" in text
+    text = built("on", "-DMESHCAST_CUDA=ON")
+    assert "CUDA: built is CPU and CUDA 13.0" in text
+    if not shutil.which("nvidia-smi"):
+        assert text.splitlines()[0].endswith("architectures: 8.0 9.0a 10.0+PTX")
+    text = built("named", TORCH_CUDA_ARCH_LIST="8.6")
+    assert "CUDA: built is CPU and CUDA 13.0" in text
+    assert text.splitlines()[0].endswith("architectures: 8.6")
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho 9.0\n")
+    tool.chmod(0o755)
+    text = built("gpu", PATH=f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    assert "CUDA: built is CPU and CUDA 13.0" in text
+    assert text.splitlines()[0].endswith("architectures: 9.0")
+    text = built("off", "-DMESHCAST_CUDA=OFF", PATH=f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    assert "CUDA: built is CPU only: MESHCAST_CUDA=OFF" in text
 
 
 def test_architectures_are_those_of_the_gpus_that_are_here(source_tree: Path, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def gpu_obstacle(built: bool, torch_cuda: str | None, available: bool) -> str:
     if torch_cuda is None:
         return "torch is a CPU build: install a CUDA build of torch and build meshcast for it"
     if not built:
-        return "this build of meshcast has no CUDA code: build it again with nvcc found, or MESHCAST_CUDA=ON"
+        return "this build of meshcast has no CUDA code: build it again with MESHCAST_CUDA=ON"
     if not available:
         return "torch sees no GPU here: look at CUDA_VISIBLE_DEVICES and the driver"
     return ""
