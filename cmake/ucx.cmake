@@ -4,6 +4,13 @@
 
 execute_process(COMMAND "${Python_EXECUTABLE}" -c "import importlib.util as u; print(u.find_spec('libucx').submodule_search_locations[0])"
                 OUTPUT_VARIABLE ucx_package ERROR_QUIET OUTPUT_STRIP_TRAILING_WHITESPACE)
+# pip builds in the same folder each time, with the headers of an environment that it deletes afterwards.
+if(NOT EXISTS "${MESHCAST_UCX_INCLUDE}/ucp/api/ucp.h")
+  unset(MESHCAST_UCX_INCLUDE CACHE)
+endif()
+if(NOT EXISTS "${MESHCAST_UCX_LIBRARY}")
+  unset(MESHCAST_UCX_LIBRARY CACHE)
+endif()
 find_path(MESHCAST_UCX_INCLUDE ucp/api/ucp.h HINTS "$ENV{UCX_ROOT}/include" "${ucx_package}/include")
 find_file(MESHCAST_UCX_LIBRARY libucp.so.0 HINTS "$ENV{UCX_ROOT}/lib" "${ucx_package}/lib")
 if(MESHCAST_UCX_INCLUDE)

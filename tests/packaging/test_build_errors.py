@@ -280,6 +280,23 @@ def test_cuda_option_is_checked_against_torch(source_tree: Path, tmp_path: Path)
         assert f"CUDA of torch: {torch.version.cuda}" in done.stdout
 
 
+def test_ucx_of_a_build_environment_that_is_deleted_is_looked_for_again(
+    source_tree: Path, tmp_path: Path
+) -> None:
+    """pip builds twice in one folder, each time in a new environment that has UCX's headers."""
+    for name in ("first", "second"):
+        root = tmp_path / name
+        (root / "include" / "ucp" / "api").mkdir(parents=True)
+        (root / "include" / "ucp" / "api" / "ucp.h").touch()
+        (root / "lib").mkdir()
+        (root / "lib" / "libucp.so.0").touch()
+        done = configure(source_tree, tmp_path / "build", UCX_ROOT=str(root))
+        assert f"meshcast with UCX ({root / 'include'})" in done.stdout, done.stdout + done.stderr
+        cache = (tmp_path / "build" / "CMakeCache.txt").read_text()
+        assert f"={root / 'lib' / 'libucp.so.0'}\n" in cache
+        shutil.rmtree(root)
+
+
 def test_unknown_cuda_option(source_tree: Path, tmp_path: Path) -> None:
     done = configure(source_tree, tmp_path / "build", "-DMESHCAST_CUDA=maybe")
     assert done.returncode != 0
