@@ -1,6 +1,7 @@
 """Refuses source and test files that are too long to read at one go.
 
-A file is a concept, of 300 to 700 lines as a rule. Above 700 it is printed, and 800 is the limit, for tests as well.
+A file is a concept, of 300 to 700 lines as a rule. One above 700 is printed, and 800 is the limit, for tests
+as well.
 """
 
 from __future__ import annotations

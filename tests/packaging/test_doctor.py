@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -62,6 +63,37 @@ def test_report_of_this_build() -> None:
     assert report["verdict"].startswith("meshcast works here")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("MESHCAST_TRANSPORT", "tcp", "MESHCAST_TRANSPORT is 'tcp'; expected auto, ucx or gloo"),
+        ("MESHCAST_SHM", "yes", "MESHCAST_SHM is 'yes'; expected 0"),
+        ("MESHCAST_SHM_MB", "-5", "MESHCAST_SHM_MB is '-5'; expected a number of MiB"),
+        ("MESHCAST_IFNAMES", "eth9999", "MESHCAST_IFNAMES is 'eth9999'; expected different interfaces"),
+        ("MESHCAST_IFNAMES", "lo,lo", "MESHCAST_IFNAMES is 'lo,lo'; expected different interfaces"),
+    ],
+)
+def test_a_variable_that_makes_calls_fail_is_reported(
+    name: str, value: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert doctor.run(argparse.Namespace(json=True)) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [each for each in report["problems"] if each.startswith(f"every call: {expected}")]
+    assert report["verdict"] == "meshcast plans here, but an environment variable makes its calls fail"
+    assert report["environment"][name] == value
+
+
+def test_a_misspelt_variable_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MESHCAST_TRANSPROT", "gloo")
+    assert doctor.run(argparse.Namespace(json=False)) == 0
+    text = capsys.readouterr().out
+    assert "MESHCAST_TRANSPROT is no variable of meshcast: is MESHCAST_TRANSPORT meant?" in text
+    assert text.endswith("verdict: meshcast works here, apart from what is listed above\n")
+
+
 def test_the_script_reports_a_package_that_cannot_be_imported(tmp_path: Path) -> None:
     shutil.copytree(
         PACKAGE, tmp_path / "meshcast", ignore=shutil.ignore_patterns("__pycache__", "_build_info.py")
@@ -76,7 +108,7 @@ def test_the_script_reports_a_package_that_cannot_be_imported(tmp_path: Path) ->
         text=True,
         timeout=60,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     assert "- import meshcast: ImportError: meshcast was built for torch 2.9.1" in done.stdout
     assert done.stdout.endswith("verdict: meshcast cannot be imported here\n")
 

@@ -53,8 +53,7 @@ def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
     cuda = InnerNccl(
         store, rank, size, timeout, nccl_options, group.group_id, list(group.global_ranks_in_group)
     )
-    most = (1 << 63) - 1
-    at_least = settings.BROADCAST_BYTES.integer(1, most, op="init_process_group")
+    at_least = settings.BROADCAST_BYTES.integer(op="init_process_group")
     ranks = list(group.global_ranks_in_group) or list(range(size))
     messages = None if later else settle(life, rank, ranks, timeout.total_seconds())
 
@@ -73,7 +72,14 @@ def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
         return _create(part, options)
 
     backend = _C.ProcessGroupMeshcast(
-        inner, rank, size, broadcasts.start, most if later else at_least, messages, cuda, part_of
+        inner,
+        rank,
+        size,
+        broadcasts.start,
+        settings.BROADCAST_BYTES.limits[1] if later else at_least,
+        messages,
+        cuda,
+        part_of,
     )
     broadcasts.key = backend.key
     return backend

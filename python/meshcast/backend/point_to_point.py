@@ -45,7 +45,7 @@ def _ability() -> dict[str, str]:
     """kind: "ucx", "gloo", or "none" with the reason why. The library is looked for, not loaded."""
     choice = "ucx"  # a value that is none is an order that cannot be carried out
     try:
-        choice = settings.TRANSPORT.choice("auto", "ucx", "gloo")
+        choice = settings.TRANSPORT.choice()
         if choice == "gloo":
             return {"kind": "gloo", "choice": choice}
         if not hasattr(_C, "UcxPlane"):

@@ -7,40 +7,66 @@ This file and host.py are also loaded where the rest of meshcast cannot be: they
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
+from difflib import get_close_matches
+
+_MOST_INTERFACES = 16
+_OTHERS = ("MESHCAST_CUDA", "MESHCAST_FAULT", "MESHCAST_TEST_")  # of builds and of the project's own tests
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One variable. expected: its values, as errors name them; read: when; meaning: one or two sentences."""
+    """One variable. expected: its values, as errors name them; read: when; meaning: one or two sentences.
+
+    choices: the values that it may have; limits: the least and the largest number; empty where any text, or
+    what `problem` looks for, will do.
+    """
 
     name: str
     default: str
     expected: str
     read: str
     meaning: str
+    choices: tuple[str, ...] = ()
+    limits: tuple[int, ...] = ()
 
     def text(self) -> str:
         """The value, stripped; the default where it is unset or empty."""
         return os.environ.get(self.name, "").strip() or self.default
 
-    def choice(self, *allowed: str) -> str:
-        """The value if it is one of `allowed`. Raises MeshcastError."""
-        if self.text() not in allowed:
-            self._refuse()
+    def choice(self, op: str | None = None) -> str:
+        """Returns the value if it is one of `choices`. Raises MeshcastError, which names `op`."""
+        self._check(op)
         return self.text()
 
-    def integer(self, low: int, high: int, op: str | None = None) -> int:
-        """The value as a number within [low, high]. Raises MeshcastError, which names `op`."""
-        value = self.text()
-        if not value.isascii() or not value.isdecimal() or not low <= int(value) <= high:
-            self._refuse(op)
-        return int(value)
+    def integer(self, op: str | None = None) -> int:
+        """Returns the value as a number within `limits`. Raises MeshcastError, which names `op`."""
+        self._check(op)
+        return int(self.text())
 
-    def _refuse(self, op: str | None = None) -> None:
+    def names(self) -> tuple[str, ...]:
+        """The parts of the value between commas."""
+        return tuple(name.strip() for name in self.text().split(",")) if self.text() else ()
+
+    def problem(self) -> str:
+        """What is wrong with the value, in a sentence; empty where it is allowed."""
+        value, expected = self.text(), self.expected
+        wrong = bool(self.choices) and value not in self.choices
+        if self.limits:
+            number = value.isascii() and value.isdecimal()
+            wrong = not number or not self.limits[0] <= int(value) <= self.limits[1]
+        if self is IFNAMES and value:
+            names, known = self.names(), [name for _, name in socket.if_nameindex()]
+            wrong = not set(names) <= set(known) or not len(set(names)) == len(names) <= _MOST_INTERFACES
+            expected += f", at most {_MOST_INTERFACES} out of {', '.join(known)}"
+        return f"{self.name} is {value!r}; expected {expected}" if wrong else ""
+
+    def _check(self, op: str | None) -> None:
         from ..errors import MeshcastError
 
-        raise MeshcastError(f"{self.name} is {self.text()!r}; expected {self.expected}", op=op)
+        if problem := self.problem():
+            raise MeshcastError(problem, op=op)
 
 
 BROADCAST_BYTES = Setting(
@@ -49,6 +75,7 @@ BROADCAST_BYTES = Setting(
     "the number of bytes, 1 or more, from which a broadcast is a multicast, the same on all ranks",
     "a group of backend meshcast is made",
     "Broadcasts of so many bytes and more are multicasts, smaller ones gloo's (backend.md).",
+    limits=(1, (1 << 63) - 1),
 )
 CUDA_TRANSPORT = Setting(
     "MESHCAST_CUDA_TRANSPORT",
@@ -56,6 +83,7 @@ CUDA_TRANSPORT = Setting(
     "auto, nccl or cuda_ipc, the same on all ranks",
     "a group first moves tensors on GPUs",
     "How ranks exchange tensors on GPUs (cuda.md).",
+    choices=("auto", "nccl", "cuda_ipc"),
 )
 FLIGHT_RECORD = Setting(
     "MESHCAST_FLIGHT_RECORD",
@@ -93,6 +121,7 @@ SHM = Setting(
     "0, which turns shared memory off, or 1, which leaves it on",
     "a group is made",
     "Whether the ranks of a host exchange data through shared memory.",
+    choices=("0", "1"),
 )
 SHM_MB = Setting(
     "MESHCAST_SHM_MB",
@@ -100,6 +129,7 @@ SHM_MB = Setting(
     f"a number of MiB from 1 to {1 << 20}",
     "a group is made",
     "What one process maps at most for all its groups, in MiB.",
+    limits=(1, 1 << 20),
 )
 TRANSPORT = Setting(
     "MESHCAST_TRANSPORT",
@@ -108,6 +138,7 @@ TRANSPORT = Setting(
     "a group is made",
     "How hosts exchange messages, and send and recv of backend meshcast; auto is UCX where it can be loaded, "
     "else gloo (transports.md, backend.md).",
+    choices=("auto", "ucx", "gloo"),
 )
 UCX = Setting(
     "MESHCAST_UCX",
@@ -119,6 +150,17 @@ UCX = Setting(
 )
 
 ALL = (BROADCAST_BYTES, CUDA_TRANSPORT, FLIGHT_RECORD, HOST_ID, IFNAMES, LOG, SHM, SHM_MB, TRANSPORT, UCX)
+
+
+def problems() -> list[str]:
+    """What is wrong with the variables that are set, names that are none of ours included."""
+    found = [problem for each in ALL if (problem := each.problem())]
+    known = [each.name for each in ALL]
+    for name in sorted(os.environ):
+        if name.startswith("MESHCAST_") and name not in known and not name.startswith(_OTHERS):
+            meant = get_close_matches(name, known, 1)
+            found.append(f"{name} is no variable of meshcast" + (f": is {meant[0]} meant?" if meant else ""))
+    return found
 
 
 def markdown() -> str:

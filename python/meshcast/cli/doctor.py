@@ -36,7 +36,9 @@ _VERDICTS = (
         "meshcast plans here, but moves nothing: this torch has no torch.distributed",
     ),
     ("transfers on CPU", "meshcast plans here, but cannot move tensors between processes"),
+    ("every call", "meshcast plans here, but an environment variable makes its calls fail"),
 )
+_WORKS = "meshcast works here"
 _PLANNED_GBPS = 10  # what Topology.from_hosts assumes of a host's link
 
 
@@ -45,10 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report. Returns 0 whatever it says: reporting a problem is no failure of the report."""
+    """Prints the report. Returns 1 where calls fail here, as the verdict says, else 0."""
     report = examine()
     print(json.dumps(report, indent=2) if arguments.json else render(report))
-    return 0
+    return 0 if report["verdict"].startswith(_WORKS) else 1
 
 
 def examine() -> dict[str, Any]:
@@ -67,6 +69,9 @@ def examine() -> dict[str, Any]:
     for name in _base("progress").track(sections, "looking around"):
         report[name] = sections[name](problems)
     report["environment"] = {name: os.environ[name] for name in _variables() if name in os.environ}
+    for problem in _base("settings").problems():
+        start = "a misspelt variable" if "no variable of" in problem else "every call"
+        problems.append(f"{start}: {problem}")
     return {**report, "problems": problems, "verdict": verdict(problems)}
 
 
@@ -75,11 +80,11 @@ def verdict(problems: list[str]) -> str:
     for start, sentence in _VERDICTS:
         if any(problem.startswith(start) for problem in problems):
             return sentence
-    return "meshcast works here, but for what is listed above" if problems else "meshcast works here"
+    return f"{_WORKS}, apart from what is listed above" if problems else _WORKS
 
 
 def _variables() -> list[str]:
-    return [*(each.name for each in _base("settings").ALL), *_VARIABLES]
+    return [*(each for each in sorted(os.environ) if each.startswith("MESHCAST_")), *_VARIABLES]
 
 
 def _base(name: str) -> Any:

@@ -34,7 +34,7 @@ class Network:
         self._plane: _C.UcxPlane | None = None
         self._failure = ""
         try:
-            choice = choice or settings.TRANSPORT.choice("auto", "ucx", "gloo")
+            choice = choice or settings.TRANSPORT.choice()
             if choice != "gloo":
                 self._plane = plane(names, timeout)
         except MeshcastError as error:

@@ -9,7 +9,6 @@ host talks to the first ones of the others, and so on. Without it there is one, 
 from __future__ import annotations
 
 import re
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -27,25 +26,16 @@ if TYPE_CHECKING:
 
 __all__ = ["agreed_count", "connect", "first_rails", "interfaces"]
 
-_MOST = 16
 _KEY = re.compile(r"gloo\d+/(?:[^/\s]+/)?(\d+)")
 
 
 def interfaces() -> tuple[tuple[str, ...], str]:
     """The names, () for gloo's choice, and what this rank tells the others: their number, or why they are
     wrong here."""
-    text = settings.IFNAMES.text()
-    if not text:
-        return (), "1"
-    names = tuple(name.strip() for name in text.split(","))
-    known = [name for _, name in socket.if_nameindex()]
-    wrong = [name for name in names if name not in known]
-    if wrong or len(set(names)) < len(names) or len(names) > _MOST:
-        return (), (
-            f"{settings.IFNAMES.name} is {text!r}; expected up to {_MOST} different interfaces of this host, "
-            f"separated by commas, out of {', '.join(known)}"
-        )
-    return names, str(len(names))
+    names = settings.IFNAMES.names()
+    if problem := settings.IFNAMES.problem():
+        return (), problem
+    return names, str(len(names) or 1)
 
 
 def agreed_count(told: Mapping[int, str], rank: int) -> int:

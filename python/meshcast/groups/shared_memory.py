@@ -48,10 +48,10 @@ class LocalMemory:
         self._ranks: tuple[int, ...] = ()
         self._outcome = ""  # what this rank posts: empty if it succeeded
         self._lost: int | None = None  # a rank that went while this host's ranks met
-        if settings.SHM.choice("0", "1") == "0":
+        if settings.SHM.choice() == "0":
             self.offer = f"off {settings.SHM.name} is 0"
             return
-        _C.SharedMemory.set_budget(settings.SHM_MB.integer(1, 1 << 20) << 20)
+        _C.SharedMemory.set_budget(settings.SHM_MB.integer() << 20)
         try:
             self._core = _C.SharedMemory(ranks)
             self.offer = f"at {self._core.address}"

@@ -118,7 +118,7 @@ def own_offer(device: int) -> GpuOffer:
     try:
         properties = torch.cuda.get_device_properties(device)
         nccl, no_nccl = _own_nccl()
-        wish = settings.CUDA_TRANSPORT.choice(AUTO, NCCL, CUDA_IPC)
+        wish = settings.CUDA_TRANSPORT.choice()
         return GpuOffer(
             host=host_identity(),
             device=device,
