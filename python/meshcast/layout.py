@@ -31,10 +31,19 @@ _MAX_RANKS = 1 << 20  # a mesh above this is a typing error; nothing is allocate
 _REDUCE_OPS = ("sum", "avg", "min", "max", "product")
 # Which parts of a _Placement its JSON form has, by kind.
 _WIRE_FIELDS = {"replicate": (), "shard": (1,), "strided_shard": (1, 2), "partial": (3,)}
-_NOTATION = re.compile(
-    r"(?P<mesh>[0-9]{1,7}(?:x[0-9]{1,7})*)(?:@(?P<first>[0-9]{1,7}))?:(?P<dims>(?:R|S[0-9]+)*)"
+_MESH = re.compile(r"(?P<mesh>[0-9]{1,7}(?:x[0-9]{1,7})*)(?:@(?P<first>[0-9]{1,7}))?:(?P<rest>.*)", re.DOTALL)
+_DIMENSIONS = re.compile(r"(?:R|S[0-9]+)*")  # of the tensor
+_PLACEMENT = re.compile(
+    r"\s*(?:(?P<replicate>Replicate\(\))|Shard\((?:dim=)?(?P<shard>-?[0-9]{1,9})\)"
+    r"|(?P<partial>Partial)\([\"']?(?P<op>[a-z]*)[\"']?\)"
+    r"|_StridedShard\((?:dim=)?(?P<strided>-?[0-9]{1,9}), ?(?:split_factor|sf)=(?P<factor>[0-9]{1,18})\))"
+    r"\s*(?:,|$)"
 )
-_NOTATION_HELP = "allowed: <mesh>[@first_rank]:<dims>, for example 2x4:S0RR or 1x4@8:S1RR"
+_NOTATION_HELP = (
+    "allowed: <mesh>[@first_rank]: and a placement for each mesh dimension, for example "
+    "2x4:Shard(0),Replicate() or 4@8:Partial(sum); or, for each tensor dimension, R or S with the mesh "
+    "dimensions that shard it, for example 2x4:S0R or 1x4@8:S1RR"
+)
 
 
 class Layout:
@@ -151,18 +160,27 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, first_rank: int = 0) -> Layout:
-        """Read the notation of the AlpaComm paper (arXiv 2211.05322), for example "2x4:S0RR" or "1x4@8:S1RR".
+        """Reads a layout from text, for example "2x4:Shard(0),Replicate()" or "4@8:Shard(1)".
 
         Before the colon is the mesh, whose ranks count up in row-major order from `first_rank`, or from the
-        number after @. After it, for each tensor dimension, is R (not sharded) or S with the mesh axes that
-        shard it (S0, S1, S01).
+        number after @. After it is a placement for each mesh dimension, in torch's words: ``Shard(d)``,
+        ``Replicate()``, ``Partial()``, ``Partial(max)``, ``_StridedShard(d, split_factor=n)``.
+
+        The notation of arXiv 2211.05322 is read too: for each *tensor* dimension R (not sharded) or S with
+        the mesh dimensions that shard it. "2x4:S0RR" is "2x4:Shard(0),Replicate()" for tensors of three
+        dimensions, and "2x4:RS01" is "2x4:Shard(1),Shard(1)" for those of two.
 
         Raises:
             LayoutError: text that cannot be read, with what is allowed.
+
+        Example::
+
+            layout = meshcast.Layout.parse("2x2@4:Shard(0),Replicate()")
+            assert layout == meshcast.Layout([[4, 5], [6, 7]], [Shard(0), Replicate()])
         """
         if not isinstance(text, str):
             raise LayoutError(f"layout {checks.shown(text)}: expected text; {_NOTATION_HELP}")
-        found = _NOTATION.fullmatch(text)
+        found = _MESH.fullmatch(text)
         if found is None:
             raise LayoutError(f"layout {checks.shown(text)} cannot be read; {_NOTATION_HELP}")
         mesh_shape = tuple(int(n) for n in found["mesh"].split("x"))
@@ -181,7 +199,14 @@ class Layout:
             raise LayoutError(
                 f"layout {checks.shown(text)}: a mesh of {size} ranks; allowed are 1 to {_MAX_RANKS}"
             )
-        dims = re.findall(r"R|S[0-9]+", found["dims"])
+        layout = cls.__new__(cls)
+        ranks = array("i", range(first, first + size))
+        if "(" in found["rest"]:
+            layout._set(mesh_shape, ranks, _read_placements(text, found["rest"]), None)
+            return layout
+        if _DIMENSIONS.fullmatch(found["rest"]) is None:
+            raise LayoutError(f"layout {checks.shown(text)} cannot be read; {_NOTATION_HELP}")
+        dims = re.findall(r"R|S[0-9]+", found["rest"])
         if len(dims) > checks.MAX_DIMS:
             raise LayoutError(
                 f"layout {checks.shown(text)}: {len(dims)} tensor dimensions; "
@@ -206,8 +231,7 @@ class Layout:
                         f"layout {text!r}: mesh axis {axis} shards twice; every axis may appear once"
                     )
                 placements[axis] = ("shard", dim, 1, "")
-        layout = cls.__new__(cls)
-        layout._set(mesh_shape, array("i", range(first, first + size)), tuple(placements), len(dims))
+        layout._set(mesh_shape, ranks, tuple(placements), len(dims))
         return layout
 
     @cached_property
@@ -445,6 +469,32 @@ def _read_placement(index: int, placement: Any) -> _Placement:
         f"placement {index}, {checks.shown(placement)}: "
         "allowed are Shard(dim), Replicate(), Partial(op) and _StridedShard"
     )
+
+
+def _read_placements(text: str, rest: str) -> tuple[_Placement, ...]:
+    """The placements that are written in `rest`, which is a part of `text`."""
+    placements: list[_Placement] = []
+    at = 0
+    while at < len(rest):
+        found = _PLACEMENT.match(rest, at)
+        op = found["op"] or "sum" if found else ""
+        if found is None or (found["partial"] and op not in _REDUCE_OPS):
+            raise LayoutError(
+                f"layout {checks.shown(text)}: {checks.shown(rest[at:].strip())} is no list of Shard(dim), "
+                f"Replicate(), Partial(op) with op one of {', '.join(_REDUCE_OPS)}, or _StridedShard(dim, "
+                "split_factor=n)"
+            )
+        if found["replicate"]:
+            placements.append(("replicate", 0, 1, ""))
+        elif found["partial"]:
+            placements.append(("partial", 0, 1, op))
+        elif found["shard"]:
+            placements.append(("shard", int(found["shard"]), 1, ""))
+        else:
+            factor = checks.integer("split_factor", int(found["factor"]), 1, checks.MAX_INT64)
+            placements.append(("strided_shard", int(found["strided"]), factor, ""))
+        at = found.end()
+    return tuple(placements)
 
 
 def _placement_of_wire(where: str, value: Any) -> _Placement:

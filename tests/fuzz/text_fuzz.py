@@ -28,6 +28,8 @@ SEEDS = [
     "\0" + "2x4:S0RR",
     "\0" + "1x4@8:S1RR",
     "\0" + "2x2@4:S01R",
+    "\0" + "2x3@4:Shard(0),Partial(max)",
+    "\0" + "2x2:_StridedShard(1, split_factor=2),Replicate()",
     "\1" + Topology.uniform(4, 10).to_json(),
     "\1" + Topology.from_hosts({0: "a", 1: "b", 2: "a"}).to_json(),
     "\2" + _PLAN,

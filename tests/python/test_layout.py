@@ -134,6 +134,58 @@ def test_bad_notation(text: str, names: str) -> None:
         Layout.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "shape", "placements"),
+    [
+        ("2x4:Shard(0),Replicate()", (2, 4), (Shard(0), Replicate())),
+        ("4@8: Shard(dim=-1)", (4,), (Shard(-1),)),
+        (
+            "2x2x2:Partial(), Partial(max) ,Partial('avg')",
+            (2, 2, 2),
+            (Partial(), Partial("max"), Partial("avg")),
+        ),
+        (
+            "2x2:_StridedShard(1, split_factor=2),Shard(1)",
+            (2, 2),
+            (_StridedShard(1, split_factor=2), Shard(1)),
+        ),
+    ],
+)
+def test_torchs_words_are_read(text: str, shape: tuple[int, ...], placements: tuple[object, ...]) -> None:
+    layout = Layout.parse(text)
+    assert (layout.mesh_shape, layout.placements) == (shape, placements)
+    assert layout == Layout(torch.arange(len(layout.ranks)).view(shape) + layout.ranks[0], placements)
+    written = f"{'x'.join(map(str, shape))}@{layout.ranks[0]}:{','.join(layout.placement_texts)}"
+    assert Layout.parse(written) == layout
+
+
+def test_both_notations_say_the_same() -> None:
+    for paper, words in (("2x4:S0R", "Shard(0),Replicate()"), ("2x4:S1R", "Replicate(),Shard(0)")):
+        both = [Layout.parse(paper), Layout.parse(f"2x4:{words}")]
+        assert both[0].shards((8, 6)) == both[1].shards((8, 6))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2x4:Shard(0)",
+        "2:Shard(0),Replicate()",
+        "2:Shard()",
+        "2:Shard(0)Shard(1)",
+        "2:Partial(mean)",
+        "2:Replicate(0)",
+        "2:(",
+        "2:Shard(0)S0",
+        "2:_StridedShard(0)",
+        "2:_StridedShard(0, split_factor=0)",
+        "2:Shard(99999999999999)",
+    ],
+)
+def test_wrong_words_are_refused(text: str) -> None:
+    with pytest.raises(LayoutError, match=r"placement|split_factor|Shard\(dim\)"):
+        Layout.parse(text)
+
+
 @given(st.text(alphabet="0123456789xX@:SR -", max_size=24) | st.text(max_size=12))
 @settings(max_examples=400, deadline=None, derandomize=True)
 def test_any_text_is_parsed_or_refused(text: str) -> None:

@@ -82,9 +82,15 @@ def shape(value: Any) -> tuple[int, ...]:
     return tuple(integer(f"size of dimension {d}", size, 0, MAX_INT64) for d, size in enumerate(sizes))
 
 
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
 def dtype(value: Any) -> torch.dtype:
-    """A torch dtype, given as such or by its name ("int32" or "torch.int32")."""
-    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    """A torch dtype, given as such or by its name ("int32", "torch.int32" or "bf16")."""
+    found: Any = value
+    if isinstance(value, str):
+        name = value.removeprefix("torch.")
+        found = getattr(torch, _SHORT_DTYPES.get(name, name), None)
     if not isinstance(found, torch.dtype):
         raise LayoutError(
             f"dtype {shown(value)}: expected a torch dtype or its name, for example float32, bfloat16, int64"

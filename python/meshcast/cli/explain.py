@@ -4,13 +4,14 @@ disagree on, and what came first."""
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from ..base.progress import Progress
 from ..pages.timeline_page import PageBar, PagePanel, write_timeline_page
 from ..planning.text import ranks_text
 from ._records import Made, Record, read_records
-from ._values import named
+from ._values import named, output_file
 from ._waits import Found, find, ranks_of
 
 _SHOWN = 32  # ranks that get lines of their own
@@ -29,12 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page with the last calls over time"
     )
+    parser.add_argument("--json", action="store_true", help="print the cause and the waits as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints what the records tell."""
+    output_file("--html", arguments.html)
     records = read_records(arguments.folder)
-    text = "\n".join(_lines(records, find(records)))
+    found = find(records)
+    text = "\n".join(_lines(records, found))
     if arguments.html is not None:
         with named("--html"):
             panel = _panel(records)
@@ -42,6 +46,13 @@ def run(arguments: argparse.Namespace) -> int:
                 write_timeline_page(
                     [panel], f"Flight records in {arguments.folder.name}", arguments.html, text
                 )
+    if arguments.json:
+        waits = {
+            rank: {"call": wait.call.name, "at": wait.call.site, "for": list(wait.ranks)}
+            for rank, wait in found.waits.items()
+        }
+        silent = list(found.silent)
+        text = json.dumps({"cause": found.cause, "waits": waits, "without_record": silent}, indent=2)
     print(text)
     return 0
 

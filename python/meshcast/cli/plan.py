@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from ..pages.plan_page import write_plan_page
 from ..planning.plan import BALANCES, STRATEGIES, Plan, plan
 from ..planning.text import time_text
 from ..topology import Topology
+from ._values import PICTURES, named, output_file
 
 T = TypeVar("T")
 
@@ -39,10 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--src",
         required=True,
         metavar="LAYOUT",
-        help="source: mesh, @ first rank, : sharding per dimension, e.g. 2x4:S0RR; or boxes by rank, "
-        'e.g. {"0": [[[0, 4], [0, 8]]]}',
+        help="source: mesh, @ first rank, : a placement for each mesh dimension, e.g. "
+        "2x4:Shard(0),Replicate(); or S and R for each tensor dimension, e.g. 2x4:S0RR, where mesh "
+        'dimension 0 shards tensor dimension 0; or boxes by rank, e.g. {"0": [[[0, 4], [0, 8]]]}',
     )
-    parser.add_argument("--dst", required=True, metavar="LAYOUT", help="destination, e.g. 3x4@8:S0RR")
+    parser.add_argument(
+        "--dst", required=True, metavar="LAYOUT", help="destination, e.g. 3x4@8:Shard(0),Replicate()"
+    )
     group = parser.add_argument_group("topology")
     group.add_argument(
         "--topology", type=Path, metavar="FILE", help="JSON of Topology.to_json; excludes the options below"
@@ -74,61 +78,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--json", action="store_true", help="print the plan as JSON instead of text")
     group.add_argument(
-        "--compare", action="store_true", help="print every strategy's makespan instead of one plan"
+        "--compare",
+        action="store_true",
+        help="print every strategy's makespan instead of one plan, as JSON with --json",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan."""
-    with _option("--shape"):
+    output_file("--draw", arguments.draw, PICTURES)
+    output_file("--html", arguments.html)
+    if arguments.compare:
+        chosen = {
+            "--strategy": arguments.strategy != "auto",
+            "--draw": arguments.draw,
+            "--html": arguments.html,
+        }
+        for option in (each for each, given in chosen.items() if given):
+            raise LayoutError(f"{option}: not allowed with --compare, which prints a table of all strategies")
+    with named("--shape"):
         shape = _read_shape(arguments.shape)
-    with _option("--dtype"):
+    with named("--dtype"):
         dtype = checks.dtype(arguments.dtype)
     layouts = []
     for name in ("--src", "--dst"):
-        with _option(name):
+        with named(name):
             layout = _read_layout(getattr(arguments, name[2:]))
             layout.shards(shape)
             layouts.append(layout)
     topology = _read_topology(arguments)
-    with _option("--strategy"):
+    with named("--strategy"):
         strategy = checks.choice("value", arguments.strategy, STRATEGIES)
-    with _option("--balance"):
+    with named("--balance"):
         balance = checks.choice("value", arguments.balance, BALANCES)
-    with _option("--chunk-bytes"):
+    with named("--chunk-bytes"):
         chunk_bytes = None if arguments.chunk_bytes is None else _read_number(arguments.chunk_bytes, int)
         if chunk_bytes is not None:
             checks.integer("value", chunk_bytes, 1, checks.MAX_INT64)
-    with _option("--seed"):
+    with named("--seed"):
         seed = checks.integer("value", _read_number(arguments.seed, int), 0, (1 << 64) - 1)
 
     def made(strategy: str) -> Plan:
         return plan(shape, dtype, layouts[0], layouts[1], topology, strategy, balance, chunk_bytes, seed)
 
     if arguments.compare:
-        print(_compare(made))
+        print(_compare(made, arguments.json))
         return 0
     with Progress("planning"):
         result = made(strategy)
     if arguments.draw is not None:
-        with _option("--draw"), Progress("drawing"):
+        with named("--draw"), Progress("drawing"):
             result.draw(arguments.draw)
     if arguments.html is not None:
-        with _option("--html"), Progress("writing the page"):
+        with named("--html"), Progress("writing the page"):
             write_plan_page(result, arguments.html)
     print(result.to_json() if arguments.json else result.describe())
     return 0
-
-
-@contextmanager
-def _option(name: str) -> Iterator[None]:
-    """Puts the option's name in front of what is wrong with its value."""
-    try:
-        yield
-    except LayoutError as error:
-        raise LayoutError(f"{name}: {error}") from None
-    except OSError as error:
-        raise LayoutError(f"{name}: cannot write {error.filename}: {error.strerror}") from None
 
 
 def _read_layout(text: str) -> Layout:
@@ -168,27 +173,33 @@ def _read_topology(arguments: argparse.Namespace) -> Topology:
         if given:
             option = f"--{next(iter(given)).replace('_', '-')}"
             raise LayoutError(f"{option}: not allowed with --topology, which sets it")
-        with _option("--topology"):
+        with named("--topology"):
             return Topology.from_json(arguments.topology)
     values = dict(_TOPOLOGY_OPTIONS)
     for name, text in given.items():
-        with _option(f"--{name.replace('_', '-')}"):
+        with named(f"--{name.replace('_', '-')}"):
             values[name] = _read_number(text, type(_TOPOLOGY_OPTIONS[name]))
             Topology.uniform(**{**_TOPOLOGY_OPTIONS, name: values[name]})
     return Topology.uniform(**values)
 
 
-def _compare(made: Callable[[str], Plan]) -> str:
+def _compare(made: Callable[[str], Plan], as_json: bool) -> str:
     """A table of all strategies, best first. Those that this pair of layouts rules out say why."""
-    rows, refused = [], []
+    rows, refused = [], {}
     for strategy in track(STRATEGIES[1:], "strategies"):
         try:
             rows.append(made(strategy))
         except LayoutError as error:
-            refused.append(f"{strategy:<18} {error}")
+            refused[strategy] = str(error)
     rows.sort(key=lambda row: row.makespan)
+    if as_json:
+        figures = [
+            {"strategy": row.strategy, "makespan": row.makespan, "lower_bound": row.lower_bound}
+            for row in rows
+        ]
+        return json.dumps({"strategies": figures, "refused": refused}, indent=2)
     lines = [f"{'strategy':<18} {'makespan':>10}  x lower bound"]
     lines += [f"{row.strategy:<18} {time_text(row.makespan):>10}  {row.ratio:.3f}" for row in rows]
     if rows:
         lines.append(f"{'lower bound':<18} {time_text(rows[0].lower_bound):>10}  1")
-    return "\n".join(lines + refused)
+    return "\n".join([*lines, *(f"{strategy:<18} {why}" for strategy, why in refused.items())])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..pipelining.draw import draw_panels, panel_of
 from ..pipelining.orders import SCHEDULES
 from ..pipelining.simulate import SimulationReport, simulate
 from ..pipelining.trace import format_timeline
-from ._values import integer, named, times
+from ._values import PICTURES, integer, named, output_file, times
 
 _MOST = 4096  # stages and micro-batches
 _WIDTH = 150  # characters of a timeline that is printed
@@ -64,10 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page with the timelines, two under each other"
     )
+    group.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints figures, and a timeline where it fits."""
+    output_file("--draw", arguments.draw, PICTURES)
+    output_file("--html", arguments.html)
     stages = integer("--stages", arguments.stages, 1, _MOST)
     microbatches = integer("--microbatches", arguments.microbatches, 1, _MOST)
     costs: dict[str, Any] = {
@@ -83,12 +87,12 @@ def run(arguments: argparse.Namespace) -> int:
     with named("--send-model"):
         network["send_model"] = checks.choice("value", arguments.send_model, ("buffered", "rendezvous"))
     if arguments.compare:
-        reports = _compare(stages, microbatches, costs, network)
+        reports = _compare(stages, microbatches, costs, network, arguments.json)
     else:
         options = _options(arguments, stages)
         with named(f"--schedule {arguments.schedule}"), Progress("simulating"):
             report = simulate(arguments.schedule, stages, microbatches, **costs, **network, **options)
-        _print(report, costs)
+        print(json.dumps(_figures(report), indent=2)) if arguments.json else _print(report, costs)
         reports = [(f"{arguments.schedule}, {stages} stages, {microbatches} micro-batches", report)]
     if arguments.draw is not None:
         with named("--draw"), Progress("drawing"):
@@ -115,6 +119,12 @@ def _options(arguments: argparse.Namespace, stages: int) -> dict[str, Any]:
     return options
 
 
+def _figures(report: SimulationReport) -> dict[str, Any]:
+    """The report without its spans."""
+    names = ("makespan", "bubble_fraction", "exposed_fraction", "peak_activations", "peak_of_ranks", "idle")
+    return {name: getattr(report, name) for name in names}
+
+
 def _print(report: SimulationReport, costs: dict[str, Any]) -> None:
     print(f"makespan            {report.makespan:.6g}")
     print(f"bubble              {report.bubble_fraction:.1%}")
@@ -129,23 +139,25 @@ def _print(report: SimulationReport, costs: dict[str, Any]) -> None:
 
 
 def _compare(
-    stages: int, microbatches: int, costs: dict[str, Any], network: dict[str, Any]
+    stages: int, microbatches: int, costs: dict[str, Any], network: dict[str, Any], as_json: bool
 ) -> list[tuple[str, SimulationReport]]:
     """A table of all schedules; what it shows, with titles."""
     free = simulate("1F1B", stages, microbatches, **{**costs, "transfer": 0.0}).makespan
-    print(f"{'schedule':<26}{'makespan':>10}  x free 1F1B   bubble  exposed  peak activations")
-    reports = []
+    lines = [f"{'schedule':<26}{'makespan':>10}  x free 1F1B   bubble  exposed  peak activations"]
+    reports, figures = [], []
     for label, name, options, chunks in track(_COMPARED, "schedules"):
         given = {key: value if key == "transfer" else _divided(value, chunks) for key, value in costs.items()}
         report = simulate(name, stages * chunks, microbatches, **given, **{**network, **options})
         peak = max(report.peak_of_ranks) / chunks
         ratio = report.makespan / free if free else 1.0
-        print(
+        lines.append(
             f"{label:<26}{report.makespan:>10.6g}  {ratio:>11.3f}  {report.bubble_fraction:>7.1%}"
             f"  {report.exposed_fraction:>7.1%}  {peak:>16g}"
         )
+        figures.append({"schedule": label, "stages_per_rank": chunks, **_figures(report)})
         reports.append((f"{label}: {report.makespan:.6g}", report))
-    print(f"{stages} ranks; the last rows have two stages of half the size on each")
+    lines.append(f"{stages} ranks; the last rows have two stages of half the size on each")
+    print(json.dumps(figures, indent=2) if as_json else "\n".join(lines))
     return reports
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from ..base.progress import Progress, track
@@ -12,7 +13,7 @@ from ..pages.timeline_page import write_timeline_page
 from ..pipelining.draw import Panel, bar_of, draw_panels
 from ..pipelining.measured import exposed_seconds, jobs_of_trace, read_trace
 from ._one_job import check_one_job
-from ._values import named
+from ._values import PICTURES, named, output_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,12 +21,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="traces of one step, any ranks")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="picture: .png, .svg or .pdf")
     parser.add_argument("--html", type=Path, metavar="FILE", help="page with the timeline")
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as JSON, nothing need be written"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Draws, and prints what each rank did with its time."""
-    if arguments.output is None and arguments.html is None:
-        raise LayoutError("nothing to write: give --output, --html or both")
+    if arguments.output is None and arguments.html is None and not arguments.json:
+        raise LayoutError("nothing to write: give --output, --html or --json")
+    output_file("--output", arguments.output, PICTURES)
+    output_file("--html", arguments.html)
     events, jobs = [], []
     for path in track(arguments.traces, "traces"):
         with named(str(path)):
@@ -47,12 +53,21 @@ def run(arguments: argparse.Namespace) -> int:
             write_timeline_page([panel_of_events(title, events)], "A step", arguments.html)
     end = max(bar.end for bar in bars)
     exposed = exposed_seconds(events)
+    figures = []
     for rank in sorted({bar.rank for bar in bars}):
         mine = [bar for bar in bars if bar.rank == rank]
         waits = sum(bar.end - bar.start for bar in mine if bar.kind == "wait")
         work = sum(bar.end - bar.start for bar in mine if bar.kind in ("F", "B", "I", "W"))
-        print(
-            f"rank {rank}: computes {work / end:.1%}, waits for values {waits / end:.1%}, for values on "
-            f"their way {exposed.get(rank, 0.0) * 1e3 / end:.1%} of {end:.3g} ms"
+        mine_exposed = exposed.get(rank, 0.0) * 1e3
+        figures.append(
+            {"rank": rank, "total_ms": end, "compute_ms": work, "wait_ms": waits, "exposed_ms": mine_exposed}
         )
+        line = (
+            f"rank {rank}: computes {work / end:.1%}, waits for values {waits / end:.1%}, for values on "
+            f"their way {mine_exposed / end:.1%} of {end:.3g} ms"
+        )
+        if not arguments.json:
+            print(line)
+    if arguments.json:
+        print(json.dumps(figures, indent=2))
     return 0

@@ -63,6 +63,31 @@ def test_compare_lists_strategies_best_first(capsys: pytest.CaptureFixture[str])
     assert names.index("send_recv") > names.index("broadcast")
 
 
+def test_comparisons_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*_argv(ranks_per_host="4"), "--compare", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    times = [each["makespan"] for each in found["strategies"]]
+    assert times == sorted(times) and times[0] >= found["strategies"][0]["lower_bound"] > 0
+    assert {each["strategy"] for each in found["strategies"]} | set(found["refused"]) >= {
+        "send_recv",
+        "multicast",
+    }
+    argv = ["simulate", "--stages", "4", "--microbatches", "8", "--json"]
+    assert main(argv) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["makespan"] == 33 and len(figures["peak_activations"]) == 4
+    assert main([*argv, "--compare"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert figures in [{name: row.get(name) for name in figures} for row in rows]
+
+
+def test_torchs_words_and_short_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(_argv(dtype="bf16", src="2x4:Shard(0),Replicate()", dst="3x4@8:Shard(0),Replicate()")) == 0
+    words = capsys.readouterr().out
+    assert main(_argv(dtype="bfloat16")) == 0
+    assert words == capsys.readouterr().out
+
+
 def test_scalar_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(_argv(shape="", src="2:", dst="2@2:")) == 0
     assert "scalar int32" in capsys.readouterr().out
@@ -83,8 +108,8 @@ BAD = [
     (_argv(shape="4000000000,4000000000,4"), ["--src", "overflow"]),
     (_argv(shape="8,8"), ["--src", "3 dimensions"]),
     (_argv(dtype="int33"), ["--dtype", "'int33'", "float32"]),
-    (_argv(src="2x4"), ["--src", "'2x4'", "2x4:S0RR"]),
-    (_argv(dst="2x4@:S0RR"), ["--dst", "2x4:S0RR"]),
+    (_argv(src="2x4"), ["--src", "'2x4'", "2x4:Shard(0),Replicate()"]),
+    (_argv(dst="2x4@:S0RR"), ["--dst", "2x4:Shard(0),Replicate()"]),
     (_argv(dst="2x4:S5RR"), ["--dst", "mesh axis 5", "0 to 1"]),
     (_argv(nic_gbps="0"), ["--nic-gbps", "above 0"]),
     (_argv(nic_gbps="fast"), ["--nic-gbps", "'fast'", "number"]),
@@ -101,7 +126,20 @@ BAD = [
     (_argv(chunk_bytes="1e6"), ["--chunk-bytes", "'1e6'"]),
     (_argv(seed="-1"), ["--seed", "0 to"]),
     (_argv(draw="plan.gif"), ["--draw", ".png, .svg, .pdf"]),
-    (_argv(draw="/nowhere/plan.png"), ["--draw", "/nowhere/plan.png", "No such file"]),
+    (_argv(draw="/nowhere/plan.png"), ["--draw", "/nowhere/plan.png", "there is no folder /nowhere"]),
+    (_argv(html="/nowhere/plan.html"), ["--html", "/nowhere/plan.html", "there is no folder /nowhere"]),
+    (_argv(html="plan.htmx"), ["--html", "'plan.htmx'", ".html"]),
+    ([*_argv(strategy="broadcast"), "--compare"], ["--strategy", "--compare"]),
+    ([*_argv(draw="plan.png"), "--compare"], ["--draw", "--compare"]),
+    ([*_argv(html="plan.html"), "--compare"], ["--html", "--compare"]),
+    (_argv(src="2x4:Shard(0)"), ["--src", "1 placements", "2 dimensions"]),
+    (_argv(src="2x4:Shard(0),Replica()"), ["--src", "Replica()", "Replicate()"]),
+    (
+        ["simulate", "--stages", "2", "--microbatches", "2", "--html", "/nowhere/s.html"],
+        ["--html", "no folder"],
+    ),
+    (["timeline", "t.json", "-o", "/nowhere/t.png"], ["--output", "no folder"]),
+    (["explain", ".", "--html", "/nowhere/e.html"], ["--html", "no folder"]),
     ([*_argv(), "--colour", "red"], ["--colour"]),
     ([*_argv(), "--stra", "auto"], ["--stra"]),
 ]
@@ -138,6 +176,12 @@ def test_as_a_process() -> None:
     done = _process([*command, *_argv()])
     assert (done.returncode, done.stderr) == (0, "")
     assert "makespan" in done.stdout
+
+
+def test_a_full_disk_is_one_line() -> None:
+    done = _process(["bash", "-c", f"{sys.executable} -m meshcast {' '.join(_argv())} >/dev/full"])
+    assert done.returncode == 1
+    assert done.stderr == "python -m meshcast plan: error: cannot write the output: No space left on device\n"
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:
