@@ -34,6 +34,7 @@ from .whereabouts import call_site, main_thread_site, raised_site, site_text
 
 __all__ = [
     "FORMAT",
+    "LISTENER",
     "Completable",
     "Flight",
     "Members",
@@ -50,6 +51,7 @@ __all__ = [
 log = logging.getLogger("meshcast")
 
 FORMAT = "meshcast.flight/1"  # of the file
+LISTENER = "mc-record"  # name of the thread that waits for SIGUSR1: `python -m meshcast dump` looks for it
 _KEPT = 2000  # calls
 _JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")  # by launchers
 _LEVELS = ("debug", "info", "warning", "error")
@@ -218,7 +220,7 @@ def flight_record() -> list[dict[str, Any]]:
 
 
 def dump_flight_record(path: str | Path) -> None:
-    """Writes flight_record() as JSON, replacing the file in one step.
+    """Writes flight_record() as JSON, replacing the file in one step. A missing folder is made.
 
     Raises:
         LayoutError: what is no path.
@@ -238,6 +240,7 @@ def dump_flight_record(path: str | Path) -> None:
     target = Path(path)
     if not target.name or "\0" in str(target):
         raise LayoutError(f"dump_flight_record: path {checks.shown(path)} names no file")
+    target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
     scratch.write_text(json.dumps(_document(), indent=1), encoding="utf-8")
     scratch.replace(target)
@@ -339,7 +342,10 @@ def _listen() -> None:
             if signal.SIGUSR1 in os.read(reading, 64):
                 _dump_for(_place()[0] or 0)
 
-    threading.Thread(target=serve, name="meshcast-flight-record", daemon=True).start()
+    thread = threading.Thread(target=serve, name=LISTENER, daemon=True)
+    thread.start()
+    with contextlib.suppress(OSError):  # before Python 3.14 the system does not learn the name
+        Path(f"/proc/self/task/{thread.native_id}/comm").write_text(LISTENER)
 
 
 def _dump_for(rank: int) -> None:

@@ -19,6 +19,7 @@ _COMMANDS = {
     "bench": "measure reshard cases on the ranks that torchrun started",
     "simulate": "simulate a pipeline schedule, or compare all of them",
     "timeline": "draw the traces of a pipeline step",
+    "dump": "ask the ranks of a running job on this host for their flight records",
     "explain": "explain a stuck or failed job from the flight records of its ranks",
     "doctor": "print versions, backends, devices and what will not work here, and why",
 }
