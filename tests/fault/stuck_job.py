@@ -1,6 +1,6 @@
 """A job of three ranks that hand weights on in every step. In step 2 something is wrong with the last one:
 
-    stuck_job.py absent|order|arguments|killed|frozen|exception|unready
+    stuck_job.py absent|order|arguments|killed|frozen|exception|ended|unready
 
 docs/stuck_jobs.md shows what `python -m meshcast explain` makes of it; test_stuck_jobs.py starts it.
 """
@@ -36,6 +36,8 @@ def load(step, fault):
 def train(mesh, fault):
     for step in range(4):
         print("step", step, flush=True)
+        if fault == "ended" and step == 2 and dist.get_rank() == 2:
+            return
         batch = load(step, fault)
         weights = distribute_tensor(torch.ones(batch.shape[1], 6), mesh, [Shard(1)], src_data_rank=None)
         moments = distribute_tensor(torch.ones(3, 3), mesh, [Shard(0)], src_data_rank=None)

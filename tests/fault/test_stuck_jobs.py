@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 JOB = Path(__file__).with_name("stuck_job.py")
 PAGE = (ROOT / "docs" / "stuck_jobs.md").read_text()
-FAULTS = ("absent", "order", "arguments", "killed", "frozen", "exception", "unready")
+FAULTS = ("absent", "order", "arguments", "killed", "frozen", "exception", "ended", "unready")
 STUCK = ("absent", "frozen", "unready")  # in which nobody raises
 LIMIT = 300.0  # seconds for a job to come to step 2 and write its records
 # Torch is imported once, which is what a job's start costs most of; each rank is a process that runs the job.
@@ -103,8 +103,10 @@ def record(name: str, folder: Path, pids: list[int]) -> Path:
 
 def recorded(name: str, folder: Path, pids: list[int]) -> bool:
     texts = [path.read_text() for path in sorted(folder.glob("job.rank?"))]
+    if name == "ended" and sum('"ended": true' in text for text in texts) != 1:
+        return False
     if name not in STUCK:
-        return sum('"exception": {' in text for text in texts) == (2 if name in ("killed",) else 3)
+        return sum('"exception": {' in text for text in texts) == (2 if name in ("killed", "ended") else 3)
     unfinished = sum('"unfinished"' in text for text in texts)
     done = unfinished == 2 and (name == "frozen" or len(texts) == 3)
     if not done and all("step 2" in path.read_text() for path in folder.glob("output?")):

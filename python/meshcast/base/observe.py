@@ -7,6 +7,7 @@ waits in a call. `python -m meshcast explain` reads these files.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -60,6 +61,7 @@ _MOST_JOBS = 16  # ids
 _jobs: list[str] = []  # ids of the stores that this process has made groups in
 _started = time.time()
 _raised: dict[str, Any] | None = None  # what has ended the program
+_ended = False  # the program came to its end without an exception
 _set_up = False
 
 
@@ -259,6 +261,7 @@ def _document() -> dict[str, Any]:
         "written": time.time(),
         "at": site_text(main_thread_site()),
         "exception": _raised,
+        "ended": _ended,
         "calls": flight_record(),
     }
 
@@ -303,11 +306,11 @@ def set_up() -> None:
         warnings.warn(f"{settings.LOG.name}={level}: expected {settings.LOG.expected}", stacklevel=2)
     if settings.FLIGHT_RECORD.text():
         _listen()
-        _record_exceptions()
+        _record_ends()
 
 
-def _record_exceptions() -> None:
-    """What ends the program is often the first cause of what the other ranks see."""
+def _record_ends() -> None:
+    """Writes the record when the program ends: that is often the first cause of what other ranks see."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
@@ -320,6 +323,16 @@ def _record_exceptions() -> None:
         before(kind, value, traceback)
 
     sys.excepthook = hook
+    process = os.getpid()
+
+    def end() -> None:
+        global _ended
+        rank, _ = _place()
+        if _raised is None and rank is not None and os.getpid() == process:  # not a child that it forked
+            _ended = True
+            _dump_for(rank)
+
+    atexit.register(end)
 
 
 def _listen() -> None:

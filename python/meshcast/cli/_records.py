@@ -51,7 +51,7 @@ class Made:
 @dataclass(frozen=True)
 class Record:
     """What one rank wrote. jobs: ids, see check_one_job; job: what launchers call it; at: the line that its
-    main thread had come to; exception: what ended it."""
+    main thread had come to; exception: what ended it; ended: its program came to its end without one."""
 
     rank: int
     world: int | None
@@ -62,6 +62,7 @@ class Record:
     written: float
     at: str
     exception: dict[str, Any] | None
+    ended: bool
     calls: list[Made]
 
 
@@ -116,6 +117,7 @@ def _read(path: Path) -> Record:
         fields["written"],
         _site(fields.get("at")),
         None if exception is None else {**exception, "site": _site(exception.get("site"))},
+        fields.get("ended") is True,  # records of earlier versions do not have it
         [_made(call, rank, f"{where}.calls[{at}]") for at, call in enumerate(fields["calls"])],
     )
 

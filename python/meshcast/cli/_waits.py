@@ -123,6 +123,8 @@ def _cause(
     lost = [call for call in failed if call.error.startswith("PeerLostError") and call.peer is not None]
     if lost:
         peer = lost[0].peer
+        if peer in records and records[peer].ended:
+            return f"{_ended(records[peer])}, while {_callers(lost)} called {lost[0].name}"
         said = "it wrote no record" if peer in silent else "it wrote a record"
         return f"rank {peer} was lost: {said}, so it was killed or its connections broke; read its own output"
     return _missing(records, waits, silent) or (f"{failed[0].name}: {failed[0].error}" if failed else "")
@@ -143,11 +145,23 @@ def _missing(records: dict[int, Record], waits: dict[int, Wait], silent: tuple[i
             )
             continue
         record = records[rank]
+        if record.ended:
+            texts.append(f"{_ended(record)}, and has not made {wait.call.name}")
+            continue
         where = f"its main thread is at {record.at}" if record.at else "where it is was not recorded"
         aged = wait.call.begun - record.written
         stale = f" (its record is {aged:.1f} s older than that call)" if aged > 0 else ""
         texts.append(f"rank {rank} has not made {wait.call.name}; {where}{stale}")
     return "; ".join(texts)
+
+
+def _callers(calls: Sequence[Made]) -> str:
+    return ranks_of(call for call in calls if call.place == calls[0].place)
+
+
+def _ended(record: Record) -> str:
+    last = f"after {record.calls[-1].name}" if record.calls else "without a call"
+    return f"the program of rank {record.rank} came to its end {last}"
 
 
 def _circle(waits: dict[int, Wait]) -> list[int]:

@@ -88,7 +88,11 @@ def _lines(records: list[Record], found: Found) -> list[str]:
     for record in others[: _SHOWN if found.waits else 0]:
         last = record.calls[-1] if record.calls else None
         said = f"last call {last.name}, {last.state}" if last else "no calls"
-        lines += ["", f"rank {record.rank}: {said}; its main thread is at {record.at or 'no line of Python'}"]
+        where = f"its main thread is at {record.at or 'no line of Python'}"
+        lines += [
+            "",
+            f"rank {record.rank}: {said}; {'its program came to its end' if record.ended else where}",
+        ]
     if found.dissent is not None:
         lines += ["", f"the ranks disagree on {found.dissent.name}"]
         for side in found.dissent.sides:

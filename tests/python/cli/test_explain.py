@@ -62,6 +62,17 @@ def test_a_rank_that_does_not_call(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "rank 1 takes no part in reshard call 1 of 0-2 and wrote no record" in cause(tmp_path, capsys)
 
 
+def test_a_rank_whose_program_came_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 2):
+        write(tmp_path, rank, call(0), call(1, "unfinished"))
+    write(tmp_path, 1, call(0), ended=True)
+    begin = "first cause: the program of rank 1 came to its end after reshard call 0 of 0-2"
+    assert cause(tmp_path, capsys) == f"{begin}, and has not made reshard call 1 of 0-2"
+    for rank in (0, 2):
+        write(tmp_path, rank, call(0), call(1, "failed", error="PeerLostError: rank 1 is lost", peer=1))
+    assert cause(tmp_path, capsys) == f"{begin}, while ranks 0,2 called reshard call 1 of 0-2"
+
+
 def test_ranks_that_disagree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (0, 2):
         write(tmp_path, rank, call(3, "unfinished"), call(4, "unfinished", what="later"))
