@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any
-
-import torch.distributed as dist
 
 from ..errors import (
     AbortedError,
@@ -34,7 +30,7 @@ __all__ = [
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two polls of the store
 _FEW_RANKS = 16  # as many do not crowd a store, which answers one question at a time; more ask less often
-SLICE = 0.25  # seconds of one wait in the store: then there may be a reason to give up, or a signal
+SLICE = 0.25  # seconds of waiting after which there may be a reason to give up, or a signal
 LOOK = 0.05  # seconds after which ranks that meet look after each other
 _LOOK_SOON = 0.5  # seconds in which a peer that has died is seen
 _ERRORS: dict[str, type[MeshcastError]] = {  # by the first word of a verdict
@@ -61,16 +57,13 @@ class OtherMeetingError(Exception):
 
 
 class Board:
-    """Texts by topic and rank. A rank posts without waiting, and gathers with a deadline.
+    """Texts by topic and rank. A rank posts without waiting, and gathers with a deadline."""
 
-    own_connection: the store's connection is used by nobody else. Then a gathering waits in the store, which
-    locks out every other user of the connection; else it polls.
-    """
-
-    def __init__(self, store: Any, rank: int, *, own_connection: bool = False) -> None:
+    def __init__(self, store: Any, rank: int, ranks: int = 1) -> None:
+        """ranks: how many may wait in the store at once."""
         self.store = store
         self.rank = rank
-        self._own_connection = own_connection
+        self.longest_pause = LONGEST_PAUSE * max(1, ranks // _FEW_RANKS)
 
     def post(self, topic: str, text: str) -> None:
         self.store.set(f"{topic}/{self.rank}", text)
@@ -98,26 +91,43 @@ class Board:
         ranks: Iterable[int],
         deadline: float,
         check: Callable[[], None] = lambda: None,
+        every: float = 0.0,
     ) -> dict[int, str]:
-        """What `ranks` posted, once all have. deadline: by time.monotonic(). check(): called between polls,
-        raises where waiting has lost its sense. Raises NotPostedError past the deadline."""
-        begin = time.monotonic()
-        wanted, pause = list(ranks), FIRST_PAUSE
+        """Waits until all `ranks` have posted, and returns their texts. check, every: see await_keys().
+        Raises NotPostedError past the deadline."""
+        begin, wanted = time.monotonic(), list(ranks)
         keys = [f"{topic}/{rank}" for rank in wanted]
-        while True:
-            left = deadline - time.monotonic()
-            if self._own_connection:
-                with suppress(dist.DistStoreError):
-                    self.store.wait(keys, timedelta(seconds=max(0.001, min(left, SLICE))))
-                    return self.read(topic, wanted)
-            if self.store.check(keys):
-                return self.read(topic, wanted)
-            check()
-            if left <= 0 and (missing := self.missing(topic, wanted)):
-                raise NotPostedError(missing, time.monotonic() - begin)
-            if not self._own_connection:
-                time.sleep(min(pause, max(left, FIRST_PAUSE)))
-                pause = min(pause * 1.5, LONGEST_PAUSE)
+        if not self.await_keys(keys, deadline, check, every) and (missing := self.missing(topic, wanted)):
+            raise NotPostedError(missing, time.monotonic() - begin)
+        return self.read(topic, wanted)
+
+    def await_keys(
+        self,
+        keys: Sequence[str],
+        deadline: float,
+        check: Callable[[], None] = lambda: None,
+        every: float = 0.0,
+    ) -> bool:
+        """Waits until all keys are in the store, and returns whether they are. It asks again and again: a
+        wait in the store locks out the other users of its connection, and torch prints two lines for each
+        that comes to its limit, which has to be short where this rank looks around meanwhile.
+
+        Args:
+            deadline: by time.monotonic().
+            check: called between questions, at most once in `every` seconds, and before a wait that was too
+                short; raises to end it.
+        """
+        pause, checked = FIRST_PAUSE, time.monotonic()
+        while not self.store.check(list(keys)):
+            now = time.monotonic()
+            if now - checked >= every or now >= deadline:
+                check()
+                checked = now
+            if now >= deadline:
+                return False
+            time.sleep(min(pause, max(deadline - now, FIRST_PAUSE)))
+            pause = min(pause * 2, self.longest_pause)
+        return True
 
 
 class Watches:
@@ -218,7 +228,7 @@ def meet(
     board.post("member", text)
     here = int(store.add("members", 1))
     others = [other for other in ranks if other != rank]
-    pause, longest = FIRST_PAUSE, LONGEST_PAUSE * max(1, len(ranks) // _FEW_RANKS)
+    pause = FIRST_PAUSE
     told = False
     while True:
         # One question for all: were every rank to ask for each, the store would be what they wait for.
@@ -279,4 +289,4 @@ def meet(
                 limit=elapsed if kind == "deadline" else None,
             )
         time.sleep(min(pause, max(left, FIRST_PAUSE)))
-        pause = min(pause * 1.5, longest)
+        pause = min(pause * 1.5, board.longest_pause)

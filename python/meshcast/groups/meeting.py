@@ -93,7 +93,7 @@ class Meeting:
         known = Watches(self._known)
         try:
             store = life()
-            board = Board(store, self._rank)
+            board = Board(store, self._rank, len(self._ranks))
             try:
                 if few := few_descriptors():
                     raise MeshcastError(few, **where)
@@ -195,7 +195,7 @@ class Meeting:
             self._name,
             memory.settle(board, deadline, lost),
         )
-        own = Board(dist.PrefixStore("board", board.store), self._rank)
+        own = Board(dist.PrefixStore("board", board.store), self._rank, len(self._ranks))
         return Met(core, own, control, topology, count, first)
 
     def _meeting_failed(

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -35,7 +34,7 @@ _GRACE = 0.7  # seconds that the store is given beyond a limit, and to take a fa
 
 class _Talks:
     """The conversations of a group: one connection with the store for all of them, made when the first one
-    begins. They take turns on it: who waits in the store locks out the others for a `SLICE` at most."""
+    begins."""
 
     def __init__(self, store: Any) -> None:
         self.connection = StoreConnection(store, "meshcast/pipeline", of_job=True)
@@ -91,7 +90,7 @@ class PipelineBoard:
         # A store may outlive the process group. Every life adds as many arrivals as there are ranks.
         life = (int(store.add("arrivals", 1)) - 1) // len(self.ranks)
         own = dist.PrefixStore(str(life), store)
-        board = Board(own, self.rank, own_connection=True)
+        board = Board(own, self.rank, len(self.ranks))
         board.post("here", json.dumps(self._network.offer()))
         return own, board
 
@@ -213,15 +212,10 @@ class PipelineBoard:
             found = self._of_all(topic, begin)
             failed = [said["error"] for said in found.values() if "error" in said]
             return self._settle(topic, {"error": failed[0]} if failed else decide(found))
-        while True:
-            left = begin + self.timeout - time.monotonic()
-            try:
-                self._store.wait([f"{topic}/answer"], timedelta(seconds=max(min(left, SLICE), 1e-3)))
-                return dict(json.loads(self._store.get(f"{topic}/answer")))
-            except dist.DistStoreError as cause:
-                if left <= 0:
-                    raise self._late(topic, self.ranks, begin) from cause
-            self._look()
+        key, deadline = f"{topic}/answer", begin + self.timeout
+        if not self._board.await_keys([key], deadline, self._look, SLICE):
+            raise self._late(topic, self.ranks, begin)
+        return dict(json.loads(self._store.get(key)))
 
     def fail_agreement(self, topic: str, message: str) -> None:
         """Makes an agreement that this rank has not entered fail on all ranks."""
@@ -249,7 +243,7 @@ class PipelineBoard:
             self._look()
 
         try:
-            said = self._board.gather(topic, self.ranks, begin + self.timeout, check)
+            said = self._board.gather(topic, self.ranks, begin + self.timeout, check, SLICE)
         except Refused:
             return {0: failed[0]}
         except NotPostedError as cause:
@@ -272,7 +266,7 @@ class PipelineBoard:
 
         def gather(what: str, ranks: list[int]) -> dict[int, str]:
             try:
-                return self._board.gather(what, ranks, begin + self.timeout, self._look)
+                return self._board.gather(what, ranks, begin + self.timeout, self._look, SLICE)
             except NotPostedError as cause:
                 raise self._late(topic, wanted, begin) from cause
 

@@ -105,10 +105,9 @@ def test_a_rank_known_from_earlier_is_looked_after_before_it_comes() -> None:
         met(dist.HashStore(), 3, 0.2, gone=["earlier text"])
 
 
-@pytest.mark.parametrize("own_connection", [False, True])
-def test_texts_are_gathered_once_all_are_there(own_connection: bool) -> None:
+def test_texts_are_gathered_once_all_are_there() -> None:
     store = dist.HashStore()
-    boards = [Board(store, rank, own_connection=own_connection) for rank in range(3)]
+    boards = [Board(store, rank) for rank in range(3)]
     boards[0].post("a", "x")
     boards[1].post("a", "y")
     boards[1].post("b", "of another topic")
@@ -123,11 +122,10 @@ def test_texts_are_gathered_once_all_are_there(own_connection: bool) -> None:
     assert not boards[0].has("a", 1) and boards[0].has("b", 1)
 
 
-@pytest.mark.parametrize("own_connection", [False, True])
-def test_a_gathering_ends_where_waiting_has_lost_its_sense(own_connection: bool) -> None:
+def test_a_gathering_ends_where_waiting_has_lost_its_sense() -> None:
     def check() -> None:
         raise AbortedError("no more")
 
-    board = Board(dist.HashStore(), 0, own_connection=own_connection)
+    board = Board(dist.HashStore(), 0)
     with pytest.raises(AbortedError, match="no more"):
         board.gather("a", [1], time.monotonic() + 10, check)
