@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..errors import LayoutError
@@ -19,11 +19,11 @@ from ..transfers.handle import Handle
 from ..transfers.persistent import PlanOptions
 from .autograd import differentiable_call
 from .compiled_call import Compiled, compile_call
-from .lost import living
 from .memory import storage_of
+from .mesh_family import slices_called
 from .tensor_move import Destination, Source, positive_placements
 
-__all__ = ["Request", "call_key", "compiled_call", "handle_of", "source_of", "start"]
+__all__ = ["Request", "call_key", "compiled_call", "handle_of", "places_called", "source_of", "start"]
 
 _KEPT_CALLS = 1024
 
@@ -56,6 +56,21 @@ def call_key(request: Request, needs_grad: bool) -> Any:
     return key
 
 
+def places_called(source: Any, destination: Any, lost: Sequence[int] = ()) -> list[Any]:
+    """What tells which ranks make a call that is refused here: a list for each side, or what was given."""
+    try:
+        sides = slices_called(_mesh_of(source), _mesh_of(destination), lost)
+        return [Layout(ranks, [Replicate(), Replicate()]) for ranks in sides]
+    except Exception:  # whatever was given
+        return [source, destination]
+
+
+def _mesh_of(place: Any) -> Any:
+    if isinstance(place, DeviceMesh):
+        return place
+    return place.device_mesh if isinstance(place, DTensor) else place.mesh
+
+
 def compiled_call(
     parent: ParentGroup,
     requests: Sequence[Request],
@@ -69,9 +84,7 @@ def compiled_call(
     needs_grad = torch.is_grad_enabled()
     sources = [source_of(request.x, parent.rank, needs_grad, op) for request in requests]
     destinations = [_destination(request, op) for request in requests]
-    if lost:
-        sources = living(sources, destinations, lost, parent.rank, op)
-    compiled = compile_call(parent, sources, destinations, op, options)
+    compiled = compile_call(parent, sources, destinations, op, options, lost=lost)
     if key is not None:
         # What was compiled has a key that can be hashed.
         if len(parent.compiled) >= _KEPT_CALLS:

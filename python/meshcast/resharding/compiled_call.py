@@ -4,6 +4,7 @@ all."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,9 @@ from ..errors import LayoutError
 from ..transfers.casts import Casts
 from ..transfers.make import kept_transfer, new_transfer
 from ..transfers.persistent import PersistentTransfer, PlanOptions, ranks_of
+from .lost import living
 from .memory import note_written, overlaps
+from .mesh_family import slices_called
 from .tensor_move import Destination, Source, TensorMove, compile_move
 
 if TYPE_CHECKING:
@@ -111,9 +114,14 @@ def compile_call(
     options: PlanOptions,
     *,
     kept: bool = True,
+    lost: Sequence[int] = (),
 ) -> Compiled:
     """Checks the arguments and compiles. kept: other calls of this kind share the transfer and what was
-    agreed on. Raises LayoutError before any byte moves."""
+    agreed on. lost: ranks of source meshes that hold nothing any more. Raises LayoutError before any byte
+    moves."""
+    sources, destinations = _with_slices(sources, destinations, lost)
+    if lost:
+        sources = living(sources, destinations, lost, parent.rank, op)
     moves, problems, backward = _moves(parent, sources, destinations, op)
     transfer = None
     if any(move.takes_part for move in moves):
@@ -130,6 +138,21 @@ def compile_call(
     else:
         parent.private(ranks_of(problems), op)  # the ranks must exist here as well
     return Compiled(moves, transfer, problems)
+
+
+def _with_slices(
+    sources: Sequence[Source], destinations: Sequence[Destination], lost: Sequence[int]
+) -> tuple[list[Source], list[Destination]]:
+    """With the slices of their meshes that each call has."""
+    out: tuple[list[Source], list[Destination]] = ([], [])
+    for source, destination in zip(sources, destinations, strict=True):
+        if source.mesh is not None:
+            first, second = slices_called(source.mesh, destination.mesh, lost)
+            source = replace(source, slices=first)
+            destination = replace(destination, slices=second)
+        out[0].append(source)
+        out[1].append(destination)
+    return out
 
 
 def _casts(moves: Sequence[TensorMove]) -> Casts | None:

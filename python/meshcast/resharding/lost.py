@@ -11,6 +11,7 @@ from ..base import checks
 from ..base.boxes import box_text
 from ..errors import LayoutError
 from ..layout import Box, Layout, _rebuild
+from .mesh_family import everywhere
 from .tensor_move import Destination, Source, positive_placements
 
 __all__ = [
@@ -59,20 +60,22 @@ def living(
 ) -> list[Source]:
     """The sources as ranks hold them that are not lost. Raises LayoutError where a lost rank is in no source
     or in a destination, where a gradient is asked for, and where a box lives nowhere any more."""
-    in_sources = {rank for source in sources for rank in source.layout.ranks}
+    layouts = [everywhere(source.layout, source.slices) for source in sources]
+    in_sources = {rank for layout in layouts for rank in layout.ranks}
     never = [rank for rank in lost if rank not in in_sources]
     if never:
         raise LayoutError(
-            f"{op}: lost= names {_ranks_text(never)}, not in {_layouts_text([s.layout for s in sources])}; "
+            f"{op}: lost= names {_ranks_text(never)}, not in {_layouts_text(layouts)}; "
             "name ranks that held a part of the source",
             rank=rank,
             op=op,
         )
     names = {number: number for number in lost}
     found, missing = [], []
-    for index, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
+    for index, (source, layout, destination) in enumerate(zip(sources, layouts, destinations, strict=True)):
         name = "x" if len(sources) == 1 else f"xs[{index}]"
-        wanted = Layout(destination.mesh, positive_placements(destination.placements, len(source.shape)))
+        placements = positive_placements(destination.placements, len(source.shape))
+        wanted = everywhere(Layout(destination.mesh, placements), destination.slices)
         check_not_wanted(name, wanted, names, rank, op)
         if source.needs_grad:
             raise LayoutError(
@@ -81,10 +84,11 @@ def living(
                 rank=rank,
                 op=op,
             )
-        layout = survivors(source.layout, source.shape, lost, f"{op}: {name}")
-        if layout is not source.layout:
-            missing += gone(name, source.shape, source.layout, names, wanted)
-        found.append(replace(source, layout=layout or _nothing(wanted, len(source.shape))))
+        left = survivors(layout, source.shape, lost, f"{op}: {name}")
+        if left is not layout:
+            missing += gone(name, source.shape, layout, names, wanted)
+            source = replace(source, layout=left or _nothing(wanted, len(source.shape)), slices=())
+        found.append(source)
     raise_gone(missing, op, rank)
     return found
 

@@ -6,17 +6,21 @@ tensor of that name on a sub-mesh of its own. What the columns hold is one tenso
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
 from ..errors import LayoutError
 from ..layout import Layout
 
-__all__ = ["Family", "family_of", "joined", "on_whole_mesh", "ranks_then"]
+__all__ = ["Family", "Slices", "everywhere", "family_of", "joined", "ranks_then", "slices_called"]
+
+Slices = tuple[tuple[int, ...], ...]
+"""The ranks of slices of one mesh, each row-major. An empty one stands for a mesh that is by itself."""
 
 Family = tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...], tuple[int, ...]]
 """What sub-meshes that belong together have in common: the names of their dimensions; names of dimensions,
@@ -72,48 +76,78 @@ def joined(said: Mapping[Key, tuple[Layout, Family | None]]) -> Layout | None:
     if len(families) > 1 or not alike or len(set(ranks)) < len(ranks):
         return None
     (family,) = families
-    if family is None or not _one_stage(family, ranks):
+    if family is None:
+        return None
+    _, names, shape, all_ranks = family
+    stage = _stages(names, shape, all_ranks)
+    if len({frozenset(map(stage.get, layout.ranks)) for layout in layouts}) > 1:
         return None
     layouts.sort(key=lambda layout: layout.ranks)
     mesh = torch.tensor([layout.ranks for layout in layouts]).reshape(-1, *first.mesh_shape)
     return Layout(mesh, (Replicate(), *first.placements))
 
 
-def _one_stage(family: Family, ranks: Sequence[int]) -> bool:
-    """Whether all of the ranks are of one slice along the dimensions of stages."""
-    _, names, shape, all_ranks = family
-    stages = [dim for dim, name in enumerate(names) if name.startswith(_STAGES)]
-    place = torch.tensor(all_ranks).reshape(shape)
-    found = {
-        tuple(int(at[dim]) for dim in stages) for at in (torch.isin(place, torch.tensor(ranks))).nonzero()
-    }
-    return len(found) == 1
+def _stages(names: Sequence[str], shape: Sequence[int], ranks: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """{rank: where it is along the dimensions of stages} for the ranks of a mesh, row-major."""
+    dims = [dim for dim, name in enumerate(names) if name.startswith(_STAGES)]
+    places = itertools.product(*map(range, shape))
+    return {rank: tuple(at[dim] for dim in dims) for rank, at in zip(ranks, places, strict=True)}
 
 
-def on_whole_mesh(x: DTensor, destination: DeviceMesh, lost: Collection[int] = ()) -> DTensor:
-    """x as a DTensor on the mesh that its own is a part of, with copies along the dimensions left out; the
-    same on all ranks. x itself where its mesh is no part of another.
-
-    That all slices hold the same is assumed where they are all called: the destination has a rank outside of
-    the whole mesh, or every rank of it that is not lost. Slices along a dimension named "pp" never do: the
-    whole mesh is then that of a stage.
-    """
-    mesh = x.device_mesh
+def _slices_of(mesh: DeviceMesh) -> Slices:
+    """The slices that hold copies of what is on this one, itself included: along all dimensions that it
+    leaves out, by name or in one that was flattened, but those of stages."""
+    own = tuple(mesh.mesh.flatten().tolist())
     root = getattr(mesh, "_root_mesh", None)
-    if root is None or root.mesh.numel() == mesh.mesh.numel():
-        return x
-    names, all_names = mesh.mesh_dim_names, root.mesh_dim_names
-    if not names or not all_names or tuple(name for name in all_names if name in names) != tuple(names):
-        return x  # a dimension that was flattened, or dimensions in another order
-    all_names = tuple(name for name in all_names if name in names or not name.startswith(_STAGES))
-    if all_names == tuple(names):
-        return x
-    if len(all_names) < root.ndim:
-        root = root[all_names]
-    if set(destination.mesh.flatten().tolist()) < set(root.mesh.flatten().tolist()).difference(lost):
-        return x
-    own = dict(zip(names, x.placements, strict=True))
-    placements = [own.get(name, Replicate()) for name in all_names]
-    return DTensor.from_local(
-        x.to_local(), root, placements, run_check=False, shape=x.shape, stride=x.stride()
+    if root is None or root.size() == mesh.size():
+        return (own,)
+    slices = map(tuple, mesh._layout.remap_to_tensor(mesh._rank_map).flatten(1).tolist())
+    stage = _stages(root.mesh_dim_names or (), tuple(root.mesh.shape), root.mesh.flatten().tolist())
+    stages = {stage[rank] for rank in own}
+    return tuple(ranks for ranks in slices if {stage[rank] for rank in ranks} == stages)
+
+
+def slices_called(
+    source: DeviceMesh, destination: DeviceMesh, lost: Collection[int] = ()
+) -> tuple[Slices, Slices]:
+    """The slices of both meshes whose ranks make a call together; the same on all of these ranks.
+
+    Of two slices of the same ranks, those are in a call that lead from one to the other by ranks that they
+    share. Else all slices of a mesh are, unless the other mesh lies inside of one of them and leaves out
+    ranks that are not lost: then the call is that of the slice alone.
+    """
+    slices = _slices_of(source), _slices_of(destination)
+    ranks = [{rank for each in side for rank in each} for side in slices]
+    own = [tuple(mesh.mesh.flatten().tolist()) for mesh in (source, destination)]
+    if ranks[0] == ranks[1]:
+        met = {*own[0], *own[1]}
+        while True:
+            more = {rank for each in (*slices[0], *slices[1]) if not met.isdisjoint(each) for rank in each}
+            if more <= met:
+                break
+            met |= more
+        first, second = (tuple(each for each in side if each[0] in met) for side in slices)
+        return first, second
+    first, second = (
+        (own[at],)
+        if ranks[1 - at] < ranks[at].difference(lost)
+        and any(ranks[1 - at] <= set(each) for each in slices[at])
+        else slices[at]
+        for at in (0, 1)
     )
+    return first, second
+
+
+def everywhere(layout: Layout, slices: Slices = ()) -> Layout:
+    """A layout of one slice as that of all of them, and in the one form that layouts share under which the
+    same ranks hold copies of each other: along the last dimension of the mesh, ascending."""
+    if layout.by_boxes:
+        return layout
+    ranks = torch.tensor(slices if len(slices) > 1 else layout.ranks).reshape(-1, *layout.mesh_shape)
+    placements = layout.placements
+    cut = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(cut) == len(placements) and ranks.size(0) == 1:
+        return layout
+    mesh = ranks.movedim([dim + 1 for dim in cut], list(range(len(cut))))
+    mesh = mesh.flatten(len(cut)).sort(dim=-1).values
+    return Layout(mesh, [*(placements[dim] for dim in cut), Replicate()])

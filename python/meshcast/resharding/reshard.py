@@ -18,12 +18,11 @@ from ..groups.telling import raise_refused
 from ..spec import TensorSpec
 from ..transfers.handle import Handle
 from ..transfers.persistent import CallOptions, PlanOptions
-from .arguments import Request, call_key, compiled_call, handle_of, start
+from .arguments import Request, call_key, compiled_call, handle_of, places_called, start
 from .compile_trace import traced_reshard
 from .compiled_call import Compiled
 from .lost import check_lost, lost_ranks
 from .memory import check_storage
-from .mesh_family import on_whole_mesh
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -221,7 +220,8 @@ def reshard_many(
         dead: tuple[int, ...] = ()
         with suppress(LayoutError):
             dead = lost_ranks(lost, op)
-        raise_refused(error, op, [mesh, *sources], group, timeout, lost=dead)
+        places = [place for x in sources for place in places_called(x, mesh, dead)]
+        raise_refused(error, op, places, group, timeout, lost=dead)
     return run_call(
         op,
         requests,
@@ -293,7 +293,7 @@ def reshard_(
         request = _request(out, x)
         _check(out, x)
     except Exception as error:
-        raise_refused(error, op, [x, out], group, timeout)
+        raise_refused(error, op, places_called(x, out), group, timeout)
     with torch.no_grad():
         return run_call(
             op,
@@ -333,7 +333,6 @@ def run_call(
             named = lost_ranks(lost, op)
             check_lost(named, parent.rank, op)
             dead = named
-        requests = [_on_whole_mesh(request, dead) for request in requests]
         records = torch.is_grad_enabled()
         kinds = [call_key(request, records) for request in requests]
         key = None if None in kinds else (op, dead, *kinds, *planned.values())
@@ -346,23 +345,14 @@ def run_call(
         given = out if isinstance(out, DTensor) else None
         results, call = start(compiled, xs, limit, None if out is None else [given], driven=not async_op)
     except Exception as error:
-        places = [place for request in requests for place in (request.x, request.mesh)]
         # Where it is not known who is lost, it is not known which of these ranks wait.
-        raise_refused(error, op, [None] if dead is None else places, group, timeout, lost=dead or ())
+        places = [None] if dead is None else [p for r in requests for p in places_called(r.x, r.mesh, dead)]
+        raise_refused(error, op, places, group, timeout, lost=dead or ())
     if async_op:
         return handle_of(call, answer(results), compiled, xs, given)
     if call is not None:
         call.wait()
     return answer(results)
-
-
-def _on_whole_mesh(request: Request, lost: Sequence[int]) -> Request:
-    x = request.x
-    if not isinstance(x, DTensor) or getattr(x._spec.mesh, "_root_mesh", None) is None:
-        return request
-    if not isinstance(request.mesh, DeviceMesh):  # refused later
-        return request
-    return request._replace(x=on_whole_mesh(x, request.mesh, lost))
 
 
 def _requests(

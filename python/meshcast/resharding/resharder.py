@@ -15,7 +15,7 @@ from ..spec import TensorSpec
 from ..transfers.call import Call
 from ..transfers.handle import Handle
 from ..transfers.persistent import PlanOptions
-from .arguments import handle_of, source_of
+from .arguments import handle_of, places_called, source_of
 from .autograd import differentiable_call
 from .compiled_call import compile_call
 from .memory import check_storage
@@ -101,7 +101,7 @@ class Resharder:
             self._kept = self._compiled.moves[0].allocate() if reuse_output else None
             self._repeat = Repeat.of(self._compiled, self._kept, _OP, self._limit)
         except Exception as error:  # of this rank alone, where it has no GPU: the others raise as they call
-            raise_refused(error, _OP, [src_spec, dst_spec], group, timeout)
+            raise_refused(error, _OP, places_called(src_spec, dst_spec), group, timeout)
         self._known_spec: Any = _NO_SPEC  # the spec object that the last source came with
         self._reverse: Resharder | None = None
 

@@ -18,6 +18,7 @@ from ..transfers.casts import Ends, ends_of
 from ..transfers.gpu_offer import DeviceTypes, device_types_of, require_gpu
 from ..transfers.shards import settled
 from .dtensors import as_dtensor
+from .mesh_family import Slices, everywhere
 from .reduction import Reduction, check_reducible, reduced_layout, reduction_inside, tensor_spec
 
 __all__ = ["Destination", "Source", "TensorMove", "compile_move", "positive_placements", "wire_dtype"]
@@ -27,7 +28,7 @@ __all__ = ["Destination", "Source", "TensorMove", "compile_move", "positive_plac
 class Source:
     """A source as every rank knows it, from a DTensor or a spec. A rank outside may know its layout only:
     mesh is then None, and no gradient is possible. device_type: of the mesh. reduce_first: partial values are
-    reduced inside the mesh, so that each rank sees what it sends."""
+    reduced inside the mesh, so that each rank sees what it sends. slices: that the call has of the mesh."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,6 +37,7 @@ class Source:
     needs_grad: bool = False
     reduce_first: bool = False
     device_type: str = "cpu"
+    slices: Slices = ()
 
     @property
     def reduced_on_the_way(self) -> bool:
@@ -46,12 +48,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a tensor goes. dtype None: that of the source; grad_placements None: see meshcast.reshard."""
+    """Where a tensor goes. dtype None: that of the source; grad_placements None: see meshcast.reshard;
+    slices: that the call has of the mesh."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     dtype: torch.dtype | None = None
     grad_placements: tuple[Placement, ...] | None = None
+    slices: Slices = ()
 
 
 @dataclass(frozen=True)
@@ -130,9 +134,9 @@ def compile_move(
     dtype = destination.dtype or source.dtype
     device_types = device_types_of(source.device_type, mesh.device_type, op)
     check_reducible(source.layout, source.dtype, op)
-    src = source.layout if source.reduced_on_the_way else reduced_layout(source.layout)
-    dst = Layout(mesh, positive_placements(destination.placements, len(shape)))
-    if dst.has_partial:
+    sent = source.layout if source.reduced_on_the_way else reduced_layout(source.layout)
+    made = Layout(mesh, positive_placements(destination.placements, len(shape)))
+    if made.has_partial:
         raise LayoutError(
             f"{op}: destination placements {tuple(destination.placements)} hold Partial; ask for Replicate "
             "or Shard instead"
@@ -140,6 +144,7 @@ def compile_move(
     if dtype.is_floating_point < source.dtype.is_floating_point and source.needs_grad:
         raise LayoutError(f"{op}: a value with gradient cannot become {dtype}; detach it first")
     wire = wire_dtype(source, dtype)
+    src, dst = everywhere(sent, source.slices), everywhere(made, destination.slices)
     local_shape = dst.local_shapes(shape).get(rank)
     is_holder = src.local_shapes(shape).get(rank) is not None
     if "cuda" in (device_types[0] if is_holder else "", device_types[1] if local_shape is not None else ""):
@@ -147,13 +152,12 @@ def compile_move(
     gradient = backward = None
     if source.needs_grad:
         narrow = min(dtype, source.dtype, key=lambda t: t.itemsize)
-        grad_placements = destination.grad_placements
-        gradient, backward = _gradient(rank, source, mesh, dst, grad_placements, dtype, narrow, op)
+        gradient, backward = _gradient(rank, source, destination, made, dtype, narrow, op)
     reduction = None
-    if src is not source.layout and is_holder and source.mesh is not None:
+    if sent is not source.layout and is_holder and source.mesh is not None:
         reduction = reduction_inside(source.mesh, source.layout, source.shape, source.dtype)
     move = TensorMove(
-        tensor_spec(mesh, dst, shape, dtype),
+        tensor_spec(mesh, made, shape, dtype),
         shape,
         dtype,
         local_shape,
@@ -189,16 +193,15 @@ def wire_dtype(source: Source, dtype: torch.dtype) -> torch.dtype:
 def _gradient(
     rank: int,
     source: Source,
-    mesh: DeviceMesh,
-    dst: Layout,
-    grad_placements: Sequence[Placement] | None,
+    destination: Destination,
+    made: Layout,
     dtype: torch.dtype,
     wire: torch.dtype,
     op: str,
 ) -> tuple[Gradient, Problem]:
     """The reverse problem: destination mesh to source mesh, from a gradient of `dtype`. A Partial source is a
     sum over its mesh dimension, so the gradient of each summand is the whole gradient, Replicate; of an
-    average of n, one nth of it."""
+    average of n, one nth of it. made: the layout of the result."""
     assert source.mesh is not None
     src = source.layout
     ndim, scale = len(source.shape), 1.0
@@ -209,7 +212,8 @@ def _gradient(
                     f"{op}: no gradient through {placement}; only Partial('sum') and Partial('avg') have one"
                 )
             scale /= size if placement.reduce_op == "avg" else 1
-    forth = tuple(dst.placements) if grad_placements is None else positive_placements(grad_placements, ndim)
+    mesh, asked = destination.mesh, destination.grad_placements
+    forth = tuple(made.placements) if asked is None else positive_placements(asked, ndim)
     outgoing = Layout(mesh, forth)
     if outgoing.has_partial:
         raise LayoutError(
@@ -226,7 +230,8 @@ def _gradient(
         ends=ends_of(dtype, wire, source.dtype, (mesh.device_type, source.device_type), scale),
         scale=scale,
     )
-    return gradient, Problem(source.shape, wire, outgoing, incoming)
+    whole = everywhere(outgoing, destination.slices), everywhere(incoming, source.slices)
+    return gradient, Problem(source.shape, wire, *whole)
 
 
 def positive_placements(placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
