@@ -17,6 +17,7 @@ from ..groups.parent import parent_group, seconds
 from ..resharding.state_again import Repeated, likeness
 from ..resharding.state_arguments import Given, checked_call
 from ..resharding.state_background import started
+from ..resharding.state_current import Current, State
 from ..resharding.state_entries import is_carried, local_of, same_memory
 from ..resharding.state_kept import Known
 from ..resharding.state_loaded import memory_with
@@ -44,8 +45,6 @@ _ALWAYS = "meshcast.Replicas"  # an entry that all ranks have, so that there is 
 _LARGEST = (1 << 62) - 1  # step
 _SETTLE = 5.0  # seconds that a refresh on its way gets when its copies are asked for
 
-State = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
-
 
 class Replicas:
     """Copies of a training state, so that a job whose ranks die goes on without a checkpoint.
@@ -61,9 +60,10 @@ class Replicas:
     newest that is whole on all ranks that live.
 
     Args:
-        state: {name: entry} as for `remesh`, or a function that returns it, called at every copy. Its names,
-            shapes, dtypes and layouts stay: the moments of an optimizer have to be there, as they are after
-            its first step. Tensors on a GPU are copied to pinned host memory.
+        state: {name: entry} as for `remesh`, a module, or a function that returns a mapping, called at every
+            copy; as for `WeightSync`. Its names, shapes, dtypes and layouts stay: the moments of an optimizer
+            have to be there, as they are after its first step. Tensors on a GPU are copied to pinned host
+            memory.
         every: steps from one copy to the next.
         old: layouts of plain tensors that are shards, as for `remesh`.
         own: entries of which each rank has its own, as for `remesh`. No copies are made of tensors among
@@ -104,7 +104,7 @@ class Replicas:
         timeout: float | timedelta | None = None,
     ) -> None:
         parent = parent_group(group, _OP)
-        self._parent, self._rank, self._state = parent, parent.rank, state
+        self._parent, self._rank = parent, parent.rank
         self._name = f"{_OP} {next(parent.extras.setdefault(_OP, itertools.count()))}"
         self._twin = parent.twin(self._name)
         self._copies = Copies()
@@ -116,7 +116,8 @@ class Replicas:
             self.every = checks.integer(f"{_OP}: every", every, 1, _LARGEST)
             if len(parent.ranks) < 2:
                 raise LayoutError(f"{_OP}: the group has one rank; a copy needs another")
-            held = self._read()
+            self._state = Current(f"{_OP}: state", state)
+            held = self._state.look()
             layouts = old_layouts(held, old, self._rank)
             call = checked_call(self._rank, Given(held, {}, layouts=layouts, own=own))
             host = host_identity() if topology is None else topology._host_of(self._rank)
@@ -171,7 +172,7 @@ class Replicas:
         self.wait()
         try:
             number = checks.integer(f"{_OP}.refresh", number, 0, _LARGEST)
-            held = self._read()
+            held = self._state.look()
             tensors = self._tensors(held)
             like = _likenesses(tensors)
             if like != self._like:
@@ -286,12 +287,6 @@ class Replicas:
             talk.parent.abort(f"rank {self._rank} gave up a refresh: {error}")
             raise
         return known, made
-
-    def _read(self) -> Mapping[str, Any]:
-        held = self._state() if callable(self._state) else self._state
-        if not isinstance(held, Mapping):
-            raise LayoutError(f"{_OP}: state must be a mapping by name, found {type(held).__name__}")
-        return held
 
     def _tensors(self, held: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Of which this rank has a part."""

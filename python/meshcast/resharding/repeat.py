@@ -28,13 +28,13 @@ class Repeat:
     __slots__ = (
         "_dtype",
         "_group",
+        "_kept",
         "_limit",
+        "_local_shape",
         "_op",
-        "_outputs",
         "_shape",
         "_shards",
         "_transfer",
-        "_written",
     )
 
     def __init__(self, compiled: Compiled, kept: DTensor, op: str, limit: float) -> None:
@@ -47,8 +47,8 @@ class Repeat:
         self._shape = compiled.transfer._source[0] if move.is_holder else None
         self._dtype = move.wire_dtype
         self._shards: list[torch.Tensor | None] = [None]
-        self._outputs: list[torch.Tensor | None] = [None] if move.is_holder else [kept._local_tensor]
-        self._written = () if move.is_holder else (kept, kept._local_tensor)
+        self._kept = None if move.is_holder else kept
+        self._local_shape = move.local_shape
 
     @staticmethod
     def of(compiled: Compiled, kept: DTensor | None, op: str, limit: float) -> Repeat | None:
@@ -79,13 +79,16 @@ class Repeat:
             if local.shape != self._shape or local.dtype != self._dtype:
                 return False
             sources = [local]
+        written = None if self._kept is None else self._kept._local_tensor  # it may be another than at first
+        if written is not None and not self._fits(written):
+            return False
         if torch.autograd._profiler_enabled():
             return False
         work = flight = core = None
         try:
             forks.check(self._group._born, self._op)
             with self._group._lock:
-                started = self._start(sources)
+                started = self._start(sources, [written])
                 if started is None:
                     return False
                 core, ordinal, work, flight = started
@@ -104,12 +107,18 @@ class Repeat:
             if not isinstance(error, MeshcastError):  # of a handler of a signal
                 self._group.interrupted(self._op, error)
             raise
-        if self._written:
-            increment_version(self._written)
+        if self._kept is not None and written is not None:
+            increment_version((self._kept, written))
         flight.ended()
         return True
 
-    def _start(self, sources: list[torch.Tensor | None]) -> tuple[Any, int, Any, Flight] | None:
+    def _fits(self, written: torch.Tensor) -> bool:
+        plain = type(written) is torch.Tensor and written.is_cpu
+        return plain and written.shape == self._local_shape and written.dtype == self._dtype
+
+    def _start(
+        self, sources: list[torch.Tensor | None], outputs: list[torch.Tensor | None]
+    ) -> tuple[Any, int, Any, Flight] | None:
         """As PrivateGroup.call and Transfer do; under the lock of the group."""
         group, transfer = self._group, self._transfer
         core, agreed = group._core, transfer._own
@@ -125,7 +134,7 @@ class Repeat:
         flight.traffic = transfer._traffic.get(False)
         flight.run = agreed.next_run()
         try:
-            work = core.start(agreed, ordinal, False, sources, self._outputs, self._limit)
+            work = core.start(agreed, ordinal, False, sources, outputs, self._limit)
         except Exception as error:  # a general call finds out what to do about it
             group._ordinals[lane] = ordinal
             flight.failed(error)

@@ -34,9 +34,13 @@ class Repeated:
         self._outs: dict[str, Any] = {}
         self._known: dict[int, Known] = {}  # by conversation: calls beside others have their own
 
-    def prepared(self, state: Any, out: Any, version: Any, memory: Memory | None) -> Prepared:
-        """One call, checked. memory: that it will arrive in."""
+    def prepared(
+        self, state: Any, out: Any, version: Any, memory: Memory | None, wrong: Exception | None = None
+    ) -> Prepared:
+        """One call, checked. memory: that it will arrive in. wrong: what was found wrong before."""
         given = replace(self._given, state=state, out=out)
+        if wrong is not None:
+            return Prepared(self._rank, given, version, wrong=wrong)
         again = self._again(state, out)
         if again is not None:
             written = [] if memory is None else list(memory.tensors.values())

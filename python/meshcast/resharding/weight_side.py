@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,8 +20,9 @@ from ..groups.store import first_line, store_failed, within
 from .state_again import Repeated
 from .state_arguments import Given
 from .state_batches import Batch
-from .state_results import ReshardedState
-from .state_run import Conversation
+from .state_current import Current
+from .state_results import Memory, ReshardedState
+from .state_run import Conversation, Prepared
 from .state_specs import OP
 from .weight_buffers import Buffers, WeightProgress, WeightStats
 
@@ -50,7 +51,7 @@ class Side:
         parent: ParentGroup,
         muster: Muster,
         given: Given,
-        state: Mapping[str, Any] | None,
+        state: Any,
         out: Any,
         buffers: Buffers,
         limit: float,
@@ -59,6 +60,7 @@ class Side:
         self.parent, self.muster, self.buffers, self.limit = parent, muster, buffers, limit
         self.pushes = state is not None
         self._state, self._out = state, out
+        self._states: dict[str, Current] = {}
         self._calls = Repeated(parent.rank, given)
         self._talk = Conversation(parent, {})
         self._op = f"{_OP}.{'push' if self.pushes else 'pull'}"
@@ -69,11 +71,26 @@ class Side:
     def check(self) -> bool:
         """Raises LayoutError for arguments that are wrong by themselves. Returns whether this rank asks for
         tensors on a GPU."""
-        prepared = self._calls.prepared(self._state, self._out, None, None)
+        prepared = self._prepared(None, None)
         if prepared.refused is not None:
             raise as_call_of(_OP, prepared.refused)
         call = prepared.call
         return call is not None and any(each.device_type == "cuda" for each in call.wanted.values())
+
+    def _prepared(self, version: Any, memory: Memory | None) -> Prepared:
+        """A call with the state, and the outputs, that are found now."""
+        state = out = wrong = None
+        try:
+            state, out = self._now("state", self._state), self._now("out", self._out)
+        except Exception as error:
+            wrong = error
+        return self._calls.prepared(state, out, version, memory, wrong)
+
+    def _now(self, what: str, given: Any) -> Any:
+        known = self._states.get(what)
+        if known is None or known.given is not given:
+            known = self._states[what] = Current(what, given)
+        return known.look()
 
     def leaving(self) -> str:
         """Why this rank takes no part in anything that has not begun; "" while it does."""
@@ -91,8 +108,10 @@ class Side:
         """call(), which uses the store and ends by itself within so many seconds where that answers."""
         within(seconds + _TELL, call, f"{_OP}, {what}", self.muster.gone, rank=self.parent.rank, op=_OP)
 
-    def pushed(self, version: int) -> None:
-        """One push, within the limit. Blocks. Raises Late where other ranks were not ready in half of it."""
+    def pushed(self, version: int, state: Any = None) -> None:
+        """One push, within the limit. Blocks. Raises Late where other ranks were not ready in half of it.
+        state: from now on, in place of the one before."""
+        self._state = self._state if state is None else state
         begin, site = time.monotonic(), call_site()
 
         def settle() -> None:
@@ -198,7 +217,7 @@ class Side:
         try:
             begin = time.monotonic()
             result = ReshardedState()
-            prepared = self._calls.prepared(self._state, self._out, version, buffer.memory)
+            prepared = self._prepared(version, buffer.memory)
             if self.pushes and version is None:
                 prepared.refused = prepared.refused or LayoutError(
                     f"{_OP}.push needs a version: an integer that grows", rank=self.parent.rank, op=self._op

@@ -12,7 +12,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from typing_extensions import Unpack
 
 from ..base import checks, forks
@@ -20,6 +19,7 @@ from ..errors import DeadlineExceededError, LayoutError, MeshcastError, typed
 from ..groups.muster import Late, Muster
 from ..groups.parent import parent_group, seconds
 from .state_arguments import Given
+from .state_current import State
 from .state_dict import StateOptions, Where
 from .state_results import ReshardedState
 from .weight_buffers import Buffers, WeightProgress, WeightStats
@@ -43,8 +43,8 @@ class WeightSync:
     a state push; the others receive. A push and what it moves are beside all other calls of the process
     group: connections are its own, and no order with other calls is needed.
 
-    **push** reads the tensors of the state where they are and keeps no copy. It first makes sure, through the
-    rendezvous store, that every rank is ready, and only then moves anything.
+    **push** reads the tensors of the state where they are by then and keeps no copy. It first makes sure,
+    through the rendezvous store, that every rank is ready, and only then moves anything.
 
     **With two buffers** a thread of each receiving rank writes a version into the buffer that is not served.
     Such a rank is always ready, unless it is stuck or frozen. A version that nobody has pulled gives way to
@@ -55,13 +55,18 @@ class WeightSync:
 
     Args:
         state: {name: entry} of a rank that pushes, as the state_dict of reshard_state_dict; None elsewhere.
+            Or a module, whose state_dict() each push sends, or a function that returns a mapping, which the
+            constructor and each push call. Entries that share the memory of a module's parameters or buffers,
+            as those of its state_dict() do, follow these into other memory: where the module is offloaded and
+            loaded, converted, or assigned a checkpoint. If dtypes or shapes change by that, all ranks agree
+            on it in the push.
         destinations, options: as for reshard_state_dict.
         group: whose ranks all take part.
         buffers: 1 or 2 copies of what this rank receives. They are made when they are first needed.
         timeout: seconds that a push may take, half of them until the others are ready, and that a pull waits
             for a version; by default the group's.
         out: with one buffer, {name: tensor} to receive into, as for reshard_state_dict: the weights of a
-            model that serves.
+            model that serves. A module, a function, and entries that share a module's memory: as for `state`.
 
     Raises:
         LayoutError: a wrong argument. The other ranks then get PlanMismatchError from their next push or
@@ -85,13 +90,13 @@ class WeightSync:
 
     def __init__(
         self,
-        state: Mapping[str, Any] | None,
+        state: State | None,
         destinations: Mapping[str, Where] | None = None,
         *,
         group: dist.ProcessGroup | None = None,
         buffers: int = 2,
         timeout: float | timedelta | None = None,
-        out: Mapping[str, torch.Tensor] | None = None,
+        out: State | None = None,
         **options: Unpack[StateOptions],
     ) -> None:
         self._born = forks.count
@@ -137,12 +142,13 @@ class WeightSync:
         parent.at_end[self._name] = partial(end, "has destroyed its process group")
         weakref.finalize(self, _dropped, side, parent.at_end, self._name).atexit = False
 
-    def push(self, version: int) -> None:
+    def push(self, version: int, state: State | None = None) -> None:
         """Sends the state as it is now to every rank that asks for it. Returns once it is whole there: the
         tensors may be changed again. They may not be while it runs. Who must have this very version over
         there pulls it by its number: what is newest may change a moment later.
 
         version: 0 or more, larger than that of every earlier push, and the same on all ranks that push.
+        state: sent in place of the one before, by this push and later ones.
 
         Raises:
             DeadlineExceededError: a rank was not ready within half of the limit; the error names it. Nothing
@@ -163,7 +169,7 @@ class WeightSync:
         with self._taking_turns("push"):
             self._buffers.check_open()
             try:
-                self._side.pushed(version)
+                self._side.pushed(version, state)
             except Late as late:
                 raise late.error from None
 
