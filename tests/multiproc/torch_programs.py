@@ -172,6 +172,11 @@ def step(schedule: Any, stages: list[Any], x: Any, y: Any, call: str = "step", *
     return output, [loss.detach().clone() for loss in losses]
 
 
+def stepped(schedule: Any, stages: list[Any], x: Any, call: str = "step") -> Any:
+    """One call of a pipeline without targets. Returns the output as it is, and no losses."""
+    return getattr(schedule, call)(*((x,) if any(stage.is_first for stage in stages) else ())), []
+
+
 def gradients(modules: list[nn.Module]) -> list[Any]:
     return [
         None if parameter.grad is None else plain(parameter.grad)

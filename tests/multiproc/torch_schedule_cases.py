@@ -20,6 +20,7 @@ from multiproc.torch_programs import (
     raised,
     stages_of,
     step,
+    stepped,
 )
 from torch import nn
 
@@ -142,6 +143,37 @@ def without_a_loss(lib: Any, world: Any) -> Any:
     schedule, _, modules = built(lib, world, "ScheduleGPipe", 3, 4, None)
     x, _ = batch(8)
     return [schedule.step(x) if world.rank == 0 else schedule.step() for _ in range(2)], gradients(modules)
+
+
+@program(2)
+def outputs_without_a_loss_hold_their_graph(lib: Any, world: Any) -> Any:
+    """A backward by hand reaches what the last stage has."""
+    found = []
+    for name in ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"):
+        schedule, stages, modules = built(lib, world, name, 2, 4, None)
+        for quiet in (False, True):
+            with torch.set_grad_enabled(not quiet):
+                output, _ = stepped(schedule, stages, batch(8)[0])
+            found.append((output, None if output is None else output.requires_grad))
+            if output is not None and not quiet:
+                output.square().sum().backward()
+            found.append(gradients(modules))
+    return found
+
+
+@program(1)
+def outputs_of_one_stage_without_a_loss_lead_to_the_batch(lib: Any, world: Any) -> Any:
+    schedule, _, modules = built(lib, world, "ScheduleGPipe", 1, 4, None)
+    x = batch(8)[0].requires_grad_()
+    schedule.step(x).square().sum().backward()
+    return x.grad, gradients(modules)
+
+
+@program(2)
+def outputs_of_a_step_that_trains_hold_no_graph(lib: Any, world: Any) -> Any:
+    schedule, stages, _ = built(lib, world, "ScheduleGPipe", 2, 4)
+    output, _ = step(schedule, stages, *batch(8))
+    return output is not None and output.requires_grad
 
 
 @program(2)
@@ -418,6 +450,97 @@ def functions_for_actions(lib: Any, world: Any) -> Any:
     found = [step(schedule, stages, *batch(8)) for _ in range(2)]
     refused = raised(lambda: schedule.register_custom_function(s.SEND_F, both), ValueError)
     return found, gradients(modules), seen, refused
+
+
+def functions_that_gather(name: str) -> None:
+    """Functions for what FSDP2 needs are called where torch calls them, though nothing is sharded."""
+
+    @program(2, name=f"functions_that_gather_{name}")
+    def run(lib: Any, world: Any) -> Any:
+        s = lib.schedules
+        schedule, stages, modules = built(lib, world, name, 2, 4)
+        seen: list[str] = []
+
+        def note(action: Any, context: Any) -> None:
+            seen.append(f"{action} {context.schedule_ref is schedule}")
+
+        schedule.register_custom_function(s.UNSHARD, note)
+        schedule.register_custom_function(s.RESHARD, note)
+        for stage in stages:
+            noted(stage, seen)
+        return [step(schedule, stages, *batch(8)) for _ in range(2)], gradients(modules), seen
+
+    del run
+
+
+def noted(stage: Any, seen: list[str]) -> None:
+    """Writes down when a stage computes."""
+    forward, backward = stage.forward_one_chunk, stage.backward_one_chunk
+
+    def forward_one_chunk(number: int, *args: Any, **named: Any) -> Any:
+        seen.append(f"{stage.stage_index}F{number}")
+        return forward(number, *args, **named)
+
+    def backward_one_chunk(number: int, *args: Any, **named: Any) -> Any:
+        seen.append(f"{stage.stage_index}B{number}")
+        return backward(number, *args, **named)
+
+    stage.forward_one_chunk, stage.backward_one_chunk = forward_one_chunk, backward_one_chunk
+
+
+for each in ("ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble", "ScheduleDualPipeV"):
+    functions_that_gather(each)
+
+
+@program(2)
+def functions_that_gather_where_a_schedule_says(lib: Any, world: Any) -> Any:
+    """An order that holds its transfers names the places; forwards alone call the functions too."""
+    s = lib.schedules
+    rows = {
+        0: "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RESHARD,0RECV_B0,0UNSHARD,0B0,0RECV_B1,0B1,0REDUCE_GRAD",
+        1: "1RECV_F0,1UNSHARD,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1REDUCE_GRAD,1RESHARD",
+    }
+    found, seen = [], []
+    for loss_fn in (mse, None):
+        numbers = [world.rank]
+        modules = layers(numbers)
+        stages = stages_of(lib, modules, numbers, 2, world.group)
+        schedule = s._PipelineScheduleRuntime(stages, 2, loss_fn=loss_fn)
+        schedule._prepare_schedule_with_comms(
+            {rank: actions(lib, text) for rank, text in rows.items()}, format="compute_comms"
+        )
+        for kind in (s.UNSHARD, s.RESHARD):
+            schedule.register_custom_function(kind, lambda action, _: seen.append(str(action)))
+        for stage in stages if loss_fn else ():  # torch also makes the calls for backwards that do nothing
+            noted(stage, seen)
+        x, y = batch(8)
+        found.append(step(schedule, stages, x, y) if loss_fn else stepped(schedule, stages, x))
+    return found, seen
+
+
+@program(2)
+def functions_in_an_evaluation(lib: Any, world: Any) -> Any:
+    s = lib.schedules
+    schedule, stages, _ = built(lib, world, "ScheduleLoopedBFS", 2, 4)
+    seen: list[str] = []
+
+    def forward(action: Any, context: Any) -> None:
+        seen.append(str(action))
+        index, number = action.stage_index, action.microbatch_index
+        mine = {stage.stage_index: stage for stage in stages}
+        stage = mine[index]
+        if not stage.is_first:
+            s._wait_batch_p2p(schedule.fwd_recv_ops.pop((index, number)))
+        output = stage.forward_one_chunk(
+            number, context.arg_mbs[number], context.kwarg_mbs[number], save_forward_output=True
+        )
+        schedule._maybe_compute_loss(stage, output, context.target_mbs, number)
+
+    schedule.register_custom_function(s.FORWARD, forward)
+    schedule.register_custom_function(s.UNSHARD, lambda action, _: seen.append(str(action)))
+    with torch.no_grad():
+        output, losses = step(schedule, stages, *batch(8), call="eval")
+    return output, losses, seen
 
 
 @program(2)

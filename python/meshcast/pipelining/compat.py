@@ -35,8 +35,10 @@ __all__ = [
     "mesh_of",
     "names_of_torch",
     "order_of_torch",
+    "parts_of",
     "torch_action",
     "torch_order",
+    "with_gathering",
 ]
 
 # Actions that need none here: FSDP2 gathers and frees parameters in its own hooks, gradients are reduced when
@@ -195,17 +197,7 @@ def lowered(
     """torch's actions with all that torch 2.15 adds, under an older one. schedule: one of torch's runtime."""
     rows: dict[int, list[Any]] = {}
     for rank, each in actions.items():
-        row = [action for action in each if action is not None]
-        computing = [[one.stage_index for one in action.sub_actions or (action,)] for action in row]
-        made: list[Any] = []
-        gathered: set[int] = set()
-        active, ahead = gathering.max_active_stages, gathering.ahead(rank, len(actions))
-        for action, (freed, fetched) in zip(row, windows(computing, active, ahead), strict=True):
-            made += [torch_schedules._Action(stage, torch_schedules.RESHARD, None) for stage in freed]
-            made += [torch_schedules._Action(stage, torch_schedules.UNSHARD, None) for stage in fetched]
-            made.append(action)
-            gathered = gathered.difference(freed).union(fetched)
-        made += [torch_schedules._Action(stage, torch_schedules.RESHARD, None) for stage in sorted(gathered)]
+        made = with_gathering(each, gathering, rank, len(actions))
         made = torch_schedules._add_reduce_grad(made, schedule._n_microbatches)
         rows[rank] = _with_waits(made) if gathering.defer_wait else made
     stage_to_rank = schedule.stage_index_to_group_rank.__getitem__
@@ -213,6 +205,23 @@ def lowered(
     if schedule._defer_pp_recv:
         rows = torch_schedules._defer_recv_ops(rows, stage_to_rank=stage_to_rank)
     return rows
+
+
+def with_gathering(row: Sequence[Any], gathering: Gathering, rank: int, ranks: int) -> list[Any]:
+    """torch's compute actions of one rank of the schedule, with UNSHARD and RESHARD where FSDP2 would gather
+    and free stages."""
+    row = [action for action in row if action is not None]
+    computing = [[one.stage_index for one in action.sub_actions or (action,)] for action in row]
+    made: list[Any] = []
+    gathered: set[int] = set()
+    active, ahead = gathering.max_active_stages, gathering.ahead(rank, ranks)
+    for action, (freed, fetched) in zip(row, windows(computing, active, ahead), strict=True):
+        made += [torch_schedules._Action(stage, torch_schedules.RESHARD, None) for stage in freed]
+        made += [torch_schedules._Action(stage, torch_schedules.UNSHARD, None) for stage in fetched]
+        made.append(action)
+        gathered = gathered.difference(freed).union(fetched)
+    made += [torch_schedules._Action(stage, torch_schedules.RESHARD, None) for stage in sorted(gathered)]
+    return made
 
 
 def _with_waits(row: Sequence[Any]) -> list[Any]:
@@ -234,14 +243,15 @@ def torch_order(actions: Actions) -> dict[int, list[Any]]:
 def actions_of(order: dict[int, list[Any]]) -> Actions:
     """A schedule of torch: idle steps and what needs no action here left out, fused actions one after the
     other."""
-    return {rank: [each for one in row for each in _actions(one)] for rank, row in order.items()}
+    return {rank: [each for one in row for each in parts_of(one)] for rank, row in order.items()}
 
 
-def _actions(action: Any) -> list[Action]:
+def parts_of(action: Any) -> list[Action]:
+    """What one action of torch's is here: nothing, itself, or the parts of a fused one."""
     if action is None:
         return []
     if action.sub_actions is not None:
-        return [each for part in action.sub_actions for each in _actions(part)]
+        return [each for part in action.sub_actions for each in parts_of(part)]
     kind = action.computation_type.value
     if kind.startswith(EXTRA_KINDS):
         return []
@@ -256,7 +266,7 @@ def fused_pairs(order: dict[int, list[Any]]) -> dict[Action, tuple[Any, list[Act
     for row in order.values():
         for each in row:
             if each is not None and each.sub_actions is not None:
-                parts = _actions(each)
+                parts = parts_of(each)
                 found[parts[0]] = each, parts
     return found
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from meshcast.pipelining.action import Action, ActionKind
-from meshcast.pipelining.compat import torch_action
+from meshcast.pipelining.compat import parts_of, torch_action, with_gathering
+from meshcast.pipelining.gathered_stages import Gathering
 from meshcast.pipelining.given import GivenOrder
 from meshcast.pipelining.step import StepFeed
 
@@ -28,7 +29,8 @@ class Functions:
     """Those of a step.
 
     fused: of the first of the actions that run as one: the function, and all of them. inside: all of those.
-    forward_arriving, backward_arriving: by stage and micro-batch.
+    forward_arriving, backward_arriving: by stage and micro-batch. gathering: by the action before which they
+    are called, those for UNSHARD and RESHARD, with torch's action; under None those behind the last action.
     """
 
     by_kind: dict[ActionKind, Callable[[Action], None]] = field(default_factory=dict)
@@ -37,8 +39,10 @@ class Functions:
     forward_arriving: dict[tuple[int, int], list[Arriving]] = field(default_factory=dict)
     backward_arriving: dict[tuple[int, int], list[Arriving]] = field(default_factory=dict)
 
+    gathering: dict[Action | None, list[tuple[Any, Callable[[], None]]]] = field(default_factory=dict)
+
     def __bool__(self) -> bool:
-        return bool(self.by_kind or self.fused)
+        return bool(self.by_kind or self.fused or self.gathering)
 
 
 def functions_of(schedule: Any) -> Mapping[Any, Callable[..., None]]:
@@ -46,8 +50,19 @@ def functions_of(schedule: Any) -> Mapping[Any, Callable[..., None]]:
     return getattr(schedule, "_comp_type_to_function_map", {})
 
 
-def functions_for(schedule: Any, given: GivenOrder | None, feeds: Mapping[int, StepFeed]) -> Functions:
-    """Of one step that trains; the schedule gets what torch's functions look at."""
+def functions_for(
+    schedule: Any,
+    given: GivenOrder | None,
+    feeds: Mapping[int, StepFeed],
+    row: Sequence[Action],
+    place: tuple[int, int],
+    *,
+    train: bool,
+) -> Functions:
+    """Functions of one step; the schedule gets what torch's functions look at.
+
+    row: what this rank runs. place: number of the row, and how many there are.
+    """
     found, registered = Functions(), functions_of(schedule)
     if not registered:
         return found
@@ -62,14 +77,41 @@ def functions_for(schedule: Any, given: GivenOrder | None, feeds: Mapping[int, S
     schedule.fwd_recv_ops, schedule.bwd_recv_ops = found.forward_arriving, found.backward_arriving
     schedule.backward_counter.clear()
     both = registered.get(torch_schedules.OVERLAP_F_B)
-    if both is not None and given is not None:
+    if both is not None and given is not None and train:
         for start, (whole, parts) in given.pairs.items():
             found.fused[start] = _call(both, whole, context), parts
         found.inside = frozenset(part for _, parts in given.pairs.values() for part in parts)
     for kind, run in registered.items():
         if kind.value in ActionKind.__members__:
             found.by_kind[ActionKind[kind.value]] = _call_for(run, context)
+    for before, action in _gathering(schedule._gathering, given, row, place):
+        if action.computation_type in registered:
+            run = _call(registered[action.computation_type], action, context)
+            found.gathering.setdefault(before, []).append((action, run))
     return found
+
+
+def _gathering(
+    options: Gathering, given: GivenOrder | None, row: Sequence[Action], place: tuple[int, int]
+) -> list[tuple[Action | None, Any]]:
+    """torch's UNSHARD and RESHARD in their order, each with the action of the row that it comes before: where
+    a given order with transfers has them, else where torch would put them."""
+    order: list[Any] = [torch_action(each) for each in row if each.kind.is_compute]
+    if given is not None:
+        order = given.row_of({each.stage for each in row})
+    if given is None or not given.lowered:
+        order = with_gathering(order, options, *place)
+    runs = frozenset(row)
+    before: Action | None = None
+    found: list[tuple[Action | None, Any]] = []
+    for each in reversed(order):
+        if each is None:
+            continue
+        if each.computation_type in (torch_schedules.UNSHARD, torch_schedules.RESHARD):
+            found.append((before, each))
+        else:
+            before = next((part for part in parts_of(each) if part in runs), before)
+    return found[::-1]
 
 
 def _call(run: Callable[..., None], whole: Any, context: Any) -> Callable[[], None]:

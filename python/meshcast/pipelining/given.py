@@ -47,6 +47,10 @@ class GivenOrder:
         """By row of the schedule."""
         return dict(sorted((table.row_of(row[0].stage), row) for row in self._rows))
 
+    def row_of(self, stages: set[int]) -> list[Any]:
+        """torch's actions of the rank that has these stages."""
+        return next(row for row in self.order.values() if any(a and a.stage_index in stages for a in row))
+
     def reduced(self, stages: Iterable[int]) -> list[int]:
         """Those whose gradients are scaled: where transfers are given, so is this."""
         told = {

@@ -186,6 +186,7 @@ class Runtime:
                 self._add_compute(action, begin, mark)
                 if train:
                     self._trace.count(action.kind)
+        self._call_gathering(None)
         self._settle_sends(keep=0)
         self._trace.finish(self.bytes_sent - sent_before)
 
@@ -205,6 +206,7 @@ class Runtime:
     def _run_custom(self, action: Action) -> None:
         """As a function of the user does it, where there is one."""
         functions = self._functions
+        self._call_gathering(action)
         if action in functions.fused:
             run, parts = functions.fused[action]
             for part in parts:
@@ -218,6 +220,18 @@ class Runtime:
             self._computed(action)
         elif action not in functions.inside:
             self._run[action.kind](action)
+
+    def _call_gathering(self, before: Action | None) -> None:
+        """Functions of the user for UNSHARD and RESHARD. FSDP2 gathers and frees in its own hooks."""
+        for action, run in self._functions.gathering.get(before, ()):
+            try:
+                run()
+            except Exception as cause:
+                raise MeshcastError(
+                    f"rank {self._rank}: the function for {action} raised {type(cause).__name__}: {cause}",
+                    rank=self._rank,
+                    op="pipeline",
+                ) from cause
 
     def _settle_for(self, action: Action) -> None:
         """A function of the user waits for what comes from other ranks, and passes on by itself what stays on
@@ -239,13 +253,12 @@ class Runtime:
     def _computed(self, action: Action) -> None:
         """Behind a function of the user."""
         stage, key = self._stages[action.stage], (action.stage, action.microbatch)
-        if (
-            action.kind is ActionKind.F
-            and not stage.is_last
-            and self._last_consumer[action.stage] is not None
-        ):
-            outputs, _ = stage.fwd_cache[action.microbatch]
-            self._outputs[key] = [local_values(value.detach()) for value in outputs]
+        if action.kind is ActionKind.F:
+            if not stage.is_last and self._last_consumer[action.stage] is not None:
+                outputs, _ = stage.fwd_cache[action.microbatch]
+                self._outputs[key] = [local_values(value.detach()) for value in outputs]
+            if not self._train:
+                del stage.fwd_cache[action.microbatch]
         elif action.kind in (ActionKind.B, ActionKind.I) and self._last_producer[action.stage] is not None:
             self._gradients[key] = stage.bwd_cache.pop(action.microbatch)
 

@@ -19,7 +19,7 @@ from meshcast.pipelining.auto_warmup import AutoWarmup, Budget
 from meshcast.pipelining.board import PipelineBoard, Refused
 from meshcast.pipelining.devices import current
 from meshcast.pipelining.edge import links_of
-from meshcast.pipelining.functions import Functions, functions_for, functions_of
+from meshcast.pipelining.functions import functions_for, functions_of
 from meshcast.pipelining.gathered_stages import FSDP_DEFAULTS, Gathering
 from meshcast.pipelining.given import GivenOrder
 from meshcast.pipelining.microbatches import Pieces
@@ -313,6 +313,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         if self._failed is not None:
             raise AbortedError(f"the pipeline failed before: {self._failed}", rank=self._rank, op="pipeline")
         finalize = self._finalize_gradients or not train
+        scales = train and self.name != "ForwardOnly"  # as torch's `step` does, also one without a loss
         try:
             train = self._agreed().trains and train
         except DeadlineExceededError as error:
@@ -346,12 +347,14 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                     stage.seed_of = feeds[index].loss.seed
                     if train:
                         stage.begin_step(self._n_microbatches, finalize=finalize)
-                runtime.use(functions_for(self, self._given, feeds) if train else Functions())
+                table, row = self._agreed(), self._row(train)
+                place = table.row_of(next(iter(self._mine))), len(table.rows)
+                runtime.use(functions_for(self, self._given, feeds, row, place, train=train))
                 seed = None if self._seed is None else (self._seed, self._steps)
                 with self._accumulating(train):
-                    runtime.run(self._row(train), feeds, wirings, train=train, seed=seed)
+                    runtime.run(row, feeds, wirings, train=train, seed=seed)
                     self._finish(feeds, train, losses, finalize)
-                if train:
+                if scales:
                     self._scale_as_torch(finalize)
                 if not train:
                     for stage in self._mine.values():

@@ -168,10 +168,8 @@ class StageCompute(ForwardContext):
         if self.is_last:
             roots: tuple[Any, ...] = (output,)
             if save_forward_output:
-                plain = type(output) is torch.Tensor  # most are: no walk through a tree
-                self.output_chunks.append(
-                    output.detach() if plain else tree_map_only(torch.Tensor, torch.Tensor.detach, output)
-                )
+                # As in torch: without a backward here, the caller may run one from what `step` returns.
+                self.output_chunks.append(_detached(output) if self.has_backward else output)
         else:
             roots = as_tuple(output, f"rank {self.rank}, stage {self.stage_index}")
         self.fwd_cache[fwd_chunk_id] = roots, inputs
@@ -304,6 +302,12 @@ class StageCompute(ForwardContext):
         for kept in (self.bwd_cache, self.dw_runner, self._arrived, self._gradients, *late):
             kept.clear()
         self._stood_in = False
+
+
+def _detached(output: Any) -> Any:
+    if type(output) is torch.Tensor:  # most are: no walk through a tree
+        return output.detach()
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
 
 def _copied(values: Sequence[Any]) -> list[Any]:
