@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,7 @@ class Flight:
         "traffic",
         "what",
     )
+    made: ClassVar[int] = 0  # calls that this process has begun
 
     def __init__(
         self, op: str, group: Members, rank: int, launch: Completable | None = None, what: str = ""
@@ -121,6 +122,7 @@ class Flight:
         self.traffic: Traffic | None = None  # what it moves, once that is known; counts it
         self.counted = False
         _flights.append(self)
+        Flight.made += 1
         if log.isEnabledFor(logging.DEBUG):
             log.debug("rank %d: %s in group %s called", rank, op, group.name)
 

@@ -1,14 +1,20 @@
-"""Sums the parameters' gradients over the data-parallel ranks of a stage.
+"""The scale of a stage's gradients in a step, and their sums over its data-parallel ranks.
 
-Every rank scales its loss by its share of the samples, so the gradient of the global mean is the *sum* over
-ranks, not the average: with averages, stages of unlike data-parallel degree would scale the gradients that
-cross between them by the ratio of their degrees.
+A step's gradients are those of the sum, over ranks r and micro-batches m, of s(r, m) L(r, m): the mean loss
+of a rank, times its share. What the modules of a stage add to gradients by themselves (the auxiliary losses
+of routers) is one more term of L(r, m), with the same share, so a backward has to run in units of the rank's
+own L(r, m), not in those of the step. `GradientScale` says by what to multiply, and where.
+
+The gradient of the global mean is the *sum* over ranks, not the average: with averages, stages of different
+data-parallel degree would scale the gradients that cross between them by the ratio of their degrees.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -17,9 +23,85 @@ from torch.distributed.tensor import DTensor
 
 from meshcast.pipelining.layouts import StageMesh
 
-__all__ = ["average_gradients", "kept_apart", "sum_gradients"]
+__all__ = [
+    "GradientScale",
+    "average_gradients",
+    "kept_apart",
+    "multiplied",
+    "sum_gradients",
+]
 
+_ONE = Fraction(1)
 _BUCKET_BYTES = 32 << 20  # gradients travel together up to this size: fewer messages, bounded extra memory
+
+
+@dataclass(slots=True)
+class GradientScale:
+    """What multiplies gradients in one step of a stage, on one rank.
+
+    Let s be the share of a micro-batch on this rank: ``parts`` (its part of the samples) times ``weights``
+    (of the micro-batch in the step). Between stages gradients are ``unit`` times those of the step, where
+    unit is the number of micro-batches that have samples. Before a backward, gradients of outputs are
+    divided by ``ratio`` = s unit. After it, gradients of inputs are multiplied by it, and gradients of
+    parameters by `late`, which is 1 where all ranks and micro-batches have equal shares. When the step ends,
+    gradients of parameters are multiplied by `end`, a constant of the step on all ranks of the stage. So
+    stages of one rank with equal micro-batches do what torch's do.
+
+    Attributes:
+        parts: for each micro-batch, the part of its samples that this rank has, exact.
+        weights: what each micro-batch counts in the step; their sum is 1. Or each is 1:
+            ``scale_grads=False``.
+        degree: over how many ranks the stage splits samples.
+        unit: see above; 1 with ``scale_grads=False``.
+        end: see above. None: the step's gradients are scaled as torch does it (`StepEnd`).
+        column: by what the step counts more than on average among the pipelines that DDP or FSDP2 joins with
+            this one. sums: the same for losses that are sums, which `StepEnd` divides by the mean weight.
+    """
+
+    parts: Sequence[Fraction] = ()
+    weights: Sequence[Fraction] = ()
+    degree: int = 1
+    unit: int = 1
+    end: Fraction | None = None
+    column: Fraction = _ONE
+    sums: Fraction = _ONE
+
+    @property
+    def counts(self) -> int:
+        """How many micro-batches have samples."""
+        return sum(weight > 0 for weight in self.weights)
+
+    def is_uneven(self, microbatch: int) -> bool:
+        """Whether ranks of the stage have different shares of a micro-batch, as far as this one's tells."""
+        return bool(self.parts) and self.parts[microbatch] * self.degree != 1
+
+    def ratio(self, microbatch: int, *, together: bool) -> Fraction:
+        """The share, in units of an equal one. together: the ranks exchange values inside the backward, whose
+        gradients must have one scale on all of them: each rank then has an equal share."""
+        if not self.parts:
+            return _ONE
+        part = Fraction(1, self.degree) if together else self.parts[microbatch]
+        return part * self.weights[microbatch] * self.unit
+
+    def late(self, ratio: Fraction) -> Fraction:
+        """What multiplies the gradients of parameters right behind a backward."""
+        return ratio if self.end is None else ratio * self.column / (self.unit * self.end)
+
+
+@contextmanager
+def multiplied(parameters: Iterable[torch.nn.Parameter], factor: float) -> Iterator[None]:
+    """Inside, autograd multiplies what it adds to gradients of these parameters by `factor`."""
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        # What counts nothing may be infinite: a mean over no samples.
+        return gradient * factor if factor else torch.zeros_like(gradient)
+
+    handles = [each.register_hook(hook) for each in parameters if each.requires_grad]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def sum_gradients(parameters: Sequence[torch.nn.Parameter], mesh: StageMesh, dims: Sequence[int]) -> None:

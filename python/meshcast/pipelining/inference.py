@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -15,12 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from meshcast.base.observe import Flight
 from meshcast.errors import LayoutError
 from meshcast.pipelining.fsdp_fakes import can_be_faked, fake_state, without_fsdp
 from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values
 from meshcast.pipelining.wrappers import fsdp_parts
 
 __all__ = [
+    "Collectives",
     "DataUse",
     "Inferred",
     "Way",
@@ -217,7 +220,7 @@ def _outcome(
     stops: bool,
 ) -> str:
     """ "runs", "fails", or "communicates": with others than the peers, stopped there if need be."""
-    seen = _Collectives(peers, stops)
+    seen = Collectives(peers, stops)
     try:
         with seen:
             run(args, kwargs)
@@ -226,16 +229,23 @@ def _outcome(
     return "communicates" if seen.found else "runs"
 
 
-class _Collectives(TorchDispatchMode):
-    """Looks for collectives over other ranks than `peers`. stops: raises where one begins."""
+class Collectives(TorchDispatchMode):
+    """Looks for collectives over other ranks than `peers`, but for those of FSDP2, which are of parameters.
+    stops: raises where one begins. A call of meshcast counts as well, whatever its ranks."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, peers: Sequence[int], stops: bool) -> None:
         super().__init__()
         self._peers, self._stops = set(peers), stops
-        self.found = False
+        self._collective, self._calls = False, Flight.made
+
+    @property
+    def found(self) -> bool:
+        return self._collective or Flight.made != self._calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("_c10d_functional", "c10d"):
+        if getattr(func, "namespace", "") in ("_c10d_functional", "c10d"):
             for each in args:
                 ranks: list[int] = []
                 with suppress(Exception):  # neither a group nor the name of one
@@ -243,11 +253,21 @@ class _Collectives(TorchDispatchMode):
                     boxed = isinstance(each, torch.ScriptObject)
                     group = dist.ProcessGroup.unbox(each) if boxed else c10d._resolve_process_group(named)
                     ranks = dist.get_process_group_ranks(group)
-                if not self._peers.issuperset(ranks):
-                    self.found = True
+                if not self._peers.issuperset(ranks) and not _under_fsdp():
+                    self._collective = True
                     if self._stops:
                         raise RuntimeError(f"a collective over ranks {ranks}")
         return func(*args, **(kwargs or {}))
+
+
+def _under_fsdp() -> bool:
+    """Whether FSDP2 is among the callers."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp._fully_shard._fsdp_coll"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def without_stand_in(output: Any, way: Way) -> Any:

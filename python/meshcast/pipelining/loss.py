@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -12,12 +13,36 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.utils._pytree import tree_flatten
 
 from meshcast.errors import LayoutError
+from meshcast.pipelining.gradients import GradientScale
 from meshcast.pipelining.pipeline_stage import PipelineStage
 
-__all__ = ["Sharding", "StepLoss"]
+__all__ = ["Sharding", "StepLoss", "microbatch_weights", "part_of"]
 
 # Of an input of the last stage: its placements, its global shape and this rank's.
 Sharding = tuple[Sequence[Placement], Sequence[int], Sequence[int]]
+
+
+def microbatch_weights(samples: Sequence[int], alike: bool, scale: bool) -> list[Fraction]:
+    """What each micro-batch counts in the step: its part of the samples; alike: the same for all that have
+    some; without scale: 1, for gradients of the sum over micro-batches. Without samples it counts nothing."""
+    counts = [min(each, 1) for each in samples] if alike or not scale else samples
+    return [Fraction(each, max(1, sum(counts)) if scale else 1) for each in counts]
+
+
+def part_of(stage: PipelineStage, dims: Sequence[int], inputs: Sequence[Sharding]) -> Fraction:
+    """This rank's part of a micro-batch's samples and tokens, by how inputs are cut over these dimensions of
+    the stage's mesh."""
+    open_dims = {dim for dim in dims if stage.mesh.shape[dim] > 1}
+    mine, all_ranks = 1, 1
+    for placements, shape, local in inputs:
+        found = {dim for dim in open_dims if isinstance(placements[dim], Shard)}
+        for along in {placements[dim].dim % len(shape) for dim in found}:  # type: ignore[attr-defined]
+            mine *= local[along]
+            all_ranks *= shape[along]
+        open_dims -= found
+    for dim in open_dims:  # cut inside the module: in equal parts, as far as can be known
+        all_ranks *= stage.mesh.shape[dim]
+    return Fraction(mine, max(1, all_ranks))
 
 
 class StepLoss:
@@ -26,14 +51,15 @@ class StepLoss:
     A loss function returns one of two things:
 
     - the mean over its samples (or tokens). The step's loss is the mean over all: that of a rank counts by
-      its part of the micro-batch, that of a micro-batch by its samples, or all alike (`learn_weights`).
+      its part of the micro-batch, that of a micro-batch by its weight (`microbatch_weights`).
     - ``(sum, weight)``. The step's loss is the sum of all sums over the sum of all weights, so that gradients
       are those of the sums, divided once when the step ends.
 
     Args:
         targets: of each micro-batch, this rank's; None without any.
-        scale: gradients are those of the mean over micro-batches; else of the sum.
         as_torch: losses are returned as the function made them, and gradients scaled once, at the end.
+        typical: what sums are divided by before they go backward, the same on all ranks of the stage: about
+            the weight of a micro-batch. What is wrong about it is put right when the step ends.
     """
 
     def __init__(
@@ -43,17 +69,17 @@ class StepLoss:
         loss_fn: Callable[..., Any] | None,
         targets: Sequence[Any] | None,
         loss_kwargs: Mapping[str, Any],
-        scale: bool,
         as_torch: bool,
+        typical: float,
     ) -> None:
         self._stage = stage
         self._loss_fn = loss_fn
         self.targets = targets
         self._loss_kwargs = loss_kwargs
-        self._scale = scale
         self._as_torch = as_torch
-        self._parts = [1.0] * microbatches  # of a micro-batch's samples and tokens, this rank's
-        self._weights = [1.0 / microbatches] * microbatches  # of the micro-batch in the step
+        self._typical = typical
+        self._parts = [Fraction(1)] * microbatches  # of a micro-batch's samples and tokens, this rank's
+        self._gradients = GradientScale()
         self._taken: list[tuple[int, torch.Tensor, Any]] = []  # micro-batch, mean or sum, weight of a sum
         self.losses: dict[int, torch.Tensor] = {}  # what backwards start from
         self._pairs = self._means = 0
@@ -64,31 +90,11 @@ class StepLoss:
         """Whether the loss function returns pairs; None where this rank had no samples to tell from."""
         return self._pairs > 0 if self._pairs or self._means else None
 
-    def learn_part(self, microbatch: int, inputs: Sequence[Sharding]) -> None:
-        """This rank's part of a micro-batch, by how inputs are cut over the ranks with other losses."""
-        stage = self._stage
-        open_dims = {dim for dim in stage.loss_dims if stage.mesh.shape[dim] > 1}
-        mine, all_ranks = 1, 1
-        for placements, shape, local in inputs:
-            found = {dim for dim in open_dims if isinstance(placements[dim], Shard)}
-            for along in {placements[dim].dim % len(shape) for dim in found}:  # type: ignore[attr-defined]
-                mine *= local[along]
-                all_ranks *= shape[along]
-            open_dims -= found
-        for dim in open_dims:  # cut inside the module: in equal parts, as far as can be known
-            all_ranks *= stage.mesh.shape[dim]
-        self._parts[microbatch] = mine / max(1, all_ranks)
-
-    def learn_part_as(self, microbatch: int, other: int) -> None:
-        """That of another micro-batch of the same shapes."""
-        self._parts[microbatch] = self._parts[other]
-
-    def learn_weights(self, samples: Sequence[int], alike: bool) -> None:
-        """Once all parts are known. samples: of each micro-batch, on all ranks. alike: every micro-batch that
-        has samples counts the same, however many they are."""
-        counts = [min(each, 1) for each in samples] if alike else samples
-        self._weights = [each / max(1, sum(counts)) for each in counts]
-        self._parts = [part if each else 0.0 for part, each in zip(self._parts, counts, strict=True)]
+    def learn_parts(self, parts: Sequence[Fraction], scale: GradientScale) -> None:
+        """For each micro-batch, this rank's part of its samples and tokens; and the scale of the stage."""
+        weighed = zip(parts, scale.weights, strict=True)
+        self._parts = [part if weight else Fraction(0) for part, weight in weighed]
+        self._gradients = scale
 
     def take(self, microbatch: int, output: Any) -> torch.Tensor | None:
         """Computes the loss of the last stage's output, where there is a loss function and a target. Returns
@@ -108,7 +114,7 @@ class StepLoss:
                 "loss_fn returned a pair (sum, weight) for some micro-batches and not for others"
             )
         if isinstance(loss, DTensor) and not self._as_torch:
-            loss, self._parts[microbatch], self._is_global = loss.full_tensor(), 1.0, True
+            loss, self._parts[microbatch], self._is_global = loss.full_tensor(), Fraction(1), True
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
         for value in [loss, weight] if isinstance(weight, torch.Tensor) else [loss]:
@@ -123,12 +129,16 @@ class StepLoss:
         self.losses[microbatch] = loss
         return loss
 
-    def seed(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
-        """d(step's loss) / d(this rank's loss); of sums it lacks the division by the weight of the step."""
-        if self._pairs or self._as_torch:
-            return torch.ones_like(loss)
-        count = 1 if self._scale else sum(weight > 0 for weight in self._weights)
-        return torch.full_like(loss, self._parts[microbatch] * (self._weights[microbatch] * count))
+    def seed(self, microbatch: int, ratio: Fraction) -> float:
+        """What a rank's backward starts from. ratio: `GradientScale.ratio`, by which its gradients are
+        multiplied afterwards. A sum is divided by the weight that micro-batches have on average, as far as
+        that is known."""
+        scale = self._gradients
+        if not scale.parts or not ratio:
+            return 1.0
+        if self._pairs:
+            return 1 / (self._typical * float(ratio * scale.sums))
+        return float(self._parts[microbatch] * scale.weights[microbatch] * scale.unit / ratio)
 
     def finish(self) -> tuple[list[torch.Tensor], float | None]:
         """The mean loss of each micro-batch over all its samples, and the weight of the step, None for means.
@@ -144,7 +154,7 @@ class StepLoss:
             each = [torch.as_tensor(weight, device=kind.device).reshape(()) for _, _, weight in self._taken]
             weights = torch.stack([weight.double() for weight in each])
         else:
-            losses *= losses.new_tensor([self._parts[microbatch] for microbatch, _, _ in self._taken])
+            losses *= losses.new_tensor([float(self._parts[microbatch]) for microbatch, _, _ in self._taken])
         over = [
             dim for dim in self._stage.loss_dims if self._stage.mesh.shape[dim] > 1 and not self._is_global
         ]

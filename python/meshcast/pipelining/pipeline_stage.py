@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten
 
 from meshcast.base import checks
@@ -36,6 +37,7 @@ from meshcast.pipelining.shapes import (
     LocalValue,
     as_tuple,
     describe_values,
+    local_values,
     rows_of,
 )
 from meshcast.pipelining.stage_compute import StageCompute
@@ -217,13 +219,49 @@ class PipelineStage(StageCompute):
         self.submod, self._columns = wrapped.module, wrapped.columns or self._columns
         self._learn_module()
 
-    def scale_grads(self, grad_scale_factor: float) -> None:
-        """As in torch: all that is in ``grad`` is divided; what several stages of a rank hold, once."""
-        for each in self._own_parameters() if grad_scale_factor != 1 else ():
-            if each.grad is not None:
-                each.grad.div_(grad_scale_factor)
+    def scale_grads(self, grad_scale_factor: float | torch.Tensor) -> None:
+        """As in torch: all that is in ``grad`` is divided; what several stages of a rank hold, once. A tensor
+        has no dimensions."""
+        if isinstance(grad_scale_factor, torch.Tensor) or grad_scale_factor != 1:
+            for each in self.own_parameters():
+                if each.grad is not None:
+                    local_values(each.grad).div_(grad_scale_factor)
 
-    def _own_parameters(self) -> list[torch.nn.Parameter]:
+    def multiply_gradients(self, factor: float) -> None:
+        """All that is in ``grad``; what several stages of a rank hold, once."""
+        for each in self.own_parameters() if factor != 1 else ():
+            if each.grad is not None:
+                local_values(each.grad).mul_(factor)
+
+    def over_columns(self, *values: float) -> torch.Tensor:
+        """The means of the values over the pipelines that DDP or FSDP2 joins with this one (`columns`), in
+        float64, on the device of the stage; without such the values. Called by all ranks that are joined."""
+        device = self.device if self.joins_pipelines else torch.device("cpu")
+        means = torch.tensor(values, dtype=torch.float64, device=device)
+        for group in self._joining_groups():
+            dist.all_reduce(means, group=group)
+            means /= group.size()
+        return means
+
+    def _joining_groups(self) -> list[dist.ProcessGroup]:
+        """Those whose ranks, taken together, are all that this stage is joined with in other pipelines."""
+        if self._columns is not None:
+            return [self._columns]
+        own = set(dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group))
+        for part in self.submod.modules():
+            if isinstance(part, DistributedDataParallel) and not own.issuperset(
+                dist.get_process_group_ranks(part.process_group)
+            ):
+                return [part.process_group]
+        meshes = [group.mesh_info.mesh for part in fsdp_parts(self.submod) for group in fsdp_groups(part)]
+        outside = [mesh for mesh in meshes if not own.issuperset(mesh.mesh.flatten().tolist())]
+        if not outside:
+            return []
+        widest = max(outside, key=lambda mesh: mesh.size())  # the first one of several
+        return [widest.get_group(dim) for dim in range(widest.ndim) if widest.size(dim) > 1]
+
+    def own_parameters(self) -> list[torch.nn.Parameter]:
+        """Those that no earlier stage of this rank has too."""
         return [each for each in self.submod.parameters() if id(each) not in self.reduced_elsewhere]
 
     @property
@@ -250,10 +288,7 @@ class PipelineStage(StageCompute):
     @property
     def joins_pipelines(self) -> bool:
         """Whether DDP or FSDP2 joins it with ranks of other pipelines."""
-        own = set(dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group))
-        groups = [group for part in fsdp_parts(self.submod) for group in fsdp_groups(part)]
-        ranks = {rank for each in groups for rank in each.mesh_info.mesh.mesh.flatten().tolist()}
-        return self._columns is not None or not ranks <= own
+        return bool(self._joining_groups())
 
     def sync_gradients(self) -> None:
         """Sums the gradients of the parameters over the data-parallel ranks of the stage; inside
@@ -262,7 +297,11 @@ class PipelineStage(StageCompute):
 
         ``step`` does it unless the schedule was made with ``sync_gradients=False``.
         """
-        own = self._own_parameters()
+        self.reduce_gradients()
+
+    def reduce_gradients(self) -> None:
+        """What `sync_gradients` does."""
+        own = self.own_parameters()
         if self.batch_parts > 1:
             sum_gradients(own, self.mesh, self.data_dims)
         if self._columns is not None:

@@ -163,6 +163,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         self._steps = 0  # that were run
         self._calls = 0  # of step and eval, those that were refused too
         self._weighings = 0
+        self._typical = 1.0
         self._weighted = None
         self._summaries = 0
         self._failed: str | None = None
@@ -337,6 +338,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                         pieces,
                         train,
                         self._agreed().as_torch,
+                        self._typical if self.scale_grads else 1.0,
                     ),
                     pieces,
                 )
@@ -344,13 +346,15 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                 for index, stage in self._mine.items():
                     stage.clear_runtime_states()
                     stage.chunks, stage.has_backward = self._n_microbatches, train
-                    stage.seed_of = feeds[index].loss.seed
+                    stage.seed_of, stage.scale = feeds[index].loss.seed, feeds[index].scale
                     if train:
                         stage.begin_step(self._n_microbatches, finalize=finalize)
                 table, row = self._agreed(), self._row(train)
                 place = table.row_of(next(iter(self._mine))), len(table.rows)
                 runtime.use(functions_for(self, self._given, feeds, row, place, train=train))
                 seed = None if self._seed is None else (self._seed, self._steps)
+                if train:
+                    self._weigh_columns(feeds)
                 with self._accumulating(train):
                     runtime.run(row, feeds, wirings, train=train, seed=seed)
                     self._finish(feeds, train, losses, finalize)

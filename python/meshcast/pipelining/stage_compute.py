@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -11,13 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
+from meshcast.errors import LayoutError
 from meshcast.pipelining.compat import mesh_of
 from meshcast.pipelining.forward_context import ForwardContext
-from meshcast.pipelining.inference import Way, stand_ins, without_stand_in, writes_on_input
+from meshcast.pipelining.gradients import GradientScale, kept_apart, multiplied
+from meshcast.pipelining.inference import Collectives, Way, stand_ins, without_stand_in, writes_on_input
 from meshcast.pipelining.layouts import Placements, StageMesh, ValuePlacements, gradient_placements
 from meshcast.pipelining.shapes import SentDTensor, as_tuple, local_values
 from meshcast.pipelining.split_backward import SplitBackward, hooks_made
-from meshcast.pipelining.wrappers import LastBackward, fsdp_parts
+from meshcast.pipelining.wrappers import LastBackward, fsdp_parts, trained_leaves
 
 __all__ = ["StageCompute"]
 
@@ -42,7 +46,15 @@ class StageCompute(ForwardContext):
         self._begin_contexts()
         self._stood_in = False  # whether a micro-batch of this step ran on stand_ins
         self.ways: Sequence[Way] = ()  # of each micro-batch of the step
-        self.seed_of: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, loss: torch.ones_like(loss)
+        self.scale = GradientScale()  # of the gradients of the step
+        self.seed_of: Callable[[int, Fraction], float] = lambda _number, _ratio: 1.0
+        self._late_scales: dict[int, Fraction] = {}  # of the weight gradients that are to come
+        self._watched: int | None = None  # the micro-batch of this step in which the module is looked at
+        # Whether it exchanges values with ranks that have other samples. Inside what is compiled nobody sees.
+        self._together = any(
+            hasattr(each, "_orig_mod") or each._compiled_call_impl is not None
+            for each in self.submod.modules()
+        )
         self._arrived: dict[int, list[Any]] = {}  # inputs by micro-batch
         self._gradients: dict[int, Sequence[torch.Tensor | None]] = {}  # of its outputs
         self._hooks: dict[int, tuple[int, bool]] = {}  # that there were before a forward; it made some
@@ -84,6 +96,7 @@ class StageCompute(ForwardContext):
 
     def begin_step(self, microbatches: int, *, finalize: bool = True) -> None:
         """Before the first action of a step that trains. finalize: gradients are reduced in it."""
+        self._watched = None
         self._last_backward.begin_step(microbatches, finalize=finalize)
 
     def free_parameters(self) -> None:
@@ -153,13 +166,15 @@ class StageCompute(ForwardContext):
             self._stood_in = self._stood_in or self.has_backward
             given, kwargs = stand_ins((inputs, dict(kwargs)), 1)
             buffers = [(each, each.clone(), each._version) for each in self.submod.buffers()]
-        try:
-            output = self.in_context(fwd_chunk_id, lambda: self._run_module(given, kwargs))
-        except RuntimeError as error:
-            if self._writes_on_inputs or not writes_on_input(error):
-                raise
-            self._writes_on_inputs = True  # from now on, on all ranks of the stage: they run the same module
-            output = self.in_context(fwd_chunk_id, lambda: self._run_module(given, kwargs))
+        with self._watching(fwd_chunk_id) as seen:
+            try:
+                output = self.in_context(fwd_chunk_id, lambda: self._run_module(given, kwargs))
+            except RuntimeError as error:
+                if self._writes_on_inputs or not writes_on_input(error):
+                    raise
+                self._writes_on_inputs = True  # now also on all ranks of the stage: they run the same module
+                output = self.in_context(fwd_chunk_id, lambda: self._run_module(given, kwargs))
+        self._together = self._together or seen.found
         if way.stand_in:
             output = without_stand_in(output, way)
         for buffer, before, version in buffers:
@@ -202,32 +217,48 @@ class StageCompute(ForwardContext):
         trained = [] if self.is_first else inputs
         if not full_backward:
             self._due.add(bwd_chunk_id)
+        ratio = self.scale.ratio(bwd_chunk_id, together=self._together)
         if self.is_last:
             goes = loss is not None and loss.requires_grad
-            roots, seeds = ([loss], [self.seed_of(bwd_chunk_id, loss)]) if goes else ([], [])
+            roots, seeds = ([loss], [_filled(loss, self.seed_of(bwd_chunk_id, ratio))]) if goes else ([], [])
         else:
-            roots, seeds = self._roots(outputs, self._gradients.pop(bwd_chunk_id))
+            gradients = self._gradients.pop(bwd_chunk_id)
+            ratio = ratio or _least_ratio(gradients, any(self.scale.weights[bwd_chunk_id : bwd_chunk_id + 1]))
+            roots, seeds = self._roots(outputs, gradients, ratio)
+        late = self.scale.late(ratio)
         if not full_backward and self._last_backward.active:
             self._tell_whole("FSDP2 reduces gradients inside the backward")
             full_backward = True
-        if not full_backward and self.dw_builder is None and roots:
-            needed = [value for value in trained if isinstance(value, torch.Tensor) and value.requires_grad]
-            split = self._late[bwd_chunk_id] = SplitBackward(roots, seeds, needed, hooked)
-            split.input_gradients()
-            if split.whole:
-                self._tell_whole(split.whole)
-        else:
-            self._last_backward.before_backward()
-            if roots:
-                torch.autograd.backward(roots, seeds)
+        with self._watching(bwd_chunk_id) as seen:
+            if not full_backward and self.dw_builder is None and roots:
+                needed = [
+                    value for value in trained if isinstance(value, torch.Tensor) and value.requires_grad
+                ]
+                split = self._late[bwd_chunk_id] = SplitBackward(roots, seeds, needed, hooked)
+                self._late_scales[bwd_chunk_id] = late
+                with self._parameters_times(late):
+                    split.input_gradients()
+                if split.whole:
+                    self._tell_whole(split.whole)
+            else:
+                self._last_backward.before_backward()
+                if roots:
+                    with self._parameters_times(late):
+                        torch.autograd.backward(roots, seeds)
+        if seen.found:
+            raise LayoutError(
+                "the module exchanges values in its backward, and not in its forward, with ranks that have "
+                "more or fewer samples of the micro-batch: their gradients would not fit together. Give all "
+                "ranks as many samples"
+            )
         if self.dw_builder is not None:
             run = self.dw_builder()
             if full_backward:
-                run()
+                self._weights_times(late, run)
             else:
-                self.dw_runner[bwd_chunk_id] = run
+                self.dw_runner[bwd_chunk_id] = lambda: self._weights_times(late, run)
         self.bwd_cache[bwd_chunk_id] = tuple(
-            self._input_gradient(index, value) for index, value in enumerate(trained)
+            self._input_gradient(index, value, ratio) for index, value in enumerate(trained)
         )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:  # noqa: ARG002
@@ -243,7 +274,34 @@ class StageCompute(ForwardContext):
             self.dw_runner.pop(bwd_chunk_id)()
         split = self._late.pop(bwd_chunk_id, None)
         if split is not None:
-            split.weight_gradients()
+            with self._parameters_times(self._late_scales.pop(bwd_chunk_id)):
+                split.weight_gradients()
+
+    def _watching(self, microbatch: int) -> AbstractContextManager[Any]:
+        """Looks, in the first micro-batch of a step whose shares differ from rank to rank, whether the module
+        exchanges values with the ranks of other shares."""
+        if self._together or not self.has_backward or not self.scale.is_uneven(microbatch):
+            return nullcontext(_NOTHING_SEEN)
+        if self._watched not in (None, microbatch):
+            return nullcontext(_NOTHING_SEEN)
+        self._watched = microbatch
+        dims = [dim for dim in range(len(self.mesh.shape)) if dim not in self.data_dims]
+        return Collectives(self.mesh.along(dims), stops=False)
+
+    def _parameters_times(self, factor: Fraction) -> AbstractContextManager[None]:
+        """Inside, gradients of the module's parameters are multiplied before they are added up."""
+        return nullcontext() if factor == 1 else multiplied(trained_leaves(self.submod), float(factor))
+
+    def _weights_times(self, factor: Fraction, run: Callable[[], Any]) -> None:
+        """run(), which adds gradients by itself, as `_parameters_times`."""
+        if factor == 1:
+            run()
+            return
+        with kept_apart([self.submod]):
+            run()
+            for parameter in self.submod.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(float(factor))
 
     def _tell_whole(self, reason: str) -> None:
         """Once, that the backward is not split."""
@@ -256,19 +314,21 @@ class StageCompute(ForwardContext):
             )
 
     def _roots(
-        self, outputs: Sequence[Any], gradients: Sequence[torch.Tensor | None]
+        self, outputs: Sequence[Any], gradients: Sequence[torch.Tensor | None], ratio: Fraction
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where the backward starts, and the gradients there."""
+        """Where the backward starts, and the gradients there, in units of what the rank itself computes."""
         roots, seeds = [], []
         for index, (root, gradient) in enumerate(zip(outputs, gradients, strict=True)):
             if gradient is not None and root.requires_grad:
-                if isinstance(root, DTensor):
-                    if not isinstance(gradient, DTensor):
-                        placements = gradient_placements(tuple(root.placements))
-                        gradient = self.wrap(gradient, placements, root.shape, root.device_mesh)
-                elif not self.is_last and (copies := self._copies(index)) > 1:
+                divisor = ratio or Fraction(1)
+                if not isinstance(root, DTensor):
                     # All data-parallel ranks made this value, and what is behind it is summed over them.
-                    gradient = gradient / copies
+                    divisor *= self._copies(index)
+                if divisor != 1:
+                    gradient = gradient * float(1 / divisor)
+                if isinstance(root, DTensor) and not isinstance(gradient, DTensor):
+                    placements = gradient_placements(tuple(root.placements))
+                    gradient = self.wrap(gradient, placements, root.shape, root.device_mesh)
                 roots.append(root)
                 seeds.append(gradient)
         return roots, seeds
@@ -282,7 +342,7 @@ class StageCompute(ForwardContext):
                 count *= self.mesh.shape[dim]
         return count
 
-    def _input_gradient(self, index: int, value: Any) -> torch.Tensor | None:
+    def _input_gradient(self, index: int, value: Any, ratio: Fraction) -> torch.Tensor | None:
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return None
         gradient = value.grad
@@ -293,12 +353,16 @@ class StageCompute(ForwardContext):
             given: Any = value
             own = self.input_placements[index] if self.use_dtensor else tuple(given.placements)
             gradient = gradient.redistribute(placements=gradient_placements(own))
-        return local_values(gradient)
+        # Not in place: it may be that of an output too, or of another input.
+        found = local_values(gradient)
+        if ratio == 1:
+            return found
+        return found * float(ratio) if ratio else torch.zeros_like(found)
 
     def clear_runtime_states(self) -> None:
         """Drops what a step has kept."""
         super().clear_runtime_states()
-        late = (self._hooks, self._late, self._due)
+        late = (self._hooks, self._late, self._late_scales, self._due)
         for kept in (self.bwd_cache, self.dw_runner, self._arrived, self._gradients, *late):
             kept.clear()
         self._stood_in = False
@@ -308,6 +372,28 @@ def _detached(output: Any) -> Any:
     if type(output) is torch.Tensor:  # most are: no walk through a tree
         return output.detach()
     return tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+
+
+class _NothingSeen:
+    found = False
+
+
+_NOTHING_SEEN = _NothingSeen()
+
+
+def _filled(loss: torch.Tensor, value: float) -> torch.Tensor:
+    return torch.ones_like(loss) if value == 1 else torch.full_like(loss, value)
+
+
+def _least_ratio(gradients: Sequence[torch.Tensor | None], counts: bool) -> Fraction:
+    """Of a rank without samples: nothing. Where it has outputs all the same, such as those that are made of
+    parameters alone, their gradients count, and what its module adds is made too small to be seen. counts:
+    the micro-batch has samples on other ranks."""
+    present = [each for each in gradients if each is not None and each.numel()] if counts else []
+    if not present:
+        return Fraction(0)
+    # float16 has no room for such factors.
+    return Fraction(1, 1 << (24 if all(each.dtype != torch.float16 for each in present) else 4))
 
 
 def _copied(values: Sequence[Any]) -> list[Any]:

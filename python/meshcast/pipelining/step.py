@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from meshcast.base.checks import dtype_name
 from meshcast.errors import LayoutError
+from meshcast.pipelining.gradients import GradientScale
 from meshcast.pipelining.layouts import Placements, local_shard
-from meshcast.pipelining.loss import Sharding, StepLoss
+from meshcast.pipelining.loss import Sharding, StepLoss, microbatch_weights, part_of
 from meshcast.pipelining.microbatches import Pieces, as_it_is, cut, gathered
 from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.shapes import local_values
@@ -45,6 +47,7 @@ class StepFeed:
         pieces: Pieces,
         train: bool,
         as_torch: bool,
+        typical: float,
     ) -> None:
         pieces.check(microbatches)
         self._stage = stage
@@ -91,9 +94,11 @@ class StepFeed:
             loss_fn,
             targets and [tree_map(self._target, each) for each in targets],
             loss_kwargs,
-            scale_grads,
             as_torch,
+            typical,
         )
+        self._scale_grads, self._as_torch = scale_grads, as_torch
+        self.scale = GradientScale()
 
     @property
     def count(self) -> int:
@@ -136,20 +141,34 @@ class StepFeed:
     def learn_shares(
         self, inputs: Sequence[Mapping[int, StageValue]], samples: Sequence[int], alike: bool
     ) -> None:
-        """What this rank's losses weigh.
+        """What this rank counts in the step.
 
         Args:
             inputs: of each micro-batch, what other stages send for it; the same object for the same shapes.
-            samples, alike: see `StepLoss.learn_weights`.
+            samples: of each micro-batch, on all ranks.
+            alike: every micro-batch that has samples counts the same, however many they are.
         """
-        known: dict[int, int] = {}
+        stage, known = self._stage, dict[int, tuple[Fraction, Fraction]]()
+        of_loss, of_stage = [], []
         for number, values in enumerate(inputs):
-            if values and id(values) in known:  # worth it: this runs for every micro-batch
-                self.loss.learn_part_as(number, known[id(values)])
-                continue
-            known[id(values)] = number
-            self.loss.learn_part(number, self._shardings(number, values))
-        self.loss.learn_weights(samples, alike or self._stage.alone)
+            key = id(values) if values else -number - 1
+            if key not in known:  # worth it: this runs for every micro-batch
+                shardings = self._shardings(number, values)
+                # DTensors compute what all ranks of the mesh do together.
+                parts = Fraction(1) if stage.use_dtensor else part_of(stage, stage.data_dims, shardings)
+                known[key] = part_of(stage, stage.loss_dims, shardings), parts
+            of_loss.append(known[key][0])
+            of_stage.append(known[key][1])
+        degree = 1 if stage.use_dtensor else stage.batch_parts
+        scaled, as_torch = self._scale_grads, self._as_torch
+        self.scale = GradientScale(
+            of_stage,
+            microbatch_weights(samples, alike or as_torch, scaled),
+            degree,
+            max(1, sum(each > 0 for each in samples)) if scaled else 1,
+            None if as_torch else Fraction(1, degree * (self._microbatches if scaled else 1)),
+        )
+        self.loss.learn_parts(of_loss, self.scale)
 
     def _shardings(self, microbatch: int, values: Mapping[int, StageValue]) -> list[Sharding]:
         stage = self._stage

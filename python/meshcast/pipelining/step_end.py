@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from fractions import Fraction
 from typing import Any
 
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -35,19 +36,32 @@ class StepEnd:
     scale_grads: bool
     _agreed: Callable[[], StageTable]
     _weighings: int  # steps at whose end the ranks learnt a weight
+    _typical: float  # weight of a micro-batch, by the last step of pairs
     _weighted: bool | None  # whether the loss function returns (sum, weight), once known
 
     def _accumulating(self, train: bool) -> AbstractContextManager[None]:
-        """Keeps gradients of earlier steps out of the sum over ranks: they have been summed already."""
+        """Keeps gradients of earlier steps out of what multiplies and sums those of this one."""
         return kept_apart(
             stage.submod
             for stage in self._mine.values()
             if train
             and (
-                (self._sync_gradients and ((stage.reduces and not stage.alone) or stage.shared))
+                not self._agreed().as_torch
+                or (self._sync_gradients and ((stage.reduces and not stage.alone) or stage.shared))
                 or self._weighted is not False
             )
         )
+
+    def _weigh_columns(self, feeds: Mapping[int, StepFeed]) -> None:
+        """What this step counts among those of joined pipelines, where micro-batches count by samples."""
+        if self._agreed().as_torch or not self.scale_grads:
+            return
+        for index, stage in self._mine.items():
+            if stage.joins_pipelines:
+                scale, samples = feeds[index].scale, sum(self._samples)
+                every, count = map(Fraction, stage.over_columns(samples, scale.counts).tolist())
+                scale.column = samples / every
+                scale.sums = scale.column * count / scale.counts
 
     def _finish(
         self, feeds: Mapping[int, StepFeed], train: bool, losses: list[Any] | None, finalize: bool
@@ -72,42 +86,45 @@ class StepEnd:
                     losses[:] = means
         if train and weight is not None and self._weighted is False:
             raise LayoutError("loss_fn returned a pair (sum, weight), but a mean in the steps before")
+        typical = self._typical
         if train and self._weighted is not False:
-            weight = self._learn_weight(weight)
+            weight, typical = self._learn_weight(weight)
         if train and self._weighted and not finalize:
             raise LayoutError(pairs_are_final())
-        for stage in self._mine.values():
-            if train and self._sync_gradients:
-                stage.sync_gradients()
+        for index, stage in self._mine.items() if train else ():
+            if self._sync_gradients:
+                stage.reduce_gradients()
+            scale = feeds[index].scale
+            factor = float(scale.end or 1)
+            if weight is not None and self.scale_grads:
+                every, count = stage.over_columns(weight, scale.counts).tolist()
+                if every:
+                    factor *= typical / every * (1 if scale.end is None else count)
+                    self._typical = every / count
+            stage.multiply_gradients(factor)
         if train and self._wirings.shared is not None:
             self._wirings.shared.sum()
-        if weight and train and self.scale_grads:
-            parameters = {
-                id(each): each for stage in self._mine.values() for each in stage.submod.parameters()
-            }
-            for parameter in parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.div_(weight)
 
-    def _learn_weight(self, own: float | None) -> float | None:
-        """The weight of the step, which the last stage knows; None where its losses are means."""
+    def _learn_weight(self, own: float | None) -> tuple[float | None, float]:
+        """The weight of the step, None where its losses are means; and what sums were divided by. The last
+        stage knows both."""
         last = self._agreed().ranks[-1]
         topic = f"weight/{self._weighings}"
         if self._rank == last[0]:
-            self._board.publish(topic, {"weight": own})
+            self._board.publish(topic, {"weight": own, "typical": self._typical})
             if self._weighings:  # all have read that one, or they would not have begun this step
                 self._board.forget(f"weight/{self._weighings - 1}")
         self._weighings += 1
-        found = self._board.collect(topic, last[:1])[last[0]]["weight"]
-        self._weighted = found is not None
-        return found
+        found = self._board.collect(topic, last[:1])[last[0]]
+        self._weighted = found["weight"] is not None
+        return found["weight"], found["typical"]
 
     def _scale_as_torch(self, finalize: bool) -> None:
         """Divides all that is in ``grad``, also by earlier steps, by the number of micro-batches; or calls
         what the user registered for it. finalize: else a stage under FSDP2 is left to a later step."""
         if not self._agreed().as_torch or self._weighted:
             return
-        count = sum(min(1, each) for each in self._samples) if self.scale_grads else 1
+        count = sum(min(1, each) for each in self._samples)
         reduced = self._mine if self._given is None else self._given.reduced(self._mine)
         registered = functions_of(self).get(torch_schedules.REDUCE_GRAD)
         schedule: Any = self
@@ -115,7 +132,11 @@ class StepEnd:
             if not finalize and self._mine[index].accumulates:
                 continue
             if registered is None:
-                self._mine[index].scale_grads(count)
+                stage = self._mine[index]
+                if not self.scale_grads:
+                    continue
+                # Pipelines side by side may have different numbers of micro-batches with samples.
+                stage.scale_grads(stage.over_columns(count)[0] if stage.joins_pipelines else count)
             else:
                 action = torch_schedules._Action(index, torch_schedules.REDUCE_GRAD, None)
                 registered(action, torch_schedules._PipelineContext(schedule))

@@ -25,7 +25,15 @@ from torch.nn.parallel import DistributedDataParallel
 from meshcast.errors import LayoutError
 from meshcast.pipelining.layouts import StageMesh
 
-__all__ = ["LastBackward", "Wrapped", "fsdp_groups", "fsdp_parts", "look_through", "shared_parameters_of"]
+__all__ = [
+    "LastBackward",
+    "Wrapped",
+    "fsdp_groups",
+    "fsdp_parts",
+    "look_through",
+    "shared_parameters_of",
+    "trained_leaves",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,16 @@ def fsdp_groups(part: FSDPModule) -> list[Any]:
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return list(groups)
+
+
+def trained_leaves(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Where autograd adds up gradients: parameters, and what FSDP2 gathers them into."""
+    leaves = list(module.parameters())
+    for part in fsdp_parts(module):
+        for group in fsdp_groups(part):
+            gathered = (getattr(each, "_unsharded_param", None) for each in group.fsdp_params)
+            leaves += [each for each in gathered if each is not None]
+    return list({id(each): each for each in leaves}.values())
 
 
 def _is_inside(

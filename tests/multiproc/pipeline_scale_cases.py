@@ -1,0 +1,415 @@
+"""The scale of gradients, against one process over the same samples: what modules add to gradients by
+themselves, columns and ranks with different numbers of samples. Four ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from meshcast.pipelining import PipelineStage, get_schedule_class
+from multiproc.pipeline_models import CPU, TIMEOUT, in_a_row, mlp, place, schedule_for
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+WIDTH, RANKS = 6, 4
+Loss = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+class AddLoss(torch.autograd.Function):
+    """As Megatron's MoEAuxLossAutoScaler: the backward returns ones for the auxiliary loss."""
+
+    @staticmethod
+    def forward(ctx, value, loss):
+        ctx.save_for_backward(loss)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (loss,) = ctx.saved_tensors
+        return gradient, torch.ones_like(loss)
+
+
+class Routed(nn.Module):
+    """A block whose gate has a z-loss, the mean over its samples, whose gradient it adds by itself. told: the
+    loss is left in `loss` instead, for one process to add to its own."""
+
+    def __init__(self, body: nn.Module, seed: int, *, told: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body, self.gate = body, nn.Linear(WIDTH, 3).to(next(body.parameters()).dtype)
+        self.told = told
+        self.loss: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x)
+        made = self.body(x) * (1 + torch.softmax(scores, -1).amax(-1, keepdim=True))
+        loss = torch.logsumexp(scores, -1).square().mean()  # not a number without samples
+        if self.told:
+            self.loss = loss
+            return made
+        return AddLoss.apply(made, loss)
+
+
+def routed(stages: int, dtype: torch.dtype, *, told: bool = False) -> list[Routed]:
+    return [Routed(each, 40 + i, told=told) for i, each in enumerate(mlp(stages, WIDTH, dtype))]
+
+
+def mean_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def pair_loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Only rows whose first target is positive count."""
+    counts = target[:, 0] > 0
+    return (output - target).square().mean(-1).mul(counts).sum(), counts.sum()
+
+
+def samples(rows: int, dtype: torch.dtype, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    x, y = torch.randn(rows, WIDTH).to(dtype), torch.randn(rows, WIDTH).to(dtype)
+    return x, y
+
+
+def alone(
+    modules: Sequence[nn.Module],
+    pieces: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    shares: Sequence[float],
+    loss_fn: Loss,
+) -> None:
+    """Gradients of one process: of the sum of shares times mean losses; pairs: of all sums over all weights,
+    and of the shares of what the modules add."""
+    sums, weights, added = [], [], []
+    for (x, y), share in zip(pieces, shares, strict=True):
+        output = x
+        for module in modules:
+            output = module(output)
+        found = loss_fn(output, y)
+        pair = isinstance(found, tuple)
+        sums.append(found[0] if pair else found * share)
+        weights.append(float(found[1]) if pair else 0.0)
+        added += [module.loss * share for module in modules if isinstance(module, Routed)]
+    total = torch.stack(sums).sum() / (sum(weights) if any(weights) else 1.0)
+    (total + sum(added)).backward()
+
+
+def cut(x: torch.Tensor, y: torch.Tensor, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    each = zip(x.tensor_split(count), y.tensor_split(count), strict=True)
+    return [(a, b) for a, b in each if len(a)]
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def check(module: nn.Module, reference: nn.Module, rough: nn.Module, factor: float = 1.0) -> None:
+    """rough: one process in the type of the module."""
+    for (name, mine), exact, near in zip(
+        module.named_parameters(), reference.parameters(), rough.parameters(), strict=True
+    ):
+        assert mine.grad is not None, f"{name} has no gradient"
+        error = (whole(mine.grad).double() / factor - exact.grad).norm() / exact.grad.norm()
+        allowed = 4 * (near.grad.double() - exact.grad).norm() / exact.grad.norm()
+        allowed = allowed + {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 0.02}[near.dtype]
+        ratio = (whole(mine.grad).double() / factor * exact.grad).sum() / exact.grad.square().sum()
+        assert error <= allowed, f"{name}: {error:.2e} away, allowed {allowed:.1e}; {ratio:.4f} times"
+
+
+def same_bits(module: nn.Module, group: Any, *, full: bool) -> None:
+    """All ranks of the group have the same parameters."""
+    for name, parameter in module.named_parameters():
+        value = (whole(parameter.detach()) if full else parameter.detach()).contiguous()
+        every = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(every, value, group=group)
+        assert all(torch.equal(each, value) for each in every), f"{name} differs"
+
+
+# ---- gradients that modules add --------------------------------------------------------------------------
+
+
+def added_case(
+    name: str,
+    sizes: Sequence[int],
+    rows: Sequence[int] = (12,),
+    microbatches: int = 3,
+    dtype: torch.dtype = torch.float64,
+    wrapper: str = "",
+    loss_fn: Loss = mean_loss,
+    pieces: bool = False,
+    scaler: bool = False,
+    **options: Any,
+):
+    """Each of `rows` is a step. Without sizes: as torch, one rank a stage and no mesh."""
+
+    def case(_) -> None:
+        here = place(in_a_row(sizes or [1, 1]))
+        if here is None:
+            return
+        count = len(here_sizes := sizes or [1, 1])
+        numbers = [here.stage]
+        if name == "ZBV":
+            count, numbers = 2 * len(here_sizes), [here.stage, 2 * len(here_sizes) - 1 - here.stage]
+        parts = [routed(count, dtype)[number] for number in numbers]
+        modules: list[nn.Module] = list(parts)
+        if wrapper == "fsdp":
+            modules = [fully_shard(each, mesh=here.mesh) for each in parts]
+        elif wrapper == "nested":
+            for each in parts:
+                fully_shard(each.gate, mesh=here.mesh)
+            modules = [fully_shard(each, mesh=here.mesh) for each in parts]
+        elif wrapper == "ddp":
+            modules = [DistributedDataParallel(each, process_group=here.mesh.get_group()) for each in parts]
+        mesh = {"mesh": here.mesh} if sizes else {}
+        stages = [
+            PipelineStage(module, number, count, CPU, group=here.group, **mesh)
+            for module, number in zip(modules, numbers, strict=True)
+        ]
+        scaling = 64.0 if scaler else 1.0
+
+        def scaled(output: torch.Tensor, target: torch.Tensor) -> Any:
+            found = loss_fn(output, target)
+            return (found[0] * scaling, found[1]) if isinstance(found, tuple) else found * scaling
+
+        schedule = schedule_for(
+            name,
+            stages if len(stages) > 1 else stages[0],
+            microbatches,
+            scaled,
+            varying_shapes=pieces,
+            **options,
+        )
+        for step, total in enumerate(rows):
+            x, y = samples(total, dtype, seed=0 if loss_fn is pair_loss else step)
+            given = cut(x, y, microbatches)
+            alike = pieces or not sizes
+            share = [1 / len(given) if alike else len(a) / total for a, _ in given]
+            if options.get("scale_grads") is False:
+                share = [1.0] * len(given)
+            exact, rough = routed(count, torch.float64, told=True), routed(count, dtype, told=True)
+            for each, source in zip(exact, rough, strict=True):
+                each.load_state_dict(source.state_dict())
+            alone(exact, [(a.double(), b.double()) for a, b in given], share, loss_fn)
+            alone(rough, given, share, loss_fn)
+            for module in modules:
+                module.zero_grad()
+            if pieces:
+                schedule.step(arg_mbs=[(a,) for a, _ in given], target_mbs=[b for _, b in given])
+            else:
+                schedule.step(x, target=y)
+            if loss_fn is pair_loss and step == 0:
+                continue  # only then the weight of a micro-batch is known
+            if scaling != 1:
+                continue
+            for module, number in zip(modules, numbers, strict=True):
+                inner = module.module if wrapper == "ddp" else module
+                check(inner, exact[number], rough[number])
+
+    label = "_".join(map(str, sizes)) or "torch"
+    more = [str(dtype).removeprefix("torch."), wrapper, *options]
+    more += [loss_fn.__name__ if loss_fn is not mean_loss else "", "pieces" if pieces else ""]
+    counts = "_".join(map(str, rows))
+    case.__name__ = f"added_{name}_{label}_of_{counts}_in_{microbatches}_{'_'.join(filter(None, more))}"
+    return case
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+ADDED = [
+    added_case("1F1B", ()),
+    added_case("1F1B", (), dtype=F32, rows=(7,)),
+    added_case("1F1B", (), rows=(2,), microbatches=4),
+    *[added_case("1F1B", sizes) for sizes in ((1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (1, 3), (1, 2, 1))],
+    *[added_case("1F1B", sizes, rows=(7, 11)) for sizes in ((1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (1, 3))],
+    *[added_case("1F1B", (2, 2), rows=(7,), dtype=dtype) for dtype in (F32, BF16)],
+    added_case("1F1B", (3, 1), dtype=BF16),
+    *[added_case("1F1B", sizes, rows=(2, 7, 1), microbatches=4) for sizes in ((3, 1), (1, 3), (2, 2))],
+    *[added_case(name, (2, 2), rows=(7,)) for name in ("GPipe", "ZBH1", "ZBH2", "ZBV")],
+    added_case("Eager1F1B", (1, 2), rows=(7,), delay_weight_grad=True),
+    added_case("ZBH1", ()),
+    *[
+        added_case("1F1B", sizes, rows=rows, wrapper=wrapper, dtype=F32)
+        for wrapper in ("fsdp", "nested", "ddp")
+        for sizes, rows in (((2, 2), (12,)), ((3, 1), (12, 7)), ((2, 2), (7,)))
+    ],
+    added_case("1F1B", (3, 1), rows=(4,), microbatches=2, wrapper="fsdp", dtype=F32),
+    added_case("1F1B", (2, 2), rows=(7,), scale_grads=False),
+    added_case("1F1B", (2, 2), rows=(7,), pieces=True),
+    *[added_case("1F1B", sizes, rows=(7, 7), loss_fn=pair_loss) for sizes in ((), (1, 1), (2, 2), (3, 1))],
+    added_case("ZBH1", (2, 1), rows=(7, 7), loss_fn=pair_loss),
+    added_case("1F1B", (2, 2), rows=(7, 7), loss_fn=pair_loss, wrapper="fsdp", dtype=F32),
+]
+
+
+# ---- micro-batches of other sizes ------------------------------------------------------------------------
+
+
+def mixed_case(first_mesh: bool, **options: Any):
+    """One of two stages has a mesh, the other none: micro-batches count by their samples on both."""
+
+    def case(_) -> None:
+        here = place(in_a_row([1, 1]))
+        if here is None:
+            return
+        reference, module = mlp(2), mlp(2)[here.stage]
+        mesh = {"mesh": here.mesh} if (here.stage == 0) == first_mesh else {}
+        stage = PipelineStage(module, here.stage, 2, CPU, group=here.group, **mesh)
+        schedule = schedule_for("1F1B", stage, 4, nn.functional.huber_loss, **options)
+        for rows in (8, 7, 5):
+            x, y = samples(rows, torch.float64, seed=rows)
+            for each in (*reference, module):
+                each.zero_grad()
+            nn.functional.huber_loss(nn.Sequential(*reference)(x), y).backward()
+            schedule.step(x, target=y)
+            check(module, reference[here.stage], reference[here.stage])
+
+    case.__name__ = f"mixed_{'first' if first_mesh else 'last'}_has_a_mesh{'_'.join(['', *options])}"
+    return case
+
+
+def sum_case(sizes: Sequence[int]):
+    """scale_grads=False: each micro-batch's mean loss counts once, whatever its size."""
+
+    def case(_) -> None:
+        here = place(in_a_row(sizes))
+        if here is None:
+            return
+        reference, module = mlp(2), mlp(2)[here.stage]
+        stage = PipelineStage(module, here.stage, 2, CPU, group=here.group, mesh=here.mesh)
+        schedule = schedule_for("1F1B", stage, 3, scale_grads=False)
+        for rows in (6, 8, 2):
+            x, y = samples(rows, torch.float64, seed=rows)
+            for each in (*reference, module):
+                each.zero_grad()
+            for a, b in cut(x, y, 3):
+                mean_loss(nn.Sequential(*reference)(a), b).backward()
+            schedule.step(x, target=y)
+            check(module, reference[here.stage], reference[here.stage])
+
+    case.__name__ = f"sums_of_micro_batches_{'_'.join(map(str, sizes))}"
+    return case
+
+
+# ---- columns ---------------------------------------------------------------------------------------------
+
+
+def columns_case(
+    wrapper: str,
+    dtype: torch.dtype,
+    loss_fn: Loss = mean_loss,
+    stages: int = 1,
+    name: str = "1F1B",
+    routes: bool = False,
+):
+    """A pipeline in each column, with other numbers of samples than the others. After a step of SGD all
+    copies have the same bits."""
+
+    def case(context) -> None:
+        columns = RANKS // stages
+        column, index = context.rank % columns, context.rank // columns
+        groups = [dist.new_group([each + columns * i for i in range(stages)]) for each in range(columns)]
+        meshes = [DeviceMesh("cpu", list(range(i * columns, (i + 1) * columns))) for i in range(stages)]
+        mesh = meshes[index]
+        if wrapper == "hybrid":
+            mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("a", "b"))
+
+        def build(kind: torch.dtype, told: bool) -> list[nn.Module]:
+            return routed(stages, kind, told=told) if routes else mlp(stages, WIDTH, kind)
+
+        module = build(dtype, False)[index]
+        inner = module
+        if wrapper == "ddp":
+            module = DistributedDataParallel(module, process_group=mesh.get_group())
+        elif wrapper == "ddp_inside":
+            module = nn.Sequential(DistributedDataParallel(module, process_group=mesh.get_group()))
+        elif wrapper in ("fsdp", "hybrid"):
+            module = fully_shard(module, mesh=mesh)
+        elif wrapper == "nested":
+            fully_shard(module[0], mesh=mesh)
+            module = fully_shard(module, mesh=mesh)
+        stage = PipelineStage(module, index, stages, CPU, group=groups[column])
+        schedule = get_schedule_class(name)(stage, 3, loss_fn=loss_fn, timeout=TIMEOUT)
+        given = [[4, 3, 1, 2], [3, 3, 3, 3], [1, 5, 2, 2]]
+        for step, rows in enumerate(given):
+            data = [samples(rows[each], dtype, seed=10 * step + each) for each in range(columns)]
+            pieces = [piece for x, y in data for piece in cut(x, y, 3)]
+            exact, rough = build(torch.float64, True), build(dtype, True)
+            for each, source in zip(exact, rough, strict=True):
+                each.load_state_dict(source.state_dict())
+            shares = [1 / len(pieces)] * len(pieces)
+            alone(exact, [(a.double(), b.double()) for a, b in pieces], shares, loss_fn)
+            alone(rough, pieces, shares, loss_fn)
+            module.zero_grad()
+            schedule.step(data[column][0], target=data[column][1])
+            if not (loss_fn is pair_loss and routes):
+                check(inner, exact[index], rough[index])
+            if step == 0 and wrapper.startswith("ddp"):
+                before = {name: each.detach().clone() for name, each in inner.named_parameters()}
+                torch.optim.SGD(module.parameters(), lr=0.1).step()
+                same_bits(inner, mesh.get_group(), full=False)
+                with torch.no_grad():
+                    for label, each in inner.named_parameters():
+                        each.copy_(before[label])
+
+    kind = str(dtype).removeprefix("torch.")
+    more = "" if loss_fn is mean_loss else "_pairs"
+    case.__name__ = f"columns_{wrapper}_{stages}_{name}_{kind}{more}{'_routed' if routes else ''}"
+    return case
+
+
+COLUMNS = [
+    *[columns_case(wrapper, F32) for wrapper in ("ddp", "fsdp", "nested", "hybrid", "ddp_inside")],
+    columns_case("ddp", BF16),
+    columns_case("fsdp", BF16),
+    *[columns_case(wrapper, F32, pair_loss) for wrapper in ("ddp", "fsdp", "hybrid")],
+    *[columns_case(wrapper, F32, stages=2) for wrapper in ("ddp", "fsdp")],
+    columns_case("ddp", F32, stages=2, name="ZBH1"),
+    columns_case("fsdp", F32, pair_loss, stages=2),
+    *[columns_case(wrapper, F32, routes=True) for wrapper in ("ddp", "fsdp")],
+]
+
+
+def meshes_in_columns_case(wrapper: str, loss_fn: Loss):
+    """Two columns of one stage on two ranks each, of which samples are split: a column counts by them."""
+
+    def case(context) -> None:
+        column, rank = divmod(context.rank, 2)
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+        across = [DeviceMesh("cpu", [0, 2]), DeviceMesh("cpu", [1, 3])][rank]
+        reference, module = mlp(1)[0], mlp(1)[0]
+        wrapped: nn.Module = module
+        if wrapper == "ddp":
+            wrapped = DistributedDataParallel(module, process_group=across.get_group())
+        else:
+            wrapped = fully_shard(module, mesh=across)
+        stage = PipelineStage(wrapped, 0, 1, CPU, group=groups[column], mesh=meshes[column])
+        schedule = schedule_for("GPipe", stage, 3, loss_fn)
+        for step, rows in enumerate(([7, 5], [6, 6], [12, 3])):
+            data = [samples(rows[each], torch.float64, seed=10 * step + each) for each in range(2)]
+            x, y = (torch.cat(each) for each in zip(*data, strict=True))
+            reference.zero_grad()
+            wrapped.zero_grad()
+            alone([reference], [(x, y)], [1.0], loss_fn)
+            schedule.step(data[column][0], target=data[column][1])
+            check(module, reference, reference)
+
+    case.__name__ = f"meshes_in_columns_{wrapper}_{loss_fn.__name__}"
+    return case
+
+
+CASES = [
+    *ADDED,
+    mixed_case(True),
+    mixed_case(False),
+    mixed_case(True, varying_shapes=True),
+    *[sum_case(sizes) for sizes in ((1, 1), (2, 2), (3, 1))],
+    *COLUMNS,
+    *[
+        meshes_in_columns_case(wrapper, loss_fn)
+        for wrapper in ("ddp", "fsdp")
+        for loss_fn in (mean_loss, pair_loss)
+    ],
+]
