@@ -1,5 +1,5 @@
 """The scale of gradients, against one process over the same samples: what modules add to gradients by
-themselves, columns and ranks with different numbers of samples. Four ranks."""
+themselves, columns and ranks with different numbers of samples, hooks that step. Four ranks."""
 
 from __future__ import annotations
 
@@ -400,6 +400,119 @@ def meshes_in_columns_case(wrapper: str, loss_fn: Loss):
     return case
 
 
+# ---- hooks that step -------------------------------------------------------------------------------------
+
+
+def hooks_case(name: str, sizes: Sequence[int], wrapper: str = "", **options: Any):
+    """The optimizer in post-accumulate-grad hooks: parameters as by one optimizer behind each step, and the
+    same bits on all ranks of a stage."""
+
+    def case(_) -> None:
+        here = place(in_a_row(sizes or [1, 1]))
+        if here is None:
+            return
+        count = 4 if name == "ZBV" else len(sizes or [1, 1])
+        numbers = [here.stage, 3 - here.stage] if name == "ZBV" else [here.stage]
+        reference, inner = mlp(count), [mlp(count)[number] for number in numbers]
+        modules: list[nn.Module] = inner
+        if wrapper == "fsdp":
+            modules = [fully_shard(each, mesh=here.mesh) for each in inner]
+        elif wrapper == "ddp":
+            modules = [DistributedDataParallel(each, process_group=here.mesh.get_group()) for each in inner]
+        mesh = {"mesh": here.mesh} if sizes else {}
+        stages = [
+            PipelineStage(module, number, count, CPU, group=here.group, **mesh)
+            for module, number in zip(modules, numbers, strict=True)
+        ]
+        schedule = schedule_for(name, stages if len(stages) > 1 else stages[0], 3, **options)
+        calls: list[str] = []
+        handles = []
+
+        def register(label: str, parameter: nn.Parameter) -> None:
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+            def hook(given: torch.Tensor) -> None:
+                assert given is parameter
+                calls.append(label)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+        if name == "GPipe":
+            schedule.step(*samples(9, torch.float64)[:1], target=samples(9, torch.float64)[1])
+            for module in modules:
+                module.zero_grad()
+        for number, module in zip(numbers, inner, strict=True):
+            for label, parameter in module.named_parameters():
+                register(f"{number}.{label}", parameter)
+        every = torch.optim.SGD(nn.ModuleList(reference).parameters(), lr=0.1)
+        for step in range(2):
+            x, y = samples(9, torch.float64, seed=step)
+            every.zero_grad()
+            for a, b in cut(x, y, 3):
+                (mean_loss(nn.Sequential(*reference)(a), b) / 3).backward()
+            every.step()
+            calls.clear()
+            schedule.step(x, target=y)
+            if options.get("sync_gradients") is False:
+                for stage in stages:
+                    assert not stage.reduces or not calls
+                    stage.sync_gradients()
+            assert len(calls) == len(set(calls)) == len(handles), calls
+            for number, module in zip(numbers, inner, strict=True):
+                for mine, theirs in zip(module.parameters(), reference[number].parameters(), strict=True):
+                    assert mine.grad is None
+                    assert (whole(mine.detach()) - theirs).abs().max() <= 1e-12
+                if sizes and wrapper != "fsdp":
+                    same_bits(module, here.mesh.get_group(), full=False)
+        for handle in handles:
+            handle.remove()
+        calls.clear()
+        schedule.step(x, target=y)
+        assert not calls, "hooks that were removed"
+        for module in inner:
+            assert all(parameter.grad is not None for parameter in module.parameters())
+
+    label = "_".join(map(str, sizes)) or "torch"
+    case.__name__ = f"hooks_{name}_{label}{'_' + wrapper if wrapper else ''}{'_'.join(['', *options])}"
+    return case
+
+
+def hooks_of_a_failed_step_stay(_) -> None:
+    """A module raises: nobody steps, and the hooks are there afterwards."""
+    here = place(in_a_row([2, 2]))
+    module = mlp(2)[here.stage]
+    calls: list[Any] = []
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(calls.append)
+
+    def loss_fn(*_: torch.Tensor) -> torch.Tensor:
+        raise ValueError("on purpose")
+
+    stage = PipelineStage(module, here.stage, 2, CPU, group=here.group, mesh=here.mesh)
+    schedule = schedule_for("1F1B", stage, 2, loss_fn)
+    x, y = samples(8, torch.float64)
+    try:
+        schedule.step(x, target=y)
+    except Exception:
+        pass
+    else:
+        raise AssertionError("the step did not fail")
+    assert not calls
+    module(x[:1]).sum().backward()
+    assert len(calls) == len(list(module.parameters()))
+
+
+HOOKS = [
+    *[hooks_case(name, (2, 2)) for name in ("1F1B", "GPipe", "ZBH1", "ZBV")],
+    hooks_case("1F1B", ()),
+    hooks_case("Eager1F1B", (1, 3), delay_weight_grad=True),
+    hooks_case("1F1B", (2, 2), sync_gradients=False),
+    *[hooks_case("1F1B", (2, 2), wrapper) for wrapper in ("fsdp", "ddp")],
+    hooks_of_a_failed_step_stay,
+]
+
 CASES = [
     *ADDED,
     mixed_case(True),
@@ -412,4 +525,5 @@ CASES = [
         for wrapper in ("ddp", "fsdp")
         for loss_fn in (mean_loss, pair_loss)
     ],
+    *HOOKS,
 ]

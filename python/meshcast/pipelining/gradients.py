@@ -11,7 +11,7 @@ data-parallel degree would scale the gradients that cross between them by the ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,6 +26,7 @@ from meshcast.pipelining.layouts import StageMesh
 __all__ = [
     "GradientScale",
     "average_gradients",
+    "hooks_at_the_end",
     "kept_apart",
     "multiplied",
     "sum_gradients",
@@ -102,6 +103,46 @@ def multiplied(parameters: Iterable[torch.nn.Parameter], factor: float) -> Itera
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def hooks_at_the_end(
+    modules: Iterable[torch.nn.Module],
+) -> Iterator[Callable[[Iterable[torch.nn.Parameter]], None]]:
+    """Inside, the users' ``register_post_accumulate_grad_hook`` hooks of the modules' parameters do not run.
+
+    The block gets a function that runs those of some parameters, once, for it to call where their gradients
+    are final. FSDP2 and autograd would call them for each micro-batch.
+    """
+    held: dict[int, tuple[dict[int, Any], dict[int, Any]]] = {}
+    for module in modules:
+        for parameter in module.parameters():
+            hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+            if hooks and id(parameter) not in held:
+                held[id(parameter)] = hooks, dict(hooks)
+                # In place: handles of the user go on removing them, and autograd has this very object.
+                hooks.update(dict.fromkeys(hooks, _no_hook))
+
+    def restore(identity: int) -> Mapping[int, Any]:
+        hooks, given = held.pop(identity, ({}, {}))
+        hooks.update({number: hook for number, hook in given.items() if number in hooks})
+        return {number: hook for number, hook in given.items() if number in hooks}
+
+    def run(parameters: Iterable[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            hooks = restore(id(parameter))
+            for hook in hooks.values() if parameter.grad is not None else ():
+                hook(parameter)
+
+    try:
+        yield run
+    finally:
+        for identity in list(held):
+            restore(identity)
+
+
+def _no_hook(_: torch.Tensor) -> None:
+    pass
 
 
 def sum_gradients(parameters: Sequence[torch.nn.Parameter], mesh: StageMesh, dims: Sequence[int]) -> None:

@@ -295,12 +295,17 @@ class PipelineStage(StageCompute):
         DistributedDataParallel over other pipelines (``group=``) it takes their mean over these. Called by
         all of these ranks, once per step. What several stages of a rank hold is left to the first of them.
 
-        ``step`` does it unless the schedule was made with ``sync_gradients=False``.
+        ``step`` does it unless the schedule was made with ``sync_gradients=False``. Hooks that
+        ``register_post_accumulate_grad_hook`` has put on the parameters run behind it.
         """
         self.reduce_gradients()
+        for parameter in self.own_parameters():
+            hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+            for hook in list(hooks.values()) if hooks and parameter.grad is not None else ():
+                hook(parameter)
 
     def reduce_gradients(self) -> None:
-        """What `sync_gradients` does."""
+        """`sync_gradients` without hooks."""
         own = self.own_parameters()
         if self.batch_parts > 1:
             sum_gradients(own, self.mesh, self.data_dims)

@@ -22,6 +22,7 @@ from meshcast.pipelining.edge import links_of
 from meshcast.pipelining.functions import functions_for, functions_of
 from meshcast.pipelining.gathered_stages import FSDP_DEFAULTS, Gathering
 from meshcast.pipelining.given import GivenOrder
+from meshcast.pipelining.gradients import hooks_at_the_end
 from meshcast.pipelining.microbatches import Pieces
 from meshcast.pipelining.own_stages import checked, reduce_once
 from meshcast.pipelining.pipeline_stage import PipelineStage
@@ -355,11 +356,15 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                 seed = None if self._seed is None else (self._seed, self._steps)
                 if train:
                     self._weigh_columns(feeds)
-                with self._accumulating(train):
-                    runtime.run(row, feeds, wirings, train=train, seed=seed)
-                    self._finish(feeds, train, losses, finalize)
-                if scales:
-                    self._scale_as_torch(finalize)
+                trained = [stage.submod for stage in self._mine.values()] if train else []
+                with hooks_at_the_end(trained) as call_hooks:
+                    with self._accumulating(train):
+                        runtime.run(row, feeds, wirings, train=train, seed=seed)
+                        self._finish(feeds, train, losses, finalize)
+                    if scales:
+                        self._scale_as_torch(finalize)
+                    if train:
+                        self._call_hooks(call_hooks, finalize)
                 if not train:
                     for stage in self._mine.values():
                         stage.end_evaluation()

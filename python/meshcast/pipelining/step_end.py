@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fractions import Fraction
 from typing import Any
 
+import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from meshcast.errors import LayoutError
@@ -104,6 +105,12 @@ class StepEnd:
             stage.multiply_gradients(factor)
         if train and self._wirings.shared is not None:
             self._wirings.shared.sum()
+
+    def _call_hooks(self, call: Callable[[Iterable[torch.nn.Parameter]], None], finalize: bool) -> None:
+        """Those that users have put on parameters, where gradients are final."""
+        for stage in self._mine.values():
+            if (self._sync_gradients or not stage.reduces) and (finalize or not stage.accumulates):
+                call(stage.own_parameters())
 
     def _learn_weight(self, own: float | None) -> tuple[float | None, float]:
         """The weight of the step, None where its losses are means; and what sums were divided by. The last
