@@ -145,6 +145,7 @@ class Batch:
             args[:few] if args and is_first else None,
             kwargs[:few] if kwargs and any(kwargs) else None,
             targets[:few] if targets and is_last else None,
+            pieces.local,
         )
         return found, few
 
@@ -208,6 +209,8 @@ class _Search:
                         plan["rows"],
                         self._loss_fn,
                         self._loss_kwargs,
+                        args_chunk_spec=batch.specs[0],
+                        kwargs_chunk_spec=batch.specs[1],
                         timeout=self._timeout,
                     )
         except BaseException as error:
@@ -256,6 +259,8 @@ class _Search:
                 if not batch.has_inputs():
                     raise LayoutError("the first stage needs a batch: choose(stages, loss_fn, x, ...)")
                 samples = batch.samples(f"rank {self._first.rank}, example")
+                if batch.pieces.local and not batch.pieces.given:  # of this rank alone
+                    samples *= self._first.batch_parts
             said = {
                 "mine": sorted(stage.stage_index for stage in self._stages),
                 "stages": self._first.num_stages,

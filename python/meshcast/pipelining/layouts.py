@@ -12,10 +12,12 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from meshcast.errors import LayoutError
 from meshcast.layout import Layout
+from meshcast.pipelining.microbatches import extent, is_mask, narrowed
 
 __all__ = [
     "StageMesh",
     "ValuePlacements",
+    "check_shard",
     "data_dims",
     "gradient_placements",
     "local_shard",
@@ -153,20 +155,29 @@ def gradient_placements(placements: Placements, summed: Sequence[int] = ()) -> P
     return tuple(found)
 
 
-def local_shard(tensor: torch.Tensor, mesh: StageMesh, placements: Placements) -> torch.Tensor:
-    """This rank's part of a tensor that every rank has whole: a view, no copy. Cuts follow torch.chunk; a
-    shard may be empty."""
-    for mesh_dim, placement in enumerate(placements):
+def check_shard(shape: Sequence[int], placements: Placements) -> None:
+    """Raises LayoutError for placements that an argument of step of this shape cannot have."""
+    for placement in placements:
         if isinstance(placement, Replicate):
             continue
         if type(placement) is not Shard:
             raise LayoutError(f"an argument of step can be placed by Shard and Replicate, found {placement}")
-        if not -tensor.dim() <= placement.dim < tensor.dim():
+        if not -len(shape) <= placement.dim < len(shape):
             raise LayoutError(
-                f"{placement} of an argument of step with shape {tuple(tensor.shape)}: there is no "
-                "such dimension"
+                f"{placement} of an argument of step with shape {tuple(shape)}: there is no such dimension"
             )
+
+
+def local_shard(value: Any, mesh: StageMesh, placements: Placements) -> Any:
+    """This rank's part of a tensor or BlockMask that every rank has whole: a view, no copy. Cuts follow
+    torch.chunk; a shard may be empty. A BlockMask is cut by samples alone."""
+    if not is_mask(value):
+        check_shard(value.shape, placements)
+    for mesh_dim, placement in enumerate(placements):
+        if not isinstance(placement, Shard) or (is_mask(value) and placement.dim != 0):
+            continue
+        total = extent(value, placement.dim)
         parts, index = mesh.shape[mesh_dim], mesh.coordinate[mesh_dim]
-        size, offset = Shard.local_shard_size_and_offset(tensor.shape[placement.dim], parts, index)
-        tensor = tensor.narrow(placement.dim, min(offset, tensor.shape[placement.dim]), size)
-    return tensor
+        size, offset = Shard.local_shard_size_and_offset(total, parts, index)
+        value = narrowed(value, placement.dim, min(offset, total), size)
+    return value

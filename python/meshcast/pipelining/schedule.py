@@ -37,6 +37,8 @@ from meshcast.pipelining.wiring import Wiring
 
 __all__ = ["PipelineSchedule", "ScheduleOptions"]
 
+_CHECKED_FIRST, _CHECKED_EVERY = 3, 64  # of the steps those whose batches are compared: see `_is_checked`
+
 
 class ScheduleOptions(TypedDict, total=False):
     """Keyword arguments of all schedules, beyond torch's: ``sync_gradients``, ``warmup``, ``memory_budget``,
@@ -412,8 +414,9 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
             mine = error
         if mine is None:
             mode = "step" if train or not self._agreed().trains else "eval"
+            mode += "" if self._finalize_gradients else " with finalize_gradients=False"
             said: dict[str, Any] = {
-                "mode": mode if self._finalize_gradients else f"{mode} with finalize_gradients=False",
+                "mode": f"{mode} with local_batch=True" if pieces.local else mode,
                 "shapes": [
                     " ".join(names) for names in zip(*(feeds[i].digests() for i in feeds), strict=True)
                 ],
@@ -421,6 +424,12 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                 "samples": feeds[0].samples() if 0 in feeds else None,
                 "weighted": self._weighted,
                 "order": "" if self._given is None else self._given.digest,
+                "as_torch": self._agreed().as_torch,
+                "given": {
+                    str(index): given
+                    for index, feed in feeds.items()
+                    if (given := feed.said(checked=_is_checked(self._steps))) is not None
+                },
             }
         else:
             said = {"refused": str(mine) or type(mine).__name__}
@@ -429,10 +438,15 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
             self._board.forget_agreement(f"call/{self._calls - 1}")
         self._calls += 1
         if "refused" in answer:
+            own = dict(answer["refused"]).get(self._rank)
+            if mine is None and own is not None:
+                mine = LayoutError(own, rank=self._rank, op="pipeline")
             rank, text = answer["refused"][0]
             raise Refused(
                 mine or AbortedError(text, rank=self._rank, peer=rank, op="pipeline", phase="agree")
             ) from mine
+        for feed in feeds.values():
+            feed.take(answer["rows"] or answer["samples"], answer["dealt"])
         self._weighted, self._samples = answer["weighted"], answer["samples"]
         wirings = self._wirings.of_step(answer["keys"], answer["samples"], feeds, self._agreed())
         if self._runtime is None:
@@ -472,6 +486,11 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         self._runtime.clear()
         if next(iter(self._mine.values())).mesh.size > 1:
             self._board.fail(f"step/{self._steps}", cause)
+
+
+def _is_checked(step: int) -> bool:
+    """Whether the ranks of a stage compare the values that they were given, which means to read them once."""
+    return step < _CHECKED_FIRST or step % _CHECKED_EVERY == 0
 
 
 def _outstanding(limit: Any) -> int | None:

@@ -10,6 +10,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+from torch.utils._pytree import tree_flatten
 
 from meshcast.errors import LayoutError
 from meshcast.layout import Layout
@@ -73,7 +74,7 @@ def local_values(value: torch.Tensor) -> torch.Tensor:
 
 def rows_of(values: Sequence[Any]) -> int | None:
     """Samples that the first tensor has here."""
-    for value in values:
+    for value in tree_flatten(values)[0]:
         if isinstance(value, torch.Tensor) and value.dim():
             return int(local_values(value).shape[0])
     return None

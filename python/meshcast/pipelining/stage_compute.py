@@ -398,4 +398,4 @@ def _least_ratio(gradients: Sequence[torch.Tensor | None], counts: bool) -> Frac
 
 def _copied(values: Sequence[Any]) -> list[Any]:
     """For a module that writes on its inputs in place."""
-    return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
+    return [*tree_map_only(torch.Tensor, torch.clone, list(values))]

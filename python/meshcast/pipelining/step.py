@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch.distributed.pipelining.microbatch import merge_chunks
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
-from meshcast.base.checks import dtype_name
 from meshcast.errors import LayoutError
 from meshcast.pipelining.gradients import GradientScale
-from meshcast.pipelining.layouts import Placements, local_shard
+from meshcast.pipelining.layouts import Placements, check_shard, local_shard
 from meshcast.pipelining.loss import Sharding, StepLoss, microbatch_weights, part_of
-from meshcast.pipelining.microbatches import Pieces, as_it_is, cut, gathered
+from meshcast.pipelining.microbatches import (
+    Leaf,
+    Pieces,
+    Values,
+    digest_of,
+    divided,
+    extent,
+    is_mask,
+    parts_of,
+    picked,
+)
 from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.shapes import local_values
 from meshcast.pipelining.wiring import StageValue
 
 __all__ = ["StepFeed"]
+
+_WHAT = ("args", "kwargs", "target")
+_PIECES = {"args": "arg_mbs", "kwargs": "kwarg_mbs", "target": "target_mbs"}
 
 
 class StepFeed:
@@ -58,57 +72,99 @@ class StepFeed:
                 raise LayoutError(f"step got both {name} and {name[:-1]}_mbs: give one")
         if target is not None and pieces.targets is not None:
             raise LayoutError("step got both target and target_mbs: give one")
-        where = f"rank {stage.rank}, stage {stage.stage_index}"
+        self._where = f"rank {stage.rank}, stage {stage.stage_index}"
         if stage.is_first and not (args or kwargs or pieces.args or pieces.kwargs):
             raise LayoutError(f"rank {stage.rank}: the first stage needs the batch: step(x, ...)")
         if stage.is_last and train and loss_fn is not None and target is None and pieces.targets is None:
-            raise LayoutError(f"{where}: the last stage has a loss_fn and needs targets: step(..., target=y)")
-        self._batch, self._target_placements = _split_by_samples(stage)
-        # A stage of one rank takes DTensors as they are: their mesh joins pipelines.
-        whole = as_it_is if stage.alone else gathered
-        args, named, target = whole((args, dict(kwargs), target))
-        arguments, keywords, self._samples = cut(args, named, microbatches, *chunk_specs, where)
-        if pieces.args is not None:
-            mine = pieces.args if stage.is_first else ()
-            arguments = [each if isinstance(each, tuple) else (each,) for each in map(whole, mine)]
-        if pieces.kwargs is not None:
-            keywords = [dict(whole(each)) for each in pieces.kwargs]
-        self._whole_arguments, self._whole_keywords = arguments, keywords
-        self._shapes = self._all_shapes(cut_here=pieces.args is None and pieces.kwargs is None)
-        self._arguments = [
-            [self._argument(index, value) for index, value in enumerate(each)] for each in arguments
-        ]
-        self._keywords = [
-            {name: self._shard(value, self._batch) for name, value in each.items()} for each in keywords
-        ]
-        targets: list[Any] | None = None
-        if stage.is_last and pieces.targets is not None:
-            targets = [whole(each) for each in pieces.targets]
-        elif stage.is_last and target is not None:
-            targets = [
-                each[0] for each in cut((target,), {}, microbatches, None, None, f"{where}, target")[0]
+            raise LayoutError(
+                f"{self._where}: the last stage has a loss_fn and needs targets: step(..., target=y)"
+            )
+        self._keyword_placements, self._target_placements = _split_by_samples(stage)
+        self._sample_dims = [dim for dim, each in enumerate(self._keyword_placements) if each == Shard(0)]
+        self._grid = [stage.mesh.shape[dim] for dim in self._sample_dims]
+        self._local = pieces.local and math.prod(self._grid) > 1
+        self._specs = {"args": chunk_specs[0], "kwargs": chunk_specs[1]}
+        given_args: Sequence[Any] = [args] if args else []
+        given_target: Sequence[Any] = [] if target is None else [target]
+        self._pieces: set[str] = set()  # the kinds that come as micro-batches
+        # Of each kind one of the whole batch, or one for each micro-batch.
+        self._given: dict[str, list[Values]] = {}
+        for kind, whole, cut_already in (
+            ("args", given_args, pieces.args if stage.is_first else None),
+            ("kwargs", [kwargs] if kwargs else [], pieces.kwargs),
+            ("target", given_target, pieces.targets if stage.is_last else None),
+        ):
+            if cut_already is not None:
+                self._pieces.add(kind)
+            self._given[kind] = [
+                self._values(kind, each) for each in (whole if cut_already is None else cut_already)
             ]
-        self.loss = StepLoss(
-            stage,
-            microbatches,
-            loss_fn,
-            targets and [tree_map(self._target, each) for each in targets],
-            loss_kwargs,
-            as_torch,
-            typical,
-        )
+        self._shapes = self._all_shapes()
+        self._arguments: list[list[Any]] = []
+        self._keywords: list[Mapping[str, Any]] = []
+        self._argument_shardings: list[list[Sharding]] = []
+        self.loss = StepLoss(stage, microbatches, loss_fn, None, loss_kwargs, as_torch, typical)
         self._scale_grads, self._as_torch = scale_grads, as_torch
         self.scale = GradientScale()
+
+    def _values(self, kind: str, given: Any) -> Values:
+        if kind == "target" or (kind == "args" and not isinstance(given, tuple)):
+            given = (given,)
+        specs = self._specs.get(kind) if given else None
+        may_be_empty = self._local or kind in self._pieces
+        values = Values(kind, given, specs, self._where, may_be_empty=may_be_empty)
+        for leaf in [] if self._stage.alone else values.leaves:
+            placed = self._placed(kind, leaf)
+            if isinstance(leaf.value, torch.Tensor):
+                check_shard(leaf.shape, placed)
+            if self._local and leaf.dim is not None and not self._is_cut(leaf, placed):
+                raise LayoutError(
+                    f"{self._where}: each rank gives its own samples (local_batch), but argument {leaf.top} "
+                    f"is placed as {list(placed)}, which needs all of them on each rank"
+                )
+        return values
+
+    def _is_cut(self, leaf: Leaf, placed: Placements) -> bool:
+        """Whether a value is cut over all ranks of the stage that have other samples."""
+        return leaf.dim is not None and all(placed[dim] == Shard(leaf.dim) for dim in self._sample_dims)
+
+    def _placed(self, kind: str, leaf: Leaf) -> Placements:
+        """How a value is cut over the ranks of the stage: by samples, in the dimension that it has them in;
+        arguments also as input_placements say, targets over the tokens that each rank has the loss of."""
+        stage = self._stage
+        base: Placements = {
+            "args": stage.input_placements[leaf.top] if kind == "args" else (),
+            "kwargs": self._keyword_placements,
+            "target": self._target_placements,
+        }[kind]
+        follows = kind != "args" or not stage.input_placements.given
+        found = []
+        for dim, each in enumerate(base):
+            if each == Shard(0) and dim in (*stage.data_dims, *stage.loss_dims):
+                if leaf.dim is None:
+                    each = Replicate()
+                elif follows:
+                    each = Shard(leaf.dim)
+            fits = not isinstance(each, Shard) or each.dim < len(leaf.shape)
+            found.append(each if fits or (kind == "args" and not leaf.nested) else Replicate())
+        return tuple(found)
 
     @property
     def count(self) -> int:
         """How many micro-batches."""
         return self._microbatches
 
+    # ---- before the ranks agree --------------------------------------------------------------------------
+
     def shapes(self, microbatch: int) -> list[Any]:
         """Of a micro-batch's arguments before they are sharded: of each tensor its size in all dimensions
         and its dtype."""
         return self._shapes[microbatch][0]
+
+    def shapes_but_for_samples(self, microbatch: int) -> list[Any]:
+        """The same without the dimension of the samples."""
+        values = self._of("args", microbatch)
+        return values.shapes(None, but_for_samples=True) if values else []
 
     def digests(self) -> list[str]:
         """A name for the shapes of each micro-batch, keyword arguments included."""
@@ -121,22 +177,188 @@ class StepFeed:
             before = shapes
         return names
 
-    def _all_shapes(self, *, cut_here: bool) -> list[tuple[list[Any], list[Any]]]:
-        """Of the arguments and of the keyword arguments. The same object for micro-batches next to each other
-        that were cut alike."""
+    def _all_shapes(self) -> list[tuple[list[Any], list[Any]]]:
+        """Shapes of the arguments and of the keyword arguments. Neighbouring micro-batches of the same sizes
+        share one object."""
+        whole = [self._given[kind] for kind in ("args", "kwargs") if kind not in self._pieces]
+        rows = {
+            leaf.rows for each in whole for values in each for leaf in values.leaves if leaf.dim is not None
+        }
+        sizes = [parts_of(each, self._microbatches) for each in rows]
         found: list[tuple[list[Any], list[Any]]] = []
         for number in range(self._microbatches):
-            if number and cut_here and self._samples[number] == self._samples[number - 1]:
+            if number and len(whole) == 2 and all(each[number] == each[number - 1] for each in sizes):
                 found.append(found[-1])
                 continue
-            given = self._whole_arguments[number] if self._whole_arguments else ()
-            named = dict(sorted(self._whole_keywords[number].items())) if self._whole_keywords else {}
-            found.append((_shapes_of(given), _shapes_of(named)))
+            shapes = []
+            for kind in ("args", "kwargs"):
+                values = self._of(kind, number)
+                part = None if kind in self._pieces else (number, self._microbatches)
+                shapes.append(values.shapes(part) if values else [])
+            found.append((shapes[0], shapes[1]))
         return found
 
+    def _of(self, kind: str, microbatch: int) -> Values | None:
+        given = self._given[kind]
+        return given[microbatch if kind in self._pieces else 0] if given else None
+
     def samples(self) -> list[int]:
-        """Of each micro-batch, as the first stage knows: the size of the first tensor that was cut."""
-        return self._samples
+        """Of each micro-batch, as the first stage knows: the size of the first tensor that is cut; as if each
+        had one where micro-batches are given."""
+        rows, _ = self._batch() if not self._pieces & {"args", "kwargs"} else (None, False)
+        return [1] * self._microbatches if rows is None else rows
+
+    def _batch(self) -> tuple[list[int] | None, bool]:
+        """How many samples each micro-batch has by the first value that has some, and whether they are this
+        rank's own ones only. None: no value tells."""
+        for kind in ("args", "kwargs"):
+            firsts = [
+                next((leaf for leaf in values.leaves if leaf.dim is not None), None)
+                for values in self._given[kind]
+            ]
+            if not firsts or None in firsts or (kind in self._pieces and self._stage.alone):
+                continue
+            leaves = [leaf for leaf in firsts if leaf is not None]
+            owns = [self._is_own(kind, leaf) for leaf in leaves]
+            rows = [_extent(leaf, own=own) for leaf, own in zip(leaves, owns, strict=True)]
+            return rows if kind in self._pieces else parts_of(rows[0], self._microbatches), all(owns)
+        return None, False
+
+    def _is_own(self, kind: str, leaf: Leaf) -> bool:
+        """Whether a value is this rank's samples only, in place of all of them: with local_batch, and as a
+        DTensor that is cut by samples over the ranks of the stage that have different ones."""
+        value = leaf.value
+        if self._local or leaf.dim is None or self._stage.alone or not isinstance(value, DTensor):
+            return self._local and leaf.dim is not None
+        placed = self._placed(kind, leaf)
+        by_samples = [
+            Shard(leaf.dim) if dim in self._sample_dims else Replicate() for dim in range(len(placed))
+        ]
+        return (
+            math.prod(self._grid) > 1
+            and value.device_mesh == self._stage.mesh.device_mesh
+            and list(value.placements) == by_samples
+            and self._is_cut(leaf, placed)
+        )
+
+    def said(self, *, checked: bool) -> dict[str, Any] | None:
+        """What the ranks must know of it to find out whether all fits together (`agree_on_step`); None where
+        nothing was given. checked: with digests of the values."""
+        if not any(self._given.values()):
+            return None
+        known: dict[str, Any] = {"where": self._where, "grid": self._grid, "local": self._local, "part": 0}
+        for dim, size in zip(self._sample_dims, self._grid, strict=True):
+            known["part"] = known["part"] * size + self._stage.mesh.coordinate[dim]
+        known["batch"], known["own"] = self._batch()
+        known["claims"], known["objects"] = [], []
+        is_cut = self._microbatches > 1 or math.prod(self._grid) > 1
+        seen: set[tuple[int, int]] = set()
+        for kind, several in self._given.items():
+            if kind in self._pieces and self._stage.alone:
+                continue  # nothing is cut: as in torch, anything goes
+            for at, values in enumerate(several):
+                piece, begin = (at, f"{_PIECES[kind]}[{at}], ") if kind in self._pieces else (-1, "")
+                for number, leaf in enumerate(values.leaves):
+                    rows = 0 if leaf.dim is None else _extent(leaf, own=self._local)
+                    if leaf.dim is not None and (piece, rows) not in seen:
+                        seen.add((piece, rows))
+                        name, remedy = begin + values.name(number), values.remedy(number)
+                        known["claims"].append([piece, rows, name, leaf.shape, remedy])
+                for number, path, size in values.objects() if is_cut else ():
+                    name, type_name = begin + values.name(number), type(values.leaves[number].value).__name__
+                    known["objects"].append([piece, size, name, path, type_name, values.remedy(number)])
+        if checked and self._stage.mesh.size > 1:
+            known["digests"] = {
+                kind: [self._digest(kind, own=own) for own in (False, True)]
+                for kind in _WHAT
+                if self._given[kind]
+            }
+        return known
+
+    def _digest(self, kind: str, *, own: bool) -> str:
+        """A name for the samples that all ranks of the stage were given; or, own, for those that only ranks
+        with the same part of the batch were given. Other DTensors are left out: their parts may differ."""
+        found = []
+        for values in self._given[kind]:
+            for leaf in values.by_name():
+                shared = not own and not isinstance(leaf.value, DTensor) and leaf.dim is not None
+                if own if self._is_own(kind, leaf) else shared:
+                    found.append([leaf.top, *digest_of(leaf.value)])
+        return hashlib.blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()
+
+    # ---- once they agreed --------------------------------------------------------------------------------
+
+    def take(self, samples: Sequence[int], dealt: Mapping[str, Any] | None) -> None:
+        """Cuts all that was given into micro-batches, and takes this rank's part of each.
+
+        Args:
+            samples: of each micro-batch, on all ranks.
+            dealt: where ranks of the first stage give samples of their own: "rows", how many each part of
+                the batch has in each micro-batch, and "grid", over how many ranks in each dimension they are.
+        """
+        order = None if dealt is None else _order(dealt["rows"])
+        keeps = dealt is not None and dealt["grid"] == self._grid
+        targets: list[Any] = []
+        for kind, several in self._given.items():
+            owns = [[keeps and self._is_own(kind, leaf) for leaf in values.leaves] for values in several]
+            flats = [
+                [self._here(leaf, own=own) for leaf, own in zip(values.leaves, mine, strict=True)]
+                for values, mine in zip(several, owns, strict=True)
+            ]
+            if kind not in self._pieces:
+                flats = [
+                    list(each)
+                    for values, mine, flat in zip(several, owns, flats, strict=True)
+                    for each in zip(
+                        *(
+                            _microbatches(leaf, value, samples, None if own else order, own=own)
+                            for leaf, value, own in zip(values.leaves, flat, mine, strict=True)
+                        ),
+                        strict=True,
+                    )
+                ] or [[] for _ in range(self._microbatches) if several]
+            for number, flat in enumerate(flats):
+                at = number if kind in self._pieces else 0
+                shares = [
+                    self._share(kind, leaf, value, samples[number] if own else None)
+                    for leaf, value, own in zip(several[at].leaves, flat, owns[at], strict=True)
+                ]
+                rebuilt = several[at].rebuilt([local for local, _ in shares])
+                if kind == "args":
+                    self._arguments.append(list(rebuilt))
+                    self._argument_shardings.append([each for _, each in shares if each is not None])
+                elif kind == "kwargs":
+                    self._keywords.append(rebuilt)
+                else:
+                    targets.append(rebuilt[0])
+        self.loss.targets = targets or None
+
+    def _here(self, leaf: Leaf, *, own: bool) -> Any:
+        """A value without DTensors, which only a stage of one rank takes as they are: their mesh joins
+        pipelines. Those of which this rank keeps its own part are not gathered."""
+        if self._stage.alone or not isinstance(leaf.value, DTensor):
+            return leaf.value
+        return local_values(leaf.value) if own else leaf.value.full_tensor()
+
+    def _share(self, kind: str, leaf: Leaf, value: Any, samples: int | None) -> tuple[Any, Sharding | None]:
+        """This rank's part of a value of a micro-batch, and how the whole is laid out. samples: of the whole,
+        where the value is this rank's own part of it already."""
+        if self._stage.alone or not (isinstance(value, torch.Tensor) or is_mask(value)):
+            return value, None
+        placed = cuts = self._placed(kind, leaf)
+        if samples is not None:
+            cuts = tuple(Replicate() if dim in self._sample_dims else each for dim, each in enumerate(placed))
+        local = local_shard(value, self._stage.mesh, cuts)
+        if not isinstance(value, torch.Tensor):
+            return local, None
+        shape = tuple(
+            samples if samples is not None and dim == leaf.dim else size
+            for dim, size in enumerate(value.shape)
+        )
+        sharding = (placed, shape, local.shape) if shape else None
+        if self._stage.use_dtensor and kind != "kwargs" and (kind == "args" or shape):
+            local = self._stage.wrap(local, placed, shape)
+        return local, sharding
 
     def learn_shares(
         self, inputs: Sequence[Mapping[int, StageValue]], samples: Sequence[int], alike: bool
@@ -153,7 +375,7 @@ class StepFeed:
         for number, values in enumerate(inputs):
             key = id(values) if values else -number - 1
             if key not in known:  # worth it: this runs for every micro-batch
-                shardings = self._shardings(number, values)
+                shardings = self._sharded(number, values)
                 # DTensors compute what all ranks of the mesh do together.
                 parts = Fraction(1) if stage.use_dtensor else part_of(stage, stage.data_dims, shardings)
                 known[key] = part_of(stage, stage.loss_dims, shardings), parts
@@ -170,24 +392,13 @@ class StepFeed:
         )
         self.loss.learn_parts(of_loss, self.scale)
 
-    def _shardings(self, microbatch: int, values: Mapping[int, StageValue]) -> list[Sharding]:
-        stage = self._stage
+    def _sharded(self, microbatch: int, values: Mapping[int, StageValue]) -> list[Sharding]:
         if values:
             return [
-                (each.layout.placements, each.shape, each.layout.local_shapes(each.shape)[stage.rank])
+                (each.layout.placements, each.shape, each.layout.local_shapes(each.shape)[self._stage.rank])
                 for each in values.values()
             ]
-        given = self._whole_arguments[microbatch] if self._whole_arguments else ()
-        mine = self.arguments(microbatch)
-        return [
-            (
-                stage.input_placements[index],
-                value.shape,
-                local_values(mine[index]).shape,
-            )
-            for index, value in enumerate(given)
-            if isinstance(value, torch.Tensor) and value.dim()
-        ]
+        return self._argument_shardings[microbatch] if self._argument_shardings else []
 
     def arguments(self, microbatch: int) -> list[Any]:
         return self._arguments[microbatch] if self._arguments else []
@@ -202,28 +413,6 @@ class StepFeed:
         kinds = {str(tree_map(_kind, output)) for output in outputs}
         joined = len(kinds) == 1 and "('tensor',)" not in next(iter(kinds))
         return merge_chunks(outputs, spec) if joined or spec is not None else list(outputs)
-
-    def _argument(self, index: int, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        placements = self._stage.input_placements[index]
-        local = self._shard(value, placements)
-        return self._stage.wrap(local, placements, value.shape) if self._stage.use_dtensor else local
-
-    def _target(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dim() == 0 or self._stage.alone:
-            return value
-        placements = tuple(
-            each if not isinstance(each, Shard) or each.dim < value.dim() else Replicate()
-            for each in self._target_placements
-        )
-        local = local_shard(value, self._stage.mesh, placements)
-        return self._stage.wrap(local, placements, value.shape) if self._stage.use_dtensor else local
-
-    def _shard(self, value: Any, placements: Placements) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dim() == 0 or self._stage.alone:
-            return value
-        return local_shard(value, self._stage.mesh, placements)
 
 
 def _split_by_samples(stage: PipelineStage) -> tuple[Placements, Placements]:
@@ -240,12 +429,38 @@ def _split_by_samples(stage: PipelineStage) -> tuple[Placements, Placements]:
     return tuple(keywords), tuple(targets)
 
 
-def _shapes_of(values: Any) -> list[Any]:
-    return [
-        [*value.shape, dtype_name(value.dtype)]
-        for value in tree_flatten(values)[0]
-        if isinstance(value, torch.Tensor)
-    ]
+def _extent(leaf: Leaf, *, own: bool) -> int:
+    """How many samples a value has; own: on this rank."""
+    if own and isinstance(leaf.value, DTensor):
+        assert leaf.dim is not None
+        return int(leaf.value.to_local().shape[leaf.dim])
+    return leaf.rows
+
+
+def _microbatches(
+    leaf: Leaf, value: Any, samples: Sequence[int], order: torch.Tensor | None, *, own: bool
+) -> list[Any]:
+    """A value cut like the samples. order: in which the samples of a whole value come."""
+    if leaf.dim is None:
+        return [value] * len(samples)
+    rows, total = int(extent(value, leaf.dim)), sum(samples)
+    if own or total == 0 or rows % total:
+        return divided(value, leaf.dim, parts_of(rows, len(samples)))
+    if order is not None and rows == total:
+        value = picked(value, leaf.dim, order)
+    return divided(value, leaf.dim, [rows // total * each for each in samples])
+
+
+def _order(rows: Sequence[Sequence[int]]) -> torch.Tensor | None:
+    """The order of samples whose parts, which follow each other, have so many of them in each micro-batch.
+    None where that is their own one."""
+    begins = [sum(map(sum, rows[:part])) for part in range(len(rows))]
+    found: list[int] = []
+    for number in range(len(rows[0])):
+        for part, each in enumerate(rows):
+            begin = begins[part] + sum(each[:number])
+            found += range(begin, begin + each[number])
+    return None if found == list(range(len(found))) else torch.tensor(found)
 
 
 def _kind(value: Any) -> Any:

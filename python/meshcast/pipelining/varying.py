@@ -7,8 +7,9 @@ micro-batches that is new, to find the shapes of all values and compile their tr
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,9 +33,10 @@ def agree_on_step(said: dict[int, Any]) -> dict[str, Any]:
     """What the first rank makes of all ranks' words on a step.
 
     Each says {"refused": text}, or "mode" (train or eval), "shapes" (a name for those of each micro-batch),
-    "alike", "weighted", "order" (a name for actions that were given, not built) and, on the first stage,
-    "samples" (how many each micro-batch has). The answer has the
-    combined names, or who refused what.
+    "alike", "weighted", "order" (a name for actions that were given, not built), on the first stage
+    "samples" (how many each micro-batch has), "as_torch" (no stage has a mesh), and "given" (of each of its
+    stages what `StepFeed.said` says). The answer has the combined names and "rows", how many samples each
+    micro-batch really has, "dealt" (see `StepFeed.take`), or who refused what.
     """
     refused = {rank: each["refused"] for rank, each in said.items() if "refused" in each}
     if not refused:
@@ -55,19 +57,164 @@ def agree_on_step(said: dict[int, Any]) -> dict[str, Any]:
                 first: f"the ranks of a pipeline disagree on the order of actions: rank {first} has "
                 f"{orders[first]}, rank {other} has {orders[other]}"
             }
+    rows: list[int] | None = None
+    dealt: dict[str, Any] | None = None
+    if not refused:
+        given = {
+            stage: {
+                rank: each["given"][stage] for rank, each in said.items() if stage in each.get("given", {})
+            }
+            for stage in sorted({stage for each in said.values() for stage in each.get("given", {})}, key=int)
+        }
+        rows, dealt, refused = _batch(given.get("0", {}))
+        for stage, entries in given.items():
+            if not refused:
+                as_torch = all(each.get("as_torch", False) for each in said.values())
+                refused = _misfits(stage, entries, rows, dealt, as_torch=as_torch)
     if refused:
         return {"refused": [[rank, text] for rank, text in sorted(refused.items())]}
     known = [each["weighted"] for each in said.values() if each["weighted"] is not None]
     keys = []
-    for names in zip(*(said[rank]["shapes"] for rank in sorted(said)), strict=True):
-        keys.append(hashlib.blake2b(" ".join(names).encode(), digest_size=8).hexdigest())
-    samples = [each["samples"] for each in said.values() if each["samples"] is not None]
+    for number, names in enumerate(zip(*(said[rank]["shapes"] for rank in sorted(said)), strict=True)):
+        name = " ".join(names)
+        if dealt is not None:  # by which all others are cut too
+            name += f" {[each[number] for each in dealt['rows']]}"
+        keys.append(hashlib.blake2b(name.encode(), digest_size=8).hexdigest())
+    samples = [rows] if dealt is not None else []
+    samples += [each["samples"] for each in said.values() if each["samples"] is not None]
     return {
         "keys": keys,
         "samples": samples[0],
+        "rows": rows,
+        "dealt": dealt,
         "alike": any(each["alike"] for each in said.values()),
         "weighted": known[0] if known else None,
     }
+
+
+Entries = Mapping[int, Mapping[str, Any]]  # of a stage, what each of its ranks was given
+_NAMES = {"args": "arguments", "kwargs": "keyword arguments", "target": "targets"}
+
+
+def _batch(first: Entries) -> tuple[list[int] | None, dict[str, Any] | None, dict[int, str]]:
+    """How many samples each micro-batch has, None where no value tells; how they are dealt out where ranks
+    give their own; and what does not fit, by rank."""
+    if not first:
+        return None, None, {}
+    leader = min(first)
+    told = first[leader]
+    for rank, each in first.items():
+        if (each["own"], each["batch"] is None) != (told["own"], told["batch"] is None):
+            return None, None, {rank: _unlike("0", leader, rank, "arguments")}
+    if not told["own"]:
+        return told["batch"], None, {}
+    grid: list[int] = told["grid"]
+    dealt: dict[int, list[int]] = {}
+    holders: dict[int, int] = {}
+    for rank, each in sorted(first.items()):
+        if dealt.setdefault(each["part"], each["batch"]) != each["batch"]:
+            return None, None, {rank: _unlike("0", holders[each["part"]], rank, "arguments")}
+        holders.setdefault(each["part"], rank)
+    matrix = [dealt[part] for part in sorted(dealt)]
+    rows = [sum(each) for each in zip(*matrix, strict=True)]
+    for number, total in enumerate(rows):
+        for part, expected in enumerate(_chunked(total, grid)):
+            if matrix[part][number] != expected:
+                rank = holders[part]
+                return None, None, {
+                    rank: f"{first[rank]['where']}: {sum(matrix[part])} samples of its own were given, "
+                    f"{matrix[part][number]} of them for micro-batch {number}, where torch.chunk gives "
+                    f"{expected} of all {total} to this rank: give all ranks of the stage equally many, the "
+                    "last ones fewer or none"
+                }  # fmt: skip
+    if not sum(rows):
+        return (
+            None,
+            None,
+            {leader: f"{told['where']}: the batch has no samples on any rank; give at least one"},
+        )
+    return rows, {"rows": matrix, "grid": grid}, {}
+
+
+def _misfits(
+    stage: str, entries: Entries, rows: list[int] | None, dealt: Mapping[str, Any] | None, *, as_torch: bool
+) -> dict[int, str]:
+    """What the ranks of a stage were given that does not fit the batch, or differs between them."""
+    found = {}
+    for rank, each in sorted(entries.items()):
+        expected = rows
+        if each["local"] and dealt is None:
+            return {
+                rank: f"{each['where']}: local_batch=True, but no rank of stage 0 gives samples of its own"
+            }
+        if each["local"] and dealt is not None:
+            if each["grid"] != dealt["grid"]:
+                return {
+                    rank: f"{each['where']} splits samples over {math.prod(each['grid'])} ranks, stage 0 "
+                    f"over {math.prod(dealt['grid'])} ranks: with local_batch both must be the same. Give "
+                    "them as DTensors, or whole"
+                }
+            expected = dealt["rows"][each["part"]]
+        text = None if expected is None else _misfit(each, expected, as_torch=as_torch)
+        if text is not None:
+            found[rank] = text
+    # The same on some ranks only: then the ranks were given unlike values.
+    shapes = {rank: [claim[:4] for claim in each["claims"]] for rank, each in entries.items()}
+    groups: dict[Any, list[int]] = {}
+    for rank, each in sorted(entries.items()):
+        groups.setdefault(each["part"] if each["local"] else None, []).append(rank)
+    for ranks in groups.values():
+        for rank in ranks[1:]:
+            if shapes[rank] != shapes[ranks[0]]:
+                return {rank: _unlike(stage, ranks[0], rank, "values")}
+    if found:
+        return found
+    for own in (0, 1):
+        firsts: dict[Any, int] = {}
+        for rank, each in sorted(entries.items()):
+            for kind, digests in each.get("digests", {}).items():
+                first = firsts.setdefault((kind, each["part"] if own else None), rank)
+                other = entries[first]["digests"][kind]
+                if digests[own] != other[own]:
+                    return {rank: _unlike(stage, first, rank, _NAMES[kind])}
+    return {}
+
+
+def _misfit(given: Mapping[str, Any], rows: Sequence[int], *, as_torch: bool) -> str | None:
+    total = sum(rows)
+    for piece, found, name, shape, remedy in given["claims"]:
+        expected = total if piece < 0 else rows[piece]
+        if found != expected and not (as_torch and expected and found % expected == 0):
+            whose = "the batch" if piece < 0 else f"micro-batch {piece}"
+            return (
+                f"{given['where']}: {name} has {found} samples (its shape is {tuple(shape)}), {whose} has "
+                f"{expected}. Everything without a chunk spec is cut by samples. {remedy}"
+            )
+    for piece, found, name, path, kind, remedy in given["objects"]:
+        if found > 1 and found == (total if piece < 0 else rows[piece]):
+            return (
+                f"{given['where']}: {name} is of type {kind}, whose {path} has {found} samples, as many as "
+                f"the batch. pytree does not see into {kind}, so nothing of it is cut: register it, by "
+                "torch.utils._pytree.register_dataclass or register_pytree_node. " + remedy
+            )
+    return None
+
+
+def _unlike(stage: str, first: int, second: int, what: str) -> str:
+    return (
+        f"ranks {first} and {second} of stage {stage} were given different {what}: each takes its part of "
+        "the whole, which must be the same on both. If each rank has samples of its own, say so: "
+        "step(..., local_batch=True), or give a DTensor that is Shard(0) on the mesh of the stage"
+    )
+
+
+def _chunked(total: int, grid: Sequence[int]) -> list[int]:
+    """Sizes of all parts, cut as torch.chunk does along each dimension of the grid in turn."""
+    if not grid:
+        return [total]
+    each = -(-total // grid[0])
+    sizes = [min(each, max(0, total - each * index)) for index in range(grid[0])]
+    return [part for size in sizes for part in _chunked(size, grid[1:])]
 
 
 class Wirings:
@@ -88,7 +235,8 @@ class Wirings:
         self._varying = varying
         self._rank = next(iter(stages.values())).rank
         self._known: OrderedDict[str, Wiring] = OrderedDict()
-        self._first: dict[int, list[Any]] = {}  # by stage, the shapes of the first step's micro-batches
+        # By stage, the shapes of the first step's micro-batches, and these without samples.
+        self._first: dict[int, tuple[list[Any], list[Any]]] = {}
         self._meetings = 0
 
     @property
@@ -112,10 +260,10 @@ class Wirings:
         if self._varying:
             return
         for index, feed in feeds.items():
-            expected = self._first.setdefault(index, feed.shapes(0))
+            expected, known = self._first.get(index) or _of_first(feed)
             for number in range(feed.count):
                 found = feed.shapes(number)
-                if found != expected and not (cut and _but_for_samples(found) == _but_for_samples(expected)):
+                if found != expected and not (cut and feed.shapes_but_for_samples(number) == known):
                     raise LayoutError(
                         f"rank {self._rank}, stage {index}: micro-batch {number} has shapes "
                         f"{found}, the first one had {expected}; the transfers are compiled "
@@ -129,6 +277,8 @@ class Wirings:
     ) -> list[Wiring]:
         """One for each micro-batch. Called by all ranks, with the names that they agreed on. Raises Refused
         where a rank cannot take a shape."""
+        for index, feed in feeds.items():
+            self._first.setdefault(index, _of_first(feed))
         for number, key in enumerate(keys):
             if key not in self._known:
                 self._known[key] = self._connect(feeds, table, number, samples[number] == 0)
@@ -185,6 +335,5 @@ def _trainable(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(value) if value.is_inference() else value
 
 
-def _but_for_samples(shapes: list[Any]) -> list[Any]:
-    """Shapes without their first dimension."""
-    return [[*shape[1:]] if len(shape) > 1 else shape for shape in shapes]
+def _of_first(feed: StepFeed) -> tuple[list[Any], list[Any]]:
+    return feed.shapes(0), feed.shapes_but_for_samples(0)
