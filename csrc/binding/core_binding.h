@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -29,16 +30,30 @@ inline double checked_timeout(double seconds) {
   return std::max(seconds, 0.0);
 }
 
-// A core's destructor joins threads, for which Python may still be holding the GIL where it drops it. A forked
-// child has none of these threads, and keeps what it cannot end.
-template <typename Core>
-std::shared_ptr<Core> owned(Core* core) {
-  return {core, [origin = Origin()](Core* last) {
-            if (origin.foreign()) return;
-            std::optional<py::gil_scoped_release> release;
-            if (PyGILState_Check() != 0) release.emplace();
-            delete last;
+// Without the lock of the interpreter, whether this thread holds that or not.
+inline void unlocked(const std::function<void()>& call) {
+  if (!Py_IsInitialized() || PyGILState_Check() == 0) return call();
+  const py::gil_scoped_release no_gil;
+  call();
+}
+
+// What has threads, or uses them: its destructor may join or wait for them, for which Python may still be
+// holding the GIL where it drops it. A forked child has none of these threads, and keeps what it cannot end.
+template <typename T>
+std::shared_ptr<T> owned(std::shared_ptr<T> thing) {
+  T* const raw = thing.get();
+  return {raw, [thing = std::move(thing), origin = Origin()](T*) mutable {
+            if (origin.foreign()) {
+              new std::shared_ptr<T>(std::move(thing));
+              return;
+            }
+            unlocked([&] { thing.reset(); });
           }};
+}
+
+template <typename T>
+std::shared_ptr<T> owned(T* thing) {
+  return owned(std::shared_ptr<T>(thing));
 }
 
 inline const RunState& run_of(const c10::intrusive_ptr<c10d::Work>& work) {

@@ -21,6 +21,8 @@
 #include "c10d/process_group/process_group.h"
 #include "memory/digest.h"
 #include "plan/plan.h"
+#include "run/executor.h"
+#include "run/run_state.h"
 #include "run/work_thread.h"
 #include "transport/shm_link.h"
 #include "transport/shm_transport.h"
@@ -81,11 +83,16 @@ Splitter splitter(py::function function) {
   };
 }
 
-// Without the lock of the interpreter, whether this thread holds that or not.
-void unlocked(const std::function<void()>& call) {
-  if (!Py_IsInitialized() || PyGILState_Check() == 0) return call();
-  const py::gil_scoped_release no_gil;
-  call();
+// A task of the executor that calls Python. What it raises is printed, as torch does for add_done_callback().
+std::function<void()> python_task(py::function function) {
+  return [function = kept(std::move(function))] {
+    const py::gil_scoped_acquire gil;
+    try {
+      py::reinterpret_borrow<py::function>(function.get())();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("a callback of meshcast");
+    }
+  };
 }
 
 // part: a tensor on the CPU, whose first element is at `low` of a tensor of this shape.
@@ -118,6 +125,16 @@ class SharedMemory {
   } catch (const std::exception& error) {
     throw Error(ErrorKind::Generic, error.what());
   }
+
+  // Taking part in a host's shared memory ends with waiting for a turn of its thread.
+  ~SharedMemory() {
+    unlocked([this] {
+      rendezvous_.reset();
+      transport_.reset();
+    });
+  }
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
 
   const std::string& address() const { return rendezvous_->address(); }
 
@@ -190,7 +207,19 @@ void bind_runtime(py::module_& m) {
       .def_static("set_budget", &set_shm_budget, py::arg("nbytes"));
 
   // Kept, it spares a group that comes up the risk that there is no thread for it.
-  py::class_<WorkThread, std::shared_ptr<WorkThread>>(m, "WorkThread").def(py::init(&WorkThread::of_process));
+  py::class_<WorkThread, std::shared_ptr<WorkThread>>(m, "WorkThread").def(py::init([] {
+    return owned(WorkThread::of_process());
+  }));
+
+  // Calls `function` on a thread that may wait for what it likes; see Executor.
+  m.def(
+      "run_callback",
+      [](py::function function) { Executor::of_process().post(python_task(std::move(function))); },
+      py::arg("function"));
+  m.def(
+      "finish_callbacks",
+      [](double seconds) { Executor::of_process().finish(deadline_after(checked_timeout(seconds))); },
+      py::arg("seconds"), NoGil());
 
   m.def(
       "digest",
@@ -221,8 +250,12 @@ void bind_runtime(py::module_& m) {
   py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport")
       .def("lost", &Transport::lost, py::arg("peer"), NoGil());
   py::class_<ProbingTransport, Transport, std::shared_ptr<ProbingTransport>>(m, "ProbingTransport");
-  m.def("gloo_transport", &make_c10d_transport, py::arg("rails"), py::arg("first_rail"), py::arg("rank"),
-        NoGil());
+  m.def(
+      "gloo_transport",
+      [](std::vector<c10::intrusive_ptr<c10d::Backend>> rails, std::vector<int32_t> first_rail, int rank) {
+        return owned(make_c10d_transport(std::move(rails), std::move(first_rail), rank));
+      },
+      py::arg("rails"), py::arg("first_rail"), py::arg("rank"), NoGil());
   bind_core<GroupCore>(m, "GroupCore")
       .def(py::init([](std::shared_ptr<Transport> network, const c10::intrusive_ptr<c10d::Store>& store,
                        std::vector<int32_t> ranks, int32_t rank, std::string name, SharedMemory* local) {

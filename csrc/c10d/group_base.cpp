@@ -57,8 +57,8 @@ GroupBase::Taken GroupBase::take(const PlanDirection& direction, const StartArgs
     const auto& dst = args.destination[i];
     out.types.push_back(checked_type(src, direction.tensors.reductions[i], i));
     refuse_overlap(src, dst, i);
-    if (src) out.bag.tensors.push_back(*src);
-    if (dst) out.bag.tensors.push_back(*dst);
+    if (src) out.kept.push_back(*src);
+    if (dst) out.kept.push_back(*dst);
     if (dst) out.outputs.push_back(*dst);
   }
   return out;

@@ -44,7 +44,7 @@ class GroupBase {
   // Of the tensors of a start: those that it keeps alive, those of them that are its results, and what the
   // sources are made of, by problem.
   struct Taken {
-    RecycleBin::Bag bag;
+    std::vector<at::Tensor> kept;
     std::vector<at::Tensor> outputs;
     std::vector<ElementType> types;
   };

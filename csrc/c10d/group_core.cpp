@@ -312,7 +312,7 @@ c10::intrusive_ptr<c10d::Work> GroupCore::start_whole(const AgreedPlan& agreed, 
   buffers.types = std::move(taken.types);
   // The engine's threads drop it when the run has ended. Tensors may need the GIL to be freed, so they land
   // in the bin.
-  buffers.keepalive = bin_->bag(std::move(taken.bag));
+  buffers.keepalive = bin_->bag(std::move(taken.kept));
   const auto run =
       engine_->start(direction.program(local_ranks_), std::move(buffers),
                      agreed.label(args.reverse, args.ordinal), deadline_after(args.timeout_seconds));

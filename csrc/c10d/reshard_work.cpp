@@ -7,25 +7,32 @@
 #include "c10d/watcher.h"
 #include "common/error.h"
 #include "common/signals.h"
+#include "run/executor.h"
 
 namespace meshcast {
 
-std::shared_ptr<RecycleBin::Bag> RecycleBin::bag(Bag contents) {
-  return {new Bag(std::move(contents)), [bin = shared_from_this()](Bag* bag) {
+std::shared_ptr<RecycleBin::Bag> RecycleBin::bag(std::vector<at::Tensor> tensors) {
+  return {new Bag{std::move(tensors)}, [bin = shared_from_this()](Bag* bag) {
             if (bin->origin_.foreign()) return;  // its lock may be held for ever
-            const std::lock_guard lock(bin->mutex_);
-            bin->bags_.emplace_back(bag);
+            {
+              const std::lock_guard lock(bin->mutex_);
+              bag->next = std::move(bin->bags_);
+              bin->bags_.reset(bag);
+            }
+            // Nobody is left to empty it.
+            if (bin.use_count() == 1) Executor::of_process().post([bin] {});
           }};
 }
 
+// Freed without the lock, and one after the other: a long chain would free itself too deep down the stack.
 void RecycleBin::empty() {
   if (origin_.foreign()) return;
-  std::vector<std::unique_ptr<Bag>> bags;
+  std::unique_ptr<Bag> bags;
   {
     const std::lock_guard lock(mutex_);
-    bags.swap(bags_);
+    bags = std::move(bags_);
   }
-  // Freed here, without the lock.
+  while (bags) bags = std::move(bags->next);
 }
 
 ReshardWork::ReshardWork(int rank, std::shared_ptr<RunState> run, std::shared_ptr<RecycleBin> bin,
@@ -84,28 +91,40 @@ bool ReshardWork::raise_or_true() const {
   return true;
 }
 
+bool ReshardWork::isCompleted() {
+  if (origin_.foreign()) return true;
+  if (!run_->ended()) return false;
+  bin_->empty();
+  return true;
+}
+
 c10::intrusive_ptr<c10::ivalue::Future> ReshardWork::getFuture() {
   origin_.check();
-  const std::lock_guard lock(mutex_);
-  if (future_) return future_;
   Promise made = promise();
-  future_ = made.future;
+  {
+    const std::lock_guard lock(mutex_);
+    if (future_) return future_;
+    future_ = made.future;
+  }
   // The run holds the callback, and its engine holds the run until it has ended.
-  run_->on_end([bag = bin_->bag({outputs_, future_}), complete = std::move(made.complete),
-                run = std::weak_ptr<RunState>(run_)] {
-    const auto self = run.lock();
-    const auto error = self ? self->error() : nullptr;
-    if (error)
-      bag->future->setError(error);
-    else
-      complete(*bag);
-  });
+  run_->on_end(
+      [promise = std::move(made), outputs = outputs_, bin = bin_, run = std::weak_ptr<RunState>(run_)] {
+        bin->empty();
+        const auto self = run.lock();
+        const auto error = self ? self->error() : nullptr;
+        if (error)
+          promise.future->setError(error);
+        else
+          promise.complete(*promise.future, outputs);
+      });
   return future_;
 }
 
 ReshardWork::Promise ReshardWork::promise() const {
   return {c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get())),
-          [](const RecycleBin::Bag& bag) { bag.future->markCompleted(c10::IValue(bag.tensors)); }};
+          [](c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs) {
+            future.markCompleted(c10::IValue(outputs));
+          }};
 }
 
 }  // namespace meshcast

@@ -18,24 +18,26 @@ namespace meshcast {
 
 class Watcher;
 
-// Tensors (and futures that hold tensors) whose last reference an engine thread let go of. Freeing a tensor
-// may need the GIL, which such a thread must never wait for: user threads empty the bin instead.
+// Tensors whose last reference an engine thread let go of. Freeing a tensor may need the GIL, which such a
+// thread must never wait for: threads of users, and of the executor, empty the bin instead.
 class RecycleBin : public std::enable_shared_from_this<RecycleBin> {
  public:
   struct Bag {
     std::vector<at::Tensor> tensors;
-    c10::intrusive_ptr<c10::ivalue::Future> future;
+    std::unique_ptr<Bag> next = nullptr;  // in the bin, so that what lands there needs no memory
   };
 
-  // The bag lands in the bin, not on the floor, when the last reference goes.
-  std::shared_ptr<Bag> bag(Bag contents);
+  ~RecycleBin() { empty(); }
 
-  void empty();  // user threads only
+  // The bag lands in the bin, not on the floor, when the last reference goes.
+  std::shared_ptr<Bag> bag(std::vector<at::Tensor> tensors);
+
+  void empty();
 
  private:
   const Origin origin_;
   std::mutex mutex_;
-  std::vector<std::unique_ptr<Bag>> bags_;
+  std::unique_ptr<Bag> bags_;
 };
 
 // The Work of one reshard. Unlike gloo's it can be polled, has a future, and keeps the type of its error.
@@ -44,9 +46,10 @@ class ReshardWork : public c10d::Work {
   // `outputs`: those of the run's tensors that are results. `watcher`: hears of a wait that a signal ends.
   ReshardWork(int rank, std::shared_ptr<RunState> run, std::shared_ptr<RecycleBin> bin,
               std::vector<at::Tensor> outputs, std::weak_ptr<Watcher> watcher = {});
+  ~ReshardWork() override { bin_->empty(); }
 
   // In a forked child, where wait() raises at once, it is completed without a success.
-  bool isCompleted() override { return origin_.foreign() || run_->ended(); }
+  bool isCompleted() override;
   bool isSuccess() const override { return !origin_.foreign() && run_->ended() && !run_->error(); }
   std::exception_ptr exception() const override {
     return !origin_.foreign() && run_->ended() ? run_->error() : nullptr;
@@ -68,7 +71,7 @@ class ReshardWork : public c10d::Work {
   // be gone by then.
   struct Promise {
     c10::intrusive_ptr<c10::ivalue::Future> future;
-    std::function<void(const RecycleBin::Bag& bag)> complete;
+    std::function<void(c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs)> complete;
   };
   virtual Promise promise() const;
 

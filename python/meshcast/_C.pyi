@@ -102,6 +102,13 @@ class WorkThread:
 
     def __init__(self) -> None: ...
 
+def run_callback(function: Callable[[], None]) -> None:
+    """Calls it soon on a thread that may wait for what it likes. What it raises is printed."""
+
+def finish_callbacks(seconds: float) -> None:
+    """Waits until no callback is left, at most so long; later ones are not called. For the end of the
+    process."""
+
 def digest(
     part: Tensor,
     low: Sequence[int],
@@ -166,6 +173,9 @@ def gloo_transport(rails: Sequence[Backend], first_rail: Sequence[int], rank: in
 
 class UcxPlane:
     """What this process has of UCX, shared by all private groups: the first makes it."""
+
+    WIRE: int
+    """Number of the form in which messages travel; that of all ranks has to be the same."""
 
     def __init__(self, library: str, devices: list[str], peer_seconds: float, rdma: bool) -> None: ...
     @property

@@ -7,39 +7,68 @@
 
 #include "common/error.h"
 #include "common/signals.h"
+#include "run/executor.h"
+#include "transport/transport.h"
 
 namespace meshcast {
 
-PendingWork::PendingWork(int rank, c10d::OpType op, const char* title, std::vector<at::Tensor> tensors,
-                         std::shared_ptr<RecycleBin> bin)
-    : Work(rank, op, title),
-      bin_(std::move(bin)),
-      tensors_(std::move(tensors)),
-      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+PendingWork::PendingWork(int rank, c10d::OpType op, const char* title, std::vector<at::Tensor> tensors)
+    : Work(rank, op, title), tensors_(std::move(tensors)) {}
 
-void PendingWork::settle(c10::intrusive_ptr<c10d::Work> running) {
+void PendingWork::settle(c10::intrusive_ptr<c10d::Work> running) { settle_with(std::move(running), nullptr); }
+
+void PendingWork::fail(std::exception_ptr error) { settle_with(nullptr, std::move(error)); }
+
+void PendingWork::settle_with(c10::intrusive_ptr<c10d::Work> running, std::exception_ptr refused) {
+  FuturePtr asked;
+  std::shared_ptr<void> thread;
   {
     const std::lock_guard lock(state_mutex_);
     running_ = running;
+    refused_ = refused;
+    asked = future_;
+    thread.swap(thread_);
   }
   settled_.notify_all();
-  // Called by a thread of the engine, which must not be the one that frees a tensor: hence the bag.
-  running->getFuture()->addCallback([bag = bin_->bag({tensors_, future_})](c10::ivalue::Future& done) {
-    if (done.hasError()) {
-      bag->future->setError(done.exception_ptr());
-    } else {
-      bag->future->markCompleted(c10::IValue(bag->tensors));
-    }
-  });
+  if (!asked) return;
+  Executor::of_process().post([asked, tensors = tensors_, running = std::move(running),
+                               refused = std::move(refused),
+                               thread = std::move(thread)] { complete(asked, tensors, running, refused); });
 }
 
-void PendingWork::fail(std::exception_ptr error) {
+void PendingWork::complete(const FuturePtr& future, const std::vector<at::Tensor>& tensors,
+                           const c10::intrusive_ptr<c10d::Work>& running, const std::exception_ptr& refused) {
+  if (refused) return future->setError(refused);
+  try {
+    running->getFuture()->addCallback([future, tensors](c10::ivalue::Future& done) {
+      if (done.hasError()) {
+        future->setError(done.exception_ptr());
+      } else {
+        future->markCompleted(c10::IValue(tensors));
+      }
+    });
+  } catch (const Error&) {  // no thread for callbacks
+    future->setError(std::current_exception());
+  }
+}
+
+// Nobody has chained on a future that is made here, so it may be completed here.
+c10::intrusive_ptr<c10::ivalue::Future> PendingWork::getFuture() {
+  origin_.check();
+  c10::intrusive_ptr<c10d::Work> running;
+  std::exception_ptr refused;
+  auto made = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  auto thread = Executor::of_process().reserve();
   {
     const std::lock_guard lock(state_mutex_);
-    refused_ = error;
+    if (future_) return future_;
+    future_ = made;
+    running = running_;
+    refused = refused_;
+    if (!running && !refused) thread_ = std::move(thread);
   }
-  settled_.notify_all();
-  future_->setError(std::move(error));
+  if (running || refused) complete(made, tensors_, running, refused);
+  return made;
 }
 
 c10::intrusive_ptr<c10d::Work> PendingWork::running() const {
@@ -103,7 +132,5 @@ bool PendingWork::wait(std::chrono::milliseconds timeout) {
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(limit - Clock::now());
   return work->wait(std::max(left, std::chrono::milliseconds(1)));  // 0 would be no limit
 }
-
-c10::intrusive_ptr<c10::ivalue::Future> PendingWork::getFuture() { return future_; }
 
 }  // namespace meshcast

@@ -9,7 +9,6 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "c10d/reshard_work.h"
 #include "common/forks.h"
 
 namespace meshcast {
@@ -19,9 +18,9 @@ namespace meshcast {
 class PendingWork final : public c10d::Work {
  public:
   // `tensors`: the results, which are also those of the future.
-  PendingWork(int rank, c10d::OpType op, const char* title, std::vector<at::Tensor> tensors,
-              std::shared_ptr<RecycleBin> bin);
+  PendingWork(int rank, c10d::OpType op, const char* title, std::vector<at::Tensor> tensors);
 
+  // From any thread, with any lock held: callbacks are called by the executor.
   void settle(c10::intrusive_ptr<c10d::Work> running);
   void fail(std::exception_ptr error);
 
@@ -38,17 +37,22 @@ class PendingWork final : public c10d::Work {
   // Null until settled.
   c10::intrusive_ptr<c10d::Work> running() const;
   std::exception_ptr refused() const;
+  void settle_with(c10::intrusive_ptr<c10d::Work> running, std::exception_ptr refused);
+
+  using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+  static void complete(const FuturePtr& future, const std::vector<at::Tensor>& tensors,
+                       const c10::intrusive_ptr<c10d::Work>& running, const std::exception_ptr& refused);
 
   const Origin origin_;
-  const std::shared_ptr<RecycleBin> bin_;
   const std::vector<at::Tensor> tensors_;
-  const c10::intrusive_ptr<c10::ivalue::Future> future_;
 
   // Not Work's own mutex_, which the base class locks in what it answers itself.
   mutable std::mutex state_mutex_;
   std::condition_variable settled_;
   c10::intrusive_ptr<c10d::Work> running_;
-  std::exception_ptr refused_;  // why it was never started
+  std::exception_ptr refused_;    // why it was never started
+  FuturePtr future_;              // null until somebody asks
+  std::shared_ptr<void> thread_;  // for its callbacks
 };
 
 }  // namespace meshcast

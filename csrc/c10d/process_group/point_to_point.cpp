@@ -96,7 +96,7 @@ c10::intrusive_ptr<Work> PointToPoint::start(Call call, const at::Tensor& tensor
   call.state = std::make_shared<MessageState>(
       MessageLabel{call.sends, ranks_[static_cast<size_t>(rank_)],
                    anybody ? -1 : ranks_[static_cast<size_t>(call.peer)], call.tag, call.nbytes},
-      bin_->bag({{tensor}, {}}));
+      bin_->bag({tensor}));
   if (!anybody) call.state->comes_from(call.peer, ranks_[static_cast<size_t>(call.peer)]);
   const auto op = call.sends ? c10d::OpType::SEND : anybody ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV;
   const char* title = call.sends ? "meshcast:send" : anybody ? "meshcast:recvAnySource" : "meshcast:recv";

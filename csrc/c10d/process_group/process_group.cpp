@@ -216,13 +216,12 @@ c10d::ErrorType ProcessGroupMeshcast::getError() {
 
 c10::intrusive_ptr<Work> ProcessGroupMeshcast::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   origin_.check();
-  bin_->empty();
   if (!takes_multicast(tensors) || opts.rootRank < 0 || opts.rootRank >= size_)
     return run("broadcast", devices_of(tensors),
                [&](Backend& backend) { return backend.broadcast(tensors, opts); });
   ++own_calls_;
   const auto work =
-      c10::make_intrusive<PendingWork>(rank_, c10d::OpType::BROADCAST, "meshcast:broadcast", tensors, bin_);
+      c10::make_intrusive<PendingWork>(rank_, c10d::OpType::BROADCAST, "meshcast:broadcast", tensors);
   const at::Tensor& tensor = tensors.front();
   // Without autograd: a parameter may be a leaf.
   const at::Tensor bytes = tensor.detach().as_strided({tensor.numel()}, {1}).view(at::kByte);

@@ -161,7 +161,6 @@ class ProcessGroupMeshcast final : public c10d::Backend {
   LazyBackend cuda_;
   CallBatch batch_;
   const Multicast multicast_;
-  const std::shared_ptr<RecycleBin> bin_ = std::make_shared<RecycleBin>();
   std::atomic<uint64_t> own_calls_ = 0;     // those that the inner backend did not count
   std::atomic<bool> reconfigured_ = false;  // to members that have not met outside the inner backend
 };

@@ -2,8 +2,10 @@
 
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "common/forks.h"
+#include "run/executor.h"
 #include "transport/transport.h"
 
 namespace meshcast {
@@ -29,7 +31,6 @@ class Reporters {
   static std::shared_ptr<Reporters> of_process();
 
   Reporters();
-  ~Reporters();
   Reporters(const Reporters&) = delete;
   Reporters& operator=(const Reporters&) = delete;
 
@@ -42,12 +43,17 @@ class Reporters {
   bool held_up(const void* connection) const;
 
  private:
-  struct State;
+  struct State {
+    std::mutex mutex;
+    std::vector<std::shared_ptr<Reporting>> wanted;   // and not begun
+    std::vector<std::shared_ptr<Reporting>> running;  // one for each connection at most
+  };
 
-  static void serve(const std::shared_ptr<State>& state);
+  static void report(State& state, const std::weak_ptr<Reporting>& who);
 
   const Origin origin_;
   const std::shared_ptr<State> state_;  // shared with the threads
+  Executor threads_;
 };
 
 }  // namespace meshcast

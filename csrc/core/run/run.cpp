@@ -156,12 +156,7 @@ bool Run::failed() const {
 }
 
 void Run::drive(TimePoint limit) noexcept {
-  if (!driven_.exchange(true)) {
-    on_end([networks = network, locals = local] {
-      if (const auto still = networks.lock()) still->wake();
-      if (const auto still = locals.lock()) still->wake();
-    });
-  }
+  driven_ = true;  // before ended() is asked, so that the end is seen by one side or the other
   limit = std::min(limit, deadline());
   const auto over = [&](const auto& weak) {
     const auto transport = weak.lock();
@@ -171,6 +166,12 @@ void Run::drive(TimePoint limit) noexcept {
   over(network);
   if (local.expired() || Clock::now() >= limit) return;
   over(local);
+}
+
+void Run::wake_driver() noexcept {
+  if (!driven_) return;
+  if (const auto still = network.lock()) still->wake();
+  if (const auto still = local.lock()) still->wake();
 }
 
 int64_t Run::received_bytes() const {

@@ -129,6 +129,7 @@ class Run final : public RunState {
   int64_t local_position(const Target& target) const;
 
  private:
+  void wake_driver() noexcept override;
   std::byte* in_one_piece(PartRange parts) const;
   void end_if_due(std::unique_lock<std::mutex> lock, bool forced);
 

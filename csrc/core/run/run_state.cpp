@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <utility>
+
+#include "run/executor.h"
 
 namespace meshcast {
 
@@ -30,25 +33,33 @@ bool RunState::wait_until(TimePoint limit) const {
   return changed_.wait_until(lock, limit, [&] { return ended_; });
 }
 
+// A callback of a run that never ended is not called, but freed where that may wait.
+RunState::~RunState() {
+  if (!callbacks_.empty()) Executor::of_process().post([callbacks = std::move(callbacks_)] {});
+}
+
 void RunState::on_end(std::function<void()> callback) {
-  {
+  if (!ended()) {
+    auto kept = [callback, thread = Executor::of_process().reserve()] { callback(); };
     const std::lock_guard lock(mutex_);
     if (!ended_) {
-      callbacks_.push_back(std::move(callback));
+      callbacks_.emplace_back(std::move(kept));
       return;
     }
   }
   callback();
 }
 
+// The tensors first: who sees the end may look for them at once, to free them.
 void RunState::end(std::unique_lock<std::mutex> lock, std::shared_ptr<void> tensors) {
+  tensors.reset();
   ended_ = true;
   ended_at_ = Clock::now();
-  const auto callbacks = std::exchange(callbacks_, {});
+  auto callbacks = std::exchange(callbacks_, {});
   lock.unlock();
   changed_.notify_all();
-  tensors.reset();
-  for (const auto& callback : callbacks) callback();
+  wake_driver();
+  for (auto& callback : callbacks) Executor::of_process().post(std::move(callback));
 }
 
 }  // namespace meshcast

@@ -37,12 +37,13 @@ struct RunLabel {
 TimePoint deadline_after(double seconds);
 
 // What a run is wherever its tensors are: one execution of a program that has a deadline, ends once, with an
-// error or without, and then wakes whoever waits. Thread-safe.
+// error or without, and then wakes whoever waits. Whichever thread ends it may hold locks of a transport and is
+// needed there, so it calls nothing of a user's: callbacks are the executor's. Thread-safe.
 class RunState {
  public:
   RunState(std::shared_ptr<const Program> program, RunLabel label, TimePoint deadline)
       : program_(std::move(program)), label_(std::move(label)), started_(Clock::now()), deadline_(deadline) {}
-  virtual ~RunState() = default;
+  virtual ~RunState();
   RunState(const RunState&) = delete;
   RunState& operator=(const RunState&) = delete;
 
@@ -54,8 +55,10 @@ class RunState {
   bool ended() const;
   double seconds() const;  // start to end, or to now
   std::exception_ptr error() const;
-  bool wait_until(TimePoint limit) const;       // false: still running at `limit`
-  void on_end(std::function<void()> callback);  // at once if it has ended
+  bool wait_until(TimePoint limit) const;  // false: still running at `limit`
+  // Called by a thread of the executor once it has ended, or at once if it has: such a thread may wait for what
+  // it likes. Throws Error where none can be had.
+  void on_end(std::function<void()> callback);
 
   virtual int64_t received_bytes() const = 0;
   virtual int64_t sent_bytes() const = 0;  // counted by receiver, as Program::bytes_sent
@@ -68,9 +71,12 @@ class RunState {
   virtual void drive(TimePoint /*limit*/) noexcept {}
 
  protected:
-  // Marks the end, lets go of the tensors and tells everybody, the last two without the lock. `lock` holds
-  // mutex_.
+  // Lets go of the tensors, marks the end and tells everybody, the last without the lock. `lock` holds mutex_.
+  // `tensors` frees nothing itself, see RecycleBin.
   void end(std::unique_lock<std::mutex> lock, std::shared_ptr<void> tensors);
+
+  // It has ended: wakes a thread that drives. Without the lock.
+  virtual void wake_driver() noexcept {}
 
   const std::shared_ptr<const Program> program_;
   const RunLabel label_;
@@ -84,7 +90,7 @@ class RunState {
  private:
   TimePoint ended_at_{};
   mutable std::condition_variable changed_;
-  std::vector<std::function<void()>> callbacks_;
+  std::vector<std::function<void()>> callbacks_;  // each with its thread, see Executor::reserve
 };
 
 }  // namespace meshcast

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <list>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -27,9 +26,7 @@ class Ticking {
 // The thread of a process for what needs no peer: it copies and packs what is too much for the caller of a
 // start, for all engines in turn (copies of several would only share the memory's rate), and gives ticks to all
 // watchers, every 50 ms while one of them has something to look at. Between them it sleeps without a limit.
-//
-// A task or a tick may end a run, and so call back into a user's program, which may start a call and wait for
-// it. Then another thread goes on in its place: else that call would wait for its own waiter.
+// Neither calls anything of a user's: what ends a run leaves its callbacks to the Executor.
 class WorkThread {
  public:
   static std::shared_ptr<WorkThread> of_process();  // made for the first engine, gone with the last
@@ -39,8 +36,8 @@ class WorkThread {
   WorkThread(const WorkThread&) = delete;
   WorkThread& operator=(const WorkThread&) = delete;
 
-  // The tasks are done in this order. Throws Error where a thread is needed and cannot be had. `owner`: for
-  // drain(), which returns once no task of this owner is left, queued or running. Not from a task.
+  // The tasks are done in this order. `owner`: for drain(), which returns once no task of this owner is left,
+  // queued or running. Not from a task.
   void post(const void* owner, std::function<void()> task);
   void drain(const void* owner);
 
@@ -57,31 +54,21 @@ class WorkThread {
   bool forked() const { return origin_.foreign(); }  // a forked child has this object and no thread
 
  private:
-  struct Worker {
-    const void* owner = nullptr;  // of the task that it runs
-    Ticking* turn = nullptr;      // whom it ticks
-    bool relieved = false;        // another goes on in its place
-    bool gone = false;
-    std::thread thread;
-  };
   struct Task {
     const void* owner = nullptr;
     std::function<void()> run;
   };
 
-  void start_worker_locked();
-  void relieve_locked();
-  void loop(Worker& me);
+  void loop();
   bool due_locked() const;
-  void give_ticks(std::unique_lock<std::mutex>& lock, Worker& me);
-
-  static thread_local Worker* here;
+  void give_ticks(std::unique_lock<std::mutex>& lock);
 
   const Origin origin_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::list<Worker> workers_;  // all but the last are relieved
   std::deque<Task> tasks_;
+  const void* owner_ = nullptr;  // of the task that runs
+  Ticking* turn_ = nullptr;      // whom the thread ticks
   std::vector<Ticking*> watchers_;
   bool stopping_ = false;
 
@@ -91,7 +78,8 @@ class WorkThread {
   uint64_t seen_urgent_ = 0;
   std::atomic<uint64_t> wakes_{0};
   std::atomic<uint64_t> urgent_{0};
-  std::atomic<int> asleep_{0};  // threads that sleep until a wake
+  std::atomic<bool> asleep_{false};  // until a wake
+  std::thread thread_;
 };
 
 }  // namespace meshcast

@@ -12,14 +12,14 @@ namespace {
 using c10::ivalue::Future;
 
 // Completes the future as if on the transfer's own stream, where everything is over.
-void complete(const RecycleBin::Bag& bag, RoundDevice::Stream stream, int device) {
+void complete(Future& future, const std::vector<at::Tensor>& outputs, RoundDevice::Stream stream, int device) {
   try {
     const c10::cuda::CUDAStreamCaptureModeGuard mode(cudaStreamCaptureModeThreadLocal);
     const c10::cuda::CUDAStreamGuard here(c10::cuda::getStreamFromExternal(
         reinterpret_cast<cudaStream_t>(stream), static_cast<c10::DeviceIndex>(device)));
-    bag.future->markCompleted(c10::IValue(bag.tensors));
+    future.markCompleted(c10::IValue(outputs));
   } catch (const std::exception&) {  // CUDA has failed for this process
-    bag.future->setErrorIfNeeded(std::current_exception());
+    future.setErrorIfNeeded(std::current_exception());
   }
 }
 
@@ -43,8 +43,8 @@ ReshardWork::Promise CudaWork::promise() const {
   const auto index = static_cast<c10::DeviceIndex>(device_->device());
   return {c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()),
                                       std::vector<c10::Device>{{c10::DeviceType::CUDA, index}}),
-          [device = device_](const RecycleBin::Bag& bag) {
-            complete(bag, device->transfer_stream(), device->device());
+          [device = device_](Future& future, const std::vector<at::Tensor>& outputs) {
+            complete(future, outputs, device->transfer_stream(), device->device());
           }};
 }
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from .. import _C
 from ..base import checks, forks
 from ..errors import LayoutError, MeshcastError
 from .private import PrivateGroup
@@ -26,6 +27,7 @@ __all__ = ["ParentGroup", "known_parents", "parent_group", "seconds"]
 
 _LONGEST = 365 * 86400.0  # seconds: more than the clocks of all threads can count
 _DRAIN_LIMIT = 2.0  # seconds that transfers in flight get when their process group ends
+_CALLBACK_LIMIT = 1.0  # seconds that callbacks get when the process ends, at least
 
 
 def seconds(timeout: float | timedelta | None, default: float) -> float:
@@ -238,6 +240,8 @@ def _close_all() -> None:
     limit = time.monotonic() + _DRAIN_LIMIT
     for parent in list(_parents.values()):
         parent.close(limit)
+    # Callbacks need Python. One that stands for longer is left to its thread.
+    _C.finish_callbacks(max(limit - time.monotonic(), _CALLBACK_LIMIT))
 
 
 def _group_timeout(group: dist.ProcessGroup) -> float:

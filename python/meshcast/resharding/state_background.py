@@ -10,12 +10,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..groups.parent import ParentGroup
 from ..transfers.call import Call
+from ..transfers.futures import call_back
 from ..transfers.handle import Handle
 from .state_kept import Known
 from .state_results import ReshardedState
@@ -96,7 +98,8 @@ class _Work:
         finally:
             del self._step  # and the tensors that it holds
             self._ended.set()
-            self._future.set_result(None)
+            # Not here: a callback may wait for a later call, which this thread is to do.
+            call_back(partial(self._future.set_result, None))
 
     def wait(self) -> bool:
         self._ended.wait()

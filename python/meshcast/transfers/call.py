@@ -97,7 +97,15 @@ class Call:
         callback()
 
     def is_completed(self) -> bool:
-        return self.error is not None or (self.work is not None and self.work.is_completed())
+        if self.error is not None:
+            return True
+        work = self.work
+        if work is None or not work.is_completed():
+            return False
+        # What its group keeps of it, to let it finish, keeps no tensors from here on.
+        if self.begin_again is not None and work.is_success():
+            self.begin_again = None
+        return True
 
     def wait(self) -> None:
         """Blocks until the transfer ended; raises its typed error, each time it is called. What a handler of

@@ -1,13 +1,23 @@
-"""Futures of torch that fail, and keep nothing by that."""
+"""Futures of torch: where their callbacks run, and how they fail without keeping anything."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["fail"]
+from .. import _C
+
+__all__ = ["call_back", "fail"]
+
+
+def call_back(function: Callable[[], None]) -> None:
+    """Calls it soon, on a thread that may wait for what it likes. For what completes a future, and so runs
+    the callbacks that a user has chained on it: no thread that others need may do that, and no lock may be
+    held meanwhile. What it raises is printed."""
+    _C.run_callback(function)
 
 
 def fail(future: torch.futures.Future[Any], error: Exception) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import MeshcastError
 from .call import Call
-from .futures import fail
+from .futures import call_back, fail
 
 __all__ = ["Handle", "TransferStats"]
 
@@ -85,9 +85,20 @@ class Handle(Generic[T]):
         return self._call.is_completed()
 
     def get_future(self) -> torch.futures.Future[T]:
-        """A future of the result. Its wait() raises the same typed errors as wait() here."""
+        """A future of the result. Its wait() raises the same typed errors as wait() here.
+
+        Callbacks of ``then()`` and ``add_done_callback()`` run on threads of their own: they may start calls of
+        any group and wait for them, and one that takes its time holds up no other. Chained on a future that is
+        done already, they run at once, in the thread that chains them.
+
+        Example, on two ranks::
+
+            handle = meshcast.reshard(x, target, [Shard(1)], async_op=True)
+            y = handle.get_future().then(lambda future: meshcast.reshard(future.value(), source, [Shard(0)]))
+            y.wait()
+        """
         future: _Future[T] = _Future(self._call)
-        self._call.begin_again = None  # callbacks run on threads that must not wait for another life
+        self._call.begin_again = None  # the future is of this start
 
         def finish(_: Any = None) -> None:
             try:
@@ -101,7 +112,11 @@ class Handle(Generic[T]):
             else:
                 self._call.work.get_future().add_done_callback(finish)
 
-        self._call.when_settled(chain)
+        # What settles a call later is the thread that brings its group up, which callbacks may wait for.
+        if self._call.settled:
+            chain()
+        else:
+            self._call.when_settled(lambda: call_back(chain))
         return future
 
     @property

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
-from .futures import fail
+from .futures import call_back, fail
 from .gpu_offer import CAPTURED, several_gpus
 from .shards import Shards, filled
 
@@ -188,8 +188,11 @@ class LandingWork:
         except Exception:  # wait() raises it
             return True
 
+    def is_success(self) -> bool:
+        return self._work.is_success() and self._problem is None
+
     def get_future(self) -> torch.futures.Future[None]:
-        """Followed by a thread of its own: who ends a transfer must not wait for a GPU."""
+        """Followed by a thread for callbacks: whoever ends a transfer must not wait for a GPU."""
         future: torch.futures.Future[None] = torch.futures.Future()
 
         def follow() -> None:
@@ -201,7 +204,7 @@ class LandingWork:
             else:
                 future.set_result(None)
 
-        threading.Thread(target=follow, name="meshcast-landing", daemon=True).start()
+        call_back(follow)
         return future
 
     def _land(self) -> Event:

@@ -23,8 +23,6 @@ using testing::soon;
 
 namespace {
 
-constexpr milliseconds kLimit(20000);  // what hangs fails here
-
 struct Counter final : Ticking {
   bool tick() override {
     ++ticks;
@@ -106,53 +104,6 @@ TEST_CASE("drain waits for the tasks of its owner", "[exec][threads]") {
   work.drain(&mine);
   CHECK(order == std::vector<int>{1, 2});
   later.join();
-}
-
-// A run may end in a task or a tick, and its user's callback may start a call and wait for it.
-TEST_CASE("a task that waits for a later one does not stop the work thread", "[exec][threads]") {
-  Counter counter;
-  WorkThread work;
-  work.add(counter);
-  work.wake(false);
-  int owner = 0;
-  for (int round = 0; round < 3; ++round) {
-    std::promise<bool> waited;
-    work.post(&owner, [&] {
-      std::promise<void> inner;
-      work.post(&owner, [&] { inner.set_value(); });
-      const bool came = inner.get_future().wait_for(kLimit) == std::future_status::ready;
-      const int before = counter.ticks;
-      waited.set_value(came && soon([&] { return counter.ticks >= before + 2; }));
-    });
-    CHECK(waited.get_future().get());
-  }
-  work.drain(&owner);
-  work.remove(counter);
-}
-
-TEST_CASE("a tick that waits for a later task does not stop the work thread", "[exec][threads]") {
-  struct Waiter final : Ticking {
-    bool tick() override {
-      if (once.exchange(true)) return false;
-      std::promise<void> inner;
-      work->post(this, [&] { inner.set_value(); });
-      came = inner.get_future().wait_for(kLimit) == std::future_status::ready;
-      return false;
-    }
-    WorkThread* work = nullptr;
-    std::atomic<bool> once{false};
-    std::atomic<bool> came{false};
-  };
-  Waiter waiter;
-  Counter counter;
-  WorkThread work;
-  waiter.work = &work;
-  work.add(waiter);
-  work.add(counter);
-  work.wake(false);
-  CHECK(soon([&] { return waiter.came && counter.ticks >= 3; }));
-  work.remove(waiter);
-  work.remove(counter);
 }
 
 // Sanitizers reserve address space that no limit can take away.

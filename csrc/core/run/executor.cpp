@@ -1,0 +1,192 @@
+#include "run/executor.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdio>
+#include <deque>
+#include <exception>
+#include <list>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "common/error.h"
+#include "common/of_process.h"
+#include "common/thread_name.h"
+
+namespace meshcast {
+namespace {
+
+constexpr auto kIdle = std::chrono::seconds(1);  // without anything to do, before a thread ends
+// A callback that computes takes less, as a rule; one that waits for a call rarely does.
+constexpr std::chrono::milliseconds kCallbackPatience(5);
+
+OfProcess<Executor> callbacks_of_process;
+
+}  // namespace
+
+struct Executor::State {
+  struct Task {
+    std::function<void()> run;
+    const void* key = nullptr;
+  };
+  struct Running {
+    const void* key = nullptr;
+    TimePoint begun;
+  };
+
+  State(const char* name, std::chrono::milliseconds patience) : name(name), patience(patience) {}
+
+  const char* const name;
+  const std::chrono::milliseconds patience;
+
+  std::mutex mutex;
+  std::condition_variable changed;   // for threads that have no task
+  std::condition_variable finished;  // for finish()
+  std::deque<Task> queue;
+  std::list<Running> running;
+  size_t threads = 0;
+  size_t idle = 0;
+  size_t reserved = 0;
+  bool stopping = false;  // once nothing is left to do
+  bool closed = false;    // begins nothing more
+
+  // The first in the queue that may be run beside those that are.
+  auto next() {
+    return std::find_if(queue.begin(), queue.end(), [this](const Task& task) {
+      return task.key == nullptr || std::none_of(running.begin(), running.end(),
+                                                 [&](const Running& at) { return at.key == task.key; });
+    });
+  }
+
+  // From when on all that are running count as blocked.
+  TimePoint relief() const {
+    TimePoint latest = TimePoint::min();
+    for (const Running& at : running) latest = std::max(latest, at.begun + patience);
+    return latest;
+  }
+
+  // Somebody looks at the queue: at once, or when those that are running count as blocked.
+  static void call(const std::shared_ptr<State>& state) {
+    if (state->closed || state->next() == state->queue.end()) return;
+    if (state->idle > 0) return state->changed.notify_one();
+    try {
+      start(state);
+    } catch (const std::system_error&) {
+      // Those that there are go on with what is left.
+    }
+  }
+
+  static void start(const std::shared_ptr<State>& state) {
+    std::thread([state] {
+      name_this_thread(state->name);
+      serve(state);
+    }).detach();
+    ++state->threads;
+  }
+};
+
+// Made anew in a forked child. Kept for good: whoever ends a run at the end of the process may still post.
+Executor& Executor::of_process() {
+  auto found = callbacks_of_process.there();
+  if (!found) {
+    found = callbacks_of_process.get([] {
+      auto made = std::make_shared<Executor>("mc-callback", kCallbackPatience);
+      new std::shared_ptr<Executor>(made);
+      return made;
+    });
+  }
+  return *found;
+}
+
+Executor::Executor(const char* name, std::chrono::milliseconds patience)
+    : state_(std::make_shared<State>(name, patience)) {}
+
+Executor::~Executor() {
+  if (origin_.foreign()) return;
+  const std::lock_guard lock(state_->mutex);
+  state_->stopping = true;
+  state_->changed.notify_all();
+}
+
+bool Executor::post(std::function<void()> task, const void* key) {
+  if (origin_.foreign()) return false;
+  const std::lock_guard lock(state_->mutex);
+  state_->queue.push_back({std::move(task), key});
+  State::call(state_);
+  return state_->threads > 0;
+}
+
+bool Executor::call() {
+  if (origin_.foreign()) return false;
+  const std::lock_guard lock(state_->mutex);
+  State::call(state_);
+  return state_->threads > 0;
+}
+
+std::shared_ptr<void> Executor::reserve() {
+  origin_.check();
+  const std::lock_guard lock(state_->mutex);
+  try {
+    if (state_->threads == 0 && !state_->closed) State::start(state_);
+  } catch (const std::system_error& error) {
+    throw Error(ErrorKind::Generic, no_thread("callbacks of futures", error));
+  }
+  ++state_->reserved;
+  return {nullptr, [state = state_, origin = origin_](std::nullptr_t) {
+            if (origin.foreign()) return;
+            const std::lock_guard lock(state->mutex);
+            --state->reserved;
+          }};
+}
+
+void Executor::finish(TimePoint limit) {
+  if (origin_.foreign()) return;
+  std::unique_lock lock(state_->mutex);
+  state_->finished.wait_until(lock, limit, [&] { return state_->queue.empty() && state_->running.empty(); });
+  state_->closed = true;
+  state_->changed.notify_all();
+}
+
+size_t Executor::threads() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->threads;
+}
+
+void Executor::serve(const std::shared_ptr<State>& state) {
+  std::unique_lock lock(state->mutex);
+  TimePoint idle_since = Clock::now();
+  while (!state->closed) {
+    const auto next = state->next();
+    const TimePoint now = Clock::now();
+    if (next == state->queue.end() || now < state->relief()) {
+      const bool idle = next == state->queue.end();
+      if (idle && state->stopping) break;
+      if (idle && now - idle_since >= kIdle && (state->threads > 1 || state->reserved == 0)) break;
+      ++state->idle;
+      state->changed.wait_until(lock, idle ? now + kIdle : state->relief());
+      --state->idle;
+      continue;
+    }
+    State::Task task = std::move(*next);
+    state->queue.erase(next);
+    const auto me = state->running.insert(state->running.end(), {task.key, now});
+    State::call(state);  // who takes this thread's place, should it be blocked
+    lock.unlock();
+    try {
+      task.run();
+    } catch (const std::exception& error) {
+      // Of C++: what Python raises stays in the future that then() made.
+      std::fprintf(stderr, "meshcast: a callback of a future raised: %s\n", error.what());
+    }
+    task.run = nullptr;  // what it holds goes without the lock
+    lock.lock();
+    state->running.erase(me);
+    if (state->queue.empty() && state->running.empty()) state->finished.notify_all();
+    idle_since = Clock::now();
+  }
+  --state->threads;
+}
+
+}  // namespace meshcast
