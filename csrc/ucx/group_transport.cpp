@@ -1,6 +1,7 @@
 #include "ucx/group_transport.h"
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 
 #include <fmt/format.h>
@@ -251,6 +252,16 @@ void GroupTransport::shutdown() {
   abort();
   std::unique_lock lock(plane_->mutex());
   plane_->progress().wait(lock, [this] { return flights_.empty() && untold_ == 0; });
+  // Nothing moves any more where the process ends at this moment. What UCX is busy with then ends after this
+  // group has gone, and tells nobody; what has ended is told here.
+  for (Flight* flight : flights_) flight->group = nullptr;
+  flights_.clear();
+  while (untold_ > 0) {
+    lock.unlock();
+    plane_->tell();
+    std::this_thread::yield();  // another thread may be at it
+    lock.lock();
+  }
   plane_->leave_locked(id_);
 }
 

@@ -58,8 +58,11 @@ class GroupTransport final : public ProbingTransport {
 
   void begun_locked(Flight* flight) { flights_.insert(flight); }
   void ended_locked(Flight* flight, ucs_status_t status);
-  void told_locked();                            // one of its queued ends, or pumps
-  void pump(const std::shared_ptr<Line>& line);  // without the lock
+  void told_locked();  // one of its queued ends, or pumps
+  // Without the lock. Throws std::bad_alloc where there is no memory to pack a fragment in; starve() then ends
+  // all that waits there.
+  void pump(const std::shared_ptr<Line>& line);
+  void starve(Line& line);
 
  private:
   struct Key {

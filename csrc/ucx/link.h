@@ -27,6 +27,11 @@ enum class Kind : uint8_t {
 };
 inline constexpr int kKinds = 6;
 
+// Of what ranks send each other, to be raised with each change of Kind, Header, or what they mean. Ranks
+// compare it as they meet, see Address.
+inline constexpr uint32_t kWireVersion = 1;
+inline constexpr uint32_t kWireMagic = 0x6d637500 + kWireVersion;  // "mcu"
+
 // Goes in front of each of these.
 struct Header {
   uint64_t group = 0;
@@ -35,6 +40,8 @@ struct Header {
   int32_t count = 0;    // Data: 1 if it used a credit. Credit: of messages. Leave: of rails
   int64_t offset = 0;   // Data: of these bytes in the message
   int64_t nbytes = 0;   // Data, Announce: of the message. Post: of the receive
+  uint32_t magic = kWireMagic;
+  uint32_t unused = 0;  // no byte that goes out is left as it was
 };
 
 // How messages end that the transport itself ends.
@@ -86,7 +93,8 @@ struct Sending {
 
 // What UCX is busy with. Its header stays where it is until it has ended.
 struct Flight {
-  GroupTransport* group = nullptr;  // which waits for its flights before it goes
+  GroupTransport* group =
+      nullptr;  // which waits for its flights before it goes; null: it has gone all the same
   std::shared_ptr<Link> link;
   int peer = -1;
   Kind kind = Kind::Data;

@@ -155,6 +155,13 @@ void GroupTransport::pump(const std::shared_ptr<Line>& line) {
   line->pumped = false;
 }
 
+void GroupTransport::starve(Line& line) {
+  const std::lock_guard lock(plane_->mutex());
+  line.pumped = false;
+  const TransportError error(Cause::Memory, "no memory for a message");
+  for (const auto& sending : std::exchange(line.waiting, {})) give_up_locked(sending, error);
+}
+
 void GroupTransport::taken_locked(const Header& header) {
   const auto it = sendings_.find({header.sender, header.key});
   if (it == sendings_.end()) return;

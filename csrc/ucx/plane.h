@@ -39,8 +39,12 @@ class Plane {
   virtual Address address() const = 0;
   virtual const std::string& version() const = 0;
 
-  // The connections of a group. id: the same on all its ranks, and of no other group ever. members: by rank in
-  // the group. first_rail: by rank, of its first message to any other; the next takes the next one.
+  // Of the messages that this build sends: ranks with different ones understand nothing of each other.
+  static uint32_t wire_version();
+
+  // The connections of a group. Throws LayoutError where what the ranks told does not fit. id: the same on all
+  // its ranks, and of no other group ever. members: by rank in the group. first_rail: by rank, of its first
+  // message to any other; the next takes the next one.
   virtual std::shared_ptr<ProbingTransport> join(uint64_t id, std::vector<Address> members, int rank,
                                                  std::vector<int32_t> first_rail) = 0;
 

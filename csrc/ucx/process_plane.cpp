@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <random>
 
 #include <fmt/format.h>
@@ -65,6 +66,8 @@ std::shared_ptr<Plane> Plane::of_process(const PlaneOptions& options) {
   });
 }
 
+uint32_t Plane::wire_version() { return kWireVersion; }
+
 ProcessPlane::ProcessPlane(const PlaneOptions& options) : api_(load(options.library)), rdma_(options.rdma) {
   std::random_device entropy;
   process_ = uint64_t{entropy()} << 32 | entropy();
@@ -121,9 +124,25 @@ Address ProcessPlane::address() const {
   return out;
 }
 
+// All of it but `rank` came from the other ranks. What is right here may be used as an index later.
+void ProcessPlane::check_members(const std::vector<Address>& members, int rank,
+                                 const std::vector<int32_t>& first_rail) const {
+  if (rank < 0 || static_cast<size_t>(rank) >= members.size() || first_rail.size() != members.size())
+    throw LayoutError(fmt::format("a group of {} ranks needs as many first rails and has no rank {}; found {}",
+                                  members.size(), rank, first_rail.size()));
+  for (size_t at = 0; at < members.size(); ++at) {
+    if (members[at].rails.size() != rails_.size() || first_rail[at] < 0)
+      throw LayoutError(
+          fmt::format("rank {} of the group has {} rails, the first of them number {}; this rank has {}. All "
+                      "ranks need equally many (MESHCAST_IFNAMES)",
+                      at, members[at].rails.size(), first_rail[at], rails_.size()));
+  }
+}
+
 std::shared_ptr<ProbingTransport> ProcessPlane::join(uint64_t id, std::vector<Address> members, int rank,
                                                      std::vector<int32_t> first_rail) {
   MC_FAULT_POINT("join");
+  check_members(members, rank, first_rail);
   auto group = std::make_shared<GroupTransport>(shared_from_this(), id, members, rank, std::move(first_rail));
   {
     const std::lock_guard lock(mutex_);
@@ -140,6 +159,7 @@ std::shared_ptr<ProbingTransport> ProcessPlane::join(uint64_t id, std::vector<Ad
 }
 
 std::function<std::string()> ProcessPlane::watch(const Address& address) {
+  if (address.rails.empty()) throw LayoutError("a rank that is watched needs a rail, found none");
   // A connection also breaks where one end gave up on some group. So the first break is no answer, but that of
   // the connection made after it is: a dead process refuses it.
   return [plane = shared_from_this(), address, link = std::shared_ptr<Link>(), left = 2,
@@ -327,6 +347,10 @@ bool ProcessPlane::send_locked(std::unique_ptr<Flight> flight, const void* data,
 void ProcessPlane::on_sent(void* request, ucs_status_t status, void* data) {
   auto* flight = static_cast<Flight*>(data);
   flight->link->worker->api().ucp_request_free(request);
+  if (!flight->group) {
+    delete flight;
+    return;
+  }
   flight->group->ended_locked(flight, status);
 }
 
@@ -336,6 +360,7 @@ ucs_status_t ProcessPlane::on_message(void* inbox, const void* header, size_t he
   if (header_length != sizeof(Header)) return UCS_OK;  // nobody of ours
   Header head;
   std::memcpy(&head, header, sizeof(head));
+  if (head.magic != kWireMagic) return UCS_OK;
   if ((param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
     if (length > kFragmentBytes) return UCS_OK;
     // UCX must not be asked for it while it tells of it.
@@ -426,7 +451,11 @@ void ProcessPlane::tell() {
     }
     if (ends.empty() && pumps.empty()) return;
     for (const Pump& pump : pumps) {
-      pump.group->pump(pump.line);
+      try {
+        pump.group->pump(pump.line);
+      } catch (const std::bad_alloc&) {
+        pump.group->starve(*pump.line);
+      }
       const std::lock_guard lock(mutex_);
       pump.group->told_locked();
     }

@@ -108,6 +108,8 @@ class ProcessPlane final : public Plane, public std::enable_shared_from_this<Pro
   TimePoint due() const;
   void close_gently();
   void check_not_over_locked() const;
+  void check_members(const std::vector<Address>& members, int rank,
+                     const std::vector<int32_t>& first_rail) const;
   void arrived_locked(Kind kind, const Header& header, const std::byte* data, size_t nbytes);
   void fetch_locked(Fetch announced);
   void fetched_locked(std::unique_ptr<Fetch> fetch, ucs_status_t status);

@@ -204,6 +204,7 @@ void Progress::drive(const std::function<bool()>& done, TimePoint limit) {
     silence(driver_bell_);
     lock.lock();
     taken_ = false;
+    if (drivers_ > 1) changed_.notify_all();  // the ring, and the part, may be for one that waits for it
   }
   leave();
 }

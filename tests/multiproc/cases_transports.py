@@ -7,12 +7,14 @@ import os
 import random
 import socket
 import time
+from unittest import mock
 
 import meshcast
 import pytest
 import torch
 import torch.distributed as dist
 from meshcast import Layout, LayoutError, MeshcastError
+from meshcast.groups import network
 from multiproc.cases_shared_memory import environment
 from multiproc.threads import thread_names
 from torch.distributed.tensor import Shard
@@ -86,6 +88,21 @@ def ranks_with_unlike_transports(context) -> None:
 def a_rank_without_the_library(context) -> None:
     library = _MISSING if context.rank == 1 else "auto"
     refused(context, f"rank 1: MESHCAST_UCX is .{_MISSING}", MESHCAST_UCX=library, MESHCAST_TRANSPORT="ucx")
+
+
+def a_rank_of_another_version(context) -> None:
+    """Its messages have another form: nobody sends any."""
+    group = dist.new_group(list(range(4)))
+    offer = network.Network.offer
+    other = mock.patch.object(network.Network, "offer", lambda self: {**offer(self), "wire": 99})
+    with (
+        environment(MESHCAST_TRANSPORT="ucx"),
+        other if context.rank == 2 else contextlib.nullcontext(),
+        pytest.raises(LayoutError, match=r"one version of meshcast.*99 on rank 2.*install the same version"),
+    ):
+        move(context.rank, group)
+    context.wait_for_all("refused")
+    move(context.rank, dist.new_group(list(range(4))))
 
 
 def without_the_library_all_take_gloo(context) -> None:
@@ -186,6 +203,7 @@ CASES = [
     both_give_the_same_bytes,
     ranks_with_unlike_transports,
     a_rank_without_the_library,
+    a_rank_of_another_version,
     without_the_library_all_take_gloo,
     bad_values,
     groups_share_threads_and_connections,

@@ -16,6 +16,7 @@ CASES = [
     "both_give_the_same_bytes",
     "ranks_with_unlike_transports",
     "a_rank_without_the_library",
+    "a_rank_of_another_version",
     "without_the_library_all_take_gloo",
     "bad_values",
     "groups_share_threads_and_connections",

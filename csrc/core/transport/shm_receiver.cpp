@@ -1,6 +1,7 @@
 #include "transport/shm_receiver.h"
 
 #include <algorithm>
+#include <new>
 #include <string>
 
 namespace meshcast {
@@ -61,8 +62,9 @@ bool ShmReceiver::drain(Peer& peer) {
   if (peer.broken) return false;
   Fragment fragment;
   for (uint32_t i = 0; i < kMaxSlots; ++i) {
-    if (!peer.mailbox->fragments.pop(&fragment)) return false;
-    if (!take(peer, fragment)) {
+    const bool broken = peer.mailbox->fragments.broken();
+    if (!broken && !peer.mailbox->fragments.pop(&fragment)) return false;
+    if (broken || !take(peer, fragment)) {
       const std::lock_guard lock(mutex_);
       peer.broken = true;
       return false;
@@ -85,7 +87,12 @@ bool ShmReceiver::take(Peer& peer, const Fragment& fragment) {
   }
   Message& message = posted->second;
   if (fragment.offset < 0 || fragment.offset > message.nbytes - fragment.nbytes) return false;
-  message.payload->write(fragment.offset, fragment.nbytes, region.slot(fragment.slot));
+  bool has_memory = true;
+  try {
+    message.payload->write(fragment.offset, fragment.nbytes, region.slot(fragment.slot));
+  } catch (const std::bad_alloc&) {  // for what is put together before it is combined
+    has_memory = false;
+  }
   message.received += fragment.nbytes;
   // The last reader frees the slot. A sender without slots announces in wake_at the count at which it wants
   // to be woken, then looks again: one of the two sees the other (see ShmBell).
@@ -94,14 +101,18 @@ bool ShmReceiver::take(Peer& peer, const Fragment& fragment) {
       header.freed.fetch_add(1) + 1 >= header.wake_at.load()) {
     peer.link->call(ShmHalf::Sending);
   }
-  if (message.received < message.nbytes) return true;
+  if (has_memory && message.received < message.nbytes) return true;
   std::unique_ptr<Incoming> done;
   {
     const std::lock_guard lock(mutex_);
     done = std::move(message.payload);
     peer.posted.erase(posted);
   }
-  done->finished();
+  if (has_memory) {
+    done->finished();
+  } else {
+    done->failed(peer.link->rank(), {TransportError::Cause::Memory, "no memory for a message"});
+  }
   return true;
 }
 

@@ -12,6 +12,7 @@ namespace meshcast {
 
 inline constexpr uint32_t kMaxSlots = 16;
 inline constexpr uint32_t kMaxLocalRanks = 64;
+inline constexpr uint32_t kMaxPosts = 128;  // that a receiver may be ahead of the owner
 
 // A piece of a message in a slot, as the sender tells each of its receivers.
 struct Fragment {
@@ -27,12 +28,19 @@ struct Post {
   int64_t nbytes = 0;
 };
 
-// One producer, one consumer, in shared memory. What a peer writes is data, never trusted as an index.
+// One producer, one consumer, in shared memory. What a peer writes is data, never trusted as an index or a
+// count.
 template <typename T, uint32_t kCapacity>
 class ShmQueue {
  public:
   bool full() const { return tail_.load() - head_.load() >= kCapacity; }
   bool empty() const { return tail_.load() == head_.load(); }
+
+  // What no run of push() and pop() leaves here: the other end is not to be believed any more.
+  bool broken() const {
+    const uint64_t head = head_.load();  // first: it only grows meanwhile, and so does the other
+    return tail_.load() - head > kCapacity;
+  }
 
   void push(const T& item) {  // not when full
     const uint64_t tail = tail_.load(std::memory_order_relaxed);
@@ -63,7 +71,7 @@ class ShmQueue {
 struct ShmHeader {
   struct Mailbox {
     ShmQueue<Fragment, kMaxSlots> fragments;  // owner -> receiver
-    ShmQueue<Post, 128> posts;                // receiver -> owner
+    ShmQueue<Post, kMaxPosts> posts;          // receiver -> owner
     // The owner has a message that waits for a post: only then is a post worth waking it. Set before it looks
     // for posts; the receiver posts before it looks here (as with ShmBell, one of them sees the other).
     std::atomic<uint32_t> wanted{0};

@@ -22,9 +22,8 @@ TransportError duplicate_error() {
   return {TransportError::Cause::Closed, "two messages to it have one key (a fault of meshcast)"};
 }
 
-TransportError gone_error() {
-  return {TransportError::Cause::Closed, "its process has gone or has closed the group (shared memory)"};
-}
+constexpr const char* kGone = "its process has gone or has closed the group (shared memory)";
+constexpr const char* kBroken = "what it wrote to shared memory makes no sense";
 
 }  // namespace
 
@@ -32,7 +31,7 @@ ShmSender::ShmSender(ShmMembership& membership)
     : place_(*membership.place),
       own_(*membership.own),
       awaited_from_(membership.links.size(), 0),
-      gone_(membership.links.size(), false) {
+      lost_(membership.links.size(), nullptr) {
   for (const auto& link : membership.links) links_.push_back(link.get());
   for (uint32_t slot = own_.slots(); slot-- > 0;) free_.push_back(slot);
 }
@@ -56,7 +55,7 @@ void ShmSender::send(std::vector<LocalTarget> targets, int64_t nbytes, std::uniq
   if (aborted_) return break_locked(it, (*it)->targets.front().first, aborted_error());
   // Phase 1: which receives the message waits for.
   for (const PostKey& target : (*it)->targets) {
-    if (gone_[target.first]) return break_locked(it, target.first, gone_error());
+    if (lost_[target.first]) return break_locked(it, target.first, lost_error(target.first));
     if (!awaited_.emplace(target, it).second) return break_locked(it, target.first, duplicate_error());
     ++awaited_from_[target.first];
     ++(*it)->missing;
@@ -91,13 +90,21 @@ void ShmSender::settle_wanted_locked(uint32_t link) {
 
 void ShmSender::drain_posts_locked() {
   for (uint32_t i = 0; i < links_.size(); ++i) {
+    if (lost_[i]) continue;
     auto& posts = own_.mailbox(i).posts;
     bool was_full = false;
     Post post;
-    while (posts.pop(&post)) {
+    // As many as a peer may have posted: no peer can keep the others waiting.
+    uint32_t left = kMaxPosts;
+    for (; left > 0 && !posts.broken() && posts.pop(&post); --left) {
       was_full |= posts.was_full();
       match_locked({i, post.key}, post.nbytes);
     }
+    if (posts.broken()) {
+      lose_locked(i, kBroken);
+      continue;
+    }
+    if (left == 0) place_.call(ShmHalf::Sending);  // there may be more
     // Posts that found no room wait for this.
     if (was_full) links_[i]->call(ShmHalf::Receiving);
   }
@@ -235,12 +242,13 @@ void ShmSender::tell_broken(std::unique_lock<std::mutex>& lock) {
     for (auto it = ready_.begin(); it != ready_.end();) {
       const auto& targets = (*it)->targets;
       const auto lost =
-          std::find_if(targets.begin(), targets.end(), [&](const auto& t) { return gone_[t.first]; });
+          std::find_if(targets.begin(), targets.end(), [&](const auto& t) { return lost_[t.first]; });
       if (lost == targets.end() && !left_unread_) {
         ++it;
         continue;
       }
-      broken_.push_back({std::move(*it), lost == targets.end() ? *left_unread_ : lost->first, gone_error()});
+      const uint32_t link = lost == targets.end() ? *left_unread_ : lost->first;
+      broken_.push_back({std::move(*it), link, lost_error(link)});
       it = ready_.erase(it);
     }
   }
@@ -255,14 +263,21 @@ void ShmSender::tell_broken(std::unique_lock<std::mutex>& lock) {
 
 void ShmSender::mark_gone(size_t link) {
   const std::lock_guard lock(mutex_);
-  if (gone_[link]) return;
-  gone_[link] = true;
-  if (!own_.mailbox(static_cast<uint32_t>(link)).fragments.empty()) left_unread_ = static_cast<uint32_t>(link);
+  if (!lost_[link]) lose_locked(static_cast<uint32_t>(link), kGone);
+}
+
+TransportError ShmSender::lost_error(uint32_t link) const {
+  return {TransportError::Cause::Closed, lost_[link]};
+}
+
+void ShmSender::lose_locked(uint32_t link, const char* why) {
+  lost_[link] = why;
+  if (!own_.mailbox(link).fragments.empty()) left_unread_ = link;
   for (auto it = waiting_.begin(); it != waiting_.end();) {
     const auto current = it++;
     const auto& targets = (*current)->targets;
     if (std::any_of(targets.begin(), targets.end(), [&](const auto& t) { return t.first == link; })) {
-      break_locked(current, static_cast<uint32_t>(link), gone_error());
+      break_locked(current, link, lost_error(link));
     }
   }
   place_.call(ShmHalf::Sending);

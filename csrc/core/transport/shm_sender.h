@@ -49,6 +49,8 @@ class ShmSender {
   };
 
   void drain_posts_locked();
+  void lose_locked(uint32_t link, const char* why);
+  TransportError lost_error(uint32_t link) const;
   void settle_wanted_locked(uint32_t link);
   void match_locked(PostKey key, int64_t posted);
   void break_locked(MessageIt it, uint32_t link, const TransportError& error);
@@ -69,10 +71,10 @@ class ShmSender {
   std::vector<size_t> awaited_from_;             // and for how many of each link
   std::deque<std::unique_ptr<Message>> ready_;   // to be copied in, in turns
   std::vector<Broken> broken_;
-  std::vector<uint32_t> free_;  // slots; the one freed last is used first, since it is still in the cache
-  uint64_t in_use_ = 0;         // the others, as bits
-  uint64_t wake_at_ = 0;        // slots freed at which this rank is called, if there were none
-  std::vector<bool> gone_;      // by link
+  std::vector<uint32_t> free_;     // slots; the one freed last is used first, since it is still in the cache
+  uint64_t in_use_ = 0;            // the others, as bits
+  uint64_t wake_at_ = 0;           // slots freed at which this rank is called, if there were none
+  std::vector<const char*> lost_;  // by link, why nothing goes there any more; null while it does
   // A link that has gone without reading what was sent there, which keeps slots for good: so messages to others
   // might wait for them for good.
   std::optional<uint32_t> left_unread_;

@@ -18,8 +18,9 @@ using TimePoint = Clock::time_point;
 // where the first cause of all ranks is known.
 class TransportError : public std::runtime_error {
  public:
-  // Mismatch: the message has another size than its receive; the connection goes on.
-  enum class Cause : uint8_t { Timeout, Closed, Aborted, Mismatch };
+  // Mismatch: the message has another size than its receive; the connection goes on. Memory: this rank has none
+  // left for it, and the peer has done nothing.
+  enum class Cause : uint8_t { Timeout, Closed, Aborted, Mismatch, Memory };
   TransportError(Cause cause, const std::string& what, std::string told = {})
       : std::runtime_error(what), cause_(cause), told_(std::move(told)) {}
   Cause cause() const noexcept { return cause_; }

@@ -55,6 +55,7 @@ class Network:
         process, rails, breaks = self._plane.address()
         return {
             "kind": "ucx",
+            "wire": _C.UcxPlane.WIRE,
             "process": process,
             "rails": [rail.hex() for rail in rails],
             "breaks": list(breaks.items()),
@@ -91,6 +92,16 @@ class Network:
             raise LayoutError(
                 f"all ranks must use one transport, found {found}; set {settings.TRANSPORT.name} alike, or "
                 "install UCX everywhere",
+                rank=rank,
+                op="connect",
+                phase="connect",
+            )
+        wires = {other: offer.get("wire") for other, offer in offers.items()}
+        if len(set(wires.values())) > 1:
+            found = ", ".join(f"{wire or 'none'} on rank {other}" for other, wire in wires.items())
+            raise LayoutError(
+                f"all ranks must run one version of meshcast: they send each other messages of unlike forms, "
+                f"found {found}; install the same version everywhere",
                 rank=rank,
                 op="connect",
                 phase="connect",

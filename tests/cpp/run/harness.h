@@ -83,8 +83,7 @@ inline Shard shard_of(const Layout& layout, const std::vector<int64_t>& shape, i
 
 // Shared memory between these ranks of this process; by rank, null for the others. Each has a ShmProgress of
 // its own, as if it were a process, unless they are to share that of this one.
-inline std::vector<std::shared_ptr<LocalTransport>> connect_local(int world, const std::vector<int32_t>& ranks,
-                                                                  bool one_process = false) {
+inline std::vector<ShmMembership> meet_local(int world, const std::vector<int32_t>& ranks, bool one_process) {
   std::vector<std::unique_ptr<ShmRendezvous>> rendezvous;
   std::vector<ShmMember> members;
   for (const int32_t rank : ranks) {
@@ -99,9 +98,17 @@ inline std::vector<std::shared_ptr<LocalTransport>> connect_local(int world, con
       return rendezvous[i]->meet(members, ranks[i], Clock::now() + std::chrono::seconds(20));
     }));
   }
+  std::vector<ShmMembership> out;
+  for (auto& meeting : meetings) out.push_back(meeting.get());
+  return out;
+}
+
+inline std::vector<std::shared_ptr<LocalTransport>> connect_local(int world, const std::vector<int32_t>& ranks,
+                                                                  bool one_process = false) {
+  auto memberships = meet_local(world, ranks, one_process);
   std::vector<std::shared_ptr<LocalTransport>> out(static_cast<size_t>(world));
   for (size_t i = 0; i < ranks.size(); ++i) {
-    out[static_cast<size_t>(ranks[i])] = make_shm_transport(meetings[i].get());
+    out[static_cast<size_t>(ranks[i])] = make_shm_transport(std::move(memberships[i]));
   }
   return out;
 }

@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <future>
 #include <memory>
 #include <random>
@@ -212,6 +214,40 @@ TEST_CASE("shared memory: a key that is used twice at a time is refused, never l
     ranks[1]->recv(0, 5, 8, std::make_unique<Probe>(second));
     CHECK(first->get().find("one key") != std::string::npos);
     CHECK(second->get().find("one key") != std::string::npos);
+  }
+}
+
+// The peer's memory may hold anything: its process may be failing right now.
+TEST_CASE("shared memory: a queue whose counts make no sense ends its link alone", "[exec][shm]") {
+  const auto make = [] { return std::make_shared<Outcome>(); };
+  const auto write_tail = [](auto& queue, uint64_t tail) {
+    reinterpret_cast<std::atomic<uint64_t>*>(reinterpret_cast<std::byte*>(&queue) + 64)->store(tail);
+  };
+  for (const uint64_t tail : {uint64_t{1} << 40, ~uint64_t{0}, uint64_t{kMaxPosts} + 1}) {
+    auto met = meet_local(3, {0, 1, 2}, false);
+    ShmMembership bad = std::move(met[1]);
+    const auto good = make_shm_transport(std::move(met[0]));
+    const auto other = make_shm_transport(std::move(met[2]));
+    // Of rank 1: receives that it posts with rank 0, and fragments of its messages to it.
+    ShmLink& link = *bad.links[0];
+    REQUIRE(link.rank() == 0);
+    const auto sent = make();
+    const auto received = make();
+    good->recv(1, 6, 8, std::make_unique<Probe>(received));
+    write_tail(link.region().mailbox(bad.mailbox[0]).posts, tail);
+    write_tail(bad.own->mailbox(0).fragments, tail);
+    link.call(ShmHalf::Sending);
+    link.call(ShmHalf::Receiving);
+    good->send({{1, 5}}, 8, std::make_unique<Probe>(sent));
+    CHECK(sent->get().find("makes no sense") != std::string::npos);
+    CHECK(received->get().find("makes no sense") != std::string::npos);
+    // Others go on.
+    const auto there = make();
+    const auto here = make();
+    good->send({{2, 7}}, 8, std::make_unique<Probe>(there));
+    other->recv(0, 7, 8, std::make_unique<Probe>(here));
+    CHECK(there->get() == "finished");
+    CHECK(here->get() == "finished");
   }
 }
 

@@ -177,6 +177,8 @@ class UcxRank {
     ++shared_.phases[phase];
     while (shared_.phases[phase] < world) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+  ucx::Plane& plane() const { return *plane_; }
+  const std::vector<ucx::Address>& addresses() const { return addresses_; }
   pid_t pid_of(int other) const { return shared_.ranks[static_cast<size_t>(other)].pid; }
 
   static void require(bool true_one, const std::string& what) {

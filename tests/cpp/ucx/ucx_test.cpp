@@ -1,16 +1,22 @@
 // The data plane over UCX, between processes of this machine.
 #include <array>
 #include <atomic>
+#include <csignal>
 #include <cstdint>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <numeric>
+#include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include <sys/resource.h>
 
 #include "catch.h"
+#include "common/error.h"
+#include "ucx/process_plane.h"
 #include "ucx/ranks.h"
 
 using namespace meshcast;
@@ -61,6 +67,14 @@ struct AtEnd {
 
 // Looks at memory that is being received into, which ThreadSanitizer would not let pass.
 __attribute__((noinline, no_sanitize_thread)) bool begun(const volatile uint8_t& first) { return first != 0; }
+
+// As /proc has it: 'T' is stopped.
+bool in_state(pid_t process, char state) {
+  std::string stat;
+  std::getline(std::ifstream("/proc/" + std::to_string(process) + "/stat"), stat);
+  const size_t end = stat.rfind(')');
+  return end != std::string::npos && end + 2 < stat.size() && stat[end + 2] == state;
+}
 
 }  // namespace
 
@@ -413,6 +427,62 @@ TEST_CASE("a process that ends while it has groups leaves nothing running in UCX
   CHECK(seen[0] == 0);
   CHECK(seen[1] == 0);
   munmap(memory, sizeof(seen));
+}
+
+// As where one thread ends its group while another ends the process: UCX is in the middle of sending then.
+TEST_CASE("a group that goes while the process ends leaves nothing behind that UCX calls", "[ucx]") {
+  CHECK(in_processes(2, [](UcxRank& self) {
+          auto transport = self.join(78);
+          static Tally tally;
+          static const auto out = filled(int64_t{8} << 20, 1);
+          static std::vector<uint8_t> in(out.size());
+          if (self.rank == 1) {
+            recv(*transport, 0, 1, in, tally);
+            self.meet(0);
+            raise(SIGSTOP);  // takes nothing more, and lives
+          } else {
+            self.meet(0);
+            while (!in_state(self.pid_of(1), 'T')) std::this_thread::sleep_for(milliseconds(1));
+            send(*transport, 1, 1, out, tally);
+            std::this_thread::sleep_for(milliseconds(100));  // until the connection is full
+            auto& plane = static_cast<ucx::ProcessPlane&>(self.plane());
+            plane.progress().stop();
+            transport.reset();
+            std::vector<std::vector<char>> over(64, std::vector<char>(4096, 'x'));  // where the group was
+            kill(self.pid_of(1), SIGCONT);
+            plane.end_with_process();
+            UcxRank::require(tally.all_ended(milliseconds(0)) || tally.failed() == 0, "nothing is told twice");
+          }
+        }) == "");
+}
+
+TEST_CASE("what ranks told of their rails is checked before it is used", "[ucx]") {
+  CHECK(in_processes(2, [](UcxRank& self) {
+          const auto refused = [&](std::vector<ucx::Address> members, int rank, std::vector<int32_t> first) {
+            try {
+              self.plane().join(79, std::move(members), rank, std::move(first));
+            } catch (const Error& error) {
+              return error.kind() == ErrorKind::Layout;
+            }
+            return false;
+          };
+          auto none = self.addresses();
+          none[1].rails.clear();
+          auto more = self.addresses();
+          more[1].rails.push_back(more[1].rails.front());
+          UcxRank::require(refused(none, self.rank, {0, 0}), "no rail is refused");
+          UcxRank::require(refused(more, self.rank, {0, 0}), "more rails than here are refused");
+          UcxRank::require(refused(self.addresses(), self.rank, {0, -1}), "a negative rail is refused");
+          UcxRank::require(refused(self.addresses(), self.rank, {0}), "a rail for each rank is needed");
+          UcxRank::require(refused(self.addresses(), 2, {0, 0}), "a rank outside is refused");
+          const auto transport = self.join(80);
+          Tally tally;
+          std::vector<uint8_t> data(10);
+          if (self.rank == 0) send(*transport, 1, 1, data, tally);
+          if (self.rank == 1) recv(*transport, 0, 1, data, tally);
+          UcxRank::require(tally.all_ended(kEnd) && tally.failed() == 0, "the rest goes on");
+          self.meet(0);
+        }) == "");
 }
 
 TEST_CASE("nothing wakes up while nothing moves", "[ucx]") {
