@@ -5,6 +5,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <string>
 #include <system_error>
@@ -128,6 +129,8 @@ class WaitLine {
       if (!aborted_) {
         try {
           waiting.work = issue();
+        } catch (const std::bad_alloc&) {
+          throw;                                 // no word of the connection
         } catch (const std::exception& error) {  // the connection had failed before
           waiting.error = error_of(error);
         }

@@ -84,6 +84,12 @@ void Watcher::wake() { work_->wake(false); }
 Cause Watcher::describe_transport_error(int32_t peer, const TransportError& error, const RunState& run) const {
   const int32_t peer_rank = group_.ranks[static_cast<size_t>(peer)];
   const RunLabel& label = run.label();
+  if (error.cause() == TransportError::Cause::Memory) {  // the peer has done nothing
+    return {static_cast<int32_t>(ErrorKind::Generic), group_.rank, -1,
+            fmt::format("{} call {} of {}: rank {} has {} with rank {}. Move less at a time, or give its "
+                        "process more",
+                        label.op(), label.ordinal, group_.name, group_.rank, error.what(), peer_rank)};
+  }
   if (out_of_descriptors()) {  // the peer has done nothing
     return {static_cast<int32_t>(ErrorKind::Generic), group_.rank, -1,
             fmt::format("{} call {} of {}: no connection with rank {}: {} ({})", label.op(), label.ordinal,

@@ -45,7 +45,18 @@ RoundEngine::RoundEngine(std::shared_ptr<RoundDevice> device, int32_t rank, std:
   if (device_->meets_hosts()) queue_ = std::make_unique<StartQueue>();
 }
 
+// A work in a forked child may be the last that has it there. All that is the parent's stays as it is.
+void RoundEngine::leave_in_child() {
+  new std::shared_ptr<RoundDevice>(device_);
+  new auto(std::move(staging_));
+  for (const auto& run : runs_) new std::shared_ptr<RoundRun>(run);
+}
+
 RoundEngine::~RoundEngine() {
+  if (origin_.foreign()) {
+    leave_in_child();
+    return;
+  }
   try {
     poll(Clock::now());
   } catch (const std::exception&) {
@@ -180,11 +191,12 @@ void RoundEngine::poll(TimePoint now) {
       std::erase(runs_, run);
     }
   }
-  // Phase 2: the ends, without the lock: a callback may call the engine.
+  // Phase 2: the ends, without the lock.
   for (const auto& run : over) {
-    run->end_with(nullptr);  // does nothing where it has failed before
+    // Before its end is told: who sees that may look for the tensors at once, to free them.
     run->memory_.keepalive.reset();
     run->staging_.reset();
+    run->end_with(nullptr);  // does nothing where it has failed before
   }
   // Phase 3: the failure, without the lock: the observer may call back.
   if (!failure) return;

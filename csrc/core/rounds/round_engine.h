@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "common/error.h"
+#include "common/forks.h"
 #include "rounds/device.h"
 #include "rounds/rank_rounds.h"
 #include "rounds/start_queue.h"
@@ -117,6 +118,7 @@ class RoundEngine {
   void wait_for_group(const RoundRun& run, const RoundStep& step);
   void finish(RoundRun& run, RoundDevice::Stream caller);
 
+  void leave_in_child();
   RoundDevice::Event take_event();
   RoundDevice::Stream stream(StreamRole role, RoundDevice::Stream caller) const;
   StridedView view(const RoundRun& run, const Part& part) const;
@@ -127,6 +129,7 @@ class RoundEngine {
   Error deadline_error(const RoundRun& run, const std::string& doing) const;
   ErrorContext context(const RoundRun& run) const;
 
+  const Origin origin_;
   const std::shared_ptr<RoundDevice> device_;
   const int32_t rank_;
   const std::vector<int32_t> group_;

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <vector>
 
 #include "plan/staging.h"
@@ -22,6 +23,22 @@ inline constexpr size_t kWindow = kMessageWindow;
 // Called by a thread of a transport when a message failed.
 using ChannelFailure =
     std::function<void(int peer, const TransportError& error, const std::shared_ptr<Run>& run)>;
+
+// For what a thread of a transport, or the work thread, does for a run: nobody there could catch what it
+// throws. Where memory is refused the run has failed, as if the message had; the rest of it is not done.
+template <typename Step>
+void guarded(const ChannelFailure& failure, int peer, const std::shared_ptr<Run>& run,
+             const Step& step) noexcept {
+  try {
+    step();
+  } catch (const std::bad_alloc&) {
+    try {
+      failure(peer, TransportError(TransportError::Cause::Memory, "no memory for a message"), run);
+    } catch (const std::bad_alloc&) {
+      // Not even for the error: the run ends at its deadline.
+    }
+  }
+}
 
 // Everything that comes from one peer in one lane, in start order of the runs and plan order within a run.
 // A receive depends on nothing but its sender: what arrives is put into place at once and forwards are read

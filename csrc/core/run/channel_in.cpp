@@ -21,7 +21,9 @@ class InChannel::Receipt final : public Incoming {
     std::memcpy(staging_.data() + offset, in, static_cast<size_t>(nbytes));
   }
 
-  void finished() override { channel_.arrived(*this); }
+  void finished() override {
+    guarded(channel_.failure_, channel_.peer_, run_, [this] { channel_.arrived(*this); });
+  }
 
   void failed(int peer, const TransportError& error) override {
     // An abort is this engine's own doing.

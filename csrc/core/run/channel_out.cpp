@@ -17,7 +17,9 @@ class OutChannel::Dispatch final : public Outgoing {
   const std::byte* packed() override { return run_->packed(op_); }
   void read(int64_t offset, int64_t nbytes, std::byte* out) override { run_->read(op_, offset, nbytes, out); }
 
-  void finished() override { channel_.sent(*this); }
+  void finished() override {
+    guarded(channel_.failure_, channel_.peer_, run_, [this] { channel_.sent(*this); });
+  }
 
   void failed(int peer, const TransportError& error) override {
     if (error.cause() != TransportError::Cause::Aborted) channel_.failure_(peer, error, run_);

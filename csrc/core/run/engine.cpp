@@ -1,8 +1,13 @@
 #include "run/engine.h"
 
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <utility>
+
+#include <fmt/format.h>
+
+#include "common/error.h"
 
 namespace meshcast {
 namespace {
@@ -72,9 +77,14 @@ std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffe
   if (!inside) std::rethrow_exception(error());
   try {
     hand_out(run);
-  } catch (...) {
+  } catch (const Error&) {
     fail(std::current_exception());
     throw;
+  } catch (const std::exception& error) {  // no thread, no memory: nobody further up could say of what
+    const auto cause = std::make_exception_ptr(
+        Error(ErrorKind::Generic, fmt::format("a call could not be started: {}", error.what())));
+    fail(cause);
+    std::rethrow_exception(cause);
   }
   return run;
 }
@@ -139,7 +149,9 @@ void Engine::hand_out(const std::shared_ptr<Run>& run) {
     if ((*first)->nbytes <= kInlineBytes || run->packed(**first)) {
       channel->pump();
     } else {
-      work_->post(this, [this, run, channel] { channel->pump([this] { work_->tick_if_due(); }); });
+      work_->post(this, [this, run, channel, peer = peer] {
+        guarded(failure_, peer, run, [&] { channel->pump([this] { work_->tick_if_due(); }); });
+      });
     }
   }
   for (const SendOp& op : program->sends) {

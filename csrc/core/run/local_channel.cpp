@@ -18,9 +18,11 @@ class LocalSend final : public Outgoing {
   void read(int64_t offset, int64_t nbytes, std::byte* out) override { run_->read(op_, offset, nbytes, out); }
 
   void finished() override {
-    if (op_.carry >= 0) run_->carried_sent(op_.carry);
-    run_->complete_ops(1, 0, op_.nbytes * static_cast<int64_t>(op_.targets.size()));
-    run_->unpin();
+    guarded(failure_, op_.targets.front().peer, run_, [this] {
+      if (op_.carry >= 0) run_->carried_sent(op_.carry);
+      run_->complete_ops(1, 0, op_.nbytes * static_cast<int64_t>(op_.targets.size()));
+      run_->unpin();
+    });
   }
 
   void failed(int peer, const TransportError& error) override {
@@ -55,16 +57,18 @@ class LocalInChannel::Receipt final : public Incoming {
   }
 
   void finished() override {
-    if (op_.reduce != ReduceOp::None) {
-      run_->reduce(op_, staging_.data());
-      if (op_.carry >= 0) {
-        run_->carries.keep(op_.carry, std::move(staging_));
-      } else {
-        run_->write(op_, 0, op_.nbytes, staging_.data());
-        channel_.give_back(std::move(staging_));
+    guarded(channel_.failure_, channel_.peer_, run_, [this] {
+      if (op_.reduce != ReduceOp::None) {
+        run_->reduce(op_, staging_.data());
+        if (op_.carry >= 0) {
+          run_->carries.keep(op_.carry, std::move(staging_));
+        } else {
+          run_->write(op_, 0, op_.nbytes, staging_.data());
+          channel_.give_back(std::move(staging_));
+        }
       }
-    }
-    channel_.arrived(run_, op_);
+      channel_.arrived(run_, op_);
+    });
   }
 
   void failed(int peer, const TransportError& error) override {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include <fmt/format.h>
@@ -207,7 +208,7 @@ c10::intrusive_ptr<c10d::Work> GpuGroupCore::start(const AgreedPlan& agreed, Sta
   // The gate is a stream that stands for the caller's: `after` puts it behind the caller's work, and wait()
   // joins the caller's stream to it.
   const auto gate = CudaDevice::take_gate(lane.device);
-  memory.keepalive = std::make_shared<Kept>(Kept{bin_->bag(std::move(taken.bag)), gate});
+  memory.keepalive = std::make_shared<Kept>(Kept{bin_->bag(std::move(taken.kept)), gate});
   std::shared_ptr<RoundRun> run;
   try {
     run = lane.engine->start(direction.rounds(lane.options).of(forms), std::move(memory), gate->stream(),
@@ -262,6 +263,9 @@ void GpuGroupCore::poll_loop() {
     bool more = false;
     try {
       more = poll_once();
+    } catch (const std::bad_alloc& error) {  // of this look: what runs on the GPU is seen to end later
+      abort(fmt::format("no memory to look after the GPU with: {}", error.what()));
+      more = true;
     } catch (const std::exception& error) {
       // The GPU is lost to this process: nothing that runs there will be seen to end.
       abort(error.what());
@@ -287,6 +291,7 @@ bool GpuGroupCore::poll_once() {
 }
 
 void GpuGroupCore::shutdown() {
+  if (origin_.foreign()) return;  // the threads are the parent's, and locks may be held
   {
     const std::lock_guard lock(mutex_);
     if (shut_down_) return;

@@ -1,10 +1,15 @@
 // How long an engine of rounds keeps the memory in which its runs stage bytes.
+#include <memory>
 #include <random>
 #include <utility>
 #include <vector>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "catch.h"
 #include "rounds/cases.h"
+#include "rounds/start_queue.h"
 #include "rounds/world.h"
 
 using namespace meshcast;
@@ -52,4 +57,28 @@ TEST_CASE("staging that was too small is kept for the runs that began with it", 
   world.poll();
   CHECK(world.cluster.rank(0).staging_alive == 1);
   for (const RankCase& part : parts) CHECK(part.destination->seen == part.expected);
+}
+
+// A work of the parent may be the last that has the engine in a child: it ends without a thread to join, and
+// asks nothing of the GPU.
+TEST_CASE("a forked child lets go of an engine of its parent's", "[rounds]") {
+  std::mt19937 rng(6);
+  const Plan plan = random_case(rng, 3);
+  const auto ranks = rounds_of_all(plan, 3, random_options(rng));
+  World world(3);
+  RankCase part = int64_case(plan, ranks[0], 0);
+  world.start(0, part, 0);
+  auto queue = std::make_unique<StartQueue>();
+  const int64_t alive = world.cluster.rank(0).staging_alive;
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    queue.reset();
+    world.engines.clear();
+    _exit(world.cluster.rank(0).staging_alive == alive ? 0 : 1);
+  }
+  int status = -1;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
 }

@@ -3,15 +3,20 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <memory>
+#include <mutex>
+#include <new>
 #include <random>
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "catch.h"
 #include "run/harness.h"
 #include "run/random_plans.h"
+#include "support/loopback.h"
 
 using namespace meshcast;
 using namespace meshcast::testing;
@@ -21,7 +26,79 @@ namespace {
 
 constexpr milliseconds kLimit(20000);  // of a run; a test that hangs fails here
 
+// As where the machine refuses memory for a message, in the thread that posts or issues it.
+class NoMemory final : public PassingTransport {
+ public:
+  NoMemory(std::shared_ptr<Transport> inner, std::shared_ptr<std::atomic<int>> left)
+      : PassingTransport(std::move(inner)), left_(std::move(left)) {}
+  void send(const Envelope& to, int64_t nbytes, std::unique_ptr<Outgoing> message) override {
+    take();
+    PassingTransport::send(to, nbytes, std::move(message));
+  }
+  void recv(const Envelope& from, int64_t nbytes, std::unique_ptr<Incoming> message) override {
+    take();
+    PassingTransport::recv(from, nbytes, std::move(message));
+  }
+
+ private:
+  void take() {
+    if ((*left_)-- <= 0) throw std::bad_alloc();
+  }
+  const std::shared_ptr<std::atomic<int>> left_;  // messages until there is none
+};
+
 }  // namespace
+
+TEST_CASE("a rank without memory for a message fails, whichever thread notices", "[exec][engine]") {
+  constexpr int kWorld = 3;
+  const Plan plan = chain_plan(kWorld, 100000, 4096);  // more messages than any window
+  for (const int messages : {0, 1, 2, 4, 5, 9, 40, 100}) {
+    for (int short_one = 0; short_one < kWorld; ++short_one) {
+      INFO("rank " << short_one << " has memory for " << messages << " messages");
+      const auto left = std::make_shared<std::atomic<int>>(messages);
+      std::mutex mutex;
+      std::vector<TransportError::Cause> causes;
+      Cluster* engines = nullptr;
+      Cluster cluster(
+          kWorld,
+          [&](int, const TransportError& error, const std::shared_ptr<Run>&) {
+            {
+              const std::lock_guard lock(mutex);
+              causes.push_back(error.cause());
+            }
+            for (int rank = 0; rank < kWorld; ++rank)
+              engines->engine(rank).fail(std::make_exception_ptr(Error(ErrorKind::Generic, error.what())));
+          },
+          {},
+          [&](int rank, std::shared_ptr<Transport> inner) -> std::shared_ptr<Transport> {
+            return rank == short_one ? std::make_shared<NoMemory>(std::move(inner), left) : std::move(inner);
+          });
+      engines = &cluster;
+      std::vector<RankRun> runs;
+      bool refused = false;
+      for (int rank = 0; rank < kWorld; ++rank) {
+        try {
+          runs.push_back(start_rank(cluster, plan, rank, label(0), kLimit));
+        } catch (const Error&) {  // and not std::bad_alloc, which would be MemoryError from then on
+          refused = true;
+          for (int other = 0; other < kWorld; ++other)
+            engines->engine(other).fail(std::make_exception_ptr(Error(ErrorKind::Generic, "refused")));
+        }
+      }
+      for (const RankRun& part : runs) {
+        // What is under way when memory runs out keeps its pin, as a request that hangs does.
+        if (!part.run->wait_until(Clock::now() + milliseconds(100))) part.run->force_end();
+        REQUIRE(part.run->wait_until(Clock::now() + kLimit));
+      }
+      const std::lock_guard lock(mutex);
+      const bool told = std::find(causes.begin(), causes.end(), TransportError::Cause::Memory) != causes.end();
+      CHECK((*left > 0 || refused || told));
+      const auto error = cluster.engine(short_one).error();
+      if (*left < 0) REQUIRE(error);
+      if (error) CHECK_THROWS_AS(std::rethrow_exception(error), Error);
+    }
+  }
+}
 
 TEST_CASE("random plans fill every destination", "[exec][engine]") {
   const uint32_t seed = 7;
