@@ -3,6 +3,7 @@ receives."""
 
 from __future__ import annotations
 
+import collections
 import itertools
 
 import meshcast
@@ -269,6 +270,21 @@ def replicas_of_what_moved(context) -> None:
         replicas.close()
 
 
+def replicas_of_values_that_change(context) -> None:
+    """What is no tensor is copied as well: the copy of a step has what it was then."""
+    here, counts = quiet_mesh([0, 1, 2]), collections.Counter([2, 2])
+    state = {"w": torch.ones(2), "counts": counts, "mine": [context.rank]}
+    replicas = elastic.Replicas(state, every=1, own=["mine"])
+    replicas.step(1)
+    replicas.wait()
+    counts[7] = 1
+    state["mine"].append("later")
+    found = elastic.remesh(None, None, {"w": (here, [Replicate()])}, replicas=replicas)
+    assert found["counts"] == collections.Counter([2, 2]), found["counts"]
+    assert found["mine"] == [0], found["mine"]
+    replicas.close()
+
+
 def results_that_moved(context) -> None:
     """A Resharder that reuses its result writes where that lies by now."""
     there, full = quiet_mesh([RECEIVER]), unique_fill((6, 5), torch.float32, 0)
@@ -295,5 +311,6 @@ CASES = [
     a_state_that_cannot_be_had,
     a_server_that_moved,
     replicas_of_what_moved,
+    replicas_of_values_that_change,
     results_that_moved,
 ]

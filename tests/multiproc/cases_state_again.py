@@ -243,6 +243,14 @@ def dtype_of_each(context) -> None:
             if rank in RECEIVERS:
                 wanted = cut(expected[name].float(), (3,), (RECEIVERS.index(rank),), [Shard(1)])
                 assert torch.equal(part.float(), wanted), name
+    counts = torch.arange(6).reshape(3, 2)  # no floats: left alone, as by one dtype for all
+    for dtype in (torch.bfloat16, lambda _: torch.bfloat16):
+        given = None if held is None else {**held, "n": counts.clone(), "on": counts > 2}
+        more = {**where, "n": (quiet_mesh([1, 2, 3]), [Replicate()]), "on": (quiet_mesh([3]), [Replicate()])}
+        result = meshcast.reshard_state_dict(given, more, dtype=dtype)
+        assert rank == 0 or torch.equal(result["n"].to_local(), counts)
+        assert rank != 3 or torch.equal(result["on"].to_local(), counts > 2)
+        assert result["w3"].to_local().dtype == torch.bfloat16
     other = {**mine, "w3": torch.float16} if rank == 2 else mine
     raises(meshcast.PlanMismatchError, "'w3'", lambda: meshcast.reshard_state_dict(held, where, dtype=other))
     raises(

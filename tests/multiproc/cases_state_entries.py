@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+import enum
+import random
+
 import meshcast
+import numpy as np
 import torch
+from meshcast import elastic
 from meshcast.transfers import persistent
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.oracle import unique_fill
@@ -156,6 +162,88 @@ def entries_that_are_no_tensors(context) -> None:
     assert only == {"lr": 1}
 
 
+class Mode(enum.Enum):
+    FAST = "fast"
+
+
+def held_by_others() -> dict:
+    """What optimizers, schedulers, data loaders and random generators have as their state."""
+    layer = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.5)
+    with torch.no_grad():
+        for number, each in enumerate(layer.parameters()):
+            each.grad = torch.full_like(each, 1.0 + number)
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
+    return {
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "loader": {
+            "seen": {3, 1, 2},
+            "epoch": np.int64(4),
+            "weights": np.arange(3, dtype=np.float32),
+            0: None,
+            (1, 2): b"\x00\xff",
+            "mode": Mode.FAST,
+            "sampler": torch.Generator().manual_seed(3).get_state(),
+        },
+        "python": random.Random(1).getstate(),
+        "numpy": np.random.RandomState(1).get_state(),
+        "bits": np.random.default_rng(1).bit_generator.state,
+        "nan": float("nan"),
+        "losses": [1.0, float("nan"), {"best": float("-inf")}],
+        "order": collections.OrderedDict([(2, "b"), (1, "a")]),
+    }
+
+
+def equal(found, expected) -> bool:
+    """Of one type and value; NaN is NaN."""
+    if type(found) is not type(expected):
+        return False
+    if isinstance(expected, dict):
+        return list(found) == list(expected) and all(equal(found[key], expected[key]) for key in expected)
+    if isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(map(equal, found, expected))
+    if isinstance(expected, torch.Tensor):
+        return found.dtype == expected.dtype and torch.equal(found, expected)
+    if isinstance(expected, np.ndarray):
+        return found.dtype == expected.dtype and np.array_equal(found, expected)
+    return found == expected or (found != found and expected != expected)
+
+
+def types_of_entries(context) -> None:
+    """What is no tensor arrives as it was sent, its types too; NaN on several ranks is one value."""
+    rank = context.rank
+    torch.manual_seed(1)
+    expected = held_by_others()
+    for turn in range(3):
+        held = None
+        if rank in HOLDERS:
+            held = {"w": torch.ones(3), **expected, "turn": [turn, float("nan")]}
+            if rank == 1:  # in another order
+                held["losses"][2] = dict(reversed(held["losses"][2].items()))
+        result = meshcast.reshard_state_dict(held, {"w": (quiet_mesh(RECEIVERS), [Replicate()])})
+        for name, value in expected.items():
+            assert equal(result[name], value), (name, result[name], value)
+        assert result["turn"][0] == turn
+    new = {"w": (quiet_mesh([0, 1, 2, 3, 4]), [Replicate()])}
+    found = elastic.remesh(held, None, new)
+    for name, value in expected.items():
+        assert equal(found[name], value), (name, found[name], value)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.ones(1)]), [9])
+    scheduler.load_state_dict(found["scheduler"])
+    assert scheduler.milestones == collections.Counter([2, 2, 5])
+    where = {"w": (quiet_mesh(RECEIVERS), [Replicate()])}
+    for bad, kind, text in (
+        ({"nan": float("nan") if rank else 0.0}, meshcast.PlanMismatchError, "nan"),
+        ({"nan": {1: 2} if rank else {"1": 2}}, meshcast.PlanMismatchError, "'1'"),
+        ({"big": {"a": torch.zeros(1 << 20)}}, meshcast.MeshcastError, "entry of its own"),
+        ({7: torch.zeros(2)}, meshcast.MeshcastError, "names are text"),
+    ):
+        given = {"w": torch.ones(3), **bad} if rank in HOLDERS else None
+        raises(kind, text, lambda given=given: meshcast.reshard_state_dict(given, where))
+
+
 def tied_weights(context) -> None:
     """Two names of one tensor: its bytes travel once, and the results are one tensor again."""
     rank, mesh = context.rank, quiet_mesh(RECEIVERS)
@@ -273,6 +361,7 @@ CASES = [
     plain_results,
     unlike_plain_tensors,
     entries_that_are_no_tensors,
+    types_of_entries,
     tied_weights,
     views,
     destinations_of_others,

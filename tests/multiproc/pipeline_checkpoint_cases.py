@@ -3,14 +3,18 @@ process, as if it had never stopped."""
 
 from __future__ import annotations
 
+import collections
+import random
 import shutil
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from meshcast.errors import LayoutError
 from meshcast.pipelining import load, save
+from multiproc.cases_state_entries import equal
 from multiproc.pipeline_fault_cases import raises
 from multiproc.pipeline_models import batch, in_a_row, mlp, place, schedule_of, train_alone
 from torch import nn
@@ -18,6 +22,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 LAYERS, MICROBATCHES, ROWS = 4, 4, 24
+POSITION = {  # with the states of a scheduler, a data loader and random generators
+    "milestones": collections.Counter([2, 2, 5]),
+    "seen": {3, 1},
+    0: (1, None, b"\x00"),
+    "python": random.Random(1).getstate(),
+    "numpy": np.random.RandomState(1).get_state(),
+    "epoch": np.int64(4),
+}
 
 
 class Job:
@@ -88,7 +100,7 @@ def goes_on_under_another_cut(context) -> None:
     job.train(0, 2)
     job.check(trained_alone(2))
     torch.manual_seed(context.rank)
-    save(job.schedule, folder / "a", job.optimizer, names=job.name, position={"batch": 2})
+    save(job.schedule, folder / "a", job.optimizer, names=job.name, position=POSITION)
     expected = torch.Generator().manual_seed(0).get_state()
     for sizes, cut, sharded in (
         ([2, 2], [[0, 1], [2, 3]], True),
@@ -96,7 +108,8 @@ def goes_on_under_another_cut(context) -> None:
         ([4], [[0, 1, 2, 3]], True),
     ):
         other = Job(sizes, cut, sharded=sharded)
-        assert load(other.schedule, folder / "a", other.optimizer, names=other.name) == {"batch": 2}
+        position = load(other.schedule, folder / "a", other.optimizer, names=other.name)
+        assert equal(position, POSITION), position
         assert torch.equal(torch.get_rng_state(), expected)
         assert other.schedule._steps == 2
         other.check(trained_alone(2))
@@ -135,6 +148,14 @@ def what_cannot_be_read(context) -> None:
         LayoutError, "load", call=lambda: load(job.schedule, folder / "part", job.optimizer, names=job.name)
     )
     assert load(job.schedule, folder / "part", names=job.name) is None
+    wrong = object() if context.rank == 0 else None  # the lowest rank's is written: all raise, and go on
+    raises(
+        LayoutError,
+        "holds a object",
+        call=lambda: save(job.schedule, folder / "part", names=job.name, position=wrong),
+    )
+    save(job.schedule, folder / "part", names=job.name, position=float("nan"))
+    assert np.isnan(load(job.schedule, folder / "part", names=job.name))
     context.wait_for_all("read")
     if context.rank == 0:
         shutil.rmtree(folder)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ..base import checks
 from ..errors import LayoutError
-from ..resharding.state_entries import is_carried, local_of
+from ..resharding.state_entries import local_of
 
 _MOST = 1 << 62  # bytes
 
@@ -45,7 +45,7 @@ def _held(training: Any) -> int:
     """Bytes of the state's tensors on this rank. Views of one storage count once, with all of it."""
     storages = {}
     for value in () if training is None else training.state_dict().values():
-        if not is_carried(value):
+        if isinstance(value, torch.Tensor):
             storage = local_of(value).untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -14,7 +14,7 @@ from ..errors import LayoutError
 from ..layout import Layout
 from ..resharding.lost import lost_ranks
 from ..resharding.mesh_family import ranks_then
-from ..resharding.state_entries import is_carried
+from ..resharding.state_values import is_carried
 from ..resharding.tensor_move import positive_placements
 from ..spec import TensorSpec
 

@@ -18,7 +18,7 @@ from ..resharding.state_again import Repeated, likeness
 from ..resharding.state_arguments import Given, checked_call
 from ..resharding.state_background import started
 from ..resharding.state_current import Current, State
-from ..resharding.state_entries import is_carried, local_of, same_memory
+from ..resharding.state_entries import local_of, same_memory
 from ..resharding.state_kept import Known
 from ..resharding.state_loaded import memory_with
 from ..resharding.state_results import ReshardedState
@@ -26,6 +26,7 @@ from ..resharding.state_run import Conversation, Prepared, conversation
 from ..resharding.state_sources import Said
 from ..resharding.state_specs import OP as MOVE
 from ..resharding.state_specs import decode
+from ..resharding.state_values import carried, is_carried, restored
 from ..transfers.call import Call
 from ..transfers.handle import Handle
 from .copies import Copies, Copy
@@ -186,7 +187,8 @@ class Replicas:
                 self._twin, Prepared(self._rank, Given(None, None), None, wrong=error), self._limit
             )
             raise error from None
-        values = {name: value for name, value in held.items() if is_carried(value)}
+        # A copy of each: the state's own may change before anybody asks for this step.
+        values = {name: restored(carried(value)) for name, value in held.items() if is_carried(value)}
         moved = {name: copy.own[name] for name in self._kept if name in copy.own}
         prepared = self._calls.prepared({**moved, **values, _ALWAYS: None}, None, number, copy.memory)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from meshcast.errors import LayoutError
 from meshcast.pipelining.whole_state import Names, WholeState
+from meshcast.resharding.state_values import as_text, restored
 
 if TYPE_CHECKING:
     from meshcast.pipelining.schedule import PipelineSchedule
@@ -43,14 +44,17 @@ def save(
         optimizer: of the parameters of this rank's stages.
         names: ``names(stage, name)`` is the whole model's name of what a stage's module calls `name`. None:
             the same name, and for shared parameters their key.
-        position: in the data: numbers, text, tensors, and lists and dicts of such; that of the lowest rank.
+        position: in the data, and what else goes with it, such as the state of a scheduler: tensors, and
+            what `reshard_state_dict` carries to every rank (docs/resharding.md), with their types; that of
+            the lowest rank.
 
     What is written: ``model.<name>``, ``optimizer.state.<name>.<key>``,
     ``optimizer.param_groups.<name>.<key>``, and under ``pipeline`` the number of steps, the state of the
     random generators of the lowest rank, and the position. DTensors are written shard by shard.
 
     Raises:
-        LayoutError: two parameters have one name; the folder cannot be written. On all ranks.
+        LayoutError: two parameters have one name, the position cannot be written, or the folder cannot. On
+            all ranks.
 
     Example, on the four ranks of ``torchrun --nproc-per-node 4``::
 
@@ -80,9 +84,14 @@ def save(
     if dist.get_rank(view.group) == 0:
         # What a death has left. Others write only after they have heard of this rank's plan.
         shutil.rmtree(partial, ignore_errors=True)
-        about = io.BytesIO()  # in one piece: lists and dicts would be entries of their own
-        torch.save({"steps": schedule._steps, "random": _random_state(), "position": position}, about)
-        state[_ABOUT] = about.getvalue()
+        try:
+            said = as_text(position, "save: position")
+        except LayoutError as error:
+            state[_ABOUT] = _Refused(error)  # the others are told by the write that fails
+        else:
+            about = io.BytesIO()  # in one piece: lists and dicts would be entries of their own
+            torch.save({"steps": schedule._steps, "random": _random_state(), "values": said}, about)
+            state[_ABOUT] = about.getvalue()
     with _typed(f"save: {final}"):
         dcp.save(state, checkpoint_id=partial, process_group=view.group)
     if dist.get_rank(view.group) == 0:
@@ -134,7 +143,17 @@ def load(
     torch.set_rng_state(about["random"]["cpu"])
     if "cuda" in about["random"] and torch.cuda.is_available():
         torch.cuda.set_rng_state(about["random"]["cuda"])
-    return about["position"]
+    return about["position"] if "position" in about else restored(about["values"])  # the former up to 0.2.0
+
+
+class _Refused:
+    """Stands for what cannot be written."""
+
+    def __init__(self, error: LayoutError) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        raise self._error
 
 
 def _random_state() -> dict[str, torch.Tensor]:

@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 from ..transfers.call import Call
 from .state_arguments import Given, StateCall
 from .state_batches import Batch
-from .state_entries import carried, is_carried, local_of, same_memory
+from .state_entries import local_of, same_memory
 from .state_kept import Known
 from .state_results import Memory, ReshardedState
 from .state_run import Conversation, Prepared
+from .state_values import carried, is_carried
 
 __all__ = ["Repeated", "likeness"]
 

@@ -18,9 +18,10 @@ from ..spec import TensorSpec
 from ..transfers.gpu_offer import own_obstacle
 from .lost import check_lost
 from .memory import check_outs, near, storage_of
-from .state_entries import Held, Reading, Wanted, carried, is_carried, local_of, same_memory
+from .state_entries import Held, Reading, Wanted, local_of, same_memory
 from .state_loaded import Loaded, memory_with, read_loaded
 from .state_specs import OP, Output, Side, encode
+from .state_values import CARRIED, carried, not_carried
 from .tensor_map import TensorMap
 from .tensor_move import positive_placements
 
@@ -58,7 +59,7 @@ class Given:
 class StateCall:
     """The checked arguments of this rank. held: by the names that they are sent under; tensors: those of them
     that are here; meshes: of destinations that have some, with their placements. values: entries that are no
-    tensors, as JSON. The other fields are those of Side."""
+    tensors, as text. The other fields are those of Side."""
 
     held: dict[str, Held]
     tensors: dict[str, torch.Tensor]
@@ -183,12 +184,12 @@ def checked_call(rank: int, given: Given) -> StateCall:
         "lost": given.lost,
     }
     check_lost([number for number, _ in given.lost], rank, OP)
-    dtype_of = _dtypes(given.dtype)
+    dtype_of, floats = _dtypes(given.dtype), callable(given.dtype)
     wanted: dict[str, Wanted] = {}
     meshes: dict[str, tuple[DeviceMesh, tuple[Any, ...]]] = {}
     for name, where in destinations.items():
         if selected(name):
-            wanted[name], mesh, placements = reading.wanted(name, where, dtype_of(name))
+            wanted[name], mesh, placements = reading.wanted(name, where, dtype_of(name), floats)
             if mesh is not None:
                 meshes[name] = (mesh, placements)
     new_name, renamed, unmatched = _renaming(given.rename, state)
@@ -208,13 +209,13 @@ def checked_call(rank: int, given: Given) -> StateCall:
             each = held[name] = reading.held(old, value)
             if isinstance(value, torch.Tensor) and (each.layout is None or rank in each.layout.ranks):
                 tensors[name] = value
-        elif is_carried(value):
+        elif not (obstacle := not_carried(value)):
             if selected(name):
                 values[name] = carried(value)
         elif options["strict"]:
             raise LayoutError(
-                f"{OP}: {old!r} is a {type(value).__name__}; tensors travel, and None, numbers, text, bytes, "
-                "and lists, tuples and dicts of such; leave it out or pass strict=False"
+                f"{OP}: {old!r} holds {obstacle}; tensors travel, and {CARRIED}; leave it out or pass "
+                "strict=False"
             )
     outputs = {name: out for name, out in outs.items() if selected(name)}
     for name, out in outputs.items():
@@ -271,6 +272,9 @@ def _mapping(name: str, value: Any) -> Mapping[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         raise LayoutError(f"{OP}: {name} must be a mapping by name, found {type(value).__name__}")
+    for key in value:
+        if not isinstance(key, str):
+            raise LayoutError(f"{OP}: {name} has the key {checks.shown(key)}; names are text")
     return value
 
 

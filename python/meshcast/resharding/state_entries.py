@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from .arguments import source_of
 from .lost import renumbered
 from .mesh_family import Family, family_of, ranks_then
 
-__all__ = ["Held", "Reading", "Wanted", "carried", "is_carried", "local_of", "restored", "same_memory"]
+__all__ = ["Held", "Reading", "Wanted", "local_of", "same_memory"]
 
 _OP = "reshard_state_dict"
 
@@ -38,13 +37,14 @@ class Held(NamedTuple):
 
 class Wanted(NamedTuple):
     """A destination as this rank gives it. dtype: of the result, None as the source; plain: the result is a
-    local tensor and no DTensor, of a Layout."""
+    local tensor and no DTensor, of a Layout. floats: the dtype is for floating-point tensors alone."""
 
     layout: Layout
     device_type: str
     family: Family | None
     dtype: str | None
     plain: bool
+    floats: bool
 
 
 class Reading:
@@ -113,7 +113,9 @@ class Reading:
             family = names, all_names, shape, tuple(self._numbers.get(rank, -1 - rank) for rank in ranks)
         return layout, family
 
-    def wanted(self, name: str, where: Any, dtype: str | None) -> tuple[Wanted, DeviceMesh | None, Any]:
+    def wanted(
+        self, name: str, where: Any, dtype: str | None, floats: bool
+    ) -> tuple[Wanted, DeviceMesh | None, Any]:
         """A destination, with its mesh and placements where it has some."""
         if isinstance(where, Layout):
             where = (where, "cpu")
@@ -121,7 +123,7 @@ class Reading:
         if isinstance(pair[0], Layout) and pair[1] in ("cpu", "cuda"):
             if pair[0].has_partial:
                 raise LayoutError(f"{_OP}: the destination of {name!r}, {pair[0]}, holds Partial")
-            return Wanted(pair[0], pair[1], None, dtype, True), None, None
+            return Wanted(pair[0], pair[1], None, dtype, True, floats), None, None
         if not isinstance(pair[0], DeviceMesh):
             raise LayoutError(
                 f"{_OP}: the destination of {name!r} must be (mesh, placements) or a Layout, found "
@@ -137,7 +139,7 @@ class Reading:
                     "or Shard instead"
                 )
             found = self._known[mesh, placements] = (layout, family_of(mesh))
-        return Wanted(found[0], mesh.device_type, found[1], dtype, False), mesh, placements
+        return Wanted(found[0], mesh.device_type, found[1], dtype, False, floats), mesh, placements
 
 
 def _given_layout(name: str, given: Any, value: torch.Tensor) -> tuple[Layout, tuple[int, ...]]:
@@ -179,41 +181,3 @@ def same_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
             if earlier != name and its == spec:
                 ties[name] = earlier
     return ties
-
-
-def is_carried(value: Any) -> bool:
-    """Whether an entry that is no tensor travels: None, a bool, a number, text, bytes, and lists, tuples and
-    dicts by text of such."""
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return True
-    if isinstance(value, list | tuple):
-        return all(map(is_carried, value))
-    return isinstance(value, dict) and all(
-        isinstance(key, str) and is_carried(item) for key, item in value.items()
-    )
-
-
-def carried(value: Any) -> Any:
-    """As JSON can say it; `restored` undoes it."""
-    if isinstance(value, bytes):
-        return {"bytes": base64.b64encode(value).decode()}
-    if isinstance(value, tuple):
-        return {"tuple": [carried(item) for item in value]}
-    if isinstance(value, list):
-        return [carried(item) for item in value]
-    if isinstance(value, dict):
-        return {"dict": {key: carried(item) for key, item in value.items()}}
-    return value
-
-
-def restored(value: Any) -> Any:
-    if isinstance(value, list):
-        return [restored(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "bytes":
-        return base64.b64decode(content)
-    if kind == "tuple":
-        return tuple(restored(item) for item in content)
-    return {key: restored(item) for key, item in content.items()}

@@ -17,7 +17,7 @@ _MOST_BYTES = 256 << 20  # of a process group's kinds of call, as Batch.nbytes c
 @dataclass
 class Known:
     """What a kind of call compiled to. Calls of one number are of one kind on all ranks. values: entries that
-    are no tensors, by the rank that told them last, as JSON."""
+    are no tensors, by the rank that told them last, as text."""
 
     number: int
     agreed: Agreed

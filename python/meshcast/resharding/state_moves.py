@@ -180,7 +180,8 @@ def _result_dtype(
     kinds = {origin.dtype for origin in origins}
     dtype = origins[0].dtype
     floating = all(kind.is_floating_point for kind in kinds)
-    asked = goal.dtype or (said.first.options["dtype"] if floating else None)
+    named = goal.dtype if floating or not goal.floats else None
+    asked = named or (said.first.options["dtype"] if floating else None)
     result = dtype if asked is None else checks.dtype(asked)
     given = {other: side.outs[name] for other, side in said.sides.items() if name in side.outs}
     for index, (other, (out_shape, out_name, plain)) in enumerate(given.items()):

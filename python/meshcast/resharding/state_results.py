@@ -14,7 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from .dtensors import as_dtensor
 from .memory import note_written
 from .state_arguments import StateCall
-from .state_entries import local_of, restored
+from .state_entries import local_of
 from .state_moves import Target
 from .tensor_move import positive_placements
 
@@ -87,7 +87,7 @@ def fill(
     specs: dict[Any, DTensorSpec] = {}
     for name in call.wanted:
         if name not in targets:
-            result[name] = restored(values[name])
+            result[name] = values[name]
         elif name in call.outs:
             result[name] = call.outs[name]
         else:
@@ -99,7 +99,7 @@ def fill(
                 result[name] = _wrapped(call, target, arrived.get(target.alias or name), specs)
     for name, value in values.items():
         if name not in result:
-            result[name] = restored(value)
+            result[name] = value
 
 
 def _one(call: StateCall, name: str, alias: str) -> bool:

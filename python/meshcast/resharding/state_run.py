@@ -29,6 +29,7 @@ from .state_moves import Agreed, agree
 from .state_results import Memory, ReshardedState, arriving, fill, note_outputs
 from .state_rows import Rows
 from .state_specs import OP, decode, mismatch, text_digest
+from .state_values import restored, same_values, shown
 
 __all__ = ["Conversation", "Prepared", "conversation"]
 
@@ -139,13 +140,15 @@ class Conversation:
                 rows.post(topic, json.dumps(call.values))
             told = rows.read(topic, [other for other, theirs in said.items() if theirs[4]], deadline)
             carried.update({other: json.loads(theirs) for other, theirs in told.items()})
-        values = _merged(carried, rank, agreed.own)
+        merged = _merged(carried, rank, agreed.own)
         moving()
         digests = Digests(rank, len(agreed.moves)) if call.options["digest"] else None
         failure: Exception | None = None
         arrived: dict[str, torch.Tensor] = {}
         made: list[Call | None] = []
+        values: dict[str, Any] = {}
         try:
+            values = {name: restored(each) for name, each in merged.items()}
             if known is None:
                 known = Known(number, agreed, compile_batches(self.parent, agreed, call), carried)
             reused = None if memory is None else memory.fitting(agreed.targets)
@@ -253,17 +256,15 @@ def _agreed_version(rows: Mapping[int, list[int]], rank: int) -> int:
     return max(given.values(), default=_NONE)
 
 
-def _merged(values: Mapping[int, Mapping[str, Any]], rank: int, own: frozenset[str]) -> dict[str, Any]:
-    """The entries that are no tensors, which all ranks that have one have alike; of a rank's own, those of
-    the lowest."""
-    found: dict[str, tuple[int, Any]] = {}
+def _merged(values: Mapping[int, Mapping[str, str]], rank: int, own: frozenset[str]) -> dict[str, str]:
+    """The entries that are no tensors, as texts, which are the same on all ranks that have one; of a rank's
+    own, those of the lowest."""
+    found: dict[str, tuple[int, str]] = {}
     for other in sorted(values):
         for name, value in values[other].items():
             first, earlier = found.setdefault(name, (other, value))
-            if earlier != value and name not in own:
+            if name not in own and not same_values(earlier, value):
                 raise mismatch(
-                    f"{name!r} is {checks.shown(earlier)} on rank {first}, but {checks.shown(value)} on rank "
-                    f"{other}",
-                    rank,
+                    f"{name!r} is {shown(earlier)} on rank {first}, but {shown(value)} on rank {other}", rank
                 )
     return {name: value for name, (_, value) in found.items()}

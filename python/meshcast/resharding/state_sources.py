@@ -34,11 +34,13 @@ class Origin(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """A tensor at its destination. dtype: asked for, None as the source."""
+    """A tensor at its destination. dtype: asked for, None as the source; floats: for floating-point tensors
+    alone."""
 
     layout: Layout
     device_type: str
     dtype: str | None
+    floats: bool
 
 
 class Said:
@@ -84,7 +86,7 @@ class Said:
         layout: Layout | None = first.layout
         for rank, other in said.items():
             if other is not first and other != first:
-                same = (other.device_type, other.dtype) == (first.device_type, first.dtype)
+                same = other._replace(layout=first.layout, family=first.family, plain=first.plain) == first
                 layout = joined({r: (w.layout, w.family) for r, w in said.items()}) if same else None
                 if layout is None:
                     raise mismatch(
@@ -103,7 +105,7 @@ class Said:
                     f"destination of {name!r}, {layout}, but names none for it",
                     self.rank,
                 )
-        return Goal(layout, first.device_type, first.dtype)
+        return Goal(layout, first.device_type, first.dtype, first.floats)
 
     def origin(self, name: str) -> Origin:
         """Raises LayoutError where nobody, or not every rank that should, has it; PlanMismatchError where

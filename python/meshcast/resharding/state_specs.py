@@ -41,7 +41,7 @@ class Output(NamedTuple):
 
 class Side(NamedTuple):
     """One rank's side of a call. ties, out_ties: tensors, and outputs,
-    that are an earlier one. carried: entries that are no tensors, as JSON. renamed: {name before: name};
+    that are an earlier one. carried: entries that are no tensors, as text. renamed: {name before: name};
     unmatched: names that rename= or only= give and this rank does not know. selects: it has an only=. own:
     entries of which each rank has its own. loaded: {name: [dtype, device, boxes]} beside what is held. maps:
     as TensorMap.wire says them. scales: {name: [name of its scales, block]}. obstacles: why the rank can take
@@ -98,6 +98,7 @@ def encode(side: Side) -> str:
             families.place(each.family),
             each.dtype,
             int(each.plain),
+            int(each.floats),
         ]
         for name, each in side.wanted.items()
     }
@@ -142,8 +143,15 @@ def decode(text: str, known: dict[Layout, Layout]) -> Side:
         for name, (shape, dtype, layout, device, family, plain) in said["held"].items()
     }
     wanted = {
-        name: Wanted(layouts[layout], device, None if family < 0 else families[family], dtype, bool(plain))
-        for name, (layout, device, family, dtype, plain) in said["wanted"].items()
+        name: Wanted(
+            layouts[layout],
+            device,
+            None if family < 0 else families[family],
+            dtype,
+            bool(plain),
+            bool(floats),
+        )
+        for name, (layout, device, family, dtype, plain, floats) in said["wanted"].items()
     }
     outs = {name: Output(tuple(shape), dtype, plain) for name, (shape, dtype, plain) in said["outs"].items()}
     return Side(held, wanted, outs, **{name: said[name] for name in _SAID_AS_THEY_ARE})
