@@ -3,12 +3,15 @@ themselves, columns and ranks with different numbers of samples, hooks that step
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from meshcast.errors import LayoutError
 from meshcast.pipelining import PipelineStage, get_schedule_class
+from multiproc.pipeline_fault_cases import raises
 from multiproc.pipeline_models import CPU, TIMEOUT, in_a_row, mlp, place, schedule_for
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,7 +45,7 @@ class Routed(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.body, self.gate = body, nn.Linear(WIDTH, 3).to(next(body.parameters()).dtype)
-        self.told = told
+        self.told, self.scale = told, 1.0
         self.loss: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +55,7 @@ class Routed(nn.Module):
         if self.told:
             self.loss = loss
             return made
-        return AddLoss.apply(made, loss)
+        return AddLoss.apply(made, loss * self.scale)
 
 
 def routed(stages: int, dtype: torch.dtype, *, told: bool = False) -> list[Routed]:
@@ -67,6 +70,10 @@ def pair_loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor,
     """Only rows whose first target is positive count."""
     counts = target[:, 0] > 0
     return (output - target).square().mean(-1).mul(counts).sum(), counts.sum()
+
+
+def pair_weight(target: torch.Tensor) -> torch.Tensor:
+    return (target[:, 0] > 0).sum()
 
 
 def samples(rows: int, dtype: torch.dtype, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,6 +176,8 @@ def added_case(
             for module, number in zip(modules, numbers, strict=True)
         ]
         scaling = 64.0 if scaler else 1.0
+        for each in parts:
+            each.scale = scaling  # as Megatron's set_loss_scale
 
         def scaled(output: torch.Tensor, target: torch.Tensor) -> Any:
             found = loss_fn(output, target)
@@ -183,7 +192,8 @@ def added_case(
             **options,
         )
         for step, total in enumerate(rows):
-            x, y = samples(total, dtype, seed=0 if loss_fn is pair_loss else step)
+            again = loss_fn is pair_loss and "weight_fn" not in options
+            x, y = samples(total, dtype, seed=0 if again else step)
             given = cut(x, y, microbatches)
             alike = pieces or not sizes
             share = [1 / len(given) if alike else len(a) / total for a, _ in given]
@@ -200,16 +210,14 @@ def added_case(
                 schedule.step(arg_mbs=[(a,) for a, _ in given], target_mbs=[b for _, b in given])
             else:
                 schedule.step(x, target=y)
-            if loss_fn is pair_loss and step == 0:
-                continue  # only then the weight of a micro-batch is known
-            if scaling != 1:
-                continue
+            if loss_fn is pair_loss and step == 0 and "weight_fn" not in options:
+                continue  # only now the weight of a micro-batch is known
             for module, number in zip(modules, numbers, strict=True):
                 inner = module.module if wrapper == "ddp" else module
-                check(inner, exact[number], rough[number])
+                check(inner, exact[number], rough[number], scaling)
 
     label = "_".join(map(str, sizes)) or "torch"
-    more = [str(dtype).removeprefix("torch."), wrapper, *options]
+    more = [str(dtype).removeprefix("torch."), wrapper, *options, "scaler" if scaler else ""]
     more += [loss_fn.__name__ if loss_fn is not mean_loss else "", "pieces" if pieces else ""]
     counts = "_".join(map(str, rows))
     case.__name__ = f"added_{name}_{label}_of_{counts}_in_{microbatches}_{'_'.join(filter(None, more))}"
@@ -239,7 +247,16 @@ ADDED = [
     added_case("1F1B", (2, 2), rows=(7,), pieces=True),
     *[added_case("1F1B", sizes, rows=(7, 7), loss_fn=pair_loss) for sizes in ((), (1, 1), (2, 2), (3, 1))],
     added_case("ZBH1", (2, 1), rows=(7, 7), loss_fn=pair_loss),
-    added_case("1F1B", (2, 2), rows=(7, 7), loss_fn=pair_loss, wrapper="fsdp", dtype=F32),
+    *[
+        added_case("1F1B", sizes, rows=(7, 11), loss_fn=pair_loss, weight_fn=pair_weight)
+        for sizes in ((), (1, 1), (2, 2), (1, 3))
+    ],
+    added_case("ZBV", (2, 2), rows=(7, 11), loss_fn=pair_loss, weight_fn=pair_weight),
+    added_case(
+        "1F1B", (2, 2), rows=(7, 5), loss_fn=pair_loss, weight_fn=pair_weight, wrapper="fsdp", dtype=F32
+    ),
+    added_case("1F1B", (2, 2), rows=(7, 5), loss_fn=pair_loss, weight_fn=pair_weight, scaler=True),
+    added_case("1F1B", (2, 1), rows=(7, 5), scaler=True),
 ]
 
 
@@ -302,6 +319,7 @@ def columns_case(
     stages: int = 1,
     name: str = "1F1B",
     routes: bool = False,
+    **options: Any,
 ):
     """A pipeline in each column, with other numbers of samples than the others. After a step of SGD all
     copies have the same bits."""
@@ -330,7 +348,7 @@ def columns_case(
             fully_shard(module[0], mesh=mesh)
             module = fully_shard(module, mesh=mesh)
         stage = PipelineStage(module, index, stages, CPU, group=groups[column])
-        schedule = get_schedule_class(name)(stage, 3, loss_fn=loss_fn, timeout=TIMEOUT)
+        schedule = get_schedule_class(name)(stage, 3, loss_fn=loss_fn, timeout=TIMEOUT, **options)
         given = [[4, 3, 1, 2], [3, 3, 3, 3], [1, 5, 2, 2]]
         for step, rows in enumerate(given):
             data = [samples(rows[each], dtype, seed=10 * step + each) for each in range(columns)]
@@ -343,8 +361,7 @@ def columns_case(
             alone(rough, pieces, shares, loss_fn)
             module.zero_grad()
             schedule.step(data[column][0], target=data[column][1])
-            if not (loss_fn is pair_loss and routes):
-                check(inner, exact[index], rough[index])
+            check(inner, exact[index], rough[index])
             if step == 0 and wrapper.startswith("ddp"):
                 before = {name: each.detach().clone() for name, each in inner.named_parameters()}
                 torch.optim.SGD(module.parameters(), lr=0.1).step()
@@ -368,7 +385,31 @@ COLUMNS = [
     columns_case("ddp", F32, stages=2, name="ZBH1"),
     columns_case("fsdp", F32, pair_loss, stages=2),
     *[columns_case(wrapper, F32, routes=True) for wrapper in ("ddp", "fsdp")],
+    *[
+        columns_case(wrapper, F32, pair_loss, routes=True, weight_fn=pair_weight)
+        for wrapper in ("ddp", "fsdp")
+    ],
 ]
+
+
+def warned_and_refused(_) -> None:
+    """Pairs without weight_fn warn of what they do to added gradients; a wrong weight_fn is refused."""
+    here = place(in_a_row([2, 2]))
+    module = routed(2, torch.float64)[here.stage]
+    x, y = samples(12, torch.float64)
+    stage = PipelineStage(module, here.stage, 2, CPU, group=here.group, mesh=here.mesh)
+    schedule = schedule_for("1F1B", stage, 2, pair_loss)
+    for step in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            schedule.step(x, target=y)
+        found = [str(each.message) for each in caught if "AddLoss" in str(each.message)]
+        assert len(found) == (step == 0) and all("weight_fn=" in each for each in found), found
+    for loss_fn, text in ((pair_loss, "weight_fn gave"), (mean_loss, "returns no pairs")):
+        here = place(in_a_row([2, 2]))  # the failure ends the group
+        stage = PipelineStage(module, here.stage, 2, CPU, group=here.group, mesh=here.mesh)
+        wrong = schedule_for("1F1B", stage, 2, loss_fn, weight_fn=len)
+        raises(LayoutError, text, call=lambda wrong=wrong: wrong.step(x, target=y))
 
 
 def meshes_in_columns_case(wrapper: str, loss_fn: Loss):
@@ -526,4 +567,5 @@ CASES = [
         for loss_fn in (mean_loss, pair_loss)
     ],
     *HOOKS,
+    warned_and_refused,
 ]

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 from meshcast.errors import LayoutError
 from meshcast.pipelining.gradients import GradientScale
 from meshcast.pipelining.pipeline_stage import PipelineStage
+from meshcast.pipelining.shapes import local_values
 
 __all__ = ["Sharding", "StepLoss", "microbatch_weights", "part_of"]
 
@@ -58,8 +59,12 @@ class StepLoss:
     Args:
         targets: of each micro-batch, this rank's; None without any.
         as_torch: losses are returned as the function made them, and gradients scaled once, at the end.
-        typical: what sums are divided by before they go backward, the same on all ranks of the stage: about
-            the weight of a micro-batch. What is wrong about it is put right when the step ends.
+        weight_fn: see `PipelineSchedule`.
+
+    Attributes:
+        typical: what sums are divided by before they go backward, the same on all ranks of the stage: the
+            mean weight of a micro-batch, as far as it is known. What is wrong about it is put right when
+            the step ends.
     """
 
     def __init__(
@@ -70,14 +75,15 @@ class StepLoss:
         targets: Sequence[Any] | None,
         loss_kwargs: Mapping[str, Any],
         as_torch: bool,
-        typical: float,
+        weight_fn: Callable[..., Any] | None,
     ) -> None:
         self._stage = stage
         self._loss_fn = loss_fn
         self.targets = targets
         self._loss_kwargs = loss_kwargs
         self._as_torch = as_torch
-        self._typical = typical
+        self._weight_fn = weight_fn
+        self.typical = 1.0
         self._parts = [Fraction(1)] * microbatches  # of a micro-batch's samples and tokens, this rank's
         self._gradients = GradientScale()
         self._taken: list[tuple[int, torch.Tensor, Any]] = []  # micro-batch, mean or sum, weight of a sum
@@ -89,6 +95,22 @@ class StepLoss:
     def weighted(self) -> bool | None:
         """Whether the loss function returns pairs; None where this rank had no samples to tell from."""
         return self._pairs > 0 if self._pairs or self._means else None
+
+    @property
+    def knows_weight(self) -> bool:
+        """Whether ``weight_fn`` says the weights of targets before the step."""
+        return self._weight_fn is not None
+
+    def weight_of(self, target: Any) -> float:
+        """The weight of a micro-batch's target on this rank, by ``weight_fn``."""
+        assert self._weight_fn is not None
+        weight = self._weight_fn(target, **self._loss_kwargs)
+        if isinstance(weight, torch.Tensor) and weight.numel() != 1:
+            raise LayoutError(
+                "weight_fn must return a number or a tensor with one element, found one of shape "
+                f"{tuple(weight.shape)}"
+            )
+        return float(local_values(weight) if isinstance(weight, torch.Tensor) else weight)
 
     def learn_parts(self, parts: Sequence[Fraction], scale: GradientScale) -> None:
         """For each micro-batch, this rank's part of its samples and tokens; and the scale of the stage."""
@@ -137,7 +159,7 @@ class StepLoss:
         if not scale.parts or not ratio:
             return 1.0
         if self._pairs:
-            return 1 / (self._typical * float(ratio * scale.sums))
+            return 1 / (self.typical * float(ratio * scale.sums))
         return float(self._parts[microbatch] * scale.weights[microbatch] * scale.unit / ratio)
 
     def finish(self) -> tuple[list[torch.Tensor], float | None]:

@@ -42,8 +42,8 @@ _CHECKED_FIRST, _CHECKED_EVERY = 3, 64  # of the steps those whose batches are c
 
 class ScheduleOptions(TypedDict, total=False):
     """Keyword arguments of all schedules, beyond torch's: ``sync_gradients``, ``warmup``, ``memory_budget``,
-    ``times``, ``delay_weight_grad``, ``overlap``, ``varying_shapes``, ``max_outstanding_sends``, ``seed`` and
-    ``timeout``. `PipelineSchedule` explains them."""
+    ``times``, ``delay_weight_grad``, ``overlap``, ``varying_shapes``, ``max_outstanding_sends``, ``seed``,
+    ``timeout`` and ``weight_fn``. `PipelineSchedule` explains them."""
 
     sync_gradients: bool
     warmup: AutoWarmup | None
@@ -55,6 +55,7 @@ class ScheduleOptions(TypedDict, total=False):
     max_outstanding_sends: int | None
     seed: int | None
     timeout: float | timedelta | None
+    weight_fn: Callable[..., Any] | None
 
 
 class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule):
@@ -91,6 +92,9 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
             the stage and the micro-batch (see `microbatch_seed`), and leaves the random state of the process
             as it was: dropout is then the same under every schedule. An integer, the same on every rank.
         timeout: limit for each transfer and each agreement, seconds or timedelta; default: the group's.
+        weight_fn: ``weight_fn(target)``, for a ``loss_fn`` that returns pairs: their weight, which is then
+            known before the step. Modules that add gradients by themselves (auxiliary losses) need it:
+            without it what they add is scaled by the weight of the step before. Gets ``loss_kwargs`` too.
 
     Raises:
         LayoutError: bad arguments.
@@ -118,6 +122,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         max_outstanding_sends: int | None = None,
         seed: int | None = None,
         timeout: float | timedelta | None = None,
+        weight_fn: Callable[..., Any] | None = None,
     ) -> None:
         """What torch does not have, behind torch's constructor."""
         n_microbatches, loss_fn = self._n_microbatches, self._loss_fn
@@ -166,6 +171,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         self._steps = 0  # that were run
         self._calls = 0  # of step and eval, those that were refused too
         self._weighings = 0
+        self._weight_fn = weight_fn
         self._typical = 1.0
         self._weighted = None
         self._summaries = 0
@@ -341,7 +347,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                         pieces,
                         train,
                         self._agreed().as_torch,
-                        self._typical if self.scale_grads else 1.0,
+                        self._weight_fn if train else None,
                     ),
                     pieces,
                 )
@@ -357,7 +363,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                 runtime.use(functions_for(self, self._given, feeds, row, place, train=train))
                 seed = None if self._seed is None else (self._seed, self._steps)
                 if train:
-                    self._weigh_columns(feeds)
+                    self._weigh(feeds)
                 trained = [stage.submod for stage in self._mine.values()] if train else []
                 with hooks_at_the_end(trained) as call_hooks:
                     with self._accumulating(train):
@@ -400,6 +406,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
     ) -> tuple[Runtime, dict[int, StepFeed], list[Wiring]]:
         """All that can be refused, before data moves. Raises Refused on every rank if one has a reason."""
         feeds: dict[int, StepFeed] = {}
+        ahead: list[float | None] = []
         mine: Exception | None = None
         try:
             if train and self._backward_requires_autograd and not torch.is_grad_enabled():
@@ -410,6 +417,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                 raise LayoutError(pairs_are_final(), op="pipeline")
             feeds = {index: feed_of(stage) for index, stage in self._mine.items()}
             self._wirings.check_shapes(feeds, cut=not pieces.given)
+            ahead = [feed.weight_ahead() for feed in feeds.values()]
         except Exception as error:
             mine = error
         if mine is None:
@@ -423,6 +431,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                 "alike": pieces.given,
                 "samples": feeds[0].samples() if 0 in feeds else None,
                 "weighted": self._weighted,
+                "weight": next((each for each in ahead if each is not None), None),
                 "order": "" if self._given is None else self._given.digest,
                 "as_torch": self._agreed().as_torch,
                 "given": {
@@ -447,7 +456,9 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
             ) from mine
         for feed in feeds.values():
             feed.take(answer["rows"] or answer["samples"], answer["dealt"])
-        self._weighted, self._samples = answer["weighted"], answer["samples"]
+        self._weighted, self._samples, self._ahead = (
+            answer[what] for what in ("weighted", "samples", "weight")
+        )
         wirings = self._wirings.of_step(answer["keys"], answer["samples"], feeds, self._agreed())
         if self._runtime is None:
             self._runtime = Runtime(

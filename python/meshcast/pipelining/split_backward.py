@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshcast import _C
 
-__all__ = ["SplitBackward", "children_first", "hooks_made", "saved_values"]
+__all__ = ["SplitBackward", "children_first", "hooks_made", "own_functions", "saved_values"]
 
 # Nodes that allow neither a second run nor to be kept for one.
 _UNSPLIT = {
@@ -197,6 +197,15 @@ def children_first(roots: Iterable[Node]) -> _Graph:
             edges[node] = [child for child, _ in node.next_functions]
             stack.extend(child for child in edges[node] if child is not None and child not in edges)
     return found
+
+
+def own_functions(roots: Iterable[torch.Tensor]) -> tuple[str, ...]:
+    """Names of the custom functions behind the roots, but for torch's and meshcast's own."""
+    kinds: Any = {type(node) for node in children_first(root.grad_fn for root in roots if root.grad_fn)}
+    written = {kind._forward_cls for kind in kinds if hasattr(kind, "_forward_cls")}
+    return tuple(
+        sorted(each.__name__ for each in written if not each.__module__.startswith(("torch.", "meshcast.")))
+    )
 
 
 def _claim(boundary: _Boundary, below: list[Node], graph: _Graph, owner: dict[Node, _Boundary]) -> None:

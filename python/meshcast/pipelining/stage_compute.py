@@ -20,7 +20,7 @@ from meshcast.pipelining.gradients import GradientScale, kept_apart, multiplied
 from meshcast.pipelining.inference import Collectives, Way, stand_ins, without_stand_in, writes_on_input
 from meshcast.pipelining.layouts import Placements, StageMesh, ValuePlacements, gradient_placements
 from meshcast.pipelining.shapes import SentDTensor, as_tuple, local_values
-from meshcast.pipelining.split_backward import SplitBackward, hooks_made
+from meshcast.pipelining.split_backward import SplitBackward, hooks_made, own_functions
 from meshcast.pipelining.wrappers import LastBackward, fsdp_parts, trained_leaves
 
 __all__ = ["StageCompute"]
@@ -48,6 +48,7 @@ class StageCompute(ForwardContext):
         self.ways: Sequence[Way] = ()  # of each micro-batch of the step
         self.scale = GradientScale()  # of the gradients of the step
         self.seed_of: Callable[[int, Fraction], float] = lambda _number, _ratio: 1.0
+        self._functions: tuple[str, ...] | None = None  # of autograd, that users wrote; None until one ran
         self._late_scales: dict[int, Fraction] = {}  # of the weight gradients that are to come
         self._watched: int | None = None  # the micro-batch of this step in which the module is looked at
         # Whether it exchanges values with ranks that have other samples. Inside what is compiled nobody sees.
@@ -226,6 +227,8 @@ class StageCompute(ForwardContext):
             ratio = ratio or _least_ratio(gradients, any(self.scale.weights[bwd_chunk_id : bwd_chunk_id + 1]))
             roots, seeds = self._roots(outputs, gradients, ratio)
         late = self.scale.late(ratio)
+        if self._functions is None and roots:
+            self._functions = own_functions(roots)
         if not full_backward and self._last_backward.active:
             self._tell_whole("FSDP2 reduces gradients inside the backward")
             full_backward = True
@@ -302,6 +305,18 @@ class StageCompute(ForwardContext):
             for parameter in self.submod.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(float(factor))
+
+    def tell_added(self, factor: float) -> None:
+        """Once, that what the module may have added to gradients counted `factor` times."""
+        if self._functions and abs(factor - 1) > 1e-6:
+            functions, self._functions = ", ".join(self._functions), ()
+            warnings.warn(
+                f"rank {self.rank}: stage {self.stage_index} runs functions of autograd of its own, "
+                f"{functions}. If they add gradients (auxiliary losses), these counted {factor:.3g} times as "
+                "much as they should in this step: the weight of the loss's pairs was not known before it. "
+                "Make the schedule with weight_fn=",
+                stacklevel=3,
+            )
 
     def _tell_whole(self, reason: str) -> None:
         """Once, that the backward is not split."""

@@ -61,7 +61,7 @@ class StepFeed:
         pieces: Pieces,
         train: bool,
         as_torch: bool,
-        typical: float,
+        weight_fn: Callable[..., Any] | None = None,
     ) -> None:
         pieces.check(microbatches)
         self._stage = stage
@@ -103,7 +103,7 @@ class StepFeed:
         self._arguments: list[list[Any]] = []
         self._keywords: list[Mapping[str, Any]] = []
         self._argument_shardings: list[list[Sharding]] = []
-        self.loss = StepLoss(stage, microbatches, loss_fn, None, loss_kwargs, as_torch, typical)
+        self.loss = StepLoss(stage, microbatches, loss_fn, None, loss_kwargs, as_torch, weight_fn)
         self._scale_grads, self._as_torch = scale_grads, as_torch
         self.scale = GradientScale()
 
@@ -274,6 +274,30 @@ class StepFeed:
                 if self._given[kind]
             }
         return known
+
+    def weight_ahead(self) -> float | None:
+        """What this rank adds to the weight of the step, by ``weight_fn``; None without. Ranks with one and
+        the same loss add a part of it each."""
+        stage, total = self._stage, 0.0
+        if not self.loss.knows_weight or not self._given["target"]:
+            return None
+        for values in self._given["target"]:
+            flats: list[list[Any]] = []
+            for leaf in values.leaves:
+                own = self._is_own("target", leaf)
+                value = self._here(leaf, own=own)
+                cuts = [value]
+                if "target" not in self._pieces:
+                    total_rows = 0 if leaf.dim is None else _extent(leaf, own=own)
+                    rows = parts_of(total_rows, self._microbatches)
+                    cuts = _microbatches(leaf, value, rows, None, own=own)
+                flats.append(
+                    [self._share("target", leaf, each, leaf.rows if own else None)[0] for each in cuts]
+                )
+            for flat in zip(*flats, strict=True):
+                total += self.loss.weight_of(values.rebuilt(list(flat))[0])
+        apart = [stage.mesh.shape[dim] for dim in stage.loss_dims]
+        return total * math.prod(apart) / stage.mesh.size
 
     def _digest(self, kind: str, *, own: bool) -> str:
         """A name for the samples that all ranks of the stage were given; or, own, for those that only ranks

@@ -22,6 +22,8 @@ from meshcast.pipelining.varying import Wirings
 
 __all__ = ["StepEnd"]
 
+_TOLERANCE = 1e-4  # of a weight: its sum is rounded in the type of the function's results
+
 
 class StepEnd:
     """Base of `PipelineSchedule`."""
@@ -37,7 +39,8 @@ class StepEnd:
     scale_grads: bool
     _agreed: Callable[[], StageTable]
     _weighings: int  # steps at whose end the ranks learnt a weight
-    _typical: float  # weight of a micro-batch, by the last step of pairs
+    _typical: float  # mean weight of a micro-batch, by the last step of pairs
+    _ahead: float | None  # weight of the step, where weight_fn says it
     _weighted: bool | None  # whether the loss function returns (sum, weight), once known
 
     def _accumulating(self, train: bool) -> AbstractContextManager[None]:
@@ -53,16 +56,22 @@ class StepEnd:
             )
         )
 
-    def _weigh_columns(self, feeds: Mapping[int, StepFeed]) -> None:
-        """What this step counts among those of joined pipelines, where micro-batches count by samples."""
-        if self._agreed().as_torch or not self.scale_grads:
+    def _weigh(self, feeds: Mapping[int, StepFeed]) -> None:
+        """Before the actions of a step: what it counts among those of joined pipelines, where micro-batches
+        count by samples; and the weight of pairs, as far as it is known."""
+        if not self.scale_grads:
             return
         for index, stage in self._mine.items():
-            if stage.joins_pipelines:
-                scale, samples = feeds[index].scale, sum(self._samples)
+            feed, scale = feeds[index], feeds[index].scale
+            if stage.joins_pipelines and not self._agreed().as_torch:
+                samples = sum(self._samples)
                 every, count = map(Fraction, stage.over_columns(samples, scale.counts).tolist())
                 scale.column = samples / every
                 scale.sums = scale.column * count / scale.counts
+            feed.loss.typical = self._typical
+            if stage.is_last and self._ahead is not None:
+                weight, number = stage.over_columns(self._ahead, scale.counts).tolist()
+                feed.loss.typical = weight / number or 1.0
 
     def _finish(
         self, feeds: Mapping[int, StepFeed], train: bool, losses: list[Any] | None, finalize: bool
@@ -87,9 +96,11 @@ class StepEnd:
                     losses[:] = means
         if train and weight is not None and self._weighted is False:
             raise LayoutError("loss_fn returned a pair (sum, weight), but a mean in the steps before")
-        typical = self._typical
+        typical = 1.0
         if train and self._weighted is not False:
-            weight, typical = self._learn_weight(weight)
+            weight, typical = self._learn_weight(weight, feeds)
+        if train and self._ahead is not None:
+            self._check_weight(weight)
         if train and self._weighted and not finalize:
             raise LayoutError(pairs_are_final())
         for index, stage in self._mine.items() if train else ():
@@ -102,6 +113,7 @@ class StepEnd:
                 if every:
                     factor *= typical / every * (1 if scale.end is None else count)
                     self._typical = every / count
+                    stage.tell_added(typical / self._typical)
             stage.multiply_gradients(factor)
         if train and self._wirings.shared is not None:
             self._wirings.shared.sum()
@@ -112,13 +124,24 @@ class StepEnd:
             if (self._sync_gradients or not stage.reduces) and (finalize or not stage.accumulates):
                 call(stage.own_parameters())
 
-    def _learn_weight(self, own: float | None) -> tuple[float | None, float]:
+    def _check_weight(self, weight: float | None) -> None:
+        """Raises LayoutError, on all ranks, where weight_fn said something else than the pairs."""
+        if weight is None:
+            raise LayoutError("weight_fn= is given, but loss_fn returns no pairs (sum, weight): leave it out")
+        if self._ahead is not None and abs(weight - self._ahead) > _TOLERANCE * abs(weight):
+            raise LayoutError(
+                f"weight_fn gave {self._ahead} as the weight of the step, loss_fn's pairs have {weight}: "
+                "weight_fn(target) must be the weight that loss_fn(output, target) returns"
+            )
+
+    def _learn_weight(self, own: float | None, feeds: Mapping[int, StepFeed]) -> tuple[float | None, float]:
         """The weight of the step, None where its losses are means; and what sums were divided by. The last
         stage knows both."""
         last = self._agreed().ranks[-1]
         topic = f"weight/{self._weighings}"
         if self._rank == last[0]:
-            self._board.publish(topic, {"weight": own, "typical": self._typical})
+            typical = next(feeds[index].loss.typical for index, stage in self._mine.items() if stage.is_last)
+            self._board.publish(topic, {"weight": own, "typical": typical})
             if self._weighings:  # all have read that one, or they would not have begun this step
                 self._board.forget(f"weight/{self._weighings - 1}")
         self._weighings += 1

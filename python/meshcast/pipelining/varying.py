@@ -34,9 +34,10 @@ def agree_on_step(said: dict[int, Any]) -> dict[str, Any]:
 
     Each says {"refused": text}, or "mode" (train or eval), "shapes" (a name for those of each micro-batch),
     "alike", "weighted", "order" (a name for actions that were given, not built), on the first stage
-    "samples" (how many each micro-batch has), "as_torch" (no stage has a mesh), and "given" (of each of its
-    stages what `StepFeed.said` says). The answer has the combined names and "rows", how many samples each
-    micro-batch really has, "dealt" (see `StepFeed.take`), or who refused what.
+    "samples" (how many each micro-batch has), on the last "weight" (its part, where that is known),
+    "as_torch" (no stage has a mesh), and "given" (of each of its stages what `StepFeed.said` says). The
+    answer has the combined names and "rows", how many samples each micro-batch really has, "dealt" (see
+    `StepFeed.take`), or who refused what.
     """
     refused = {rank: each["refused"] for rank, each in said.items() if "refused" in each}
     if not refused:
@@ -82,6 +83,7 @@ def agree_on_step(said: dict[int, Any]) -> dict[str, Any]:
         keys.append(hashlib.blake2b(name.encode(), digest_size=8).hexdigest())
     samples = [rows] if dealt is not None else []
     samples += [each["samples"] for each in said.values() if each["samples"] is not None]
+    weights = [each["weight"] for each in said.values() if each["weight"] is not None]
     return {
         "keys": keys,
         "samples": samples[0],
@@ -89,6 +91,7 @@ def agree_on_step(said: dict[int, Any]) -> dict[str, Any]:
         "dealt": dealt,
         "alike": any(each["alike"] for each in said.values()),
         "weighted": known[0] if known else None,
+        "weight": sum(weights) if weights else None,
     }
 
 
