@@ -19,7 +19,7 @@ from meshcast.errors import MeshcastError
 from meshcast.pipelining import Edge, PipelineStage, get_schedule_class
 from multiproc.gradient_draws import TOKENS, WIDTH, Draw
 from multiproc.gradient_layouts import Place
-from multiproc.gradient_modules import EPSILON, RATE, Loss, Part, build, data
+from multiproc.gradient_modules import EPSILON, RATE, Loss, Part, build, data, weight_of
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -236,6 +236,20 @@ class Rank:
         }
         distinct = list({id(each): each for each in self.named.values()}.values())
         self.optimizer = torch.optim.AdamW(distinct, lr=RATE, eps=EPSILON, foreach=False)
+        self.hooked: dict[int, torch.Tensor] = {}  # gradients that the hooks were called with
+        for each in distinct if draw.hooks else ():
+            each.register_post_accumulate_grad_hook(self._hook(each))
+
+    def _hook(self, parameter: nn.Parameter) -> Any:
+        own = torch.optim.AdamW([parameter], lr=RATE, eps=EPSILON, foreach=False)
+
+        def hook(given: torch.Tensor) -> None:
+            assert given is parameter and id(parameter) not in self.hooked, "called twice"
+            self.hooked[id(parameter)] = given.grad.detach().clone()
+            own.step()
+            own.zero_grad()
+
+        return hook
 
     def connect(self) -> None:
         draw, last = self.draw, len(self.draw.stages) - 1
@@ -246,6 +260,9 @@ class Rank:
             scale_grads=draw.loss != "sum",
             delay_weight_grad=draw.delayed,
             varying_shapes=draw.varying and draw.pieces,
+            weight_fn=weight_of
+            if draw.loss == "tokens" and any(stage.adds for stage in draw.stages)
+            else None,
             timeout=90.0 if any(stage.compiled for stage in draw.stages) else GROUP_TIMEOUT,
         )
 
@@ -260,14 +277,16 @@ class Rank:
 
     def step(self, step: int) -> list[float]:
         self.optimizer.zero_grad()
+        self.hooked.clear()
         losses: list[torch.Tensor] = []
         arguments, keywords = self.given(step)
         self.schedule.step(*arguments, **keywords, losses=losses)
         return [loss.item() for loss in losses]
 
     def gradients(self) -> dict[tuple[int, str], torch.Tensor]:
+        made = {key: self.hooked.get(id(each), each.grad) for key, each in self.named.items()}
         return {
-            key: full(torch.zeros_like(each) if each.grad is None else each.grad)
+            key: full(torch.zeros_like(each) if made[key] is None else made[key])
             for key, each in self.named.items()
         }
 
@@ -294,7 +313,8 @@ def run(draw: Draw, here: Here, agree: Any, outcome: dict[str, Any]) -> list[dic
             with agree(f"step {step}"):
                 result: dict[str, Any] = {"column": here.column, "losses": rank.step(step)}
             result["gradients"] = rank.gradients()
-            rank.optimizer.step()
+            if not draw.hooks:
+                rank.optimizer.step()
             result["parameters"] = {key: full(each) for key, each in rank.named.items()}
             if draw.evaluates:
                 with agree(f"evaluated {step}"):

@@ -17,7 +17,53 @@ def draw(seed: int) -> Draw:
     while True:
         made = _torchs_way(rng, seed) if rng.random() < 0.08 else _drawn(rng, seed)
         if made.ranks <= MOST_RANKS:
-            return made
+            return _with_more(random.Random(f"more {seed}"), made)
+
+
+def _with_more(rng: random.Random, made: Draw) -> Draw:
+    """What does not change the rest: gradients that modules add, hooks, columns of other sizes."""
+    made = replace(made, hooks=_often(rng, 0.2))
+    if made.columns > 1 and _often(rng, 0.7):
+        # Cut from a batch, of which there may be fewer samples than micro-batches.
+        count, steps = made.microbatches, rng.choice([1, 2])
+        sizes = tuple(
+            tuple(split_sizes(rng.randint(1, 3 * count), count) for _ in range(steps))
+            for _ in range(made.columns)
+        )
+        stages = tuple(replace(each, examples=False) for each in made.stages)
+        loss = rng.choice(["mean", "mean", "tokens"])
+        made = replace(made, stages=stages, sizes=sizes[0], more_sizes=sizes[1:], loss=loss)
+    if _often(rng, 0.4):
+        added = tuple(
+            replace(stage, adds=_often(rng, 0.6) and _can_add(made, number))
+            for number, stage in enumerate(made.stages)
+        )
+        last = made.stages[-1]
+        shown = all(
+            placed == {"data": "S0", "seq": "S1"}.get(role, placed)
+            for placed, role in zip(last.inputs[0].placed, last.roles, strict=True)
+        )
+        if made.loss != "tokens" or (shown and not last.split_loss):  # weight_fn sees targets alone
+            made = replace(made, stages=added)
+    return made
+
+
+def _can_add(made: Draw, number: int) -> bool:
+    """Whether what a stage adds counts by the samples and tokens of its ranks: these show in its first input,
+    and its ranks exchange nothing, or have equal parts."""
+    stage = made.stages[number]
+    split = [dim for dim, role in enumerate(stage.roles) if role == "data" and made.shape(number)[dim] > 1]
+    parts = math.prod(made.shape(number)[dim] for dim in split)
+    if all(size % parts == 0 for step in made.sizes for size in step):
+        return not stage.compiled
+    joins = any(
+        each.kind in ("hidden", "stat") and placed == "R"
+        for each in stage.outputs
+        for placed, role in zip(each.placed, stage.roles, strict=True)
+        if role != "tensor"
+    )
+    shows = all(stage.inputs[0].placed[dim] == "S0" for dim in split)
+    return shows and not joins and not stage.compiled
 
 
 def _often(rng: random.Random, chance: float) -> bool:

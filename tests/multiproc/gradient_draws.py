@@ -42,7 +42,7 @@ class Output:
 class Stage:
     """tp: blocks are tensor parallel by torch's own means. examples: it is given output_args. explicit:
     data_dims and loss_dims are given although they could be left out. split_loss: on a tensor dimension each
-    rank takes the loss of its own tokens."""
+    rank takes the loss of its own tokens. adds: it adds gradients of its own, as routers do."""
 
     roles: tuple[str, ...]
     inputs: tuple[Input, ...]
@@ -56,13 +56,15 @@ class Stage:
     examples: bool = False
     explicit: bool = False
     split_loss: bool = False
+    adds: bool = False
 
 
 @dataclass(frozen=True)
 class Draw:
     """meshes: shape of the mesh of each row of the schedule. columns: 0, or so many pipelines side by side
-    without meshes, as in torch. sizes: samples of each micro-batch of each step. tied: two stages and how
-    ("key": shared_parameters, "object": one Parameter in both)."""
+    without meshes, as in torch. sizes: samples of each micro-batch of each step; more_sizes: the same for
+    each column but the first, where they differ. hooks: the optimizer is in hooks of the parameters. tied:
+    two stages and how ("key": shared_parameters, "object": one Parameter in both)."""
 
     seed: int
     batch: tuple[str, ...]
@@ -78,6 +80,8 @@ class Draw:
     tied: tuple[int, int, str] | None = None
     evaluates: bool = False
     backwards: bool = False  # the first row has the last ranks
+    hooks: bool = False
+    more_sizes: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     @property
     def rows(self) -> list[list[int]]:
@@ -88,6 +92,9 @@ class Draw:
         if self.schedule == "Interleaved1F1B":
             return [[row, row + count // 2] for row in range(count // 2)]
         return [[stage] for stage in range(count)]
+
+    def sizes_of(self, step: int, column: int) -> tuple[int, ...]:
+        return self.more_sizes[column - 1][step] if column and self.more_sizes else self.sizes[step]
 
     @property
     def microbatches(self) -> int:

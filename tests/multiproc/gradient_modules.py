@@ -94,6 +94,19 @@ class Experts(nn.Module):
         return x + torch.tanh(made).reshape(x.shape)
 
 
+class _AddLoss(torch.autograd.Function):
+    """The gradient of the loss joins that of the value, whatever scale this has."""
+
+    @staticmethod
+    def forward(ctx, value, loss):
+        ctx.save_for_backward(loss)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, torch.ones_like(ctx.saved_tensors[0])
+
+
 class Part(nn.Module):
     """A drawn stage, on the part of its mesh that `place` says."""
 
@@ -130,6 +143,8 @@ class Part(nn.Module):
                 self.register_buffer(f"own_{index}", torch.randn(1, TOKENS, WIDTH))
         if draw.tied is not None and number in draw.tied[:2]:
             self.tied = nn.Parameter(torch.randn(WIDTH, WIDTH) / math.sqrt(WIDTH))
+        self.gate = nn.Linear(WIDTH, 3) if stage.adds else None
+        self.added: torch.Tensor | None = None  # the loss that it adds, in one process
         last = number == len(draw.stages) - 1
         self.head = nn.Linear(WIDTH, WORDS) if last and draw.loss == "tokens" else None
 
@@ -146,6 +161,13 @@ class Part(nn.Module):
             hidden = (
                 checkpoint(block, hidden, use_reentrant=False) if self._stage.checkpoint else block(hidden)
             )
+        if self.gate is not None:
+            scores = torch.logsumexp(self.gate(hidden), -1).square()
+            loss = scores.sum() / max(1, scores.numel())
+            if self._alone:
+                self.added = loss
+            else:
+                hidden = _AddLoss.apply(hidden, loss)
         if not self._stage.outputs:
             hidden = hidden if self.head is None else self.head(hidden)
             if self._stage.split_loss:
@@ -218,6 +240,11 @@ class Loss:
         return nn.functional.mse_loss(output, target) * WIDTH
 
 
+def weight_of(target: torch.Tensor) -> torch.Tensor:
+    """Of a target that comes as this rank's part."""
+    return (target != IGNORED).sum()
+
+
 # ---- one process -----------------------------------------------------------------------------------------
 
 
@@ -237,7 +264,7 @@ def data(draw: Draw, step: int, column: int) -> tuple[list[tuple[torch.Tensor, .
     torch.manual_seed(7919 * (draw.seed % 1_000_003) + 31 * step + column + 5)
     dtype = getattr(torch, draw.dtype)
     arguments, targets = [], []
-    for samples in draw.sizes[step]:
+    for samples in draw.sizes_of(step, column):
         given = []
         for kind in draw.batch:
             if kind == "act":
@@ -281,8 +308,15 @@ def alone(draw: Draw, dtype: torch.dtype) -> Alone:
     for step in range(len(draw.sizes)):
         optimizer.zero_grad()
         found.losses.append([])
+        counts = [sum(size > 0 for size in draw.sizes_of(step, column)) for column in range(columns)]
+        weight = 0.0
+        if columns > 1 and draw.loss == "tokens":
+            targets = (each for column in range(columns) for each in data(draw, step, column)[1])
+            weight = sum(float(weight_of(each)) for each in targets) / columns
         for column in range(columns):
-            objective, losses = _objective(draw, parts, loss_fn, step, column, dtype)
+            objective, losses = _objective(
+                draw, parts, loss_fn, step, column, dtype, sum(counts) / columns, weight
+            )
             (objective / columns).backward()
             found.losses[-1].append(losses)
         found.gradients.append(
@@ -300,12 +334,31 @@ def alone(draw: Draw, dtype: torch.dtype) -> Alone:
 
 
 def _objective(
-    draw: Draw, parts: list[Part], loss_fn: Loss, step: int, column: int, dtype: torch.dtype
+    draw: Draw,
+    parts: list[Part],
+    loss_fn: Loss,
+    step: int,
+    column: int,
+    dtype: torch.dtype,
+    count: float = 0.0,
+    weight_of_step: float = 0.0,
 ) -> tuple[torch.Tensor, list[float]]:
-    """What the gradients of a step are those of, and the loss of each micro-batch."""
+    """What the gradients of a step are those of, and the loss of each micro-batch. count, weight_of_step: the
+    means over the columns of their micro-batches with samples, and of the weights of their steps."""
     arguments, targets = data(draw, step, column)
-    sums, weights = [], []
-    for given, target in zip(arguments, targets, strict=True):
+    sums, weights, added = [], [], []
+    sizes = draw.sizes_of(step, column)
+    if draw.loss == "sum":
+        shares = [1.0] * len(sizes)
+    elif alike(draw):
+        shares = [(size > 0) / (count or 1.0) for size in sizes]
+    else:
+        shares = [size / sum(sizes) for size in sizes]
+    for given, target, share in zip(arguments, targets, shares, strict=True):
+        if not len(target):
+            sums.append(torch.zeros((), dtype=dtype))
+            weights.append(1.0)
+            continue
         cast = [each.to(dtype) if each.is_floating_point() else each for each in given]
         output = run_alone(draw, parts, cast)
         goal = target.to(dtype) if target.is_floating_point() else target
@@ -313,25 +366,20 @@ def _objective(
         summed, weight = found if isinstance(found, tuple) else (found, torch.ones(()))
         sums.append(summed)
         weights.append(float(weight))
+        added += [part.added * share for part in parts if part.added is not None]
     losses = [
         summed.item() / weight if weight else math.nan for summed, weight in zip(sums, weights, strict=True)
     ]
+    extra = sum(added, torch.zeros((), dtype=dtype))
     if draw.loss == "tokens":
-        return torch.stack(sums).sum() / max(1.0, sum(weights)), losses
-    if draw.loss == "sum":
-        return torch.stack(sums).sum(), losses
-    shares = _shares(draw, step)
-    return sum((loss * share for loss, share in zip(sums, shares, strict=True)), torch.zeros(())), losses
+        of_step = weight_of_step or max(1.0, sum(w for w, size in zip(weights, sizes, strict=True) if size))
+        return torch.stack(sums).sum() / of_step + extra, losses
+    return sum((loss * share for loss, share in zip(sums, shares, strict=True)), extra), losses
 
 
 def alike(draw: Draw) -> bool:
     """Whether every micro-batch counts alike, however many samples it has."""
     return draw.pieces or draw.columns > 0
-
-
-def _shares(draw: Draw, step: int) -> list[float]:
-    sizes = draw.sizes[step]
-    return [1 / len(sizes) if alike(draw) else size / sum(sizes) for size in sizes]
 
 
 def run_alone(draw: Draw, parts: list[Part], arguments: list[torch.Tensor]) -> torch.Tensor:

@@ -107,6 +107,7 @@ def _stages(draw: Draw) -> Iterator[Draw]:
                 yield without_input(draw, number, index)
         changes = [
             {"wrapper": "none"}, {"wrapper": "fsdp"}, {"tp": False}, {"checkpoint": False},
+            {"adds": False},
             {"compiled": False}, {"in_place": False}, {"explicit": False}, {"split_loss": False},
         ]  # fmt: skip
         for change in changes:
@@ -154,20 +155,23 @@ def simpler(draw: Draw) -> Iterator[Draw]:
     elif len(draw.stages) > 1:
         yield _without_last_stage(draw)
     if len(draw.sizes) > 1:
-        yield replace(draw, sizes=draw.sizes[:1])
+        more = tuple(each[:1] for each in draw.more_sizes)
+        yield replace(draw, sizes=draw.sizes[:1], more_sizes=more)
     if draw.columns > 1 and not (draw.columns == 2 and draw.stages[0].wrapper != "none"):
-        yield replace(draw, columns=draw.columns - 1)
+        yield replace(draw, columns=draw.columns - 1, more_sizes=draw.more_sizes[:-1])
     changes = [
         {"evaluates": False}, {"tied": None}, {"delayed": False}, {"backwards": False}, {"pieces": False},
-        {"dtype": "float32"}, {"loss": "mean"},
+        {"dtype": "float32"}, {"loss": "mean"}, {"hooks": False}, {"more_sizes": ()},
     ]  # fmt: skip
     yield from (replace(draw, **change) for change in changes)
     if draw.schedule not in (*DOUBLE, "GPipe"):
         yield replace(draw, schedule="1F1B" if draw.schedule != "1F1B" else "GPipe")
-    if draw.microbatches > 1:
-        yield replace(draw, sizes=tuple(step[:1] for step in draw.sizes))
-        yield replace(draw, sizes=tuple(step[:2] for step in draw.sizes))
+    for most in (1, 2) if draw.microbatches > 1 and not draw.more_sizes else ():
+        yield replace(draw, sizes=tuple(step[:most] for step in draw.sizes))
     degree = draw.divisor()
+    if draw.more_sizes:
+        yield from _stages(draw)
+        return
     yield replace(draw, sizes=tuple((step[0],) * len(step) for step in draw.sizes))
     yield replace(draw, sizes=tuple((max(2, degree),) * len(step) for step in draw.sizes))
     for row, shape in enumerate(draw.meshes):

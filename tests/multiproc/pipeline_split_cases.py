@@ -54,7 +54,7 @@ def rows_case(label: str, delayed: bool):
         count = sum(len(stages) for stages in rows)
         reference, mine = mlp(count), mlp(count)
         x, y = batch(20)
-        expected = train_alone(nn.Sequential(*reference), x, y, 5)
+        expected = train_alone(nn.Sequential(*reference), x, y, 5, as_torch=reference)
         stages = [PipelineStage(mine[i], i, count, CPU, group=group, mesh=mesh) for i in indices]
         schedule = get_schedule_class(name)(
             stages, 5, loss_fn=nn.functional.mse_loss, delay_weight_grad=delayed, timeout=TIMEOUT

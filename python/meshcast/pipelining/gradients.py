@@ -45,8 +45,8 @@ class GradientScale:
     unit is the number of micro-batches that have samples. Before a backward, gradients of outputs are
     divided by ``ratio`` = s unit. After it, gradients of inputs are multiplied by it, and gradients of
     parameters by `late`, which is 1 where all ranks and micro-batches have equal shares. When the step ends,
-    gradients of parameters are multiplied by `end`, a constant of the step on all ranks of the stage. So
-    stages of one rank with equal micro-batches do what torch's do.
+    those are multiplied by `end`, a constant of the step on all ranks of the stage. So stages of one rank
+    with equal micro-batches do what torch's do.
 
     Attributes:
         parts: for each micro-batch, the part of its samples that this rank has, exact.

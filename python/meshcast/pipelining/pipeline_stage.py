@@ -227,12 +227,6 @@ class PipelineStage(StageCompute):
                 if each.grad is not None:
                     local_values(each.grad).div_(grad_scale_factor)
 
-    def multiply_gradients(self, factor: float) -> None:
-        """All that is in ``grad``; what several stages of a rank hold, once."""
-        for each in self.own_parameters() if factor != 1 else ():
-            if each.grad is not None:
-                local_values(each.grad).mul_(factor)
-
     def over_columns(self, *values: float) -> torch.Tensor:
         """The means of the values over the pipelines that DDP or FSDP2 joins with this one (`columns`), in
         float64, on the device of the stage; without such the values. Called by all ranks that are joined."""

@@ -107,14 +107,15 @@ class StepEnd:
             if self._sync_gradients:
                 stage.reduce_gradients()
             scale = feeds[index].scale
-            factor = float(scale.end or 1)
+            # Divided, not multiplied by the inverse: to the last bit as torch does it.
+            divisor = float(1 / (scale.end or 1))
             if weight is not None and self.scale_grads:
                 every, count = stage.over_columns(weight, scale.counts).tolist()
                 if every:
-                    factor *= typical / every * (1 if scale.end is None else count)
+                    divisor *= every / typical / (1 if scale.end is None else count)
                     self._typical = every / count
                     stage.tell_added(typical / self._typical)
-            stage.multiply_gradients(factor)
+            stage.scale_grads(divisor)
         if train and self._wirings.shared is not None:
             self._wirings.shared.sum()
 

@@ -83,7 +83,7 @@ def agree_on_step(said: dict[int, Any]) -> dict[str, Any]:
         keys.append(hashlib.blake2b(name.encode(), digest_size=8).hexdigest())
     samples = [rows] if dealt is not None else []
     samples += [each["samples"] for each in said.values() if each["samples"] is not None]
-    weights = [each["weight"] for each in said.values() if each["weight"] is not None]
+    weights = [each["weight"] for each in said.values() if each.get("weight") is not None]
     return {
         "keys": keys,
         "samples": samples[0],
