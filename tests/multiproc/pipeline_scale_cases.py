@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from meshcast.errors import LayoutError
+from meshcast.errors import AbortedError, LayoutError
 from meshcast.pipelining import PipelineStage, get_schedule_class
 from multiproc.pipeline_fault_cases import raises
 from multiproc.pipeline_models import CPU, TIMEOUT, in_a_row, mlp, place, schedule_for
@@ -258,6 +259,86 @@ ADDED = [
     added_case("1F1B", (2, 2), rows=(7, 5), loss_fn=pair_loss, weight_fn=pair_weight, scaler=True),
     added_case("1F1B", (2, 1), rows=(7, 5), scaler=True),
 ]
+
+
+class Total(torch.autograd.Function):
+    """The sum over the ranks, of whose gradient each has a part. late: only the gradient is summed."""
+
+    @staticmethod
+    def forward(ctx, value, group, late):
+        ctx.group = group
+        return value.clone() if late else _all_reduced(value, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _all_reduced(gradient, ctx.group), None, None
+
+
+def _all_reduced(value: torch.Tensor, group: Any) -> torch.Tensor:
+    made = value.clone()
+    dist.all_reduce(made, group=group)
+    return made
+
+
+class Centred(nn.Module):
+    """Against the sum over all rows of the micro-batch, also those of other ranks; then as `Routed`."""
+
+    def __init__(self, body: Routed, group: Any, *, late: bool = False) -> None:
+        super().__init__()
+        self.body, self.group, self.late = body, group, late
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.sum(0, keepdim=True)
+        if self.group is not None:
+            total = Total.apply(total, self.group, self.late)
+        return self.body(x - total / 5)
+
+
+def exchanging_case(rows: int):
+    """Ranks with different numbers of samples that exchange values: the loss's gradients are those of one
+    process, and what is added counts the same on each rank."""
+
+    def case(_) -> None:
+        here = place(in_a_row([1, 3]))
+        bodies, plain = routed(2, torch.float64), routed(2, torch.float64, told=True)
+        reference = [plain[0], Centred(plain[1], None)]
+        x, y = samples(rows, torch.float64)
+        for a, b in cut(x, y, 2):
+            share = len(a) / rows
+            hidden = plain[0](a)
+            total = mean_loss(reference[1](hidden), b) * share + plain[0].loss * share
+            centred = hidden - hidden.sum(0, keepdim=True) / 5
+            for part in centred.chunk(3):
+                plain[1](part)
+                total = total + plain[1].loss * share / 3
+            total.backward()
+        module = Centred(bodies[1], here.mesh.get_group()) if here.stage else bodies[0]
+        stage = PipelineStage(module, here.stage, 2, CPU, group=here.group, mesh=here.mesh)
+        schedule = schedule_for("1F1B", stage, 2)
+        for _step in range(2):
+            module.zero_grad()
+            schedule.step(x, target=y)
+            check(module, reference[here.stage], reference[here.stage])
+
+    case.__name__ = f"exchanging_{rows}"
+    return case
+
+
+def an_exchange_in_the_backward_alone_is_refused(_) -> None:
+    """With other numbers of samples on each rank; not with as many."""
+    for rows in (9, 7):
+        here = place(in_a_row([1, 3]))
+        bodies = routed(2, torch.float64)
+        module = Centred(bodies[1], here.mesh.get_group(), late=True) if here.stage else bodies[0]
+        stage = PipelineStage(module, here.stage, 2, CPU, group=here.group, mesh=here.mesh)
+        schedule = schedule_for("1F1B", stage, 1)
+        x, y = samples(rows, torch.float64)
+        if rows == 9:
+            schedule.step(x, target=y)
+        else:
+            errors = (LayoutError, AbortedError)
+            call = partial(schedule.step, x, target=y)
+            raises(errors, "in its backward", call=call)
 
 
 # ---- micro-batches of other sizes ------------------------------------------------------------------------
@@ -556,6 +637,8 @@ HOOKS = [
 
 CASES = [
     *ADDED,
+    *[exchanging_case(rows) for rows in (12, 10, 14)],
+    an_exchange_in_the_backward_alone_is_refused,
     mixed_case(True),
     mixed_case(False),
     mixed_case(True, varying_shapes=True),
