@@ -15,6 +15,7 @@ from meshcast.pipelining.microbatch import TensorChunkSpec, _Replicate
 from multiproc.pipeline_fault_cases import raises
 from multiproc.pipeline_models import CPU, TIMEOUT, Place, batch, check_gradients, in_a_row, mlp, place
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._pytree import register_dataclass
 
@@ -357,6 +358,7 @@ def what_does_not_fit_the_batch(_) -> None:
     for rows in (2, 3, 5, 8):
         refused(last, "target", f"has {rows} samples", "the batch has 4", "loss_kwargs",
                 call=lambda: step(target=batch(rows)[1]))  # noqa: B023  # fmt: skip
+    refused(last, "target has 3 samples", call=lambda: step(x[:, :3], target=y[:3]))  # and fixes no shapes
     refused(last, "target['labels'][1]", "(3, 6)", "the batch has 4",
             call=lambda: step(target={"y": y, "labels": [y, y[:3]]}))  # fmt: skip
     refused(first, "argument 1", "(6, 2)", "the batch has 4", "args_chunk_spec", "_Replicate()",
@@ -446,6 +448,98 @@ def batches_that_differ(_) -> None:
     assert 0 < every < 128, f"{every} evaluations of different batches were taken"
 
 
+def own_samples_case(way: str, sizes: Sequence[int], dtype: torch.dtype):
+    """Each rank gives its own samples: by local_batch, or as DTensors, with targets of all kinds."""
+
+    def case(_) -> None:
+        here = place(in_a_row(sizes))
+        if here is None:
+            return
+
+        def build() -> list[nn.Module]:
+            return [Modulated(body, "dict") for body in mlp(2)]
+
+        def mean_square(output: Any, target: Any) -> torch.Tensor:
+            return (output - target).square().mean()
+
+        alone, module = Alone(build, dtype), build()[here.stage].to(dtype)
+        at, ranks = here.mesh.get_local_rank(), here.mesh.size()
+        schedule = schedule_on(here, module, 3, loss_fn=mean_square)
+
+        def own(value: torch.Tensor) -> torch.Tensor:
+            parts = [*value.chunk(ranks), *[value[:0]] * ranks]
+            return parts[at]
+
+        def as_given(value: torch.Tensor) -> torch.Tensor:
+            if way == "local":
+                return own(value)
+            return distribute_tensor(value, here.mesh, [Shard(0)], src_data_rank=None)
+
+        named = {"local_batch": True} if way == "local" else {}
+        counts = (
+            (12, 6)
+            if way == "local" and sizes[1] > 1 and sizes[0] == 3
+            else (12, 8)
+            if way == "local"
+            else (12, 7, 5)
+        )
+        for step, rows in enumerate(counts):
+            (x, y), (gain, shift) = batch(rows, dtype=dtype, seed=step), extras(rows, dtype, 9)
+            nested = KINDS["dict"][0]
+            if here.stage == 0:
+                schedule.step(as_given(x), nested(as_given(gain), as_given(shift)), **named)
+            else:
+                target = y if way == "DTensor, whole targets" else as_given(y)
+                extra = shift if way == "DTensor, whole targets" else as_given(shift)
+                output = schedule.step(given=nested(as_given(gain), extra), target=target, **named)
+                assert len(output) == len(own(y)) or sizes[0] != sizes[1]
+
+            def run(stages: list[nn.Module], cast: Callable) -> torch.Tensor:
+                given = nested(cast(gain), cast(shift))  # noqa: B023
+                return mean_square(stages[1](stages[0](cast(x), given), given), cast(y))  # noqa: B023
+
+            alone.check(here, module, run)
+
+    kind = way.replace(", ", "_").replace(" ", "_")
+    case.__name__ = f"own_samples_{kind}_{'_'.join(map(str, sizes))}_{str(dtype).removeprefix('torch.')}"
+    return case
+
+
+def own_samples_that_do_not_fit(_) -> None:
+    here = place(in_a_row([2, 3]))
+    if here is None:
+        return
+    rank = dist.get_rank()
+    schedule = schedule_on(here, Takes(mlp(2)[here.stage]), 1)
+    both = (LayoutError, AbortedError)
+    x, y = batch(6)
+    raises(both, "rank 0", "2 samples of its own", "equally many",
+           call=lambda: schedule.step(x[: 2 + 2 * rank], target=y, local_batch=True))  # fmt: skip
+    raises(both, "stage 1", "3 ranks", "2 ranks", "local_batch",
+           call=lambda: schedule.step(x[:3], target=y[:2], local_batch=True))  # fmt: skip
+    raises(
+        both, "unlike calls", "local_batch", call=lambda: schedule.step(x, target=y, local_batch=rank == 1)
+    )
+
+
+def a_tensor_dimension_has_the_same_samples(_) -> None:
+    """Over it the batches of ranks are compared, also where each gives its own."""
+    here = place([[[0, 1], [2, 3]], [[4], [5]]])
+    if here is None:
+        return
+    reference, module = mlp(2), mlp(2)[here.stage]
+    schedule = schedule_on(here, module, 2)
+    x, y = batch(8)
+    part = slice(0, 4) if here.mesh.get_coordinate()[0] == 0 else slice(4, 8)
+    mine = x[part].clone()
+    mine[0, 0] += 1.0 if dist.get_rank() == 3 else 0.0
+    raises((LayoutError, AbortedError), "ranks 2 and 3 of stage 0", "different arguments",
+           call=lambda: schedule.step(mine, target=y[part], local_batch=True))  # fmt: skip
+    schedule.step(x[part], target=y[part], local_batch=True)
+    mse(reference[1](reference[0](x)), y).backward()
+    check_gradients(module, reference[here.stage])
+
+
 FLOATS = (torch.float32, torch.bfloat16)
 CASES = [
     *[nested_case(kind, torch.float32) for kind in KINDS],
@@ -460,4 +554,11 @@ CASES = [
     what_does_not_fit_the_batch,
     objects_that_are_declared_whole,
     batches_that_differ,
+    *[own_samples_case("local", sizes, torch.float32) for sizes in ((2, 2), (3, 3), (2, 1))],
+    own_samples_case("local", (2, 2), torch.bfloat16),
+    *[own_samples_case("DTensor", sizes, torch.float32) for sizes in ((2, 2), (2, 3), (3, 1))],
+    own_samples_case("DTensor, whole targets", (2, 3), torch.bfloat16),
+    own_samples_case("DTensor, whole targets", (3, 3), torch.float32),
+    own_samples_that_do_not_fit,
+    a_tensor_dimension_has_the_same_samples,
 ]

@@ -102,7 +102,7 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
                 given["kwargs"],
                 given["target"],
                 (self._args_chunk_spec, self._kwargs_chunk_spec),
-                Pieces(given["arg_mbs"], given["kwarg_mbs"], given["target_mbs"]),
+                Pieces(given["arg_mbs"], given["kwarg_mbs"], given["target_mbs"], given["local_batch"]),
             )
             self._choose(batch, given["loss_kwargs"])
         return self._chosen.step(*args, **named)

@@ -208,24 +208,30 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
         target_mbs: Sequence[Any] | None = None,
         finalize_gradients: bool = True,
+        local_batch: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Runs one batch through the pipeline, forward and backward. Every rank of every stage calls it.
 
         Args:
             args: the batch, first stage only (ignored elsewhere): whole, the same on each of its ranks. The
-                runtime takes each rank's shard of each micro-batch.
+                runtime takes each rank's shard of each micro-batch. Tensors inside dicts, lists and other
+                pytrees are cut too. Those that all samples share are declared whole by ``args_chunk_spec``;
+                all others have as many samples as the batch.
             target: the whole batch's targets, last stage only, cut like the arguments.
             losses: filled on every rank of the last stage with the loss of each micro-batch: the mean over
                 its samples, or sum over weight; 0 where it has no samples.
             return_outputs: return the outputs on the last stage.
-            loss_kwargs: more arguments for ``loss_fn``.
+            loss_kwargs: more arguments for ``loss_fn``, never cut.
             arg_mbs, kwarg_mbs, target_mbs: arguments (a tuple each), keyword arguments and targets that are
                 micro-batches already, in place of whole ones; of unlike shapes with ``varying_shapes``.
                 However many samples it has, every micro-batch counts the same.
             finalize_gradients: False: stages under FSDP2 keep their gradients as they are, neither reduced
                 over ranks nor divided, until a step with True: one reduction for several steps. Stages
                 without FSDP2 do as always. The same on every rank; ``loss_fn`` returns means.
+            local_batch: each rank gives its own samples only: arguments, keyword arguments and targets, on
+                each stage of more than one data-parallel rank. All ranks of a stage give equally many, the
+                last ones fewer or none. The same on every rank.
             kwargs: keyword arguments of this stage's module; tensors are cut like the arguments.
 
         Returns:
@@ -234,15 +240,16 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
 
         Raises:
             LayoutError: the batch has no samples, another shape than the first one, or one that no stage
-                takes; targets are missing; outputs do not match their layout. The other ranks raise
-                AbortedError with the same text. Nothing was sent: the next step runs.
+                takes; an argument or target has another number of samples than the batch; ranks of a stage
+                were given different batches; targets are missing; outputs do not match their layout. The
+                other ranks raise AbortedError with the same text. Nothing was sent: the next step runs.
             MeshcastError: a module raised; names rank, stage and micro-batch. The other ranks raise
                 AbortedError with this first cause; one that had finished its part does so in its next step.
                 The transfers of the pipeline have ended.
         """
         if not isinstance(finalize_gradients, bool):
             raise TypeError(f"finalize_gradients must be a bool, found {type(finalize_gradients).__name__}")
-        pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
+        pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs, local_batch)
         self._finalize_gradients = finalize_gradients
         try:
             return self._step(args, kwargs, target, losses, return_outputs, loss_kwargs, True, pieces)
@@ -259,11 +266,12 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         arg_mbs: Sequence[Any] | None = None,
         kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
         target_mbs: Sequence[Any] | None = None,
+        local_batch: bool = False,
         **kwargs: Any,
     ) -> Any:
         """`step` without gradients: forward only, losses where there are targets. The batch may have another
         size than those of training."""
-        pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
+        pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs, local_batch)
         with torch.no_grad():
             return self._step(args, kwargs, target, losses, return_outputs, loss_kwargs, False, pieces)
 

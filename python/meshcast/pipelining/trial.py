@@ -114,6 +114,7 @@ def _step(schedule: _OneByOne, pieces: Pieces, loss_kwargs: Mapping[str, Any] | 
         kwarg_mbs=pieces.kwargs,
         target_mbs=pieces.targets,
         return_outputs=False,
+        local_batch=pieces.local,
         loss_kwargs=dict(loss_kwargs or {}),
     )
 

@@ -46,6 +46,92 @@ def test_all_who_refuse_are_named_the_first_one_first() -> None:
     assert "rank 0 calls step, rank 1 calls eval" in text
 
 
+def given(**fields: object) -> dict:
+    known = {
+        "where": "here",
+        "grid": [2],
+        "local": False,
+        "part": 0,
+        "batch": [2, 2],
+        "own": False,
+        "objects": [],
+    }
+    return {**known, "claims": [[-1, 4, "argument 0", [4, 3], "Declare it."]], **fields}
+
+
+def of_ranks(*stages: dict[int, dict], **fields: object) -> dict:
+    entries: dict[int, dict] = {}
+    for stage, ranks in enumerate(stages):
+        for rank, each in ranks.items():
+            entries.setdefault(rank, {})[str(stage)] = each
+    return {
+        rank: said(given=each, samples=[2, 2] if "0" in each else None, **fields)
+        for rank, each in entries.items()
+    }
+
+
+def claim(rows: int, name: str = "target", piece: int = -1) -> list:
+    return [[piece, rows, name, [rows, 3], "Share it."]]
+
+
+def test_what_does_not_fit_the_batch_is_refused() -> None:
+    first = {0: given(), 1: given(part=1)}
+    answer = agree_on_step(of_ranks(first, {2: given(claims=claim(4)), 3: given(claims=claim(4), part=1)}))
+    assert (answer["rows"], answer["dealt"]) == ([2, 2], None)
+    for rows, piece in ((3, -1), (8, -1), (3, 1)):
+        last = {rank: given(claims=claim(rows, piece=piece)) for rank in (2, 3)}
+        found = agree_on_step(of_ranks(first, last))["refused"]
+        assert [rank for rank, _ in found] == [2, 3]
+        assert f"here: target has {rows} samples (its shape is ({rows}, 3))" in found[0][1]
+        assert ("the batch has 4" if piece < 0 else "micro-batch 1 has 2") in found[0][1]
+        assert "Share it." in found[0][1]
+    # As torch takes it, several rows of a target may belong to a sample.
+    last = {2: given(claims=claim(8))}
+    assert agree_on_step(of_ranks(first, last, as_torch=True))["rows"] == [2, 2]
+    assert "refused" in agree_on_step(of_ranks(first, {2: given(claims=claim(6))}, as_torch=True))
+    objects = [[-1, 4, "argument 1", ".cache[0]", "Cache", "Declare it."]]
+    (_, text), *_ = agree_on_step(of_ranks({0: given(objects=objects)}))["refused"]
+    assert "argument 1 is of type Cache, whose .cache[0] has 4 samples" in text
+
+
+def test_ranks_of_a_stage_that_were_given_different_values() -> None:
+    def digests(plain: str, own: str = "") -> dict:
+        return {"digests": {"args": [plain, own]}}
+
+    first = {0: given(**digests("a")), 1: given(**digests("b"), part=1)}
+    (rank, text), *others = agree_on_step(of_ranks(first))["refused"]
+    assert (rank, others) == (1, [])
+    assert "ranks 0 and 1 of stage 0 were given different arguments" in text
+    assert "local_batch=True" in text
+    sizes = {0: given(), 1: given(claims=claim(6, "argument 0"), batch=[3, 3], part=1)}
+    assert (
+        "ranks 0 and 1 of stage 0 were given different values"
+        in agree_on_step(of_ranks(sizes))["refused"][0][1]
+    )
+
+
+def test_ranks_that_give_their_own_samples() -> None:
+    def own(part: int, rows: list[int], **fields: object) -> dict:
+        return given(
+            own=True, local=True, part=part, batch=rows, claims=claim(sum(rows), "argument 0"), **fields
+        )
+
+    first = {0: own(0, [2, 2]), 1: own(1, [2, 1])}
+    answer = agree_on_step(of_ranks(first, {2: own(0, [2, 2]), 3: own(1, [2, 1])}))
+    assert (answer["rows"], answer["samples"]) == ([4, 3], [4, 3])
+    assert answer["dealt"] == {"rows": [[2, 2], [2, 1]], "grid": [2]}
+    assert answer["keys"] != agree_on_step(of_ranks({0: own(0, [2, 2]), 1: own(1, [2, 2])}))["keys"]
+    for wrong, words in (
+        ({0: own(0, [2, 1]), 1: own(1, [2, 2])}, "3 samples of its own"),
+        ({0: own(0, [0, 0]), 1: own(1, [0, 0])}, "no samples on any rank"),
+        ({0: own(0, [2, 2]), 1: own(0, [2, 1])}, "ranks 0 and 1 of stage 0"),
+        ({0: own(0, [2, 2]), 1: given(part=1)}, "ranks 0 and 1 of stage 0"),
+    ):
+        assert words in agree_on_step(of_ranks(wrong))["refused"][0][1]
+    other = {rank: own(rank - 2, [2, 2], grid=[3]) for rank in (2, 3, 4)}
+    assert "over 3 ranks, stage 0 over 2 ranks" in agree_on_step(of_ranks(first, other))["refused"][0][1]
+
+
 def test_gradients_of_whole_values_are_pending_sums_over_data_dimensions() -> None:
     assert gradient_placements((Replicate(), Shard(0)), [0]) == (Partial(), Shard(0))
     assert gradient_placements((Replicate(), Replicate()), [1]) == (Replicate(), Partial())
