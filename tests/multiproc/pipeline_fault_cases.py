@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import count
 
 import pytest
 import torch
@@ -148,6 +150,135 @@ def a_refusal_ends_nothing(context) -> None:
     another.step(x, target=y)
 
 
+_numbers = count()
+
+
+def seen_first(
+    context, rank: int, wrong: Callable[[], object], right: Callable[[], object], kind, *words: str
+) -> None:
+    """Rank `rank` makes a wrong call and sees its error before any other rank calls; these see it then."""
+    key = f"{context.case}/seen {next(_numbers)}"  # cases are the same on all ranks
+    if context.rank == rank:
+        caught: Exception | None = None
+        try:
+            wrong()
+        except Exception as error:
+            caught = error
+        text = str(caught)
+        context.store.set(key, text)
+        assert isinstance(caught, kind), repr(caught)
+        for word in words:
+            assert word in text, f"{word!r} is not in: {text}"
+        return
+    context.store.wait([key], timedelta(seconds=3 * TIMEOUT))
+    raises(AbortedError, context.store.get(key).decode(), call=right)
+
+
+def mistakes_in_arguments(context) -> None:
+    """They reach their caller while nobody else has called, or has made a schedule yet; the next step runs,
+    and has the gradients of that batch alone."""
+    x, y = batch(8)
+    mistakes = [  # rank, what it calls with, words of its error
+        (0, (x, x, x), {"target": y}, ("does not take", "positional")),
+        (1, (x,), {"target": y, "wrong": 1}, ("does not take", "wrong")),
+        (2, (x,), {"target": y, "wrong": 1}, ("does not take", "wrong")),
+        (3, (x,), {}, ("needs targets",)),
+        (1, (), {"target": y}, ("needs the batch",)),
+        (4, (x,), {"target": y, "losses": ()}, ("losses must be a list",)),
+        (2, (x,), {"target": y, "finalize_gradients": 1}, ("finalize_gradients must be a bool",)),
+        (0, (x[:0],), {"target": y}, ("has no samples",)),
+        (4, (), {"target_mbs": [y]}, ("must have one entry for each",)),
+    ]
+    for rank, args, named, words in mistakes:
+        here = two_stages()
+        reference, module = mlp(2), mlp(2)[here.stage]
+        made: list = []
+
+        def schedule(here=here, module=module, made=made):
+            if not made:
+                made.append(schedule_of("1F1B", here, module, 2, 2))
+            return made[0]
+
+        seen_first(
+            context,
+            rank,
+            lambda args=args, named=named, schedule=schedule: schedule().step(*args, **named),
+            lambda schedule=schedule: schedule().step(x, target=y),
+            (LayoutError, TypeError),
+            *words,
+        )
+        train_alone(nn.Sequential(*reference), x, y, 2)
+        schedule().step(x, target=y)
+        assert largest_difference(module, reference[here.stage]) <= 1e-12
+        calls = (
+            ["step", "eval"] if "finalize_gradients" not in named and named.get("target") is y else ["step"]
+        )
+        for call in calls:  # once the shapes are known
+            seen_first(
+                context,
+                rank,
+                lambda args=args, named=named, made=made, call=call: getattr(made[0], call)(*args, **named),
+                lambda made=made, call=call: getattr(made[0], call)(x, target=y),
+                (LayoutError, TypeError),
+                *words,
+            )
+            getattr(made[0], call)(x, target=y)
+        made[0].close()
+
+
+class Picky(nn.Module):
+    """Takes no batch that is marked."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor, marked: bool = False) -> torch.Tensor:
+        if marked:
+            raise ValueError("a marked batch")
+        return self.body(x)
+
+
+def a_module_that_raises_at_once(context) -> None:
+    """On its first shape, before another rank has called; it sends nothing, and the next step runs. Fake
+    tensors do not tell: the module runs on the batch."""
+    x, y = batch(8)
+    for rank in (1, 0):
+        here = two_stages()
+        reference, module = mlp(2), Picky(mlp(2)[here.stage])
+        schedule = schedule_of("1F1B", here, module, 2, 2)
+        seen_first(
+            context,
+            rank,
+            lambda schedule=schedule: schedule.step(x, target=y, marked=True),
+            lambda schedule=schedule: schedule.step(x, target=y),
+            LayoutError,
+            f"rank {rank}, stage 0",
+            "ValueError: a marked batch",
+        )
+        train_alone(nn.Sequential(*reference), x, y, 2)
+        schedule.step(x, target=y)
+        assert largest_difference(module.body, reference[here.stage]) <= 1e-12
+
+
+def a_closed_schedule_on_one_rank(context) -> None:
+    here = two_stages()
+    schedule = schedule_of("1F1B", here, mlp(2)[here.stage], 2, 2)
+    x, y = batch(8)
+    schedule.step(x, target=y)
+    if context.rank == 3:
+        schedule.close()
+    seen_first(
+        context,
+        3,
+        lambda: schedule.step(x, target=y),
+        lambda: schedule.step(x, target=y),
+        AbortedError,
+        "rank 3",
+        "the schedule was closed",
+    )
+
+
 def a_budget_below_the_minimum(_) -> None:
     here = two_stages()
     stage = PipelineStage(mlp(2)[here.stage], here.stage, 2, CPU, group=here.group, mesh=here.mesh)
@@ -275,6 +406,9 @@ CASES = [
     module_raises_case(2, 4, False),
     module_raises_case(1, 3, True),
     a_refusal_ends_nothing,
+    mistakes_in_arguments,
+    a_module_that_raises_at_once,
+    a_closed_schedule_on_one_rank,
     a_budget_below_the_minimum,
     a_budget_below_the_minimum_on_one_rank,
     an_output_that_does_not_match_its_layout,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from multiproc.torch_programs import (
     CPU,
+    TORCH,
     Layer,
     batch,
     folded,
@@ -19,8 +20,9 @@ from multiproc.torch_programs import (
     stages_of,
     step,
 )
-from multiproc.torch_schedule_cases import built, mse, shapes
+from multiproc.torch_schedule_cases import built, mse, placed, shapes
 from multiproc.torch_stage_cases import column
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -218,3 +220,46 @@ def backward_without_autograd(lib: Any, world: Any) -> Any:
     schedule.register_custom_function(s.REDUCE_GRAD, lambda *_: None)
     with torch.no_grad():
         return step(schedule, stages, *batch(8)), seen
+
+
+class Sequences(nn.Module):
+    """Reads on the host how long the sequences of a micro-batch are, and which of its rows count."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.body = Layer(number)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, kind: str) -> torch.Tensor:
+        self.seen += int(lengths.max())
+        parts = x.split(lengths.tolist())
+        assert kind == "mean" and all(0 <= row < len(x) for row in rows.tolist())
+        return torch.cat([self.body(part) - part.mean(0) for part in parts])[rows]
+
+
+def host_values(name: str) -> None:
+    """Values that a stage reads on the host are those of the micro-batch while shapes are found."""
+
+    @program(2, name=f"host_values_{name}")
+    def run(lib: Any, world: Any) -> Any:
+        numbers, count = placed(name, world.rank, 2)
+        modules = layers(numbers, Sequences)
+        stages = stages_of(lib, modules, numbers, count, world.group)
+        schedule = getattr(lib, name)(stages[0] if len(numbers) == 1 else stages, 4, loss_fn=mse)
+        lengths = torch.tensor([1, 3, 2, 2, 4, 0, 3, 1])  # of two sequences in each micro-batch of 4 rows
+        rows = torch.tensor([3, 2, 1, 0, 0, 1, 1, 2, 3, 3, 0, 1, 2, 1, 0, 3])
+        found = []
+        for seed in (1, 2):
+            x, y = batch(16, seed=seed)
+            named = {"lengths": lengths.roll(2 * seed), "rows": rows.roll(4 * seed), "kind": "mean"}
+            found.append(step(schedule, stages, x, y, **named))
+        longest = int(lengths.view(4, 2).max(1).values.sum())
+        if lib.root != TORCH:  # which leaves in the buffers what it ran to find shapes
+            assert [int(module.seen) for module in modules] == [2 * longest] * len(modules)
+        return found, gradients(modules)
+
+    del run
+
+
+for each in ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"):
+    host_values(each)

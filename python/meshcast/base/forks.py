@@ -8,12 +8,15 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..errors import AbortedError
 
-__all__ = ["check", "check_group", "count"]
+__all__ = ["check", "check_group", "count", "no_calls"]
 
 count = 0
 """Forks between the first process that imported this and this one. Who keeps it knows later whether it is
@@ -21,6 +24,7 @@ still in the process that made it."""
 
 _parent = 0  # process id
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()  # process groups of the parent
+_thread = threading.local()  # refuses: calls of this thread are refused
 
 
 def check(born: int, op: str) -> None:
@@ -32,6 +36,23 @@ def check(born: int, op: str) -> None:
             op=op,
             phase="start",
         )
+    if getattr(_thread, "refuses", False):
+        _thread.refused = True
+        raise AbortedError(f"{op}: no call here: other ranks take no part in a trial", op=op, phase="start")
+
+
+@contextmanager
+def no_calls() -> Iterator[list[bool]]:
+    """Refuses calls of meshcast in this thread, which other ranks would not make. Yields a list that has an
+    entry afterwards where one was refused."""
+    found: list[bool] = []
+    _thread.refuses, _thread.refused = True, False
+    try:
+        yield found
+    finally:
+        if _thread.refused:
+            found.append(True)
+        _thread.refuses = False
 
 
 def check_group(group: Any, op: str) -> None:

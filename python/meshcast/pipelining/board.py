@@ -53,6 +53,14 @@ class Refused(Exception):  # noqa: N818  no error of its own: it never leaves th
         self.error = error
 
 
+class _Settled(Exception):  # noqa: N818  no error: it ends the wait for the other ranks
+    """An agreement has its answer before all ranks have come to it."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        super().__init__()
+        self.answer = answer
+
+
 class PipelineBoard:
     """One conversation of all ranks of a group. Every rank opens its conversations in the same order."""
 
@@ -167,11 +175,10 @@ class PipelineBoard:
         """Every rank gives a value; the first one makes an answer of all, by rank, which all return.
 
         Three messages a rank, whatever the number of ranks. An answer {"error": text}, by ``decide``, by
-        `fail_agreement` or by a rank that is interrupted here, is raised as AbortedError.
+        `fail_agreement` or by a rank that is interrupted here, is raised as AbortedError. A rank that refuses
+        (`refuse`) makes the answer before the others have come.
         """
-        flight = Flight("pipeline", self._members, self.rank, None, topic)
-        flight.lane, flight.position = 0, self._agreements
-        self._agreements += 1
+        flight = self._flight(topic)
         try:
             answer = self._agree(topic, value, decide)
         except BaseException as error:
@@ -179,6 +186,31 @@ class PipelineBoard:
             raise
         flight.ended()
         return answer
+
+    def refuse(
+        self,
+        topic: str,
+        value: dict[str, Any],
+        decide: Callable[[dict[int, Any]], dict[str, Any]],
+        error: BaseException,
+    ) -> None:
+        """Takes part in an agreement with a value that decides it, and does not wait for the other ranks:
+        they get what `decide` makes of this value alone when they come. error: why, for the record."""
+        self._flight(topic).failed(error)
+        self._published.add(topic)
+
+        def tell() -> None:
+            self._board.post(topic, json.dumps(value))
+            self._settle(topic, decide({self.rank: value}))
+
+        with suppress(MeshcastError):  # the refusal is what the caller is to see
+            self._ask(tell, 0.0, f"telling {topic!r}")
+
+    def _flight(self, topic: str) -> Flight:
+        flight = Flight("pipeline", self._members, self.rank, None, topic)
+        flight.lane, flight.position = 0, self._agreements
+        self._agreements += 1
+        return flight
 
     def _agree(
         self, topic: str, value: dict[str, Any], decide: Callable[[dict[int, Any]], dict[str, Any]]
@@ -209,9 +241,11 @@ class PipelineBoard:
         self._published.add(topic)
         self._board.post(topic, json.dumps(value))
         if self.rank == self.ranks[0]:
-            found = self._of_all(topic, begin)
-            failed = [said["error"] for said in found.values() if "error" in said]
-            return self._settle(topic, {"error": failed[0]} if failed else decide(found))
+            try:
+                answer = decide(self._of_all(topic, begin))
+            except _Settled as early:
+                answer = early.answer
+            return self._settle(topic, answer)
         key, deadline = f"{topic}/answer", begin + self.timeout
         if not self._board.await_keys([key], deadline, self._look, SLICE):
             raise self._late(topic, self.ranks, begin)
@@ -229,26 +263,27 @@ class PipelineBoard:
             self._ask(lambda: self._store.delete_key(key), self.timeout, f"forgetting {topic!r}")
 
     def _of_all(self, topic: str, begin: float) -> dict[int, dict[str, Any]]:
-        """What every rank gave, or the error of one that failed: others may then never come."""
-        failed: list[dict[str, Any]] = []
+        """What every rank gave. Raises _Settled with the error of one that failed, or the answer that one has
+        given already: others may then never come."""
 
         def check() -> None:
+            if self._store.check([f"{topic}/answer"]):
+                raise _Settled(json.loads(self._store.get(f"{topic}/answer")))
             present = [rank for rank in self.ranks if self._board.has(topic, rank)]
-            said = [json.loads(text) for text in self._board.read(topic, present).values()]
-            if self._store.check([f"{topic}/answer"]):  # of one that was interrupted
-                said.append(json.loads(self._store.get(f"{topic}/answer")))
-            failed.extend(each for each in said if "error" in each)
-            if failed:
-                raise Refused(MeshcastError(failed[0]["error"]))
+            failed(self._board.read(topic, present))
             self._look()
 
+        def failed(texts: dict[int, str]) -> dict[int, dict[str, Any]]:
+            said = {rank: json.loads(text) for rank, text in texts.items()}
+            for each in said.values():
+                if "error" in each:
+                    raise _Settled({"error": each["error"]})
+            return said
+
         try:
-            said = self._board.gather(topic, self.ranks, begin + self.timeout, check, SLICE)
-        except Refused:
-            return {0: failed[0]}
+            return failed(self._board.gather(topic, self.ranks, begin + self.timeout, check, SLICE))
         except NotPostedError as cause:
             raise self._late(topic, self.ranks, begin) from cause
-        return {rank: json.loads(text) for rank, text in said.items()}
 
     def forget(self, topic: str) -> None:
         self._published.discard(topic)

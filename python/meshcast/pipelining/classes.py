@@ -19,7 +19,7 @@ from meshcast.pipelining.gathered_stages import FSDP_DEFAULTS, Gathering
 from meshcast.pipelining.orders import build
 from meshcast.pipelining.own_stages import check_kinds
 from meshcast.pipelining.pipeline_stage import PipelineStage
-from meshcast.pipelining.schedule import PipelineSchedule, ScheduleOptions
+from meshcast.pipelining.schedule import PipelineSchedule, ScheduleOptions, StepCall
 
 __all__ = [
     "CLASSES",
@@ -245,10 +245,10 @@ class _ScheduleForwardOnly(PipelineScheduleSingle, torch_schedules._ScheduleForw
 
     name = "ForwardOnly"
 
-    def _step(self, args: Any, kwargs: Any, target: Any, losses: Any, *more: Any, **named: Any) -> Any:
-        if target is not None or losses is not None or more[3].targets is not None:
+    def _check_call(self, call: StepCall) -> None:
+        if call.target is not None or call.losses is not None or call.pieces.targets is not None:
             raise MeshcastError("a forward-only schedule computes no losses", op="pipeline")
-        return super()._step(args, kwargs, target, losses, *more, **named)
+        super()._check_call(call)
 
 
 class ScheduleGPipe(PipelineScheduleSingle, torch_schedules.ScheduleGPipe):

@@ -1,4 +1,5 @@
-"""What a stage's module returns, found before a step: on fake tensors, else on fake values."""
+"""What a stage's module returns, found before a step: on fake tensors, else on the values of a micro-batch
+that are here, with zeros and ones for those that other stages send."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from meshcast.base import forks
 from meshcast.base.observe import Flight
 from meshcast.errors import LayoutError
 from meshcast.pipelining.fsdp_fakes import can_be_faked, fake_state, without_fsdp
@@ -36,7 +38,7 @@ __all__ = [
     "writes_on_input",
 ]
 
-DataUse = Literal["if needed", "never", "always"]
+DataUse = Literal["if needed", "alone", "always"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Inferred:
     outputs: None where the rank has no samples and only those that have some can tell.
     stand_in: the rank has no samples, and the module cannot run without: it runs on a fake one.
     copies: the module writes on its inputs in place, so it gets copies.
-    needs_data: fake tensors did not tell, and the module has not been run on others yet.
+    needs_data: fake tensors did not tell, and the module has to be run on others by all ranks of its stage.
     """
 
     outputs: list[LocalValue] | None
@@ -94,17 +96,23 @@ def infer_outputs(
     everywhere_empty: bool = False,
     peers: Sequence[int] = (),
     data: DataUse = "if needed",
+    real: bool = False,
+    again: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
 ) -> Inferred:
     """Runs `module` on fake tensors of the shapes of `args`: no data, no arithmetic, no change of buffers or
-    random state. Where that fails, and under FSDP2 with casts, it runs on zeros and on ones, as
-    torch.distributed.pipelining does on zeros; buffers and random state are put back.
+    random state. Where that fails, and under FSDP2 with casts, it runs on values, as
+    torch.distributed.pipelining does: on those of a micro-batch that this rank has, and on zeros and on ones
+    in place of those that come from other stages; buffers and random state are put back.
 
     Args:
         everywhere_empty: no rank has samples of this micro-batch. Shapes then follow from those of one and of
             two samples.
-        data: whether it may run on zeros and ones. On data it communicates, so all ranks of a stage do so
-            equally often or none: "never", until all of them know that one has to, then "always".
+        data: whether it may run on values. On these it communicates, so all ranks of a stage do so equally
+            often or none: "alone", which ends where it begins to communicate, until all of them know that one
+            has to, then "always".
         peers: see `needs_stand_in`.
+        real: `args` have the values of a micro-batch, as `kwargs` always do; else only its shapes.
+        again: arguments of another micro-batch of these shapes, which must give the same shapes.
 
     Raises:
         LayoutError: with the cause, for a module that runs on neither, or whose shapes depend on its data;
@@ -114,7 +122,9 @@ def infer_outputs(
     faked = can_be_faked(plain)
     trained = with_grad and _trains(plain, args)
 
-    def run(given: Sequence[Any], named: Mapping[str, Any]) -> Inferred:
+    def run(
+        given: Sequence[Any], named: Mapping[str, Any], more: tuple[Sequence[Any], Mapping[str, Any]] | None
+    ) -> Inferred:
         cause: Exception | None = None
         for copies in (False, True) if faked else ():
             try:
@@ -128,26 +138,40 @@ def infer_outputs(
                 cause = error
                 if not writes_on_input(error):
                     break
-        if data == "never":
-            return Inferred(None, needs_data=True)
+        trials = _trials(given, named, real, more)
+        seen = Collectives((), True)
         try:
-            # Copies: without gradients it does not show whether the module writes on its inputs.
-            return Inferred(_on_data(plain, given, named, trained, what), copies=True)
-        except LayoutError:
-            raise
+            if data != "alone":
+                outputs = _on_data(plain, trials, trained, what, real)
+            elif any(True for _ in fsdp_parts(plain)):
+                return Inferred(None, needs_data=True)
+            else:
+                with forks.no_calls() as refused, seen:
+                    outputs = _on_data(plain, trials, trained, what, real)
         except Exception as error:
-            raise _refusal(what, cause or error, error) from (cause or error)
+            if seen.found or (data == "alone" and refused):
+                return Inferred(None, needs_data=True)
+            if isinstance(error, LayoutError):
+                raise
+            raise _refusal(what, cause or error, error, real) from (cause or error)
+        if seen.found:  # and the module took the error for another
+            return Inferred(None, needs_data=True)
+        # Copies: without gradients it does not show whether the module writes on its inputs.
+        return Inferred(outputs, copies=True)
 
     if not is_empty((args, kwargs)):
-        return run(args, kwargs)
+        return run(args, kwargs, again)
     # Whether it cannot run without samples shows on fakes alone; else it is run without.
-    stand_in = needs_stand_in(plain, args, kwargs, with_grad=with_grad, peers=peers, what=what)
+    stand_in = needs_stand_in(plain, args, kwargs, with_grad=with_grad, peers=peers, what=what, real=real)
     if faked and not stand_in and data != "always":
         try:
             return _on_fakes(plain, args, kwargs, with_grad, False, what)
         except Exception:  # it needs data
             pass
-    found = [run(*stand_ins((args, dict(kwargs)), rows)) for rows in ((1, 2) if everywhere_empty else (1,))]
+    found = []
+    for rows in (1, 2) if everywhere_empty else (1,):
+        (given, named), more = stand_ins(((args, dict(kwargs)), again), rows)
+        found.append(run(given, named, more))
     copies = found[0].copies
     if any(each.needs_data for each in found):
         return Inferred(None, stand_in, needs_data=True)
@@ -170,9 +194,10 @@ def needs_stand_in(
     with_grad: bool,
     peers: Sequence[int],
     what: str,
+    real: bool = False,
 ) -> bool:
     """Whether a module runs with a fake sample, but not without any: on fake tensors, or, where these do
-    not tell (and without FSDP2, which communicates), on ones.
+    not tell (and without FSDP2, which communicates), on values, as `infer_outputs` does.
 
     peers: the ranks that have the same samples. Raises LayoutError if the module communicates with others:
     the fake sample would be taken for one of the batch.
@@ -187,14 +212,15 @@ def needs_stand_in(
                 raise
             _fake_outputs(plain, given, named, with_grad, True)
 
-    def on_ones(given: Sequence[Any], named: Mapping[str, Any]) -> None:
+    def on_data(given: Sequence[Any], named: Mapping[str, Any]) -> None:
+        values, by_name = _trials(given, named, real, None)[-1]
         with _unchanged(plain):
-            plain(*_filled(tuple(given), torch.ones_like), **_filled(dict(named), torch.ones_like))
+            plain(*values, **by_name)
 
     # A collective on fakes reaches nobody; a real one would, and is stopped.
     attempts = [(on_fakes, False)] if can_be_faked(plain, exactly=False) else []
     if not any(True for _ in fsdp_parts(plain)):
-        attempts.append((on_ones, True))
+        attempts.append((on_data, True))
     filled, named = stand_ins((tuple(args), dict(kwargs)), 1)
     for attempt, stops in attempts:
         if _outcome(attempt, args, kwargs, peers, stops=stops) != "fails":
@@ -348,34 +374,58 @@ def _fake_outputs(
         return outputs, before != [value._version for value in given]
 
 
+# Arguments that a module can be run with, positional and by name.
+_Trial = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _trials(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    real: bool,
+    again: tuple[Sequence[Any], Mapping[str, Any]] | None,
+) -> list[_Trial]:
+    """What to run a module on: see `infer_outputs`. All tensors are copies, on which it may write."""
+
+    def copied(values: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda value: value.detach().clone(), values)
+
+    def filled(fill: Callable[..., torch.Tensor]) -> Any:
+        def made(value: torch.Tensor) -> torch.Tensor:
+            # A mask of zeros would hide everything.
+            return torch.ones_like(value) if value.dtype == torch.bool else fill(value.detach())
+
+        return tree_map_only(torch.Tensor, made, tuple(args))
+
+    other_args, other_kwargs = (args, kwargs) if again is None else again
+    if not real:
+        return [
+            (filled(torch.zeros_like), copied(dict(kwargs))),
+            (filled(torch.ones_like), copied(dict(other_kwargs))),
+        ]
+    found = [(copied(tuple(args)), copied(dict(kwargs)))]
+    return found if again is None else [*found, (copied(tuple(other_args)), copied(dict(other_kwargs)))]
+
+
 def _on_data(
-    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], trained: bool, what: str
+    module: torch.nn.Module, trials: Sequence[_Trial], trained: bool, what: str, real: bool
 ) -> list[LocalValue]:
     found = []
-    for fill in (torch.zeros_like, torch.ones_like):
-        given, named = _filled(tuple(args), fill), _filled(dict(kwargs), fill)
+    for given, named in trials:
         with _unchanged(module):
             outputs = module(*given, **named)
         described = describe_values(as_tuple(outputs, what), False)
         found.append(
             [replace(each, requires_grad=trained and each.dtype.is_floating_point) for each in described]
         )
-    zeros, ones = found
-    if zeros != ones:
+    first, last = found[0], found[-1]
+    if first != last:
+        kinds = ("of one micro-batch", "of another") if real else ("of zeros", "of ones")
         raise LayoutError(
-            f"{what}: the shapes of its outputs depend on its data: {[each.shape for each in zeros]} of "
-            f"zeros, {[each.shape for each in ones]} of ones. What leaves a stage has one shape for all "
-            "micro-batches of a size: pad it; or give output_args= if real data always have one shape"
+            f"{what}: the shapes of its outputs depend on its data: {[each.shape for each in first]} "
+            f"{kinds[0]}, {[each.shape for each in last]} {kinds[1]}. What leaves a stage has one shape for "
+            "all micro-batches of a size: pad it; or give output_args= if real data always have one shape"
         )
-    return zeros
-
-
-def _filled(values: Any, fill: Callable[..., torch.Tensor]) -> Any:
-    def made(value: torch.Tensor) -> torch.Tensor:
-        # A mask of zeros would hide everything.
-        return torch.ones_like(value) if value.dtype == torch.bool else fill(value.detach())
-
-    return tree_map_only(torch.Tensor, made, values)
+    return first
 
 
 @contextmanager
@@ -396,8 +446,9 @@ def _unchanged(module: torch.nn.Module) -> Iterator[None]:
                 part.reshard()
 
 
-def _refusal(what: str, fake: Exception, real: Exception) -> LayoutError:
-    also = "" if fake is real else f"; on zeros {type(real).__name__}: {real}"
+def _refusal(what: str, fake: Exception, real: Exception, on_batch: bool) -> LayoutError:
+    values = "its micro-batch" if on_batch else "zeros"
+    also = "" if fake is real else f"; on {values} {type(real).__name__}: {real}"
     return LayoutError(
         f"{what}: its output shapes could not be inferred ({type(fake).__name__}: {fake}{also}). Mend the "
         "module, or, if only fake values are at fault, give output_args= with tensors (meta device will "

@@ -58,7 +58,6 @@ class StepLoss:
 
     Args:
         targets: of each micro-batch, this rank's; None without any.
-        as_torch: losses are returned as the function made them, and gradients scaled once, at the end.
         weight_fn: see `PipelineSchedule`.
 
     Attributes:
@@ -74,14 +73,13 @@ class StepLoss:
         loss_fn: Callable[..., Any] | None,
         targets: Sequence[Any] | None,
         loss_kwargs: Mapping[str, Any],
-        as_torch: bool,
         weight_fn: Callable[..., Any] | None,
     ) -> None:
         self._stage = stage
         self._loss_fn = loss_fn
         self.targets = targets
         self._loss_kwargs = loss_kwargs
-        self._as_torch = as_torch
+        self._as_torch = False
         self._weight_fn = weight_fn
         self.typical = 1.0
         self._parts = [Fraction(1)] * microbatches  # of a micro-batch's samples and tokens, this rank's
@@ -112,11 +110,12 @@ class StepLoss:
             )
         return float(local_values(weight) if isinstance(weight, torch.Tensor) else weight)
 
-    def learn_parts(self, parts: Sequence[Fraction], scale: GradientScale) -> None:
-        """For each micro-batch, this rank's part of its samples and tokens; and the scale of the stage."""
+    def learn_parts(self, parts: Sequence[Fraction], scale: GradientScale, as_torch: bool) -> None:
+        """For each micro-batch, this rank's part of its samples and tokens; and the scale of the stage.
+        as_torch: losses are returned as the function made them, and gradients scaled once, at the end."""
         weighed = zip(parts, scale.weights, strict=True)
         self._parts = [part if weight else Fraction(0) for part, weight in weighed]
-        self._gradients = scale
+        self._gradients, self._as_torch = scale, as_torch
 
     def take(self, microbatch: int, output: Any) -> torch.Tensor | None:
         """Computes the loss of the last stage's output, where there is a loss function and a target. Returns

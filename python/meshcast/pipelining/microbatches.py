@@ -129,6 +129,16 @@ class Values:
             for each, way in zip(flat, wanted, strict=True):
                 self.leaves.append(Leaf(each, top, nested, self._dim(each, way, top), _is_whole(way)))
 
+    @property
+    def count(self) -> int:
+        """How many values, nested ones as one."""
+        return len(self._given)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of keyword arguments."""
+        return list(self._keys or ())
+
     def _spec(self, top: int, specs: Any) -> Any:
         if self._keys is None:
             if len(specs) != len(self._given):

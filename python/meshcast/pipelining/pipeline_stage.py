@@ -313,10 +313,16 @@ class PipelineStage(StageCompute):
         return local.placements
 
     def infer(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], with_grad: bool, empty: bool, data: DataUse
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        with_grad: bool,
+        empty: bool,
+        data: DataUse,
+        again: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
     ) -> Inferred:
-        """Local shapes of the outputs of one micro-batch, and how to run the module for it. empty, data:
-        everywhere_empty, data of `infer_outputs`."""
+        """Local shapes of the outputs of one micro-batch, and how to run the module for it. empty, data,
+        again: everywhere_empty, data, again of `infer_outputs`."""
         rows, what = rows_of(args), f"rank {self.rank}, stage {self.stage_index}"
         peers = self.mesh.along([dim for dim in range(len(self.mesh.shape)) if dim not in self.data_dims])
         if self._example_rows is None:
@@ -334,6 +340,8 @@ class PipelineStage(StageCompute):
                     everywhere_empty=empty,
                     peers=peers,
                     data=data,
+                    real=self.is_first,
+                    again=again,
                 )
             except LayoutError:
                 if self.output_examples is None:
@@ -342,7 +350,13 @@ class PipelineStage(StageCompute):
                 self._writes_on_inputs = self._writes_on_inputs or found.copies
                 return found
         stand_in = is_empty((args, kwargs)) and self._probed(
-            needs_stand_in, args, kwargs, with_grad=with_grad, peers=peers, what=what
+            needs_stand_in,
+            args,
+            kwargs,
+            with_grad=with_grad,
+            peers=peers,
+            what=what,
+            real=self.is_first,
         )
         if self.is_last:  # its outputs matter to the loss function alone
             outputs = None

@@ -4,7 +4,7 @@ and outputs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, ClassVar, TypedDict
 
@@ -35,7 +35,7 @@ from meshcast.pipelining.table import StageTable, agree_on_stages, describe_stag
 from meshcast.pipelining.varying import Wirings, agree_on_step
 from meshcast.pipelining.wiring import Wiring
 
-__all__ = ["PipelineSchedule", "ScheduleOptions"]
+__all__ = ["PipelineSchedule", "ScheduleOptions", "StepCall"]
 
 _CHECKED_FIRST, _CHECKED_EVERY = 3, 64  # of the steps those whose batches are compared: see `_is_checked`
 
@@ -56,6 +56,22 @@ class ScheduleOptions(TypedDict, total=False):
     seed: int | None
     timeout: float | timedelta | None
     weight_fn: Callable[..., Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """One call of ``step`` or ``eval``, as it was made. train: it is ``step``. merge: it returns outputs."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any
+    losses: list[Any] | None
+    return_outputs: bool
+    loss_kwargs: Mapping[str, Any] | None
+    pieces: Pieces
+    train: bool
+    finalize: bool = True
+    merge: bool = True
 
 
 class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule):
@@ -106,7 +122,6 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
     _given_order: tuple[Any, bool] | None = None  # of actions that came later; whether with their transfers
     _backward_requires_autograd = True
     _gathering: Gathering = FSDP_DEFAULTS
-    _finalize_gradients = True  # of the step that runs
 
     def _begin(
         self,
@@ -170,6 +185,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         self._samples: Sequence[int] = ()  # of its micro-batches
         self._steps = 0  # that were run
         self._calls = 0  # of step and eval, those that were refused too
+        self._past_calls: list[str] = []  # whose agreements other ranks may still read
         self._weighings = 0
         self._weight_fn = weight_fn
         self._typical = 1.0
@@ -247,14 +263,12 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                 AbortedError with this first cause; one that had finished its part does so in its next step.
                 The transfers of the pipeline have ended.
         """
-        if not isinstance(finalize_gradients, bool):
-            raise TypeError(f"finalize_gradients must be a bool, found {type(finalize_gradients).__name__}")
         pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs, local_batch)
-        self._finalize_gradients = finalize_gradients
-        try:
-            return self._step(args, kwargs, target, losses, return_outputs, loss_kwargs, True, pieces)
-        finally:
-            self._finalize_gradients = True
+        return self._step(
+            StepCall(
+                args, kwargs, target, losses, return_outputs, loss_kwargs, pieces, True, finalize_gradients
+            )
+        )
 
     def eval(
         self,
@@ -273,7 +287,9 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         size than those of training."""
         pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs, local_batch)
         with torch.no_grad():
-            return self._step(args, kwargs, target, losses, return_outputs, loss_kwargs, False, pieces)
+            return self._step(
+                StepCall(args, kwargs, target, losses, return_outputs, loss_kwargs, pieces, False)
+            )
 
     def _step_microbatches(
         self,
@@ -285,10 +301,9 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """As in torch: a step of micro-batches that are there; it trains if the stages have a backward."""
-        self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         train = any(stage.has_backward for stage in self._mine.values())
         pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
-        self._step((), {}, None, losses, return_outputs, loss_kwargs, train, pieces, merge=False)
+        self._step(StepCall((), {}, None, losses, return_outputs, loss_kwargs, pieces, train, merge=False))
 
     def _maybe_compute_loss(
         self,
@@ -308,57 +323,33 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
 
     def close(self) -> None:
         """Drops the transfers. Later steps raise AbortedError."""
-        self._failed = self._failed or "the schedule was closed"
+        self._failed = self._failed or f"rank {self._rank}: the schedule was closed"
         self._wirings.close()
 
-    def _step(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        target: Any,
-        losses: list[Any] | None,
-        return_outputs: bool,
-        loss_kwargs: dict[str, Any] | None,
-        train: bool,
-        pieces: Pieces,
-        merge: bool = True,
-    ) -> Any:
-        if losses is not None and not isinstance(losses, list):
-            raise TypeError(f"losses must be a list, found {type(losses).__name__}")
+    def _check_call(self, call: StepCall) -> None:
+        """Raises TypeError or LayoutError for arguments that are wrong by themselves."""
+        if not isinstance(call.finalize, bool):
+            raise TypeError(f"finalize_gradients must be a bool, found {type(call.finalize).__name__}")
+        if call.losses is not None and not isinstance(call.losses, list):
+            raise TypeError(f"losses must be a list, found {type(call.losses).__name__}")
+        if not call.merge:
+            pieces: Any = call.pieces
+            self._check_inputs(pieces.args, pieces.kwargs, pieces.targets, call.losses)
+
+    def _step(self, call: StepCall) -> Any:
         if not self._runs:
             raise LayoutError("the stages are none of meshcast.pipelining: they cannot run here")
         self._board.check_process()
         if self._failed is not None:
-            raise AbortedError(f"the pipeline failed before: {self._failed}", rank=self._rank, op="pipeline")
-        finalize = self._finalize_gradients or not train
-        scales = train and self.name != "ForwardOnly"  # as torch's `step` does, also one without a loss
-        try:
-            train = self._agreed().trains and train
-        except DeadlineExceededError as error:
-            self._fail(error)
-            raise
+            cause = f"the pipeline failed before: {self._failed}"
+            self._board.fail_agreement(f"call/{self._calls}", cause)  # of others that have not failed
+            raise AbortedError(cause, rank=self._rank, op="pipeline")
         try:
             with current(self._device):
-                runtime, feeds, wirings = self._prepared(
-                    train,
-                    lambda stage: StepFeed(
-                        stage,
-                        self._n_microbatches,
-                        args if stage.is_first else (),
-                        kwargs,
-                        target if stage.is_last else None,
-                        (self._args_chunk_spec, self._kwargs_chunk_spec),
-                        self._loss_fn,
-                        loss_kwargs or {},
-                        self.scale_grads,
-                        return_outputs,
-                        pieces,
-                        train,
-                        self._agreed().as_torch,
-                        self._weight_fn if train else None,
-                    ),
-                    pieces,
-                )
+                feeds, wirings = self._prepared(call)
+                train = call.train and self._agreed().trains
+                finalize = call.finalize or not train
+                runtime = self._runtime_for(wirings[0])
                 self._feeds = feeds
                 for index, stage in self._mine.items():
                     stage.clear_runtime_states()
@@ -376,8 +367,8 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                 with hooks_at_the_end(trained) as call_hooks:
                     with self._accumulating(train):
                         runtime.run(row, feeds, wirings, train=train, seed=seed)
-                        self._finish(feeds, train, losses, finalize)
-                    if scales:
+                        self._finish(feeds, train, call.losses, finalize)
+                    if call.train and self.name != "ForwardOnly":  # as torch's `step`, also without a loss
                         self._scale_as_torch(finalize)
                     if train:
                         self._call_hooks(call_hooks, finalize)
@@ -393,7 +384,8 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         if train and self._recent is not None:
             self._recent.add(runtime.trace)
         last = [feeds[index] for index, stage in self._mine.items() if stage.is_last]
-        return last[0].merged(self._output_merge_spec) if merge and return_outputs and last else None
+        returns = call.merge and call.return_outputs and last
+        return last[0].merged(self._output_merge_spec) if returns else None
 
     def _agreed(self) -> StageTable:
         """Raises the same LayoutError on every rank where the ranks contradict each other."""
@@ -409,79 +401,122 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                 stage.sharing = table.shared
         return self._table
 
-    def _prepared(
-        self, train: bool, feed_of: Callable[[PipelineStage], StepFeed], pieces: Pieces
-    ) -> tuple[Runtime, dict[int, StepFeed], list[Wiring]]:
-        """All that can be refused, before data moves. Raises Refused on every rank if one has a reason."""
-        feeds: dict[int, StepFeed] = {}
-        ahead: list[float | None] = []
+    def _prepared(self, call: StepCall) -> tuple[dict[int, StepFeed], list[Wiring]]:
+        """All that can be refused, before data moves. Raises Refused on every rank if one has a reason: at
+        once there, on the others when they come."""
+        said: dict[str, Any] = {}
         mine: Exception | None = None
         try:
-            if train and self._backward_requires_autograd and not torch.is_grad_enabled():
-                raise MeshcastError(
-                    "step trains and needs gradients enabled; use eval under torch.no_grad", op="pipeline"
-                )
-            if train and self._weighted and not self._finalize_gradients:
-                raise LayoutError(pairs_are_final(), op="pipeline")
-            feeds = {index: feed_of(stage) for index, stage in self._mine.items()}
-            self._wirings.check_shapes(feeds, cut=not pieces.given)
-            ahead = [feed.weight_ahead() for feed in feeds.values()]
+            self._check_call(call)
+            feeds = {index: self._feed(stage, call) for index, stage in self._mine.items()}
+            self._wirings.check_shapes(feeds, cut=not call.pieces.given)
         except Exception as error:
             mine = error
         if mine is None:
-            mode = "step" if train or not self._agreed().trains else "eval"
-            mode += "" if self._finalize_gradients else " with finalize_gradients=False"
-            said: dict[str, Any] = {
-                "mode": f"{mode} with local_batch=True" if pieces.local else mode,
-                "shapes": [
-                    " ".join(names) for names in zip(*(feeds[i].digests() for i in feeds), strict=True)
-                ],
-                "alike": pieces.given,
-                "samples": feeds[0].samples() if 0 in feeds else None,
-                "weighted": self._weighted,
-                "weight": next((each for each in ahead if each is not None), None),
-                "order": "" if self._given is None else self._given.digest,
-                "as_torch": self._agreed().as_torch,
-                "given": {
-                    str(index): given
-                    for index, feed in feeds.items()
-                    if (given := feed.said(checked=_is_checked(self._steps))) is not None
-                },
-            }
-        else:
+            try:
+                table = self._agreed()  # in the first call it waits for the schedules of the other ranks
+            except DeadlineExceededError:
+                raise
+            except Exception as error:  # on all ranks
+                raise Refused(error) from error
+            try:
+                said = self._said(call, feeds, table)
+                self._wirings.look(feeds, table)
+            except Exception as error:
+                mine = error
+        topic = f"call/{self._calls}"
+        self._past_calls.append(topic)
+        if mine is not None:
             said = {"refused": str(mine) or type(mine).__name__}
-        answer = self._board.agree(f"call/{self._calls}", said, agree_on_step)
-        if self._calls:
-            self._board.forget_agreement(f"call/{self._calls - 1}")
+            self._board.refuse(topic, said, agree_on_step, mine)
+            self._calls += 1
+            raise Refused(mine) from mine
+        answer = self._board.agree(topic, said, agree_on_step)
         self._calls += 1
         if "refused" in answer:
             own = dict(answer["refused"]).get(self._rank)
-            if mine is None and own is not None:
-                mine = LayoutError(own, rank=self._rank, op="pipeline")
             rank, text = answer["refused"][0]
             raise Refused(
-                mine or AbortedError(text, rank=self._rank, peer=rank, op="pipeline", phase="agree")
-            ) from mine
+                LayoutError(own, rank=self._rank, op="pipeline")
+                if own is not None
+                else AbortedError(text, rank=self._rank, peer=rank, op="pipeline", phase="agree")
+            )
+        while len(self._past_calls) > 1:  # all ranks have come to this one
+            self._board.forget_agreement(self._past_calls.pop(0))
         for feed in feeds.values():
             feed.take(answer["rows"] or answer["samples"], answer["dealt"])
         self._weighted, self._samples, self._ahead = (
             answer[what] for what in ("weighted", "samples", "weight")
         )
-        wirings = self._wirings.of_step(answer["keys"], answer["samples"], feeds, self._agreed())
+        wirings = self._wirings.of_step(answer["keys"], answer["samples"], feeds, table)
+        for index, feed in feeds.items():
+            inputs = [wiring.inputs[index] for wiring in wirings]
+            feed.learn_shares(inputs, answer["samples"], answer["alike"], table.as_torch)
+        return feeds, wirings
+
+    def _feed(self, stage: PipelineStage, call: StepCall) -> StepFeed:
+        """What one stage gets. Raises LayoutError for what it cannot take."""
+        feed = StepFeed(
+            stage,
+            self._n_microbatches,
+            call.args if stage.is_first else (),
+            call.kwargs,
+            call.target if stage.is_last else None,
+            (self._args_chunk_spec, self._kwargs_chunk_spec),
+            self._loss_fn,
+            call.loss_kwargs or {},
+            self.scale_grads,
+            call.return_outputs,
+            call.pieces,
+            call.train,
+            self._weight_fn if call.train else None,
+        )
+        wired = self._wirings.last
+        sent = len(wired.inputs[stage.stage_index]) if wired is not None else None
+        for count, names in feed.calls():
+            stage.check_arguments(count if stage.is_first else sent, names)
+        return feed
+
+    def _said(self, call: StepCall, feeds: Mapping[int, StepFeed], table: StageTable) -> dict[str, Any]:
+        """What this rank says of a call, for `agree_on_step`. Raises what this rank refuses for."""
+        train = call.train and table.trains
+        if train and self._backward_requires_autograd and not torch.is_grad_enabled():
+            raise MeshcastError(
+                "step trains and needs gradients enabled; use eval under torch.no_grad", op="pipeline"
+            )
+        if train and self._weighted and not call.finalize:
+            raise LayoutError(pairs_are_final(), op="pipeline")
+        mode = "step" if train or not table.trains else "eval"
+        mode += "" if call.finalize else " with finalize_gradients=False"
+        ahead = [feed.weight_ahead() for feed in feeds.values()]
+        return {
+            "mode": f"{mode} with local_batch=True" if call.pieces.local else mode,
+            "shapes": [" ".join(names) for names in zip(*(feeds[i].digests() for i in feeds), strict=True)],
+            "alike": call.pieces.given,
+            "samples": feeds[0].samples() if 0 in feeds else None,
+            "weighted": self._weighted,
+            "weight": next((each for each in ahead if each is not None), None),
+            "order": "" if self._given is None else self._given.digest,
+            "as_torch": table.as_torch,
+            "given": {
+                str(index): given
+                for index, feed in feeds.items()
+                if (given := feed.said(checked=_is_checked(self._steps))) is not None
+            },
+        }
+
+    def _runtime_for(self, wiring: Wiring) -> Runtime:
         if self._runtime is None:
             self._runtime = Runtime(
                 self,
                 self._mine,
-                wirings[0],
+                wiring,
                 self._timeout,
                 overlap=self._overlap,
                 outstanding=self._outstanding,
                 max_active_stages=self._gathering.max_active_stages,
             )
-        for index, feed in feeds.items():
-            inputs = [wiring.inputs[index] for wiring in wirings]
-            feed.learn_shares(inputs, answer["samples"], answer["alike"])
-        return self._runtime, feeds, wirings
+        return self._runtime
 
     def _row(self, train: bool) -> list[Action]:
         if train not in self._rows:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from typing import Any
@@ -41,6 +42,7 @@ class StageCompute(ForwardContext):
         # A module that writes on its inputs in place gets copies; FSDP2 could not try again.
         self._writes_on_inputs = any(True for _ in fsdp_parts(self.submod))
         self._last_backward = LastBackward(self.submod)
+        self._calls_known: set[Any] = set()  # how the module may be called
 
     def _begin_compute(self) -> None:
         self._begin_contexts()
@@ -192,6 +194,31 @@ class StageCompute(ForwardContext):
         if self.has_backward:
             self._hooks[fwd_chunk_id] = hooks_before, hooks_made() != hooks_before
         return output
+
+    def check_arguments(self, count: int | None, names: Collection[str]) -> None:
+        """Raises LayoutError where the module cannot be called so, as Python would once it runs.
+
+        count: how many positional arguments it gets; None where that is not known yet.
+        """
+        call = count, tuple(sorted(names))
+        if call in self._calls_known:
+            return
+        signature = _signature_of(self.submod)
+        if signature is not None:
+            given = dict.fromkeys(names)
+            try:
+                if count is None:
+                    signature.bind_partial(**given)
+                else:
+                    signature.bind(*[None] * count, **given)
+            except TypeError as error:
+                raise LayoutError(
+                    f"rank {self.rank}, stage {self.stage_index}: {type(self.submod).__name__}.forward"
+                    f"{signature} does not take the arguments of this call: {error}",
+                    rank=self.rank,
+                    op="pipeline",
+                ) from error
+        self._calls_known.add(call)
 
     def _run_module(self, given: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return self.submod(*(_copied(given) if self._writes_on_inputs else given), **kwargs)
@@ -381,6 +408,18 @@ class StageCompute(ForwardContext):
         for kept in (self.bwd_cache, self.dw_runner, self._arrived, self._gradients, *late):
             kept.clear()
         self._stood_in = False
+
+
+def _signature_of(module: torch.nn.Module) -> inspect.Signature | None:
+    """How `module` may be called; None where that does not show: hooks of the user may change arguments."""
+    plain = getattr(module, "_orig_mod", module)  # below torch.compile
+    hooks = [*plain._forward_pre_hooks.values(), *torch.nn.modules.module._global_forward_pre_hooks.values()]
+    if any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in hooks):
+        return None
+    try:
+        return inspect.signature(plain.forward)
+    except (TypeError, ValueError):
+        return None
 
 
 def _detached(output: Any) -> Any:

@@ -60,7 +60,6 @@ class StepFeed:
         keep_outputs: bool,
         pieces: Pieces,
         train: bool,
-        as_torch: bool,
         weight_fn: Callable[..., Any] | None = None,
     ) -> None:
         pieces.check(microbatches)
@@ -103,8 +102,8 @@ class StepFeed:
         self._arguments: list[list[Any]] = []
         self._keywords: list[Mapping[str, Any]] = []
         self._argument_shardings: list[list[Sharding]] = []
-        self.loss = StepLoss(stage, microbatches, loss_fn, None, loss_kwargs, as_torch, weight_fn)
-        self._scale_grads, self._as_torch = scale_grads, as_torch
+        self.loss = StepLoss(stage, microbatches, loss_fn, None, loss_kwargs, weight_fn)
+        self._scale_grads = scale_grads
         self.scale = GradientScale()
 
     def _values(self, kind: str, given: Any) -> Values:
@@ -241,6 +240,33 @@ class StepFeed:
             and self._is_cut(leaf, placed)
         )
 
+    def calls(self) -> list[tuple[int, list[str]]]:
+        """For each micro-batch, how many positional arguments were given, and the names of the others."""
+        both = [(self._of("args", each), self._of("kwargs", each)) for each in range(self._microbatches)]
+        return [(args.count if args else 0, kwargs.names if kwargs else []) for args, kwargs in both]
+
+    @property
+    def owns_samples(self) -> bool:
+        """Whether an argument has the samples of this rank only."""
+        return any(
+            self._is_own(kind, leaf)
+            for kind in ("args", "kwargs")
+            for values in self._given[kind]
+            for leaf in values.leaves
+        )
+
+    def parts(self) -> list[tuple[list[Any], Mapping[str, Any]]] | None:
+        """What this rank's module gets of each micro-batch, for the first stage, before the ranks agree; None
+        where they have to agree first: other ranks' samples decide how the batch is cut."""
+        owns = self.owns_samples
+        if owns and (self._stage.use_dtensor or not self._local):
+            return None
+        samples = self.samples()
+        args = [list(each) for each, _ in self._cut("args", samples, None, keeps=owns)]
+        kwargs = [each for each, _ in self._cut("kwargs", samples, None, keeps=owns)]
+        none: list[Any] = [[] for _ in samples]
+        return list(zip(args or none, kwargs or [{} for _ in samples], strict=True))
+
     def said(self, *, checked: bool) -> dict[str, Any] | None:
         """What the ranks must know of it to find out whether all fits together (`agree_on_step`); None where
         nothing was given. checked: with digests of the values."""
@@ -322,40 +348,46 @@ class StepFeed:
         """
         order = None if dealt is None else _order(dealt["rows"])
         keeps = dealt is not None and dealt["grid"] == self._grid
-        targets: list[Any] = []
-        for kind, several in self._given.items():
-            owns = [[keeps and self._is_own(kind, leaf) for leaf in values.leaves] for values in several]
-            flats = [
-                [self._here(leaf, own=own) for leaf, own in zip(values.leaves, mine, strict=True)]
-                for values, mine in zip(several, owns, strict=True)
-            ]
-            if kind not in self._pieces:
-                flats = [
-                    list(each)
-                    for values, mine, flat in zip(several, owns, flats, strict=True)
-                    for each in zip(
-                        *(
-                            _microbatches(leaf, value, samples, None if own else order, own=own)
-                            for leaf, value, own in zip(values.leaves, flat, mine, strict=True)
-                        ),
-                        strict=True,
-                    )
-                ] or [[] for _ in range(self._microbatches) if several]
-            for number, flat in enumerate(flats):
-                at = number if kind in self._pieces else 0
-                shares = [
-                    self._share(kind, leaf, value, samples[number] if own else None)
-                    for leaf, value, own in zip(several[at].leaves, flat, owns[at], strict=True)
-                ]
-                rebuilt = several[at].rebuilt([local for local, _ in shares])
-                if kind == "args":
-                    self._arguments.append(list(rebuilt))
-                    self._argument_shardings.append([each for _, each in shares if each is not None])
-                elif kind == "kwargs":
-                    self._keywords.append(rebuilt)
-                else:
-                    targets.append(rebuilt[0])
+        for args, shardings in self._cut("args", samples, order, keeps=keeps):
+            self._arguments.append(list(args))
+            self._argument_shardings.append(shardings)
+        self._keywords = [named for named, _ in self._cut("kwargs", samples, order, keeps=keeps)]
+        targets = [each[0] for each, _ in self._cut("target", samples, order, keeps=keeps)]
         self.loss.targets = targets or None
+
+    def _cut(
+        self, kind: str, samples: Sequence[int], order: torch.Tensor | None, *, keeps: bool
+    ) -> list[tuple[Any, list[Sharding]]]:
+        """This rank's part of each micro-batch, and how its tensors are laid out. order: in which the samples
+        of whole values come. keeps: values that are this rank's own samples stay here."""
+        several = self._given[kind]
+        owns = [[keeps and self._is_own(kind, leaf) for leaf in values.leaves] for values in several]
+        flats = [
+            [self._here(leaf, own=own) for leaf, own in zip(values.leaves, mine, strict=True)]
+            for values, mine in zip(several, owns, strict=True)
+        ]
+        if kind not in self._pieces:
+            flats = [
+                list(each)
+                for values, mine, flat in zip(several, owns, flats, strict=True)
+                for each in zip(
+                    *(
+                        _microbatches(leaf, value, samples, None if own else order, own=own)
+                        for leaf, value, own in zip(values.leaves, flat, mine, strict=True)
+                    ),
+                    strict=True,
+                )
+            ] or [[] for _ in range(self._microbatches) if several]
+        found = []
+        for number, flat in enumerate(flats):
+            at = number if kind in self._pieces else 0
+            shares = [
+                self._share(kind, leaf, value, samples[number] if own else None)
+                for leaf, value, own in zip(several[at].leaves, flat, owns[at], strict=True)
+            ]
+            rebuilt = several[at].rebuilt([local for local, _ in shares])
+            found.append((rebuilt, [each for _, each in shares if each is not None]))
+        return found
 
     def _here(self, leaf: Leaf, *, own: bool) -> Any:
         """A value without DTensors, which only a stage of one rank takes as they are: their mesh joins
@@ -385,7 +417,11 @@ class StepFeed:
         return local, sharding
 
     def learn_shares(
-        self, inputs: Sequence[Mapping[int, StageValue]], samples: Sequence[int], alike: bool
+        self,
+        inputs: Sequence[Mapping[int, StageValue]],
+        samples: Sequence[int],
+        alike: bool,
+        as_torch: bool,
     ) -> None:
         """What this rank counts in the step.
 
@@ -393,6 +429,7 @@ class StepFeed:
             inputs: of each micro-batch, what other stages send for it; the same object for the same shapes.
             samples: of each micro-batch, on all ranks.
             alike: every micro-batch that has samples counts the same, however many they are.
+            as_torch: losses are returned as the function made them, and gradients scaled once, at the end.
         """
         stage, known = self._stage, dict[int, tuple[Fraction, Fraction]]()
         of_loss, of_stage = [], []
@@ -406,7 +443,7 @@ class StepFeed:
             of_loss.append(known[key][0])
             of_stage.append(known[key][1])
         degree = 1 if stage.use_dtensor else stage.batch_parts
-        scaled, as_torch = self._scale_grads, self._as_torch
+        scaled = self._scale_grads
         self.scale = GradientScale(
             of_stage,
             microbatch_weights(samples, alike or as_torch, scaled),
@@ -414,7 +451,7 @@ class StepFeed:
             max(1, sum(each > 0 for each in samples)) if scaled else 1,
             None if as_torch else Fraction(1, degree * (self._microbatches if scaled else 1)),
         )
-        self.loss.learn_parts(of_loss, self.scale)
+        self.loss.learn_parts(of_loss, self.scale, as_torch)
 
     def _sharded(self, microbatch: int, values: Mapping[int, StageValue]) -> list[Sharding]:
         if values:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from meshcast.errors import LayoutError
 from meshcast.pipelining.board import PipelineBoard
+from meshcast.pipelining.inference import DataUse, Inferred
 from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.shared import SharedGradients
 from meshcast.pipelining.step import StepFeed
@@ -26,6 +27,7 @@ from meshcast.transfers.persistent import PersistentTransfer
 
 __all__ = ["Wirings", "agree_on_step"]
 
+_T = TypeVar("_T")
 _KEPT = 64  # combinations of shapes whose transfers stay compiled; of more, those not used for longest go
 
 
@@ -238,6 +240,9 @@ class Wirings:
         self._varying = varying
         self._rank = next(iter(stages.values())).rank
         self._known: OrderedDict[str, Wiring] = OrderedDict()
+        # By the name of a micro-batch's shapes on the first stage, and whether it is the rank's own part: what
+        # came out there.
+        self._looked: OrderedDict[tuple[str, bool], Inferred] = OrderedDict()
         # By stage, the shapes of the first step's micro-batches, and these without samples.
         self._first: dict[int, tuple[list[Any], list[Any]]] = {}
         self._meetings = 0
@@ -275,6 +280,25 @@ class Wirings:
                         op="pipeline",
                     )
 
+    def look(self, feeds: Mapping[int, StepFeed], table: StageTable) -> None:
+        """Runs the first stage's module for shapes that are new, as `infer_outputs` does. Other ranks are not
+        waited for: an error reaches the caller before they come. Raises LayoutError."""
+        names = _looks(feeds[0]) if 0 in feeds else []
+        data: DataUse = "alone" if len(table.ranks[0]) > 1 else "if needed"
+        parts = None if self._looked.keys() >= set(names) else feeds[0].parts()
+        for number, name in enumerate(names):
+            if name not in self._looked and parts is not None:
+                empty = feeds[0].samples()[number] == 0
+                if empty and feeds[0].owns_samples:
+                    continue  # other ranks may have some: that is known once they agreed
+                with torch.inference_mode(False):
+                    (args, kwargs), again = _with_next(lambda at: parts[at], names, number)
+                    self._looked[name] = self._stages[0].infer(args, kwargs, table.trains, empty, data, again)
+            if name in self._looked:
+                self._looked.move_to_end(name)
+        while len(self._looked) > max(_KEPT, len(names)):
+            self._looked.popitem(last=False)
+
     def of_step(
         self, keys: list[str], samples: list[int], feeds: Mapping[int, StepFeed], table: StageTable
     ) -> list[Wiring]:
@@ -284,7 +308,7 @@ class Wirings:
             self._first.setdefault(index, _of_first(feed))
         for number, key in enumerate(keys):
             if key not in self._known:
-                self._known[key] = self._connect(feeds, table, number, samples[number] == 0)
+                self._known[key] = self._connect(feeds, table, keys, number, samples[number] == 0)
             self._known.move_to_end(key)
         wirings = [self._known[key] for key in keys]
         needed = len(set(keys))
@@ -305,26 +329,38 @@ class Wirings:
             transfer.abort(reason)
 
     def _connect(
-        self, feeds: Mapping[int, StepFeed], table: StageTable, microbatch: int, everywhere_empty: bool
+        self,
+        feeds: Mapping[int, StepFeed],
+        table: StageTable,
+        keys: Sequence[str],
+        microbatch: int,
+        everywhere_empty: bool,
     ) -> Wiring:
         topic = f"{self._meetings}/"
         self._meetings += 1
-        args = feeds[0].arguments(microbatch) if 0 in feeds else []
-        kwargs = {index: feed.keywords(microbatch) for index, feed in feeds.items()}
         try:
             # An evaluation may be the first to come, and steps that train use its wiring.
             with torch.inference_mode(False):
-                given, named = tree_map_only(torch.Tensor, _trainable, (args, kwargs))
+                (args, kwargs), again = _with_next(
+                    lambda at: (
+                        feeds[0].arguments(at) if 0 in feeds else [],
+                        {index: feed.keywords(at) for index, feed in feeds.items()},
+                    ),
+                    keys,
+                    microbatch,
+                )
                 return connect(
                     self._stages,
                     table,
                     self._board,
-                    given,
-                    named,
+                    args,
+                    kwargs,
+                    again,
                     self._timeout,
                     topic,
                     self.shared,
                     everywhere_empty,
+                    self._looked.get(_looks(feeds[0])[microbatch]) if 0 in feeds else None,
                 )
         except BaseException as error:
             shapes = [f"shapes/{index}{which}" for index in self._stages for which in ("", "/data")]
@@ -333,9 +369,27 @@ class Wirings:
             raise
 
 
+def _with_next(given: Callable[[int], _T], keys: Sequence[Any], microbatch: int) -> tuple[_T, _T | None]:
+    """What a rank gets of a micro-batch, and of the next one under the same key, if there is one."""
+
+    def of(number: int) -> _T:
+        found: _T = tree_map_only(torch.Tensor, _trainable, given(number))
+        return found
+
+    later = (number for number in range(microbatch + 1, len(keys)) if keys[number] == keys[microbatch])
+    other = next(later, None)
+    return of(microbatch), None if other is None else of(other)
+
+
+def _looks(feed: StepFeed) -> list[tuple[str, bool]]:
+    """Names for what the first stage's module gets of each micro-batch, by its shapes."""
+    owns = feed.owns_samples
+    return [(name, owns) for name in feed.digests()]
+
+
 def _trainable(value: torch.Tensor) -> torch.Tensor:
-    """Of the same shape, if autograd could not take the value itself: only shapes matter here."""
-    return torch.empty_like(value) if value.is_inference() else value
+    """A copy where autograd could not take the value itself."""
+    return value.clone() if value.is_inference() else value
 
 
 def _of_first(feed: StepFeed) -> tuple[list[Any], list[Any]]:

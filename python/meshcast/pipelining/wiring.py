@@ -89,10 +89,12 @@ def connect(
     board: PipelineBoard,
     args: Sequence[Any],
     kwargs: Mapping[int, Mapping[str, Any]],
+    again: tuple[Sequence[Any], Mapping[int, Mapping[str, Any]]] | None,
     timeout: float,
     topic: str = "",
     shared: SharedGradients | None = None,
     everywhere_empty: bool = False,
+    looked: Inferred | None = None,
 ) -> Wiring:
     """Finds the shapes of all values, stage after stage, and compiles the transfers of this rank.
 
@@ -100,16 +102,20 @@ def connect(
         stages: those of this rank, by number.
         args: this rank's local arguments of one micro-batch, first stage only.
         kwargs: local keyword arguments of one micro-batch, of each stage.
+        again: both of another micro-batch of these shapes, if there is one.
         topic: begins the names of what the ranks tell each other here; another for each call.
         shared: of an earlier call for micro-batches of another shape. Lanes have the same numbers in all of
             them: between two steps nothing is on its way.
         everywhere_empty: the micro-batch has no samples on any rank.
+        looked: what the first stage's module returns here, if that is known.
 
     Raises:
         Refused: on all ranks, before a transfer was made: a shape, layout or module that does not fit.
     """
     try:
-        agreed = _agree(stages, table, board, args, kwargs, topic, shared is None, everywhere_empty)
+        agreed = _agree(
+            stages, table, board, args, kwargs, again, topic, shared is None, everywhere_empty, looked
+        )
     except MeshcastError as error:
         if isinstance(error, DeadlineExceededError):  # who is missing knows of nothing
             raise
@@ -152,9 +158,11 @@ def _agree(
     board: PipelineBoard,
     args: Sequence[Any],
     kwargs: Mapping[int, Mapping[str, Any]],
+    again: tuple[Sequence[Any], Mapping[int, Mapping[str, Any]]] | None,
     topic: str,
     first: bool,
     everywhere_empty: bool,
+    looked: Inferred | None,
 ) -> _Agreed:
     """What all ranks know before a transfer is made: afterwards none of them has anything to refuse."""
     values: list[list[StageValue]] = []
@@ -162,17 +170,21 @@ def _agree(
     num_stages = len(table.ranks)
     for index in range(num_stages):
         where = f"{topic}shapes/{index}"
-        data: DataUse = "never" if len(table.ranks[index]) > 1 else "if needed"
+        data: DataUse = "alone" if len(table.ranks[index]) > 1 else "if needed"
         while True:
             if index in stages:
                 stage = stages[index]
                 inputs = _inputs(stage, table, table.edges, values)
                 given = _examples(stage, inputs) if index else list(args)
-                inferred[index] = stage.infer(given, kwargs[index], table.trains, everywhere_empty, data)
+                known = None if index or data == "always" else looked
+                more = None if again is None else (given if index else again[0], again[1][index])
+                inferred[index] = known or stage.infer(
+                    given, kwargs[index], table.trains, everywhere_empty, data, more
+                )
                 _publish_shapes(stage, board, where, inferred[index])
             # The last stage only tells whether it came this far: nobody must wait for it in vain.
             found = board.collect(where, table.ranks[index])
-            if data != "never" or not any(published["needs_data"] for published in found.values()):
+            if data != "alone" or not any(published["needs_data"] for published in found.values()):
                 break
             data, where = "always", f"{where}/data"  # all of its ranks, since modules communicate
         values.append(_values(index, found, table))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
+from meshcast.base import forks
 from meshcast.errors import LayoutError
 from meshcast.layout import Layout
 from meshcast.pipelining.inference import Inferred, infer_outputs, stand_ins
@@ -218,6 +221,81 @@ def test_a_module_that_fakes_cannot_run_runs_on_zeros_and_ones_and_is_left_alone
     assert found.outputs == [LocalValue((4, 2), torch.float32, False)]
     assert float(module.seen) == 0.0
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Split(nn.Module):
+    """Reads its second argument on the host, and writes on its first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: list[list[float]] = []
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        first, second = x.split(sizes.tolist())
+        self.runs.append(x.flatten().tolist())
+        x += 1
+        return torch.cat([first, second])[:: int(sizes[0])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_of_the_micro_batch_are_read_on_the_host(dtype: torch.dtype) -> None:
+    module, x = Split(), torch.tensor([2.0, 4.0, 6.0], dtype=dtype)
+    sizes = {"sizes": torch.tensor([1, 2])}
+    # Those that other stages send are zeros and ones; those that are here are the batch's, and stay.
+    expected = [LocalValue((3,), dtype, False)]
+    assert infer_outputs(module, [x], sizes, with_grad=False, what="s").outputs == expected
+    assert module.runs == [[0.0] * 3, [1.0] * 3]
+    module.runs.clear()
+    again = [x * 2], {"sizes": torch.tensor([1, 2])}
+    found = infer_outputs(module, [x], sizes, with_grad=False, what="s", real=True, again=again)
+    assert (found.outputs, found.copies) == (expected, True)
+    assert module.runs == [[2.0, 4.0, 6.0], [4.0, 8.0, 12.0]]
+    assert x.tolist() == [2.0, 4.0, 6.0]
+    other = [x], {"sizes": torch.tensor([2, 1])}
+    with pytest.raises(LayoutError, match=r"\[\(3,\)\] of one micro-batch, \[\(2,\)\] of another"):
+        infer_outputs(module, [x], sizes, with_grad=False, what="s", real=True, again=other)
+    with pytest.raises(LayoutError, match="on its micro-batch RuntimeError: split_with_sizes"):
+        infer_outputs(module, [x], {"sizes": torch.tensor([1, 3])}, with_grad=False, what="s", real=True)
+
+
+class Together(nn.Module):
+    """Needs data, and communicates, by torch or by meshcast; or it is broken."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert float(x.sum()) >= 0
+        if self.way == "torch":
+            torch.distributed.all_reduce(x)
+        elif self.way == "meshcast":
+            forks.check(forks.count, "reshard")
+        elif self.way == "swallowed":
+            with suppress(Exception):
+                torch.distributed.all_reduce(x)
+        elif self.way == "broken":
+            raise ValueError("broken")
+        return x
+
+
+def test_a_rank_alone_runs_a_module_until_it_communicates() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for way in ("torch", "meshcast", "swallowed"):
+            found = infer_outputs(Together(way), [torch.ones(2)], {}, with_grad=False, what="s", data="alone")
+            assert found == Inferred(None, needs_data=True)
+            found = infer_outputs(
+                Together(way), [torch.ones(2)], {}, with_grad=False, what="s", data="always"
+            )
+            assert found.outputs == [LocalValue((2,), torch.float32, False)]
+        found = infer_outputs(Together("none"), [torch.ones(2)], {}, with_grad=False, what="s", data="alone")
+        assert not found.needs_data
+        with pytest.raises(LayoutError, match="ValueError: broken"):
+            infer_outputs(Together("broken"), [torch.ones(2)], {}, with_grad=False, what="s", data="alone")
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_module_that_writes_on_its_input_gets_copies() -> None:
