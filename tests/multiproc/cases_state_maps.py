@@ -112,6 +112,34 @@ def stacked(context) -> None:
     moved(context, experts, expected, [TensorMap(pairs, "w13", stack=True)])
 
 
+def experts_apart(context) -> None:
+    """Gate and up of each expert out of one tensor of all: the same maps as targets as to join them, so there
+    and back again is what it was. Interleaved by groups, of unequal sizes, transposed, and one expert."""
+    whole = unique_fill((3, 4, 5), torch.float32, 1)
+    parts = {}
+    for i, expert in enumerate(whole):
+        parts[f"{i}.gate"], parts[f"{i}.up"] = expert[:2].contiguous(), expert[2:].contiguous()
+    each = [TensorMap([f"{i}.gate", f"{i}.up"]) for i in range(3)]
+    for dtype in (torch.float32, torch.bfloat16):
+        moved(context, {"w13": whole}, parts, [TensorMap("w13", each, stack=True)], dtype=dtype)
+    moved(context, parts, {"w13": whole}, [TensorMap(each, "w13", stack=True)])
+    moved(context, {"w13": whole}, {"2.up": parts["2.up"]}, [TensorMap("w13", each, stack=True)])
+    one = TensorMap("w13", [each[0]], stack=True)
+    moved(context, {"w13": whole[:1].contiguous()}, {n: parts[n] for n in ("0.gate", "0.up")}, [one])
+    turns = {
+        f"{i}.{n}": whole[i, at::2].contiguous() for i in range(3) for at, n in enumerate(("gate", "up"))
+    }
+    by_turns = [TensorMap([f"{i}.gate", f"{i}.up"], groups=2) for i in range(3)]
+    moved(context, {"w13": whole}, turns, [TensorMap("w13", by_turns, stack=True)])
+    turned = {
+        f"{i}.{n}": part.t().contiguous()
+        for i in range(3)
+        for n, part in zip(("gate", "up"), whole[i].split([1, 3]), strict=True)
+    }
+    uneven = [TensorMap([f"{i}.gate", f"{i}.up"], sizes=[1, 3], permute=(1, 0)) for i in range(3)]
+    moved(context, {"w13": whole}, turned, [TensorMap("w13", uneven, stack=True)])
+
+
 def turned(context) -> None:
     """Transposes, alone and with what else a map does."""
     a, b = unique_fill((4, 6), torch.float32, 1), unique_fill((4, 2, 3), torch.bfloat16, 2).float()
@@ -363,6 +391,7 @@ CASES = [
     fused,
     split,
     stacked,
+    experts_apart,
     turned,
     with_casts,
     renamed,

@@ -235,7 +235,7 @@ def _step(told: Mapping[str, Any], rank: int) -> int | None:
 def _targets(maps: Any) -> list[str]:
     """Names that maps make; what is no map is refused later."""
     each = [maps] if isinstance(maps, TensorMap) else list(maps or ())
-    return [name for one in each if isinstance(one, TensorMap) for name in one.targets]
+    return [name for one in each if isinstance(one, TensorMap) for name in one.target_names()]
 
 
 def _renaming(rename: Any) -> Callable[[str], str | None]:

@@ -22,6 +22,7 @@ __all__ = [
     "living",
     "lost_ranks",
     "raise_gone",
+    "ranks_text",
     "renumbered",
     "survivors",
 ]
@@ -65,7 +66,7 @@ def living(
     never = [rank for rank in lost if rank not in in_sources]
     if never:
         raise LayoutError(
-            f"{op}: lost= names {_ranks_text(never)}, not in {_layouts_text(layouts)}; "
+            f"{op}: lost= names {ranks_text(never)}, not in {_layouts_text(layouts)}; "
             "name ranks that held a part of the source",
             rank=rank,
             op=op,
@@ -98,7 +99,7 @@ def check_not_wanted(name: str, wanted: Layout, lost: Mapping[int, int], rank: i
     both = [lost[number] for number in wanted.ranks if number in lost]
     if both:
         raise LayoutError(
-            f"{op}: {_ranks_text(both)} is lost, and yet in the destination of {name!r}, {wanted}; choose a "
+            f"{op}: {ranks_text(both)} is lost, and yet in the destination of {name!r}, {wanted}; choose a "
             "mesh of ranks that live",
             rank=rank,
             op=op,
@@ -160,7 +161,7 @@ def raise_gone(found: Sequence[Gone], op: str, rank: int) -> None:
     if not found:
         return
     text = "; ".join(
-        f"{each.name!r} {box_text(each.box)} of {_ranks_text(each.ranks)}" for each in found[:_SHOWN]
+        f"{each.name!r} {box_text(each.box)} of {ranks_text(each.ranks)}" for each in found[:_SHOWN]
     )
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     raise LayoutError(
@@ -172,7 +173,8 @@ def raise_gone(found: Sequence[Gone], op: str, rank: int) -> None:
     )
 
 
-def _ranks_text(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks for a message: "rank 3", "ranks 0, 1", with the first eight of more."""
     shown = ", ".join(map(str, ranks[:8]))
     return f"rank{'s' * (len(ranks) > 1)} {shown}" + (", ..." if len(ranks) > 8 else "")
 
@@ -182,7 +184,7 @@ def renumbered(layout: Layout, numbers: Mapping[int, int], what: str) -> Layout:
     without = [rank for rank in layout.ranks if rank not in numbers]
     if without:
         raise LayoutError(
-            f"{what}: {layout} has {_ranks_text(without)}, for which ranks= gives no new rank; name what is "
+            f"{what}: {layout} has {ranks_text(without)}, for which ranks= gives no new rank; name what is "
             "gone in lost="
         )
     ranks = array("i", [numbers[rank] for rank in layout.ranks])

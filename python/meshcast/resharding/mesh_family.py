@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate
 from ..errors import LayoutError
 from ..layout import Layout
 
-__all__ = ["Family", "Slices", "everywhere", "family_of", "joined", "ranks_then", "slices_called"]
+__all__ = ["Family", "Slices", "everywhere", "family_of", "joined", "ranks_then", "separate", "slices_called"]
 
 Slices = tuple[tuple[int, ...], ...]
 """The ranks of slices of one mesh, each row-major. An empty one stands for a mesh that is by itself."""
@@ -85,6 +85,23 @@ def joined(said: Mapping[Key, tuple[Layout, Family | None]]) -> Layout | None:
     layouts.sort(key=lambda layout: layout.ranks)
     mesh = torch.tensor([layout.ranks for layout in layouts]).reshape(-1, *first.mesh_shape)
     return Layout(mesh, (Replicate(), *first.placements))
+
+
+def separate(said: Mapping[Key, tuple[Layout, Family | None]]) -> list[Layout]:
+    """The layouts of a tensor that ranks of several meshes hold, such as the stages of a pipeline: one for
+    each mesh, slices joined. None at all where meshes share ranks, or values are partial."""
+    groups: dict[object, dict[Key, tuple[Layout, Family | None]]] = {}
+    for key, (layout, family) in said.items():
+        of: object = layout
+        if family is not None:
+            _, names, shape, ranks = family
+            stage = _stages(names, shape, ranks)
+            of = family, layout.mesh_shape, layout._placements, frozenset(map(stage.get, layout.ranks))
+        groups.setdefault(of, {})[key] = layout, family
+    found = [layout for layout in map(joined, groups.values()) if layout is not None]
+    every = [rank for layout in found for rank in layout.ranks]
+    clear = len(found) == len(groups) and len(set(every)) == len(every)
+    return found if clear and not any(layout.has_partial for layout in found) else []
 
 
 def _stages(names: Sequence[str], shape: Sequence[int], ranks: Sequence[int]) -> dict[int, tuple[int, ...]]:

@@ -284,7 +284,7 @@ def _maps(given: Any) -> list[TensorMap]:
     for each in maps:
         if not isinstance(each, TensorMap):
             raise LayoutError(f"{OP}: maps has {checks.shown(each)}: expected a meshcast.TensorMap")
-        for name in each.targets:
+        for name in each.target_names():
             if name in made:
                 raise LayoutError(f"{OP}: two maps make {name!r}")
             made.add(name)

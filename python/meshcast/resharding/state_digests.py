@@ -11,10 +11,12 @@ from ..errors import MeshcastError
 from ..layout import Box, Layout
 from ..planning.plan import Problem
 from ..transfers.digest import added, pieces_digest, shard_digest
+from .lost import ranks_text
 from .state_batches import Part
-from .state_specs import OP
+from .state_sources import Origin
+from .state_specs import OP, mismatch
 
-__all__ = ["Digests", "check_whole", "torn"]
+__all__ = ["Digests", "check_twins", "check_whole", "torn"]
 
 _MODULUS = 1 << 64
 
@@ -126,12 +128,33 @@ def check_whole(
             raise torn(f"{name!r} did not arrive as it was sent: the digests differ", rank, None)
 
 
+def check_twins(twins: Mapping[str, Origin], rows: Mapping[int, list[int]], rank: int) -> None:
+    """Raises unless the meshes that hold a tensor hold the same values. rows: the digest of each one in its
+    order, by rank."""
+    for number, (name, origin) in enumerate(twins.items()):
+        digests = {other: row[number] for other, row in rows.items()}
+        totals = [_total(name, origin.shape, twin, "source", digests, rank) for twin in origin.twins]
+        if len(set(totals)) > 1:
+            texts = (
+                f"{ranks_text(twin.ranks)} (digest {total:016x})"
+                for twin, total in zip(origin.twins, totals, strict=True)
+            )
+            raise mismatch(
+                f"{name!r} has other values on {' than on '.join(texts)}; make them equal, or leave the name "
+                "out on all ranks but those of one mesh",
+                rank,
+            )
+
+
 def _total(
     name: str, shape: tuple[int, ...], layout: Layout, what: str, digests: Mapping[int, int], rank: int
 ) -> int:
-    """The digest of the whole tensor, once the replicas of each shard agree."""
+    """The digest of the whole tensor, once the replicas of each shard agree. digests: by rank that is not
+    lost."""
     first: dict[tuple[Box, ...], int] = {}
     for owner, boxes in layout.shards(shape).items():
+        if owner not in digests:
+            continue
         same = first.setdefault(tuple(boxes), owner)
         if digests[same] != digests[owner]:
             raise _unlike(name, same, owner, what, rank)

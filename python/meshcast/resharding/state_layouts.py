@@ -14,7 +14,7 @@ from ..layout import Box, Layout
 from .tensor_map import Block
 from .tensor_move import positive_placements
 
-__all__ = ["check_blocks", "check_holds", "copies_on", "mapped_layout", "positive"]
+__all__ = ["check_blocks", "check_holds", "copies_on", "mapped_layout", "positive", "together"]
 
 _OP = "reshard_state_dict"
 
@@ -31,6 +31,14 @@ def positive(layout: Layout, ndim: int) -> Layout:
         return layout
     mesh = torch.tensor(layout.ranks).reshape(layout.mesh_shape)
     return Layout(mesh, positive_placements(layout.placements, ndim))
+
+
+def together(layouts: Sequence[Layout], shape: tuple[int, ...]) -> Layout:
+    """What the ranks of several layouts hold, which share none; the layout itself where it is one."""
+    if len(layouts) == 1:
+        return layouts[0]
+    pieces = dict(sorted(pair for layout in layouts for pair in layout.pieces(shape).items()))
+    return Layout._of_held(tuple(pieces), tuple(pieces.values()), len(shape))
 
 
 def check_holds(name: str, shape: tuple[int, ...], source: Layout, destination: Layout) -> None:

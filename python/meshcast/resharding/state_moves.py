@@ -53,11 +53,12 @@ class Target:
 @dataclass(frozen=True)
 class Agreed:
     """The same on all ranks. values: destinations of entries that are no tensors. own: entries of which each
-    rank has its own."""
+    rank has its own. twins: sources that several meshes hold, whose values have to be equal."""
 
     targets: dict[str, Target]
     values: frozenset[str]
     own: frozenset[str] = frozenset()
+    twins: Mapping[str, Origin] = field(default_factory=dict)
 
     @property
     def moves(self) -> list[Move]:
@@ -81,7 +82,7 @@ def agree(sides: Mapping[int, Side], maps: Sequence[TensorMap], rank: int) -> Ag
             op=OP,
         )
     goals = {name: said.goal(name) for name in names if name not in values}
-    makers = {target: each for each in maps for target in each.targets}
+    makers = {target: each for each in maps for target in each.target_names()}
     used: set[str] = set()
     made: dict[str, tuple[tuple[int, ...], list[Block]]] = {}
     for name in goals:
@@ -100,7 +101,8 @@ def agree(sides: Mapping[int, Side], maps: Sequence[TensorMap], rank: int) -> Ag
     said.check_extra(used)
     _tie(targets, said, makers)
     _check_scales(targets, said)
-    return Agreed(targets, values, said.own)
+    twins = {name: said.origin(name) for name in sorted(used) if said.origin(name).twins}
+    return Agreed(targets, values, said.own, twins)
 
 
 def _shapes(each: TensorMap, said: Said) -> dict[str, tuple[int, ...]]:

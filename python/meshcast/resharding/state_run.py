@@ -20,14 +20,16 @@ from ..errors import AbortedError, DeadlineExceededError, PeerLostError, PlanMis
 from ..groups.parent import ParentGroup
 from ..layout import Layout
 from ..transfers.call import Call
+from ..transfers.digest import shard_digest
 from .state_arguments import Given, StateCall, checked_call
 from .state_batches import Batch, compile_batches
-from .state_digests import Digests, check_whole
+from .state_digests import Digests, check_twins, check_whole
 from .state_entries import local_of
 from .state_kept import Kept, Known
 from .state_moves import Agreed, agree
 from .state_results import Memory, ReshardedState, arriving, fill, note_outputs
 from .state_rows import Rows
+from .state_sources import Origin
 from .state_specs import OP, decode, mismatch, text_digest
 from .state_values import restored, same_values, shown
 
@@ -141,6 +143,8 @@ class Conversation:
             told = rows.read(topic, [other for other, theirs in said.items() if theirs[4]], deadline)
             carried.update({other: json.loads(theirs) for other, theirs in told.items()})
         merged = _merged(carried, rank, agreed.own)
+        if agreed.twins:
+            self._check_twins(agreed.twins, call, number, deadline)
         moving()
         digests = Digests(rank, len(agreed.moves)) if call.options["digest"] else None
         failure: Exception | None = None
@@ -189,6 +193,27 @@ class Conversation:
         fill(result, call, agreed.targets, arrived, values)
         result.version = None if version == _NONE else version
         return known, [each for each in made if each is not None]
+
+    def _check_twins(
+        self, twins: Mapping[str, Origin], call: StateCall, number: int, deadline: float
+    ) -> None:
+        """Raises on all ranks where meshes hold unlike values under one name. Reads each such tensor once."""
+        rank, digests, failure = self.parent.rank, [0] * len(twins), None
+        try:
+            for at, (name, origin) in enumerate(twins.items()):
+                for layout in origin.twins:
+                    if rank in layout.ranks:
+                        local = local_of(call.tensors[name])
+                        digests[at] = shard_digest(local, layout, origin.shape, rank)
+        except Exception as error:  # the others have to hear of it
+            failure = typed(error, OP, rank)
+        topic = f"twins {number}"
+        said = self.rows.gather([_NONE if failure is None else _REFUSED, *digests], _left(deadline))
+        if failure is not None:
+            self.rows.post(topic, str(failure))
+            raise failure
+        self._raise_another(said, "could not take part", topic, deadline)
+        check_twins(twins, {other: row[1:] for other, row in said.items()}, rank)
 
     def _raise_another(self, said: Mapping[int, list[int]], what: str, topic: str, deadline: float) -> None:
         """Raises where another rank's row says that it raises, with what it posts about it."""

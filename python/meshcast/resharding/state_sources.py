@@ -13,9 +13,9 @@ from ..base import checks
 from ..errors import LayoutError
 from ..layout import Layout
 from .lost import check_not_wanted, survivors
-from .mesh_family import joined
+from .mesh_family import joined, separate
 from .state_entries import Held
-from .state_layouts import copies_on, positive
+from .state_layouts import copies_on, positive, together
 from .state_loaded import with_boxes
 from .state_specs import OP, Side, held_text, mismatch, names_text, wanted_text
 
@@ -24,13 +24,15 @@ __all__ = ["Goal", "Origin", "Said"]
 
 class Origin(NamedTuple):
     """A tensor at its source. had: with ranks that are lost, where such are in it; it is `layout` itself
-    where no other rank is."""
+    where no other rank is. twins: the layouts that `layout` is made of, where several meshes hold the tensor,
+    if their values are equal."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout
     device_type: str
     had: Layout | None = None
+    twins: tuple[Layout, ...] = ()
 
 
 class Goal(NamedTuple):
@@ -155,18 +157,21 @@ class Said:
         inside = {r: h for r, h in holders.items() if h.layout is not None and r in h.layout.ranks}
         outside = {r: h for r, h in holders.items() if r not in inside}
         told = inside or outside
-        layout = joined({r: (h.layout, h.family) for r, h in told.items() if h.layout is not None})
-        if layout is None:
+        each = {r: (h.layout, h.family) for r, h in told.items() if h.layout is not None}
+        one = joined(each)
+        layouts = separate(each) if one is None else [one]
+        if not layouts:
             rank, other = next(
                 (r, h) for r, h in told.items() if h.layout != next(iter(told.values())).layout
             )
             raise self._unlike(name, next(iter(told)), next(iter(told.values())), rank, other)
         for rank, spec in outside.items():  # which may know one of the sub-meshes, or describe all of them
-            if spec.layout != layout and spec.layout not in {h.layout for h in inside.values()}:
+            if spec.layout not in {*layouts, *(h.layout for h in inside.values())}:
                 assert spec.layout is not None
-                if spec.layout.shards(first.shape) != layout.shards(first.shape):
+                shards = spec.layout.shards(first.shape)
+                if all(shards != layout.shards(first.shape) for layout in layouts):
                     raise self._unlike(name, next(iter(told)), next(iter(told.values())), rank, spec)
-        for rank in layout.ranks:
+        for rank in (rank for layout in layouts for rank in layout.ranks):
             if rank in self.lost:
                 continue
             if rank not in self.sides:
@@ -177,10 +182,20 @@ class Said:
                     rank=self.rank,
                     op=OP,
                 )
-        layout = self._with_loaded(name, positive(layout, len(first.shape)), first)
+        layouts = [positive(layout, len(first.shape)) for layout in layouts]
+        if len(layouts) > 1:
+            layouts = [layout for layout in layouts if self._lives(layout, first.shape)] or layouts[:1]
+        layout = self._with_loaded(name, together(layouts, first.shape), first)
         left = survivors(layout, first.shape, self.lost, f"{OP}: {name!r}")
         had = None if left is layout else layout
-        return Origin(first.shape, first.dtype, left or layout, first.device_type, had)
+        twins = tuple(layouts) if len(layouts) > 1 else ()
+        return Origin(first.shape, first.dtype, left or layout, first.device_type, had, twins)
+
+    def _lives(self, layout: Layout, shape: tuple[int, ...]) -> bool:
+        """Whether ranks that are not lost hold all of it."""
+        return all(
+            any(rank not in self.lost for rank in holders) for _, holders in layout._core(shape).tiles(shape)
+        )
 
     def _with_loaded(self, name: str, layout: Layout, first: Held) -> Layout:
         """With the boxes that ranks have loaded."""

@@ -23,15 +23,17 @@ class TensorMap:
     Args:
         sources: name of a tensor of the state_dict, or several; a TensorMap without targets stands for what
             it joins.
-        targets: name of a tensor of the destinations, or several.
+        targets: name of a tensor of the destinations, or several; a TensorMap without targets stands for what
+            it joins, and is cut into these again.
         dim: along which several sources are joined, as torch.cat does, and several targets are cut.
-        sizes: of several targets along `dim`; None: equal ones.
+        sizes: of several targets along `dim`; None: equal ones. In a map that is a target, of its parts.
         stack: several sources become slices along a new dimension `dim`, as torch.stack does; or several
             targets are the slices of one source along it.
         groups: each of several sources (or targets) is cut into so many equal parts along `dim`, and the
             parts take turns: first those of the first group, in the order of the names. So are q, k and v
             interleaved by key heads.
         permute: the dimensions of every source in the order in which the target has them, as torch.permute.
+            In a map that is a target, of each part in the order in which what it joins has them.
 
     Maps are the same on every rank. Raises LayoutError for arguments that are wrong by themselves; whether
     they fit the tensors is seen in the call.
@@ -42,10 +44,13 @@ class TensorMap:
         experts = meshcast.TensorMap([f"experts.{i}.w" for i in range(8)], "experts.w", stack=True)
         turned = meshcast.TensorMap("proj.weight", "proj.kernel", permute=(1, 0))
         back = meshcast.TensorMap("gate_up", ["gate", "up"], sizes=[1024, 1024])
+        each = [meshcast.TensorMap([f"experts.{i}.gate", f"experts.{i}.up"]) for i in range(8)]
+        there = meshcast.TensorMap(each, "experts.w13", stack=True)
+        apart = meshcast.TensorMap("experts.w13", each, stack=True)
     """
 
     sources: str | TensorMap | Sequence[str | TensorMap]
-    targets: str | Sequence[str] = ()
+    targets: str | TensorMap | Sequence[str | TensorMap] = ()
     dim: int = 0
     sizes: Sequence[int] | None = None
     stack: bool = False
@@ -54,14 +59,17 @@ class TensorMap:
 
     def __post_init__(self) -> None:
         sources = _listed("sources", self.sources, (str, TensorMap))
-        targets = _listed("targets", self.targets, (str,))
+        targets = _listed("targets", self.targets, (str, TensorMap))
         if not sources:
             raise LayoutError("TensorMap: sources is empty; name at least one tensor")
-        for each in sources:
+        for what, each in [*(("source", s) for s in sources), *(("target", t) for t in targets)]:
             if isinstance(each, TensorMap) and each.targets:
-                raise LayoutError(f"TensorMap: {each} is a source of another map, and has targets of its own")
-        if len(set(targets)) != len(targets):
-            raise LayoutError(f"TensorMap: targets {list(targets)} name a tensor twice")
+                raise LayoutError(f"TensorMap: {each} is a {what} of another map, and has targets of its own")
+            if isinstance(each, TensorMap) and each.sizes is not None and what == "source":
+                raise LayoutError(f"TensorMap: {each} is a source of another map; its parts have sizes")
+        names = _names(targets)
+        if len(set(names)) != len(names):
+            raise LayoutError(f"TensorMap: targets {names} name a tensor twice")
         groups = checks.integer("TensorMap: groups", self.groups, 1, 1 << 20)
         if len(sources) > 1 and len(targets) > 1 and (self.stack or groups > 1):
             raise LayoutError("TensorMap: stack and groups need one source or one target")
@@ -73,8 +81,9 @@ class TensorMap:
                 checks.integer("TensorMap: size", size, 0, checks.MAX_INT64)
                 for size in checks.listed("TensorMap: sizes", sizes)
             )
-            if len(sizes) != len(targets) or self.stack:
-                raise LayoutError(f"TensorMap: {len(sizes)} sizes for {len(targets)} targets along `dim`")
+            parts = targets or sources  # without targets it may be a target itself
+            if len(sizes) != len(parts) or self.stack:
+                raise LayoutError(f"TensorMap: {len(sizes)} sizes for {len(parts)} targets along `dim`")
         permute = self.permute
         if permute is not None:
             permute = tuple(
@@ -92,24 +101,34 @@ class TensorMap:
     def _sources(self) -> tuple[str | TensorMap, ...]:
         return self.sources  # type: ignore[return-value]  # of any kind only until it is checked
 
+    def _targets(self) -> tuple[str | TensorMap, ...]:
+        return self.targets  # type: ignore[return-value]  # likewise
+
     def names(self) -> list[str]:
-        """Of all its sources, also those of maps in it."""
-        found: list[str] = []
-        for each in self._sources():
-            found += each.names() if isinstance(each, TensorMap) else [each]
-        return found
+        """Names of all sources, also of those of maps in it."""
+        return _names(self._sources())
+
+    def target_names(self) -> list[str]:
+        """Names of all targets, also of those that maps in it stand for."""
+        return _names(self._targets())
 
     def wire(self) -> list[Any]:
-        """As JSON has it; equal for equal maps."""
+        """Its form in JSON; equal for equal maps."""
         return [
-            [each.wire() if isinstance(each, TensorMap) else each for each in self._sources()],
-            list(self.targets),
+            *(
+                [each.wire() if isinstance(each, TensorMap) else each for each in side]
+                for side in (self._sources(), self._targets())
+            ),
             self.dim,
             None if self.sizes is None else list(self.sizes),
             self.stack,
             self.groups,
             None if self.permute is None else list(self.permute),
         ]
+
+
+def _names(side: Sequence[str | TensorMap]) -> list[str]:
+    return [name for each in side for name in (each.names() if isinstance(each, TensorMap) else [each])]
 
 
 def _listed(name: str, value: Any, kinds: tuple[type, ...]) -> tuple[Any, ...]:
@@ -168,33 +187,73 @@ def mapped(each: TensorMap, shapes: Mapping[str, _Shape]) -> dict[str, tuple[_Sh
     """For each target its shape and the blocks that make it. Raises LayoutError where the map does not fit
     the shapes of the sources."""
     shape, blocks = _joined(each, shapes)
-    if len(each.targets) == 1:
-        return {each.targets[0]: (shape, blocks)}
+    found: dict[str, tuple[_Shape, list[Block]]] = {}
+    _cut(each, each._targets(), shape, blocks, found)
+    return found
+
+
+def _cut(
+    each: TensorMap,
+    parts: Sequence[str | TensorMap],
+    shape: _Shape,
+    blocks: list[Block],
+    found: dict[str, tuple[_Shape, list[Block]]],
+) -> None:
+    """Adds to `found` what of a tensor goes into each of the parts that it is cut into."""
+    for part, (rest, own) in zip(parts, _pieces(each, len(parts), shape, blocks), strict=True):
+        if parts is not each.targets and each.permute is not None:  # a map that is a target: the way back
+            if len(rest) != len(each.permute):
+                raise _unfit(each, f"permute has {len(each.permute)} dimensions, a part has shape {rest}")
+            order = [each.permute.index(dim) for dim in range(len(rest))]
+            rest = tuple(rest[dim] for dim in order)
+            own = [block.permuted(order) for block in own]
+        if isinstance(part, TensorMap):
+            _cut(part, part._sources(), rest, own, found)
+        else:
+            found[part] = rest, own
+
+
+def _pieces(
+    each: TensorMap, count: int, shape: _Shape, blocks: list[Block]
+) -> list[tuple[_Shape, list[Block]]]:
+    """So many parts along `dim`, or slices of it."""
+    slices = each.stack and not _stacks(each)
+    if count == 1 and not slices:
+        return [(shape, blocks)]
     dim = _dimension(each, len(shape))
-    if each.stack:
-        if shape[dim] != len(each.targets):
-            raise _unfit(each, f"{len(each.targets)} slices are named, but there are {shape[dim]} of {shape}")
+    if slices:
+        if shape[dim] != count:
+            raise _unfit(each, f"{count} slices are named, but there are {shape[dim]} of {shape}")
         rest = shape[:dim] + shape[dim + 1 :]
-        return {
-            name: (rest, [part.without(dim) for part in _within(blocks, dim, index, index + 1)])
-            for index, name in enumerate(each.targets)
-        }
+        return [
+            (rest, [part.without(dim) for part in _within(blocks, dim, index, index + 1)])
+            for index in range(count)
+        ]
     sizes = each.sizes
     if sizes is None:
-        if shape[dim] % len(each.targets):
-            raise _unfit(each, f"{shape[dim]} of {shape} cannot be cut into {len(each.targets)} equal parts")
-        sizes = (shape[dim] // len(each.targets),) * len(each.targets)
+        if shape[dim] % count:
+            raise _unfit(each, f"{shape[dim]} of {shape} cannot be cut into {count} equal parts")
+        sizes = (shape[dim] // count,) * count
     if sum(sizes) != shape[dim]:
         raise _unfit(each, f"the sizes add up to {sum(sizes)}, but there are {shape[dim]} of {shape}")
-    found: dict[str, tuple[_Shape, list[Block]]] = {}
-    for name, size, places in zip(each.targets, sizes, _turns(each, sizes), strict=True):
-        parts = [
-            part.moved(dim, to - begin)
-            for begin, end, to in places
-            for part in _within(blocks, dim, begin, end)
-        ]
-        found[name] = (_with(shape, dim, size), parts)
-    return found
+    return [
+        (
+            _with(shape, dim, size),
+            [
+                part.moved(dim, to - begin)
+                for begin, end, to in places
+                for part in _within(blocks, dim, begin, end)
+            ],
+        )
+        for size, places in zip(sizes, _turns(each, sizes), strict=True)
+    ]
+
+
+def _stacks(each: TensorMap) -> bool:
+    """Whether its sources become slices, rather than its targets are slices. Of one source and one target,
+    the former, unless the target is a map; a map that is a target has none, and stands for slices."""
+    targets = each._targets()
+    return each.stack and len(targets) == 1 and (len(each._sources()) > 1 or isinstance(targets[0], str))
 
 
 def _joined(each: TensorMap, shapes: Mapping[str, _Shape]) -> tuple[_Shape, list[Block]]:
@@ -210,7 +269,7 @@ def _joined(each: TensorMap, shapes: Mapping[str, _Shape]) -> tuple[_Shape, list
             for shape, blocks in items
         ]
     first = items[0][0]
-    slices = each.stack and len(each.targets) <= 1
+    slices = each.stack and (not each.targets or _stacks(each))
     if len(items) == 1 and not slices:
         return items[0]
     dim = _dimension(each, len(first) + slices)
@@ -276,4 +335,4 @@ def _with(values: _Shape, index: int, value: int) -> _Shape:
 
 
 def _unfit(each: TensorMap, reason: str) -> LayoutError:
-    return LayoutError(f"the map of {each.names()[:4]} to {list(each.targets)[:4]} does not fit: {reason}")
+    return LayoutError(f"the map of {each.names()[:4]} to {each.target_names()[:4]} does not fit: {reason}")
