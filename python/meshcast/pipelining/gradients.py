@@ -88,16 +88,21 @@ class GradientScale:
         """What multiplies the gradients of parameters right behind a backward."""
         return ratio if self.end is None else ratio * self.column / (self.unit * self.end)
 
+    def whole(self, ratio: Fraction) -> Fraction:
+        """What multiplies all other gradients that autograd adds up: of arguments of the step, of parameters
+        of the loss function. torch leaves these as they are."""
+        return _ONE if self.end is None else ratio * self.column / self.unit
+
 
 @contextmanager
-def multiplied(parameters: Iterable[torch.nn.Parameter], factor: float) -> Iterator[None]:
-    """Inside, autograd multiplies what it adds to gradients of these parameters by `factor`."""
+def multiplied(tensors: Iterable[torch.Tensor], factor: float) -> Iterator[None]:
+    """Inside, autograd multiplies what it adds to gradients of these tensors by `factor`."""
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         # What counts nothing may be infinite: a mean over no samples.
         return gradient * factor if factor else torch.zeros_like(gradient)
 
-    handles = [each.register_hook(hook) for each in parameters if each.requires_grad]
+    handles = [each.register_hook(hook) for each in tensors if each.requires_grad]
     try:
         yield
     finally:

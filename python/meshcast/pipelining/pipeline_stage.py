@@ -217,7 +217,14 @@ class PipelineStage(StageCompute):
         where = f"stage {self.stage_index}"
         wrapped = look_through(self.submod, self.mesh, self.data_dims, pipeline, where)
         self.submod, self._columns = wrapped.module, wrapped.columns or self._columns
+        self._joining = self._joining_groups()
         self._learn_module()
+
+    def learn_loss(self, loss_fn: Any) -> None:
+        """A loss function may be a module with parameters, some of them those of the stage."""
+        given = list(loss_fn.parameters()) if isinstance(loss_fn, torch.nn.Module) else []
+        own = {id(each) for each in self.submod.parameters()} if given else set()
+        self.loss_parameters = [each for each in given if id(each) not in own]
 
     def scale_grads(self, grad_scale_factor: float | torch.Tensor) -> None:
         """As in torch: all that is in ``grad`` is divided; what several stages of a rank hold, once. A tensor
@@ -230,9 +237,9 @@ class PipelineStage(StageCompute):
     def over_columns(self, *values: float) -> torch.Tensor:
         """The means of the values over the pipelines that DDP or FSDP2 joins with this one (`columns`), in
         float64, on the device of the stage; without such the values. Called by all ranks that are joined."""
-        device = self.device if self.joins_pipelines else torch.device("cpu")
+        device = self.device if self._joining else torch.device("cpu")
         means = torch.tensor(values, dtype=torch.float64, device=device)
-        for group in self._joining_groups():
+        for group in self._joining:
             dist.all_reduce(means, group=group)
             means /= group.size()
         return means
@@ -282,7 +289,7 @@ class PipelineStage(StageCompute):
     @property
     def joins_pipelines(self) -> bool:
         """Whether DDP or FSDP2 joins it with ranks of other pipelines."""
-        return bool(self._joining_groups())
+        return bool(self._joining)
 
     def sync_gradients(self) -> None:
         """Sums the gradients of the parameters over the data-parallel ranks of the stage; inside

@@ -356,6 +356,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                     stage.chunks, stage.has_backward = self._n_microbatches, train
                     stage.seed_of, stage.scale = feeds[index].loss.seed, feeds[index].scale
                     if train:
+                        stage.learn_loss(self._loss_fn if stage.is_last else None)
                         stage.begin_step(self._n_microbatches, finalize=finalize)
                 table, row = self._agreed(), self._row(train)
                 place = table.row_of(next(iter(self._mine))), len(table.rows)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshcast.errors import LayoutError
 from meshcast.pipelining.compat import mesh_of
@@ -50,7 +50,12 @@ class StageCompute(ForwardContext):
         self.ways: Sequence[Way] = ()  # of each micro-batch of the step
         self.scale = GradientScale()  # of the gradients of the step
         self.seed_of: Callable[[int, Fraction], float] = lambda _number, _ratio: 1.0
+        # What gets gradients and is no parameter of the module: arguments of the step, by micro-batch, and
+        # parameters of the loss function.
+        self._arguments: dict[int, list[torch.Tensor]] = {}
+        self.loss_parameters: Sequence[torch.nn.Parameter] = ()
         self._functions: tuple[str, ...] | None = None  # of autograd, that users wrote; None until one ran
+        self._others = self._told = False  # whether there were such gradients; whether of pairs was told
         self._late_scales: dict[int, Fraction] = {}  # of the weight gradients that are to come
         self._watched: int | None = None  # the micro-batch of this step in which the module is looked at
         # Whether it exchanges values with ranks that have other samples. Inside what is compiled nobody sees.
@@ -193,6 +198,10 @@ class StageCompute(ForwardContext):
         self.fwd_cache[fwd_chunk_id] = roots, inputs
         if self.has_backward:
             self._hooks[fwd_chunk_id] = hooks_before, hooks_made() != hooks_before
+            given = tree_leaves((inputs if self.is_first else (), kwargs))
+            self._arguments[fwd_chunk_id] = [
+                each for each in given if isinstance(each, torch.Tensor) and each.requires_grad
+            ]
         return output
 
     def check_arguments(self, count: int | None, names: Collection[str]) -> None:
@@ -253,7 +262,6 @@ class StageCompute(ForwardContext):
             gradients = self._gradients.pop(bwd_chunk_id)
             ratio = ratio or _least_ratio(gradients, any(self.scale.weights[bwd_chunk_id : bwd_chunk_id + 1]))
             roots, seeds = self._roots(outputs, gradients, ratio)
-        late = self.scale.late(ratio)
         if self._functions is None and roots:
             self._functions = own_functions(roots)
         if not full_backward and self._last_backward.active:
@@ -265,15 +273,15 @@ class StageCompute(ForwardContext):
                     value for value in trained if isinstance(value, torch.Tensor) and value.requires_grad
                 ]
                 split = self._late[bwd_chunk_id] = SplitBackward(roots, seeds, needed, hooked)
-                self._late_scales[bwd_chunk_id] = late
-                with self._parameters_times(late):
+                self._late_scales[bwd_chunk_id] = ratio
+                with self._scaled(bwd_chunk_id, ratio):
                     split.input_gradients()
                 if split.whole:
                     self._tell_whole(split.whole)
             else:
                 self._last_backward.before_backward()
                 if roots:
-                    with self._parameters_times(late):
+                    with self._scaled(bwd_chunk_id, ratio):
                         torch.autograd.backward(roots, seeds)
         if seen.found:
             raise LayoutError(
@@ -282,11 +290,13 @@ class StageCompute(ForwardContext):
                 "ranks as many samples"
             )
         if self.dw_builder is not None:
-            run = self.dw_builder()
+            run, late = self.dw_builder(), self.scale.late(ratio)
             if full_backward:
                 self._weights_times(late, run)
             else:
                 self.dw_runner[bwd_chunk_id] = lambda: self._weights_times(late, run)
+        if bwd_chunk_id not in self._due:
+            self._arguments.pop(bwd_chunk_id, None)
         self.bwd_cache[bwd_chunk_id] = tuple(
             self._input_gradient(index, value, ratio) for index, value in enumerate(trained)
         )
@@ -304,8 +314,9 @@ class StageCompute(ForwardContext):
             self.dw_runner.pop(bwd_chunk_id)()
         split = self._late.pop(bwd_chunk_id, None)
         if split is not None:
-            with self._parameters_times(self._late_scales.pop(bwd_chunk_id)):
+            with self._scaled(bwd_chunk_id, self._late_scales.pop(bwd_chunk_id)):
                 split.weight_gradients()
+        self._arguments.pop(bwd_chunk_id, None)
 
     def _watching(self, microbatch: int) -> AbstractContextManager[Any]:
         """Looks, in the first micro-batch of a step whose shares differ from rank to rank, whether the module
@@ -318,12 +329,22 @@ class StageCompute(ForwardContext):
         dims = [dim for dim in range(len(self.mesh.shape)) if dim not in self.data_dims]
         return Collectives(self.mesh.along(dims), stops=False)
 
-    def _parameters_times(self, factor: Fraction) -> AbstractContextManager[None]:
-        """Inside, gradients of the module's parameters are multiplied before they are added up."""
-        return nullcontext() if factor == 1 else multiplied(trained_leaves(self.submod), float(factor))
+    @contextmanager
+    def _scaled(self, microbatch: int, ratio: Fraction) -> Iterator[None]:
+        """Inside, what autograd adds to gradients has the scale of the step, that of parameters but for what
+        is multiplied at its end."""
+        late, whole = self.scale.late(ratio), self.scale.whole(ratio)
+        others = [*self._arguments.get(microbatch, ()), *self.loss_parameters]
+        with ExitStack() as stack:
+            if late != 1:
+                stack.enter_context(multiplied(trained_leaves(self.submod), float(late)))
+            self._others = self._others or bool(others)
+            if whole != 1 and others:
+                stack.enter_context(multiplied(others, float(whole)))
+            yield
 
     def _weights_times(self, factor: Fraction, run: Callable[[], Any]) -> None:
-        """run(), which adds gradients by itself, as `_parameters_times`."""
+        """run(), which adds gradients of parameters by itself."""
         if factor == 1:
             run()
             return
@@ -334,14 +355,18 @@ class StageCompute(ForwardContext):
                     parameter.grad.mul_(float(factor))
 
     def tell_added(self, factor: float) -> None:
-        """Once, that what the module may have added to gradients counted `factor` times."""
-        if self._functions and abs(factor - 1) > 1e-6:
-            functions, self._functions = ", ".join(self._functions), ()
+        """Once, that the weight of a loss's pairs was taken to be `factor` times what it is, where gradients
+        depend on it that are not put right afterwards."""
+        what = [f"autograd functions of its own ({', '.join(self._functions)})"] if self._functions else []
+        if self._others:
+            what.append("gradients of arguments, or of parameters of the loss function")
+        if what and not self._told and abs(factor - 1) > 1e-6:
+            self._told = True
             warnings.warn(
-                f"rank {self.rank}: stage {self.stage_index} runs functions of autograd of its own, "
-                f"{functions}. If they add gradients (auxiliary losses), these counted {factor:.3g} times as "
-                "much as they should in this step: the weight of the loss's pairs was not known before it. "
-                "Make the schedule with weight_fn=",
+                f"rank {self.rank}: stage {self.stage_index} has {' and '.join(what)}. Such gradients, and "
+                "those that functions add (auxiliary losses), were scaled as if the weight of the pairs of the "
+                f"loss were {factor:.3g} times what it turned out to be in this step. Make the schedule with "
+                "weight_fn=, so that it is known before the step",
                 stacklevel=3,
             )
 
@@ -404,7 +429,7 @@ class StageCompute(ForwardContext):
     def clear_runtime_states(self) -> None:
         """Drops what a step has kept."""
         super().clear_runtime_states()
-        late = (self._hooks, self._late, self._late_scales, self._due)
+        late = (self._hooks, self._late, self._late_scales, self._due, self._arguments)
         for kept in (self.bwd_cache, self.dw_runner, self._arrived, self._gradients, *late):
             kept.clear()
         self._stood_in = False

@@ -1,0 +1,22 @@
+"""Gradients of pipelines side by side, and hooks on final gradients: pipeline_column_cases.py, in four
+processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from multiproc.harness import WorldResult
+
+CASES = Path(__file__).with_name("pipeline_column_cases.py")
+RANKS = 4
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_pipeline(pipeline_world: WorldResult, pipeline_case: str) -> None:
+    pipeline_world.check(pipeline_case)
+
+
+def test_all_processes_end_in_time(pipeline_world: WorldResult) -> None:
+    pipeline_world.check_ends()
