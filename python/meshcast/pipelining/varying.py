@@ -240,8 +240,8 @@ class Wirings:
         self._varying = varying
         self._rank = next(iter(stages.values())).rank
         self._known: OrderedDict[str, Wiring] = OrderedDict()
-        # By the name of a micro-batch's shapes on the first stage, and whether it is the rank's own part: what
-        # came out there.
+        # By the name of a micro-batch's shapes on the first stage, and whether it is the rank's own part: the
+        # shapes that came out there.
         self._looked: OrderedDict[tuple[str, bool], Inferred] = OrderedDict()
         # By stage, the shapes of the first step's micro-batches, and these without samples.
         self._first: dict[int, tuple[list[Any], list[Any]]] = {}
