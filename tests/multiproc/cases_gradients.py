@@ -17,9 +17,21 @@ import torch
 import torch.distributed as dist
 from meshcast.errors import MeshcastError
 from meshcast.pipelining import Edge, PipelineStage, get_schedule_class
+from meshcast.pipelining.microbatch import TensorChunkSpec, _Replicate
 from multiproc.gradient_draws import TOKENS, WIDTH, Draw
 from multiproc.gradient_layouts import Place
-from multiproc.gradient_modules import EPSILON, RATE, Loss, Part, build, data, weight_of
+from multiproc.gradient_modules import (
+    EPSILON,
+    RATE,
+    Loss,
+    Part,
+    build,
+    data,
+    extras_of,
+    joined_extras,
+    nested_extras,
+    weight_of,
+)
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -264,16 +276,32 @@ class Rank:
             if draw.loss == "tokens" and any(stage.adds for stage in draw.stages)
             else None,
             timeout=90.0 if any(stage.compiled for stage in draw.stages) else GROUP_TIMEOUT,
+            **self._specs(),
         )
+
+    def _specs(self) -> dict[str, Any]:
+        if not self.draw.extras:
+            return {}
+        specs = nested_extras(self.draw, TensorChunkSpec(0), _Replicate())
+        return {"kwargs_chunk_spec": {"extras": specs}}
+
+    def _extras(self, step: int) -> dict[str, Any]:
+        """Keyword arguments of every stage of this rank."""
+        if not self.draw.extras:
+            return {}
+        pieces = extras_of(self.draw, step, self.here.column)
+        if self.draw.pieces:
+            return {"kwarg_mbs": [{"extras": each} for each in pieces]}
+        return {"extras": joined_extras(self.draw, pieces)}
 
     def given(self, step: int) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
         arguments, targets = data(self.draw, step, self.here.column)
         first, last = 0 in self.numbers, len(self.draw.stages) - 1 in self.numbers
         if self.draw.pieces:
             pieces: dict[str, Any] = {"arg_mbs": arguments} if first else {}
-            return (), pieces | ({"target_mbs": targets} if last else {})
+            return (), pieces | ({"target_mbs": targets} if last else {}) | self._extras(step)
         whole = tuple(torch.cat(each) for each in zip(*arguments, strict=True)) if first else ()
-        return whole, {"target": torch.cat(targets)} if last else {}
+        return whole, ({"target": torch.cat(targets)} if last else {}) | self._extras(step)
 
     def step(self, step: int) -> list[float]:
         self.optimizer.zero_grad()

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from multiproc.gradient_draws import DOUBLE, MOST_RANKS, Draw, Input, Output, Stage, split_sizes
+from multiproc.gradient_draws import DOUBLE, MOST_RANKS, TOKENS, Draw, Input, Output, Stage, split_sizes
 from multiproc.gradient_shrink import without_output
 
 
@@ -17,7 +17,8 @@ def draw(seed: int) -> Draw:
     while True:
         made = _torchs_way(rng, seed) if rng.random() < 0.08 else _drawn(rng, seed)
         if made.ranks <= MOST_RANKS:
-            return _with_more(random.Random(f"more {seed}"), made)
+            made = _with_more(random.Random(f"more {seed}"), made)
+            return _with_extras(random.Random(f"extras {seed}"), made)
 
 
 def _with_more(rng: random.Random, made: Draw) -> Draw:
@@ -64,6 +65,14 @@ def _can_add(made: Draw, number: int) -> bool:
     )
     shows = all(stage.inputs[0].placed[dim] == "S0" for dim in split)
     return shows and not joins and not stage.compiled
+
+
+def _with_extras(rng: random.Random, drawn: Draw) -> Draw:
+    """Nested keyword arguments for every stage: cut by samples, and whole."""
+    if not _often(rng, 0.3):
+        return drawn
+    rows = rng.choice([1, TOKENS, sum(drawn.sizes[0]), drawn.sizes[0][0], rng.randint(2, 9)])
+    return replace(drawn, extras=rng.choice(["dict", "list", "NamedTuple"]), table=rows)
 
 
 def _often(rng: random.Random, chance: float) -> bool:
@@ -389,6 +398,14 @@ def corners() -> dict[str, Draw]:
             meshes=[(2,), (3,)],
             sizes=(split_sizes(7, 3),),
             loss="tokens",
+        ),
+        "nested and whole arguments": _chain(
+            first,
+            Stage(("data",), (after,)),
+            meshes=[(2,), (3,)],
+            sizes=(split_sizes(7, 3),),
+            extras="dict",
+            table=7,
         ),
         "loss of a context-parallel stage": _chain(
             first,

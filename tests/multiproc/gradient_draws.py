@@ -82,6 +82,8 @@ class Draw:
     backwards: bool = False  # the first row has the last ranks
     hooks: bool = False
     more_sizes: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    extras: str = ""  # how values for each sample and a table for all of them come to every stage, nested
+    table: int = 0  # rows of that table, which is declared whole
 
     @property
     def rows(self) -> list[list[int]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from multiproc.gradient_draws import TOKENS, WIDTH, Draw, Stage
@@ -107,6 +108,13 @@ class _AddLoss(torch.autograd.Function):
         return gradient, torch.ones_like(ctx.saved_tensors[0])
 
 
+class Extras(NamedTuple):
+    """gain: for each sample. table: the same for all of them."""
+
+    gain: torch.Tensor
+    table: torch.Tensor
+
+
 class Part(nn.Module):
     """A drawn stage, on the part of its mesh that `place` says."""
 
@@ -148,13 +156,15 @@ class Part(nn.Module):
         last = number == len(draw.stages) - 1
         self.head = nn.Linear(WIDTH, WORDS) if last and draw.loss == "tokens" else None
 
-    def forward(self, *inputs: torch.Tensor) -> Any:
+    def forward(self, *inputs: torch.Tensor, extras: Any = None) -> Any:
         values = list(inputs)
         if self._stage.in_place:
             values[0] = torch.relu(values[0]) if self._alone else torch.relu_(values[0])
         hidden = self._first(values)
         for index in range(1, len(values)):
             hidden = self._with(hidden, index, values[index])
+        if extras is not None:
+            hidden = self._modulated(hidden, extras)
         if hasattr(self, "tied"):
             hidden = hidden + 0.5 * hidden @ self.tied
         for block in self.blocks:
@@ -182,6 +192,14 @@ class Part(nn.Module):
     def _take(self, index: int, value: torch.Tensor) -> torch.Tensor:
         spec = self._stage.inputs[index]
         return take(value, self._kinds[index], spec.placed, self._place, whole=spec.whole)
+
+    def _modulated(self, hidden: torch.Tensor, extras: Any) -> torch.Tensor:
+        gain, table = _plain(extras)
+        for dim, role in enumerate(self._place.roles):
+            whole = all(each.placed[dim] != "S0" for each in self._stage.inputs)
+            if role == "data" and whole and self._place.cuts(dim):  # the stage takes its part by itself
+                gain = gain.narrow(0, *self._place.part(gain.shape[0], dim))
+        return hidden * gain + table.sum(0)
 
     def _first(self, values: list[torch.Tensor]) -> torch.Tensor:
         value = self._take(0, values[0])
@@ -218,6 +236,38 @@ class Part(nn.Module):
         else:
             value = hidden if index == 0 else hidden.sin()
         return leave(value, self._made[index], spec.placed, self._place)
+
+
+def _plain(extras: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(extras, dict):
+        return extras["gain"], extras["more"]["table"]
+    return extras[0], extras[1][0] if isinstance(extras, list) else extras[1]
+
+
+def extras_of(
+    draw: Draw, step: int, column: int, cast: Callable[[torch.Tensor], torch.Tensor] = lambda value: value
+) -> list[Any]:
+    """Nested values of each micro-batch; None where there are none."""
+    if not draw.extras:
+        return [None] * draw.microbatches
+    torch.manual_seed(104729 * (draw.seed % 1_000_003) + 31 * step + column + 11)
+    dtype = getattr(torch, draw.dtype)
+    table = cast(torch.randn(draw.table, WIDTH).div(draw.table).to(dtype))
+    gains = [cast((0.5 + torch.rand(samples, 1, 1)).to(dtype)) for samples in draw.sizes_of(step, column)]
+    return [nested_extras(draw, gain, table) for gain in gains]
+
+
+def nested_extras(draw: Draw, gain: Any, table: Any) -> Any:
+    """As the draw has them; of chunk specs as well."""
+    if draw.extras == "dict":
+        return {"gain": gain, "more": {"table": table}}
+    return [gain, (table,)] if draw.extras == "list" else Extras(gain, table)
+
+
+def joined_extras(draw: Draw, pieces: list[Any]) -> Any:
+    """Those of the whole batch."""
+    both = [_plain(each) for each in pieces]
+    return nested_extras(draw, torch.cat([gain for gain, _ in both]), both[0][1])
 
 
 class Loss:
@@ -354,13 +404,14 @@ def _objective(
         shares = [(size > 0) / (count or 1.0) for size in sizes]
     else:
         shares = [size / sum(sizes) for size in sizes]
-    for given, target, share in zip(arguments, targets, shares, strict=True):
+    extras = extras_of(draw, step, column, lambda value: value.to(dtype))
+    for given, target, extra, share in zip(arguments, targets, extras, shares, strict=True):
         if not len(target):
             sums.append(torch.zeros((), dtype=dtype))
             weights.append(1.0)
             continue
         cast = [each.to(dtype) if each.is_floating_point() else each for each in given]
-        output = run_alone(draw, parts, cast)
+        output = run_alone(draw, parts, cast, extra)
         goal = target.to(dtype) if target.is_floating_point() else target
         found = loss_fn(output, goal)
         summed, weight = found if isinstance(found, tuple) else (found, torch.ones(()))
@@ -382,12 +433,14 @@ def alike(draw: Draw) -> bool:
     return draw.pieces or draw.columns > 0
 
 
-def run_alone(draw: Draw, parts: list[Part], arguments: list[torch.Tensor]) -> torch.Tensor:
+def run_alone(
+    draw: Draw, parts: list[Part], arguments: list[torch.Tensor], extras: Any = None
+) -> torch.Tensor:
     made: dict[tuple[int, int], torch.Tensor] = {(-1, index): value for index, value in enumerate(arguments)}
     output: Any = None
     for number, part in enumerate(parts):
         stage: Stage = draw.stages[number]
-        output = part(*(made[each.source, each.output] for each in stage.inputs))
+        output = part(*(made[each.source, each.output] for each in stage.inputs), extras=extras)
         for index, value in enumerate(output if isinstance(output, tuple) else (output,)):
             made[number, index] = value
     return output

@@ -162,6 +162,7 @@ def simpler(draw: Draw) -> Iterator[Draw]:
     changes = [
         {"evaluates": False}, {"tied": None}, {"delayed": False}, {"backwards": False}, {"pieces": False},
         {"dtype": "float32"}, {"loss": "mean"}, {"hooks": False}, {"more_sizes": ()},
+        {"extras": ""},
     ]  # fmt: skip
     yield from (replace(draw, **change) for change in changes)
     if draw.schedule not in (*DOUBLE, "GPipe"):

@@ -363,8 +363,8 @@ class StageCompute(ForwardContext):
         if what and not self._told and abs(factor - 1) > 1e-6:
             self._told = True
             warnings.warn(
-                f"rank {self.rank}: stage {self.stage_index} has {' and '.join(what)}. Such gradients, and those "
-                "that functions add (auxiliary losses), were scaled as if the weight of the loss's pairs "
+                f"rank {self.rank}: stage {self.stage_index} has {' and '.join(what)}. Such gradients, "
+                "and auxiliary losses, were scaled as if the weight of the loss's pairs "
                 f"were {factor:.3g} times what it turned out to be in this step. Make the schedule with "
                 "weight_fn=, so that it is known before the step",
                 stacklevel=3,
