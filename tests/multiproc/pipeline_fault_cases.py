@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import count
+from itertools import count, product
 
 import pytest
 import torch
@@ -279,6 +279,76 @@ def a_closed_schedule_on_one_rank(context) -> None:
     )
 
 
+def made_anew_case(ranks: int):
+    """After constructors were refused, once or twice, stages and schedules that are made anew on all ranks
+    join each other, whatever the other ranks did with theirs."""
+
+    def case(context) -> None:
+        runs = product(range(ranks), ("stage", "schedule"), (1, 2), (0, 1))
+        for number, (who, what, times, shift) in enumerate(runs):
+            group = dist.new_group(list(range(ranks)))
+            if context.rank >= ranks:
+                continue
+            for attempt in range(times):
+                refuses = (who + attempt * shift) % ranks
+                anew_once(context, group, ranks, refuses, what, (context.rank + number) % 3)
+                context.wait_for_all(f"{number}/{attempt}", list(range(ranks)))
+            reference, module = mlp(ranks), mlp(ranks)[context.rank]
+            stage = PipelineStage(module, context.rank, ranks, CPU, group=group)
+            schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss, timeout=TIMEOUT)
+            x, y = batch(8)
+            schedule.step(*([x] if stage.is_first else []), target=y if stage.is_last else None)
+            train_alone(nn.Sequential(*reference), x, y, 4, as_torch=reference)
+            assert largest_difference(module, reference[context.rank]) == 0
+
+    case.__name__ = f"constructors_refused_on_{ranks}_ranks"
+    return case
+
+
+def anew_once(context, group, ranks: int, refuses: int, what: str, goes: int) -> None:
+    """One attempt. goes: how far the ranks go that are not refused: to the stage, the schedule, the step."""
+    module = mlp(ranks)[context.rank]
+    refused = context.rank == refuses
+
+    def stage() -> PipelineStage:
+        edges = [Edge(0, 0, 0, 0)] if refused and what == "stage" else None
+        return PipelineStage(module, context.rank, ranks, CPU, group=group, edges=edges)
+
+    if refused and what == "stage":
+        raises(LayoutError, "a cycle of stages cannot run", call=stage)
+        return
+    made = stage()
+    count = 0 if refused else 4
+    if refused:
+        raises(LayoutError, "at least 1", call=lambda: Schedule1F1B(made, count, timeout=TIMEOUT))
+    elif goes:
+        schedule = Schedule1F1B(made, count, loss_fn=nn.functional.mse_loss, timeout=TIMEOUT)
+        text = "a cycle of stages" if what == "stage" else "at least 1"
+        if goes == 2:
+            x, y = batch(8)
+            raises(AbortedError, text, call=lambda: schedule.step(*([x] * made.is_first), target=y))
+
+
+def a_schedule_refused_for_its_options(context) -> None:
+    """Whatever its constructor raises on one rank, the others hear of it in their step."""
+    wrong: list[tuple[dict, str]] = [
+        ({"timeout": -1}, "timeout"),
+        ({"no_such_option": 1}, "no_such_option"),
+        ({"max_outstanding_sends": 0}, "max_outstanding_sends"),
+    ]
+    x, y = batch(8)
+    for options, text in wrong:
+        here = two_stages()
+        stage = PipelineStage(mlp(2)[here.stage], here.stage, 2, CPU, group=here.group, mesh=here.mesh)
+        more = options if context.rank == 3 else {}
+
+        def step(stage=stage, more=more) -> None:
+            schedule = Schedule1F1B(stage, 2, nn.functional.mse_loss, **{"timeout": TIMEOUT, **more})
+            schedule.step(x, target=y)
+
+        raises((LayoutError, TypeError) if more else AbortedError, text, call=step)
+
+
 def a_budget_below_the_minimum(_) -> None:
     here = two_stages()
     stage = PipelineStage(mlp(2)[here.stage], here.stage, 2, CPU, group=here.group, mesh=here.mesh)
@@ -409,6 +479,9 @@ CASES = [
     mistakes_in_arguments,
     a_module_that_raises_at_once,
     a_closed_schedule_on_one_rank,
+    made_anew_case(2),
+    made_anew_case(3),
+    a_schedule_refused_for_its_options,
     a_budget_below_the_minimum,
     a_budget_below_the_minimum_on_one_rank,
     an_output_that_does_not_match_its_layout,

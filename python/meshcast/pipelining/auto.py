@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from meshcast.errors import LayoutError, MeshcastError
+from meshcast.pipelining.board import refusals_told
 from meshcast.pipelining.choice import Choice, listed_stages
 from meshcast.pipelining.choose import Batch, search
 from meshcast.pipelining.classes import ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from meshcast.pipelining.microbatches import Pieces
-from meshcast.pipelining.own_stages import check_kinds
+from meshcast.pipelining.own_stages import check_kinds, group_of
 from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.schedule import PipelineSchedule, ScheduleOptions
 
@@ -68,17 +69,20 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
         show: bool = True,
         **options: Any,
     ) -> None:
-        chosen_here = {"warmup", "times", "delay_weight_grad"}.intersection(options)
-        if chosen_here:
-            raise LayoutError(f"ScheduleAuto chooses {', '.join(sorted(chosen_here))}: leave it out")
-        unknown = set(options) - set(ScheduleOptions.__annotations__)
-        if unknown:
-            raise TypeError(f"ScheduleAuto has no arguments {', '.join(sorted(unknown))}")
+        with refusals_told(group_of(stages)):
+            chosen_here = {"warmup", "times", "delay_weight_grad"}.intersection(options)
+            if chosen_here:
+                raise LayoutError(f"ScheduleAuto chooses {', '.join(sorted(chosen_here))}: leave it out")
+            unknown = set(options) - set(ScheduleOptions.__annotations__)
+            if unknown:
+                raise TypeError(
+                    f"ScheduleAuto got an unexpected keyword argument: {', '.join(sorted(unknown))}"
+                )
+            self._listed = listed_stages(stages)
+            check_kinds(self._listed)
         self.choice: Choice | None = None
         self._schedule: PipelineSchedule | None = None
         self._early: PipelineSchedule | None = None  # that evaluates before the first step
-        self._listed = listed_stages(stages)
-        check_kinds(self._listed)
         count: Any = n_microbatches  # None until it is chosen
         super().__init__(
             count,

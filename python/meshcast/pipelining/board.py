@@ -29,6 +29,8 @@ from meshcast.planning.text import ranks_text
 __all__ = ["PipelineBoard", "Refused", "refusals_told"]
 
 _T = TypeVar("_T")
+_TOLD = 5.0  # seconds in which a refusal of a constructor reaches the store, on a busy machine too
+_ENDED = "ended"  # what a rank says that refused to take part in a conversation
 _GRACE = 0.7  # seconds that the store is given beyond a limit, and to take a failure: Ctrl-C raises in one
 
 
@@ -39,6 +41,30 @@ class _Talks:
     def __init__(self, store: Any) -> None:
         self.connection = StoreConnection(store, "meshcast/pipeline", of_job=True)
         self.count = 0  # that were opened
+        # Since the last one was opened: how often this rank began to make its stages, and which of them it
+        # has made, or was refused, since it last did.
+        self.attempt = 0
+        self._made: set[int] = set()
+
+    @staticmethod
+    def of(group: Any) -> _Talks:
+        """Those of a process group."""
+        found = _talks.get(group)
+        if found is None:
+            found = _talks[group] = _Talks(c10d._get_process_group_store(group))
+        return found
+
+    def begin_stage(self, index: int) -> None:
+        """This rank makes a stage: one that it has made already begins another attempt."""
+        if not self._made or index in self._made:
+            self.attempt += 1
+            self._made.clear()
+        self._made.add(index)
+
+    def begin_anew(self) -> None:
+        """All attempts so far are over."""
+        self.attempt = 0
+        self._made.clear()
 
 
 _talks: weakref.WeakKeyDictionary[Any, _Talks] = weakref.WeakKeyDictionary()
@@ -62,7 +88,13 @@ class _Settled(Exception):  # noqa: N818  no error: it ends the wait for the oth
 
 
 class PipelineBoard:
-    """One conversation of all ranks of a group. Every rank opens its conversations in the same order."""
+    """One conversation of all ranks of a group. Every rank opens its conversations in the same order.
+
+    A rank that was refused while it made its stages, or its schedule, ends the conversation that the others
+    open then (`end`), and goes on to the next. A rank that had given up that attempt by itself, before it
+    opened a conversation, finds the end of one that it is past, by the number of the attempt, and goes on to
+    the next as well.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         if not dist.is_initialized():
@@ -78,29 +110,39 @@ class PipelineBoard:
         self._agreements = 0  # how many this rank has entered
         self._published: set[str] = set()
         self._silent = False  # the store has left a call unanswered
-        talks = _talks.get(key)
-        if talks is None:
-            talks = _talks[key] = _Talks(c10d._get_process_group_store(key))
-        self._talks = talks
+        self._talks = talks = _Talks.of(key)
         self._connection = talks.connection
-        self._number = talks.count
-        talks.count += 1
-        ranks = tuple(self.ranks)
-        self._members = Members(ranks_text(ranks), ranks, f"{key.group_name}/pipeline {self._number}")
         # Through it the ranks look after each other.
         self._network = Network(interfaces()[0], timeout or 60.0)
         self._here: dict[int, str] = {}  # what they said of it, once all have
         self._watches = Watches(self._here, lambda text: self._network.watch(json.loads(text)))
-        self._store, self._board = self._ask(self._open, timeout, "connecting with the rendezvous store")
+        self._attempt = talks.attempt
+        while True:
+            number = talks.count
+            talks.count += 1
+            self._store, self._board, ended = self._ask(
+                lambda: self._open(number),  # noqa: B023  called here
+                timeout,
+                "connecting with the rendezvous store",
+            )
+            if ended is None or ended >= self._attempt:
+                break
+            self._attempt -= ended
+        talks.begin_anew()
+        ranks = tuple(self.ranks)
+        self._members = Members(ranks_text(ranks), ranks, f"{key.group_name}/pipeline {number}")
 
-    def _open(self) -> tuple[Any, Board]:
-        store = dist.PrefixStore(str(self._number), self._connection())
+    def _open(self, number: int) -> tuple[Any, Board, int | None]:
+        """The store and the board of a conversation, and in which attempt it was ended, if it was."""
+        store = dist.PrefixStore(str(number), self._connection())
         # A store may outlive the process group. Every life adds as many arrivals as there are ranks.
         life = (int(store.add("arrivals", 1)) - 1) // len(self.ranks)
         own = dist.PrefixStore(str(life), store)
         board = Board(own, self.rank, len(self.ranks))
         board.post("here", json.dumps(self._network.offer()))
-        return own, board
+        # A rank in its first attempt is past none.
+        ended = self._attempt and own.check([_ENDED])
+        return own, board, json.loads(own.get(_ENDED))["attempt"] if ended else None
 
     def _ask(self, call: Callable[[], _T], seconds: float, what: str) -> _T:
         """call(), which uses the store and ends by itself within so many seconds where that answers."""
@@ -119,6 +161,11 @@ class PipelineBoard:
 
     def _look(self) -> None:
         """For who waits: each rank looks after the next one, and tells the others."""
+        if self._store.check([_ENDED]):
+            ended = json.loads(self._store.get(_ENDED))
+            raise AbortedError(
+                ended["error"], rank=self.rank, peer=ended["rank"], op="pipeline", phase="agree"
+            )
         if not self._store.check(["lost"]):
             lost = self._watches.lost(self._board, self.ranks, "here")
             if lost is None:
@@ -142,6 +189,13 @@ class PipelineBoard:
     def skip_to(self, opened: int) -> None:
         """Where another rank has opened more, and all left these: the next one has one number on all."""
         self._talks.count = max(self._talks.count, opened)
+        self._talks.begin_anew()
+
+    def end(self, message: str) -> None:
+        """Makes all that other ranks wait for in this conversation fail with the message: this rank takes no
+        part in it."""
+        ended = json.dumps({"rank": self.rank, "error": message, "attempt": self._attempt})
+        self._ask(lambda: self._store.compare_set(_ENDED, "", ended), self.timeout, "telling of a refusal")
 
     def check_process(self) -> None:
         """Raises AbortedError in a forked child, which has no part in it."""
@@ -334,17 +388,28 @@ class PipelineBoard:
 
 
 @contextmanager
-def refusals_told(group: Any) -> Iterator[None]:
-    """While a stage is made: what it refuses on this rank is what the others read in the conversation that
-    their schedules open, instead of waiting for this one's."""
+def refusals_told(group: Any, index: int | None = None) -> Iterator[None]:
+    """While a stage or a schedule is made: what this rank refuses is what the others read in the conversation
+    that their schedules open, instead of waiting for this one's. index: of a stage."""
+    # A rank that is not in the group shares no conversation with those that are.
+    told = dist.is_initialized() and (group is None or isinstance(group, dist.ProcessGroup))
+    if told and index is not None:
+        with suppress(Exception):  # a group that is over: what follows says so
+            _Talks.of(dist.group.WORLD if group is None else group).begin_stage(index)
     try:
         yield
     except Exception as cause:
-        error = typed(cause, "PipelineStage", dist.get_rank() if dist.is_initialized() else None)
-        # A rank that is not in the group shares no conversation with those that are.
-        if dist.is_initialized() and (group is None or isinstance(group, dist.ProcessGroup)):
+        error = cause
+        if not _is_of_python(cause):
+            error = typed(cause, "PipelineStage", dist.get_rank() if dist.is_initialized() else None)
+        if told:
             with suppress(Exception):  # the refusal is what the caller is to see
-                PipelineBoard(group, 0.0).fail("stage", str(error))
+                PipelineBoard(group, _TOLD).end(str(error))
         if error is cause:
             raise
         raise error from cause
+
+
+def _is_of_python(error: Exception) -> bool:
+    """Whether it is about the names of arguments: as everywhere in Python, that stays a TypeError."""
+    return isinstance(error, TypeError) and "unexpected keyword argument" in str(error)

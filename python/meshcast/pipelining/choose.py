@@ -13,7 +13,7 @@ from meshcast.base.arguments import typed_arguments
 from meshcast.base.checks import shown
 from meshcast.errors import AbortedError, LayoutError
 from meshcast.groups.parent import parent_group, seconds
-from meshcast.pipelining.board import PipelineBoard
+from meshcast.pipelining.board import PipelineBoard, refusals_told
 from meshcast.pipelining.candidates import Candidate, Times, best_of, candidates, counts_to_try
 from meshcast.pipelining.choice import Choice, listed_stages
 from meshcast.pipelining.classes import CLASSES
@@ -22,7 +22,7 @@ from meshcast.pipelining.edge import links_of
 from meshcast.pipelining.errors import ScheduleError
 from meshcast.pipelining.lower import Link, chain
 from meshcast.pipelining.microbatches import Pieces, cut
-from meshcast.pipelining.own_stages import check_kinds
+from meshcast.pipelining.own_stages import check_kinds, group_of
 from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.trial import Measured, as_before, measured
 
@@ -163,11 +163,12 @@ def search(
     show: bool,
 ) -> Choice:
     """See `choose`."""
-    check_kinds(stages)
-    for each in stages:
-        if not isinstance(each, PipelineStage):
-            raise LayoutError("the stages are none of meshcast.pipelining: they cannot run here")
-    found = _Search(stages, loss_fn, loss_kwargs, columns, timeout)
+    with refusals_told(columns if columns is not None else group_of(stages)):
+        check_kinds(stages)
+        for each in stages:
+            if not isinstance(each, PipelineStage):
+                raise LayoutError("the stages are none of meshcast.pipelining: they cannot run here")
+        found = _Search(stages, loss_fn, loss_kwargs, columns, timeout)
     return found.find(batch, microbatches, memory_budget, show)
 
 
@@ -187,9 +188,9 @@ class _Search:
         self._columns = columns
         group = self._first.group if columns is None else columns
         self._timeout = seconds(timeout, parent_group(group, "choose").timeout)
-        self._board = PipelineBoard(group, self._timeout)
         edges = self._first.edges
         self._links = None if edges is None else links_of(edges)
+        self._board = PipelineBoard(group, self._timeout)  # behind all that is refused: see `refusals_told`
 
     def find(
         self,

@@ -17,7 +17,7 @@ from meshcast.pipelining.board import refusals_told
 from meshcast.pipelining.compat import accepted, load_order, lowered, lowers_by_itself, torch_order
 from meshcast.pipelining.gathered_stages import FSDP_DEFAULTS, Gathering
 from meshcast.pipelining.orders import build
-from meshcast.pipelining.own_stages import check_kinds
+from meshcast.pipelining.own_stages import check_kinds, group_of
 from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.schedule import PipelineSchedule, ScheduleOptions, StepCall
 
@@ -79,8 +79,8 @@ class PipelineScheduleSingle(PipelineSchedule, torch_schedules.PipelineScheduleS
         scale_grads: bool = True,
         **options: Unpack[ScheduleOptions],
     ) -> None:
-        check_kinds([stage])
-        with refusals_told(stage.group):
+        with refusals_told(group_of(stage)):
+            check_kinds([stage])
             torch_schedules.PipelineScheduleSingle.__init__(
                 self,
                 stage,
@@ -91,8 +91,8 @@ class PipelineScheduleSingle(PipelineSchedule, torch_schedules.PipelineScheduleS
                 output_merge_spec,
                 scale_grads,
             )
-        self._built_order = self.pipeline_order
-        self._begin([stage], **options)
+            self._built_order = self.pipeline_order
+            self._begin([stage], **options)
 
     def _get_pipeline_order(self) -> Any:
         """torch's for torch's schedules, unless there are too few micro-batches for it; else what runs, but
@@ -142,8 +142,8 @@ class PipelineScheduleMulti(PipelineSchedule, torch_schedules.PipelineScheduleMu
         use_full_backward: bool | None = None,  # noqa: ARG002  of no effect in torch either
         **options: Unpack[ScheduleOptions],
     ) -> None:
-        check_kinds(stages)
-        with refusals_told(stages[0].group):
+        with refusals_told(group_of(stages)):
+            check_kinds(stages)
             self._gathering = Gathering(max_active_stages, unshard_lookahead, defer_reduce_grad_wait)
             self._defer_pp_recv = defer_pp_recv
             first, each = stages[0], len(stages)
@@ -199,9 +199,9 @@ class PipelineScheduleMulti(PipelineSchedule, torch_schedules.PipelineScheduleMu
                     )
                 )
             self._built_order = self.pipeline_order
-        if self._faster:
-            _logger.info("%s runs; %s", type(self).__name__, self._faster)
-        self._begin(stages, **options)
+            if self._faster:
+                _logger.info("%s runs; %s", type(self).__name__, self._faster)
+            self._begin(stages, **options)
 
 
 class _PipelineScheduleRuntime(PipelineScheduleMulti, torch_schedules._PipelineScheduleRuntime):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch.distributed.pipelining import stage as torch_stage
 
@@ -11,7 +12,13 @@ from meshcast.errors import LayoutError
 from meshcast.pipelining.orders import check_size
 from meshcast.pipelining.pipeline_stage import PipelineStage
 
-__all__ = ["check_kinds", "checked", "reduce_once"]
+__all__ = ["check_kinds", "checked", "group_of", "reduce_once"]
+
+
+def group_of(stages: object) -> Any:
+    """The process group of the pipeline that a stage, or several, are of, whatever was given for them."""
+    first = stages[0] if isinstance(stages, Sequence) and stages else stages
+    return getattr(first, "group", None)
 
 
 def check_kinds(stages: object) -> None:

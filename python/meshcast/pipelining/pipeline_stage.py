@@ -146,7 +146,7 @@ class PipelineStage(StageCompute):
         if isinstance(output_grads, dist.ProcessGroup):
             # torch 2.11 has group and dw_builder in these places, and nothing of DTensors.
             group, dw_builder, output_grads, input_grads = output_grads, input_grads, None, None
-        with refusals_told(group):
+        with refusals_told(group, stage_index):
             if not 0 <= stage_index < num_stages:
                 raise LayoutError(f"stage_index must be in 0..{num_stages - 1}, found {stage_index}")
             where = f"stage {stage_index}"

@@ -146,32 +146,28 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
             return
         group = stages[0].group
         self._timeout = seconds(timeout, parent_group(group, "pipeline").timeout)
-        self._board = PipelineBoard(group, self._timeout)
         self._overlap = overlap
-        try:
-            self._mine = checked(stages, n_microbatches)
-            self._outstanding = _outstanding(max_outstanding_sends)
-            if not sync_gradients and any(stage.shared for stage in stages):
-                raise LayoutError(
-                    "shared_parameters need sync_gradients=True: their gradients are summed by step"
-                )
-            first = next(iter(self._mine.values()))
-            self._recipe = Recipe(
-                self.name or "",
-                first.num_stages,
-                n_microbatches,
-                None if first.edges is None else links_of(first.edges),
-                warmup,
-                memory_budget,
-                times or {},
-                delay_weight_grad,
+        self._mine = checked(stages, n_microbatches)
+        self._outstanding = _outstanding(max_outstanding_sends)
+        if not sync_gradients and any(stage.shared for stage in stages):
+            raise LayoutError(
+                "shared_parameters need sync_gradients=True: their gradients are summed by step"
             )
-            if self.name is not None:
-                self._recipe.check_options()
-            reduce_once(self._mine.values())
-        except Exception as error:
-            self._board.fail("stage", str(error))
-            raise
+        first = next(iter(self._mine.values()))
+        self._recipe = Recipe(
+            self.name or "",
+            first.num_stages,
+            n_microbatches,
+            None if first.edges is None else links_of(first.edges),
+            warmup,
+            memory_budget,
+            times or {},
+            delay_weight_grad,
+        )
+        if self.name is not None:
+            self._recipe.check_options()
+        reduce_once(self._mine.values())
+        self._board = PipelineBoard(group, self._timeout)  # behind all that is refused: see `refusals_told`
         self._rank = first.rank
         self._device = first.device
         self._sync_gradients = sync_gradients
