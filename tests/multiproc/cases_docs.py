@@ -108,6 +108,22 @@ def pipelines_have_trained(context) -> None:
     assert names["norm"] > 0 and names["submodule"].weight.grad is not None
 
 
+def outputs_of_different_sizes_have_trained(context) -> None:
+    """As one process does, by the program of docs/pipelining.md."""
+    names = _names["docs/pipelining.md"]
+    modules = []
+    for part, kind in enumerate((names["Encoder"], names["Decoder"])):
+        torch.manual_seed(part)
+        modules.append(kind())
+    for rows in (slice(6), slice(6, 12)):
+        output = modules[1](*modules[0](names["patches"][rows], names["counts"][rows]))
+        (torch.nn.functional.mse_loss(output, torch.ones(6, 2)) / 2).backward()
+    mine = names["ragged"].layer
+    theirs = modules[context.rank == 3].layer
+    torch.testing.assert_close(mine.weight.grad, theirs.weight.grad)
+    torch.testing.assert_close(mine.bias.grad, theirs.bias.grad)
+
+
 # Whose docstrings have no example, or none for these four ranks, each for a reason.
 WITHOUT = {
     "meshcast.elastic": (
@@ -189,5 +205,6 @@ CASES = [
     weights_have_arrived,
     the_loss_is_a_pair,
     pipelines_have_trained,
+    outputs_of_different_sizes_have_trained,
     *[_documented(package, name) for package in MORE for name in documented(package)],
 ]

@@ -488,7 +488,8 @@ def _check_outputs(values: Sequence[torch.Tensor], way: Way) -> None:
     if found != way.outputs:
         raise LayoutError(
             f"the module returned {len(found)} values, {found}, but the ranks agreed on {len(way.outputs)}, "
-            f"{way.outputs}: what leaves a stage has one shape for all micro-batches of a size; "
+            f"{way.outputs}: what leaves a stage has one shape for all micro-batches of a size; pad it and "
+            'send the counts as another output (docs/pipelining.md, "Outputs of different sizes"), or '
             "correct output_args=, if given"
         )
 

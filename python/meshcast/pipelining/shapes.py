@@ -128,7 +128,9 @@ def global_shape(layout: Layout, local: Mapping[int, Sequence[int]], what: str) 
                 f"local shape of {tuple(local[rank])}, "
                 f"a tensor of shape {tuple(shape)} would have {tuple(expected)} there (uneven sizes "
                 "follow torch.chunk). "
-                "Check output_placements, or leave the batch dimension unflattened",
+                "Check output_placements, leave the batch dimension unflattened, or, where ranks have "
+                "different numbers of rows, pad them and send their counts as another output "
+                '(docs/pipelining.md, "Outputs of different sizes")',
                 rank=rank,
             )
     return tuple(shape)
