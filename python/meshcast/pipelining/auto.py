@@ -155,10 +155,11 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
         return getattr(chosen, name)
 
     def _choose(self, batch: Batch, loss_kwargs: Mapping[str, Any] | None) -> None:
-        if not torch.is_grad_enabled():
-            raise MeshcastError(
-                "step trains and needs gradients enabled; use eval under torch.no_grad", op="pipeline"
-            )
+        with refusals_told(group_of(self._listed) if self._columns is None else self._columns):
+            if not torch.is_grad_enabled():
+                raise MeshcastError(
+                    "step trains and needs gradients enabled; use eval under torch.no_grad", op="pipeline"
+                )
         self.choice = search(
             self._listed,
             self._loss_fn,

@@ -272,13 +272,14 @@ class _Search:
         except Exception as error:
             mine = error
             said = {"refused": str(error) or type(error).__name__}
+        if mine is not None:  # the others hear of it when they come
+            self._board.refuse("placement", said, _placed, mine)
+            raise mine
         answer = self._board.agree("placement", said, _placed)
         if "wrong" in answer:
             raise LayoutError(answer["wrong"], rank=self._first.rank, op="choose")
         if "refused" in answer:
             rank, text = answer["refused"]
-            if mine is not None:
-                raise mine
             raise AbortedError(text, rank=self._first.rank, peer=rank, op="choose", phase="agree")
         return answer
 
