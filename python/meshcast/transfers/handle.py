@@ -87,9 +87,9 @@ class Handle(Generic[T]):
     def get_future(self) -> torch.futures.Future[T]:
         """A future of the result. Its wait() raises the same typed errors as wait() here.
 
-        Callbacks of ``then()`` and ``add_done_callback()`` run on threads of their own: they may start calls of
-        any group and wait for them, and one that takes its time holds up no other. Chained on a future that is
-        done already, they run at once, in the thread that chains them.
+        Callbacks of ``then()`` and ``add_done_callback()`` run on threads of their own: they may start calls
+        of any group and wait for them, and one that takes its time holds up no other. Chained on a future
+        that is done already, they run at once, in the thread that chains them.
 
         Example, on two ranks::
 
