@@ -375,7 +375,7 @@ def what_does_not_fit_the_batch(_) -> None:
     # Of objects that pytree does not see into.
     refused(first, "argument 1", ".gain", "Unknown", "register_dataclass", "register_pytree_node",
             call=lambda: step(x, Unknown(x, y)))  # fmt: skip
-    refused(last, "keyword argument 'cache'", "['a'].both[0]", "Slots", "register_pytree_node",
+    refused(last, "keyword argument 'cache'['a']", ".both[0]", "Slots", "register_pytree_node",
             call=lambda: step(stage=1, cache={"a": Slots(x, y)}))  # fmt: skip
     specs = {"kwargs_chunk_spec": {"tabel": _Replicate()}} if here.stage else {}
     other = schedule_on(here, Takes(mlp(2)[here.stage]), 2, **specs)
