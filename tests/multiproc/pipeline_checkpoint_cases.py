@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from meshcast.errors import LayoutError
+from meshcast.errors import AbortedError, LayoutError
 from meshcast.pipelining import load, save
 from multiproc.cases_state_entries import equal
-from multiproc.pipeline_fault_cases import raises
+from multiproc.pipeline_fault_cases import raises, seen_first
 from multiproc.pipeline_models import batch, in_a_row, mlp, place, schedule_of, train_alone
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -150,7 +150,7 @@ def what_cannot_be_read(context) -> None:
     assert load(job.schedule, folder / "part", names=job.name) is None
     wrong = object() if context.rank == 0 else None  # the lowest rank's is written: all raise, and go on
     raises(
-        LayoutError,
+        LayoutError if context.rank == 0 else AbortedError,
         "holds a object",
         call=lambda: save(job.schedule, folder / "part", names=job.name, position=wrong),
     )
@@ -227,4 +227,33 @@ def a_parameter_of_several_stages(context) -> None:
         shutil.rmtree(folder)
 
 
-CASES = [goes_on_under_another_cut, a_parameter_of_several_stages, what_cannot_be_read]
+def a_rank_that_refuses(context) -> None:
+    """Its error reaches it before the others have called, and them when they call: nobody begins a collective
+    that others stay away from."""
+    folder = folder_of(context)
+    job = Job([2, 2], [[0, 1], [2, 3]], seed=0, lr=0.02)
+    job.train(0, 1)
+    right = {"optimizer": job.optimizer, "names": job.name}
+    wrong: list[tuple[int, dict, str]] = [
+        (1, {"names": lambda *_: "same"}, "the whole model's name 'same'"),
+        (0, {"optimizer": 7}, "optimizer must be a torch.optim.Optimizer"),
+    ]
+    for call in (save, load):
+        for rank, given, text in wrong:
+            seen_first(
+                context,
+                rank,
+                lambda call=call, given=given: call(job.schedule, folder / "a", **{**right, **given}),
+                lambda call=call: call(job.schedule, folder / "a", **right),
+                LayoutError,
+                text,
+            )
+        call(job.schedule, folder / "a", **right)
+    job.train(1, 1)
+    job.check(trained_alone(2))
+    context.wait_for_all("read")
+    if context.rank == 0:
+        shutil.rmtree(folder)
+
+
+CASES = [a_rank_that_refuses, goes_on_under_another_cut, a_parameter_of_several_stages, what_cannot_be_read]

@@ -107,7 +107,8 @@ class PipelineBoard:
         self.ranks = sorted(dist.get_process_group_ranks(key))
         self.rank = dist.get_rank()
         self.timeout = timeout
-        self._agreements = 0  # how many this rank has entered
+        self.agreements = 0  # how many this rank has entered, or refused
+        self._past: list[str] = []  # those that other ranks may still read
         self._published: set[str] = set()
         self._silent = False  # the store has left a call unanswered
         self._talks = talks = _Talks.of(key)
@@ -262,8 +263,9 @@ class PipelineBoard:
 
     def _flight(self, topic: str) -> Flight:
         flight = Flight("pipeline", self._members, self.rank, None, topic)
-        flight.lane, flight.position = 0, self._agreements
-        self._agreements += 1
+        flight.lane, flight.position = 0, self.agreements
+        self.agreements += 1
+        self._past.append(topic)
         return flight
 
     def _agree(
@@ -309,12 +311,15 @@ class PipelineBoard:
         """Makes an agreement that this rank has not entered fail on all ranks."""
         self._tell_failure(topic, [f"{topic}/{self.rank}", f"{topic}/answer"], message)
 
-    def forget_agreement(self, topic: str) -> None:
-        """Once all ranks have the answer of a later one."""
-        self.forget(topic)
-        if self.rank == self.ranks[0]:
-            key = f"{topic}/answer"
-            self._ask(lambda: self._store.delete_key(key), self.timeout, f"forgetting {topic!r}")
+    def forget_past(self) -> None:
+        """Deletes what agreements before the last one have left in the store. Only after one that all ranks
+        took part in: they have read those before."""
+        for topic in self._past[:-1]:
+            self.forget(topic)
+            if self.rank == self.ranks[0]:
+                key = f"{topic}/answer"
+                self._ask(lambda: self._store.delete_key(key), self.timeout, f"forgetting {topic!r}")  # noqa: B023  called here
+        del self._past[:-1]
 
     def _of_all(self, topic: str, begin: float) -> dict[int, dict[str, Any]]:
         """What every rank gave. Raises _Settled with the error of one that failed, or the answer that one has

@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from meshcast.errors import LayoutError
+from meshcast.errors import AbortedError, LayoutError
 from meshcast.pipelining.whole_state import Names, WholeState
 from meshcast.resharding.state_values import as_text, restored
 
@@ -53,8 +53,8 @@ def save(
     random generators of the lowest rank, and the position. DTensors are written shard by shard.
 
     Raises:
-        LayoutError: two parameters have one name, the position cannot be written, or the folder cannot. On
-            all ranks.
+        LayoutError: two parameters have one name, or the position cannot be written, which the other ranks
+            get as an AbortedError; the folder cannot be written, on all ranks.
 
     Example, on the four ranks of ``torchrun --nproc-per-node 4``::
 
@@ -77,21 +77,15 @@ def save(
     """
     import torch.distributed.checkpoint as dcp
 
-    view = WholeState.of(schedule, optimizer, names)
     final = Path(path)
     partial, before = (final.with_name(final.name + end) for end in (_PARTIAL, _BEFORE))
-    state = view.state()
+    view, state, said = _begun(schedule, optimizer, names, "save", position)
     if dist.get_rank(view.group) == 0:
         # What a death has left. Others write only after they have heard of this rank's plan.
         shutil.rmtree(partial, ignore_errors=True)
-        try:
-            said = as_text(position, "save: position")
-        except LayoutError as error:
-            state[_ABOUT] = _Refused(error)  # the others are told by the write that fails
-        else:
-            about = io.BytesIO()  # in one piece: lists and dicts would be entries of their own
-            torch.save({"steps": schedule._steps, "random": _random_state(), "values": said}, about)
-            state[_ABOUT] = about.getvalue()
+        about = io.BytesIO()  # in one piece: lists and dicts would be entries of their own
+        torch.save({"steps": schedule._steps, "random": _random_state(), "values": said}, about)
+        state[_ABOUT] = about.getvalue()
     with _typed(f"save: {final}"):
         dcp.save(state, checkpoint_id=partial, process_group=view.group)
     if dist.get_rank(view.group) == 0:
@@ -129,8 +123,7 @@ def load(
     """
     import torch.distributed.checkpoint as dcp
 
-    view = WholeState.of(schedule, optimizer, names)
-    state = view.state()
+    view, state, _ = _begun(schedule, optimizer, names, "load")
     state[_ABOUT] = b""
     found, before = Path(path), Path(f"{path}{_BEFORE}")
     if before.exists() and not found.exists():  # a save ended between its two renames
@@ -146,14 +139,33 @@ def load(
     return about["position"] if "position" in about else restored(about["values"])  # the former up to 0.2.0
 
 
-class _Refused:
-    """Stands for what cannot be written."""
+def _begun(
+    schedule: PipelineSchedule, optimizer: Any, names: Names, op: str, position: Any = None
+) -> tuple[WholeState, dict[str, Any], str]:
+    """This rank's state, and the position as text on the lowest rank, once all ranks have theirs: what follows
+    are collectives of torch, which nobody can leave. Raises here at once what is wrong here, and AbortedError
+    where another rank has raised."""
+    board = schedule._board
+    topic = f"checkpoint/{board.agreements}"
+    try:
+        view = WholeState.of(schedule, optimizer, names)
+        state = view.state()
+        said = as_text(position, f"{op}: position") if dist.get_rank(view.group) == 0 else ""
+    except Exception as error:
+        board.refuse(topic, {"refused": str(error) or type(error).__name__}, _refused, error)
+        raise
+    answer = board.agree(topic, {}, _refused)
+    if answer:
+        rank, text = answer["refused"]
+        raise AbortedError(text, rank=board.rank, peer=rank, op=op, phase="agree")
+    board.forget_past()
+    return view, state, said
 
-    def __init__(self, error: LayoutError) -> None:
-        self._error = error
 
-    def __reduce__(self) -> Any:
-        raise self._error
+def _refused(said: Mapping[int, Any]) -> dict[str, Any]:
+    """The first rank that refused, and why."""
+    found = [[rank, each["refused"]] for rank, each in sorted(said.items()) if "refused" in each]
+    return {"refused": found[0]} if found else {}
 
 
 def _random_state() -> dict[str, torch.Tensor]:

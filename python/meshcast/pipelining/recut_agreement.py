@@ -199,8 +199,7 @@ def _agree(
             return {**more, "rank": board.rank, "refused": str(error), "kind": "LayoutError"}
 
     answer = board.agree(f"recut/{schedule._recuts}", value, answered)
-    if schedule._recuts:
-        board.forget_agreement(f"recut/{schedule._recuts - 1}")
+    board.forget_past()
     schedule._recuts += 1
     board.skip_to(answer["opened"])
     if "refused" in answer:

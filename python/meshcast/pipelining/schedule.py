@@ -181,7 +181,6 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         self._samples: Sequence[int] = ()  # of its micro-batches
         self._steps = 0  # that were run
         self._calls = 0  # of step and eval, those that were refused too
-        self._past_calls: list[str] = []  # whose agreements other ranks may still read
         self._weighings = 0
         self._weight_fn = weight_fn
         self._typical = 1.0
@@ -422,7 +421,6 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
             except Exception as error:
                 mine = error
         topic = f"call/{self._calls}"
-        self._past_calls.append(topic)
         if mine is not None:
             said = {"refused": str(mine) or type(mine).__name__}
             self._board.refuse(topic, said, agree_on_step, mine)
@@ -438,8 +436,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                 if own is not None
                 else AbortedError(text, rank=self._rank, peer=rank, op="pipeline", phase="agree")
             )
-        while len(self._past_calls) > 1:  # all ranks have come to this one
-            self._board.forget_agreement(self._past_calls.pop(0))
+        self._board.forget_past()
         for feed in feeds.values():
             feed.take(answer["rows"] or answer["samples"], answer["dealt"])
         self._weighted, self._samples, self._ahead = (
