@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+from functools import partial
 
 import meshcast
 import torch
@@ -303,6 +304,204 @@ def results_that_moved(context) -> None:
                 y._local_tensor.data = torch.zeros(5, 6).t()
 
 
+def columns(context, full: torch.Tensor) -> DTensor:
+    """Over ranks 0 and 1 by rows."""
+    return sharded(full, quiet_mesh(HOLDERS), [Shard(0)], context.rank)
+
+
+def arrived(context, y: DTensor, full: torch.Tensor) -> bool:
+    """Whether this rank, of 1 and 2, has exactly its columns."""
+    if context.rank == 0:
+        return True
+    return torch.equal(y.to_local(), full.chunk(2, 1)[context.rank - 1])
+
+
+def changed_in_flight(context) -> None:
+    """The holder's wait raises, and so does every other rank's: that of the call, or else its next one. Each
+    raises once, no rank takes torn values for whole ones, and the ranks go on."""
+    there, in_call = quiet_mesh([1, RECEIVER]), 0
+    for number, (shape, dtype) in enumerate(
+        (((2001, 1003), torch.float32), ((3, 5), torch.bfloat16), ((4001, 501), torch.bfloat16)) * 2
+    ):
+        full = unique_fill(shape, dtype, number)
+        changes = number % 2
+        x = columns(context, full)
+        start = lambda x: meshcast.reshard(x, there, [Shard(1)], async_op=True)  # noqa: E731
+        if number > 2:  # the kind is known
+            assert arrived(context, start(x).wait(), full)
+        handle, raised = start(x), []
+
+        def wait(handle, full, raised=raised) -> None:
+            try:
+                y = handle.wait()
+            except meshcast.MeshcastError as error:
+                assert "was changed in place before wait()" in str(error), error
+                assert type(error) is meshcast.MeshcastError, type(error)
+                raised.append(error)
+            else:
+                if not raised and full is not None:
+                    assert arrived(context, y, full)
+
+        if context.rank == changes:
+            x.to_local().mul_(2)
+        in_call += shape[0] > 1000 and context.rank != changes
+        wait(handle, None)
+        assert raised or context.rank != changes
+        context.wait_for_all(f"changed {number}")
+        again = unique_fill(shape, dtype, 50 + number)
+        handles = [start(columns(context, again)) for _ in range(2)]
+        for each in handles:
+            wait(each, again)
+        assert len(raised) == 1, raised
+        assert context.rank == changes or raised[0].peer == changes
+        y = meshcast.reshard(columns(context, again), there, [Shard(1)])
+        assert arrived(context, y, again)
+    for kind in ("local", "resharder"):
+        full = unique_fill((3, 6), torch.float32, 9)
+        x = columns(context, full)
+        if kind == "local":
+            src, dst = meshcast.Layout(HOLDERS, [Shard(0)]), meshcast.Layout([1, RECEIVER], [Shard(1)])
+            mine = x.to_local() if context.rank in HOLDERS else None
+
+            def begin(mine=mine, src=src, dst=dst):
+                return meshcast.reshard_local(
+                    mine, src, None, dst, shape=(3, 6), dtype=torch.float32, async_op=True
+                )
+
+            run = lambda begin=begin: begin().wait()  # noqa: E731
+        else:
+            specs = [
+                meshcast.TensorSpec((3, 6), torch.float32, mesh, [Shard(dim)])
+                for dim, mesh in enumerate((quiet_mesh(HOLDERS), there))
+            ]
+            call = meshcast.Resharder(*specs, reuse_output=True)
+            begin = lambda x=x, call=call: call.start(x if context.rank in HOLDERS else None)  # noqa: E731
+            run = lambda x=x, call=call: call.run(x if context.rank in HOLDERS else None)  # noqa: E731
+            run()
+            run()
+        handle, raised = begin(), 0
+        if context.rank == 0:
+            x.to_local().mul_(2)
+        for each in (handle.wait, partial(context.wait_for_all, kind), run, run):
+            try:
+                each()
+            except meshcast.MeshcastError as error:
+                assert "was changed in place" in str(error), error
+                raised += 1
+        assert raised == 1, (kind, raised)
+
+
+def changed_and_digested(context) -> None:
+    """With digests all ranks of the call raise in it, also for a change through .data; the next is right."""
+    there = quiet_mesh([1, RECEIVER])
+    for number, (change, shape) in enumerate(itertools.product(("in place", "data"), ((7, 6), (3001, 901)))):
+        dtype = torch.bfloat16 if number % 2 else torch.float32
+        full = unique_fill(shape, dtype, number).remainder(97)
+        x, y = columns(context, full), columns(context, full + 1)
+        out = sharded(torch.zeros(shape, dtype=dtype), there, [Shard(1)], context.rank)
+        for kind in ("reshard", "reshard_many", "reshard_"):
+
+            def begin(x=x, y=y, out=out, kind=kind, **options):
+                if kind == "reshard":
+                    return meshcast.reshard(x, there, [Shard(1)], digest=True, **options)
+                if kind == "reshard_":
+                    return meshcast.reshard_(out, x, digest=True, **options)
+                return meshcast.reshard_many([x, y], there, [[Shard(1)]] * 2, digest=True, **options)
+
+            first = lambda found: found[0] if isinstance(found, list) else found  # noqa: E731
+            assert arrived(context, first(begin()), full)
+            handle = begin(async_op=True)
+            assert arrived(context, first(handle.wait()), full)
+            assert handle.stats.seconds > 0
+            handle = begin(async_op=True)
+            before = x.to_local().clone()
+            if context.rank == 1:
+                local = x.to_local()
+                (local if change == "in place" else local.data).mul_(3)
+            error = raises(meshcast.MeshcastError, "changed 'x", handle.wait)
+            assert str(error).startswith(f"{kind}: "), error
+            assert error.op == kind, error.op
+            x.to_local().copy_(before)
+            context.wait_for_all(f"restored {number} {kind}")
+            assert arrived(context, first(begin(async_op=True).wait()), full)
+            kind_of_error = meshcast.LayoutError if context.rank == 0 else meshcast.PlanMismatchError
+            wrong = [Shard(5)] if context.rank == 0 else [Shard(1)]
+            for async_op in (False, True):
+
+                def refused(wrong=wrong, async_op=async_op, x=x):
+                    made = meshcast.reshard(x, there, wrong, digest=True, async_op=async_op)
+                    return made.wait() if async_op else made
+
+                raises(kind_of_error, "Shard(5)", refused)
+        with torch.enable_grad():
+            z = x.detach().requires_grad_()
+            raises(
+                meshcast.LayoutError,
+                "no gradient",
+                lambda z=z: meshcast.reshard(z, there, [Shard(1)], digest=True),
+            )
+    held = {"w": columns(context, full)} if context.rank in HOLDERS else None
+    handle = meshcast.reshard_state_dict(held, {"w": (there, [Shard(1)])}, async_op=True, digest=True)
+    if context.rank == 0:
+        held["w"].to_local().data.mul_(3)
+    raises(meshcast.MeshcastError, "changed 'w'", handle.wait)
+
+
+def refilled_at_once(context) -> None:
+    """copy=True: what was there at the call arrives, however soon the source is filled again."""
+    there, layouts = quiet_mesh([1, RECEIVER]), [meshcast.Layout(HOLDERS, [Shard(0)])]
+    layouts.append(meshcast.Layout([1, RECEIVER], [Shard(1)]))
+    shape, options = (3001, 902), {"async_op": True, "copy": True}
+    specs = [
+        meshcast.TensorSpec(shape, torch.float32, mesh, [Shard(dim)])
+        for dim, mesh in enumerate((quiet_mesh(HOLDERS), there))
+    ]
+    resharder, states = meshcast.Resharder(*specs), meshcast.StateResharder({"x": (there, [Shard(1)])})
+    inside = context.rank in HOLDERS
+    for number, digest in enumerate((False, True)):
+        full = unique_fill(shape, torch.float32, number)
+
+        def out() -> DTensor:
+            return sharded(torch.zeros(shape), there, [Shard(1)], context.rank)
+
+        more = {**options, "digest": digest}
+        ways = {
+            "reshard": lambda x, more=more: meshcast.reshard(x, there, [Shard(1)], **more),
+            "many": lambda x, more=more: meshcast.reshard_many([x], there, [[Shard(1)]], **more),
+            "into": lambda x, more=more: meshcast.reshard_(out(), x, **more),
+            "local": lambda x: meshcast.reshard_local(
+                x.to_local() if inside else None,
+                layouts[0],
+                None,
+                layouts[1],
+                shape=shape,
+                dtype=x.dtype,
+                **options,
+            ),
+            "resharder": lambda x: resharder.start(x if inside else None, copy=True),
+            "state": lambda x, more=more: meshcast.reshard_state_dict(
+                {"x": x} if inside else None, {"x": (there, [Shard(1)])}, **more
+            ),
+            "states": lambda x: states.start({"x": x} if inside else None, copy=True),
+        }
+        for name, way in ways.items():
+            x = columns(context, full)
+            handle = way(x)
+            x.to_local().zero_()
+            y = handle.wait()
+            y = y["x"] if isinstance(y, dict) else y[0] if isinstance(y, list) else y
+            if context.rank:
+                y = y if name == "local" else y.to_local()
+                assert torch.equal(y, full.chunk(2, 1)[context.rank - 1]), name
+    x = columns(context, full).requires_grad_()
+    handle = meshcast.reshard(x, there, [Shard(1)], **options)
+    with torch.no_grad():
+        x.to_local().zero_()
+    loss = (handle.wait().to_local() * 3).sum()
+    meshcast.backward(loss)
+    assert not inside or bool((x.grad.to_local() == 3).all())
+
+
 CASES = [
     weights_that_moved,
     weights_unsharded_meanwhile,
@@ -313,4 +512,7 @@ CASES = [
     replicas_of_what_moved,
     replicas_of_values_that_change,
     results_that_moved,
+    changed_in_flight,
+    changed_and_digested,
+    refilled_at_once,
 ]

@@ -26,7 +26,17 @@ from ..topology import Topology
 from .agreements import Agreements
 from .board import Board, OtherMeetingError, refuse_meeting
 from .meeting import Meeting, Met, cause_in
-from .refusals import NO_LANE, Connection, OpenRefusals, Refusal, meeting_for, refused_error
+from .refusals import (
+    CHANGED,
+    NO_LANE,
+    Connection,
+    OpenRefusals,
+    Refusal,
+    Retraction,
+    changed_error,
+    meeting_for,
+    refused_error,
+)
 from .shortage import Shortage, no_thread
 
 __all__ = ["Attachment", "Command", "PrivateGroup"]
@@ -98,6 +108,7 @@ class PrivateGroup:
         self._left: list[tuple[_C.GroupCore, list[Attachment]]] = []  # of lives that refused calls have ended
         self._origin, self._lives = "", 0  # what the stores of its lives are called, and how many there were
         self._refused: tuple[int, int, int, str] | None = None  # the call that ended its last life
+        self.news: MeshcastError | None = None  # of a call that has ended here, for the next wait to raise
         self._next: dict[int, int] = {}  # by lane, the first ordinal of this life
         self._core: _C.GroupCore | None = None
         self._error: Exception | None = None
@@ -176,6 +187,21 @@ class PrivateGroup:
         refusal = Refusal(self, NO_LANE, 0, time.monotonic() + timeout, str(error))
         self.submit(refusal)
         return refusal
+
+    def retract(
+        self, lane: int, ordinal: int, error: Exception, timeout: float, began: Callable[[], Any]
+    ) -> Refusal:
+        """Tells the other ranks, in the background, that the source of a call was changed while it may have
+        travelled: those that are in the call raise, and others as they next wait for one of this group.
+        began: the core with which the call began, None before that."""
+        retraction = Retraction(self, lane, ordinal, time.monotonic() + timeout, str(error), began)
+        self.submit(retraction)
+        return retraction
+
+    def take_news(self) -> MeshcastError | None:
+        """What this rank has to raise of an earlier call; told once."""
+        news, self.news = self.news, None
+        return news
 
     def _refusal_of(self, command: Command) -> Refusal:
         return Refusal(
@@ -296,6 +322,8 @@ class PrivateGroup:
             self._core = None
             self._left.append((core, list(self.attached.values())))
             self._refused = refused
+            if CHANGED in refused[3] and refused[2] != self.rank:
+                self.news = changed_error(self.rank, self.name, refused)
             self.attached = {}
             self.agreements = Agreements()
         return lane != refused[0] or ordinal > refused[1]

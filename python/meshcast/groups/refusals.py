@@ -16,23 +16,27 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import PlanMismatchError
+from ..errors import MeshcastError, PlanMismatchError
 from .board import refuse_meeting
 
 if TYPE_CHECKING:
     from .. import _C
 
 __all__ = [
+    "CHANGED",
     "NO_LANE",
     "Connection",
     "OpenRefusal",
     "OpenRefusals",
     "Refusal",
+    "Retraction",
+    "changed_error",
     "meeting_for",
     "refused_error",
 ]
 
 NO_LANE = -1  # of commands that are counted in none
+CHANGED = "was changed in place before wait()"  # in the text of a refusal: the call has run, maybe to its end
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.05  # seconds between two looks for ranks that wait
 
@@ -109,6 +113,22 @@ class Refusal:
             with suppress(Exception):  # where the store does not answer, the others wait to their limits
                 what = meeting_for(self.lane, self.ordinal)
                 refuse_meeting(self._group.next_life(), self._message, by=self._group.rank, what=what)
+        return False
+
+
+class Retraction(Refusal):
+    """Command of a group: the same of a call that this rank has begun, and that may have ended: what it moved
+    is not what the source was at the call. began: with which core; another life has nothing to tell."""
+
+    def __init__(
+        self, group: Group, lane: int, ordinal: int, deadline: float, message: str, began: Callable[[], Any]
+    ) -> None:
+        super().__init__(group, lane, ordinal, deadline, message, agreed=True)
+        self._began = began
+
+    def _begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:
+        if core is not None and core is self._began() and core.error() is None:
+            super()._begin(core, error)
         return False
 
 
@@ -302,4 +322,18 @@ def refused_error(
         op="reshard",
         sequence=ordinal,
         phase="agree",
+    )
+
+
+def changed_error(rank: int, name: str, refused: tuple[int, int, int, str]) -> MeshcastError:
+    """Of a call that has ended here, whose source another rank changed while it may have travelled."""
+    _, number, other, text = refused
+    return MeshcastError(
+        f"rank {rank}: call {number} of {name}: rank {other} says: {text} What that call gave on this rank "
+        "may mix them as well.",
+        rank=rank,
+        peer=other,
+        op="reshard",
+        sequence=number,
+        phase="transfer",
     )

@@ -142,9 +142,9 @@ def load(
 def _begun(
     schedule: PipelineSchedule, optimizer: Any, names: Names, op: str, position: Any = None
 ) -> tuple[WholeState, dict[str, Any], str]:
-    """This rank's state, and the position as text on the lowest rank, once all ranks have theirs: what follows
-    are collectives of torch, which nobody can leave. Raises here at once what is wrong here, and AbortedError
-    where another rank has raised."""
+    """This rank's state, and on the lowest rank the position as text, once all ranks have theirs: collectives
+    of torch follow, which nobody can leave. Raises here at once what is wrong here, and AbortedError where
+    another rank has raised."""
     board = schedule._board
     topic = f"checkpoint/{board.agreements}"
     try:

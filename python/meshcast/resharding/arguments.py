@@ -23,7 +23,16 @@ from .memory import storage_of
 from .mesh_family import slices_called
 from .tensor_move import Destination, Source, positive_placements
 
-__all__ = ["Request", "call_key", "compiled_call", "handle_of", "places_called", "source_of", "start"]
+__all__ = [
+    "Request",
+    "call_key",
+    "compiled_call",
+    "destination_of",
+    "handle_of",
+    "places_called",
+    "source_of",
+    "start",
+]
 
 _KEPT_CALLS = 1024
 
@@ -83,7 +92,7 @@ def compiled_call(
     more."""
     needs_grad = torch.is_grad_enabled()
     sources = [source_of(request.x, parent.rank, needs_grad, op) for request in requests]
-    destinations = [_destination(request, op) for request in requests]
+    destinations = [destination_of(request, op) for request in requests]
     compiled = compile_call(parent, sources, destinations, op, options, lost=lost)
     if key is not None:
         # What was compiled has a key that can be hashed.
@@ -161,7 +170,7 @@ def source_of(
     return Source(shape, dtype, layout, mesh, needs_grad and x.requires_grad, device_type=mesh.device_type)
 
 
-def _destination(request: Request, op: str) -> Destination:
+def destination_of(request: Request, op: str) -> Destination:
     mesh, placements, dtype = request.mesh, request.placements, request.dtype
     if not isinstance(mesh, DeviceMesh):
         raise LayoutError(f"{op}: mesh must be a DeviceMesh, found {type(mesh).__name__}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-__all__ = ["as_dtensor"]
+__all__ = ["as_dtensor", "copied"]
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -23,3 +23,15 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
         return DTensor(local, spec, requires_grad=False)
     made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
     return made
+
+
+def copied(x: Any) -> Any:
+    """A copy of a tensor, with a gradient where x has one and gradients are recorded; what is no tensor is
+    returned as it is."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        return x.clone()
+    if not isinstance(x, DTensor):
+        return x.detach().clone()
+    return as_dtensor(x._local_tensor.detach().clone(), x._spec)

@@ -19,6 +19,7 @@ from ..transfers.gpu_offer import DeviceTypes, device_types_of, require_gpu
 from ..transfers.handle import Handle
 from ..transfers.make import kept_transfer
 from ..transfers.persistent import CallOptions, PersistentTransfer, PlanOptions
+from .dtensors import copied
 from .memory import check_storage, note_written, overlaps, storage_of
 from .reduction import check_reducible
 
@@ -56,6 +57,7 @@ def reshard_local(
     dtype: torch.dtype,
     device: str | tuple[str, str] = "cpu",
     async_op: Literal[True],
+    copy: bool = False,
     **options: Unpack[CallOptions],
 ) -> Handle[torch.Tensor | None]: ...
 @torch.no_grad()
@@ -72,6 +74,7 @@ def reshard_local(
     strategy: str = "auto",
     topology: Topology | None = None,
     async_op: bool = False,
+    copy: bool = False,
     timeout: float | timedelta | None = None,
 ) -> torch.Tensor | Handle[torch.Tensor | None] | None:
     """Fills dst, this rank's shard under dst_layout, from the src shards of all ranks under src_layout.
@@ -93,6 +96,7 @@ def reshard_local(
         group: process group that holds the ranks of both layouts; None for the default group.
         strategy, topology: see meshcast.plan.
         async_op: return a Handle at once.
+        copy: with async_op, src is copied at once, and may be changed from then on.
         timeout: seconds or timedelta for the whole call; None for the group's.
 
     Returns:
@@ -130,6 +134,7 @@ def reshard_local(
             dst = None if local_shape is None else torch.empty(local_shape, dtype=dtype, device=where)
         else:
             check_storage(dst, _OP)
+        src = copied(src) if copy and async_op else src
         given = src
         watched = [] if src is None else [src]
         if src is not None and dst is not None:

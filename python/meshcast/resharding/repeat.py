@@ -110,6 +110,10 @@ class Repeat:
         if self._kept is not None and written is not None:
             increment_version((self._kept, written))
         flight.ended()
+        if self._group.news is not None:
+            news = self._group.take_news()
+            if news is not None:
+                raise news
         return True
 
     def _fits(self, written: torch.Tensor) -> bool:

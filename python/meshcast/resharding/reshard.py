@@ -13,14 +13,17 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
 from ..errors import LayoutError
-from ..groups.parent import parent_group, seconds
+from ..groups.parent import ParentGroup, parent_group, seconds
 from ..groups.telling import raise_refused
 from ..spec import TensorSpec
+from ..transfers.call import Call
 from ..transfers.handle import Handle
 from ..transfers.persistent import CallOptions, PlanOptions
 from .arguments import Request, call_key, compiled_call, handle_of, places_called, start
 from .compile_trace import traced_reshard
 from .compiled_call import Compiled
+from .digested import Digested
+from .dtensors import copied
 from .lost import check_lost, lost_ranks
 from .memory import check_storage
 
@@ -45,6 +48,7 @@ def reshard(
     dtype: torch.dtype | None = None,
     grad_placements: Sequence[Placement] | None = None,
     lost: Iterable[int] = (),
+    digest: bool = False,
     async_op: Literal[False] = False,
     **options: Unpack[CallOptions],
 ) -> DTensor: ...
@@ -57,7 +61,9 @@ def reshard(
     dtype: torch.dtype | None = None,
     grad_placements: Sequence[Placement] | None = None,
     lost: Iterable[int] = (),
+    digest: bool = False,
     async_op: Literal[True],
+    copy: bool = False,
     **options: Unpack[CallOptions],
 ) -> Handle[DTensor]: ...
 def reshard(
@@ -71,7 +77,9 @@ def reshard(
     lost: Iterable[int] = (),
     strategy: str = "auto",
     topology: Topology | None = None,
+    digest: bool = False,
     async_op: bool = False,
+    copy: bool = False,
     timeout: float | timedelta | None = None,
 ) -> DTensor | Handle[DTensor]:
     """Moves x to `mesh` with `placements` (one per mesh dimension, Shard or Replicate).
@@ -98,7 +106,13 @@ def reshard(
             gradient: make it under torch.no_grad().
         strategy, topology: see meshcast.plan. Without a topology the hosts of the ranks are found out and
             their rates assumed.
-        async_op: return a Handle at once; handle.wait() gives the result.
+        digest: compare a digest of x at both ends and between replicas, and tell all ranks of the call how it
+            ended. Then all of them raise where x was changed while it travelled, through `.data` too. Costs
+            one pass over the data on every rank, two more on a holder with async_op, and two rounds of small
+            messages. Records no gradient; with async_op such calls run one after the other.
+        async_op: return a Handle at once; handle.wait() gives the result. x must stay as it is until then,
+            see Handle.wait.
+        copy: with async_op, x is copied at once, and may be changed from then on.
         timeout: seconds or timedelta for the whole call, and for its backward; None for the group's.
 
     Returns:
@@ -122,9 +136,10 @@ def reshard(
             assert torch.equal(y.to_local(), torch.arange(8.0).reshape(4, 2))
     """
     if torch.compiler.is_compiling():
-        if async_op or topology is not None or grad_placements is not None or list(lost):
+        if async_op or digest or topology is not None or grad_placements is not None or list(lost):
             raise LayoutError(
-                "reshard under torch.compile: async_op, topology, grad_placements and lost are not supported"
+                "reshard under torch.compile: async_op, digest, topology, grad_placements and lost are not "
+                "supported"
             )
         return traced_reshard(x, mesh, placements, group, dtype, strategy, timeout)
     return run_call(
@@ -132,7 +147,9 @@ def reshard(
         [Request(x, mesh, placements, dtype, grad_placements)],
         lambda results: results[0],
         lost=lost,
+        digest=digest,
         async_op=async_op,
+        copy=copy,
         group=group,
         strategy=strategy,
         topology=topology,
@@ -149,6 +166,7 @@ def reshard_many(
     dtype: torch.dtype | None = None,
     grad_placements: Sequence[Sequence[Placement]] | None = None,
     lost: Iterable[int] = (),
+    digest: bool = False,
     async_op: Literal[False] = False,
     **options: Unpack[CallOptions],
 ) -> list[DTensor]: ...
@@ -161,7 +179,9 @@ def reshard_many(
     dtype: torch.dtype | None = None,
     grad_placements: Sequence[Sequence[Placement]] | None = None,
     lost: Iterable[int] = (),
+    digest: bool = False,
     async_op: Literal[True],
+    copy: bool = False,
     **options: Unpack[CallOptions],
 ) -> Handle[list[DTensor]]: ...
 def reshard_many(
@@ -175,7 +195,9 @@ def reshard_many(
     lost: Iterable[int] = (),
     strategy: str = "auto",
     topology: Topology | None = None,
+    digest: bool = False,
     async_op: bool = False,
+    copy: bool = False,
     timeout: float | timedelta | None = None,
 ) -> list[DTensor] | Handle[list[DTensor]]:
     """Moves every tensor of xs to `mesh`, the i-th with placements[i], under one plan and one deadline.
@@ -191,6 +213,7 @@ def reshard_many(
         grad_placements: a layout for each gradient; see meshcast.reshard.
         group: process group that holds all the meshes; None for the default group.
         strategy, topology: see meshcast.plan. All tensors are planned together.
+        digest, copy: see meshcast.reshard.
         async_op: return a Handle at once.
         timeout: seconds or timedelta for the whole call, and for its backward; None for the group's.
         lost: ranks of any of the sources' meshes; `gone` calls the i-th tensor "xs[i]".
@@ -227,7 +250,9 @@ def reshard_many(
         requests,
         lambda results: results,
         lost=lost,
+        digest=digest,
         async_op=async_op,
+        copy=copy,
         group=group,
         strategy=strategy,
         topology=topology,
@@ -240,6 +265,7 @@ def reshard_(
     out: Out,
     x: DTensor | TensorSpec,
     *,
+    digest: bool = False,
     async_op: Literal[False] = False,
     **options: Unpack[CallOptions],
 ) -> Out: ...
@@ -248,7 +274,9 @@ def reshard_(
     out: Out,
     x: DTensor | TensorSpec,
     *,
+    digest: bool = False,
     async_op: Literal[True],
+    copy: bool = False,
     **options: Unpack[CallOptions],
 ) -> Handle[Out]: ...
 def reshard_(
@@ -258,7 +286,9 @@ def reshard_(
     group: dist.ProcessGroup | None = None,
     strategy: str = "auto",
     topology: Topology | None = None,
+    digest: bool = False,
     async_op: bool = False,
+    copy: bool = False,
     timeout: float | timedelta | None = None,
 ) -> Out | Handle[Out]:
     """Fills `out` with the values of x; mesh, placements and dtype are those of `out`.
@@ -268,7 +298,7 @@ def reshard_(
             address of its own. On ranks outside its mesh a shell or a TensorSpec.
         x: as for meshcast.reshard. It may share memory with `out`: this rank's shard is then copied first.
             In one storage with `out`, it is not watched for changes before wait().
-        group, strategy, topology, async_op, timeout: as for meshcast.reshard.
+        group, strategy, topology, digest, async_op, copy, timeout: as for meshcast.reshard.
 
     No gradient is recorded: outside torch.no_grad(), neither may require one. The version counter of `out`
     goes up, so that a graph that saved its old values raises. After an error the contents of `out` are
@@ -299,7 +329,9 @@ def reshard_(
             op,
             [request],
             lambda _: out,
+            digest=digest,
             async_op=async_op,
+            copy=copy,
             out=out,
             group=group,
             timeout=timeout,
@@ -314,6 +346,8 @@ def run_call(
     answer: Callable[[list[DTensor]], T],
     *,
     async_op: bool,
+    digest: bool = False,
+    copy: bool = False,
     out: Out | None = None,
     lost: Any = (),
     group: dist.ProcessGroup | None,
@@ -333,26 +367,50 @@ def run_call(
             named = lost_ranks(lost, op)
             check_lost(named, parent.rank, op)
             dead = named
-        records = torch.is_grad_enabled()
-        kinds = [call_key(request, records) for request in requests]
-        key = None if None in kinds else (op, dead, *kinds, *planned.values())
-        compiled: Compiled | None = None
-        with suppress(TypeError):  # of what cannot be hashed: compiling says what is wrong with it
-            compiled = parent.compiled.get(key)
-        if compiled is None:
-            compiled = compiled_call(parent, requests, key, op, PlanOptions(**planned), dead)
-        xs = [request.x if isinstance(request.x, DTensor) else None for request in requests]
-        given = out if isinstance(out, DTensor) else None
-        results, call = start(compiled, xs, limit, None if out is None else [given], driven=not async_op)
+        if copy and async_op and not digest:
+            requests = [request._replace(x=copied(request.x)) for request in requests]
+        checked = Digested(parent, op, requests, out, dead, **planned) if digest else None
+        if checked is None:
+            compiled, xs, given, (results, call) = _begun(
+                parent, op, requests, dead, limit, PlanOptions(**planned), out, driven=not async_op
+            )
     except Exception as error:
         # Where it is not known who is lost, it is not known which of these ranks wait.
         places = [None] if dead is None else [p for r in requests for p in places_called(r.x, r.mesh, dead)]
         raise_refused(error, op, places, group, timeout, lost=dead or ())
+    if checked is not None:
+        return checked.start(limit, answer, copy) if async_op else answer(checked.run(limit))
     if async_op:
         return handle_of(call, answer(results), compiled, xs, given)
     if call is not None:
         call.wait()
     return answer(results)
+
+
+def _begun(
+    parent: ParentGroup,
+    op: str,
+    requests: Sequence[Request],
+    lost: Sequence[int],
+    limit: float,
+    options: PlanOptions,
+    out: Out | None,
+    *,
+    driven: bool,
+) -> tuple[Compiled, list[DTensor | None], DTensor | None, tuple[list[DTensor], Call | None]]:
+    """What the call compiled to, its sources, the output, and what start() returns."""
+    records = torch.is_grad_enabled()
+    kinds = [call_key(request, records) for request in requests]
+    key = None if None in kinds else (op, lost, *kinds, *options)
+    compiled: Compiled | None = None
+    with suppress(TypeError):  # of what cannot be hashed: compiling says what is wrong with it
+        compiled = parent.compiled.get(key)
+    if compiled is None:
+        compiled = compiled_call(parent, requests, key, op, options, lost)
+    xs = [request.x if isinstance(request.x, DTensor) else None for request in requests]
+    given = out if isinstance(out, DTensor) else None
+    begun = start(compiled, xs, limit, None if out is None else [given], driven=driven)
+    return compiled, xs, given, begun
 
 
 def _requests(

@@ -18,6 +18,7 @@ from ..transfers.persistent import PlanOptions
 from .arguments import handle_of, places_called, source_of
 from .autograd import differentiable_call
 from .compiled_call import compile_call
+from .dtensors import copied
 from .memory import check_storage
 from .repeat import Repeat
 from .tensor_move import Destination, positive_placements
@@ -113,11 +114,14 @@ class Resharder:
             raise LayoutError(f"{_OP}: this rank is in neither mesh and has no plan", op=_OP)
         return self._compiled.transfer.plan
 
-    def start(self, x: DTensor | None = None, *, out: DTensor | None = None) -> Handle[DTensor]:
+    def start(
+        self, x: DTensor | None = None, *, out: DTensor | None = None, copy: bool = False
+    ) -> Handle[DTensor]:
         """Starts one call and returns at once. x: the source on the ranks of its mesh; others may pass None.
-        out: where the result goes, under dst_spec; what reshard_ says of its own holds for it."""
-        result, call = self._begin(x, out, driven=False)
-        return handle_of(call, result, self._compiled, [x], result)
+        out: where the result goes, under dst_spec; what reshard_ says of its own holds for it. copy: of x,
+        which may be changed from then on."""
+        result, call = self._begin(x, out, driven=False, copy=copy)
+        return handle_of(call, result, self._compiled, [None if copy else x], result)
 
     def run(self, x: DTensor | None = None, *, out: DTensor | None = None) -> DTensor:
         """start() and wait in one; costs less than both."""
@@ -149,9 +153,12 @@ class Resharder:
             self._reverse = Resharder(origin, target, **self._options)
         return self._reverse
 
-    def _begin(self, x: DTensor | None, out: DTensor | None, *, driven: bool) -> tuple[DTensor, Call | None]:
+    def _begin(
+        self, x: DTensor | None, out: DTensor | None, *, driven: bool, copy: bool = False
+    ) -> tuple[DTensor, Call | None]:
         compiled = self._compiled
         try:
+            x = copied(x) if copy else x
             differentiable = bool(compiled.differentiable) and torch.is_grad_enabled()
             if x is not None and getattr(x, "_spec", None) is not self._known_spec:
                 self._check_source(x)

@@ -134,9 +134,13 @@ def started(
     limit: float,
     run: Callable[[Conversation, float, ReshardedState], tuple[Known, list[Call]]] | None = None,
     lost: Collection[int] = (),
+    copy: bool = False,
 ) -> Handle[ReshardedState]:
     """Starts a call. limit: seconds. run: what to do in place of Conversation.run alone. lost: ranks that
-    make no call any more."""
+    make no call any more. copy: of what is held, at once."""
+    if copy:
+        prepared.keep_copies()
+    prepared.keep_digests()
     talk = beside(parent, lost)
     queue: _Queue = talk.parent.extras.setdefault(_QUEUE, _Queue())
     result = ReshardedState()

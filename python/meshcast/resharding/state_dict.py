@@ -75,6 +75,7 @@ def reshard_state_dict(
     lost: Iterable[int] = (),
     group: dist.ProcessGroup | None = None,
     async_op: Literal[True],
+    copy: bool = False,
     timeout: float | timedelta | None = None,
     **options: Unpack[StateOptions],
 ) -> Handle[ReshardedState]: ...
@@ -98,6 +99,7 @@ def reshard_state_dict(
     strategy: str = "auto",
     topology: Topology | None = None,
     async_op: bool = False,
+    copy: bool = False,
     timeout: float | timedelta | None = None,
 ) -> ReshardedState | Handle[ReshardedState]:
     """Moves every named tensor to its destination, as one batch. Records no gradient.
@@ -130,7 +132,8 @@ def reshard_state_dict(
             every rank.
         only: names of destinations, or a function of the name: the others are left out of this call.
         dtype: of the results of floating-point tensors; others keep theirs. Or by the name of the
-            destination: a mapping or a function, None keeping that of the source.
+            destination: a mapping or a function, None keeping that of the source. A function may name one for
+            other tensors, too, which keep theirs; a mapping may not.
         scales: {name: (name of its scales, block)} of tensors quantised by blocks, by their destinations:
             both travel as they are, and no destination may cut a block or get other scales than those of its
             blocks. The same on every rank.
@@ -140,7 +143,8 @@ def reshard_state_dict(
             nothing may give the one that it expects. Any that differ, or do not exceed the last that
             arrived, raise on every rank before a tensor moves.
         digest: compare a digest of every tensor at both ends and between replicas. Costs one pass over the
-            data on every rank.
+            data on every rank; with async_op two more on ranks that hold it, one of them before it returns,
+            so that changes through `.data` are found as well.
         strict: refuse tensors that have no destination, and entries that cannot travel; False leaves them
             out.
         lost: global ranks that are dead, or gone with what they held; the same on every rank. They are in
@@ -148,6 +152,7 @@ def reshard_state_dict(
             replicas on other ranks.
         async_op: return a Handle at once; handle.wait() gives the result. Calls of this kind run one
             after the other, in an order that is the same on all ranks, beside all others.
+        copy: with async_op, what this rank holds is copied at once, and may be changed from then on.
         group: process group whose ranks all call; None for the default group.
         strategy, topology: see meshcast.plan.
         timeout: seconds or timedelta for the whole call; None for the group's.
@@ -204,7 +209,7 @@ def reshard_state_dict(
     )
     prepared = Prepared(parent.rank, given, version, wrong=wrong)
     if async_op:
-        return started(parent, prepared, limit, lost=dead)
+        return started(parent, prepared, limit, lost=dead, copy=copy)
     result = ReshardedState()
     conversation(parent, dead).run(prepared, deadline, result)
     return result

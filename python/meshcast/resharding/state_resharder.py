@@ -84,11 +84,13 @@ class StateResharder:
         out: Mapping[str, torch.Tensor] | None = None,
         *,
         version: int | None = None,
+        copy: bool = False,
     ) -> Handle[ReshardedState]:
-        """run() that returns at once; handle.wait() gives the result."""
+        """run() that returns at once; handle.wait() gives the result. copy: of what this rank holds, which
+        may be changed from then on."""
         prepared = self._calls.prepared(state_dict, out, version, self._memory)
 
         def run(talk: Conversation, deadline: float, result: ReshardedState) -> tuple[Known, list[Call]]:
             return self._calls.run(talk, prepared, deadline, result, self._memory)
 
-        return started(self._parent, prepared, self._limit, run)
+        return started(self._parent, prepared, self._limit, run, copy=copy)

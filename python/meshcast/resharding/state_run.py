@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from ..errors import AbortedError, DeadlineExceededError, PeerLostError, PlanMis
 from ..groups.parent import ParentGroup
 from ..layout import Layout
 from ..transfers.call import Call
-from ..transfers.digest import shard_digest
+from ..transfers.digest import shard_digest, values_digest
+from .dtensors import copied
 from .state_arguments import Given, StateCall, checked_call
 from .state_batches import Batch, compile_batches
 from .state_digests import Digests, check_twins, check_whole
@@ -71,6 +73,33 @@ class Prepared:
         except Exception as error:
             self.refused = typed(error, OP, rank)
             self.call = None
+        self._digests: dict[str, int] = {}
+
+    @torch.no_grad()
+    def keep_copies(self) -> None:
+        """Sends what the tensors hold now, whatever becomes of them."""
+        if self.call is not None:
+            copies = {name: copied(x) for name, x in self.call.tensors.items()}
+            self.call, self.versions = replace(self.call, tensors=copies), {}
+
+    def keep_digests(self) -> None:
+        """Of what the tensors hold now, where the call compares digests: it begins later."""
+        if self.call is not None and self.call.options["digest"]:
+            self._digests = self._digests_now(self.versions)
+
+    def changed(self, names: Sequence[str]) -> list[int]:
+        """Positions of the names whose tensors are not as they were at the call."""
+        now = self._digests_now(self._digests)
+        return [
+            index
+            for index, name in enumerate(names)
+            if any(tensor._version != seen for tensor, seen in self.versions.get(name, ()))
+            or now.get(name) != self._digests.get(name)
+        ]
+
+    def _digests_now(self, names: Iterable[str]) -> dict[str, int]:
+        assert self.call is not None
+        return {name: values_digest(local_of(self.call.tensors[name])) for name in names}
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -173,11 +202,7 @@ class Conversation:
             failure = typed(error, OP, rank)
             for batch in [] if known is None else known.batches[len(made) + was_told(error) :]:
                 batch.refuse(failure, _left(deadline))
-        changed = [
-            index
-            for index, name in enumerate([] if known is None else known.sources)
-            if any(tensor._version != seen for tensor, seen in prepared.versions.get(name, ()))
-        ]
+        changed = prepared.changed([] if known is None else known.sources)
         state = _REFUSED if failure is not None else changed[0] if changed else _NONE
         ended = rows.gather([state, *([] if digests is None else digests.row())], _left(deadline))
         rows.forget()

@@ -54,6 +54,9 @@ class Call:
         # For who waits in a thread of the program, once the work has failed: see PrivateGroup.begin_again.
         self.begin_again: Callable[[], bool] | None = None
         self.interrupted: Callable[[str, BaseException], None] = lambda _op, _raised: None
+        # Tells the other ranks that a source was changed; returns what waits until they can know.
+        self.retract: Callable[[MeshcastError], Callable[[], None]] = lambda _: lambda: None
+        self.take_news: Callable[[], MeshcastError | None] = lambda: None  # see PrivateGroup.take_news
         self._born = forks.count
         self._lock = threading.Lock()
         self._settled: threading.Event | None = None
@@ -157,6 +160,7 @@ class Call:
                     limit=self.timeout,
                 )
         if self.error is not None:
+            self.error = self.take_news() or self.error
             raise self.error.with_traceback(None)  # else each raise would add to the last one's
         try:
             if self.flight is not None and self.flight.traffic is not None and profiling():
@@ -170,9 +174,12 @@ class Call:
                     self.flight.again()
                 return self._end(waiting)
             self.begin_again = None
-            self.error = error
+            news = self.take_news()
+            self.error = error = news or error
             if self.flight is not None:
                 self.flight.failed(error)
+            if news is not None:
+                raise news from None
             raise
         self.begin_again = None  # it holds the tensors, and the plan
         if self._success is not None:
@@ -183,3 +190,6 @@ class Call:
         if self.flight is not None and self.flight.seconds is None:
             moved = None if self.statistics is None else float(self.statistics()["seconds"])
             self.flight.ended(waiting, moved)
+        news = self.take_news()
+        if news is not None:
+            raise news

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..base.boxes import Piece
     from ..layout import Box, Layout
 
-__all__ = ["added", "pieces_digest", "shard_digest"]
+__all__ = ["added", "pieces_digest", "shard_digest", "values_digest"]
 
 _ELEMENTS = 1 << 20  # at a time, where a copy of them is made
 _BLOCK = 4096  # words
@@ -76,6 +76,11 @@ def pieces_digest(
     where it is cast, is on a GPU, or is the conjugate of what is in memory."""
     kind = dtype or local.dtype
     return added(_box_digest(_view(local, piece), piece[0], shape, kind) for piece in pieces)
+
+
+def values_digest(local: torch.Tensor) -> int:
+    """Of a tensor by itself, unsigned."""
+    return _box_digest(local, tuple((0, size) for size in local.shape), local.shape, local.dtype)
 
 
 def _view(local: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ..errors import MeshcastError
+from ..groups.refusals import CHANGED
 from .call import Call
 from .futures import call_back, fail
 
@@ -71,18 +72,39 @@ class Handle(Generic[T]):
         self._bound = bound
         # Tensors made in inference mode do not count what is written on them.
         self._sources = [(tensor, tensor._version) for tensor in sources if not tensor.is_inference()]
+        self._intact = False  # whether the call is known to have ended before any of them was changed
+        self._told = False
 
     def wait(self) -> T:
         """Blocks until the data is here and returns the result. Raises the call's typed error, or
         MeshcastError if a source was changed in place in the meantime: what arrived may then be a mixture of
-        old and new values."""
-        self._call.wait()
-        self._check_sources()
-        return self._result
+        old and new values. The other ranks of the call are told: those that wait for it raise as well, and
+        those that have its result do so as they next wait for a call of these ranks, once."""
+        return self._wait(lambda told: told())
+
+    def _wait(self, until: Callable[[Callable[[], None]], None]) -> T:
+        """until(told): may wait until the others can know that a source was changed."""
+        self.is_completed()
+        error = self._source_error()
+        if error is None:
+            self._call.wait()
+            error = self._source_error()
+        if error is None:
+            self._sources = []  # free from now on
+            return self._result
+        if not self._intact and not self._told:
+            self._told = True
+            until(self._call.retract(error))
+        with suppress(MeshcastError):  # nothing reads the source any more once it has ended
+            self._call.wait()
+        raise error
 
     def is_completed(self) -> bool:
         """True once wait() would not block; never raises."""
-        return self._call.is_completed()
+        completed = self._call.is_completed()
+        if completed and not self._intact and self._source_error() is None:
+            self._intact = True
+        return completed
 
     def get_future(self) -> torch.futures.Future[T]:
         """A future of the result. Its wait() raises the same typed errors as wait() here.
@@ -102,7 +124,7 @@ class Handle(Generic[T]):
 
         def finish(_: Any = None) -> None:
             try:
-                future.set_result(self.wait())
+                future.set_result(self._wait(lambda _: None))
             except Exception as error:
                 fail(future, error)
 
@@ -138,18 +160,17 @@ class Handle(Generic[T]):
             )
         return self._call.statistics()
 
-    def _check_sources(self) -> None:
+    def _source_error(self) -> MeshcastError | None:
         for tensor, version in self._sources:
             if tensor._version != version:
-                raise MeshcastError(
-                    f"{self._call.op}: a source of shape {tuple(tensor.shape)} was changed in place "
-                    "before wait() "
-                    f"(version {version} when called, {tensor._version} now): the result may mix old and "
-                    "new values. "
-                    "Wait before changing the source, or pass a clone.",
+                return MeshcastError(
+                    f"{self._call.op}: a source of shape {tuple(tensor.shape)} {CHANGED} (version {version} "
+                    f"when called, {tensor._version} now): the result may mix old and new values. Wait "
+                    "before changing the source, or pass copy=True.",
                     op=self._call.op,
                     phase="transfer",
                 )
+        return None
 
 
 class _Future(torch.futures.Future[T]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from zlib import crc32
@@ -188,6 +188,8 @@ class PersistentTransfer:
             raise found from error.__cause__ if found is error else error
         command = _Start(self, call, src, dst, reverse=False)
         call.begin_again = command.begin_again
+        if type(self._medium) is HostMedium:  # others copy the source as the call is made
+            call.retract = command.retract
         self._submit(command)
         call.number.ordinal = command.ordinal if command.ordinal is not None else -1
         return call
@@ -226,6 +228,7 @@ class PersistentTransfer:
     def _new_call(self, op: str, timeout: float, driven: bool) -> Call:
         call = Call(op, timeout, driven)
         call.interrupted = self._group.interrupted
+        call.take_news = self._group.take_news
         call.overdue = self._group.give_up_if_stuck
         call.flight = Flight(op, self._group.members, self._group.rank, call, self.what)
         return call
@@ -384,6 +387,13 @@ class _Start:
         flight = self._call.flight
         if flight is not None:
             flight.lane, flight.position = self.lane, self.ordinal
+
+    def retract(self, error: MeshcastError) -> Callable[[], None]:
+        """See PrivateGroup.retract."""
+        if self.ordinal is None:
+            return lambda: None
+        group, limit = self._transfer._group, self._call.timeout
+        return group.retract(self.lane, self.ordinal, error, limit, lambda: self._core).wait
 
     def begin_again(self) -> bool:
         """After the work of a call failed that somebody waits for: see PrivateGroup.begin_again."""

@@ -1,0 +1,174 @@
+"""reshard and its like with digests: the tensors travel as a state dict of the ranks of both meshes, whose
+call ends by telling all of them what each has seen."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..errors import LayoutError, MeshcastError, typed
+from ..groups.parent import ParentGroup
+from ..transfers.call import Call
+from ..transfers.handle import Handle
+from .arguments import Request, destination_of, source_of
+from .mesh_family import slices_called
+from .state_arguments import Given
+from .state_background import started
+from .state_kept import Known
+from .state_results import ReshardedState
+from .state_run import Conversation, Prepared, conversation
+from .state_specs import OP
+from .tensor_move import compile_move
+
+__all__ = ["Digested"]
+
+T = TypeVar("T")
+
+
+class Digested:
+    """One call, of the ranks of both meshes that are not lost, as it is without digests."""
+
+    def __init__(
+        self,
+        parent: ParentGroup,
+        op: str,
+        requests: Sequence[Request],
+        out: Any,
+        lost: Sequence[int],
+        strategy: str,
+        topology: Any,
+    ) -> None:
+        """Raises LayoutError where the ranks of the call are not known from its arguments. What else is wrong
+        with them is told to these ranks."""
+        self._parent, self._op = parent, op
+        self._names = ["x"] if op != "reshard_many" else [f"xs[{index}]" for index in range(len(requests))]
+        self._without, self._inside = self._others(requests, lost)
+        self._given, self._wrong = Given(None, None), None
+        self._shells: list[DTensor] = []
+        try:
+            self._given = self._checked(requests, out, lost, strategy, topology)
+        except Exception as error:
+            self._wrong = typed(error, op, parent.rank)
+
+    def _others(self, requests: Sequence[Request], lost: Sequence[int]) -> tuple[set[int], bool]:
+        """Ranks of the group that the call has nothing to do with, and whether this rank is in it."""
+        ranks: set[int] = set()
+        for x, mesh, *_ in requests:
+            at = x.device_mesh if isinstance(x, DTensor) else getattr(x, "mesh", None)
+            if not (isinstance(at, DeviceMesh) and isinstance(mesh, DeviceMesh)):
+                raise LayoutError(
+                    f"{self._op}: expected a DTensor or a meshcast.TensorSpec, and a DeviceMesh to move "
+                    f"it to, found {type(x).__name__} and {type(mesh).__name__}"
+                )
+            for side in slices_called(at, mesh, lost):
+                ranks.update(itertools.chain(*side))
+        outside = ranks.difference(self._parent.ranks, lost)
+        if outside:
+            raise LayoutError(
+                f"{self._op}: ranks {sorted(outside)} are not in the group; pass group= a group that holds "
+                "all meshes"
+            )
+        ranks.difference_update(lost)
+        return set(self._parent.ranks.difference(ranks)), self._parent.rank in ranks
+
+    def _checked(
+        self, requests: Sequence[Request], out: Any, lost: Sequence[int], strategy: str, topology: Any
+    ) -> Given:
+        op, where, dtypes = self._op, {}, {}
+        if torch.is_grad_enabled() and any(request.x.requires_grad for request in requests):
+            raise LayoutError(
+                f"{op}: with digest=True no gradient is recorded; call it under torch.no_grad()"
+            )
+        for name, request in zip(self._names, requests, strict=True):
+            source = source_of(request.x, self._parent.rank, False, op)
+            destination = destination_of(request, op)
+            where[name] = (destination.mesh, destination.placements)
+            dtype = destination.dtype or source.dtype
+            if dtype != source.dtype:
+                if not (dtype.is_floating_point and source.dtype.is_floating_point):
+                    raise LayoutError(
+                        f"{op}: with digest=True only floating-point tensors are cast, found {source.dtype} "
+                        f"to {dtype}"
+                    )
+                dtypes[name] = dtype
+            move, *_ = compile_move(self._parent.rank, source, destination, op)  # checks both as well
+            if not self._inside:
+                self._shells.append(move.allocate())
+        here = isinstance(out, DTensor) and self._parent.rank in out.device_mesh.mesh
+        return Given(
+            dict(zip(self._names, (request.x for request in requests), strict=True)),
+            where,
+            {"x": out} if here else None,
+            dtype=dtypes or None,
+            digest=True,
+            strategy=strategy,
+            topology=topology,
+            lost=tuple((rank, rank) for rank in lost),
+        )
+
+    def run(self, limit: float) -> list[DTensor]:
+        """limit: seconds. Blocks; the results in order."""
+        if not self._inside:
+            return self._shells_only()
+        result, deadline = ReshardedState(), time.monotonic() + limit
+        self._named(conversation(self._parent, self._without), self._prepared(), deadline, result)
+        return self._results(result)
+
+    def start(self, limit: float, answer: Callable[[list[DTensor]], T], copy: bool) -> Handle[T]:
+        """The same in the background, in an order with other such calls. answer: from the results what the
+        handle gives. copy: of the sources, at once."""
+        if not self._inside:
+            return Handle(None, answer(self._shells_only()), lambda: 0.0)
+        prepared = self._prepared()
+
+        def run(talk: Conversation, deadline: float, result: ReshardedState) -> tuple[Known, list[Call]]:
+            return self._named(talk, prepared, deadline, result)
+
+        begun = started(self._parent, prepared, limit, run, self._without, copy)
+        if prepared.refused is not None:
+            raise self._called(prepared.refused)
+        return _Answer(begun, lambda result: answer(self._results(result)))
+
+    def _prepared(self) -> Prepared:
+        return Prepared(self._parent.rank, self._given, None, wrong=self._wrong)
+
+    def _shells_only(self) -> list[DTensor]:
+        if self._wrong is not None:
+            raise self._wrong
+        return self._shells
+
+    def _called(self, error: Exception) -> Exception:
+        """The error of the call inside, from now on one of this operation."""
+        if isinstance(error, MeshcastError):
+            error.args = (str(error).replace(OP, self._op),)
+            error.op = self._op if error.op == OP else error.op
+        return error
+
+    def _named(
+        self, talk: Conversation, prepared: Prepared, deadline: float, result: ReshardedState
+    ) -> tuple[Known, list[Call]]:
+        try:
+            return talk.run(prepared, deadline, result)
+        except MeshcastError as error:
+            self._called(error)
+            raise
+
+    def _results(self, result: ReshardedState) -> list[DTensor]:
+        return [result[name] for name in self._names]
+
+
+class _Answer(Handle[T]):
+    """A handle that gives something made of what another one gives."""
+
+    def __init__(self, begun: Handle[ReshardedState], answer: Callable[[ReshardedState], T]) -> None:
+        super().__init__(begun._call, begun._result, begun._bound)  # type: ignore[arg-type]
+        self._answer = answer
+
+    def _wait(self, until: Any) -> T:
+        return self._answer(super()._wait(until))  # type: ignore[arg-type]
