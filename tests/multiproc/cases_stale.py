@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import collections
 import itertools
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import meshcast
 import torch
 import torch.distributed as dist
 from meshcast import elastic
+from meshcast.resharding.state_run import Conversation
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.oracle import unique_fill
 from multiproc.weight_job import raises
@@ -391,10 +393,33 @@ def changed_in_flight(context) -> None:
         assert raised == 1, (kind, raised)
 
 
+@contextmanager
+def changing(x: DTensor | None, how: str):
+    """x is changed between a call that runs beside its caller and what it does there."""
+    original = Conversation.run
+
+    def run(*arguments, **options):
+        if x is not None:
+            local = x.to_local()
+            (local if how == "in place" else local.data).mul_(3)
+        return original(*arguments, **options)
+
+    Conversation.run = run
+    try:
+        yield
+    finally:
+        Conversation.run = original
+
+
+def handle_ended(handle) -> None:
+    with suppress(meshcast.MeshcastError):
+        handle.wait()
+
+
 def changed_and_digested(context) -> None:
     """With digests all ranks of the call raise in it, also for a change through .data; the next is right."""
     there = quiet_mesh([1, RECEIVER])
-    for number, (change, shape) in enumerate(itertools.product(("in place", "data"), ((7, 6), (3001, 901)))):
+    for number, (change, shape) in enumerate((("in place", (7, 6)), ("data", (3001, 901)))):
         dtype = torch.bfloat16 if number % 2 else torch.float32
         full = unique_fill(shape, dtype, number).remainder(97)
         x, y = columns(context, full), columns(context, full + 1)
@@ -413,26 +438,16 @@ def changed_and_digested(context) -> None:
             handle = begin(async_op=True)
             assert arrived(context, first(handle.wait()), full)
             assert handle.stats.seconds > 0
-            handle = begin(async_op=True)
             before = x.to_local().clone()
-            if context.rank == 1:
-                local = x.to_local()
-                (local if change == "in place" else local.data).mul_(3)
+            with changing(x if context.rank == 1 else None, change):
+                handle = begin(async_op=True)
+                handle_ended(handle)
             error = raises(meshcast.MeshcastError, "changed 'x", handle.wait)
             assert str(error).startswith(f"{kind}: "), error
             assert error.op == kind, error.op
             x.to_local().copy_(before)
             context.wait_for_all(f"restored {number} {kind}")
             assert arrived(context, first(begin(async_op=True).wait()), full)
-            kind_of_error = meshcast.LayoutError if context.rank == 0 else meshcast.PlanMismatchError
-            wrong = [Shard(5)] if context.rank == 0 else [Shard(1)]
-            for async_op in (False, True):
-
-                def refused(wrong=wrong, async_op=async_op, x=x):
-                    made = meshcast.reshard(x, there, wrong, digest=True, async_op=async_op)
-                    return made.wait() if async_op else made
-
-                raises(kind_of_error, "Shard(5)", refused)
         with torch.enable_grad():
             z = x.detach().requires_grad_()
             raises(
@@ -440,10 +455,19 @@ def changed_and_digested(context) -> None:
                 "no gradient",
                 lambda z=z: meshcast.reshard(z, there, [Shard(1)], digest=True),
             )
+    kind_of_error = meshcast.LayoutError if context.rank == 0 else meshcast.PlanMismatchError
+    wrong = [Shard(5)] if context.rank == 0 else [Shard(1)]
+    for async_op in (False, True):
+
+        def refused(wrong=wrong, async_op=async_op, x=x):
+            made = meshcast.reshard(x, there, wrong, digest=True, async_op=async_op)
+            return made.wait() if async_op else made
+
+        raises(kind_of_error, "Shard(5)", refused)
     held = {"w": columns(context, full)} if context.rank in HOLDERS else None
-    handle = meshcast.reshard_state_dict(held, {"w": (there, [Shard(1)])}, async_op=True, digest=True)
-    if context.rank == 0:
-        held["w"].to_local().data.mul_(3)
+    with changing(held["w"] if context.rank == 0 else None, "data"):
+        handle = meshcast.reshard_state_dict(held, {"w": (there, [Shard(1)])}, async_op=True, digest=True)
+        handle_ended(handle)
     raises(meshcast.MeshcastError, "changed 'w'", handle.wait)
 
 
