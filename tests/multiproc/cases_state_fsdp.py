@@ -152,21 +152,21 @@ def slices_that_are_no_copies(context) -> None:
 
 
 def stages_of_one_mesh(context) -> None:
-    """Slices along "tp" are copies; those along "pp" are other tensors, whatever their name."""
+    """Slices along "tp" are copies; those along "pp" have to hold equal values, where one name is on several."""
     mesh = DeviceMesh("cpu", [[[0, 1]], [[2, 3]]], mesh_dim_names=("pp", "dp", "tp"))
     where = {"w": (quiet_mesh(SERVERS), [Shard(0)])}
     stages = {rank: mesh["dp"] for rank in TRAINERS if rank == context.rank}
-    for holders in ([0, 1], TRAINERS):
+    for holders, change in (([0, 1], 1.0), (TRAINERS, 0.0), (TRAINERS, 1.0)):
         state = None
         if context.rank in holders:
-            local = torch.arange(4.0)
+            local = torch.arange(4.0) + change * (context.rank // 2)
             state = {"w": DTensor.from_local(local, stages[context.rank], [Shard(0)], run_check=False)}
         try:
             check(meshcast.reshard_state_dict(state, where), {"w": torch.arange(4.0)}, where, context.rank)
         except meshcast.PlanMismatchError:
-            assert holders == TRAINERS
+            assert holders == TRAINERS and change
         else:
-            assert holders == [0, 1]
+            assert holders == [0, 1] or not change
     if context.rank in (0, 1, 4, 5):
         spec = meshcast.TensorSpec((4,), torch.float32, quiet_mesh([[0, 1]]), [Shard(0), Replicate()])
         x = spec
@@ -177,11 +177,12 @@ def stages_of_one_mesh(context) -> None:
 
 
 def unlike_meshes(context) -> None:
-    """Two meshes that are no slices of one are no copies, and neither are overlapping ones."""
+    """Two meshes that are no slices of one, with other values; equal ones are in cases_state_tied.py."""
     mesh = quiet_mesh([0, 1] if context.rank < 2 else [2, 3])
     state = None
     if context.rank in TRAINERS:
-        state = {"w": DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)}
+        local = torch.full((2,), 1.0 + context.rank // 2)
+        state = {"w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}
     try:
         meshcast.reshard_state_dict(state, {"w": (quiet_mesh(SERVERS), [Replicate()])})
     except meshcast.PlanMismatchError as error:

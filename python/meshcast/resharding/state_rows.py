@@ -26,6 +26,7 @@ __all__ = ["Rows"]
 
 _T = TypeVar("_T")
 _OP = "reshard_state_dict"
+_GRACE = 1.0  # seconds that the store is given beyond the limit of a call
 
 
 class Rows:
@@ -58,17 +59,17 @@ class Rows:
         transfer.launch([mine], [rows], limit, driven=True).wait()
         return dict(zip(self.ranks, rows.tolist(), strict=True))
 
-    def post(self, topic: str, text: str) -> None:
+    def post(self, topic: str, text: str, deadline: float) -> None:
+        """deadline: by time.monotonic(); that of the call, as everywhere here."""
         self._posted.append(topic)
-        self._ask(lambda: self._board.post(topic, text), self._group.timeout)
+        self._ask(lambda: self._board.post(topic, text), deadline)
 
     def read(self, topic: str, ranks: Sequence[int], deadline: float) -> dict[int, str]:
         """What `ranks` posted, or will post at once."""
         if not ranks:
             return {}
         try:
-            left = max(deadline - time.monotonic(), 0.0)
-            return self._ask(lambda: self._board.gather(topic, ranks, deadline), left)
+            return self._ask(lambda: self._board.gather(topic, ranks, deadline), deadline)
         except NotPostedError as late:
             raise DeadlineExceededError(
                 f"{_OP}: rank {late.ranks[0]} did not say what it holds",
@@ -79,12 +80,13 @@ class Rows:
                 elapsed=late.elapsed,
             ) from None
 
-    def forget(self) -> None:
+    def forget(self, deadline: float) -> None:
         """Deletes what this rank posted. Only after a round that followed the reading of it."""
         for topic in self._posted:
-            self._ask(partial(self._board.forget, topic), self._group.timeout)
+            self._ask(partial(self._board.forget, topic), deadline)
         self._posted.clear()
 
-    def _ask(self, call: Callable[[], _T], limit: float) -> _T:
-        """call() uses the store, and ends by itself within so many seconds where that answers."""
-        return within(limit + 1.0, call, f"{_OP}, what the ranks hold", rank=self._parent.rank, op=_OP)
+    def _ask(self, call: Callable[[], _T], deadline: float) -> _T:
+        """call() uses the store, and ends by itself until then where that answers."""
+        left = max(deadline - time.monotonic(), 0.0)
+        return within(left + _GRACE, call, f"{_OP}, what the ranks hold", rank=self._parent.rank, op=_OP)

@@ -156,7 +156,7 @@ class Conversation:
         ]
         said = rows.gather(row, _left(deadline))
         if prepared.refused is not None:
-            rows.post(exchange, str(prepared.refused))
+            rows.post(exchange, str(prepared.refused), deadline)
             raise prepared.refused
         self._raise_another(said, "refused its arguments", exchange, deadline)
         assert call is not None
@@ -168,7 +168,7 @@ class Conversation:
             agreed, carried = known.agreed, known.values
             topic = f"values {number}"
             if changed_values:
-                rows.post(topic, json.dumps(call.values))
+                rows.post(topic, json.dumps(call.values), deadline)
             told = rows.read(topic, [other for other, theirs in said.items() if theirs[4]], deadline)
             carried.update({other: json.loads(theirs) for other, theirs in told.items()})
         merged = _merged(carried, rank, agreed.own)
@@ -205,9 +205,9 @@ class Conversation:
         changed = prepared.changed([] if known is None else known.sources)
         state = _REFUSED if failure is not None else changed[0] if changed else _NONE
         ended = rows.gather([state, *([] if digests is None else digests.row())], _left(deadline))
-        rows.forget()
+        rows.forget(deadline)
         if failure is not None:
-            rows.post(f"failed {number}", str(failure))
+            rows.post(f"failed {number}", str(failure), deadline)
             raise failure
         self._raise_another(ended, "could not take part", f"failed {number}", deadline)
         assert known is not None
@@ -235,7 +235,7 @@ class Conversation:
         topic = f"twins {number}"
         said = self.rows.gather([_NONE if failure is None else _REFUSED, *digests], _left(deadline))
         if failure is not None:
-            self.rows.post(topic, str(failure))
+            self.rows.post(topic, str(failure), deadline)
             raise failure
         self._raise_another(said, "could not take part", topic, deadline)
         check_twins(twins, {other: row[1:] for other, row in said.items()}, rank)
@@ -264,7 +264,7 @@ class Conversation:
             for other, theirs in said.items()
         }
         if speakers[rank] == rank:
-            self.rows.post(exchange, text)
+            self.rows.post(exchange, text, deadline)
         layouts: dict[Layout, Layout] = {}
         others = sorted({*speakers.values()} - {speakers[rank]})
         texts = self.rows.read(exchange, others, deadline) | {speakers[rank]: text}
