@@ -1,7 +1,7 @@
 """One rank of test_cut_links.py, alone on its host, which makes calls that are new one after the other. The
-link of host 1 goes down meanwhile: that of the data, that of everything else, of which the store is a part, or
-both. Every rank raises within the limit of its call and a margin, although the limit of the process group is
-far longer."""
+link of host 1 goes down meanwhile: that of the data, that of everything else, the store included, or both.
+Every rank raises within the limit of its call and a margin, although the limit of the process group is far
+longer."""
 
 from __future__ import annotations
 

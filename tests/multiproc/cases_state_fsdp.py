@@ -152,7 +152,7 @@ def slices_that_are_no_copies(context) -> None:
 
 
 def stages_of_one_mesh(context) -> None:
-    """Slices along "tp" are copies; those along "pp" have to hold equal values, where one name is on several."""
+    """Slices along "tp" are copies; those along "pp" have to hold equal values under one name."""
     mesh = DeviceMesh("cpu", [[[0, 1]], [[2, 3]]], mesh_dim_names=("pp", "dp", "tp"))
     where = {"w": (quiet_mesh(SERVERS), [Shard(0)])}
     stages = {rank: mesh["dp"] for rank in TRAINERS if rank == context.rank}
