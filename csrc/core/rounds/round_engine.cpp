@@ -47,6 +47,7 @@ RoundEngine::RoundEngine(std::shared_ptr<RoundDevice> device, int32_t rank, std:
 
 // A work in a forked child may be the last that has it there. All that is the parent's stays as it is.
 void RoundEngine::leave_in_child() {
+  static_cast<void>(queue_.release());  // a condition whose waiter is the parent's cannot be destroyed
   new std::shared_ptr<RoundDevice>(device_);
   new auto(std::move(staging_));
   for (const auto& run : runs_) new std::shared_ptr<RoundRun>(run);

@@ -15,10 +15,6 @@ StartQueue::StartQueue()
 StartQueue::~StartQueue() { finish(); }
 
 void StartQueue::finish() {
-  if (origin_.foreign()) {  // the thread is the parent's, which may hold the lock
-    if (thread_.joinable()) thread_.detach();
-    return;
-  }
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;

@@ -6,8 +6,6 @@
 #include <mutex>
 #include <thread>
 
-#include "common/forks.h"
-
 namespace meshcast {
 
 // Jobs done one after the other, in the order in which they came, on a thread of their own. Jobs do not throw.
@@ -26,7 +24,6 @@ class StartQueue {
  private:
   void loop();
 
-  const Origin origin_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> jobs_;

@@ -47,7 +47,6 @@ struct Executor::State {
   std::deque<Task> queue;
   std::list<Running> running;
   size_t threads = 0;
-  size_t idle = 0;
   size_t reserved = 0;
   bool stopping = false;  // once nothing is left to do
   bool closed = false;    // begins nothing more
@@ -70,7 +69,7 @@ struct Executor::State {
   // Somebody looks at the queue: at once, or when those that are running count as blocked.
   static void call(const std::shared_ptr<State>& state) {
     if (state->closed || state->next() == state->queue.end()) return;
-    if (state->idle > 0) return state->changed.notify_one();
+    if (state->threads > state->running.size()) return state->changed.notify_one();
     try {
       start(state);
     } catch (const std::system_error&) {
@@ -164,9 +163,7 @@ void Executor::serve(const std::shared_ptr<State>& state) {
       const bool idle = next == state->queue.end();
       if (idle && state->stopping) break;
       if (idle && now - idle_since >= kIdle && (state->threads > 1 || state->reserved == 0)) break;
-      ++state->idle;
       state->changed.wait_until(lock, idle ? now + kIdle : state->relief());
-      --state->idle;
       continue;
     }
     State::Task task = std::move(*next);

@@ -9,7 +9,6 @@
 
 #include "catch.h"
 #include "rounds/cases.h"
-#include "rounds/start_queue.h"
 #include "rounds/world.h"
 
 using namespace meshcast;
@@ -59,26 +58,32 @@ TEST_CASE("staging that was too small is kept for the runs that began with it", 
   for (const RankCase& part : parts) CHECK(part.destination->seen == part.expected);
 }
 
+namespace {
+
+struct MeetingDevice final : FakeDevice {
+  using FakeDevice::FakeDevice;
+  bool meets_hosts() const override { return true; }
+};
+
+}  // namespace
+
 // A work of the parent may be the last that has the engine in a child: it ends without a thread to join, and
 // asks nothing of the GPU.
 TEST_CASE("a forked child lets go of an engine of its parent's", "[rounds]") {
-  std::mt19937 rng(6);
-  const Plan plan = random_case(rng, 3);
-  const auto ranks = rounds_of_all(plan, 3, random_options(rng));
-  World world(3);
-  RankCase part = int64_case(plan, ranks[0], 0);
-  world.start(0, part, 0);
-  auto queue = std::make_unique<StartQueue>();
-  const int64_t alive = world.cluster.rank(0).staging_alive;
+  World world(2);
+  auto device = std::make_shared<MeetingDevice>(world.cluster, 0);
+  const std::weak_ptr<MeetingDevice> watched = device;
+  auto engine = std::make_unique<RoundEngine>(std::move(device), 0, world.group);
   const pid_t child = fork();
   if (child == 0) {
     alarm(20);
-    queue.reset();
-    world.engines.clear();
-    _exit(world.cluster.rank(0).staging_alive == alive ? 0 : 1);
+    engine.reset();
+    _exit(watched.expired() ? 1 : 0);
   }
   int status = -1;
   REQUIRE(waitpid(child, &status, 0) == child);
   CHECK(WIFEXITED(status));
   CHECK(WEXITSTATUS(status) == 0);
+  engine.reset();
+  CHECK(watched.expired());
 }
