@@ -49,9 +49,6 @@ class _Work:
                 to, from_ = self._pairs.pop()
                 to.copy_(from_)
 
-    def is_success(self) -> bool:
-        return self.inner.is_success()
-
     def is_completed(self) -> bool:
         return self.inner.is_completed()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -106,8 +107,10 @@ class Call:
         if work is None or not work.is_completed():
             return False
         # What its group keeps of it, to let it finish, keeps no tensors from here on.
-        if self.begin_again is not None and work.is_success():
-            self.begin_again = None
+        if self.begin_again is not None:
+            with suppress(Exception):  # wait() raises it, or begins once more
+                work.wait()  # does not block any more
+                self.begin_again = None
         return True
 
     def wait(self) -> None:

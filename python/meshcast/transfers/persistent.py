@@ -187,7 +187,8 @@ class PersistentTransfer:
             mark_told(found)
             raise found from error.__cause__ if found is error else error
         command = _Start(self, call, src, dst, reverse=False)
-        call.begin_again = command.begin_again
+        if self._medium.by_host:
+            call.begin_again = command.begin_again
         if type(self._medium) is HostMedium:  # others copy the source as the call is made
             call.retract = command.retract
         self._submit(command)
@@ -398,7 +399,7 @@ class _Start:
     def begin_again(self) -> bool:
         """After the work of a call failed that somebody waits for: see PrivateGroup.begin_again."""
         core = self._core
-        if self._reverse or core is None or not self._transfer._medium.by_host:
+        if self._reverse or core is None:
             return False
         return self._transfer._group.begin_again(self, core)
 

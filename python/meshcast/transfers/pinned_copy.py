@@ -188,9 +188,6 @@ class LandingWork:
         except Exception:  # wait() raises it
             return True
 
-    def is_success(self) -> bool:
-        return self._work.is_success() and self._problem is None
-
     def get_future(self) -> torch.futures.Future[None]:
         """Followed by a thread for callbacks: whoever ends a transfer must not wait for a GPU."""
         future: torch.futures.Future[None] = torch.futures.Future()

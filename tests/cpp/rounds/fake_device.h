@@ -213,7 +213,7 @@ inline void move_box(const BoxMove& box) {
 }
 
 // One rank's GPU in a FakeCluster.
-class FakeDevice final : public RoundDevice {
+class FakeDevice : public RoundDevice {
  public:
   using Item = FakeCluster::Item;
 
