@@ -109,15 +109,17 @@ class Handle(Generic[T]):
     def get_future(self) -> torch.futures.Future[T]:
         """A future of the result. Its wait() raises the same typed errors as wait() here.
 
-        Callbacks of ``then()`` and ``add_done_callback()`` run on threads of their own: they may start calls
+        Callbacks of ``then()`` and ``add_done_callback()`` run on threads of their own. They may start calls
         of any group and wait for them, and one that takes its time holds up no other. Chained on a future
         that is done already, they run at once, in the thread that chains them.
 
-        Example, on two ranks::
+        Example, on the four ranks of ``torchrun --nproc-per-node 4``::
 
-            handle = meshcast.reshard(x, target, [Shard(1)], async_op=True)
-            y = handle.get_future().then(lambda future: meshcast.reshard(future.value(), source, [Shard(0)]))
-            y.wait()
+            source, target = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+            x = distribute_tensor(torch.ones(4, 2), source, [Shard(0)])
+            future = meshcast.reshard(x, target, [Shard(1)], async_op=True).get_future()
+            back = future.then(lambda done: meshcast.reshard(done.value(), source, [Shard(0)]))
+            assert back.wait().shape == (4, 2)
         """
         future: _Future[T] = _Future(self._call)
         self._call.begin_again = None  # the future is of this start
