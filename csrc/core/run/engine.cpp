@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <exception>
 #include <functional>
+#include <new>
+#include <system_error>
 #include <utility>
 
 #include <fmt/format.h>
@@ -57,6 +59,23 @@ void make_copies(Run& run, const std::function<void()>& between) {
   run.complete_ops(static_cast<int64_t>(copies.size()), 0);
 }
 
+// A start that lacks memory or a thread: nobody further up could say for what.
+std::exception_ptr cause_of_start(const std::exception_ptr& error) {
+  const auto named = [](const std::exception& found) {
+    return std::make_exception_ptr(
+        Error(ErrorKind::Generic, fmt::format("a call could not be started: {}", found.what())));
+  };
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::bad_alloc& found) {
+    return named(found);
+  } catch (const std::system_error& found) {
+    return named(found);
+  } catch (...) {
+    return error;
+  }
+}
+
 }  // namespace
 
 Engine::Engine(std::shared_ptr<Transport> transport, ChannelFailure failure,
@@ -77,12 +96,8 @@ std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffe
   if (!inside) std::rethrow_exception(error());
   try {
     hand_out(run);
-  } catch (const Error&) {
-    fail(std::current_exception());
-    throw;
-  } catch (const std::exception& error) {  // no thread, no memory: nobody further up could say of what
-    const auto cause = std::make_exception_ptr(
-        Error(ErrorKind::Generic, fmt::format("a call could not be started: {}", error.what())));
+  } catch (...) {
+    const auto cause = cause_of_start(std::current_exception());
     fail(cause);
     std::rethrow_exception(cause);
   }

@@ -1,5 +1,6 @@
 // The executor of rounds on GPUs that are faked: bytes against the true values, errors, deadlines.
 #include <chrono>
+#include <future>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -115,12 +116,12 @@ TEST_CASE("an error that NCCL finds later ends everything, with its text", "[rou
   CHECK_FALSE(world.cluster.run(rng));
   world.poll();
   CHECK_FALSE(chain.parts[1].run->ended());
-  std::string heard;
-  chain.parts[1].run->on_end([&] { heard = "ended"; });
+  std::promise<void> heard;
+  chain.parts[1].run->on_end([&] { heard.set_value(); });
 
   world.cluster.rank(1).failure = {GroupState::Failed, true, "remote process exited"};
   world.poll();
-  CHECK(heard == "ended");
+  CHECK((heard.get_future().wait_for(std::chrono::minutes(1)) == std::future_status::ready));
   CHECK(text_of(chain.parts[1].run->error(), ErrorKind::PeerLost) ==
         "rank 1: test number 4 failed in NCCL while moving data: remote process exited");
   CHECK(world.cluster.rank(1).aborted);
