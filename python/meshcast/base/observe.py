@@ -224,7 +224,7 @@ def flight_record() -> list[dict[str, Any]]:
 
 
 def dump_flight_record(path: str | Path) -> None:
-    """Writes flight_record() as JSON, replacing the file in one step. A missing folder is made.
+    """Writes flight_record() as JSON, replacing the file in one step.
 
     Raises:
         LayoutError: what is no path.
@@ -244,7 +244,6 @@ def dump_flight_record(path: str | Path) -> None:
     target = Path(path)
     if not target.name or "\0" in str(target):
         raise LayoutError(f"dump_flight_record: path {checks.shown(path)} names no file")
-    target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
     scratch.write_text(json.dumps(_document(), indent=1), encoding="utf-8")
     scratch.replace(target)
@@ -368,6 +367,7 @@ def _dump_for(rank: int) -> None:
     if not path:
         return
     try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         dump_flight_record(f"{path}.rank{rank}")
     except OSError as error:
         log.warning("rank %d: the flight record cannot be written: %s", rank, error)
