@@ -188,12 +188,17 @@ class PrivateGroup:
         self.submit(refusal)
         return refusal
 
+    @property
+    def life(self) -> int:
+        """A number for the connections that the ranks have now; a refused call may end them."""
+        return self._lives
+
     def retract(
-        self, lane: int, ordinal: int, error: Exception, timeout: float, began: Callable[[], Any]
+        self, lane: int, ordinal: int, error: Exception, timeout: float, began: Callable[[], int | None]
     ) -> Refusal:
         """Tells the other ranks, in the background, that the source of a call was changed while it may have
         travelled: those that are in the call raise, and others as they next wait for one of this group.
-        began: the core with which the call began, None before that."""
+        began: the life in which the call began, None before that."""
         retraction = Retraction(self, lane, ordinal, time.monotonic() + timeout, str(error), began)
         self.submit(retraction)
         return retraction

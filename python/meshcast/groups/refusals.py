@@ -59,6 +59,8 @@ class Group(Protocol):
     rank: int
     ranks: tuple[int, ...]
 
+    @property
+    def life(self) -> int: ...
     def next_life(self) -> Any: ...
     def left(self, core: _C.GroupCore, lane: int, ordinal: int) -> bool: ...
     def refuse_call(self, error: Exception, timeout: float, *, prepares: bool) -> Refusal: ...
@@ -118,16 +120,23 @@ class Refusal:
 
 class Retraction(Refusal):
     """Command of a group: the same of a call that this rank has begun, and that may have ended: what it moved
-    is not what the source was at the call. began: with which core; another life has nothing to tell."""
+    is not what the source was at the call. began: in which life of the group; in another one there is nobody
+    to tell."""
 
     def __init__(
-        self, group: Group, lane: int, ordinal: int, deadline: float, message: str, began: Callable[[], Any]
+        self,
+        group: Group,
+        lane: int,
+        ordinal: int,
+        deadline: float,
+        message: str,
+        began: Callable[[], int | None],
     ) -> None:
         super().__init__(group, lane, ordinal, deadline, message, agreed=True)
         self._began = began
 
     def _begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:
-        if core is not None and core is self._began() and core.error() is None:
+        if core is not None and self._began() == self._group.life and core.error() is None:
             super()._begin(core, error)
         return False
 

@@ -34,6 +34,7 @@ from .shards import Shards, check_shards, filled, resolved, tensor_text
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from ..groups.private import PrivateGroup
     from ..layout import Layout
     from ..topology import Topology
     from .casts import Casts
@@ -190,8 +191,9 @@ class PersistentTransfer:
         if self._medium.by_host:
             call.begin_again = command.begin_again
         if type(self._medium) is HostMedium:  # others copy the source as the call is made
-            call.retract = command.retract
+            call.retract = command.begun.retract
         self._submit(command)
+        command.begun.ordinal = command.ordinal
         call.number.ordinal = command.ordinal if command.ordinal is not None else -1
         return call
 
@@ -363,6 +365,24 @@ class _Agreement:
         return False
 
 
+class _Begun:
+    """Which call of a group a start is, once it has begun. A handle keeps it to take the call back, so it
+    holds neither tensors nor connections."""
+
+    __slots__ = ("group", "lane", "life", "limit", "ordinal")
+
+    def __init__(self, group: PrivateGroup, lane: int, limit: float) -> None:
+        self.group, self.lane, self.limit = group, lane, limit
+        self.ordinal: int | None = None
+        self.life: int | None = None
+
+    def retract(self, error: MeshcastError) -> Callable[[], None]:
+        """See PrivateGroup.retract."""
+        if self.ordinal is None:
+            return lambda: None
+        return self.group.retract(self.lane, self.ordinal, error, self.limit, lambda: self.life).wait
+
+
 class _Start:
     """Command of a group: one start of a transfer, which the ranks agree on first where they have not."""
 
@@ -378,6 +398,7 @@ class _Start:
         self.lane, self.deadline = REVERSE_LANE if reverse else transfer._lane, call.deadline
         # A reverse transfer has the ordinal of its forward call, in a lane of its own.
         self.ordinal = call.number.ordinal if reverse else None
+        self.begun = _Begun(transfer._group, self.lane, call.timeout)
 
     def ready(self) -> bool:
         transfer = self._transfer
@@ -388,13 +409,6 @@ class _Start:
         flight = self._call.flight
         if flight is not None:
             flight.lane, flight.position = self.lane, self.ordinal
-
-    def retract(self, error: MeshcastError) -> Callable[[], None]:
-        """See PrivateGroup.retract."""
-        if self.ordinal is None:
-            return lambda: None
-        group, limit = self._transfer._group, self._call.timeout
-        return group.retract(self.lane, self.ordinal, error, limit, lambda: self._core).wait
 
     def begin_again(self) -> bool:
         """After the work of a call failed that somebody waits for: see PrivateGroup.begin_again."""
@@ -409,6 +423,7 @@ class _Start:
         assert self.ordinal is not None  # submit() has counted it
         starts = False
         self._core = core
+        self.begun.ordinal, self.begun.life = self.ordinal, transfer._group.life
         self.note()
         try:
             running = _running(core, error)
