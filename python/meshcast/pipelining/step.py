@@ -278,7 +278,7 @@ class StepFeed:
         known["batch"], known["own"] = self._batch()
         known["claims"], known["objects"] = [], []
         is_cut = self._microbatches > 1 or math.prod(self._grid) > 1
-        seen: set[tuple[int, int]] = set()
+        seen: set[tuple[int, str, int]] = set()
         for kind, several in self._given.items():
             if kind in self._pieces and self._stage.alone:
                 continue  # nothing is cut: as in torch, anything goes
@@ -286,10 +286,10 @@ class StepFeed:
                 piece, begin = (at, f"{_PIECES[kind]}[{at}], ") if kind in self._pieces else (-1, "")
                 for number, leaf in enumerate(values.leaves):
                     rows = 0 if leaf.dim is None else _extent(leaf, own=self._local)
-                    if leaf.dim is not None and (piece, rows) not in seen:
-                        seen.add((piece, rows))
+                    if leaf.dim is not None and (piece, kind, rows) not in seen:
+                        seen.add((piece, kind, rows))
                         name, remedy = begin + values.name(number), values.remedy(number)
-                        known["claims"].append([piece, rows, name, leaf.shape, remedy])
+                        known["claims"].append([piece, kind, rows, name, leaf.shape, remedy])
                 for number, path, size in values.objects() if is_cut else ():
                     name, type_name = begin + values.name(number), type(values.leaves[number].value).__name__
                     known["objects"].append([piece, size, name, path, type_name, values.remedy(number)])

@@ -59,7 +59,7 @@ def given(**fields: object) -> dict:
         "own": False,
         "objects": [],
     }
-    return {**known, "claims": [[-1, 4, "argument 0", [4, 3], "Declare it."]], **fields}
+    return {**known, "claims": [[-1, "args", 4, "argument 0", [4, 3], "Declare it."]], **fields}
 
 
 def of_ranks(*stages: dict[int, dict], **fields: object) -> dict:
@@ -74,7 +74,8 @@ def of_ranks(*stages: dict[int, dict], **fields: object) -> dict:
 
 
 def claim(rows: int, name: str = "target", piece: int = -1) -> list:
-    return [[piece, rows, name, [rows, 3], "Share it."]]
+    kind = "target" if name == "target" else "args"
+    return [[piece, kind, rows, name, [rows, 3], "Share it."]]
 
 
 def test_what_does_not_fit_the_batch_is_refused() -> None:
@@ -92,6 +93,10 @@ def test_what_does_not_fit_the_batch_is_refused() -> None:
     last = {2: given(claims=claim(8))}
     assert agree_on_step(of_ranks(first, last, as_torch=True))["rows"] == [2, 2]
     assert "refused" in agree_on_step(of_ranks(first, {2: given(claims=claim(6))}, as_torch=True))
+    # Arguments are cut by their own size there: micro-batches may have fewer lengths than samples.
+    last = {2: given(claims=claim(2, "keyword argument 'lengths'"))}
+    assert agree_on_step(of_ranks(first, last, as_torch=True))["rows"] == [2, 2]
+    assert "refused" in agree_on_step(of_ranks(first, last))
     objects = [[-1, 4, "argument 1", ".cache[0]", "Cache", "Declare it."]]
     (_, text), *_ = agree_on_step(of_ranks({0: given(objects=objects)}))["refused"]
     assert "argument 1 is of type Cache, whose .cache[0] has 4 samples" in text
