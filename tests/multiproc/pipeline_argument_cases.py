@@ -358,7 +358,8 @@ def what_does_not_fit_the_batch(_) -> None:
     for rows in (2, 3, 5, 8):
         refused(last, "target", f"has {rows} samples", "the batch has 4", "loss_kwargs",
                 call=lambda: step(target=batch(rows)[1]))  # noqa: B023  # fmt: skip
-    refused(last, "target has 3 samples", call=lambda: step(x[:, :3], target=y[:3]))  # and fixes no shapes
+    wider = x.unsqueeze(1)
+    refused(last, "target has 3 samples", call=lambda: step(wider, target=y[:3]))  # and fixes no shapes
     refused(last, "target['labels'][1]", "(3, 6)", "the batch has 4",
             call=lambda: step(target={"y": y, "labels": [y, y[:3]]}))  # fmt: skip
     refused(first, "argument 1", "(6, 2)", "the batch has 4", "args_chunk_spec", "_Replicate()",

@@ -32,7 +32,7 @@ from meshcast.pipelining.schedule_views import ScheduleViews
 from meshcast.pipelining.step import StepFeed
 from meshcast.pipelining.step_end import StepEnd, pairs_are_final
 from meshcast.pipelining.table import StageTable, agree_on_stages, describe_stages
-from meshcast.pipelining.varying import Wirings, agree_on_step
+from meshcast.pipelining.varying import Wirings, agree_on_step, check_fit
 from meshcast.pipelining.wiring import Wiring
 
 __all__ = ["PipelineSchedule", "ScheduleOptions", "StepCall"]
@@ -417,6 +417,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                 raise Refused(error) from error
             try:
                 said = self._said(call, feeds, table)
+                check_fit(said["given"], as_torch=table.as_torch)
                 self._wirings.look(feeds, table)
             except Exception as error:
                 mine = error

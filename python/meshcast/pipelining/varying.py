@@ -25,7 +25,7 @@ from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.wiring import Wiring, connect
 from meshcast.transfers.persistent import PersistentTransfer
 
-__all__ = ["Wirings", "agree_on_step"]
+__all__ = ["Wirings", "agree_on_step", "check_fit"]
 
 _T = TypeVar("_T")
 _KEPT = 64  # combinations of shapes whose transfers stay compiled; of more, those not used for longest go
@@ -183,6 +183,17 @@ def _misfits(
                 if digests[own] != other[own]:
                     return {rank: _unlike(stage, first, rank, _NAMES[kind])}
     return {}
+
+
+def check_fit(given: Mapping[str, Mapping[str, Any]], *, as_torch: bool) -> None:
+    """Raises LayoutError for a value of the first stage that does not fit the batch of its own rank: its
+    module would fail on it in a way that says less. given: by stage, see `agree_on_step`."""
+    first = given.get("0")
+    if first is None or first["batch"] is None or (first["own"] and not first["local"]):
+        return
+    text = _misfit(first, first["batch"], as_torch=as_torch)
+    if text is not None:
+        raise LayoutError(text, op="pipeline")
 
 
 def _misfit(given: Mapping[str, Any], rows: Sequence[int], *, as_torch: bool) -> str | None:
