@@ -50,7 +50,7 @@ class Setting:
         return tuple(name.strip() for name in self.text().split(",")) if self.text() else ()
 
     def problem(self) -> str:
-        """What is wrong with the value, in a sentence; empty where it is allowed."""
+        """Returns a sentence on what is wrong with the value; empty where it is allowed."""
         value, expected = self.text(), self.expected
         wrong = bool(self.choices) and value not in self.choices
         if self.limits:
@@ -153,7 +153,7 @@ ALL = (BROADCAST_BYTES, CUDA_TRANSPORT, FLIGHT_RECORD, HOST_ID, IFNAMES, LOG, SH
 
 
 def problems() -> list[str]:
-    """What is wrong with the variables that are set, names that are none of ours included."""
+    """Returns a sentence for each variable that is set wrongly, and for each misspelt name."""
     found = [problem for each in ALL if (problem := each.problem())]
     known = [each.name for each in ALL]
     for name in sorted(os.environ):

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _listens(process: int) -> bool:
-    """Whether a process has the thread that waits for the signal, and may be signalled."""
+    """Returns True if a process has the thread that waits for the signal and may be signalled."""
     try:
         names = [(task / "comm").read_text().strip() for task in (_PROC / str(process) / "task").iterdir()]
         os.kill(process, 0)

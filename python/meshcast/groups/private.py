@@ -204,7 +204,7 @@ class PrivateGroup:
         return retraction
 
     def take_news(self) -> MeshcastError | None:
-        """What this rank has to raise of an earlier call; told once."""
+        """Returns the error of an earlier call that this rank has still to raise, once."""
         news, self.news = self.news, None
         return news
 

@@ -335,7 +335,7 @@ def refused_error(
 
 
 def changed_error(rank: int, name: str, refused: tuple[int, int, int, str]) -> MeshcastError:
-    """Of a call that has ended here, whose source another rank changed while it may have travelled."""
+    """The error of a call that ended here, whose source another rank changed while it may have travelled."""
     _, number, other, text = refused
     return MeshcastError(
         f"rank {rank}: call {number} of {name}: rank {other} says: {text} What that call gave on this rank "
