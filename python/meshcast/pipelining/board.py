@@ -416,5 +416,5 @@ def refusals_told(group: Any, index: int | None = None) -> Iterator[None]:
 
 
 def _is_of_python(error: Exception) -> bool:
-    """Whether it is about the names of arguments: as everywhere in Python, that stays a TypeError."""
+    """Returns whether it is about the names of arguments: as everywhere in Python, that stays a TypeError."""
     return isinstance(error, TypeError) and "unexpected keyword argument" in str(error)

@@ -247,7 +247,7 @@ def actions_of(order: dict[int, list[Any]]) -> Actions:
 
 
 def parts_of(action: Any) -> list[Action]:
-    """What one action of torch's is here: nothing, itself, or the parts of a fused one."""
+    """Returns what one action of torch's is here: nothing, itself, or the parts of a fused one."""
     if action is None:
         return []
     if action.sub_actions is not None:

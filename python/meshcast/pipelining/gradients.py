@@ -38,7 +38,7 @@ _BUCKET_BYTES = 32 << 20  # gradients travel together up to this size: fewer mes
 
 @dataclass(slots=True)
 class GradientScale:
-    """What multiplies gradients in one step of a stage, on one rank.
+    """The factors of gradients in one step of a stage, on one rank.
 
     Let s be the share of a micro-batch on this rank: ``parts`` (its part of the samples) times ``weights``
     (of the micro-batch in the step). Between stages gradients are ``unit`` times those of the step, where
@@ -69,7 +69,7 @@ class GradientScale:
 
     @property
     def counts(self) -> int:
-        """How many micro-batches have samples."""
+        """Returns how many micro-batches have samples."""
         return sum(weight > 0 for weight in self.weights)
 
     def is_uneven(self, microbatch: int) -> bool:
@@ -85,7 +85,7 @@ class GradientScale:
         return part * self.weights[microbatch] * self.unit
 
     def late(self, ratio: Fraction) -> Fraction:
-        """What multiplies the gradients of parameters right behind a backward."""
+        """Returns what multiplies the gradients of parameters right behind a backward."""
         return ratio if self.end is None else ratio * self.column / (self.unit * self.end)
 
     def whole(self, ratio: Fraction) -> Fraction:

@@ -287,7 +287,7 @@ class Collectives(TorchDispatchMode):
 
 
 def _under_fsdp() -> bool:
-    """Whether FSDP2 is among the callers."""
+    """Returns whether FSDP2 is among the callers."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp._fully_shard._fsdp_coll"):
@@ -384,7 +384,7 @@ def _trials(
     real: bool,
     again: tuple[Sequence[Any], Mapping[str, Any]] | None,
 ) -> list[_Trial]:
-    """What to run a module on: see `infer_outputs`. All tensors are copies, on which it may write."""
+    """Returns what to run a module on: see `infer_outputs`. All tensors are copies, on which it may write."""
 
     def copied(values: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda value: value.detach().clone(), values)

@@ -96,7 +96,7 @@ class StepLoss:
 
     @property
     def knows_weight(self) -> bool:
-        """Whether ``weight_fn`` says the weights of targets before the step."""
+        """Returns whether ``weight_fn`` says the weights of targets before the step."""
         return self._weight_fn is not None
 
     def weight_of(self, target: Any) -> float:

@@ -131,7 +131,7 @@ class Values:
 
     @property
     def count(self) -> int:
-        """How many values, nested ones as one."""
+        """Returns how many values, nested ones as one."""
         return len(self._given)
 
     @property
@@ -187,7 +187,7 @@ class Values:
         return f"argument {top}" if self._keys is None else f"keyword argument {self._keys[top]!r}"
 
     def name(self, number: int) -> str:
-        """What errors call a leaf."""
+        """Returns what errors call a leaf."""
         leaf = self.leaves[number]
         name = self._top(leaf.top)
         if not leaf.nested:
@@ -200,7 +200,7 @@ class Values:
         return name + keystr(path)
 
     def remedy(self, number: int) -> str:
-        """How to declare a leaf whole."""
+        """Returns how to declare a leaf whole."""
         if self.kind == "target":
             return "Give what all samples share to loss_fn by loss_kwargs"
         leaf = self.leaves[number]

@@ -450,7 +450,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         return feeds, wirings
 
     def _feed(self, stage: PipelineStage, call: StepCall) -> StepFeed:
-        """What one stage gets. Raises LayoutError for what it cannot take."""
+        """Returns what one stage gets. Raises LayoutError for what it cannot take."""
         feed = StepFeed(
             stage,
             self._n_microbatches,
@@ -473,7 +473,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         return feed
 
     def _said(self, call: StepCall, feeds: Mapping[int, StepFeed], table: StageTable) -> dict[str, Any]:
-        """What this rank says of a call, for `agree_on_step`. Raises what this rank refuses for."""
+        """Returns what this rank says of a call, for `agree_on_step`. Raises what this rank refuses for."""
         train = call.train and table.trains
         if train and self._backward_requires_autograd and not torch.is_grad_enabled():
             raise MeshcastError(

@@ -124,7 +124,7 @@ class StepFeed:
         return values
 
     def _is_cut(self, leaf: Leaf, placed: Placements) -> bool:
-        """Whether a value is cut over all ranks of the stage that have other samples."""
+        """Returns whether a value is cut over all ranks of the stage that have other samples."""
         return leaf.dim is not None and all(placed[dim] == Shard(leaf.dim) for dim in self._sample_dims)
 
     def _placed(self, kind: str, leaf: Leaf) -> Placements:
@@ -247,7 +247,7 @@ class StepFeed:
 
     @property
     def owns_samples(self) -> bool:
-        """Whether an argument has the samples of this rank only."""
+        """Returns whether an argument has the samples of this rank only."""
         return any(
             self._is_own(kind, leaf)
             for kind in ("args", "kwargs")
@@ -423,7 +423,7 @@ class StepFeed:
         alike: bool,
         as_torch: bool,
     ) -> None:
-        """What this rank counts in the step.
+        """Returns what this rank counts in the step.
 
         Args:
             inputs: of each micro-batch, what other stages send for it; the same object for the same shapes.
@@ -491,7 +491,7 @@ def _split_by_samples(stage: PipelineStage) -> tuple[Placements, Placements]:
 
 
 def _extent(leaf: Leaf, *, own: bool) -> int:
-    """How many samples a value has; own: on this rank."""
+    """Returns how many samples a value has; own: on this rank."""
     if own and isinstance(leaf.value, DTensor):
         assert leaf.dim is not None
         return int(leaf.value.to_local().shape[leaf.dim])

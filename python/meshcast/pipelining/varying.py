@@ -144,7 +144,7 @@ def _batch(first: Entries) -> tuple[list[int] | None, dict[str, Any] | None, dic
 def _misfits(
     stage: str, entries: Entries, rows: list[int] | None, dealt: Mapping[str, Any] | None, *, as_torch: bool
 ) -> dict[int, str]:
-    """What the ranks of a stage were given that does not fit the batch, or differs between them."""
+    """Returns what the ranks of a stage were given that does not fit the batch, or differs between them."""
     found = {}
     for rank, each in sorted(entries.items()):
         expected = rows
@@ -383,7 +383,7 @@ class Wirings:
 
 
 def _with_next(given: Callable[[int], _T], keys: Sequence[Any], microbatch: int) -> tuple[_T, _T | None]:
-    """What a rank gets of a micro-batch, and of the next one under the same key, if there is one."""
+    """Returns what a rank gets of a micro-batch, and of the next one under the same key, if there is one."""
 
     def of(number: int) -> _T:
         found: _T = tree_map_only(torch.Tensor, _trainable, given(number))

@@ -88,7 +88,7 @@ def fsdp_groups(part: FSDPModule) -> list[Any]:
 
 
 def trained_leaves(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Where autograd adds up gradients: parameters, and what FSDP2 gathers them into."""
+    """Returns where autograd adds up gradients: parameters, and what FSDP2 gathers them into."""
     leaves = list(module.parameters())
     for part in fsdp_parts(module):
         for group in fsdp_groups(part):

@@ -398,7 +398,7 @@ def _begun(
     *,
     driven: bool,
 ) -> tuple[Compiled, list[DTensor | None], DTensor | None, tuple[list[DTensor], Call | None]]:
-    """What the call compiled to, its sources, the output, and what start() returns."""
+    """Returns what the call compiled to, its sources, the output, and what start() returns."""
     records = torch.is_grad_enabled()
     kinds = [call_key(request, records) for request in requests]
     key = None if None in kinds else (op, lost, *kinds, *options)

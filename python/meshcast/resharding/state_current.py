@@ -104,7 +104,7 @@ def _memory(tensor: torch.Tensor) -> Any:
 
 
 def _owners(entries: Mapping[str, Any], memories: Mapping[str, Any]) -> dict[str, list[_Owner]]:
-    """What has the entries' memory as its own, by name. Reads all objects of the process once."""
+    """Returns what has the entries' memory as its own, by name. Reads all objects of the process once."""
     names: dict[Any, list[str]] = {}
     for name, memory in memories.items():
         if memory is not None:

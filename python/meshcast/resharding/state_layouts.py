@@ -34,7 +34,7 @@ def positive(layout: Layout, ndim: int) -> Layout:
 
 
 def together(layouts: Sequence[Layout], shape: tuple[int, ...]) -> Layout:
-    """What the ranks of several layouts hold, which share none; the layout itself where it is one."""
+    """Returns what the ranks of several layouts hold, which share none; the layout itself where it is one."""
     if len(layouts) == 1:
         return layouts[0]
     pieces = dict(sorted(pair for layout in layouts for pair in layout.pieces(shape).items()))

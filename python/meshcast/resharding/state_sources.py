@@ -192,7 +192,7 @@ class Said:
         return Origin(first.shape, first.dtype, left or layout, first.device_type, had, twins)
 
     def _lives(self, layout: Layout, shape: tuple[int, ...]) -> bool:
-        """Whether ranks that are not lost hold all of it."""
+        """Returns whether ranks that are not lost hold all of it."""
         return all(
             any(rank not in self.lost for rank in holders) for _, holders in layout._core(shape).tiles(shape)
         )

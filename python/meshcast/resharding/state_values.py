@@ -35,12 +35,12 @@ class _NotCarriedError(Exception):
 
 
 def is_carried(value: Any) -> bool:
-    """Whether an entry that is no tensor travels: CARRIED, and small tensors inside of such."""
+    """Returns whether an entry that is no tensor travels: CARRIED, and small tensors inside of such."""
     return type(value) in _PLAIN or (not isinstance(value, torch.Tensor) and not not_carried(value))
 
 
 def not_carried(value: Any) -> str:
-    """What keeps an entry from being carried; "" for one that is."""
+    """Returns what keeps an entry from being carried; "" for one that is."""
     try:
         _said(value, _MOST_BYTES)
     except RecursionError:

@@ -366,7 +366,7 @@ class _Agreement:
 
 
 class _Begun:
-    """Which call of a group a start is, once it has begun. A handle keeps it to take the call back, so it
+    """The number of a call in its group, once it has begun. A handle keeps it to take the call back, so it
     holds neither tensors nor connections."""
 
     __slots__ = ("group", "lane", "life", "limit", "ordinal")
