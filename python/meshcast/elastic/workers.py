@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, start_processes
-from torch.distributed.elastic.multiprocessing.api import SignalException, to_map
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std
+from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext, to_map
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from . import rendezvous as meet
@@ -47,6 +48,35 @@ class Config:
     keep_alive: float = 6.0
 
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Delays the handlers of signals that end a job until the block is left."""
+    if threading.current_thread() is not threading.main_thread():  # handlers run in the main thread alone
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda which, _: came.append(which)) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
+
+
+class _Context(SubprocessContext):
+    """Torch's context of one process. A signal between the start of the process and the note of its pid would
+    leave a process that nobody ends."""
+
+    def _start(self) -> None:
+        with _signals_held():
+            super()._start()
+
+
 class Workers:
     """Of this host, which has a number. endpoint: of the job's store. logs: folder."""
 
@@ -78,7 +108,7 @@ class Workers:
         }
         shown = config.shown is None or local_rank in config.shown
         # One process each: torch's context of several ends all of them where one fails.
-        self._processes[name] = start_processes(
+        context = self._processes[name] = _Context(
             name=config.role,
             entrypoint=config.command,
             args={0: config.arguments},
@@ -91,7 +121,11 @@ class Workers:
             ),
             log_line_prefixes={0: f"[{config.role}{rank}]:"},
         )
-        self._living[name] = local_rank
+        try:
+            context.start()
+        finally:
+            if context.subprocess_handlers:  # also where a signal came meanwhile: the process is to be ended
+                self._living[name] = local_rank
 
     def pid(self, name: str) -> int:
         return int(self._processes[name].pids()[0])

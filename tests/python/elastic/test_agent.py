@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from meshcast.elastic import rendezvous as meet
 from meshcast.elastic.agent import Agent, Config
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import SignalException, api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 pytestmark = pytest.mark.timeout(120)
@@ -99,6 +99,24 @@ def test_a_signal_ends_what_workers_started_too(tmp_path: Path) -> None:
     pids = [agent._here.pid(name) for name in agent._workers]
     pids += map(int, lines(tmp_path / "log"))
     until(lambda: not any(map(lives, pids)), "all are to end")
+
+
+def test_a_signal_while_a_worker_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes after the process has been started and before its starter returns."""
+    started: list[int] = []
+    handler = api.get_subprocess_handler
+
+    def start(*args: object, **options: object) -> api.SubprocessHandler:
+        found = handler(*args, **options)
+        started.append(found.proc.pid)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    monkeypatch.setattr(api, "get_subprocess_handler", start)
+    with pytest.raises(SignalException):
+        shells("exec sleep 1000", 2, 2, shutdown_timeout=1).run()
+    assert len(started) == 1, "the second is not started"
+    assert not lives(started[0])
 
 
 class Played:

@@ -133,7 +133,7 @@ def test_traces_of_different_jobs_are_refused(tmp_path: Path, capsys: pytest.Cap
 
 BAD = [
     ([*PLAN, "--html", "plan.pdf"], ["--html", "'plan.pdf'", ".html"]),
-    ([*PLAN, "--html", "/nowhere/plan.html"], ["--html", "/nowhere/plan.html", "No such file"]),
+    ([*PLAN, "--html", "/nowhere/plan.html"], ["--html", "/nowhere/plan.html", "no folder"]),
     (["simulate", "--stages", "2", "--microbatches", "2", "--html", "x.svg"], ["--html", ".html"]),
     (["timeline", "nothing.json"], ["--output", "--html"]),
 ]
