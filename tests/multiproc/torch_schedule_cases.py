@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from typing import Any
 
@@ -23,6 +24,7 @@ from multiproc.torch_programs import (
     stepped,
 )
 from torch import nn
+from torch.distributed.pipelining import schedules as torch_schedules
 
 mse = nn.functional.mse_loss
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
@@ -500,6 +502,9 @@ def functions_that_gather_where_a_schedule_says(lib: Any, world: Any) -> Any:
         0: "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RESHARD,0RECV_B0,0UNSHARD,0B0,0RECV_B1,0B1,0REDUCE_GRAD",
         1: "1RECV_F0,1UNSHARD,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1REDUCE_GRAD,1RESHARD",
     }
+    if hasattr(torch_schedules, "WAIT_REDUCE_GRAD"):  # torch 2.15: what was begun is to be waited for
+        begun = re.compile(r"(\d)(REDUCE_GRAD|SEND_[FB]\d)")
+        rows = {rank: begun.sub(r"\1\2,\1WAIT_\2", row) for rank, row in rows.items()}
     found, seen = [], []
     for loss_fn in (mse, None):
         numbers = [world.rank]

@@ -36,6 +36,7 @@ __all__ = [
     "names_of_torch",
     "order_of_torch",
     "parts_of",
+    "scales_without_loss",
     "torch_action",
     "torch_order",
     "with_gathering",
@@ -98,6 +99,13 @@ def names_of_torch(module: str, here: dict[str, Any]) -> tuple[Callable[[str], A
             raise AttributeError(f"module {here['__name__']!r} has no attribute {name!r}") from None
 
     return get, lambda: sorted({*here, *dir(theirs)})
+
+
+def scales_without_loss(schedule: Any) -> bool:
+    """Whether `step` of this schedule divides what is in ``grad`` also where no loss is given: from torch 2.15
+    on only with one stage a rank."""
+    single = isinstance(schedule, torch_schedules.PipelineScheduleSingle)
+    return single or not hasattr(torch_schedules, "WAIT_REDUCE_GRAD")
 
 
 def init_stage(stage: Any, *args: Any, num_stages: int, mesh: DeviceMesh | None, **named: Any) -> None:

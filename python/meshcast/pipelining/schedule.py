@@ -17,6 +17,7 @@ from meshcast.groups.parent import parent_group, seconds
 from meshcast.pipelining.action import Action, Actions
 from meshcast.pipelining.auto_warmup import AutoWarmup, Budget
 from meshcast.pipelining.board import PipelineBoard, Refused
+from meshcast.pipelining.compat import scales_without_loss
 from meshcast.pipelining.devices import current
 from meshcast.pipelining.edge import links_of
 from meshcast.pipelining.functions import functions_for, functions_of
@@ -364,7 +365,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                     with self._accumulating(train):
                         runtime.run(row, feeds, wirings, train=train, seed=seed)
                         self._finish(feeds, train, call.losses, finalize)
-                    if call.train and self.name != "ForwardOnly":  # as torch's `step`, also without a loss
+                    if call.train and self.name != "ForwardOnly" and (train or scales_without_loss(self)):
                         self._scale_as_torch(finalize)
                     if train:
                         self._call_hooks(call_hooks, finalize)
