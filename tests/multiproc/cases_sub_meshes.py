@@ -197,6 +197,36 @@ def a_refusal(context) -> None:
     check(meshcast.reshard(x, quiet_mesh([2, OUTSIDE]), [Shard(0)]), full, [Shard(0)], rank)
 
 
+def with_digests(context) -> None:
+    """All slices of a mesh are in the call, its ranks of no slice of the other mesh too, and all of them see
+    a change in flight; what lies inside of one slice stays a call of that one."""
+    rank, full = context.rank, filled()
+    source, there = spec(full, FLAT["dp_cp"], [Replicate(), Shard(0)]), quiet_mesh([OUTSIDE, 5, 2])
+    x = source if rank == OUTSIDE else sharded(full, flat("dp_cp"), [Shard(0)], rank)
+    for async_op in (False, True):
+        found = meshcast.reshard(x, there, [Shard(0)], digest=True, async_op=async_op)
+        check(found.wait() if async_op else found, full, [Shard(0)], rank)
+    outside = quiet_mesh(FLAT["dp_tp"]), [Replicate(), Shard(0)]
+    y = (
+        sharded(full, quiet_mesh([OUTSIDE]), [Shard(0)], rank)
+        if rank == OUTSIDE
+        else spec(full, [OUTSIDE], [Shard(0)])
+    )
+    found = meshcast.reshard(y, *(outside if rank == OUTSIDE else (flat("dp_tp"), [Shard(0)])), digest=True)
+    check(found, full, [Replicate(), Shard(0)] if rank == OUTSIDE else [Shard(0)], rank)
+
+    handle = meshcast.reshard(x, there, [Shard(0)], digest=True, async_op=True, copy=True)
+    if rank != OUTSIDE:
+        x.to_local().data.add_(1)  # the copy is what travels
+    check(handle.wait(), full, [Shard(0)], rank)
+
+    if rank != OUTSIDE:
+        own = filled(seed=1 + rank % 2)  # slices with other values
+        x = sharded(own, flat("dp_cp"), [Shard(0)], rank)
+        check(meshcast.reshard(x, root()["dp"], [Shard(1)], digest=True), own, [Shard(1)], rank)
+    dist.barrier()  # ranks that differ in what they call meet again
+
+
 def as_a_state_dict(context) -> None:
     """The same meshes, by name."""
     rank, full = context.rank, filled(torch.bfloat16)
@@ -229,5 +259,6 @@ CASES = [
     a_gradient,
     partial_values,
     a_refusal,
+    with_digests,
     as_a_state_dict,
 ]

@@ -13,7 +13,7 @@ from ..base import checks
 from ..errors import LayoutError
 from ..layout import Layout
 from .lost import check_not_wanted, survivors
-from .mesh_family import joined, separate
+from .mesh_family import everywhere, joined, separate
 from .state_entries import Held
 from .state_layouts import copies_on, positive, together
 from .state_loaded import with_boxes
@@ -82,20 +82,26 @@ class Said:
         return self._holders.get(name, {})
 
     def goal(self, name: str) -> Goal:
-        """Raises PlanMismatchError where ranks name unlike destinations, or one inside names none."""
+        """Raises PlanMismatchError where ranks name different destinations, or one inside names none. A rank
+        inside of a sub-mesh names that; one outside may name the whole mesh that these make up."""
         said = {rank: self.sides[rank].wanted[name] for rank in self.ranks if name in self.sides[rank].wanted}
         first_rank, first = next(iter(said.items()))
         layout: Layout | None = first.layout
-        for rank, other in said.items():
-            if other is not first and other != first:
-                same = other._replace(layout=first.layout, family=first.family, plain=first.plain) == first
-                layout = joined({r: (w.layout, w.family) for r, w in said.items()}) if same else None
-                if layout is None:
-                    raise mismatch(
-                        f"the destination of {name!r} is {wanted_text(first)} on rank {first_rank}, but "
-                        f"{wanted_text(other)} on rank {rank}",
-                        self.rank,
-                    )
+        if any(other is not first and other != first for other in said.values()):
+            inside = {rank: each for rank, each in said.items() if rank in each.layout.ranks} or said
+            first_rank, first = next(iter(inside.items()))
+            layout = joined({rank: (each.layout, each.family) for rank, each in inside.items()})
+            known = {first.layout} if layout is None else {each.layout for each in inside.values()}
+            for rank, other in said.items():
+                there = other.layout in known or (layout and everywhere(other.layout) == everywhere(layout))
+                rest = other._replace(layout=first.layout, family=first.family, plain=first.plain)
+                if there and rest == first:
+                    continue
+                raise mismatch(
+                    f"the destination of {name!r} is {wanted_text(first)} on rank {first_rank}, but "
+                    f"{wanted_text(other)} on rank {rank}",
+                    self.rank,
+                )
         assert layout is not None
         check_not_wanted(name, layout, self.lost, self.rank, OP)
         for rank in layout.ranks:
