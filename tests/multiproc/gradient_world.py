@@ -30,15 +30,6 @@ from multiproc.gradient_shrink import shrink
 from multiproc.harness import Running, started
 
 CASES = Path(__file__).with_name("cases_gradients.py")
-# What each of many ranks would spend most of its start on.
-PRELOAD = (
-    "torch._dynamo",
-    "torch._functorch.aot_autograd",
-    "torch._subclasses.fake_tensor",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-)
 LIMIT, COMPILED_LIMIT = 75.0, 260.0  # seconds of a draw: a little more than a rank gives itself
 PER_WORLD = 200  # draws; their meshes are kept
 MOST_REFUSED = 0.1
@@ -51,9 +42,7 @@ class World:
     def __init__(self, world: int = MOST_RANKS) -> None:
         self.size, self.draws = world, 0
         self._stack = contextlib.ExitStack()
-        self._running: Running = self._stack.enter_context(
-            started(CASES, world, env={"PRELOAD": ",".join(PRELOAD)})
-        )
+        self._running: Running = self._stack.enter_context(started(CASES, world))
         # A connection of its own: waiting for a rank must not keep others from the store.
         self._store = dist.PrefixStore("cases", self._running.store)
 

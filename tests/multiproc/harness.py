@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
+from multiproc import fork_server
+from multiproc.fork_server import Start
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKER = Path(__file__).with_name("worker.py")
 _OUTPUT_KEPT = 6000  # characters of a rank's output that a failure shows
 
 
@@ -107,7 +107,7 @@ class Running:
     world: int
     folder: Path
     store: dist.TCPStore
-    start: subprocess.Popen
+    start: Start
 
     def runs(self) -> bool:
         """Whether none of the ranks has ended."""
@@ -145,13 +145,8 @@ def started(
     with tempfile.TemporaryDirectory(prefix="meshcast-world-") as name:
         folder = Path(name)
         with (folder / "start.out").open("wb") as output:
-            start = subprocess.Popen(
-                [sys.executable, str(WORKER), str(cases), str(world), str(store.port), backend, name],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=_environment(env),
-            )
+            arguments = [str(cases), str(world), str(store.port), backend, name]
+            start = fork_server.start(arguments, output.fileno(), _environment(env), _environment(None))
         try:
             yield Running(world, folder, store, start)
         finally:
@@ -167,7 +162,7 @@ def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
     return env
 
 
-def _wait(start: subprocess.Popen, deadline: float) -> bool:
+def _wait(start: Start, deadline: float) -> bool:
     """The process that started the ranks ends when all of them have."""
     try:
         start.wait(timeout=max(0.0, deadline - time.monotonic()))
@@ -192,7 +187,7 @@ def _processes(folder: Path) -> dict[int, _Process]:
     return found
 
 
-def _end(start: subprocess.Popen, folder: Path) -> None:
+def _end(start: Start, folder: Path) -> None:
     """Ranks that still run print their stacks (worker.py registers the signal), then go. Their numbers are
     theirs until the process that started them, which waits for each, has written down that one ended."""
     for number in (signal.SIGCONT, signal.SIGUSR1, signal.SIGKILL):  # a frozen rank prints once it runs again

@@ -2,17 +2,17 @@
 
     worker.py MODULE WORLD PORT BACKEND FOLDER
 
-imports torch once and forks a process for each rank, since the import is what a rank's start costs most of.
-PRELOAD in the environment names more modules of torch, separated by commas, that the cases will need.
-Nothing of meshcast and no module of cases is imported before the fork: what they do when they are imported,
-they do in each rank. FOLDER/processes gets a line "rank pid" at the start of each rank, and a line "rank pid
-status" when it has ended (status as in subprocess: negative is the signal).
+forks a process for each rank. fork_server.py, which has imported torch, forks this one in turn, since the
+import is what a rank's start costs most of; or it runs by itself. Nothing of meshcast and no module of cases
+is imported before the ranks are forked: what these do when they are imported, they do in each rank.
+FOLDER/processes gets a line "rank pid" at the start of each rank, and a line "rank pid status" when it has
+ended (status as in subprocess: negative is the signal).
 """
 
 from __future__ import annotations
 
 import faulthandler
-import importlib
+import gc
 import importlib.util
 import json
 import os
@@ -49,11 +49,13 @@ class Context:
             time.sleep(0.002)
 
 
-def main() -> int:
-    """Forks the ranks and waits for them; a rank returns its own exit status."""
+def main(alive: int = -1) -> int:
+    """Forks the ranks and waits for them; a rank returns its own exit status. alive: a descriptor that is
+    to be open as long as this process is there, however long its ranks are."""
     module_path, world, port, backend, folder = sys.argv[1:]
-    for name in filter(None, os.environ.get("PRELOAD", "").split(",")):
-        importlib.import_module(name)
+    # What is there already is no garbage: without this each rank would look through all of torch as it exits,
+    # which takes longer than its import.
+    gc.freeze()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads run here, of which a fork copies only one"
     ranks: dict[int, int] = {}
@@ -62,6 +64,8 @@ def main() -> int:
             pid = os.fork()
             if pid == 0:
                 processes.close()
+                if alive >= 0:
+                    os.close(alive)
                 return become_rank(module_path, rank, int(world), int(port), backend, Path(folder))
             ranks[pid] = rank
             processes.write(f"{rank} {pid}\n")
