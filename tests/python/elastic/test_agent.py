@@ -101,7 +101,7 @@ def test_a_signal_ends_what_workers_started_too(tmp_path: Path) -> None:
     until(lambda: not any(map(lives, pids)), "all are to end")
 
 
-def test_a_signal_while_a_worker_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_a_worker_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal comes after the process has been started and before its starter returns."""
     started: list[int] = []
     handler = api.get_subprocess_handler
