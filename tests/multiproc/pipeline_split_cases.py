@@ -294,9 +294,12 @@ class Unembed(Embed):
         return hidden @ self.weight.t()
 
 
-def tied_case(name: str, rows: list[list[int]], ranks: list[list[int]]):
-    """Embedding in the first stage, the same weight in the last; ranks with several stages have two copies.
-    Two steps: gradients accumulate."""
+def tied_case(
+    name: str, rows: list[list[int]], ranks: list[list[int]], *, replaced: bool = False, one: bool = False
+):
+    """Embedding in the first stage, the same weight in the last; ranks with several stages have two copies,
+    or one. Two steps: gradients accumulate. replaced: between them all parameters become other objects, as
+    load_state_dict(assign=True) leaves them."""
 
     def case(_) -> None:
         here = several(rows, ranks)
@@ -313,6 +316,8 @@ def tied_case(name: str, rows: list[list[int]], ranks: list[list[int]]):
 
         reference, mine = build(), build()
         reference[-1].weight = reference[0].weight
+        if one:
+            mine[-1].weight = mine[0].weight
         stages = [
             PipelineStage(
                 mine[index],
@@ -321,7 +326,7 @@ def tied_case(name: str, rows: list[list[int]], ranks: list[list[int]]):
                 CPU,
                 group=group,
                 mesh=mesh,
-                shared_parameters={"embedding": "weight"} if index in (0, count - 1) else None,
+                shared_parameters={"embedding": "weight"} if index in (0, count - 1) and not one else None,
             )
             for index in indices
         ]
@@ -329,14 +334,20 @@ def tied_case(name: str, rows: list[list[int]], ranks: list[list[int]]):
         schedule = get_schedule_class(name)(
             stages if len(rows[0]) > 1 else stages[0], 3, loss_fn=loss_fn, timeout=TIMEOUT
         )
-        for _ in range(2):
+        for turn in range(2):
             train_alone(nn.Sequential(*reference), tokens, target, 3, loss_fn)
             schedule.step(tokens, target=target)
-        for index in indices:
-            difference = largest_difference(mine[index], reference[index])
-            assert difference <= 1e-12, f"stage {index}: gradients differ by {difference}"
+            for index in indices:
+                difference = largest_difference(mine[index], reference[index])
+                assert difference <= 1e-12, f"step {turn}, stage {index}: gradients differ by {difference}"
+            for modules in (reference, mine) if replaced and turn == 0 else ():
+                for module in modules:
+                    state = {key: value * 1.5 for key, value in module.state_dict().items()}
+                    module.load_state_dict(state, assign=True)
+                if one or modules is reference:
+                    modules[-1].weight = modules[0].weight
 
-    case.__name__ = f"tied_{name}"
+    case.__name__ = "_".join(["tied", name, *["one"] * one, *["replaced"] * replaced])
     return case
 
 
@@ -422,5 +433,8 @@ CASES = [
     tied_case("1F1B", [[0], [1], [2]], [[0], [1, 2], [3, 4]]),
     tied_case("Interleaved1F1B", [[0, 2], [1, 3]], [[0, 1], [2, 3, 4]]),
     tied_case("ZBV", [[0, 3], [1, 2]], [[0, 1], [2]]),
+    tied_case("1F1B", [[0], [1], [2]], [[0], [1, 2], [3, 4]], replaced=True),
+    tied_case("ZBV", [[0, 3], [1, 2]], [[0, 1], [2]], replaced=True),
+    tied_case("ZBV", [[0, 3], [1, 2]], [[0, 1], [2]], replaced=True, one=True),
     shared_parameters_that_do_not_fit,
 ]

@@ -102,8 +102,8 @@ def names_of_torch(module: str, here: dict[str, Any]) -> tuple[Callable[[str], A
 
 
 def scales_without_loss(schedule: Any) -> bool:
-    """Whether `step` of this schedule divides what is in ``grad`` also where no loss is given: from torch 2.15
-    on only with one stage a rank."""
+    """Returns whether `step` of this schedule divides what is in ``grad`` also where no loss is given: from
+    torch 2.15 on only with one stage a rank."""
     single = isinstance(schedule, torch_schedules.PipelineScheduleSingle)
     return single or not hasattr(torch_schedules, "WAIT_REDUCE_GRAD")
 

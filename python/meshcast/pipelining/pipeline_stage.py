@@ -205,7 +205,8 @@ class PipelineStage(StageCompute):
             self.learn_wrappers()
             self.reduced_elsewhere: set[int] = set()  # ids of parameters that an earlier stage here has too
             self._example_rows: int | None = None
-            self.shared = shared_parameters_of(stage_index, shared_parameters or {}, self.submod)
+            self._shared_names = dict(shared_parameters or {})
+            shared_parameters_of(stage_index, self._shared_names, self.submod)  # checks them
             # The stages of each shared parameter, ascending; the schedule tells once the ranks agreed.
             self.sharing: Mapping[str, Sequence[int]] | None = None
             self._begin_compute()
@@ -260,6 +261,13 @@ class PipelineStage(StageCompute):
             return []
         widest = max(outside, key=lambda mesh: mesh.size())  # the first one of several
         return [widest.get_group(dim) for dim in range(widest.ndim) if widest.size(dim) > 1]
+
+    @property
+    def shared(self) -> dict[str, torch.nn.Parameter]:
+        """The shared parameters by key, as the module has them now."""
+        if not self._shared_names:
+            return {}
+        return shared_parameters_of(self.stage_index, self._shared_names, self.submod)
 
     def own_parameters(self) -> list[torch.nn.Parameter]:
         """Those that no earlier stage of this rank has too."""

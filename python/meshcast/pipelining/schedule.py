@@ -347,6 +347,8 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                 finalize = call.finalize or not train
                 runtime = self._runtime_for(wirings[0])
                 self._feeds = feeds
+                if len(self._mine) > 1:  # load_state_dict(assign=True) makes other parameters
+                    reduce_once(self._mine.values())
                 for index, stage in self._mine.items():
                     stage.clear_runtime_states()
                     stage.chunks, stage.has_backward = self._n_microbatches, train

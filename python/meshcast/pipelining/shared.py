@@ -21,12 +21,18 @@ __all__ = ["SharedGradients"]
 
 @dataclass(slots=True)
 class _Shared:
-    """One parameter: the copies on this rank, and a transfer from each row of the schedule that has some to
-    the others."""
+    """One parameter: the stages with a copy on this rank, and a transfer from each row of the schedule that
+    has some to the others."""
 
-    copies: list[torch.nn.Parameter]
+    key: str
+    stages: list[PipelineStage]
     own_row: int
     transfers: dict[int, PersistentTransfer]  # by the row that sends; none if there is one row only
+
+    def copies(self) -> list[torch.nn.Parameter]:
+        """Each once, as the modules have them now: load_state_dict(assign=True) makes others."""
+        found = (stage.shared[self.key] for stage in self.stages)
+        return list({id(copy): copy for copy in found}.values())
 
 
 class SharedGradients:
@@ -47,15 +53,16 @@ class SharedGradients:
         lane = first_lane
         for key, sharing in sorted(table.shared.items()):
             rows = sorted({table.row_of(stage) for stage in sharing})
-            copies = [stages[stage].shared[key] for stage in sharing if stage in stages]
-            distinct = list({id(copy): copy for copy in copies}.values())
+            here = [stages[stage] for stage in sharing if stage in stages]
             transfers = {}
             for row in rows if len(rows) > 1 else []:
                 if own_row in rows:
-                    transfers[row] = _transfer(key, row, rows, table, distinct[0], any_stage, lane, timeout)
+                    transfers[row] = _transfer(
+                        key, row, rows, table, here[0].shared[key], any_stage, lane, timeout
+                    )
                 lane += 1
-            if distinct:
-                self._shared.append(_Shared(distinct, own_row, transfers))
+            if here:
+                self._shared.append(_Shared(key, here, own_row, transfers))
 
     def transfers(self) -> list[PersistentTransfer]:
         return [transfer for each in self._shared for transfer in each.transfers.values()]
@@ -64,7 +71,8 @@ class SharedGradients:
         """After the gradients of each stage have been summed over its ranks."""
         started = []
         for each in self._shared:
-            own = _sum([_gradient(copy) for copy in each.copies])
+            copies = each.copies()
+            own = _sum([_gradient(copy) for copy in copies])
             parts, handles = {each.own_row: own}, []
             for row, transfer in each.transfers.items():
                 if row == each.own_row:
@@ -72,13 +80,13 @@ class SharedGradients:
                 else:
                     parts[row] = torch.empty_like(own)
                     handles.append(transfer.start([None], [parts[row]], timeout=self._timeout))
-            started.append((each, parts, handles))
-        for each, parts, handles in started:
+            started.append((copies, parts, handles))
+        for copies, parts, handles in started:
             for handle in handles:
                 handle.wait()
             total = _sum([parts[row] for row in sorted(parts)])
-            for copy in each.copies:
-                copy.grad = total.clone() if copy is not each.copies[0] else total
+            for copy in copies:
+                copy.grad = total.clone() if copy is not copies[0] else total
 
 
 def _transfer(
