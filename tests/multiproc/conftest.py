@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from multiproc.harness import WorldResult, run_world
 
-_LIMIT = 240.0  # seconds for all cases of a module
+_LIMIT = 400.0  # seconds for all cases of a module
 
 
 def loaded(cases: Path) -> ModuleType:

@@ -45,12 +45,13 @@ class Start(Protocol):
     def kill(self) -> None: ...
 
 
-def start(arguments: Sequence[str], output: int, env: Mapping[str, str], usual: Mapping[str, str]) -> Start:
+def start(
+    arguments: Sequence[str], output: int, env: Mapping[str, str], usual: Mapping[str, str] | None
+) -> Start:
     """Starts worker.py. output: descriptor of a file. env: all variables of the worker. usual: those of a
-    worker for which nothing is asked, which a server gets."""
-    server = _Server.of_process(usual)
-    names = {*env, *server.env}
-    if any(name.startswith(_EARLY) and env.get(name) != server.env.get(name) for name in names):
+    worker for which nothing is asked, which a server gets; None: no server is to fork it."""
+    server = None if usual is None else _Server.of_process(usual)
+    if server is None or server.comes_late(env):
         return subprocess.Popen(
             [sys.executable, str(WORKER), *arguments],
             stdout=output,
@@ -110,6 +111,11 @@ class _Server:
         if cls._one is None:
             cls._one = cls(env)
         return cls._one
+
+    def comes_late(self, env: Mapping[str, str]) -> bool:
+        """Returns whether some of these variables would be read in vain."""
+        names = {name for name in {*env, *self.env} if name.startswith(_EARLY)}
+        return any(env.get(name) != self.env.get(name) for name in names)
 
     def fork(self, arguments: Sequence[str], output: int, env: Mapping[str, str]) -> _Fork:
         alive, theirs = os.pipe()

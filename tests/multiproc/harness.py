@@ -85,15 +85,17 @@ def run_world(
     limit: float = 240.0,
     backend: str = "gloo",
     env: Mapping[str, str] | None = None,
+    bare: bool = False,
 ) -> WorldResult:
     """Runs the case module in `world` processes and waits until all have ended, at most `limit` seconds, or
-    MESHCAST_WORLD_LIMIT of the environment if that is less.
+    MESHCAST_WORLD_LIMIT of the environment if that is less. bare: of torch they have imported no more than a
+    rank needs to start.
 
     The rendezvous store lives in this process, so that no rank's death takes it along.
     """
     begin = time.monotonic()
     limit = min(limit, float(os.environ.get("MESHCAST_WORLD_LIMIT", limit)))
-    with started(cases, world, backend=backend, env=env) as running:
+    with started(cases, world, backend=backend, env=env, bare=bare) as running:
         timed_out = not _wait(running.start, begin + limit)
         running.end()
         seconds = time.monotonic() - begin
@@ -138,7 +140,12 @@ class Running:
 
 @contextlib.contextmanager
 def started(
-    cases: Path | str, world: int, *, backend: str = "gloo", env: Mapping[str, str] | None = None
+    cases: Path | str,
+    world: int,
+    *,
+    backend: str = "gloo",
+    env: Mapping[str, str] | None = None,
+    bare: bool = False,
 ) -> Iterator[Running]:
     """Starts the ranks; they are gone when the block is left. Arguments as those of `run_world`."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -146,7 +153,8 @@ def started(
         folder = Path(name)
         with (folder / "start.out").open("wb") as output:
             arguments = [str(cases), str(world), str(store.port), backend, name]
-            start = fork_server.start(arguments, output.fileno(), _environment(env), _environment(None))
+            usual = None if bare else _environment(None)
+            start = fork_server.start(arguments, output.fileno(), _environment(env), usual)
         try:
             yield Running(world, folder, store, start)
         finally:

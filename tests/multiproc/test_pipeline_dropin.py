@@ -10,7 +10,7 @@ from multiproc.harness import WorldResult
 CASES = Path(__file__).with_name("pipeline_dropin_cases.py")
 RANKS = 3
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(450)
 
 
 def test_pipeline_dropin(pipeline_world: WorldResult, pipeline_case: str) -> None:

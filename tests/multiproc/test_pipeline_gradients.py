@@ -10,7 +10,7 @@ from multiproc.harness import WorldResult
 CASES = Path(__file__).with_name("pipeline_gradient_cases.py")
 RANKS = 6
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(450)
 
 
 def test_pipeline(pipeline_world: WorldResult, pipeline_case: str) -> None:

@@ -12,7 +12,7 @@ CASES = Path(__file__).with_name("pipeline_matrix_cases.py")
 RANKS = 7
 
 # test_pipeline.py has the schedules over fewer pipelines in the quick suite.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
 
 
 def test_pipeline(pipeline_world: WorldResult, pipeline_case: str) -> None:

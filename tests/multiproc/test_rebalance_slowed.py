@@ -10,7 +10,7 @@ from multiproc.harness import WorldResult
 CASES = Path(__file__).with_name("rebalance_slowed_cases.py")
 RANKS = 4
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(450), pytest.mark.slow]
 
 
 def test_slowed(pipeline_world: WorldResult, pipeline_case: str) -> None:

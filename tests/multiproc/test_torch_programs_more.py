@@ -11,7 +11,7 @@ from multiproc.torch_oracle import NEEDS_ORACLE
 CASES = Path(__file__).with_name("torch_more_cases.py")
 RANKS = 4
 
-pytestmark = [pytest.mark.timeout(300), NEEDS_ORACLE]
+pytestmark = [pytest.mark.timeout(450), NEEDS_ORACLE]
 
 
 def test_torch_program(pipeline_world: WorldResult, pipeline_case: str) -> None:
