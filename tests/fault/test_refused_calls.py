@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from fault.cases_refused_calls import LATE_CALLS
 from multiproc.harness import run_world
 
 
+@pytest.mark.slow
 def test_failed_calls_leave_nothing() -> None:
     world = run_world(Path(__file__).with_name("cases_refused_calls.py"), 3, limit=110.0)
     world.check("failed_calls_leave_nothing")

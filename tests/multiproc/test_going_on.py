@@ -215,7 +215,7 @@ def _bytes_of_a_state() -> int:
     return sum(value.nbytes for value in Reference(1).before[1].values())
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_job_whose_state_has_no_replica_goes_back_to_its_copies(tmp_path: Path, moment: str) -> None:
     """FSDP2 alone: what the dead rank held lives nowhere else, but for the copies of steps 1 and 3."""
     notes = goes_on(tmp_path, 4, 7, [["2.0", 4, moment]], every=3)

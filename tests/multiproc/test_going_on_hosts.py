@@ -92,6 +92,7 @@ def kill_host(agent: Started) -> None:
     agent.wait()
 
 
+@pytest.mark.slow
 def test_hosts_die_and_come(tmp_path: Path) -> None:
     """Of three hosts of two ranks one dies, another one comes in its place, and a rank there is replaced. The
     program compares each step with one process."""

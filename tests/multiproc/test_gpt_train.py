@@ -74,6 +74,7 @@ def test_a_resumed_run_continues_the_curve(
     assert resumed[-1]["held_out_loss"] == pytest.approx(rest[-1]["held_out_loss"], rel=0, abs=tolerance)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_tied_and_recomputed_trains_like_one_process(tmp_path: Path) -> None:
     records = train(
         tmp_path,
@@ -97,6 +98,7 @@ def test_bf16_stays_near_one_process_in_bf16(tmp_path: Path) -> None:
     assert records[-1]["loss"] < records[0]["loss"] - 0.2
 
 
+@pytest.mark.slow
 def test_text_is_drawn_from_a_checkpoint(whole_run: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, _ = whole_run
     (folder / "sampled").mkdir()

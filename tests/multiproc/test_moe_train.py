@@ -66,6 +66,7 @@ def test_other_expert_parallel_degrees_train_like_one_process(
     assert records[-1]["loss"] < records[0]["loss"] - 0.3
 
 
+@pytest.mark.slow
 def test_a_run_resumed_with_other_expert_layouts_continues_the_curve(
     whole_run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
@@ -99,6 +100,7 @@ def test_bf16_stays_near_one_process_in_bf16(tmp_path: Path) -> None:
     assert records[-1]["loss"] < records[0]["loss"] - 0.2
 
 
+@pytest.mark.slow
 def test_the_model_is_served_with_its_experts_over_all_ranks() -> None:
     done = launch("moe/serve.py", *NANO, "--stages", "2,3", "--steps", "3", limit=LIMIT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
