@@ -31,7 +31,7 @@ from multiproc.harness import Running, started
 
 CASES = Path(__file__).with_name("cases_gradients.py")
 LIMIT, COMPILED_LIMIT = 75.0, 260.0  # seconds of a draw: a little more than a rank gives itself
-PER_WORLD = 200  # draws; their meshes are kept
+PER_WORLD = 25  # draws; their groups are kept, and a thread of gloo for each wakes 100 times a second
 MOST_REFUSED = 0.1
 _SHOWN = 3000  # characters of a rank's output
 
