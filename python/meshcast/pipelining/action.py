@@ -24,7 +24,7 @@ __all__ = ["Action", "ActionKind", "Actions", "dump_csv", "load_csv"]
 
 
 class ActionKind(Enum):
-    """What an action does. The value is its text form.
+    """The kind of an action. The value is its text form.
 
     F: forward. B: whole backward. I: the part of the backward that makes the gradients of the inputs; W: the
     part that makes those of the weights. SEND_F, RECV_F: an activation goes to a consumer stage, and comes

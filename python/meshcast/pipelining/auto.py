@@ -96,7 +96,7 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
         self._options = dict(options)
 
     def step(self, *args: Any, **named: Any) -> Any:
-        """As `PipelineSchedule.step`; the first one chooses before that."""
+        """Runs a step as `PipelineSchedule.step` does; the first call chooses the schedule before that."""
         if self._schedule is None:
             bound = inspect.signature(PipelineSchedule.step).bind(self, *args, **named)
             bound.apply_defaults()
@@ -112,9 +112,9 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
         return self._chosen.step(*args, **named)
 
     def eval(self, *args: Any, **named: Any) -> Any:
-        """As `PipelineSchedule.eval`. Before the first step forwards run in an order that fits every
-        placement, in as many micro-batches as there are ranks in the pipeline, unless their number was
-        given."""
+        """Runs an evaluation as `PipelineSchedule.eval` does. Before the first step forwards run in an order
+        that fits every placement, in as many micro-batches as there are ranks in the pipeline, unless their
+        number was given."""
         if self._schedule is not None:
             return self._schedule.eval(*args, **named)
         if self._early is None:
@@ -130,7 +130,7 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """As in torch."""
+        """Runs a step on micro-batches, as in torch."""
         if self._schedule is None:
             pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
             self._choose(Batch((), {}, None, (None, None), pieces), loss_kwargs)
@@ -148,7 +148,7 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
         return self._schedule
 
     def __getattr__(self, name: str) -> Any:
-        """What the chosen schedule has: ``trace``, ``summary``, ``draw``, ``pipeline_order`` and so on."""
+        """An attribute of the chosen schedule: ``trace``, ``summary``, ``draw``, ``pipeline_order``, ..."""
         chosen = self.__dict__.get("_schedule")
         if chosen is None or name.startswith("__"):
             raise AttributeError(f"ScheduleAuto has no {name!r} before its first step chooses a schedule")

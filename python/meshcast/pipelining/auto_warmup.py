@@ -33,11 +33,11 @@ def resolve_warmup(
     links: Sequence[Link] | None = None,
     delay_weight_grad: bool = False,
 ) -> Warmup | None:
-    """What `build` takes: a warm-up other than "auto" as it is; for "auto" that of each stage.
+    """Returns the warm-up that `build` takes: for "auto" that of each stage, any other as it is.
 
-    Between n - i and 2(n - i) - 1 for stage i of n, within the budget. Hops are tried in the order of their
-    transfer times, slowest first; of equally long steps the one that holds the fewest micro-batches is taken.
-    Raises ScheduleError if the budget is below what 1F1B holds.
+    For stage i of n it is between n - i and 2(n - i) - 1, within the budget. Hops are tried in the order of
+    their transfer times, slowest first; of equally long steps the one that holds the fewest micro-batches is
+    taken. Raises ScheduleError if the budget is below what 1F1B holds.
     """
     if not isinstance(warmup, str) or warmup != "auto":
         return warmup

@@ -1,5 +1,4 @@
-"""What the ranks of a pipeline tell each other outside the data path: JSON in the store of their process
-group.
+"""Messages between the ranks of a pipeline outside the data path: JSON in the store of their process group.
 
 But for `agree`, nothing is a collective: a rank publishes without waiting, and reads with a deadline that
 names who is missing. A rank that found an error publishes that instead, so that the others raise at once.
@@ -48,7 +47,7 @@ class _Talks:
 
     @staticmethod
     def of(group: Any) -> _Talks:
-        """Those of a process group."""
+        """Returns the conversations of a process group."""
         found = _talks.get(group)
         if found is None:
             found = _talks[group] = _Talks(c10d._get_process_group_store(group))
@@ -184,11 +183,12 @@ class PipelineBoard:
 
     @property
     def opened(self) -> int:
-        """How many conversations this rank has opened in the group."""
+        """The number of conversations that this rank has opened in the group."""
         return self._talks.count
 
     def skip_to(self, opened: int) -> None:
-        """Where another rank has opened more, and all left these: the next one has one number on all."""
+        """Skips conversations that only other ranks have opened, and that all have left: the next one has the
+        same number on all ranks."""
         self._talks.count = max(self._talks.count, opened)
         self._talks.begin_anew()
 
@@ -322,8 +322,8 @@ class PipelineBoard:
         del self._past[:-1]
 
     def _of_all(self, topic: str, begin: float) -> dict[int, dict[str, Any]]:
-        """What every rank gave. Raises _Settled with the error of one that failed, or the answer that one has
-        given already: others may then never come."""
+        """The value of every rank. Raises _Settled with the error of one that failed, or the answer that one
+        has given already: others may then never come."""
 
         def check() -> None:
             if self._store.check([f"{topic}/answer"]):
@@ -349,8 +349,8 @@ class PipelineBoard:
         self._ask(lambda: self._board.forget(topic), self.timeout, f"forgetting {topic!r}")
 
     def collect(self, topic: str, ranks: Iterable[int] | None = None) -> dict[int, dict[str, Any]]:
-        """What `ranks` (all by default) published. Raises AbortedError with the message of a rank that
-        failed, in rank order, and DeadlineExceededError naming the ranks that said nothing."""
+        """Returns what `ranks` (all by default) published. Raises AbortedError with the message of a rank
+        that failed, in rank order, and DeadlineExceededError naming the ranks that said nothing."""
         wanted = self.ranks if ranks is None else sorted(ranks)
         return self._ask(lambda: self._collect(topic, wanted), self.timeout, f"reading {topic!r}")
 

@@ -1,4 +1,4 @@
-"""What `choose` decides on: the schedules that fit the placement of the stages, with times by simulation.
+"""The candidates of `choose`: the schedules that fit the placement of the stages, with times by simulation.
 
 All of it is arithmetic on what the ranks have measured: no process group, no tensors.
 """
@@ -28,7 +28,7 @@ _MOST_FOR_A_RANK = 16
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What a micro-batch costs. Lists have an entry for each stage, that of its slowest, or fullest, rank.
+    """The costs of a micro-batch. Lists have an entry for each stage, that of its slowest, or fullest, rank.
 
     Attributes:
         samples: of the micro-batch, over all ranks.

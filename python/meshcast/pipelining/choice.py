@@ -18,7 +18,7 @@ _SHOWN = 12  # rows of the table: the fastest, and the fastest of each schedule 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What `choose` found, the same on every rank.
+    """The result of `choose`, the same on every rank.
 
     Attributes:
         schedule: the class.
@@ -68,7 +68,7 @@ class Choice:
 
 
 def listed_stages(stages: PipelineStage | Sequence[PipelineStage]) -> list[PipelineStage]:
-    """As a list, whether there is one or several."""
+    """Returns the stages as a list, also where there is only one."""
     return list(stages) if isinstance(stages, Sequence) else [stages]
 
 

@@ -1,4 +1,5 @@
-"""Which schedule, options and number of micro-batches: measured on the real stages, then simulated."""
+"""The choice of a schedule, its options and a number of micro-batches: the real stages are measured, then
+schedules are simulated."""
 
 from __future__ import annotations
 
@@ -125,7 +126,7 @@ class Batch:
         return self.target is not None or self.pieces.targets is not None
 
     def samples(self, where: str) -> int:
-        """Of the first stage's batch; of micro-batches that are cut already their number."""
+        """The number of samples in the first stage's batch, or of micro-batches where it is cut already."""
         if self.pieces.args is not None or self.pieces.kwargs is not None:
             return len(self.pieces.args or self.pieces.kwargs or ())
         return sum(cut(self.args, dict(self.kwargs), 1, *self.specs, where)[2])
@@ -238,7 +239,7 @@ class _Search:
         microbatches: int | Sequence[int] | None,
         budget: float | None,
     ) -> dict[str, Any]:
-        """What all ranks know then: the rows, the numbers of micro-batches, which of them are measured."""
+        """The plan of all ranks: the rows, the numbers of micro-batches, and which of them are measured."""
         mine: Exception | None = None
         said: dict[str, Any] = {}
         try:
@@ -315,7 +316,7 @@ def _counts(microbatches: int | Sequence[int] | None) -> list[int] | None:
 
 
 def _placed(said: Mapping[int, Any]) -> dict[str, Any]:
-    """What the first rank makes of all ranks' words."""
+    """The answer that the first rank makes from what all ranks said."""
     refused = [(rank, each["refused"]) for rank, each in said.items() if "refused" in each]
     if refused:
         return {"refused": refused[0]}
@@ -350,7 +351,7 @@ def _placed(said: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def _together(found: Sequence[Measured], samples: float, links: Sequence[Link] | None) -> Times:
-    """Of all ranks: of each stage its slowest, and its fullest, rank."""
+    """Joins the measurements of all ranks: the times of a stage's slowest rank, the bytes of its fullest."""
     of_stage: dict[int, dict[str, float]] = {}
     of_link: dict[Link, float] = {}
     for each in found:

@@ -205,7 +205,7 @@ class PipelineScheduleMulti(PipelineSchedule, torch_schedules.PipelineScheduleMu
 
 
 class _PipelineScheduleRuntime(PipelineScheduleMulti, torch_schedules._PipelineScheduleRuntime):
-    """As torch's: actions are loaded from a file or given as a list, with transfers or without."""
+    """A schedule of actions loaded from a file or given as a list, with transfers or without, as in torch."""
 
     def __getattr__(self, name: str) -> Any:
         """The order with transfers as torch would lower it, made when somebody looks at it."""
@@ -235,7 +235,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, torch_schedules._PipelineS
         self._given_order = (self.pipeline_order_with_comms if with_transfers else actions), with_transfers
 
     def _lower_as_later(self, actions: Any, format: Any = "compute_only") -> None:  # noqa: A002
-        """What torch 2.15 does by itself."""
+        """Lowers an order under an older torch as torch 2.15 does by itself."""
         if format == "compute_only" and self._gathering != FSDP_DEFAULTS and not lowers_by_itself():
             self.pipeline_order_with_comms = lowered(self, actions, self._gathering)
 

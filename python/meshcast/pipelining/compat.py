@@ -1,5 +1,4 @@
-"""What differs between releases of torch.distributed.pipelining and how its names come to the same places
-here."""
+"""Differences between releases of torch.distributed.pipelining, and how modules here get its names."""
 
 from __future__ import annotations
 
@@ -70,7 +69,8 @@ WAIT_REDUCE_GRAD = _waiting("WAIT_REDUCE_GRAD")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineStageInfo:
-    """What a forward is of: what torch 2.15 tells a context of `register_forward_context`.
+    """The stage and micro-batch of a forward, which torch 2.15 gives to a context of
+    `register_forward_context`.
 
     Attributes:
         stage_index: number of the stage.
@@ -154,7 +154,7 @@ def _tuples(value: Any) -> Any:
 
 
 def torch_action(action: Action) -> Any:
-    """As torch writes it."""
+    """Returns the action as one of torch's."""
     kind = torch_schedules._ComputationType(action.kind.value)
     return torch_schedules._Action(action.stage, kind, action.microbatch)
 
@@ -183,7 +183,7 @@ def _parsed(cell: str) -> Any:
 
 
 def accepted(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that the constructor of a schedule of torch takes under this release."""
+    """The given arguments that the constructor of a schedule of torch takes under this release."""
     known = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     names = set(known)
     if any(each.kind is each.VAR_KEYWORD for each in known.values()):
@@ -193,7 +193,8 @@ def accepted(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lowers_by_itself() -> bool:
-    """Whether torch lowers an order as ``max_active_stages`` and ``unshard_lookahead`` say: since 2.15."""
+    """Returns whether torch lowers an order as ``max_active_stages`` and ``unshard_lookahead`` say: since
+    2.15."""
     return (
         "unshard_lookahead" in inspect.signature(torch_schedules.ScheduleInterleaved1F1B.__init__).parameters
     )
@@ -269,7 +270,7 @@ def parts_of(action: Any) -> list[Action]:
 
 
 def fused_pairs(order: dict[int, list[Any]]) -> dict[Action, tuple[Any, list[Action]]]:
-    """Of the first part of each fused action: torch's action, and all its parts."""
+    """Maps the first part of each fused action to torch's action and all its parts."""
     found = {}
     for row in order.values():
         for each in row:

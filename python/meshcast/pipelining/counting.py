@@ -59,13 +59,13 @@ def own_stages(stages: Any, op: str) -> list[PipelineStage]:
 
 
 def parameters(stages: Sequence[PipelineStage]) -> list[torch.nn.Parameter]:
-    """Those that are trained, each once, also where two stages have the same one."""
+    """The parameters that are trained, each once, also where two stages have the same one."""
     found = (p for stage in stages for p in stage.submod.parameters())
     return list({id(p): p for p in found if p.requires_grad or p.grad is not None}.values())
 
 
 def counted(stages: Sequence[PipelineStage], op: str) -> Counted:
-    """What this rank counts. Collective over the mesh of a gradient that is a pending sum.
+    """The gradients that this rank counts. Collective over the mesh of a gradient that is a pending sum.
 
     Raises LayoutError before the first step, when the stages do not know yet who shares parameters.
     """
@@ -133,7 +133,7 @@ def all_reduce_over(
 
 
 def _counts(parameter: torch.nn.Parameter, rank: int, leader: int, *, outside: bool) -> bool:
-    """Whether this rank is the first that has its part of the parameter."""
+    """Returns whether this rank is the first that has its part of the parameter."""
     if not isinstance(parameter.data, DTensor):
         return rank == leader  # all ranks of the stage have it
     ranks = parameter.data.device_mesh.mesh

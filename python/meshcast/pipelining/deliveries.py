@@ -1,4 +1,4 @@
-"""Which values travel together: every output of a stage to all stages that use it, once.
+"""The values that travel together: every output of a stage to all stages that use it, once.
 
 Consumers whose layouts join to one, because each needs the whole value or all cut it alike over meshes of one
 shape, get it by one multicast; the others by a transfer each. Pure functions of what all ranks know, so that
@@ -35,7 +35,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What travels as one transfer for each micro-batch: deliveries of one stage to the same consumers."""
+    """The values of one transfer for each micro-batch: deliveries of one stage to the same consumers."""
 
     source: int
     consumers: tuple[int, ...]  # ascending
@@ -70,7 +70,7 @@ def bundles(
 def returns(
     found: Sequence[Bundle], source: int, consumer: int, layout_of: Callable[[int, int], Layout]
 ) -> list[Delivery]:
-    """What one consumer gives gradients of to one stage: deliveries in the consumer's own layout."""
+    """The values whose gradients one consumer gives to one stage: deliveries in the consumer's own layout."""
     return [
         Delivery(
             each.output, layout_of(consumer, each.inputs[consumer][0]), {consumer: each.inputs[consumer]}
@@ -127,7 +127,7 @@ def _join(together: Layout, layout: Layout, members: int) -> Layout | None:
 
 
 def _is_whole(layout: Layout) -> bool:
-    """Whether every rank has the whole value."""
+    """Returns whether every rank has the whole value."""
     return all(
         size == 1 or isinstance(placement, Replicate)
         for size, placement in zip(layout.mesh_shape, layout.placements, strict=True)

@@ -1,4 +1,4 @@
-"""What differs between stages on the CPU and on GPUs: the device itself and the transfers of its tensors."""
+"""Differences between stages on the CPU and on GPUs: the device itself and the transfers of its tensors."""
 
 from __future__ import annotations
 

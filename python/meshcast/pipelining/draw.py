@@ -39,8 +39,8 @@ _LABELLED = 700  # bars of a panel that carry their micro-batch; more would not 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What a rank does or sends in a span of time. kind: a key of the colours; tone: 0, or more for further
-    stages of a rank."""
+    """One bar: what a rank does or sends in a span of time. kind: a key of the colours; tone: 0, or more for
+    further stages of a rank."""
 
     rank: int
     kind: str

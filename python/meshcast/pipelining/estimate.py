@@ -1,4 +1,4 @@
-"""How long the transfers of a pipeline take by the planner's cost model, for simulation."""
+"""The times of a pipeline's transfers by the planner's cost model, for simulation."""
 
 from __future__ import annotations
 

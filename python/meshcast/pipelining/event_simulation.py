@@ -227,7 +227,7 @@ class Simulation:
         )
 
     def _wanted(self, action: Action) -> Action:
-        """What an action that cannot go on waits for, on another rank."""
+        """The action of another rank that a stuck action waits for."""
         if action.kind.is_compute:
             return min(
                 (need for need in self._needs[action] if need not in self._arrived), key=str

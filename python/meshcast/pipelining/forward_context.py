@@ -30,9 +30,9 @@ class ForwardContext(torch_stage.PipelineStage):
     def register_forward_context(
         self, context_factory: Callable[[PipelineStageInfo], AbstractContextManager[None]]
     ) -> RemovableHandle:
-        """As in torch 2.15, under every release: ``context_factory(info)`` makes the context in which the
-        module runs for a micro-batch. It is not entered for functions that `register_custom_function` took,
-        unless these call ``forward_one_chunk``.
+        """Registers a context for forwards, as in torch 2.15, under every release: ``context_factory(info)``
+        makes the context in which the module runs for a micro-batch. It is not entered for functions that
+        `register_custom_function` took, unless these call ``forward_one_chunk``.
 
         Before the first step, where shapes are found, the module runs on fake tensors or zeros: `info` then
         says ``is_metadata_inference`` and names micro-batch 0.
@@ -80,8 +80,8 @@ class ForwardContext(torch_stage.PipelineStage):
         return handle
 
     def in_context(self, microbatch: int, run: Callable[[], _T], *, inferring: bool = False) -> _T:
-        """What run() returns, inside the context, where there is one. Raises MeshcastError for a context that
-        swallows an error: there is no result then."""
+        """Returns what run() returns, inside the context, where there is one. Raises MeshcastError for a
+        context that swallows an error: there is no result then."""
         if not self._forward_contexts:
             return run()
         (make,) = self._forward_contexts.values()

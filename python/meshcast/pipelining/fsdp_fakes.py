@@ -16,8 +16,8 @@ __all__ = ["can_be_faked", "fake_state", "without_fsdp"]
 
 
 def can_be_faked(module: torch.nn.Module, *, exactly: bool = True) -> bool:
-    """Whether the module runs on fake tensors as FSDP2 would run it: with one module for each group of
-    parameters. exactly: with the types that FSDP2 computes in too, so without casts."""
+    """Returns whether the module runs on fake tensors as FSDP2 would run it: with one module for each group
+    of parameters. exactly: with the types that FSDP2 computes in too, so without casts."""
     for part in fsdp_parts(module):
         state: Any = part._get_fsdp_state()
         if len(state._modules) > 1:

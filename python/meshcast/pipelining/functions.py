@@ -18,7 +18,7 @@ __all__ = ["Arriving", "Functions", "functions_for", "functions_of"]
 
 
 class Arriving:
-    """What such a function waits for before it computes: torch has works of torch.distributed there."""
+    """The values that such a function waits for first; torch has works of torch.distributed there."""
 
     def __init__(self, settle: Callable[[], None]) -> None:
         self.wait = settle
@@ -26,7 +26,7 @@ class Arriving:
 
 @dataclass(slots=True)
 class Functions:
-    """Those of a step.
+    """The functions of a step.
 
     fused: of the first of the actions that run as one: the function, and all of them. inside: all of those.
     forward_arriving, backward_arriving: by stage and micro-batch. gathering: by the action before which they

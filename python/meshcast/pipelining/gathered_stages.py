@@ -1,4 +1,4 @@
-"""Which FSDP2 stages of a rank are gathered when: the window of ``max_active_stages``, by torch's rule.
+"""The FSDP2 stages that a rank has gathered at a time: the window of ``max_active_stages``, by torch's rule.
 
 Before every action a rank looks at the next stages that it will compute. Those beyond the window are freed
 (``RESHARD``), those inside it are gathered ahead (``UNSHARD``), as many as ``unshard_lookahead`` says.
@@ -47,8 +47,8 @@ class Gathering:
             raise LayoutError(f"defer_reduce_grad_wait must be True or False, found {shown(self.defer_wait)}")
 
     def ahead(self, rank: int, ranks: int) -> int:
-        """How many of the next stages a rank of the schedule gathers. Raises LayoutError for a tuple of
-        another length."""
+        """Returns how many of the next stages a rank of the schedule gathers. Raises LayoutError for a tuple
+        of another length."""
         most = self.max_active_stages
         if self.lookahead == "full":
             return most
@@ -70,7 +70,7 @@ FSDP_DEFAULTS = Gathering()
 
 
 def windows(computing: Sequence[Sequence[int]], active: int, ahead: int) -> list[tuple[list[int], list[int]]]:
-    """Of each action, the stages to free before it and those to gather then.
+    """Returns for each action the stages to free before it and those to gather then.
 
     Args:
         computing: the stages that each action of the rank computes on; none where it computes nothing.

@@ -29,8 +29,8 @@ class GivenOrder:
 
     @staticmethod
     def of(schedule: Any) -> GivenOrder | None:
-        """What came last: ``_load_csv`` or ``_prepare_schedule_with_comms``, else ``pipeline_order``, else
-        ``pipeline_order_with_comms``. None where the schedule runs what is built by its name."""
+        """The order that ``_load_csv`` or ``_prepare_schedule_with_comms`` got last, else ``pipeline_order``,
+        else ``pipeline_order_with_comms``. None where the schedule runs what is built by its name."""
         prepared, order = schedule._given_order, schedule.pipeline_order
         if prepared is None and schedule.name is not None and order is schedule._built_order:
             return None
@@ -52,7 +52,7 @@ class GivenOrder:
         return next(row for row in self.order.values() if any(a and a.stage_index in stages for a in row))
 
     def reduced(self, stages: Iterable[int]) -> list[int]:
-        """Those whose gradients are scaled: where transfers are given, so is this."""
+        """The stages whose gradients are scaled: an order that holds its transfers says which."""
         told = {
             each.stage_index
             for row in self.order.values()

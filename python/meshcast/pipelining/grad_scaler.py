@@ -71,7 +71,7 @@ class GradScaler(torch.amp.GradScaler):
         self._found: torch.Tensor | None = None  # 1 if a gradient is not finite anywhere; until `update`
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """As in torch. Every rank of the pipeline calls it, whether it has optimizers or not."""
+        """Updates the scale, as in torch. Every rank of the pipeline calls it, with or without optimizers."""
         if not self._enabled:
             return
         found = self._found_anywhere()
@@ -94,7 +94,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        """What `unscale_`, and `step` without it, call."""
+        """Unscales the gradients of an optimizer: `unscale_` calls it, and `step` without `unscale_`."""
         found = self._found_anywhere()  # first: the other ranks wait for it, whatever follows
         owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in owned if parameter.grad is not None]
@@ -105,8 +105,8 @@ class GradScaler(torch.amp.GradScaler):
 
     @torch.no_grad()
     def _found_anywhere(self) -> torch.Tensor:
-        """Whether any gradient of the pipeline is not finite, agreed on once per iteration: 0 or 1, float32,
-        without dimensions, on the device of the stages."""
+        """Returns whether any gradient of the pipeline is not finite, agreed on once per iteration: 0 or 1,
+        float32, without dimensions, on the device of the stages."""
         if self._found is None:
             scale, _ = self._check_scale_growth_tracker("agreeing on infinities")
             mine = parameters(self._stages)

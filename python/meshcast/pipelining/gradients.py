@@ -73,7 +73,8 @@ class GradientScale:
         return sum(weight > 0 for weight in self.weights)
 
     def is_uneven(self, microbatch: int) -> bool:
-        """Whether ranks of the stage have different shares of a micro-batch, as far as this one's tells."""
+        """Returns whether ranks of the stage have different shares of a micro-batch, as far as this rank's
+        share shows."""
         return bool(self.parts) and self.parts[microbatch] * self.degree != 1
 
     def ratio(self, microbatch: int, *, together: bool) -> Fraction:
@@ -89,8 +90,8 @@ class GradientScale:
         return ratio if self.end is None else ratio * self.column / (self.unit * self.end)
 
     def whole(self, ratio: Fraction) -> Fraction:
-        """What multiplies all other gradients that autograd adds up: of arguments of the step, of parameters
-        of the loss function. torch leaves these as they are."""
+        """Returns what multiplies all other gradients that autograd adds up: of arguments of the step, of
+        parameters of the loss function. torch leaves these as they are."""
         return _ONE if self.end is None else ratio * self.column / self.unit
 
 
@@ -233,8 +234,8 @@ def _local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _not_spanned(parameter: torch.nn.Parameter, mesh: StageMesh, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the dimensions those that the parameter's own mesh does not span. Meshes are told apart by their
-    ranks: names are the user's, and need not be there."""
+    """The given dimensions that the parameter's own mesh does not span. Meshes are compared by their ranks:
+    names are the user's, and need not be there."""
     if not isinstance(parameter.data, DTensor):
         return dims
     own = set(parameter.data.device_mesh.mesh.flatten().tolist())

@@ -1,5 +1,5 @@
-"""What a stage's module returns, found before a step: on fake tensors, else on the values of a micro-batch
-that are here, with zeros and ones for those that other stages send."""
+"""Inference of what a stage's module returns, before a step: on fake tensors, else on the values of a
+micro-batch that are here, with zeros and ones for those that other stages send."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DataUse = Literal["if needed", "alone", "always"]
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """How this rank runs its module on micro-batches of some shape, and what comes out.
+    """The way this rank runs its module on micro-batches of some shape, and what comes out.
 
     outputs: None where the rank has no samples and only those that have some can tell.
     stand_in: the rank has no samples, and the module cannot run without: it runs on a fake one.
@@ -59,7 +59,7 @@ class Inferred:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a stage runs its module for micro-batches of one shape.
+    """The way a stage runs its module for micro-batches of one shape.
 
     outputs: local shapes and types of what leaves the stage; None for the last. sums: those of them that are
     pending sums over ranks with other samples. stand_in: see `Inferred`.
@@ -71,7 +71,7 @@ class Way:
 
 
 def is_empty(values: Any) -> bool:
-    """Whether a tensor among the values has no samples. DTensors have those of all ranks."""
+    """Returns whether a tensor among the values has no samples. DTensors have those of all ranks."""
     return any(map(_has_none, tree_flatten(values)[0]))
 
 
@@ -196,8 +196,8 @@ def needs_stand_in(
     what: str,
     real: bool = False,
 ) -> bool:
-    """Whether a module runs with a fake sample, but not without any: on fake tensors, or, where these do
-    not tell (and without FSDP2, which communicates), on values, as `infer_outputs` does.
+    """Returns whether a module runs with a fake sample, but not without any: on fake tensors, or, where these
+    do not show it (and without FSDP2, which communicates), on values, as `infer_outputs` does.
 
     peers: the ranks that have the same samples. Raises LayoutError if the module communicates with others:
     the fake sample would be taken for one of the batch.
@@ -310,14 +310,14 @@ def without_stand_in(output: Any, way: Way) -> Any:
 
 
 def writes_on_input(error: Exception) -> bool:
-    """Whether a module failed since autograd lets nobody write on a leaf in place: it needs copies."""
+    """Returns whether a module failed because it wrote on a leaf of autograd in place: it needs copies."""
     return isinstance(error, RuntimeError) and "leaf Variable that requires grad" in str(error)
 
 
 def outputs_on_fakes(
     module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, with_grad: bool
 ) -> Any:
-    """What a module returns of fake tensors; None where it does not run on them."""
+    """The outputs of a module on fake tensors; None where it does not run on them."""
     plain = getattr(module, "_orig_mod", module)
     for copies in (False, True) if can_be_faked(plain) else ():
         try:
@@ -357,7 +357,7 @@ def _on_fakes(
 def _fake_outputs(
     module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], with_grad: bool, copies: bool
 ) -> tuple[Any, bool]:
-    """What the module returns, and whether it wrote on its inputs."""
+    """The outputs of the module on fake tensors, and whether it wrote on its inputs."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.func import functional_call
 

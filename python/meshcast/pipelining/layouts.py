@@ -132,8 +132,8 @@ def numbered_dims(what: str, given: Sequence[int | str], mesh: StageMesh) -> lis
 
 
 def gradient_placements(placements: Placements, summed: Sequence[int] = ()) -> Placements:
-    """How the gradient of a value with these placements is laid out: as the value, but whole where the value
-    is a pending sum, and a pending sum where it is whole on ranks that each compute a part of the loss.
+    """The placements of a value's gradient: those of the value, but whole where the value is a pending sum,
+    and a pending sum where it is whole on ranks that each compute a part of the loss.
 
     summed: these mesh dimensions; see ``data_dims`` of `PipelineStage`.
 

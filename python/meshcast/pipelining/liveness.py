@@ -1,4 +1,4 @@
-"""How many activations a rank of a schedule holds at once, and a numbered place for each."""
+"""The number of activations that a rank of a schedule holds at once, and a numbered place for each."""
 
 from __future__ import annotations
 

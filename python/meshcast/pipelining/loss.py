@@ -24,8 +24,8 @@ Sharding = tuple[Sequence[Placement], Sequence[int], Sequence[int]]
 
 
 def microbatch_weights(samples: Sequence[int], alike: bool, scale: bool) -> list[Fraction]:
-    """What each micro-batch counts in the step: its part of the samples; alike: the same for all that have
-    some; without scale: 1, for gradients of the sum over micro-batches. Without samples it counts nothing."""
+    """The weight of each micro-batch in the step: its part of the samples; alike: the same for all that have
+    some; without scale: 1, for gradients of the sum over micro-batches. Without samples it is 0."""
     counts = [min(each, 1) for each in samples] if alike or not scale else samples
     return [Fraction(each, max(1, sum(counts)) if scale else 1) for each in counts]
 
@@ -91,7 +91,7 @@ class StepLoss:
 
     @property
     def weighted(self) -> bool | None:
-        """Whether the loss function returns pairs; None where this rank had no samples to tell from."""
+        """True if the loss function returns pairs; None if this rank had no samples."""
         return self._pairs > 0 if self._pairs or self._means else None
 
     @property
@@ -151,9 +151,9 @@ class StepLoss:
         return loss
 
     def seed(self, microbatch: int, ratio: Fraction) -> float:
-        """What a rank's backward starts from. ratio: `GradientScale.ratio`, by which its gradients are
-        multiplied afterwards. A sum is divided by the weight that micro-batches have on average, as far as
-        that is known."""
+        """The value that a rank's backward starts from. ratio: `GradientScale.ratio`, by which its gradients
+        are multiplied afterwards. A sum is divided by the weight that micro-batches have on average, as far
+        as that is known."""
         scale = self._gradients
         if not scale.parts or not ratio:
             return 1.0

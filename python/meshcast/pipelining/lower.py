@@ -37,7 +37,7 @@ def crossing(links: Sequence[Link], ranks: Mapping[int, int]) -> list[Link]:
 
 
 def stage_ranks(actions: Mapping[int, Sequence[Action]]) -> dict[int, int]:
-    """Which rank runs each stage, read off the compute actions. Raises ScheduleError if two ranks compute one
+    """The rank of each stage, read from the compute actions. Raises ScheduleError if two ranks compute one
     stage."""
     ranks: dict[int, int] = {}
     for rank, row in actions.items():
@@ -160,7 +160,7 @@ def _makers(receive: Action) -> list[Action]:
 
 
 def _receives(action: Action, links: Sequence[Link]) -> list[Action]:
-    """What a compute action needs from other stages."""
+    """The receives of a compute action: what it needs from other stages."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is ActionKind.F:
         return [
@@ -178,8 +178,8 @@ def _receives(action: Action, links: Sequence[Link]) -> list[Action]:
 
 
 def _sends(action: Action, links: Sequence[Link]) -> list[Action]:
-    """What a compute action gives to other stages: to every consumer after a forward, to every producer after
-    a backward."""
+    """The sends of a compute action: to every consumer after a forward, to every producer after a
+    backward."""
     return [receive.matching() for receive in _consumers(action, links)]
 
 

@@ -1,4 +1,4 @@
-"""What the traces of all ranks tell together: whose value a rank waited for, and if it was on its way."""
+"""Analysis of the traces of all ranks: whose value a rank waited for, and if it was on its way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Event", "exposed_seconds", "jobs_of_trace", "read_trace"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a rank did, in seconds of its host's clock. name: an action, or "wait " and a RECV."""
+    """An event of a rank, in seconds of its host's clock. name: an action, or "wait " and a RECV."""
 
     rank: int
     name: str

@@ -225,7 +225,7 @@ class Values:
         return tuple(found) if self._keys is None else dict(zip(self._keys, found, strict=True))
 
     def shapes(self, part: tuple[int, int] | None, *, but_for_samples: bool = False) -> list[Any]:
-        """Of each tensor its size in all dimensions and its dtype. part: its number, and in how many all are
+        """The size of each tensor in all dimensions, and its dtype. part: its number, and in how many all are
         cut."""
         found: list[Any] = []
         for leaf in self.by_name():
@@ -320,7 +320,7 @@ def _tensors_in(value: Any, deep: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def digest_of(value: Any) -> list[Any]:
-    """What stands for all values of a tensor, which is read once, where it is; or for another value."""
+    """A digest of all values of a tensor, which is read once, where it is; or of another value."""
     if isinstance(value, torch.Tensor):
         local = (value.to_local() if isinstance(value, DTensor) else value).detach()
         if local.layout != torch.strided or local.is_quantized or local.is_meta:
@@ -357,7 +357,7 @@ def picked(value: Any, dim: int, index: torch.Tensor) -> Any:
 
 
 def _mask_of(mask: BlockMask, rows: Any, row_of: Any) -> BlockMask:
-    """As torch.distributed.pipelining cuts it: mask_mod sees the row that it was made for."""
+    """Cuts a mask as torch.distributed.pipelining does: mask_mod sees the row that it was made for."""
     if mask.kv_num_blocks.shape[0] == 1:
         return mask
     made_for = mask.mask_mod

@@ -162,7 +162,7 @@ class _Order:
         return torch.maximum(part, other) if self._largest else part + other
 
     def norm(self, total: torch.Tensor) -> torch.Tensor:
-        """Of the part of all gradients."""
+        """Computes the norm from the joined part of all gradients."""
         if self._largest:
             return torch.where(total[1] > 0, math.nan, total[0])
         return total[0].pow(1 / self._p)

@@ -76,7 +76,7 @@ class Partition:
         return self.schedule.seconds
 
     def device_meshes(self, device_type: str) -> list[DeviceMesh]:
-        """Those of all stages, with dimensions "data" and "tensor". Every rank of the job calls it."""
+        """The meshes of all stages, with dimensions "data" and "tensor". Every rank of the job calls it."""
         return [DeviceMesh(device_type, mesh, mesh_dim_names=("data", "tensor")) for mesh in self.meshes]
 
     def make(
@@ -87,7 +87,7 @@ class Partition:
         return made(stage, self.schedule.microbatches, loss_fn=loss_fn, **{**self.schedule.options, **more})
 
     def explain(self) -> str:
-        """Why this one: each stage's share, what crosses, and what the alternatives would take."""
+        """Explains the choice: each stage's share, what it sends, and what the alternatives would take."""
         lines = []
         for stage, (layers, ranks) in enumerate(zip(self.layers, self.ranks, strict=True)):
             tensor = len(self.meshes[stage][0])

@@ -1,4 +1,4 @@
-"""What candidates of `partition` cost: compute, transfers between stages, sums inside them; simulated."""
+"""The simulated costs of candidates of `partition`: compute, transfers between stages, sums inside them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = ["Evaluator", "Job", "StageCost"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What runs. samples: of a micro-batch. schedule: by name, or None where it is chosen too. memory: bytes
-    of a rank, or None. copies: how often a rank holds the bytes of its parameters."""
+    """The job that is planned. samples: of a micro-batch. schedule: by name, or None where it is chosen too.
+    memory: bytes of a rank, or None. copies: how often a rank holds the bytes of its parameters."""
 
     topology: Topology
     microbatches: int
@@ -106,9 +106,9 @@ class Evaluator:
         return self._stages[key]
 
     def _sum_seconds(self, mesh: _Mesh, size: float, *, over_data: bool) -> float:
-        """Of tensors of `size` bytes on each rank, summed over its data-parallel or its tensor-parallel
-        ranks, all of the mesh at a time; as a plan from Partial to Replicate, which moves as little as an
-        all-reduce can. Sizes are on the line through the powers of four elements around them."""
+        """Seconds to sum tensors of `size` bytes on each rank over its data-parallel or its tensor-parallel
+        ranks, in the whole mesh at once. The sum is a plan from Partial to Replicate, which moves as little
+        as an all-reduce can. Times are interpolated between the powers of four elements around the size."""
         if size == 0 or (mesh.data if over_data else mesh.tensor) == 1:
             return 0.0
         power = (max(1, int(size) // 4).bit_length() - 1) // 2 * 2
@@ -151,8 +151,8 @@ class Evaluator:
         return self.job.memory - self.job.copies * stage.parameters
 
     def seconds(self, cut: Cut) -> float:
-        """Of a step under the schedule that was asked for; else under the eager one, or 1F1B, which holds
-        less, where that does not fit."""
+        """Seconds of a step under the schedule that was asked for; else under the eager one, or under 1F1B,
+        which holds less, where the eager one does not fit."""
         orders = ("Eager1F1B", "1F1B") if self.job.schedule is None else (self.job.schedule,)
         if len(cut.layers) == 1 and self.job.schedule is None:
             orders = ("1F1B",)

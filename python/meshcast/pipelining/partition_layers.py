@@ -1,4 +1,4 @@
-"""What `partition` knows of a model: its layers, their times and sizes, and what goes between them."""
+"""The description of a model for `partition`: its layers, their times and sizes, and their values."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 @dataclass(slots=True)
 class _Call:
-    """How the model called a layer. Inputs and outputs are kept, so that no other tensor gets their place."""
+    """The model's call of a layer. Inputs and outputs are kept, so that no other tensor gets their place."""
 
     name: str
     module: nn.Module
@@ -149,8 +149,8 @@ def _as_before(model: nn.Module) -> Iterator[None]:
 
 
 def _values(calls: Sequence[_Call]) -> list[tuple[Value, ...]]:
-    """What each layer makes that later ones take. What the model itself computes between two layers is taken
-    for a part of the first of them, since a stage would do it there."""
+    """The values that each layer makes for later ones. What the model itself computes between two layers
+    counts as a part of the first of them, since a stage would do it there."""
     first_known: dict[int, int] = {}
     made: list[dict[int, tuple[torch.Tensor, list[int]]]] = [{} for _ in calls]
     for index, call in enumerate(calls):

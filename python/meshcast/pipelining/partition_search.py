@@ -40,7 +40,7 @@ class Cut:
 
 @dataclass(slots=True)
 class Found:
-    """What was simulated, {cut: seconds of a step}, and whether nothing that was not can be faster."""
+    """The cuts that were simulated, {cut: seconds of a step}. exhaustive: no other cut can be faster."""
 
     tried: dict[Cut, float]
     exhaustive: bool = True
@@ -255,7 +255,7 @@ def _splits(
 
 
 def _count(layers: int, ranks: int, stages: int, degrees: Sequence[int]) -> int:
-    """How many cuts there are, or some number above `_EXHAUSTIVE`."""
+    """The number of cuts, or some number above `_EXHAUSTIVE`."""
     data_parallel = math.comb(layers - 1, stages - 1) * math.comb(ranks - 1, stages - 1)
     if data_parallel > _EXHAUSTIVE or len(degrees) == 1:
         return data_parallel

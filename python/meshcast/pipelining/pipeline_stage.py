@@ -228,8 +228,8 @@ class PipelineStage(StageCompute):
         self.loss_parameters = [each for each in given if id(each) not in own]
 
     def scale_grads(self, grad_scale_factor: float | torch.Tensor) -> None:
-        """As in torch: all that is in ``grad`` is divided; what several stages of a rank hold, once. A tensor
-        has no dimensions."""
+        """Divides all that is in ``grad``, as torch does; what several stages of a rank hold, only once. A
+        factor that is a tensor has no dimensions."""
         if isinstance(grad_scale_factor, torch.Tensor) or grad_scale_factor != 1:
             for each in self.own_parameters():
                 if each.grad is not None:
@@ -246,7 +246,8 @@ class PipelineStage(StageCompute):
         return means
 
     def _joining_groups(self) -> list[dist.ProcessGroup]:
-        """Those whose ranks, taken together, are all that this stage is joined with in other pipelines."""
+        """The groups whose ranks, taken together, are all that this stage is joined with in other
+        pipelines."""
         if self._columns is not None:
             return [self._columns]
         own = set(dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group))
@@ -270,12 +271,12 @@ class PipelineStage(StageCompute):
         return shared_parameters_of(self.stage_index, self._shared_names, self.submod)
 
     def own_parameters(self) -> list[torch.nn.Parameter]:
-        """Those that no earlier stage of this rank has too."""
+        """The parameters that no earlier stage of this rank has too."""
         return [each for each in self.submod.parameters() if id(each) not in self.reduced_elsewhere]
 
     @property
     def batch_parts(self) -> int:
-        """How many ways the samples of a micro-batch are split: the data-parallel degree."""
+        """The number of parts into which the samples of a micro-batch are split: the data-parallel degree."""
         parts = 1
         for dim in self.data_dims:
             parts *= self.mesh.shape[dim]
@@ -283,7 +284,7 @@ class PipelineStage(StageCompute):
 
     @property
     def batch_part(self) -> int:
-        """Which of these parts this rank has."""
+        """The index of the part that this rank has, from 0 to ``batch_parts`` - 1."""
         part = 0
         for dim in self.data_dims:
             part = part * self.mesh.shape[dim] + self.mesh.coordinate[dim]
@@ -291,12 +292,12 @@ class PipelineStage(StageCompute):
 
     @property
     def reduces(self) -> bool:
-        """Whether `sync_gradients` has something to do."""
+        """``True`` where `sync_gradients` has something to do."""
         return self.batch_parts > 1 or self._columns is not None
 
     @property
     def joins_pipelines(self) -> bool:
-        """Whether DDP or FSDP2 joins it with ranks of other pipelines."""
+        """``True`` where DDP or FSDP2 joins the stage with ranks of other pipelines."""
         return bool(self._joining)
 
     def sync_gradients(self) -> None:
@@ -390,11 +391,12 @@ class PipelineStage(StageCompute):
         return Inferred(describe_values(examples, with_grad), stand_in)
 
     def _probed(self, look: Callable[..., _T], *args: Any, **named: Any) -> _T:
-        """What look(module, ...) finds, which runs the module to learn about shapes."""
+        """Returns what look(module, ...) finds when it runs the module to learn about shapes."""
         return self.in_context(0, lambda: look(self.submod, *args, **named), inferring=True)
 
     def _may_split_loss(self) -> bool:
-        """Whether the last stage must look at its outputs to know what its loss is of (sample_split.py)."""
+        """Returns whether the last stage must look at its outputs to know which samples or tokens its loss
+        is taken of (sample_split.py)."""
         return not self.loss_dims_given and any(
             size > 1 and dim not in self.loss_dims for dim, size in enumerate(self.mesh.shape)
         )

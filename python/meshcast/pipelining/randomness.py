@@ -16,7 +16,7 @@ __all__ = ["microbatch_seed", "random_state"]
 
 @typed_arguments()
 def microbatch_seed(seed: int, step: int, stage: int, microbatch: int, part: int = 0) -> int:
-    """What `torch.manual_seed` gets before the forward of a micro-batch, to draw the same elsewhere.
+    """The seed that `torch.manual_seed` gets before the forward of a micro-batch, to draw the same elsewhere.
 
     Args:
         seed: of the schedule.
@@ -37,8 +37,8 @@ def microbatch_seed(seed: int, step: int, stage: int, microbatch: int, part: int
 
 @contextmanager
 def random_state(seed: tuple[int, int], stage: PipelineStage, microbatch: int) -> Iterator[None]:
-    """That of one forward; afterwards the process has the one that it had before. Of a stage on a GPU also
-    that of the GPU.
+    """Sets the random state of one forward; afterwards the process has its previous one again. For a stage
+    on a GPU, this includes the random state of the GPU.
 
     seed: of the schedule, and the step.
     """

@@ -1,4 +1,4 @@
-"""Whether another cut would make the steps of a running pipeline shorter, on the meshes that it has.
+"""The search for a cut that makes the steps of a running pipeline shorter, on the meshes that it has.
 
 A layer is known by what it costs beside the others, and the ranks of a stage by how long they took for the
 layers that they have: ranks that have become slow take longer for any layer. Each candidate is simulated by
@@ -34,7 +34,7 @@ _ALIKE = 1.0  # what every layer costs where nothing is known of them
 
 @dataclass(frozen=True)
 class Running:
-    """What runs. Times are seconds of a micro-batch, of each stage that of its slowest rank.
+    """The pipeline that runs. Times are seconds of a micro-batch, for each stage on its slowest rank.
 
     Attributes:
         cut: how many layers each stage has.
@@ -151,7 +151,7 @@ class _Model:
         return found
 
     def seconds(self, cut: Cut) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         times: dict[str, Any] = {"weight": None, **self._times(cut)}
         costs = Costs.of(len(cut.layers), **times, transfer=self._transfer)
         return simulate_actions(self._running.actions, costs).makespan

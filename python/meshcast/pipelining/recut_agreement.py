@@ -1,4 +1,4 @@
-"""What the ranks of a running pipeline agree on before its layers move to other stages, and after."""
+"""Agreements of the ranks of a running pipeline, before and after its layers move to other stages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class Wish:
     named: bool
 
     def checked(self, schedule: PipelineSchedule) -> dict[str, Any]:
-        """What all ranks must say alike, {argument: text}. Raises LayoutError or ScheduleError."""
+        """Checks the arguments, and returns what must be the same on all ranks, {argument: text}. Raises
+        LayoutError or ScheduleError."""
         stages = next(iter(schedule._mine.values())).num_stages
         cut = checks.listed("cut", self.cut)
         if len(cut) != stages or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in cut):
@@ -164,7 +165,7 @@ def _listed(times: Any) -> list[float | None] | None:
 
 
 def _nbytes(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Of all that moves with the module."""
+    """Bytes of all that moves with the module."""
     tensors: list[Any] = [*module.parameters(), *module.buffers()]
     if optimizer is not None:
         for parameter in module.parameters():
@@ -264,7 +265,7 @@ def _decided(schedule: PipelineSchedule, wish: Wish, found: Mapping[int, Any]) -
 
 
 def _slowest(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Of the ranks of a stage, what each is longest on one of them."""
+    """The longest time of each kind among the ranks of a stage."""
     return [
         None if any(each is None for each in listed) else max(listed) for listed in zip(*ranks, strict=True)
     ]

@@ -45,7 +45,7 @@ _Key = tuple[int, int]  # stage, micro-batch
 
 
 class Feed(Protocol):
-    """What a step gives the runtime and takes from it."""
+    """The interface between a step and the runtime."""
 
     def arguments(self, microbatch: int) -> list[Any]:
         """Local arguments of the first stage."""
@@ -130,7 +130,7 @@ class Runtime:
 
     @property
     def trace(self) -> Trace:
-        """What the last step did. On a GPU it blocks until the step is over there."""
+        """The trace of the last step. On a GPU, reading it blocks until the step is complete there."""
         if self._gpu is not None:
             self._gpu.read_into(self._trace)
         return self._trace
@@ -204,7 +204,7 @@ class Runtime:
         self._functions = functions
 
     def _run_custom(self, action: Action) -> None:
-        """As a function of the user does it, where there is one."""
+        """Runs an action, by a function of the user where there is one."""
         functions = self._functions
         self._call_gathering(action)
         if action in functions.fused:

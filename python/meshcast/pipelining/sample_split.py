@@ -1,4 +1,4 @@
-"""Whether a stage can know which of its mesh dimensions split samples or tokens; asked before anything moves.
+"""Checks that a stage can know which of its mesh dimensions split samples or tokens, before anything moves.
 
 Over such a dimension every rank computes a part of the loss, so gradients are sums over its ranks. Over the
 others (tensor parallelism) all ranks compute the same loss, and modules see to it that gradients are whole. A
@@ -94,7 +94,8 @@ def _check_data_dim(
 def _check_loss_dim(
     stage: PipelineStage, dim: int, value: _Value, index: int, outputs: Sequence[LocalValue]
 ) -> None:
-    """Whether the outputs that the loss is taken of are this rank's part of the input, by their sizes."""
+    """Raises LayoutError where, by their sizes, the outputs that the loss is taken of are this rank's part
+    of the input."""
     placement = value.layout.placements[dim]
     tokens = 1 if len(value.shape) > 2 else 0  # else dimension 1 is of features
     dims = [placement.dim % len(value.shape)] if isinstance(placement, Shard) else range(tokens + 1)
@@ -119,7 +120,7 @@ def _check_loss_dim(
 
 
 def _local_shape(stage: PipelineStage, value: _Value, dim: int, placement: Placement) -> tuple[int, ...]:
-    """Of the value on this rank, were `placement` its placement over dimension `dim` of the mesh."""
+    """The shape of the value on this rank, if `placement` were its placement over dimension `dim`."""
     others = value.layout.placements
     placements = (*others[:dim], placement, *others[dim + 1 :])
     return stage.mesh.layout(placements).local_shapes(value.shape)[stage.rank]
@@ -130,7 +131,7 @@ def _is_cut(placement: object) -> bool:
 
 
 def _has_tensor_parallel_parameters_only(stage: PipelineStage, dim: int) -> bool:
-    """Whether every trained parameter is a DTensor over the ranks along the dimension."""
+    """Returns whether every trained parameter is a DTensor over the ranks along the dimension."""
     along = stage.mesh.along([dim])
     return all(
         isinstance(parameter.data, DTensor)

@@ -140,7 +140,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         timeout: float | timedelta | None = None,
         weight_fn: Callable[..., Any] | None = None,
     ) -> None:
-        """What torch does not have, behind torch's constructor."""
+        """Initializes what torch does not have, after torch's constructor."""
         n_microbatches, loss_fn = self._n_microbatches, self._loss_fn
         self._runs = all(isinstance(stage, PipelineStage) for stage in stages)
         if not self._runs:  # stages of another kind, which can only be looked at
@@ -296,7 +296,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """As in torch: a step of micro-batches that are there; it trains if the stages have a backward."""
+        """Runs a step on given micro-batches, as torch does. It trains if the stages have a backward."""
         train = any(stage.has_backward for stage in self._mine.values())
         pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
         self._step(StepCall((), {}, None, losses, return_outputs, loss_kwargs, pieces, train, merge=False))
@@ -309,7 +309,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         mb_index: int,
         loss_kwargs: Any = None,  # noqa: ARG002
     ) -> None:
-        """As in torch."""
+        """Computes the loss of a micro-batch on the last stage, as torch does."""
         loss = self._feeds[stage.stage_index].loss.take(mb_index, output) if stage.is_last else None
         if loss is not None and stage.has_backward:
             stage.loss_taken(mb_index)
@@ -541,7 +541,8 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
 
 
 def _is_checked(step: int) -> bool:
-    """Whether the ranks of a stage compare the values that they were given, which means to read them once."""
+    """Returns whether the ranks of a stage compare the values that they were given. To compare them, each
+    rank reads its values once."""
     return step < _CHECKED_FIRST or step % _CHECKED_EVERY == 0
 
 

@@ -1,4 +1,4 @@
-"""What a schedule shows of its last step, and of a step that is simulated."""
+"""Views of the last steps of a schedule, and of a simulated step."""
 
 from __future__ import annotations
 

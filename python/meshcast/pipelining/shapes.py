@@ -30,8 +30,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class SentDTensor:
-    """What makes a DTensor of its local part on a rank of another stage: there its mesh has other ranks, but
-    the same names of dimensions and layout (`compat.mesh_layout`)."""
+    """The data from which a rank of another stage makes the DTensor of its local part. There its mesh has
+    other ranks, but the same names of dimensions and the same layout (`compat.mesh_layout`)."""
 
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]  # of the whole

@@ -24,7 +24,7 @@ SendModel = Literal["buffered", "rendezvous"]
 
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """What the simulation saw, in the unit of the times given.
+    """The result of a simulation, in the unit of the times given.
 
     Attributes:
         makespan: end of the last action or transfer.

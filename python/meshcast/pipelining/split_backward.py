@@ -134,7 +134,7 @@ class SplitBackward:
 
     @property
     def kept_bytes(self) -> int:
-        """Of the gradients that the second part starts from."""
+        """Bytes of the gradients that the second part starts from."""
         return sum(each.nbytes for _, gradients in self._kept for each in gradients if each is not None)
 
     def _keeper(self, boundary: _Boundary) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
@@ -241,12 +241,12 @@ def _saved(node: Node, name: str) -> Sequence[Any]:
 
 
 def _under_hooks(node: Node, name: str) -> bool:
-    """Whether what it has saved by this name is made again when somebody asks for it."""
+    """Returns whether what the node has saved by this name is made again when somebody asks for it."""
     return any(getattr(each, "unpack_hook", None) is not None for each in _saved(node, name))
 
 
 def saved_values(node: Node) -> list[torch.Tensor]:
-    """What it has saved for its backward, but for what hooks would make again."""
+    """The tensors that the node has saved for its backward, except those that hooks would make again."""
     raw = "_raw_" if isinstance(node, BackwardCFunction) else "_raw"
     names = [name for name in _saved_names(node) if not _under_hooks(node, name)]
     found = [each for name in names for each in _saved(node, name.removeprefix(raw))]
@@ -254,7 +254,7 @@ def saved_values(node: Node) -> list[torch.Tensor]:
 
 
 def _runs_twice(node: Node) -> bool:
-    """Whether a node gives, asked twice for different gradients, the same as asked once for all."""
+    """Returns whether two runs of a node for different gradients give the same as one run for all of them."""
     if isinstance(node, BackwardCFunction):
         return False
     return not any(_under_hooks(node, name) for name in _saved_names(node))

@@ -1,4 +1,4 @@
-"""What a stage computes: the forward and the backward of a micro-batch, as the methods of torch's stages."""
+"""The compute of a stage: the forward and the backward of a micro-batch, as the methods of torch's stages."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class StageCompute(ForwardContext):
 
     @property
     def alone(self) -> bool:
-        """Whether it is one rank, as in torch: no mesh was given."""
+        """``True`` where the stage is one rank, as in torch: no mesh was given."""
         return self.mesh.device_mesh is None
 
     def wrap(
@@ -99,7 +99,8 @@ class StageCompute(ForwardContext):
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients can wait for a later step to be reduced: the module has parts under FSDP2."""
+        """``True`` where gradients can wait for a later step to be reduced: the module has parts under
+        FSDP2."""
         return self._last_backward.active
 
     def begin_step(self, microbatches: int, *, finalize: bool = True) -> None:
@@ -140,7 +141,7 @@ class StageCompute(ForwardContext):
         return microbatch in self._gradients
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """As in torch: the outputs of the stage before, which is on this rank too."""
+        """Takes the outputs of the previous stage, which is on the same rank, as torch does."""
         values = as_tuple(prev_stage_outputs, f"rank {self.rank}, stage {self.stage_index - 1}")
         train = self.has_backward
         self.receive(
@@ -150,7 +151,7 @@ class StageCompute(ForwardContext):
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
     ) -> None:
-        """As in torch: the gradients that the stage after it, which is on this rank too, has computed."""
+        """Takes the gradients that the next stage, which is on the same rank, has computed, as torch does."""
         self.receive_gradients(mb_index, next_stage_bwd_outputs)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
@@ -383,7 +384,8 @@ class StageCompute(ForwardContext):
     def _roots(
         self, outputs: Sequence[Any], gradients: Sequence[torch.Tensor | None], ratio: Fraction
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where the backward starts, and the gradients there, in units of what the rank itself computes."""
+        """The values from which the backward starts, and their gradients, in units of what the rank itself
+        computes."""
         roots, seeds = [], []
         for index, (root, gradient) in enumerate(zip(outputs, gradients, strict=True)):
             if gradient is not None and root.requires_grad:
@@ -401,7 +403,7 @@ class StageCompute(ForwardContext):
         return roots, seeds
 
     def _copies(self, output: int) -> int:
-        """How many data-parallel ranks have all of this output."""
+        """The number of data-parallel ranks that each have all of this output."""
         count = 1
         placements = self.output_placements[output]
         for dim in self.data_dims:
@@ -436,7 +438,8 @@ class StageCompute(ForwardContext):
 
 
 def _signature_of(module: torch.nn.Module) -> inspect.Signature | None:
-    """How `module` may be called; None where that does not show: hooks of the user may change arguments."""
+    """The signature by which `module` may be called; None where it is not known: hooks of the user may change
+    arguments."""
     plain = getattr(module, "_orig_mod", module)  # below torch.compile
     hooks = [*plain._forward_pre_hooks.values(), *torch.nn.modules.module._global_forward_pre_hooks.values()]
     if any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in hooks):
@@ -465,9 +468,9 @@ def _filled(loss: torch.Tensor, value: float) -> torch.Tensor:
 
 
 def _least_ratio(gradients: Sequence[torch.Tensor | None], counts: bool) -> Fraction:
-    """Of a rank without samples: nothing. Where it has outputs all the same, such as those that are made of
-    parameters alone, their gradients count, and what its module adds is made too small to be seen. counts:
-    the micro-batch has samples on other ranks."""
+    """The ratio of a rank without samples: 0. Where it nevertheless has outputs, such as those that are made
+    of parameters alone, their gradients count, and what its module adds is made too small to be seen.
+    counts: the micro-batch has samples on other ranks."""
     present = [each for each in gradients if each is not None and each.numel()] if counts else []
     if not present:
         return Fraction(0)

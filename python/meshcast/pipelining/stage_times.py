@@ -1,4 +1,4 @@
-"""How long the stages of a rank computed in the last steps, from the traces of these steps."""
+"""Compute times of the stages of a rank in the last steps, from the traces of these steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StageTimes:
 
 
 class RecentTimes:
-    """Of the last training steps of a schedule."""
+    """Compute times of the stages in the last training steps of a schedule."""
 
     def __init__(self, last: int, skip: int) -> None:
         """last: how many steps are kept; skip: how many are not, before that. Raises LayoutError for what is

@@ -41,7 +41,7 @@ _PIECES = {"args": "arg_mbs", "kwargs": "kwarg_mbs", "target": "target_mbs"}
 
 
 class StepFeed:
-    """What `Runtime` asks for during one step. All arguments as in ``PipelineSchedule.step``.
+    """The data that `Runtime` asks for during one step. All arguments as in ``PipelineSchedule.step``.
 
     Raises LayoutError if a tensor cannot be cut into the micro-batches, or targets are missing.
     """
@@ -128,8 +128,9 @@ class StepFeed:
         return leaf.dim is not None and all(placed[dim] == Shard(leaf.dim) for dim in self._sample_dims)
 
     def _placed(self, kind: str, leaf: Leaf) -> Placements:
-        """How a value is cut over the ranks of the stage: by samples, in the dimension that it has them in;
-        arguments also as input_placements say, targets over the tokens that each rank has the loss of."""
+        """The placements of a value over the ranks of the stage. It is cut by samples, in the dimension that
+        has them; arguments also as input_placements say, targets over the tokens that each rank has the loss
+        of."""
         stage = self._stage
         base: Placements = {
             "args": stage.input_placements[leaf.top] if kind == "args" else (),
@@ -150,14 +151,14 @@ class StepFeed:
 
     @property
     def count(self) -> int:
-        """How many micro-batches."""
+        """The number of micro-batches."""
         return self._microbatches
 
     # ---- before the ranks agree --------------------------------------------------------------------------
 
     def shapes(self, microbatch: int) -> list[Any]:
-        """Of a micro-batch's arguments before they are sharded: of each tensor its size in all dimensions
-        and its dtype."""
+        """The shapes of a micro-batch's arguments before they are sharded: the size of each tensor in all
+        dimensions, and its dtype."""
         return self._shapes[microbatch][0]
 
     def shapes_but_for_samples(self, microbatch: int) -> list[Any]:
@@ -202,14 +203,14 @@ class StepFeed:
         return given[microbatch if kind in self._pieces else 0] if given else None
 
     def samples(self) -> list[int]:
-        """Of each micro-batch, as the first stage knows: the size of the first tensor that is cut; as if each
-        had one where micro-batches are given."""
+        """The number of samples of each micro-batch, as the first stage knows it: the size of the first
+        tensor that is cut; 1 where micro-batches are given."""
         rows, _ = self._batch() if not self._pieces & {"args", "kwargs"} else (None, False)
         return [1] * self._microbatches if rows is None else rows
 
     def _batch(self) -> tuple[list[int] | None, bool]:
-        """How many samples each micro-batch has by the first value that has some, and whether they are this
-        rank's own ones only. None: no value tells."""
+        """The number of samples of each micro-batch, by the first value that has some, and whether they are
+        this rank's own only. None: no value shows it."""
         for kind in ("args", "kwargs"):
             firsts = [
                 next((leaf for leaf in values.leaves if leaf.dim is not None), None)
@@ -224,8 +225,8 @@ class StepFeed:
         return None, False
 
     def _is_own(self, kind: str, leaf: Leaf) -> bool:
-        """Whether a value is this rank's samples only, in place of all of them: with local_batch, and as a
-        DTensor that is cut by samples over the ranks of the stage that have different ones."""
+        """Returns whether a value has this rank's samples only, instead of all of them: with local_batch, or
+        as a DTensor that is cut by samples over the ranks of the stage that have different ones."""
         value = leaf.value
         if self._local or leaf.dim is None or self._stage.alone or not isinstance(value, DTensor):
             return self._local and leaf.dim is not None
@@ -256,8 +257,9 @@ class StepFeed:
         )
 
     def parts(self) -> list[tuple[list[Any], Mapping[str, Any]]] | None:
-        """What this rank's module gets of each micro-batch, for the first stage, before the ranks agree; None
-        where they have to agree first: other ranks' samples decide how the batch is cut."""
+        """The arguments and keyword arguments that this rank's module gets for each micro-batch, on the first
+        stage, before the ranks agree. None where they have to agree first: other ranks' samples decide how
+        the batch is cut."""
         owns = self.owns_samples
         if owns and (self._stage.use_dtensor or not self._local):
             return None
@@ -268,8 +270,8 @@ class StepFeed:
         return list(zip(args or none, kwargs or [{} for _ in samples], strict=True))
 
     def said(self, *, checked: bool) -> dict[str, Any] | None:
-        """What the ranks must know of it to find out whether all fits together (`agree_on_step`); None where
-        nothing was given. checked: with digests of the values."""
+        """A description of what was given, for the ranks to find out whether all fits together
+        (`agree_on_step`); None where nothing was given. checked: with digests of the values."""
         if not any(self._given.values()):
             return None
         known: dict[str, Any] = {"where": self._where, "grid": self._grid, "local": self._local, "part": 0}
@@ -302,8 +304,8 @@ class StepFeed:
         return known
 
     def weight_ahead(self) -> float | None:
-        """What this rank adds to the weight of the step, by ``weight_fn``; None without. Ranks with one and
-        the same loss add a part of it each."""
+        """The weight that this rank adds to that of the step, by ``weight_fn``; None where it is not known.
+        Ranks that have the same loss each add a part of its weight."""
         stage, total = self._stage, 0.0
         if not self.loss.knows_weight or not self._given["target"]:
             return None
@@ -525,7 +527,7 @@ def _order(rows: Sequence[Sequence[int]]) -> torch.Tensor | None:
 
 
 def _kind(value: Any) -> Any:
-    """What outputs of micro-batches that can be joined have in common."""
+    """The properties that outputs of micro-batches have in common if they can be joined."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return ("tensor", "rows", *value.shape[1:]) if value.dim() else ("tensor",)

@@ -120,7 +120,7 @@ class StepEnd:
             self._wirings.shared.sum()
 
     def _call_hooks(self, call: Callable[[Iterable[torch.nn.Parameter]], None], finalize: bool) -> None:
-        """Those that users have put on parameters, where gradients are final."""
+        """Calls the hooks that users have put on parameters, where gradients are final."""
         for stage in self._mine.values():
             if (self._sync_gradients or not stage.reduces) and (finalize or not stage.accumulates):
                 call(stage.own_parameters())
@@ -174,7 +174,7 @@ class StepEnd:
 
 
 def pairs_are_final() -> str:
-    """Why a step of pairs has to finalize its gradients."""
+    """The error message for a step of pairs that does not finalize its gradients."""
     return (
         "finalize_gradients=False needs a loss_fn that returns means: gradients of sums are divided by the "
         "weight of their own step, which FSDP2 cannot do to those that it has not reduced. Return means, or "

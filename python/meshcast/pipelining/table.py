@@ -18,7 +18,7 @@ __all__ = ["StageTable", "agree_on_stages", "describe_stages"]
 
 @dataclass(frozen=True, slots=True)
 class StageTable:
-    """What every rank knows of all stages after they agreed."""
+    """The properties of all stages that every rank knows after the ranks agreed."""
 
     ranks: list[list[int]]  # of each stage, in mesh order
     rows: list[list[int]]  # the stages of each row of the schedule; rows in the order of their first stage
@@ -32,7 +32,7 @@ class StageTable:
 
     @property
     def as_torch(self) -> bool:
-        """Whether gradients are scaled as torch does it: once, when all is summed."""
+        """``True`` where gradients are scaled as torch does it: once, when all is summed."""
         return all(self.alone)
 
     def row_of(self, stage: int) -> int:
@@ -50,8 +50,8 @@ class StageTable:
 def describe_stages(
     stages: Sequence[PipelineStage], schedule: str, microbatches: int, trains: bool
 ) -> dict[str, Any]:
-    """What a rank publishes about itself. Everything but `trains` must be the same on all ranks of a
-    stage."""
+    """The description that a rank publishes of itself. Everything but `trains` must be the same on all ranks
+    of a stage."""
     first = stages[0]
     return {
         "stages": first.num_stages,
@@ -136,7 +136,7 @@ def _check_shared(shared: dict[str, dict[int, Any]]) -> None:
 
 
 def _same_on(described: dict[int, dict[str, Any]], members: list[int], stage: int) -> dict[str, Any]:
-    """What the members say about their stage, if they all say the same."""
+    """The description that the members give of their stage. Raises LayoutError where it is not the same."""
     chosen = described[members[0]]["mine"][str(stage)]
     if sorted(chosen["ranks"]) != sorted(members):
         raise LayoutError(

@@ -71,7 +71,7 @@ def build_stage(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> _PipelineStage:
-    """As torch's: the stage of a module of a `Pipe`. `pipeline` has an example.
+    """Makes the stage of a module of a `Pipe`, as torch's ``build_stage`` does. `pipeline` has an example.
 
     Args:
         stage_module: of ``pipe.get_stage_module(stage_index)``.

@@ -32,7 +32,7 @@ _KEPT = 64  # combinations of shapes whose transfers stay compiled; of more, tho
 
 
 def agree_on_step(said: dict[int, Any]) -> dict[str, Any]:
-    """What the first rank makes of all ranks' words on a step.
+    """The first rank's answer to what all ranks say about a step.
 
     Each says {"refused": text}, or "mode" (train or eval), "shapes" (a name for those of each micro-batch),
     "alike", "weighted", "order" (a name for actions that were given, not built), on the first stage
@@ -102,8 +102,8 @@ _NAMES = {"args": "arguments", "kwargs": "keyword arguments", "target": "targets
 
 
 def _batch(first: Entries) -> tuple[list[int] | None, dict[str, Any] | None, dict[int, str]]:
-    """How many samples each micro-batch has, None where no value tells; how they are dealt out where ranks
-    give their own; and what does not fit, by rank."""
+    """The number of samples of each micro-batch, None where no value shows it; how they are dealt out where
+    ranks give their own; and what does not fit, by rank."""
     if not first:
         return None, None, {}
     leader = min(first)
@@ -236,7 +236,7 @@ def _chunked(total: int, grid: Sequence[int]) -> list[int]:
 
 
 class Wirings:
-    """Those of one schedule on one rank.
+    """The wirings of one schedule on one rank.
 
     Args:
         stages: of this rank, by number.
@@ -262,12 +262,12 @@ class Wirings:
 
     @property
     def shared(self) -> SharedGradients | None:
-        """Of the shared parameters; None before the first step."""
+        """The gradients of the shared parameters; None before the first step."""
         return next(iter(self._known.values())).shared if self._known else None
 
     @property
     def last(self) -> Wiring | None:
-        """That of the last micro-batch of the last step."""
+        """The wiring of the last micro-batch of the last step."""
         return next(reversed(self._known.values()), None)
 
     def transfers(self) -> list[PersistentTransfer]:

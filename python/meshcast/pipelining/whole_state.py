@@ -83,7 +83,7 @@ class WholeState:
         return [new for name, new in self.whole.items() if name not in parameters]
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """What state() gave, filled."""
+        """Loads a state that state() gave and that has been filled since."""
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
         model = {name: state["model"][new] for name, new in self.whole.items()}

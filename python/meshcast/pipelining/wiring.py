@@ -69,7 +69,7 @@ class Wiring:
         return [*own, *self.shared.transfers()]
 
     def is_local(self, link: Link) -> bool:
-        """Whether both of its stages are on this rank."""
+        """Returns whether both stages of the link are on this rank."""
         return link[0] in self.inputs and link[1] in self.inputs
 
 
@@ -164,7 +164,8 @@ def _agree(
     everywhere_empty: bool,
     looked: Inferred | None,
 ) -> _Agreed:
-    """What all ranks know before a transfer is made: afterwards none of them has anything to refuse."""
+    """The agreement of all ranks before a transfer is made. Afterwards none of them has anything to
+    refuse."""
     values: list[list[StageValue]] = []
     inferred: dict[int, Inferred] = {}
     num_stages = len(table.ranks)
@@ -355,8 +356,8 @@ def _compile_bundle(
 def _returned(
     link: Link, values: Sequence[Sequence[StageValue]], given: Sequence[Delivery], table: StageTable
 ) -> list[tuple[Delivery, Problem]]:
-    """What travels back over a link that needs gradients, and how. Raises LayoutError for a value whose
-    gradient has no layout."""
+    """The deliveries whose gradients travel back over a link, and how they travel. Raises LayoutError for a
+    value whose gradient has no layout."""
     source, consumer = link
     returned: list[tuple[Delivery, Problem]] = []
     for each in given:
@@ -416,7 +417,7 @@ def _edge_transfers(
 
 
 def _stays(shape: Sequence[int], source: Layout, target: Layout) -> bool:
-    """Whether every rank has after a transfer what it had before."""
+    """Returns whether every rank has the same values after a transfer as before it."""
     pending = any(isinstance(placement, Partial) for placement in source.placements)
     return not pending and source.shards(shape) == target.shards(shape)
 

@@ -100,7 +100,7 @@ def trained_leaves(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 def _is_inside(
     ranks: Sequence[int], mesh: StageMesh, data_dims: Sequence[int], pipeline: Sequence[int], what: str
 ) -> bool:
-    """Whether these are the ranks that the stage splits its samples over; False: they are of other
+    """Returns whether these are the ranks that the stage splits its samples over; False: they are of other
     pipelines."""
     expected = mesh.along(data_dims)
     if sorted(ranks) == sorted(expected):
