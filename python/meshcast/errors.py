@@ -144,8 +144,8 @@ def was_told(error: BaseException) -> bool:
 
 
 def typed(error: Exception, op: str, rank: int | None = None) -> Exception:
-    """What a call raises that got `error` from its arguments: a MeshcastError, but torch.OutOfMemoryError as
-    it is, since programs wait for that by its name."""
+    """Returns the error that a call raises where its arguments caused `error`: a MeshcastError, but
+    torch.OutOfMemoryError as it is, since programs expect that by its name."""
     if isinstance(error, MeshcastError | torch.OutOfMemoryError):
         return error
     text = (str(error).splitlines() or [""])[0]

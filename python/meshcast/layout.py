@@ -148,7 +148,8 @@ class Layout:
 
     @typed_arguments()
     def pieces(self, shape: Sequence[int]) -> dict[int, Held]:
-        """What each rank holds of a tensor of `shape`: its local shape, and where in it each box lies."""
+        """Returns what each rank holds of a tensor of `shape`: its local shape, and where each box lies in
+        it."""
         sizes = checks.shape(shape)
         if self._held:
             self._core(sizes).shards(sizes)  # checks them against the shape
@@ -303,7 +304,7 @@ class Layout:
 
     @classmethod
     def from_wire(cls, reader: Reader) -> Layout:
-        """What to_wire() made. Raises LayoutError naming the field that is wrong."""
+        """Makes a layout from what to_wire() made. Raises LayoutError naming the field that is wrong."""
         mesh_shape = tuple(reader.integers("mesh_shape", 1, _MAX_RANKS))
         ranks = reader.integers("ranks", 0, (1 << 31) - 1)
         if math.prod(mesh_shape) != len(ranks):

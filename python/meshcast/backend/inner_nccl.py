@@ -40,7 +40,7 @@ class InnerNccl:
         self._made: Any = None
 
     def possible(self) -> bool:
-        """Whether this process can have one."""
+        """Returns whether this process can have an inner backend."""
         return not _obstacle_here()
 
     def make(self, op: str) -> Any:
@@ -79,8 +79,8 @@ class InnerNccl:
 
 
 def nccl_obstacle(torch_cuda: str | None, has_nccl: bool, available: bool) -> str:
-    """Why a process cannot have NCCL, with what to do; empty if it can. torch_cuda: CUDA of torch, or what
-    stands for it."""
+    """Returns why a process cannot have NCCL, with what to do; empty if it can. torch_cuda: CUDA of torch, or
+    what stands for it."""
     release = torch.__version__
     if torch_cuda is None:
         return f"torch {release} is a CPU build: install a CUDA build of torch and build meshcast for it"

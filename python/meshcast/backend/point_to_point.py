@@ -57,9 +57,9 @@ def _ability() -> dict[str, str]:
 
 
 def settle(life: Any, rank: int, ranks: Sequence[int], timeout: float) -> _C.PointToPoint | None:
-    """What carries the messages of this group, None where gloo does, alike on all its ranks: UCX where all
-    can, else gloo, unless a rank was told to use UCX. Then every message raises LayoutError. Waits until all
-    have announced, as they have once gloo has connected them.
+    """Returns what carries the messages of this group, the same on all its ranks: UCX where all can use it,
+    else None, for gloo. Where a rank was told to use UCX and not all can, every message raises LayoutError.
+    Waits until all have announced, as they have once gloo has connected them.
 
     life: from announce(). rank: in the group. ranks: global ones. timeout: seconds, of the group."""
     texts = Board(life, rank).read("transport", range(len(ranks)))

@@ -46,7 +46,7 @@ class _Totals:
 
 @dataclass(frozen=True)
 class CallCounters(_Totals):
-    """Of all calls of one operation on this rank, in `Counters.calls`.
+    """Totals of all calls of one operation on this rank, in `Counters.calls`.
 
     Attributes:
         calls: that have ended without an error.
@@ -74,7 +74,7 @@ class CallCounters(_Totals):
 
 @dataclass(frozen=True)
 class PairCounters(_Totals):
-    """Of all calls that send from one rank to another, in `Counters.pairs`.
+    """Totals of all calls that send from one rank to another, in `Counters.pairs`.
 
     Attributes:
         messages: from the one to the other, over the network or through shared memory.
@@ -107,7 +107,7 @@ class Counters:
 
 
 class Moved(NamedTuple):
-    """Of one call, between this rank and another."""
+    """Messages and bytes of one call, between this rank and another."""
 
     sender: int
     receiver: int
@@ -122,7 +122,7 @@ class Countable(Protocol):
 
 
 class _Tally:
-    """What calls that move the same have added. Guarded by _lock."""
+    """Sums over all calls that move the same. Guarded by _lock."""
 
     __slots__ = ("bound", "calls", "failed", "held", "moved", "op", "rank", "retries", "seconds", "waited")
 
@@ -139,7 +139,7 @@ class _Tally:
 
 
 class Traffic:
-    """What each call of a transfer carries on this rank, with the tally of these calls. Thread-safe.
+    """The messages that each call of a transfer carries on this rank, with these calls' tally. Thread-safe.
 
     bound: of the plan, in seconds. moved: by sender and receiver; one of them is `rank`.
     """
@@ -156,7 +156,7 @@ class Traffic:
             _tallies[id(tally)] = tally
 
     def ended(self, call: Countable, seconds: float, waited: float) -> None:
-        """Of a call that nobody had waited for, and that was counted by then, the wait alone is new."""
+        """Counts an ended call; only its wait, if it was counted before anybody waited for it."""
         tally = self._tally
         _open.pop(id(call), None)
         with _lock:
@@ -199,7 +199,8 @@ _most_open = 64  # before a look which of them have ended
 
 
 def counters() -> Counters:
-    """What the calls of this process have moved in all, how long they took and how long they were waited for.
+    """Returns the totals of all calls of this process: what they have moved, how long they took and how long
+    they were waited for.
 
     A call is in it once it has been waited for, or has ended if it only sends. Counting costs a call less
     than a microsecond; this function takes time in proportion to the number of compiled transfers and pairs.

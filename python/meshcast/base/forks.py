@@ -56,7 +56,7 @@ def no_calls() -> Iterator[list[bool]]:
 
 
 def check_group(group: Any, op: str) -> None:
-    """Likewise for a process group of torch that the parent made."""
+    """Raises AbortedError for a process group of torch that the parent made."""
     if group in _groups:
         check(-1, op)
 

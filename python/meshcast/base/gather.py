@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other once, over torch's own collective, and who shares a host."""
+"""Facts that the ranks of a group exchange once, over torch's own collective; ranks that share a host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["gather_facts", "ranks_by_host"]
 def gather_facts(
     fact: tuple[Any, ...], group: dist.ProcessGroup | None, check: Callable[[], Any] = lambda: None
 ) -> dict[int, Any]:
-    """What every rank of the group (None: the default one) says, by global rank; a collective of them.
+    """Returns what every rank of `group` (None: the default one) says, by global rank; a collective of them.
 
     check(): of this rank's arguments. Where it raises, here or on another rank, all raise.
     """

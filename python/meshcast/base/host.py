@@ -1,4 +1,4 @@
-"""Which host a process runs on, as far as the network is concerned, and the links of that host."""
+"""The host that a process runs on, as far as the network is concerned, and the links of that host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What meshcast tells about itself: log lines, the flight record of the last calls, profiler ranges.
+"""Reports of meshcast about itself: log lines, the flight record of the last calls, profiler ranges.
 
 docs/environment.md: MESHCAST_LOG shows the log on stderr, MESHCAST_FLIGHT_RECORD writes the last calls of a
 rank to a file when one fails, when an exception ends the program, and on SIGUSR1, also while its main thread
@@ -277,7 +277,7 @@ def _place() -> tuple[int | None, int | None]:
 
 
 def profiling() -> bool:
-    """Whether a profiler runs. Small calls ask this first: a context that does nothing costs them 2 %."""
+    """Returns whether a profiler runs. Small calls ask this first: an empty context costs them 2 %."""
     return torch.autograd._profiler_enabled()
 
 

@@ -1,5 +1,4 @@
-"""How far something long is, and how much time is left: a bar on a terminal, a line every ten seconds in a
-file.
+"""The progress of something long, and the time left: a bar on a terminal, a line every ten seconds in a file.
 
 Both go to stderr, so that what a program prints stays as it is. Nothing is shown in the first two seconds,
 nor on other ranks than 0, nor inside something else that shows how far it is. The bar is drawn by rich; where
@@ -278,7 +277,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def _draws(stream: Any) -> bool:
-    """Whether a bar can be drawn there."""
+    """Returns whether a bar can be drawn on that stream."""
     terminal = (
         stream is not None and stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
     )

@@ -1,4 +1,4 @@
-"""Which addresses strided elements have in common, decided exactly, in integers alone.
+"""Decides exactly, in integers alone, whether strided elements have addresses in common.
 
 Both questions are whether steps, each taken at most so many times, can add up to a total. From the widest
 step to the narrowest, what may still be missing is kept, as far as the narrower steps can make up for it.
@@ -34,7 +34,7 @@ class Region(NamedTuple):
 
 
 def meet(a: Region, b: Region) -> bool | None:
-    """Whether a byte belongs to both regions. None: it would take too long to tell."""
+    """Returns whether a byte belongs to both regions. None: it would take too long to find out."""
     if a.end <= b.first or b.end <= a.first:
         return False
     return _meet(a.item, a.shape, a.strides, b.item, b.shape, b.strides, b.first - a.first)
@@ -66,8 +66,8 @@ def _meet(
 
 @functools.lru_cache(4096)
 def repeats(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool | None:
-    """Whether two of the elements, of which there are some, have one address. strides: 0 or more. None: it
-    would take too long to tell."""
+    """Returns whether two of the elements, of which there are some, have the same address. strides: 0 or
+    more. None: it would take too long to find out."""
     dims = sorted((stride, size - 1) for size, stride in zip(shape, strides, strict=True) if size > 1)
     narrower: list[tuple[int, int]] = []
     reach, undecided = 0, False
@@ -90,8 +90,8 @@ def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 class _Narrower(NamedTuple):
-    """What the steps narrower than one can add up to: multiples of `divisor`, from 0 to `reach`; every one of
-    them if `every`."""
+    """The totals that the steps narrower than a given one can add up to: multiples of `divisor`, from 0 to
+    `reach`; every one of them if `every`."""
 
     reach: int = 0
     divisor: int = 1
@@ -105,7 +105,7 @@ class _Narrower(NamedTuple):
 
 
 def _adds_up(steps: Iterable[tuple[int, int]], total: int) -> bool | None:
-    """Whether taking each (step, most) from 0 to `most` times can come to `total`. None: too many sums."""
+    """Returns whether taking each (step, most) 0 to `most` times can come to `total`. None: too many sums."""
     most: dict[int, int] = {}
     for step, times in steps:
         if step and times:

@@ -1,5 +1,5 @@
-"""Where the user's program is: the line of it that made a call, that its main thread has come to, or that an
-exception left."""
+"""The place where the user's program is: the line of it that made a call, that its main thread has come to,
+or that an exception left."""
 
 from __future__ import annotations
 

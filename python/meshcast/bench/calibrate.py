@@ -1,5 +1,5 @@
-"""What links and machine really carry, measured with torch's own point-to-point before anything else, so that
-bounds are those of the links that were there."""
+"""The rates that links and machine really carry, measured with torch's own point-to-point before anything
+else, so that bounds are those of the links that were there."""
 
 from __future__ import annotations
 

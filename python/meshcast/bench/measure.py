@@ -42,8 +42,8 @@ def busy() -> tuple[float, float]:
 
 
 class Values:
-    """What one rank holds and must get of one tensor, in the round `salt`. Under Partial, the values that are
-    added up are unlike; one rank of each sum has what is missing."""
+    """The values that one rank holds and must get of one tensor, in the round `salt`. Under Partial, the
+    values that are added up differ; one rank of each sum has what is missing."""
 
     def __init__(self, tensor: Tensor, move: Move) -> None:
         rank = dist.get_rank()
@@ -172,7 +172,7 @@ class Runner:
 
 
 def facts(case: Case, topology: Topology) -> dict[str, Any]:
-    """What is known of a case before anything moves."""
+    """Returns what is known of a case before anything moves."""
     planned = case.plan(topology)
     return {
         "name": case.name,
@@ -188,7 +188,7 @@ def facts(case: Case, topology: Topology) -> dict[str, Any]:
 
 
 def choose(case: Case, methods: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Which of the methods can do the case, and why the others cannot."""
+    """Returns the methods that can do the case, and why each of the others cannot."""
     able, unable = [], {}
     for name in methods:
         why = METHODS[name].why_not(case)

@@ -1,4 +1,4 @@
-"""What a method gets: one rank's part of a case, and the groups that torch's collectives need."""
+"""The input of a method: one rank's part of a case, and the groups that torch's collectives need."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def by_box(boxes: dict[int, Box]) -> dict[Box, list[int]]:
 
 
 def slices(box: Box, base: Box) -> Slices:
-    """Where `box` lies in a local tensor that holds `base`."""
+    """Returns the slices of `box` in a local tensor that holds `base`."""
     return tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(box, base, strict=True))
 
 
@@ -132,5 +132,5 @@ def cuts(box: Box, parts: int) -> list[Box]:
 
 
 def turns(holders: Sequence[int], receiver: int, turn: int) -> int:
-    """Who sends to `receiver` where holders take turns: the receiver itself if it holds the data."""
+    """Returns the rank that sends to `receiver` where holders take turns: itself if it holds the data."""
     return receiver if receiver in holders else holders[(receiver + turn) % len(holders)]

@@ -102,12 +102,12 @@ def details(case: Found) -> str:
 
 
 def calibration_text(found: Found) -> str:
-    """What was found of links and machine, in one line."""
+    """Returns what was found of links and machine, in one line."""
     return "calibration: " + ", ".join(f"{k} {v:.4g}" for k, v in found.items() if k != "topology")
 
 
 def overload(found: Found) -> str:
-    """Why a calibration shows that the cores and not the links would be measured, or ""."""
+    """Returns why a calibration shows that the cores and not the links would be measured, or ""."""
     if found["efficiency"] < _LEAST_EFFICIENCY:
         return (
             f"this machine does not carry the rate: a link alone reaches {found['efficiency']:.0%} of it; "
@@ -122,7 +122,7 @@ def overload(found: Found) -> str:
 
 
 def problems(results: dict[str, Any]) -> list[str]:
-    """Why the figures must not be reported; empty if they may."""
+    """Returns the reasons why the figures must not be reported; empty if they may."""
     found = []
     if results["header"].get("links") == "loopback":
         found.append(
@@ -139,7 +139,7 @@ def problems(results: dict[str, Any]) -> list[str]:
 
 
 def remarks(results: dict[str, Any]) -> list[str]:
-    """What a reader should know beside the figures: failures, and repeats that differ."""
+    """Returns what a reader should know besides the figures: busy cores, failures, repeats that differ."""
     found = []
     busy = [case["name"] for case in results["cases"] if _busy(case, OURS) > BUSY_LIMIT]
     if busy:

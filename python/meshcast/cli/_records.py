@@ -50,8 +50,8 @@ class Made:
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank wrote. jobs: ids, see check_one_job; job: what launchers call it; at: the line that its
-    main thread had come to; exception: what ended it; ended: its program came to its end without one."""
+    """The record of one rank. jobs: ids, see check_one_job; job: what launchers call it; at: the line that
+    its main thread had come to; exception: what ended it; ended: its program came to its end without one."""
 
     rank: int
     world: int | None
@@ -67,7 +67,8 @@ class Record:
 
 
 def read_records(folder: Path) -> list[Record]:
-    """Those in files named *.rankN, by rank. Raises LayoutError for what cannot be the records of one job."""
+    """Reads the records in files named *.rankN, in order of rank. Raises LayoutError for what cannot be the
+    records of one job."""
     if not folder.is_dir():
         raise LayoutError(f"{checks.shown(str(folder), 250)}: expected a folder with flight records")
     paths = [path for path in folder.iterdir() if re.fullmatch(r".*\.rank\d+", path.name)]

@@ -1,4 +1,4 @@
-"""Who waits for whom in the flight records of a job, where its ranks part ways, and what came first."""
+"""Finds in flight records of a job which ranks wait for which, where they part ways, and what came first."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Dissent:
 
 @dataclass(frozen=True)
 class Found:
-    """What the records tell. cause: one sentence, "" where nothing is wrong."""
+    """The findings in the records. cause: one sentence, "" where nothing is wrong."""
 
     waits: dict[int, Wait]
     dissent: Dissent | None
@@ -62,8 +62,8 @@ def find(records: list[Record]) -> Found:
 
 
 def _open_calls(record: Record) -> list[Made]:
-    """Those that have not ended, and those that failed without another one that ended later: programs go on
-    after a refused call, which then explains nothing."""
+    """Returns the calls that have not ended or, where there are none, those that failed and were not followed
+    by a call that ended: programs go on after a refused call, which then explains nothing."""
     ended = max((call.begun for call in record.calls if call.state == "ended"), default=float("-inf"))
     unfinished = [call for call in record.calls if call.state == "unfinished"]
     return unfinished or [call for call in record.calls if call.state == "failed" and call.begun >= ended]

@@ -40,7 +40,7 @@ class _Worker:
 
 @dataclass
 class Agent:
-    """Of the host with the job's store: any rank may die."""
+    """The agent of the host with the job's store: any rank may die."""
 
     config: Config
     restarts: int = 0

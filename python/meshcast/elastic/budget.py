@@ -1,4 +1,4 @@
-"""What the state of a job takes of each rank's memory, against what the job may use."""
+"""The memory that the state of a job takes on each rank, against what the job may use."""
 
 from __future__ import annotations
 

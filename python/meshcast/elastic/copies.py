@@ -14,9 +14,9 @@ __all__ = ["Copies", "Copy"]
 
 
 class Copy:
-    """Of one step. own: what this rank held; guests: what it keeps for others, by name as local tensors;
-    values: entries that are no tensors, of all ranks. All in host memory. step: None while it is not whole.
-    """
+    """A copy of one step. own: what this rank held; guests: what it keeps for others, by name as local
+    tensors; values: entries that are no tensors, of all ranks. All in host memory. step: None while it is not
+    whole."""
 
     def __init__(self) -> None:
         self.step: int | None = None
@@ -56,7 +56,8 @@ class Copies:
         self._lock = threading.Lock()
 
     def older(self) -> Copy:
-        """That to be written, from now on not whole. Only once all ranks know that all have the newer."""
+        """Returns the copy to be written next, which is not whole from now on. To be called only once all
+        ranks know that all have the newer one."""
         with self._lock:
             found = min(self._both, key=lambda copy: -1 if copy.step is None else copy.step)
             found.step = None
@@ -69,7 +70,7 @@ class Copies:
 
     @property
     def steps(self) -> list[int]:
-        """Those that are whole here, ascending."""
+        """The steps whose copies are whole here, ascending."""
         with self._lock:
             return sorted(copy.step for copy in self._both if copy.step is not None)
 

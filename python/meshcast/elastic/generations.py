@@ -40,7 +40,7 @@ class _Generation:
 
 
 class Generations:
-    """Of one worker. every: steps from one copy to the next; more: arguments of Replicas."""
+    """The generations of one worker. every: steps from one copy to the next; more: arguments of Replicas."""
 
     def __init__(self, op: str, every: int, more: Mapping[str, Any], topology: Topology | None) -> None:
         self._every = checks.integer(f"{op}: replicas_every", every, 1, _MOST)

@@ -1,4 +1,4 @@
-"""Which rank keeps a copy of which boxes for others: one on another host than all that hold them."""
+"""Ranks that keep copies of boxes for others: each on another host than all ranks that hold the box."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class Guests:
                     yield _Tile(name, box, tuple(sorted(holders)), count * origin.dtype.itemsize)
 
     def destinations(self) -> dict[str, Layout]:
-        """What each keeper receives, by the name of the tensor."""
+        """Returns what each keeper receives, by the name of the tensor."""
         boxes: dict[str, dict[int, list[Box]]] = {}
         for (name, box), rank in self.keeper.items():
             boxes.setdefault(name, {}).setdefault(rank, []).append(box)
         return {name: Layout.from_boxes(each) for name, each in boxes.items()}
 
     def gone(self, lost: Collection[int]) -> list[Gone]:
-        """What lives nowhere any more without these ranks: neither on holders nor on a keeper."""
+        """Returns the boxes that live nowhere without these ranks: neither on holders nor on a keeper."""
         found = []
         for tile in self._tiles():
             had = [*tile.holders, *self._keepers(tile)]
@@ -79,7 +79,7 @@ class Guests:
         return [] if keeper is None else [keeper]
 
     def in_place_of(self, lost: Collection[int]) -> dict[str, dict[int, list[Box]]]:
-        """What keepers that live give in place of holders that are all lost: boxes by name and rank."""
+        """Returns the boxes that living keepers give where all holders are lost, by name and rank."""
         found: dict[str, dict[int, list[Box]]] = {}
         for tile in self._tiles():
             if all(rank in lost for rank in tile.holders):
@@ -89,7 +89,7 @@ class Guests:
         return found
 
     def layout(self, name: str, more: Mapping[int, list[Box]]) -> Layout:
-        """Where a tensor lies with the boxes of keepers."""
+        """Returns the layout of a tensor, with the boxes of keepers."""
         origin = self._origins[name]
         return with_boxes(origin.layout, origin.shape, more, name) if more else origin.layout
 

@@ -1,4 +1,4 @@
-"""What the agents of several hosts tell each other, through the store of the first.
+"""Messages that the agents of several hosts exchange in the store of the first.
 
 Hosts are numbered as they come; 0 is the one with the store, whose agent leads the job. The agent of another
 host, a follower, starts its workers, says which of them have ended, and does what it is ordered. Workers talk
@@ -31,7 +31,7 @@ class JobGoneError(Exception):
 
 
 class Hello(NamedTuple):
-    """Of a follower. name: of its machine; workers: that it starts."""
+    """The first message of a follower. name: of its machine; workers: how many it starts."""
 
     name: str
     workers: int
@@ -95,7 +95,8 @@ class Distant:
         self._read = self._ordered = 0
 
     def gone(self) -> bool:
-        """Whether its agent has been silent for too long, or has left. Tells it so, and its workers."""
+        """Returns whether its agent has been silent for too long, or has left. Notifies the agent and its
+        workers if so."""
         beat = self._store.get(beat_key(self.number)) if self._store.check([beat_key(self.number)]) else b""
         if beat != self._beat:
             self._beat, self._heard = beat, time.monotonic()

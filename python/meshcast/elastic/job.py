@@ -39,8 +39,8 @@ _PAUSE = 0.02  # seconds between two looks for the start of a process group
 
 
 class Training(Protocol):
-    """What a Job trains, on the ranks of one process group. torch.distributed.checkpoint calls such objects
-    Stateful."""
+    """The object that a Job trains, on the ranks of one process group. torch.distributed.checkpoint calls
+    such objects Stateful."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that must go on: by names that say nothing of ranks. See remesh for the entries."""
@@ -137,19 +137,19 @@ class Job(Generic[T]):
 
     @property
     def steps(self) -> int:
-        """That are committed."""
+        """The number of steps that are committed."""
         return 0 if self._version is None else self._version.steps
 
     @property
     def training(self) -> T:
-        """What `make` made for the ranks of now. Raises MeshcastError before the first attempt."""
+        """The object made by `make` for the current ranks. Raises MeshcastError before the first attempt."""
         if self._training is None:
             raise MeshcastError(f"{OP}: nothing is trained yet; it is there in attempt()", op=OP)
         return self._training
 
     @contextmanager
     def attempt(self) -> Iterator[T]:
-        """What is done together, once the ranks of now are together and have the state of the job.
+        """Runs its block on all ranks, once the current ranks have met and have the state of the job.
 
         Where a rank died, what is inside ends early and nothing is raised; the next attempt begins with the
         ranks that are there then. `steps` tells what was committed. Without commit() inside, nothing is.
@@ -388,7 +388,7 @@ class Job(Generic[T]):
         return {**found, _STEPS: everywhere}
 
     def _is_loss(self, error: Exception) -> bool:
-        """Whether it comes of a rank's death; waits for the agent to say so."""
+        """Returns whether an error comes from a rank's death; waits for the agent to say so."""
         if self._failed or not _may_be_loss(error):
             return False
         return self._watch.wait_for_loss(self._number, self._grace) and not self._watch.orphan

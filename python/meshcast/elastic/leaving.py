@@ -1,4 +1,4 @@
-"""How a rank leaves its process groups at once, whatever it waits for in them."""
+"""Makes a rank leave its process groups at once, whatever it waits for in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the entries of a state were and where they go, as `remesh` is told, for reshard_state_dict."""
+"""Old and new places of the entries of a state: from the arguments of `remesh`, for reshard_state_dict."""
 
 from __future__ import annotations
 

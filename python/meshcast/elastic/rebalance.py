@@ -32,7 +32,7 @@ Built = tuple[PipelineSchedule, torch.optim.Optimizer | None]
 
 @dataclass(frozen=True)
 class Rebalanced:
-    """What goes on in place of what was there.
+    """The result of `rebalance`: what training goes on with.
 
     Attributes:
         schedule, optimizer: as `build` made them, with the state of before.
@@ -241,7 +241,7 @@ class _Move:
                 optimizer.state.clear()
 
     def undo(self) -> None:
-        """Of what was built nothing is used."""
+        """Discards what was built."""
         if isinstance(self._built, tuple | list) and self._built:
             made = self._built[0]
             if isinstance(made, PipelineSchedule) and made is not self._schedule:

@@ -1,4 +1,4 @@
-"""What the agent of `meshcast.elastic.run` and its workers tell each other, through the agent's store.
+"""Messages that the agent of `meshcast.elastic.run` and its workers exchange in the agent's store.
 
 A worker is a process that an agent started. Its name is "LOCAL_RANK.RESTART", on another host than that of
 the store "LOCAL_RANK.RESTART@HOST", and never given twice. Whenever the workers that there are change, they
@@ -33,8 +33,8 @@ FINISHED = "elastic/finished"  # a worker has ended the job in agreement with al
 
 
 class Version(NamedTuple):
-    """Of the state that a worker holds; the later is the greater. rendezvous: whose ranks it is laid out
-    over; 0 before the first. steps: that are committed."""
+    """The version of the state that a worker holds; the later is the greater. rendezvous: whose ranks it is
+    laid out over; 0 before the first. steps: that are committed."""
 
     rendezvous: int
     steps: int
@@ -48,8 +48,9 @@ class Call(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Of a process group. port: of its store; 0 where another rendezvous was called instead. version: the
-    latest that any member has, None where no one has any. then: the members of that version's rendezvous."""
+    """The start of a process group. port: of its store; 0 where another rendezvous was called instead.
+    version: the latest that any member has, None where no one has any. then: the members of that version's
+    rendezvous."""
 
     port: int
     version: list[int] | None

@@ -221,8 +221,8 @@ class Replicas:
     # What remesh asks.
 
     def _offer(self, lost: Collection[int], deadline: float) -> dict[str, Any]:
-        """Of the job without the lost ranks: names of tensors that this rank has, steps of which it has
-        copies, what lives nowhere any more, and lost ranks that held nothing."""
+        """Describes the job without the lost ranks: names of tensors that this rank has, steps of which it
+        has copies, what lives nowhere any more, and lost ranks that held nothing."""
         self._settle(deadline)
         more = self._guests.in_place_of(lost)
         held = {rank for origin in self._origins.values() for rank in origin.layout.ranks}
@@ -291,7 +291,7 @@ class Replicas:
         return known, made
 
     def _tensors(self, held: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Of which this rank has a part."""
+        """Returns the tensors of which this rank has a part."""
         return {
             name: value
             for name, value in held.items()

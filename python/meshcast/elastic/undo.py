@@ -1,4 +1,4 @@
-"""What a rank changes in a step before it is committed, and how that is undone."""
+"""Undoes what a rank changes in a step before the step is committed."""
 
 from __future__ import annotations
 

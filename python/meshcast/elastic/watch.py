@@ -50,8 +50,8 @@ class Watch:
                 return
 
     def _look(self) -> bool:
-        """Whether there was a call. Aborts before it tells of a loss: groups that are made after that are not
-        meant."""
+        """Returns whether there was a call. Aborts before it notifies of a loss, so that groups made after
+        that are not aborted."""
         if self._broken < self._expected - 1 and self._store.check([meet.broken_key(self._expected - 1)]):
             self._abort("a worker died")
             with self._changed:
@@ -85,7 +85,8 @@ class Watch:
             return (last, self._calls[last]) if last > since else None
 
     def lost(self, since: int) -> bool:
-        """Whether members have died since that rendezvous, or the job is over, or the agent gone."""
+        """Returns whether members have died since that rendezvous, the job is over, or nobody leads this
+        worker."""
         with self._changed:
             calls = [call for number, call in self._calls.items() if number > since]
             called = any(call.lost or not call.members for call in calls)

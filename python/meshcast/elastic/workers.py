@@ -78,7 +78,7 @@ class _Context(SubprocessContext):
 
 
 class Workers:
-    """Of this host, which has a number. endpoint: of the job's store. logs: folder."""
+    """The workers of this host, which has a number. endpoint: of the job's store. logs: folder."""
 
     def __init__(self, config: Config, host: int, endpoint: tuple[str, int], logs: str) -> None:
         self.number, self.most = host, config.most
@@ -131,7 +131,7 @@ class Workers:
         return int(self._processes[name].pids()[0])
 
     def ended(self) -> list[tuple[str, ProcessFailure | None]]:
-        """Those that have ended since the last look, and how: None for a good end."""
+        """Returns the workers that have ended since the last look, and how: None for a good end."""
         found = []
         for name, local_rank in list(self._living.items()):
             result = self._processes[name].wait(0)

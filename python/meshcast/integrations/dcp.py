@@ -51,7 +51,7 @@ _OP = "MemoryStorage"
 
 @dataclass
 class _Tensor:
-    """What a rank holds of a saved tensor."""
+    """The part of a saved tensor that a rank holds."""
 
     size: tuple[int, ...]
     properties: TensorProperties
@@ -60,7 +60,7 @@ class _Tensor:
 
 @dataclass
 class _Catalogue:
-    """What a rank holds, without the values."""
+    """A list of what a rank holds, without the values."""
 
     tensors: dict[str, _Tensor] = field(default_factory=dict)
     values: list[str] = field(default_factory=list)  # what is no tensor
@@ -245,7 +245,7 @@ class MemoryStorage(StorageWriter, StorageReader):
         raise error
 
     def _told(self, what: str, mine: Any) -> dict[int, Any]:
-        """What every rank of the group says, by its global rank."""
+        """Returns what every rank of the group says, by its global rank."""
         rank = parent_group(self._group, _OP).rank
         said = reshard_state_dict(
             {f"rank {rank} {what}": pickle.dumps(mine)}, group=self._group, timeout=self._timeout
@@ -262,7 +262,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 def _metadata(catalogues: Iterable[_Catalogue]) -> Metadata:
-    """Of all ranks together. Copies of one chunk are one here."""
+    """Returns the metadata of all ranks together. Copies of one chunk are one here."""
     metadata = Metadata({})
     for catalogue in catalogues:
         for name, tensor in catalogue.tensors.items():
@@ -286,7 +286,7 @@ def _metadata(catalogues: Iterable[_Catalogue]) -> Metadata:
 
 
 def _cover(chunks: Sequence[ChunkStorageMetadata], size: Sequence[int]) -> bool:
-    """Whether they hold every element; they may overlap."""
+    """Returns whether the chunks hold every element; they may overlap."""
     boxes = [_box(chunk.offsets, chunk.sizes) for chunk in chunks]
     cuts = [sorted({0, length, *(at for box in boxes for at in box[d])}) for d, length in enumerate(size)]
     places = [{at: index for index, at in enumerate(each)} for each in cuts]
@@ -297,7 +297,7 @@ def _cover(chunks: Sequence[ChunkStorageMetadata], size: Sequence[int]) -> bool:
 
 
 def _layout(boxes: Mapping[int, Sequence[Box]]) -> Layout:
-    """Of the ranks that have some."""
+    """Returns the layout of the boxes, on the ranks that have some."""
     return Layout.from_boxes({rank: listed for rank, listed in boxes.items() if listed})
 
 
@@ -323,8 +323,8 @@ def _joined(parts: Sequence[torch.Tensor], boxes: Sequence[Box]) -> torch.Tensor
 
 
 def _whole_chunks(items: Iterable[ReadItem]) -> dict[str, list[tuple[Box, ReadItem]]]:
-    """What a rank asks for, by the name in the storage: boxes of the global tensor, and an item for each that
-    reads all of it. A plan has an item for each saved chunk that a box takes something of."""
+    """Returns what a rank asks for, by the name in the storage: boxes of the global tensor, and an item for
+    each that reads all of it. A plan has an item for each saved chunk that a box takes something of."""
     found: dict[Any, tuple[Box, Box, ReadItem]] = {}
     for item in items:
         offset = item.storage_index.offset or torch.Size(len(item.lengths) * (0,))

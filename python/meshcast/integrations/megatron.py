@@ -70,7 +70,7 @@ class MeshcastCopyService(CopyService):
         self._receives.append((dest_tensor.detach(), self._ranks[src_rank], task_id))
 
     def submit_send_with_id(self, task_id: int, src_tensor: torch.Tensor, dest_rank: int) -> None:
-        """As Megatron 0.16 asks for."""
+        """Submits a send in the form that Megatron 0.16 asks for."""
         self.submit_send(src_tensor, dest_rank, task_id)
 
     def submit_recv_with_id(self, task_id: int, dest_tensor: torch.Tensor, src_rank: int) -> None:

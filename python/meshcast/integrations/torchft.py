@@ -193,7 +193,7 @@ class _Tensor:
         self.spec = tensor._spec if isinstance(tensor, DTensor) else None
 
     def fits(self, own: object) -> bool:
-        """Whether it can arrive in this tensor."""
+        """Returns whether this tensor can arrive in `own`."""
         if not isinstance(own, torch.Tensor) or isinstance(own, DTensor) != (self.spec is not None):
             return False
         local = _local(own)

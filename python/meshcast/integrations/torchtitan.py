@@ -25,7 +25,7 @@ _PLACES = (
 
 
 def _exchange(module: ModuleType) -> None:
-    """What the module has imported of torch's pipelining becomes that of the same name and place here."""
+    """Replaces what the module has imported of torch's pipelining by what has its name and place here."""
     for name, value in list(vars(module).items()):
         home = str(getattr(value, "__module__", None) or type(value).__module__)
         if home == _THEIRS or home.startswith(_THEIRS + "."):

@@ -115,7 +115,8 @@ class MeshcastCheckpointEngine(CheckpointEngine):
         return asyncio.get_running_loop().run_in_executor(None, self._moved, bucket, is_last)
 
     def _moved(self, bucket: dict[str, torch.Tensor], is_last: bool) -> tuple[bool, dict[str, torch.Tensor]]:
-        """Of the sender: its bucket. Returns, on the others, what has arrived and whether it is the last."""
+        """Moves the sender's bucket to the others. Returns, on the others, whether it is the last one and
+        what has arrived."""
         meeting = self._meeting
         if meeting is None:
             raise LayoutError(f"{_OP}: call init_process_group first", op=_OP)

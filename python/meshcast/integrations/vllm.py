@@ -56,7 +56,7 @@ class _UpdateInfo(base.WeightTransferUpdateInfo):
 
 
 class MeshcastWorkerEngine(base.WeightTransferEngine[_WorkerInitInfo, _UpdateInfo]):
-    """Of a worker: every tensor arrives whole, and the model loads it as from a checkpoint."""
+    """The engine of a worker: every tensor arrives whole, and the model loads it as from a checkpoint."""
 
     init_info_cls = _WorkerInitInfo
     update_info_cls = _UpdateInfo
@@ -102,8 +102,8 @@ class MeshcastWorkerEngine(base.WeightTransferEngine[_WorkerInitInfo, _UpdateInf
 
 
 class MeshcastTrainerEngine(base.TrainerWeightTransferEngine[MeshcastTrainerInitInfo]):
-    """Of a trainer: each sends the shards that it has, and nobody gathers a tensor. Where the source yields
-    whole tensors alone, the first owner sends.
+    """The engine of a trainer: each trainer sends the shards that it has, and nobody gathers a tensor. Where
+    the source yields whole tensors alone, the first owner sends.
 
     Raises, from send_weights: the errors of reshard_state_dict. The group then has to be made anew.
     """

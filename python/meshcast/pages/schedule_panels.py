@@ -25,7 +25,7 @@ _Span = tuple[int, Action, float, float]
 
 
 def panel_of_report(title: str, report: SimulationReport, unit: str = "") -> PagePanel:
-    """Of a simulated schedule."""
+    """Returns the panel of a simulated schedule."""
     spans = [(span.rank, span.action, span.start, span.end) for span in (*report.timeline, *report.transfers)]
     facts = [
         ("makespan", f"{report.makespan:.6g}{f' {unit}' if unit else ''}"),
@@ -37,7 +37,7 @@ def panel_of_report(title: str, report: SimulationReport, unit: str = "") -> Pag
 
 
 def panel_of_events(title: str, events: Sequence[Event]) -> PagePanel:
-    """Of a step that was recorded, in ms from its first event."""
+    """Returns the panel of a step that was recorded, in ms from its first event."""
     first = min((event.begin for event in events), default=0.0)
     spans = [
         (

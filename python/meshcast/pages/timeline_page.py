@@ -16,8 +16,9 @@ _MOST_BARS = 400_000  # a page of that many has 20 MB
 
 
 class PageBar(NamedTuple):
-    """What a row does in a span of time. kind: F, B, I, W, SEND_F, SEND_B, wait, or the state of a call;
-    label: in the bar, where there is room; text: all of it; tone: 0, or more for further stages of a rank."""
+    """A bar: what a row does in a span of time. kind: F, B, I, W, SEND_F, SEND_B, wait, or the state of a
+    call; label: in the bar, where there is room; text: all of it; tone: 0, or more for further stages of a
+    rank."""
 
     row: int
     kind: str

@@ -46,7 +46,7 @@ class Problem(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How to plan; the parameters of `plan` of the same names."""
+    """Options of planning; the parameters of `plan` of the same names."""
 
     strategy: str = "auto"
     balance: str = "greedy"

@@ -15,7 +15,7 @@ _SHOWN = 8  # rows of a table before it is cut short
 
 
 def describe(plan: Plan) -> str:
-    """What moves, how, how fast, and what each host's NICs carry."""
+    """Describes what moves, how, how fast, and what each host's NICs carry."""
     return "\n".join([*_head(plan), "", *_nics(plan), "", *_tasks(plan)])
 
 

@@ -1,5 +1,5 @@
-"""What a plan consists of, as Python values made on access: a plan of a million hops stays as small as its
-C++ arrays."""
+"""The parts of a plan, as Python values made on access: a plan of a million hops stays as small as its C++
+arrays."""
 
 from __future__ import annotations
 

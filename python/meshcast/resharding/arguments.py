@@ -1,4 +1,4 @@
-"""What all resharding calls have in common: their arguments checked, compiled once per kind, and started."""
+"""The steps common to all resharding calls: check the arguments, compile once per kind of call, start."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def call_key(request: Request, needs_grad: bool) -> Any:
 
 
 def places_called(source: Any, destination: Any, lost: Sequence[int] = ()) -> list[Any]:
-    """What tells which ranks make a call that is refused here: a list for each side, or what was given."""
+    """Returns what names the ranks of a call refused here: a layout for each side, or what was given."""
     try:
         sides = slices_called(_mesh_of(source), _mesh_of(destination), lost)
         return [Layout(ranks, [Replicate(), Replicate()]) for ranks in sides]

@@ -1,5 +1,5 @@
-"""What a call compiles to, once per kind of call: its moves (one per tensor) and the transfer of them
-all."""
+"""The compiled form of a call, made once per kind of call: its moves (one per tensor) and the transfer of
+them all."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _with_slices(
 
 
 def _casts(moves: Sequence[TensorMove]) -> Casts | None:
-    """What the transfer of these moves casts itself, and its backward; None where that is nothing."""
+    """Returns what the transfer of these moves and its backward cast themselves; None if nothing."""
     forth = tuple(move.ends for move in moves)
     back = tuple(move.gradient.ends for move in moves if move.gradient is not None)
     casts = any(ends.source != ends.destination for ends in (*forth, *back))

@@ -121,9 +121,9 @@ def _layouts_text(layouts: Sequence[Layout]) -> str:
 
 
 def survivors(layout: Layout, shape: tuple[int, ...], lost: Collection[int], what: str) -> Layout | None:
-    """What the other ranks hold. The layout itself where no lost rank is in it, None where no other is.
-    Raises LayoutError for values that are partial: those of lost ranks are missing in every sum. what: the
-    operation and the tensor."""
+    """Returns the layout of what the other ranks hold: the layout itself where no lost rank is in it, None
+    where no other rank is. Raises LayoutError for values that are partial: those of lost ranks are missing in
+    every sum. what: the operation and the tensor."""
     if not lost or not any(rank in lost for rank in layout.ranks):
         return layout
     if layout.has_partial:
@@ -138,8 +138,8 @@ def survivors(layout: Layout, shape: tuple[int, ...], lost: Collection[int], wha
 def gone(
     name: str, shape: tuple[int, ...], layout: Layout, lost: Mapping[int, int], wanted: Layout
 ) -> list[Gone]:
-    """What of a tensor is wanted and was held by lost ranks alone. lost: their numbers in the layout, each
-    with what messages call it."""
+    """Returns the boxes of a tensor that are wanted and were held by lost ranks alone. lost: their numbers in
+    the layout, each with what messages call it."""
     found = []
     for box, holders in layout._core(shape).tiles(shape):
         if all(rank in lost for rank in holders) and all(lo < hi for lo, hi in box):

@@ -1,4 +1,4 @@
-"""Which memory tensors occupy: transfers write behind the back of autograd, so they must know."""
+"""The memory that tensors occupy: transfers write behind the back of autograd, so they must know it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the address ranges of two tensors meet. Interleaved ones count: nobody is harmed by a copy."""
+    """Returns whether address ranges of two tensors overlap. Interleaved ones count: a copy does no harm."""
     if a.numel() == 0 or b.numel() == 0:
         return False
     a_first, a_end = _extent(settled(a))

@@ -123,7 +123,7 @@ class Repeat:
     def _start(
         self, sources: list[torch.Tensor | None], outputs: list[torch.Tensor | None]
     ) -> tuple[Any, int, Any, Flight] | None:
-        """As PrivateGroup.call and Transfer do; under the lock of the group."""
+        """Starts a call as PrivateGroup.call and Transfer do; under the lock of the group."""
         group, transfer = self._group, self._transfer
         core, agreed = group._core, transfer._own
         if core is None or agreed is None or transfer._error is not None or group._thread is not None:

@@ -134,7 +134,7 @@ class Resharder:
         return result
 
     def _is_plain(self, x: DTensor | None) -> bool:
-        """Whether x has passed the checks before, and records no gradient."""
+        """Returns whether x has passed the checks before, and no gradient is recorded."""
         if x is not None and getattr(x, "_spec", None) is not self._known_spec:
             if not isinstance(x, DTensor) or x._spec != self._known_spec:
                 return False

@@ -68,7 +68,7 @@ class Repeated:
         moving: Callable[[], None] = lambda: None,
         moves: Callable[[Sequence[Batch]], None] = lambda _: None,
     ) -> tuple[Known, list[Call]]:
-        """As Conversation.run."""
+        """Runs a call, as Conversation.run does."""
         same = prepared.key is self._key and prepared.key is not None
         known = self._known.get(id(talk)) if same else None
         known, made = talk.run(prepared, deadline, result, known, memory if same else None, moving, moves)

@@ -93,8 +93,8 @@ class StateCall:
         return shards
 
     def watched(self, others: Sequence[torch.Tensor]) -> dict[str, list[tuple[torch.Tensor, int]]]:
-        """What is held in other storages than those that this very call writes to, which are those of the
-        outputs and of `others`; each with its version now."""
+        """Returns the tensors that are held in other storages than those that this call itself writes to,
+        each with its version now. It writes to the storages of the outputs and of `others`."""
         written = {storage_of(local_of(out)) for out in (*self.outs.values(), *others)}
         found = {}
         for name, x in self.tensors.items():
@@ -294,7 +294,7 @@ def _maps(given: Any) -> list[TensorMap]:
 
 
 def _selection(only: Any) -> tuple[Callable[[str], bool], Sequence[str]]:
-    """Which names a call is about, and those that are listed."""
+    """Returns a test for the names that a call is about, and the names that are listed."""
     if only is None:
         return (lambda _: True), ()
     if callable(only):

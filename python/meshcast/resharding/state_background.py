@@ -68,7 +68,7 @@ def own_stream() -> torch.cuda.Stream | None:
 
 @contextmanager
 def behind(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """What is done in this thread comes after what that stream holds."""
+    """Queues the GPU work of its block, in this thread, after what that stream holds."""
     if stream is None:
         yield
         return

@@ -72,7 +72,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """What is kept for it, about."""
+        """The approximate number of bytes that are kept for it."""
         plan = None if self._transfer is None else self._transfer._plan
         size = len(self.parts) * _PER_TENSOR
         if plan is not None:

@@ -37,7 +37,7 @@ DType = torch.dtype | Mapping[str, torch.dtype] | Callable[[str], torch.dtype | 
 
 
 class StateOptions(TypedDict, total=False):
-    """What reshard_state_dict and StateResharder take alike; documented at reshard_state_dict."""
+    """Options that reshard_state_dict and StateResharder have in common; documented at reshard_state_dict."""
 
     layouts: Mapping[str, Layout | tuple[Layout, Sequence[int]]] | None
     rename: Mapping[str, str | None] | Callable[[str], str | None] | None

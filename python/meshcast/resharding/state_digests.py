@@ -1,4 +1,4 @@
-"""What arrived is what was sent: digests of the moves of a call, and source tensors that stayed unchanged."""
+"""Checks that what arrived is what was sent: digests of a call's moves, and source tensors left unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reshard_state_dict keeps between calls: what it has compiled, by the memory that takes."""
+"""Compiled calls that reshard_state_dict keeps for later ones, limited by the memory that they take."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MOST_BYTES = 256 << 20  # of a process group's kinds of call, as Batch.nbytes c
 
 @dataclass
 class Known:
-    """What a kind of call compiled to. Calls of one number are of one kind on all ranks. values: entries that
-    are no tensors, by the rank that told them last, as text."""
+    """The compiled form of a kind of call. Calls of one number are of one kind on all ranks. values: entries
+    that are no tensors, by the rank that told them last, as text."""
 
     number: int
     agreed: Agreed

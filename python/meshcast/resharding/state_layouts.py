@@ -54,9 +54,9 @@ def check_holds(name: str, shape: tuple[int, ...], source: Layout, destination: 
 def mapped_layout(
     blocks: Sequence[Block], shape: tuple[int, ...], target: Layout, ndim: int
 ) -> Layout | None:
-    """Where the destination holds what of a source goes into it, in the source's own coordinates: the blocks
-    are all those of one source. shape, target: of the destination; ndim: of the source. None where no rank
-    wants any of it."""
+    """Returns the layout in which the destination holds its part of a source, in the source's own
+    coordinates. The blocks are all those of one source. shape, target: of the destination; ndim: of the
+    source. None where no rank wants any of it."""
     ranks: list[int] = []
     held: list[Held] = []
     for rank, (local, pieces) in target.pieces(shape).items():

@@ -80,8 +80,8 @@ def with_boxes(
 
 
 def _held_with(own: Held | None, boxes: Sequence[Box]) -> Held:
-    """How what a rank holds and its other boxes lie in memory_with(). A single box is a local tensor; others
-    lie one after the other in a tensor of one dimension."""
+    """Returns where what a rank holds and its other boxes lie in the tensor of memory_with(). A single box is
+    a local tensor; others lie one after the other in a tensor of one dimension."""
     local, pieces = own if own is not None else ((), ())
     if not pieces and len(boxes) == 1:
         return extents(boxes[0]), ((boxes[0], (0,) * len(boxes[0]), (), ()),)

@@ -1,4 +1,4 @@
-"""What a call of reshard_state_dict moves: agreed on by all ranks from what each of them said."""
+"""The moves of a call of reshard_state_dict: agreed on by all ranks from what each of them said."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["Agreed", "Move", "Target", "agree"]
 
 @dataclass(frozen=True)
 class Move:
-    """What of one source goes into one target. shape: of the source; dst: what each rank gets of it, in the
-    source's coordinates, and where that lies in the local tensor of the target. through_host: the transfer
-    is between tensors on the host; those on GPUs are copied by torch, before and after."""
+    """The part of one source that goes into one target. shape: of the source; dst: what each rank gets of it,
+    in the source's coordinates, and where that lies in the local tensor of the target. through_host: the
+    transfer is between tensors on the host; those on GPUs are copied by torch, before and after."""
 
     source: str
     target: str
@@ -66,9 +66,9 @@ class Agreed:
 
 
 def agree(sides: Mapping[int, Side], maps: Sequence[TensorMap], rank: int) -> Agreed:
-    """What moves. Every rank has the same sides, so that all raise alike: PlanMismatchError where ranks
-    contradict each other, LayoutError where a name is missing, tensors do not fit, or a rank has no GPU where
-    it needs one."""
+    """Returns the moves that all ranks agree on. Every rank has the same sides, so that all raise the same
+    error: PlanMismatchError where ranks contradict each other, LayoutError where a name is missing, tensors
+    do not fit, or a rank has no GPU where it needs one."""
     said = Said(sides, rank)
     said.check_options()
     said.check_lost()
@@ -165,7 +165,7 @@ def _target(
 
 
 def _lives(name: str, origin: Origin, wanted: Layout, said: Said, missing: dict[Gone, None]) -> bool:
-    """Whether ranks that are not lost hold what is wanted of a source, and anything at all."""
+    """Returns whether living ranks hold all that is wanted of a source, and anything of it at all."""
     if origin.had is None:
         return True
     found = gone(name, origin.shape, origin.had, said.lost, wanted)
@@ -176,8 +176,8 @@ def _lives(name: str, origin: Origin, wanted: Layout, said: Said, missing: dict[
 def _result_dtype(
     name: str, origins: Sequence[Origin], shape: tuple[int, ...], goal: Goal, layout: Layout, said: Said
 ) -> torch.dtype:
-    """What is asked for by name, or for all floating-point tensors; else that of the outputs where given,
-    else that of the source."""
+    """Returns the dtype of a result: the one asked for by name, or for all floating-point tensors; else that
+    of the outputs where given, else that of the source."""
     rank = said.rank
     kinds = {origin.dtype for origin in origins}
     dtype = origins[0].dtype

@@ -103,7 +103,7 @@ def fill(
 
 
 def _one(call: StateCall, name: str, alias: str) -> bool:
-    """Whether two tied results can be one object."""
+    """Returns whether two tied results can be one object."""
     return call.meshes.get(name) == call.meshes.get(alias)
 
 

@@ -47,7 +47,7 @@ class Rows:
         return self._group.board
 
     def number(self) -> int:
-        """Of the next gathering, the same on all ranks."""
+        """Returns the number of the next gathering, the same on all ranks."""
         return self._group.next_ordinal(0)
 
     def gather(self, row: Sequence[int], limit: float) -> dict[int, list[int]]:
@@ -65,7 +65,7 @@ class Rows:
         self._ask(lambda: self._board.post(topic, text), deadline)
 
     def read(self, topic: str, ranks: Sequence[int], deadline: float) -> dict[int, str]:
-        """What `ranks` posted, or will post at once."""
+        """Returns what `ranks` have posted, or are about to post."""
         if not ranks:
             return {}
         try:

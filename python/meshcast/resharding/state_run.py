@@ -83,7 +83,7 @@ class Prepared:
             self.call, self.versions = replace(self.call, tensors=copies), {}
 
     def keep_digests(self) -> None:
-        """Of what the tensors hold now, where the call compares digests: it begins later."""
+        """Keeps digests of what the tensors hold now, where the call compares digests: it begins later."""
         if self.call is not None and self.call.options["digest"]:
             self._digests = self._digests_now(self.versions)
 
@@ -103,7 +103,7 @@ class Prepared:
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What versions are counted by."""
+        """The names that versions are counted by."""
         call = self.call
         return ((), ()) if call is None else (tuple(call.wanted), tuple(call.held))
 
@@ -113,7 +113,8 @@ def _version(version: Any) -> int:
 
 
 class Conversation:
-    """What a process group keeps for its calls. versions: the last that arrived, by the names of tensors."""
+    """The data that a process group keeps for its calls. versions: the last that arrived, by names of
+    tensors."""
 
     def __init__(self, parent: ParentGroup, versions: dict[Any, int], lost: Collection[int] = ()) -> None:
         """lost: ranks that make no call any more."""
@@ -275,7 +276,7 @@ class Conversation:
 
 
 def conversation(parent: ParentGroup, lost: Collection[int] = ()) -> Conversation:
-    """That of a process group without some of its ranks, made at its first call."""
+    """Returns the conversation of a process group without its lost ranks, made at its first call."""
     without = sorted(parent.ranks.intersection(lost))
     key = f"{OP} without {without}" if without else OP
     found: Conversation | None = parent.extras.get(key)

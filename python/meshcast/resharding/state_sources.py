@@ -1,5 +1,5 @@
-"""Where the tensors of a call are and where they go, as all ranks say together. Every rank has the same
-sides, so that all raise alike."""
+"""Sources and destinations of the tensors of a call, from what all ranks say. Every rank has the same sides,
+so that all raise the same error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Goal(NamedTuple):
 
 
 class Said:
-    """What all ranks said. rank: this one, for errors."""
+    """Everything that the ranks said. rank: this one, for errors."""
 
     def __init__(self, sides: Mapping[int, Side], rank: int) -> None:
         self.sides = sides
@@ -71,14 +71,14 @@ class Said:
         return dict(self.first.options["lost"])
 
     def names(self) -> list[str]:
-        """Of all destinations, in the order in which the ranks say them."""
+        """Returns the names of all destinations, in the order in which the ranks say them."""
         found: dict[str, None] = {}
         for rank in self.ranks:
             found.update(dict.fromkeys(self.sides[rank].wanted))
         return list(found)
 
     def holders(self, name: str) -> dict[int, Held]:
-        """What each rank that has it says of a tensor, by ascending rank."""
+        """Returns what each rank that has a tensor says of it, by ascending rank."""
         return self._holders.get(name, {})
 
     def goal(self, name: str) -> Goal:

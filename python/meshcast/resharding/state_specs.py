@@ -1,4 +1,4 @@
-"""What the ranks of reshard_state_dict tell each other once: what they hold, and where they want it."""
+"""Messages that the ranks of reshard_state_dict exchange once: what they hold, and where they want it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ _SAID_AS_THEY_ARE = [name for name in Side._fields if name not in ("held", "want
 
 
 def encode(side: Side) -> str:
-    """As JSON."""
+    """Returns a side as JSON."""
     layouts, families, dtypes = _Table(), _Table(), _Table()
     held = {
         name: [
@@ -117,7 +117,7 @@ def encode(side: Side) -> str:
 
 
 def text_digest(text: str) -> tuple[int, int]:
-    """Of what a rank says, 128 bits in two int64; zeros of ""."""
+    """Returns a digest of what a rank says: 128 bits in two int64; zeros for ""."""
     if not text:
         return 0, 0
     low, high = struct.unpack("<qq", hashlib.blake2b(text.encode(), digest_size=16).digest())

@@ -61,7 +61,8 @@ def restored(text: str) -> Any:
 
 
 def as_text(value: Any, what: str) -> str:
-    """As carried(), with tensors of any size. Raises LayoutError for what cannot be said. what: for that."""
+    """Returns an entry as text, as carried() does, with tensors of any size. Raises LayoutError for what
+    cannot be said. what: the name of the entry in that error."""
     try:
         return json.dumps(_said(value, None), separators=(",", ":"))
     except (_NotCarriedError, RecursionError) as error:
@@ -77,8 +78,8 @@ def shown(text: str) -> str:
 
 
 def same_values(a: str, b: str) -> bool:
-    """Whether two texts say values that are alike: numbers that are equal, or both NaN, in equal places, and
-    dicts and sets in any order."""
+    """Returns whether two texts say the same values: numbers that are equal, or both NaN, in the same places,
+    and dicts and sets in any order."""
     return a == b or _same(json.loads(a), json.loads(b))
 
 

@@ -17,8 +17,8 @@ _Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorMap:
-    """Which tensors of the source make which tensors of the destination. Nothing is joined in memory: each
-    box travels from where it is to where it belongs.
+    """A map of tensors of the source to the tensors of the destination that they make. Nothing is joined in
+    memory: each box travels from where it is to where it belongs.
 
     Args:
         sources: name of a tensor of the state_dict, or several; a TensorMap without targets stands for what
@@ -169,7 +169,7 @@ class Block:
         return replace(self, at=_with(self.at, dim, self.at[dim] + by))
 
     def without(self, dim: int) -> Block:
-        """Where that dimension, in which it has one element, is gone."""
+        """Returns the block without that dimension, in which it has one element."""
         axes = tuple(None if axis is None or axis == dim else axis - (axis > dim) for axis in self.axes)
         return replace(self, axes=axes, at=self.at[:dim] + self.at[dim + 1 :])
 
@@ -250,14 +250,15 @@ def _pieces(
 
 
 def _stacks(each: TensorMap) -> bool:
-    """Whether its sources become slices, rather than its targets are slices. Of one source and one target,
-    the former, unless the target is a map; a map that is a target has none, and stands for slices."""
+    """Returns whether the sources of a map become slices; else its targets are slices. With one source and
+    one target, the source does, unless the target is a map; a map that is a target has no targets, and stands
+    for slices."""
     targets = each._targets()
     return each.stack and len(targets) == 1 and (len(each._sources()) > 1 or isinstance(targets[0], str))
 
 
 def _joined(each: TensorMap, shapes: Mapping[str, _Shape]) -> tuple[_Shape, list[Block]]:
-    """What its sources make together."""
+    """Returns the shape and the blocks that the sources of a map make together."""
     items = [_item(source, shapes, each) for source in each._sources()]
     if each.permute is not None:
         for shape, _ in items:

@@ -41,15 +41,15 @@ class Source:
 
     @property
     def reduced_on_the_way(self) -> bool:
-        """Whether the transfer itself reduces the partial values. Plans know one operation; a source that
-        mixes several is reduced inside its mesh first."""
+        """``True`` where the transfer itself reduces the partial values. Plans know one operation; a source
+        that mixes several is reduced inside its mesh first."""
         return len(self.layout.reduce_ops) == 1 and not self.reduce_first
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a tensor goes. dtype None: that of the source; grad_placements None: see meshcast.reshard;
-    slices: that the call has of the mesh."""
+    """The destination of a tensor. dtype None: that of the source; grad_placements None: see
+    meshcast.reshard; slices: that the call has of the mesh."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -60,7 +60,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class Gradient:
-    """How the gradient travels back. Shapes are this rank's shards, None outside the mesh."""
+    """The move of the gradient back to the source. Shapes are this rank's shards, None outside the mesh."""
 
     destination_placements: tuple[Placement, ...]
     destination_shape: tuple[int, ...] | None
@@ -97,12 +97,12 @@ class TensorMove:
 
     @property
     def device(self) -> str | None:
-        """Where results are made."""
+        """The device on which results are made."""
         return self.devices[1]
 
     @property
     def source_device(self) -> str | None:
-        """Where gradients of the source are made."""
+        """The device on which gradients of the source are made."""
         return self.devices[0]
 
     def shell(self, dtype: torch.dtype, device: str | None) -> torch.Tensor:
@@ -183,8 +183,8 @@ def _devices(device_types: DeviceTypes) -> tuple[str | None, str | None]:
 
 
 def wire_dtype(source: Source, dtype: torch.dtype) -> torch.dtype:
-    """What the elements travel as: the narrower of both types, so that the cast happens where fewer bytes
-    travel; but what is reduced on the way is reduced in the type that it has."""
+    """Returns the type that the elements travel in: the narrower of both types, so that the cast happens
+    where fewer bytes travel; but what is reduced on the way is reduced in the type that it has."""
     if source.reduced_on_the_way or dtype.itemsize > source.dtype.itemsize:
         return source.dtype
     return dtype

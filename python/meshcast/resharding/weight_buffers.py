@@ -1,4 +1,4 @@
-"""What a rank of a WeightSync has of the weights: the version that it serves, and the next one."""
+"""The weights that a rank of a WeightSync has: the version that it serves, and the next one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OP = "WeightSync"
 
 @dataclass(frozen=True)
 class WeightStats:
-    """What one version cost on this rank.
+    """The cost of one version on this rank.
 
     Attributes:
         version: its number.
@@ -36,7 +36,7 @@ class WeightStats:
 
 @dataclass(frozen=True)
 class WeightProgress:
-    """How far the version is that is on its way. Values on GPUs count once they are through.
+    """The progress of the version that is on its way. Values on GPUs count once their transfer is complete.
 
     Attributes:
         bytes_done: that this rank has sent and received of it.
@@ -115,7 +115,7 @@ class Buffers:
 
     @property
     def over(self) -> bool:
-        """Whether nothing arrives any more."""
+        """``True`` where nothing arrives any more."""
         return self._ended is not None
 
     def check_open(self) -> None:
@@ -127,7 +127,7 @@ class Buffers:
             raise AbortedError(f"{_OP} has failed before: {error}", rank=self._rank, peer=error.peer, op=_OP)
 
     def version(self) -> int | None:
-        """Of what is served."""
+        """Returns the version that is served; None where no whole one is."""
         with self._changed:
             current = self._current
             return None if current is None or current.torn else current.version

@@ -93,7 +93,7 @@ class Side:
         return known.look()
 
     def leaving(self) -> str:
-        """Why this rank takes no part in anything that has not begun; "" while it does."""
+        """Returns why this rank takes no part in anything that has not begun; "" while it does."""
         return self._left or ("its process group was destroyed" if self.parent.closed else "")
 
     def leave(self, why: str) -> None:
@@ -163,7 +163,7 @@ class Side:
             self._moved(None, start)
 
     def progress(self) -> WeightProgress | None:
-        """Of the version that is on its way; None where none is. Any thread."""
+        """Returns the progress of the version that is on its way; None where none is. Any thread."""
         found = [batch.progress() for batch in self._batches]
         return (
             WeightProgress(sum(done for done, _ in found), sum(all_ for _, all_ in found)) if found else None

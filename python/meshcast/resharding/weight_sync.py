@@ -261,7 +261,7 @@ class WeightSync:
             self._turn.release()
 
     def _pulled(self, begin: float, deadline: float) -> bool:
-        """Whether a version has come; else there is time for another try."""
+        """Tries to pull a version. Returns whether one has come; else there is time for another try."""
         try:
             self._side.pulled(begin, deadline)
         except Late as late:

@@ -1,4 +1,4 @@
-"""What is moved. Every process builds the same list."""
+"""The cases that are measured. Every process builds the same list."""
 
 from __future__ import annotations
 

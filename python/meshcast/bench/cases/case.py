@@ -66,12 +66,12 @@ class Case:
 
     @property
     def ranks(self) -> list[int]:
-        """Of all meshes, ascending."""
+        """The ranks of all meshes, ascending."""
         return sorted({rank for tensor in self.tensors for rank in (*tensor.src.ranks, *tensor.dst.ranks)})
 
     @property
     def hosts(self) -> int:
-        """How many hosts of setting.ranks_per_host ranks it takes."""
+        """The number of hosts of setting.ranks_per_host ranks that it takes."""
         return self.ranks[-1] // self.setting.ranks_per_host + 1
 
     @property

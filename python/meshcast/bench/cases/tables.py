@@ -163,9 +163,9 @@ BACKEND = [_backend(2, 4), _backend(4, 1), _backend(4, 2)]
 
 
 def _scaling(group: str, name: str, hosts: int, per_host: int, rate: float) -> Case:
-    """How the ratio to the bound changes with the number of hosts, and with the ranks of a host: one host of
-    shards to replicas on all the others. Rates fall with the number of hosts, so that the cores can drive all
-    links."""
+    """Returns a case that shows how the ratio to the bound changes with the number of hosts, and with the
+    ranks of a host: one host of shards to replicas on all the others. Rates fall with the number of hosts, so
+    that the cores can drive all links."""
     rows = [[host * per_host + index for index in range(per_host)] for host in range(hosts)]
     src, dst = Layout(rows[0], [Shard(0)]), Layout(rows[1:], [Replicate(), Replicate()])
     return Case(

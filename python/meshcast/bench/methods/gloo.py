@@ -1,4 +1,4 @@
-"""What is written today without meshcast, over torch's gloo."""
+"""Methods as they are written today without meshcast, over torch's gloo."""
 
 from __future__ import annotations
 
