@@ -23,7 +23,7 @@ from typing import Protocol
 __all__ = ["Start", "start"]
 
 WORKER = Path(__file__).with_name("worker.py")
-_EARLY = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "OMP_", "MKL_", "TORCH")  # how such variables begin
+_EARLY = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "OMP_", "MKL_", "TORCH_")  # how such variables begin
 # Each rank would otherwise spend most of its start on these, and all ranks at once.
 _PRELOAD = (
     "torch._dynamo",
