@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -381,6 +381,16 @@ def alone(draw: Draw, dtype: torch.dtype) -> Alone:
             with torch.no_grad():
                 found.evaluated.append(_objective(draw, parts, loss_fn, step, 0, dtype)[1])
     return found
+
+
+def evaluated_on(draw: Draw, step: int, parameters: Mapping[tuple[int, str], torch.Tensor]) -> list[float]:
+    """The losses of a step's micro-batches in double precision, with the parameters given."""
+    parts = [build(draw, number, Place()).to(torch.float64) for number in range(len(draw.stages))]
+    with torch.no_grad():
+        for number, part in enumerate(parts):
+            for name, parameter in part.named_parameters():
+                parameter.copy_(parameters[number, name])
+        return _objective(draw, parts, Loss(draw, Place()), step, 0, torch.float64)[1]
 
 
 def _objective(
