@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -43,6 +44,14 @@ struct Header {
   uint32_t magic = kWireMagic;
   uint32_t unused = 0;  // no byte that goes out is left as it was
 };
+
+// None where the bytes are no header of this wire version.
+inline std::optional<Header> read_header(const void* bytes, size_t length) {
+  Header header;
+  if (length != sizeof(header)) return std::nullopt;
+  std::memcpy(&header, bytes, sizeof(header));
+  return header.magic == kWireMagic ? std::optional(header) : std::nullopt;
+}
 
 // How messages end that the transport itself ends.
 inline const TransportError kAborted(TransportError::Cause::Aborted, "the transport was aborted");

@@ -131,7 +131,14 @@ void GroupTransport::pump(const std::shared_ptr<Line>& line) {
       data = flight->buffer.get();
       sending->reading = true;
       lock.unlock();
-      sending->message->read(sending->issued, nbytes, flight->buffer.get());
+      try {
+        sending->message->read(sending->issued, nbytes, flight->buffer.get());
+      } catch (...) {
+        lock.lock();
+        sending->reading = false;
+        plane_->give_back_locked(std::move(flight->buffer));
+        throw;
+      }
       lock.lock();
       sending->reading = false;
       if (front_locked(*line) != sending.get()) {  // it has failed meanwhile

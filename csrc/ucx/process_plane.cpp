@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <new>
 #include <random>
 
@@ -357,17 +356,15 @@ void ProcessPlane::on_sent(void* request, ucs_status_t status, void* data) {
 ucs_status_t ProcessPlane::on_message(void* inbox, const void* header, size_t header_length, void* data,
                                       size_t length, const ucp_am_recv_param_t* param) {
   const auto& [plane, rail, kind] = *static_cast<Inbox*>(inbox);
-  if (header_length != sizeof(Header)) return UCS_OK;  // nobody of ours
-  Header head;
-  std::memcpy(&head, header, sizeof(head));
-  if (head.magic != kWireMagic) return UCS_OK;
+  const auto head = read_header(header, header_length);
+  if (!head) return UCS_OK;  // nobody of ours
   if ((param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
     if (length > kFragmentBytes) return UCS_OK;
     // UCX must not be asked for it while it tells of it.
-    plane->announced_.push_back({head, plane->rails_[rail].worker.get(), data, length, nullptr});
+    plane->announced_.push_back({*head, plane->rails_[rail].worker.get(), data, length, nullptr});
     return UCS_INPROGRESS;  // `data` stays valid
   }
-  plane->arrived_locked(kind, head, static_cast<const std::byte*>(data), length);
+  plane->arrived_locked(kind, *head, static_cast<const std::byte*>(data), length);
   return UCS_OK;
 }
 

@@ -81,6 +81,7 @@ TEST_CASE("a rank without memory for a message fails, whichever thread notices",
           runs.push_back(start_rank(cluster, plan, rank, label(0), kLimit));
         } catch (const Error&) {  // and not std::bad_alloc, which would be MemoryError from then on
           refused = true;
+          CHECK(cluster.engine(rank).error());  // what it had begun has ended, too
           for (int other = 0; other < kWorld; ++other)
             engines->engine(other).fail(std::make_exception_ptr(Error(ErrorKind::Generic, "refused")));
         }

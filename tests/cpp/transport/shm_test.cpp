@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <future>
 #include <memory>
+#include <new>
 #include <random>
 #include <string>
 #include <vector>
@@ -190,7 +191,37 @@ class Probe final : public Outgoing, public Incoming {
   std::shared_ptr<Outcome> outcome_;
 };
 
+// A message that is put together before it is combined, for which there is no memory.
+class Starved final : public Incoming {
+ public:
+  explicit Starved(std::shared_ptr<Outcome> outcome) : outcome_(std::move(outcome)) {}
+  void write(int64_t, int64_t, const std::byte*) override { throw std::bad_alloc(); }
+  void finished() override { outcome_->text.set_value("finished"); }
+  void failed(int peer, const TransportError& error) override {
+    outcome_->text.set_value(std::to_string(peer) + ": " + error.what());
+  }
+
+ private:
+  std::shared_ptr<Outcome> outcome_;
+};
+
 }  // namespace
+
+TEST_CASE("shared memory: a message that there is no memory for fails alone", "[exec][shm]") {
+  auto ranks = connect_local(2, {0, 1});
+  const auto sent = std::make_shared<Outcome>();
+  const auto received = std::make_shared<Outcome>();
+  ranks[1]->recv(0, 5, 8, std::make_unique<Starved>(received));
+  ranks[0]->send({{1, 5}}, 8, std::make_unique<Probe>(sent));
+  CHECK(received->get() == "0: no memory for a message");
+  CHECK(sent->get() == "finished");
+  const auto there = std::make_shared<Outcome>();
+  const auto here = std::make_shared<Outcome>();
+  ranks[0]->send({{1, 6}}, 8, std::make_unique<Probe>(there));
+  ranks[1]->recv(0, 6, 8, std::make_unique<Probe>(here));
+  CHECK(there->get() == "finished");
+  CHECK(here->get() == "finished");
+}
 
 TEST_CASE("shared memory: a key that is used twice at a time is refused, never lost", "[exec][shm]") {
   const auto make = [] { return std::make_shared<Outcome>(); };

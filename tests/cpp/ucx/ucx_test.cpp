@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <new>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -64,6 +65,22 @@ struct AtEnd {
     _exit(0);
   }
 } at_end;
+
+// A message that has to be packed, and no memory to do so.
+class Unpackable final : public Outgoing {
+ public:
+  explicit Unpackable(std::unique_ptr<Outgoing> inner) : inner_(std::move(inner)) {}
+  const std::byte* packed() override { return nullptr; }
+  void read(int64_t offset, int64_t nbytes, std::byte* out) override {
+    if (offset > 0) throw std::bad_alloc();
+    inner_->read(offset, nbytes, out);
+  }
+  void finished() override { inner_->finished(); }
+  void failed(int peer, const TransportError& error) override { inner_->failed(peer, error); }
+
+ private:
+  const std::unique_ptr<Outgoing> inner_;
+};
 
 // Looks at memory that is being received into, which ThreadSanitizer would not let pass.
 __attribute__((noinline, no_sanitize_thread)) bool begun(const volatile uint8_t& first) { return first != 0; }
@@ -483,6 +500,40 @@ TEST_CASE("what ranks told of their rails is checked before it is used", "[ucx]"
           UcxRank::require(tally.all_ended(kEnd) && tally.failed() == 0, "the rest goes on");
           self.meet(0);
         }) == "");
+}
+
+TEST_CASE("a message that there is no memory to pack fails, and its group goes on", "[ucx]") {
+  CHECK(in_processes(2, [](UcxRank& self) {
+          const auto transport = self.join(81);
+          constexpr int64_t kBytes = int64_t{4} << 20;  // several fragments
+          Tally starved;
+          Tally tally;
+          const auto out = filled(kBytes, 3);
+          std::vector<uint8_t> in(out.size());
+          if (self.rank == 0) {
+            for (uint64_t key = 0; key < 3; ++key)  // those behind it wait for the same connection
+              transport->send({1, 0, key}, kBytes,
+                              std::make_unique<Unpackable>(starved.out(out.data(), true)));
+            UcxRank::require(starved.all_ended(kEnd) && starved.failed() == 3, "each fails");
+            UcxRank::require(starved.why() == "no memory for a message", "it says why: " + starved.why());
+            send(*transport, 1, 10, out, tally);
+          } else {
+            for (uint64_t key = 0; key < 3; ++key) recv(*transport, 0, key, in, starved);
+            recv(*transport, 0, 10, in, tally);
+          }
+          UcxRank::require(tally.all_ended(kEnd) && tally.failed() == 0, "another message arrives");
+          self.meet(0);
+          transport->shutdown();
+        }) == "");
+}
+
+TEST_CASE("what is no message of this build is not read as one", "[ucx]") {
+  ucx::Header header{1, 2, 3, 0, 0, 10};
+  REQUIRE(ucx::read_header(&header, sizeof(header)));
+  CHECK(ucx::read_header(&header, sizeof(header))->key == 2);
+  CHECK_FALSE(ucx::read_header(&header, sizeof(header) - 8));
+  ++header.magic;  // of the next version
+  CHECK_FALSE(ucx::read_header(&header, sizeof(header)));
 }
 
 TEST_CASE("nothing wakes up while nothing moves", "[ucx]") {
