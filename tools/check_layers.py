@@ -34,6 +34,7 @@ CPP_LAYERS = (
     ("memory", "plan", "transport"),
     ("boxes", "run"),
     ("rounds",),
+    ("group",),
     ("ipc", "ucx"),
     ("c10d",),
     ("cuda",),

@@ -14,7 +14,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "binding/bind.h"
-#include "c10d/group_base.h"
+#include "c10d/tensor_group.h"
 #include "common/forks.h"
 
 // What the two cores of a private group look like in Python alike. Every method that may block or free tensors

@@ -15,8 +15,9 @@
 
 #include "binding/bind.h"
 #include "binding/core_binding.h"
+#include "c10d/c10d_store.h"
+#include "c10d/tensor_group.h"
 #include "c10d/c10d_transport.h"
-#include "c10d/group_core.h"
 #include "c10d/process_group/pending_work.h"
 #include "c10d/process_group/process_group.h"
 #include "memory/digest.h"
@@ -235,7 +236,7 @@ void bind_runtime(py::module_& m) {
       [](const c10::intrusive_ptr<c10d::Store>& store, int32_t rank, const py::object& raised) {
         const Error error = error_from(raised);
         const py::gil_scoped_release no_gil;
-        Bulletin(store).settle_cause(
+        Bulletin(store_of(store)).settle_cause(
             {static_cast<int32_t>(error.kind()), rank, error.context().peer, error.what()});
       },
       py::arg("store"), py::arg("rank"), py::arg("error"));
@@ -256,54 +257,54 @@ void bind_runtime(py::module_& m) {
         return owned(make_c10d_transport(std::move(rails), std::move(first_rail), rank));
       },
       py::arg("rails"), py::arg("first_rail"), py::arg("rank"), NoGil());
-  bind_core<GroupCore>(m, "GroupCore")
+  bind_core<TensorGroup>(m, "GroupCore")
       .def(py::init([](std::shared_ptr<Transport> network, const c10::intrusive_ptr<c10d::Store>& store,
                        std::vector<int32_t> ranks, int32_t rank, std::string name, SharedMemory* local) {
              const py::gil_scoped_release construct_without_gil;
-             return owned(new GroupCore(std::move(network), store, {std::move(ranks), rank, std::move(name)},
+             return owned(new TensorGroup(std::move(network), store_of(store), {std::move(ranks), rank, std::move(name)},
                                         local ? local->take() : LocalRanks{}));
            }),
            py::arg("network"), py::arg("store"), py::arg("ranks"), py::arg("rank"), py::arg("name"),
            py::arg("shared_memory") = nullptr)
       .def(
           "agree",
-          [](GroupCore& self, int32_t lane, int64_t ordinal, std::string op, std::string descriptor,
+          [](TensorGroup& self, int32_t lane, int64_t ordinal, std::string op, std::string descriptor,
              std::shared_ptr<Plan> plan, std::shared_ptr<Plan> reverse_plan, double timeout) {
             return self.agree_on({lane, ordinal}, {std::move(op), std::move(descriptor)}, std::move(plan),
                                  std::move(reverse_plan), checked_timeout(timeout));
           },
           py::arg("lane"), py::arg("ordinal"), py::arg("op"), py::arg("descriptor"), py::arg("plan"),
           py::arg("reverse_plan"), py::arg("timeout"), NoGil())
-      .def_property_readonly("slots_taken", &GroupCore::slots_taken)
+      .def_property_readonly("slots_taken", &TensorGroup::slots_taken)
       .def(
           "reject",
-          [](GroupCore& self, int32_t lane, int64_t ordinal, const std::string& message) {
+          [](TensorGroup& self, int32_t lane, int64_t ordinal, const std::string& message) {
             self.reject({lane, ordinal}, message);
           },
           py::arg("lane"), py::arg("ordinal"), py::arg("message"), NoGil())
       .def(
           "refuse",
-          [](GroupCore& self, int32_t lane, int64_t ordinal, const std::string& message, bool agreed) {
+          [](TensorGroup& self, int32_t lane, int64_t ordinal, const std::string& message, bool agreed) {
             self.refuse({lane, ordinal}, message, agreed);
           },
           py::arg("lane"), py::arg("ordinal"), py::arg("message"), py::arg("agreed"), NoGil())
       .def(
           "awaited_in",
-          [](GroupCore& self, int32_t lane, int64_t ordinal) {
+          [](TensorGroup& self, int32_t lane, int64_t ordinal) {
             return self.awaited_in({lane, ordinal});
           },
           py::arg("lane"), py::arg("ordinal"), NoGil())
       .def("refused",
-           [](const GroupCore& self) -> std::optional<std::tuple<int32_t, int64_t, int32_t, std::string>> {
+           [](const TensorGroup& self) -> std::optional<std::tuple<int32_t, int64_t, int32_t, std::string>> {
              const auto found = self.refused();
              if (!found) return std::nullopt;
              return std::tuple(found->call.lane, found->call.ordinal, found->rank, found->text);
            })
       .def(
           "start",
-          [](GroupCore& self, const AgreedPlan& agreed, int64_t ordinal, bool reverse, OptionalTensors src,
+          [](TensorGroup& self, const AgreedPlan& agreed, int64_t ordinal, bool reverse, OptionalTensors src,
              OptionalTensors dst, double timeout) {
-            return self.start(agreed,
+            return self.start_tensors(agreed,
                               {ordinal, reverse, std::move(src), std::move(dst), checked_timeout(timeout)});
           },
           py::arg("agreed"), py::arg("ordinal"), py::arg("reverse"), py::arg("src"), py::arg("dst"),

@@ -4,7 +4,7 @@
 
 #include <fmt/format.h>
 
-#include "c10d/watcher.h"
+#include "group/watcher.h"
 #include "common/error.h"
 #include "common/signals.h"
 #include "run/executor.h"

@@ -6,6 +6,7 @@
 
 #include "binding/bind.h"
 #include "binding/core_binding.h"
+#include "c10d/c10d_store.h"
 #include "cuda/device/nccl_library.h"
 #include "cuda/group/gpu_group_core.h"
 
@@ -27,10 +28,10 @@ void bind_cuda_group(py::module_& m) {
       .def_property_readonly("address", &IpcMeeting::address);
 
   bind_core<GpuGroupCore>(m, "GpuGroupCore")
-      .def(py::init([](std::shared_ptr<GroupCore> control, const c10::intrusive_ptr<c10d::Store>& store,
+      .def(py::init([](std::shared_ptr<TensorGroup> control, const c10::intrusive_ptr<c10d::Store>& store,
                        std::vector<int32_t> ranks, int32_t rank, std::string name, int device) {
              const py::gil_scoped_release construct_without_gil;
-             return owned(new GpuGroupCore(std::move(control), store, {std::move(ranks), rank, std::move(name)},
+             return owned(new GpuGroupCore(std::move(control), store_of(store), {std::move(ranks), rank, std::move(name)},
                                            device));
            }),
            py::arg("control"), py::arg("store"), py::arg("ranks"), py::arg("rank"), py::arg("name"),

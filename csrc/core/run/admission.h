@@ -1,7 +1,8 @@
 #pragma once
 
-#include <condition_variable>
 #include <mutex>
+
+#include "common/sync.h"
 
 namespace meshcast {
 
@@ -30,8 +31,8 @@ class Admission {
   }
 
  private:
-  std::mutex mutex_;
-  std::condition_variable left_;
+  Mutex mutex_;
+  Condition left_;
   int inside_ = 0;
   bool closed_ = false;
 };

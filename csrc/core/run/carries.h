@@ -2,9 +2,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
 #include <vector>
 
+#include "common/sync.h"
 #include "run/program.h"
 
 namespace meshcast {
@@ -44,7 +44,7 @@ class Carries {
 
  private:
   const int32_t most_;
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   std::vector<int32_t> sends_left_;
   std::vector<std::vector<std::byte>> kept_;
   std::vector<std::vector<std::byte>> spare_;  // buffers to reuse; they go with the run

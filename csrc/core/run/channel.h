@@ -5,10 +5,10 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <new>
 #include <vector>
 
+#include "common/sync.h"
 #include "plan/staging.h"
 #include "run/run.h"
 #include "transport/transport.h"
@@ -73,7 +73,7 @@ class InChannel {
   const Arrived arrived_;
   const ChannelFailure failure_;
 
-  std::mutex mutex_;
+  Mutex mutex_;
   std::deque<Entry> entries_;  // not posted yet
   int64_t first_ = 0;          // position of entries_.front(), see message_key
   size_t posted_ = 0;
@@ -112,7 +112,7 @@ class OutChannel {
   const int32_t lane_;
   const ChannelFailure failure_;
 
-  std::mutex mutex_;
+  Mutex mutex_;
   std::deque<Entry> entries_;
   int64_t first_ = 0;     // position of entries_.front()
   bool pumping_ = false;  // a thread is in pump(), and looks again before it leaves

@@ -4,10 +4,10 @@
 #include <exception>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 
+#include "common/sync.h"
 #include "run/admission.h"
 #include "run/channel.h"
 #include "run/local_channel.h"
@@ -59,7 +59,7 @@ class Engine {
   const std::shared_ptr<Transport> transport_;
   const ChannelFailure failure_;
 
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   std::shared_ptr<LocalTransport> local_;  // dropped by shutdown(), since it holds memory
   std::map<ChannelKey, std::unique_ptr<InChannel>> in_;
   std::map<ChannelKey, std::unique_ptr<OutChannel>> out_;

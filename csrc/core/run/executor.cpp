@@ -1,18 +1,17 @@
 #include "run/executor.h"
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstdio>
 #include <deque>
 #include <exception>
 #include <list>
 #include <mutex>
 #include <system_error>
-#include <thread>
 #include <utility>
 
 #include "common/error.h"
 #include "common/of_process.h"
+#include "common/sync.h"
 #include "common/thread_name.h"
 
 namespace meshcast {
@@ -41,9 +40,9 @@ struct Executor::State {
   const char* const name;
   const std::chrono::milliseconds patience;
 
-  std::mutex mutex;
-  std::condition_variable changed;   // for threads that have no task
-  std::condition_variable finished;  // for finish()
+  Mutex mutex;
+  Condition changed;   // for threads that have no task
+  Condition finished;  // for finish()
   std::deque<Task> queue;
   std::list<Running> running;
   size_t threads = 0;
@@ -78,7 +77,7 @@ struct Executor::State {
   }
 
   static void start(const std::shared_ptr<State>& state) {
-    std::thread([state] {
+    Thread([state] {
       name_this_thread(state->name);
       serve(state);
     }).detach();
@@ -92,7 +91,11 @@ Executor& Executor::of_process() {
   if (!found) {
     found = callbacks_of_process.get([] {
       auto made = std::make_shared<Executor>("mc-callback", kCallbackPatience);
-      new std::shared_ptr<Executor>(made);
+      if (Simulation* const simulation = Simulation::current()) {
+        simulation->keep(made);
+      } else {
+        new std::shared_ptr<Executor>(made);
+      }
       return made;
     });
   }

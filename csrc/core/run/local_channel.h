@@ -4,9 +4,9 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <vector>
 
+#include "common/sync.h"
 #include "run/channel.h"
 #include "run/run.h"
 #include "transport/local_transport.h"
@@ -46,7 +46,7 @@ class LocalInChannel {
   const int peer_;
   const Arrived arrived_;
   const ChannelFailure failure_;
-  std::mutex mutex_;
+  Mutex mutex_;
   std::deque<Entry> entries_;  // not posted yet
   int64_t first_ = 0;          // position of entries_.front(), see message_key
   size_t posted_ = 0;

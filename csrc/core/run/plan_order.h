@@ -2,8 +2,9 @@
 
 #include <atomic>
 #include <cstdint>
-#include <mutex>
 #include <vector>
+
+#include "common/sync.h"
 
 namespace meshcast {
 
@@ -37,7 +38,7 @@ class PlanOrder {
 
  private:
   const int32_t ahead_;
-  std::mutex mutex_;
+  Mutex mutex_;
   std::vector<bool> done_;
   int32_t first_ = 0;  // the first that is not
   std::atomic<int32_t> limit_;

@@ -1,10 +1,10 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "common/forks.h"
+#include "common/sync.h"
 #include "run/executor.h"
 #include "transport/transport.h"
 
@@ -44,7 +44,7 @@ class Reporters {
 
  private:
   struct State {
-    std::mutex mutex;
+    Mutex mutex;
     std::vector<std::shared_ptr<Reporting>> wanted;   // and not begun
     std::vector<std::shared_ptr<Reporting>> running;  // one for each connection at most
   };

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "common/fault_point.h"
+#include "common/sync.h"
 #include "run/channel.h"
 #include "run/local_channel.h"
 
@@ -140,7 +141,7 @@ void Run::force_end() {
   end_if_due(std::move(lock), true);
 }
 
-void Run::end_if_due(std::unique_lock<std::mutex> lock, bool forced) {
+void Run::end_if_due(std::unique_lock<Mutex> lock, bool forced) {
   const bool complete = remaining_ == 0 && pins_ == 0 && !error_;
   const bool given_up = error_ && (pins_ == 0 || forced);
   if (ended_ || !(complete || given_up)) return;

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <vector>
 
+#include "common/sync.h"
 #include "memory/reduce.h"
 #include "memory/strided.h"
 #include "run/carries.h"
@@ -131,7 +132,7 @@ class Run final : public RunState {
  private:
   void wake_driver() noexcept override;
   std::byte* in_one_piece(PartRange parts) const;
-  void end_if_due(std::unique_lock<std::mutex> lock, bool forced);
+  void end_if_due(std::unique_lock<Mutex> lock, bool forced);
 
   Buffers buffers_;
   const Write write_;

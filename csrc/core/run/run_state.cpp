@@ -4,6 +4,7 @@
 #include <chrono>
 #include <utility>
 
+#include "common/sync.h"
 #include "run/executor.h"
 
 namespace meshcast {
@@ -51,7 +52,7 @@ void RunState::on_end(std::function<void()> callback) {
 }
 
 // The tensors first: who sees the end may look for them at once, to free them.
-void RunState::end(std::unique_lock<std::mutex> lock, std::shared_ptr<void> tensors) {
+void RunState::end(std::unique_lock<Mutex> lock, std::shared_ptr<void> tensors) {
   tensors.reset();
   ended_ = true;
   ended_at_ = Clock::now();

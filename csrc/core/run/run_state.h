@@ -1,6 +1,5 @@
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -10,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/sync.h"
 #include "run/program.h"
 #include "transport/transport.h"
 
@@ -73,7 +73,7 @@ class RunState {
  protected:
   // Lets go of the tensors, marks the end and tells everybody, the last without the lock. `lock` holds mutex_.
   // `tensors` frees nothing itself, see RecycleBin.
-  void end(std::unique_lock<std::mutex> lock, std::shared_ptr<void> tensors);
+  void end(std::unique_lock<Mutex> lock, std::shared_ptr<void> tensors);
 
   // It has ended: wakes a thread that drives. Without the lock.
   virtual void wake_driver() noexcept {}
@@ -83,13 +83,13 @@ class RunState {
   const TimePoint started_;
   const TimePoint deadline_;
 
-  mutable std::mutex mutex_;  // guards what is below, and what a run adds
+  mutable Mutex mutex_;  // guards what is below, and what a run adds
   bool ended_ = false;
   std::exception_ptr error_;
 
  private:
   TimePoint ended_at_{};
-  mutable std::condition_variable changed_;
+  mutable Condition changed_;
   std::vector<std::function<void()>> callbacks_;  // each with its thread, see Executor::reserve
 };
 

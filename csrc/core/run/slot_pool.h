@@ -1,11 +1,11 @@
 #pragma once
 
 #include <cstdint>
-#include <mutex>
 #include <optional>
 #include <vector>
 
 #include "common/forks.h"
+#include "common/sync.h"
 
 namespace meshcast {
 
@@ -22,7 +22,7 @@ class SlotPool {
 
  private:
   const Origin origin_;
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   std::vector<bool> taken_;
   size_t begin_ = 0;  // where next() looks first
 };

@@ -7,6 +7,7 @@
 
 #include "common/error.h"
 #include "common/of_process.h"
+#include "common/sync.h"
 #include "common/thread_name.h"
 
 namespace meshcast {
@@ -24,7 +25,7 @@ std::shared_ptr<WorkThread> WorkThread::of_process() {
 
 WorkThread::WorkThread() {
   try {
-    thread_ = std::thread([this] {
+    thread_ = Thread([this] {
       name_this_thread("mc-work");
       loop();
     });
@@ -92,7 +93,7 @@ void WorkThread::tick_if_due() {
   if (due_locked()) give_ticks(lock);
 }
 
-void WorkThread::give_ticks(std::unique_lock<std::mutex>& lock) {
+void WorkThread::give_ticks(std::unique_lock<Mutex>& lock) {
   // Read before looking: what begins meanwhile makes the next round due at once.
   seen_ = wakes_;
   seen_urgent_ = urgent_;

@@ -1,16 +1,15 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include "common/forks.h"
+#include "common/sync.h"
 #include "transport/transport.h"
 
 namespace meshcast {
@@ -61,11 +60,11 @@ class WorkThread {
 
   void loop();
   bool due_locked() const;
-  void give_ticks(std::unique_lock<std::mutex>& lock);
+  void give_ticks(std::unique_lock<Mutex>& lock);
 
   const Origin origin_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
+  Mutex mutex_;
+  Condition changed_;
   std::deque<Task> tasks_;
   const void* owner_ = nullptr;  // of the task that runs
   Ticking* turn_ = nullptr;      // whom the thread ticks
@@ -79,7 +78,7 @@ class WorkThread {
   std::atomic<uint64_t> wakes_{0};
   std::atomic<uint64_t> urgent_{0};
   std::atomic<bool> asleep_{false};  // until a wake
-  std::thread thread_;
+  Thread thread_;
 };
 
 }  // namespace meshcast

@@ -9,10 +9,9 @@
 #include <string>
 #include <utility>
 
-namespace meshcast {
+#include "common/sync.h"
 
-using Clock = std::chrono::steady_clock;
-using TimePoint = Clock::time_point;
+namespace meshcast {
 
 // Why a message did not arrive. The text is the transport's own; who is to blame is decided further up,
 // where the first cause of all ranks is known.

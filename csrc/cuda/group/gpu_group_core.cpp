@@ -66,7 +66,7 @@ class GpuGroupCore::WatchedLanes final : public Watched {
   GpuGroupCore& group_;
 };
 
-GpuGroupCore::GpuGroupCore(std::shared_ptr<GroupCore> control, const c10::intrusive_ptr<c10d::Store>& store,
+GpuGroupCore::GpuGroupCore(std::shared_ptr<GroupCore> control, const std::shared_ptr<Store>& store,
                            GroupIdentity identity, int device)
     : GroupBase(std::move(identity)),
       control_(std::move(control)),
@@ -173,7 +173,7 @@ c10::intrusive_ptr<c10d::Work> GpuGroupCore::start(const AgreedPlan& agreed, Sta
   refuse_if_failed();
   PlanDirection& direction = agreed.direction(args.reverse);
   const auto& problems = direction.plan->problems;
-  Taken taken = take(direction, args);
+  TakenTensors taken = take_tensors(direction, args);
   if (!types.empty() && types.size() != problems.size())
     throw LayoutError(
         fmt::format("the plan has {} tensors, types are given of {}", problems.size(), types.size()));

@@ -10,15 +10,14 @@
 #include <thread>
 #include <vector>
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "c10d/agreed_plan.h"
-#include "c10d/bulletin.h"
-#include "c10d/group_base.h"
-#include "c10d/group_core.h"
+#include "c10d/tensor_group.h"
 #include "cuda/device/cuda_device.h"
 #include "cuda/device/ipc_device.h"
+#include "group/agreed_plan.h"
+#include "group/bulletin.h"
+#include "group/group_base.h"
 #include "rounds/round_engine.h"
 #include "rounds/round_table.h"
 
@@ -39,7 +38,7 @@ struct TensorTypes {
 class GpuGroupCore final : public GroupBase {
  public:
   // `store`: that of the control group's board.
-  GpuGroupCore(std::shared_ptr<GroupCore> control, const c10::intrusive_ptr<c10d::Store>& store,
+  GpuGroupCore(std::shared_ptr<GroupCore> control, const std::shared_ptr<Store>& store,
                GroupIdentity identity, int device);
   ~GpuGroupCore() override;
 
@@ -82,6 +81,7 @@ class GpuGroupCore final : public GroupBase {
   bool poll_once();  // returns whether there is more to come
 
   const std::shared_ptr<GroupCore> control_;
+  const std::shared_ptr<RecycleBin> bin_ = std::make_shared<RecycleBin>();
   const int device_;
   Bulletin bulletin_;
   const std::unique_ptr<Watched> watched_;  // the lanes as the watcher sees them

@@ -8,9 +8,7 @@
 #include <string>
 #include <vector>
 
-#include <ATen/core/Tensor.h>
-
-#include "c10d/agreement.h"
+#include "group/agreement.h"
 #include "plan/plan.h"
 #include "rounds/planned_rounds.h"
 #include "run/run_state.h"
@@ -79,15 +77,6 @@ class AgreedPlan {
   const std::shared_ptr<PlanDirection> reverse_;
   const std::weak_ptr<SlotPool> slots_;
   std::atomic<int64_t> runs_{0};
-};
-
-// What one start is given besides the plan.
-struct StartArgs {
-  int64_t ordinal = 0;  // of the call in its lane; a backward has that of its forward
-  bool reverse = false;
-  std::vector<std::optional<at::Tensor>> source;       // by problem; none where this rank holds nothing
-  std::vector<std::optional<at::Tensor>> destination;  // likewise
-  double timeout_seconds = 0;
 };
 
 }  // namespace meshcast

@@ -1,14 +1,14 @@
-#include "c10d/agreement.h"
+#include "group/agreement.h"
 
 #include <algorithm>
-#include <thread>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "c10d/refusals.h"
+#include "group/refusals.h"
 #include "common/error.h"
 #include "common/fault_point.h"
+#include "common/sync.h"
 #include "plan/hash.h"
 
 namespace meshcast {
@@ -189,7 +189,7 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
     }
     // 100 us, doubled up to 20 ms: ranks mostly come together, and a store must not be flooded by those that
     // wait long.
-    std::this_thread::sleep_for(pause);
+    sleep_for(pause);
     pause = std::min(pause * 2, crowd * std::chrono::microseconds(20000));
     alike = bulletin.counted(call.lane, call.ordinal, digest);
   }

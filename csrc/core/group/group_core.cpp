@@ -1,16 +1,15 @@
-#include "c10d/group_core.h"
+#include "group/group_core.h"
 
 #include <algorithm>
 #include <cstring>
 #include <new>
-#include <thread>
 #include <utility>
 
 #include <fmt/format.h>
 
-#include "c10d/refusals.h"
-#include "c10d/tensor_memory.h"
+#include "group/refusals.h"
 #include "common/fault_point.h"
+#include "common/sync.h"
 
 namespace meshcast {
 namespace {
@@ -46,7 +45,7 @@ class GroupCore::WatchedEngine final : public Watched {
   Transport& network_;
 };
 
-GroupCore::GroupCore(std::shared_ptr<Transport> network, const c10::intrusive_ptr<c10d::Store>& store,
+GroupCore::GroupCore(std::shared_ptr<Transport> network, const std::shared_ptr<Store>& store,
                      GroupIdentity identity, LocalRanks local)
     : GroupBase(std::move(identity)),
       network_(network),
@@ -199,7 +198,7 @@ void GroupCore::store_failed(CallId call, const PlanText& text, const std::strin
                          call.ordinal, identity_.name, identity_.rank, rank, why, what)},
             identity_, call);
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    sleep_for(std::chrono::milliseconds(10));
   }
   ErrorContext context;
   context.rank = identity_.rank;
@@ -262,7 +261,7 @@ void GroupCore::refuse(CallId call, const std::string& message, bool agreed) {
                         ? agreement_bulletin_.settle_cause(as_cause({call, identity_.rank, message}))
                         : await_cause(agreement_bulletin_, begun + kCauseComes));
     watcher_->leave(Clock::now() + kOwnRuns);
-    std::this_thread::sleep_for(kTold);
+    sleep_for(kTold);
   } catch (const std::exception&) {
     // The store does not answer: the others hear nothing, and wait to their limits.
   }
@@ -279,13 +278,13 @@ bool GroupCore::awaited_in(CallId call) {
   });
 }
 
-c10::intrusive_ptr<c10d::Work> GroupCore::start(const AgreedPlan& agreed, StartArgs args) {
+std::shared_ptr<Run> GroupCore::start(const AgreedPlan& agreed, const StartedCall& call,
+                                      const BuffersFor& buffers_for) {
   if (network_->anybody_told()) adopt_told_refusal();
-  watcher_->come_to({agreed.lane(args.reverse), args.ordinal});
+  watcher_->come_to({agreed.lane(call.reverse), call.ordinal});
   refuse_if_failed();
-  bin_->empty();
   try {
-    return start_whole(agreed, std::move(args));
+    return start_whole(agreed, call, buffers_for);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
@@ -297,27 +296,15 @@ c10::intrusive_ptr<c10d::Work> GroupCore::start(const AgreedPlan& agreed, StartA
   }
 }
 
-c10::intrusive_ptr<c10d::Work> GroupCore::start_whole(const AgreedPlan& agreed, StartArgs args) {
+std::shared_ptr<Run> GroupCore::start_whole(const AgreedPlan& agreed, const StartedCall& call,
+                                            const BuffersFor& buffers_for) {
   MC_FAULT_POINT("start");
-  PlanDirection& direction = agreed.direction(args.reverse);
-  Taken taken = take(direction, args);
-  Buffers buffers;
-  for (size_t i = 0; i < args.source.size(); ++i) {
-    const int64_t element_bytes = direction.plan->problems[i].element_bytes;
-    buffers.source.push_back(
-        source_memory(args.source[i], direction.tensors.source_shapes[i], element_bytes, i));
-    buffers.destination.push_back(
-        destination_memory(args.destination[i], direction.tensors.destination_shapes[i], element_bytes, i));
-  }
-  buffers.types = std::move(taken.types);
-  // The engine's threads drop it when the run has ended. Tensors may need the GIL to be freed, so they land
-  // in the bin.
-  buffers.keepalive = bin_->bag(std::move(taken.kept));
-  const auto run =
-      engine_->start(direction.program(local_ranks_), std::move(buffers),
-                     agreed.label(args.reverse, args.ordinal), deadline_after(args.timeout_seconds));
+  PlanDirection& direction = agreed.direction(call.reverse);
+  Buffers buffers = buffers_for(direction);
+  auto run = engine_->start(direction.program(local_ranks_), std::move(buffers),
+                            agreed.label(call.reverse, call.ordinal), deadline_after(call.timeout_seconds));
   if (!run->ended()) watcher_->wake();
-  return c10::make_intrusive<ReshardWork>(identity_.rank, run, bin_, std::move(taken.outputs), watcher_);
+  return run;
 }
 
 void GroupCore::shutdown() {
@@ -329,7 +316,6 @@ void GroupCore::shutdown() {
   MC_FAULT_POINT("leave");
   engine_->shutdown(shut_down_error());
   MC_FAULT_POINT("leave");
-  bin_->empty();
 }
 
 }  // namespace meshcast

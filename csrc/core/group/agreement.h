@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "c10d/bulletin.h"
+#include "group/bulletin.h"
 #include "common/error.h"
 #include "transport/transport.h"
 

@@ -1,9 +1,8 @@
-#include "c10d/bulletin.h"
+#include "group/bulletin.h"
 
 #include <charconv>
 
 #include <fmt/format.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 namespace meshcast {
 namespace {
@@ -60,11 +59,6 @@ class Bulletin::Wait {
   std::atomic<TimePoint>& since_;
 };
 
-const void* Bulletin::connection() const {
-  auto* prefix = dynamic_cast<c10d::PrefixStore*>(store_.get());
-  return prefix ? prefix->getUnderlyingNonPrefixStore().get() : store_.get();
-}
-
 void Bulletin::post(Board board, int32_t lane, int64_t ordinal, int32_t rank, const Posting& posting) {
   const Wait wait(*this);
   store_->set(
@@ -90,12 +84,12 @@ int64_t Bulletin::counted(int32_t lane, int64_t ordinal, const std::string& dige
 
 void Bulletin::erase_count(int32_t lane, int64_t ordinal, const std::string& digest) {
   const Wait wait(*this);
-  store_->deleteKey(count_key(lane, ordinal, digest));
+  store_->erase(count_key(lane, ordinal, digest));
 }
 
 void Bulletin::erase(Board board, int32_t lane, int64_t ordinal, int32_t rank) {
   const Wait wait(*this);
-  store_->deleteKey(posting_key(board, lane, ordinal, rank));
+  store_->erase(posting_key(board, lane, ordinal, rank));
 }
 
 void Bulletin::pass(int32_t lane, int64_t ordinal, int32_t rank) {
@@ -109,12 +103,12 @@ int64_t Bulletin::passed(int32_t lane, int32_t rank) {
 
 std::string Bulletin::decide(int32_t lane, int64_t ordinal, const std::string& word) {
   const Wait wait(*this);
-  return store_->compareSet(fmt::format("decision/{}/{}", lane, ordinal), std::string(), word);
+  return store_->compare_set(fmt::format("decision/{}/{}", lane, ordinal), std::string(), word);
 }
 
 void Bulletin::erase_decision(int32_t lane, int64_t ordinal) {
   const Wait wait(*this);
-  store_->deleteKey(fmt::format("decision/{}/{}", lane, ordinal));
+  store_->erase(fmt::format("decision/{}/{}", lane, ordinal));
 }
 
 void Bulletin::wait_in(int32_t lane, int64_t ordinal, int32_t rank) {
@@ -135,7 +129,7 @@ int64_t Bulletin::read_ordinal(const std::string& key) {
 
 Cause Bulletin::settle_cause(const Cause& cause) {
   const Wait wait(*this);
-  return decode_cause(store_->compareSet(kCauseKey, std::string(), encode(cause)));
+  return decode_cause(store_->compare_set(kCauseKey, std::string(), encode(cause)));
 }
 
 std::optional<Cause> Bulletin::read_cause() {
@@ -149,7 +143,7 @@ std::optional<std::string> Bulletin::read_key(const std::string& key) {
   // compared is the value of no key, so nothing is set.
   const Wait wait(*this);
   const std::string none("\x01none");
-  const std::string found = store_->compareSet(key, none, none);
+  const std::string found = store_->compare_set(key, none, none);
   return found == none ? std::nullopt : std::optional(found);
 }
 

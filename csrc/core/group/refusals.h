@@ -5,8 +5,8 @@
 #include <optional>
 #include <string>
 
-#include "c10d/agreement.h"
-#include "c10d/bulletin.h"
+#include "group/agreement.h"
+#include "group/bulletin.h"
 #include "transport/transport.h"
 
 namespace meshcast {

@@ -2,14 +2,14 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include "common/error.h"
+#include "group/store.h"
 #include "transport/transport.h"
 
 namespace meshcast {
@@ -40,12 +40,10 @@ std::string encode(const Cause& cause);
 Cause decode_cause(const std::string& text);
 
 // The group's notice board in the rendezvous store: postings by (lane, ordinal, rank) and one first cause.
-// Plain text, bounded, nothing executed. `store` must be a connection that nobody waits on: a blocking wait
-// locks all other users of its connection out. Every call here is short where the store answers, and may throw
-// what the store throws. Where it does not answer, a call may never return: torch has no limit for that.
+// Plain text, bounded, nothing executed. Every call throws what the store throws.
 class Bulletin {
  public:
-  explicit Bulletin(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  explicit Bulletin(std::shared_ptr<Store> store) : store_(std::move(store)) {}
 
   // Two boards: what a rank asks the others to agree on, and that it stands still in a call. A rank that froze
   // after agreeing has a notice on the first and none on the second.
@@ -81,8 +79,7 @@ class Bulletin {
   // thread at a time uses.
   TimePoint waits_since() const { return waits_since_; }
 
-  // What the calls of all bulletins over one connection share, and lock each other out of.
-  const void* connection() const;
+  const void* connection() const { return store_->connection(); }  // see Store
 
  private:
   class Wait;
@@ -90,7 +87,7 @@ class Bulletin {
   std::optional<std::string> read_key(const std::string& key);
   int64_t read_ordinal(const std::string& key);  // -1: none
 
-  c10::intrusive_ptr<c10d::Store> store_;
+  const std::shared_ptr<Store> store_;
   std::atomic<TimePoint> waits_since_{TimePoint()};
 };
 

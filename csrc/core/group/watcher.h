@@ -1,21 +1,20 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "c10d/agreement.h"
-#include "c10d/bulletin.h"
-#include "c10d/refusals.h"
+#include "group/agreement.h"
+#include "group/bulletin.h"
+#include "group/refusals.h"
 #include "common/error.h"
+#include "common/sync.h"
 #include "run/admission.h"
 #include "run/reporters.h"
 #include "run/run_state.h"
@@ -45,7 +44,7 @@ class Watched {
 class Watcher final : public std::enable_shared_from_this<Watcher>, private Ticking, private Reporting {
  public:
   // Made as a shared_ptr. Throws Error where no thread can be had.
-  Watcher(Watched& engine, GroupIdentity group, const c10::intrusive_ptr<c10d::Store>& store);
+  Watcher(Watched& engine, GroupIdentity group, const std::shared_ptr<Store>& store);
   ~Watcher() override;
 
   void wake();  // a run was started
@@ -111,8 +110,8 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   const void* const connection_;
   Admission engine_use_;  // of reports
 
-  std::mutex mutex_;
-  std::condition_variable told_;  // published_, unheard_
+  Mutex mutex_;
+  Condition told_;  // published_, unheard_
   std::optional<Local> local_;
   std::optional<Cause> first_;  // why the engine has failed, or will when it is left
   // Where that is a refused call: since when this rank knows, whether it has come there, and whether a call

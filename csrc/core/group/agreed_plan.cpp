@@ -1,4 +1,4 @@
-#include "c10d/agreed_plan.h"
+#include "group/agreed_plan.h"
 
 #include <algorithm>
 #include <utility>

@@ -1,12 +1,12 @@
-#include "c10d/watcher.h"
+#include "group/watcher.h"
 
 #include <algorithm>
-#include <thread>
 #include <vector>
 
 #include <fmt/format.h>
 
 #include "common/descriptors.h"
+#include "common/sync.h"
 
 namespace meshcast {
 namespace {
@@ -43,7 +43,7 @@ std::string address_in(const std::string& text) {
 
 }  // namespace
 
-Watcher::Watcher(Watched& engine, GroupIdentity group, const c10::intrusive_ptr<c10d::Store>& store)
+Watcher::Watcher(Watched& engine, GroupIdentity group, const std::shared_ptr<Store>& store)
     : engine_(engine),
       group_(std::move(group)),
       bulletin_(store),
@@ -216,7 +216,7 @@ void Watcher::leave(TimePoint limit) {
     const std::lock_guard lock(mutex_);
     leaves_ = true;
   }
-  for (;; std::this_thread::sleep_for(kLeavePause)) {
+  for (;; sleep_for(kLeavePause)) {
     end_if_refused();
     if (failed() || !knows_refusal_ || Clock::now() >= limit) return;
   }

@@ -1,12 +1,12 @@
-#include "c10d/refusals.h"
+#include "group/refusals.h"
 
 #include <algorithm>
 #include <sstream>
-#include <thread>
 
 #include <fmt/format.h>
 
-#include "c10d/agreed_plan.h"
+#include "group/agreed_plan.h"
+#include "common/sync.h"
 
 namespace meshcast {
 namespace {
@@ -64,7 +64,7 @@ Cause await_cause(Bulletin& bulletin, TimePoint limit) {
     if (const auto cause = bulletin.read_cause()) return *cause;
     if (Clock::now() >= limit)
       throw Error(ErrorKind::DeadlineExceeded, "a rank that ended its group did not say why in time");
-    std::this_thread::sleep_for(kPause);
+    sleep_for(kPause);
   }
 }
 
@@ -80,7 +80,7 @@ Others look_for_others(Bulletin& bulletin, const GroupIdentity& group, CallId ca
     }
     if (refusing == group.ranks.size()) return Others::AllRefuse;
     if (Clock::now() >= limit || over()) return Others::Unseen;
-    std::this_thread::sleep_for(kPause);
+    sleep_for(kPause);
   }
 }
 

@@ -4,18 +4,17 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
-#include "c10d/agreed_plan.h"
-#include "c10d/agreement.h"
-#include "c10d/group_base.h"
+#include "group/agreed_plan.h"
+#include "group/agreement.h"
+#include "group/group_base.h"
+#include "group/store.h"
+#include "common/sync.h"
 #include "plan/plan.h"
 #include "run/engine.h"
 #include "run/slot_pool.h"
@@ -30,14 +29,20 @@ struct LocalRanks {
   std::vector<int32_t> ranks;  // global, ascending, this one included; the same on all of them
 };
 
+// Which call a start is.
+struct StartedCall {
+  int64_t ordinal = 0;  // in its lane; a backward has that of its forward
+  bool reverse = false;
+  double timeout_seconds = 0;
+};
+
 // One private group: the ranks that take part in a transfer, with connections of their own that no user
 // operation shares. Owns the engine that runs programs and the watcher that ends them when something breaks.
-// Thread-safe. No method may be called with the GIL held; start() never blocks on another rank.
-class GroupCore final : public GroupBase {
+// Thread-safe; start() never blocks on another rank.
+class GroupCore : public GroupBase {
  public:
   // network: between hosts; its ranks are those of the group, by their position in it.
-  GroupCore(std::shared_ptr<Transport> network, const c10::intrusive_ptr<c10d::Store>& store,
-            GroupIdentity identity, LocalRanks local = {});
+  GroupCore(std::shared_ptr<Transport> network, const std::shared_ptr<Store>& store, GroupIdentity identity, LocalRanks local = {});
   ~GroupCore() override;
 
   // Agrees with all ranks on a plan and that of its backward, which may be null, under `text`; see agreement.h.
@@ -58,18 +63,24 @@ class GroupCore final : public GroupBase {
   // Whether another rank waits for this one in a call, as far as the store knows.
   bool awaited_in(CallId call);
 
-  // Throws LayoutError where a tensor does not fit the plan, before anything is enqueued, and AbortedError
-  // with the first cause where the group has failed.
-  c10::intrusive_ptr<c10d::Work> start(const AgreedPlan& agreed, StartArgs args);
+  // What a run reads and writes, for the direction that it takes. What it throws leaves the group as it is.
+  using BuffersFor = std::function<Buffers(const PlanDirection& direction)>;
+  // Throws what `buffers_for` throws, before anything is enqueued, and AbortedError with the first cause where
+  // the group has failed.
+  std::shared_ptr<Run> start(const AgreedPlan& agreed, const StartedCall& call, const BuffersFor& buffers_for);
 
   void shutdown();  // any state, idempotent
+
+ protected:
+  std::weak_ptr<Watcher> watcher() const { return watcher_; }
 
  private:
   std::exception_ptr failure() const override { return engine_->error(); }
   // What the machine may refuse memory for.
   std::shared_ptr<AgreedPlan> agree_whole(CallId call, const PlanText& text, std::shared_ptr<const Plan> plan,
                                           std::shared_ptr<const Plan> reverse, double timeout_seconds);
-  c10::intrusive_ptr<c10d::Work> start_whole(const AgreedPlan& agreed, StartArgs args);
+  std::shared_ptr<Run> start_whole(const AgreedPlan& agreed, const StartedCall& call,
+                                   const BuffersFor& buffers_for);
 
   int32_t agree_in_time(CallId call, const PlanText& text, int32_t offered_slot, double timeout_seconds);
   [[noreturn]] void store_failed(CallId call, const PlanText& text, const std::string& what);
@@ -88,7 +99,7 @@ class GroupCore final : public GroupBase {
 
   std::atomic<bool> shut_down_{false};
 
-  std::mutex agree_mutex_;  // one agreement at a time
+  Mutex agree_mutex_;  // one agreement at a time
   struct Posted {
     CallId call;
     std::string digest;  // of the descriptor, see Bulletin::count; "" for a rejection
