@@ -53,10 +53,13 @@ def model_on(context, shards: bool = True) -> Model | None:
 
 
 @torch.no_grad()
-def become(model: Model, version: int) -> None:
-    """A step of the optimiser: the parameters that the module has now change in place."""
+def become(model: Model, version: int, tensors: dict[str, torch.Tensor] | None = None) -> None:
+    """A step of the optimiser: the parameters that the module has now, or `tensors`, change in place."""
     for name, full in values(version).items():
-        mine = model.get_parameter(name) if "." in name else model.get_buffer(name)
+        if tensors is not None:
+            mine = tensors[name]
+        else:
+            mine = model.get_parameter(name) if "." in name else model.get_buffer(name)
         if isinstance(mine, DTensor):
             mine.to_local().copy_(full.chunk(2)[dist.get_rank()])
         else:
@@ -137,15 +140,19 @@ def weights_that_moved(context) -> None:
 
 
 def weights_unsharded_meanwhile(context) -> None:
-    """FSDP2 has whole weights in the place of the shards after a forward; the shards are what is sent."""
+    """FSDP2 has whole weights in the place of the shards after a forward; the shards are what is sent, also
+    where they have changed since."""
     model = model_on(context)
     state = state_of(model, "state_dict")
     pushes = Pushes(context, state)
-    for version in (1, 2, 3):
+    for version in (1, 2, 3, 4):
         if model is not None:
             if version == 2:
                 reload(model)
-            become(model, version)
+            shards = state_of(model, "parameters")
+            if version == 4:
+                model.unshard()
+            become(model, version, shards)
             if version > 1:
                 model.unshard()
                 assert not isinstance(model.up.weight, DTensor)

@@ -191,7 +191,8 @@ def held_by_others() -> dict:
         "numpy": np.random.RandomState(1).get_state(),
         "bits": np.random.default_rng(1).bit_generator.state,
         "nan": float("nan"),
-        "losses": [1.0, float("nan"), {"best": float("-inf")}],
+        "losses": [1.0, float("nan"), {"best": float("-inf"), "last": float("nan"), 2: float("nan")}],
+        "rates": {"first": float("nan"), "last": 0.5},
         "order": collections.OrderedDict([(2, "b"), (1, "a")]),
     }
 
@@ -221,7 +222,9 @@ def types_of_entries(context) -> None:
         if rank in HOLDERS:
             held = {"w": torch.ones(3), **expected, "turn": [turn, float("nan")]}
             if rank == 1:  # in another order
-                held["losses"][2] = dict(reversed(held["losses"][2].items()))
+                *others, losses = expected["losses"]
+                held["losses"] = [*others, dict(reversed(losses.items()))]
+                held["rates"] = dict(reversed(expected["rates"].items()))
         result = meshcast.reshard_state_dict(held, {"w": (quiet_mesh(RECEIVERS), [Replicate()])})
         for name, value in expected.items():
             assert equal(result[name], value), (name, result[name], value)

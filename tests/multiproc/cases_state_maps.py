@@ -138,6 +138,15 @@ def experts_apart(context) -> None:
     }
     uneven = [TensorMap([f"{i}.gate", f"{i}.up"], sizes=[1, 3], permute=(1, 0)) for i in range(3)]
     moved(context, {"w13": whole}, turned, [TensorMap("w13", uneven, stack=True)])
+    kernels = unique_fill((2, 3, 4, 2), torch.float32, 2)  # a turn of three dimensions has another back
+    around = [TensorMap([f"{i}.a", f"{i}.b"], dim=1, permute=(1, 2, 0)) for i in range(2)]
+    apart = {
+        f"{i}.{n}": part.permute(2, 0, 1).contiguous()
+        for i, kernel in enumerate(kernels)
+        for n, part in zip("ab", kernel.chunk(2, 1), strict=True)
+    }
+    moved(context, {"k": kernels}, apart, [TensorMap("k", around, stack=True)])
+    moved(context, apart, {"k": kernels}, [TensorMap(around, "k", stack=True)])
 
 
 def turned(context) -> None:

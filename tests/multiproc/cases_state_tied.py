@@ -123,6 +123,18 @@ def stages_of_one_mesh(context) -> None:
     check(meshcast.reshard_state_dict(state, where()), full, rank)
 
 
+def of_lost_ranks_in_part(context) -> None:
+    """Values come from the mesh that still has all of them, where a rank of the other one is lost."""
+    rank, full, lost = context.rank, filled(), 4
+    if rank == lost:
+        return
+    state = state_of(rank, full, full)
+    if rank in LAST:
+        state = {"embed": sharded(full, quiet_mesh([*LAST, lost]), [Shard(0)], rank)}
+    found = meshcast.reshard_state_dict(state, where([3]), strict=False, lost=[lost])
+    check(found, full, rank, [3])
+
+
 def in_weight_sync(context) -> None:
     """A push of equal values arrives; one of others raises on all ranks and ends nothing."""
     rank, full = context.rank, filled()
@@ -155,5 +167,6 @@ CASES = [
     what_cannot_be_compared,
     copies_that_differ_inside,
     stages_of_one_mesh,
+    of_lost_ranks_in_part,
     in_weight_sync,
 ]

@@ -73,6 +73,7 @@ def a_flattened_source(context) -> None:
         for name, columns in FLAT.items():
             forms = [
                 spec(full, columns, [Replicate(), Shard(0)]),
+                spec(full, columns[::-1], [Replicate(), Shard(0)]),
                 spec(full, torch.tensor(columns).T.tolist(), [Shard(0), Replicate()]),
             ]
             mesh = flat(name)

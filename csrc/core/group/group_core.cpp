@@ -99,6 +99,7 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_whole(CallId call, const PlanText& 
   if (reverse)
     backward = std::make_shared<PlanDirection>(std::move(reverse),
                                                PlanText{text.op + " backward", text.descriptor}, identity_);
+  const TimePoint deadline = deadline_after(timeout_seconds);
   const std::lock_guard lock(agree_mutex_);
   // The first rank gives the slots, so no two ranks can give one slot to two plans.
   const bool leads = identity_.rank == identity_.ranks.front();
@@ -118,7 +119,7 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_whole(CallId call, const PlanText& 
     slot = agree_in_time(call, text, *offered, timeout_seconds);
   } catch (const BrokenError& error) {
     watcher_->adopt(error.cause);  // so that peers are told the first cause, and not what it led to here
-    watcher_->leave(TimePoint::max());
+    watcher_->leave_with(call, std::chrono::duration<double>(deadline - Clock::now()).count());
     throw;
   }
   if (leads) slots_->take(slot);
@@ -281,7 +282,7 @@ bool GroupCore::awaited_in(CallId call) {
 std::shared_ptr<Run> GroupCore::start(const AgreedPlan& agreed, const StartedCall& call,
                                       const BuffersFor& buffers_for) {
   if (network_->anybody_told()) adopt_told_refusal();
-  watcher_->come_to({agreed.lane(call.reverse), call.ordinal});
+  watcher_->come_to({agreed.lane(call.reverse), call.ordinal}, call.timeout_seconds);
   refuse_if_failed();
   try {
     return start_whole(agreed, call, buffers_for);

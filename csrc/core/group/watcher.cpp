@@ -55,6 +55,14 @@ Watcher::Watcher(Watched& engine, GroupIdentity group, const std::shared_ptr<Sto
 
 Watcher::~Watcher() { stop(); }
 
+Watcher::Local::Local(const RunState& run)
+    : elapsed(run.seconds()),
+      limit(limit_of(run)),
+      bytes_done(run.received_bytes()),
+      bytes_expected(run.expected_bytes()),
+      op(run.label().op()),
+      ordinal(run.label().ordinal) {}
+
 void Watcher::stop() {
   if (!std::exchange(watched_, false) || work_->forked()) return;
   work_->remove(*this);
@@ -80,6 +88,14 @@ bool Watcher::store_failed() {
 }
 
 void Watcher::wake() { work_->wake(false); }
+
+Cause Watcher::describe_overdue(const RunState& run, const std::string& more) const {
+  const RunLabel& label = run.label();
+  return {static_cast<int32_t>(ErrorKind::DeadlineExceeded), group_.rank, -1,
+          fmt::format("{} call {} of {} exceeded its limit of {:.1f} s in phase transfer, {} of {} bytes received{}",
+                      label.op(), label.ordinal, group_.name, limit_of(run), run.received_bytes(),
+                      run.expected_bytes(), more)};
+}
 
 Cause Watcher::describe_transport_error(int32_t peer, const TransportError& error, const RunState& run) const {
   const int32_t peer_rank = group_.ranks[static_cast<size_t>(peer)];
@@ -110,16 +126,9 @@ void Watcher::note_local(Cause cause, const RunState* run, bool known) {
     const std::lock_guard lock(mutex_);
     if (local_) return;
     local_.emplace();
+    if (run) *local_ = Local(*run);
     local_->cause = std::move(cause);
     local_->seen = Clock::now();
-    if (run) {
-      local_->elapsed = run->seconds();
-      local_->limit = limit_of(*run);
-      local_->bytes_done = run->received_bytes();
-      local_->bytes_expected = run->expected_bytes();
-      local_->op = run->label().op();
-      local_->ordinal = run->label().ordinal;
-    }
     published_ = known;
   }
   // Where no thread can be had, ticks will end the runs.
@@ -175,6 +184,10 @@ void Watcher::give_up(const Cause& given) {
     knows_refusal_ = refused;
   }
   if (knows_refusal_) return end_if_refused();
+  end_with(cause, error_of_cause(cause, local));
+}
+
+Error Watcher::error_of_cause(const Cause& cause, const Local& local) const {
   const bool known = cause.kind >= 0 && cause.kind <= static_cast<int32_t>(ErrorKind::Aborted);
   const auto kind =
       known ? static_cast<ErrorKind>(cause.kind) : ErrorKind::Aborted;  // the text came from the store
@@ -195,7 +208,7 @@ void Watcher::give_up(const Cause& given) {
     context.bytes_expected = local.bytes_expected;
     context.address = address_in(cause.text);
   }
-  end_with(cause, Error(kind, text, context));
+  return {kind, text, context};
 }
 
 void Watcher::end_with(const Cause& cause, const Error& error) {
@@ -211,20 +224,54 @@ bool Watcher::goes_before(CallId call) {
   return !refused || meshcast::goes_before(call, refused->call);
 }
 
-void Watcher::leave(TimePoint limit) {
+bool Watcher::leave(TimePoint limit) {
   {
     const std::lock_guard lock(mutex_);
     leaves_ = true;
   }
   for (;; sleep_for(kLeavePause)) {
     end_if_refused();
-    if (failed() || !knows_refusal_ || Clock::now() >= limit) return;
+    if (failed() || !knows_refusal_) return true;
+    if (Clock::now() >= limit) return false;
   }
+}
+
+void Watcher::leave_with(CallId call, double limit) {
+  if (leave(deadline_after(limit))) return;
+  const auto refused = this->refused();
+  ErrorContext context;
+  context.rank = group_.rank;
+  context.op = "reshard";
+  context.sequence = call.ordinal;
+  context.phase = "start";
+  context.limit = limit;
+  const std::string why =
+      refused ? fmt::format("rank {} refused call {}, and calls before that one have not ended yet", refused->rank,
+                            refused->call.ordinal)
+              : "the group has not ended yet";
+  throw Error(ErrorKind::DeadlineExceeded,
+              fmt::format("rank {}: call {} of {} could not begin within its limit of {:.1f} s: {}", group_.rank,
+                          call.ordinal, group_.name, limit, why),
+              context);
+}
+
+// Of a call that came before a refused one and ends with it all the same.
+Error Watcher::error_before(const RunState& run, const RefusedCall& refused) const {
+  const Local local(run);
+  if (Clock::now() >= run.deadline()) return error_of_cause(describe_overdue(run, ""), local);
+  const Cause cause{static_cast<int32_t>(ErrorKind::Aborted), group_.rank, refused.rank,
+                    fmt::format("{} call {} of {} had not ended when the group did: rank {} refused call {}: {}",
+                                local.op, local.ordinal, group_.name, refused.rank, refused.call.ordinal,
+                                refused.text)};
+  return error_of_cause(cause, local);
 }
 
 void Watcher::end_if_refused() {
   bool ends = false;
   bool hopeless = false;
+  bool waits = false;  // for a call that came before
+  bool late = false;   // a call has reached its limit, and none may outlive that
+  Runs before;
   TimePoint seen;
   Cause cause;
   {
@@ -236,29 +283,33 @@ void Watcher::end_if_refused() {
     seen = refusal_seen_;
   }
   const auto refused = refused_in(cause);
-  if (!refused || failed()) return;
+  if (!refused) return;
   {
     const Entered inside(engine_use_);
-    if (!inside) return;
+    if (!inside || failed()) return;
     const TimePoint now = Clock::now();
     for (const auto& run : engine_.in_flight()) {
       const CallId call{run->label().lane, run->label().ordinal};
-      const bool before = meshcast::goes_before(call, refused->call);
-      if (!before && call.lane == refused->call.lane) {
+      const bool is_before = meshcast::goes_before(call, refused->call);
+      late = late || now >= run->deadline();
+      if (!is_before && call.lane == refused->call.lane) {
         ends = true;
         continue;
       }
+      if (is_before) before.push_back(run);
       const TimePoint limit = call.lane == refused->call.lane ? run->deadline()
-                              : before                        ? seen + kBackwards
+                              : is_before                     ? seen + kBackwards
                                                               : seen + kOtherLanes;
       if (now >= std::min(run->deadline(), limit)) {
         ends = true;
-      } else if (!hopeless) {
-        return;
+      } else {
+        waits = true;
       }
     }
   }
-  if (ends) end_with(cause, error_of(*refused, group_));
+  if (!late && (!ends || (waits && !hopeless))) return;
+  for (const auto& run : before) run->fail(std::make_exception_ptr(error_before(*run, *refused)));
+  end_with(cause, error_of(*refused, group_));
 }
 
 std::optional<RefusedCall> Watcher::refused() {
@@ -378,13 +429,9 @@ void Watcher::look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint no
                                     "ranks {} do not wait in it (never called, stuck elsewhere, frozen, dead, "
                                     "or through with their part)",
                                     format_ranks(silent));
-  note_local(
-      {static_cast<int32_t>(ErrorKind::DeadlineExceeded), group_.rank, silent.empty() ? -1 : silent.front(),
-       fmt::format(
-           "{} call {} of {} exceeded its limit of {:.1f} s in phase transfer, {} of {} bytes received; {}",
-           label.op(), label.ordinal, group_.name, limit_of(*run), run->received_bytes(), run->expected_bytes(),
-           who)},
-      run.get());
+  Cause cause = describe_overdue(*run, "; " + who);
+  if (!silent.empty()) cause.peer = silent.front();
+  note_local(std::move(cause), run.get());
 }
 
 bool Watcher::tick() {
@@ -432,11 +479,7 @@ void Watcher::end_in_time(const Runs& runs, const std::optional<Local>& local, T
   }
   for (const auto& run : runs) {
     if (now < run->deadline() + (unanswered ? milliseconds(0) : kStoreGrace)) continue;
-    note_local({static_cast<int32_t>(ErrorKind::DeadlineExceeded), group_.rank, -1,
-                fmt::format("{} call {} of {} exceeded its limit of {:.1f} s, {} of {} bytes received",
-                            run->label().op(), run->label().ordinal, group_.name, limit_of(*run),
-                            run->received_bytes(), run->expected_bytes())},
-               run.get());
+    note_local(describe_overdue(*run, ""), run.get());
     return;
   }
 }

@@ -52,13 +52,15 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   void run_failed(const Error& error, const RunState& run);  // with a text that names all there is to name
   void abort(const std::string& reason);
   void adopt(const Cause& cause);  // found by other means than a run
-  // Before a start. Where this call, or one before it, is known to be refused: leave().
-  void come_to(CallId call) {
-    if (knows_refusal_.load(std::memory_order_relaxed) && !goes_before(call)) leave(TimePoint::max());
+  // Before a start. Where this call, or one before it, is known to be refused: leave(). Throws DeadlineExceeded
+  // where the group has not ended by the limit of the call, in seconds.
+  void come_to(CallId call, double limit) {
+    if (knows_refusal_.load(std::memory_order_relaxed) && !goes_before(call)) leave_with(call, limit);
   }
+  void leave_with(CallId call, double limit);
   // Where the cause is a refused call: this rank has come to it. Returns once the calls before it have ended,
-  // and the group with them, or at `limit`; then that happens later.
-  void leave(TimePoint limit);
+  // and the group with them, or at `limit`; then that happens later, and it answers false.
+  bool leave(TimePoint limit);
   int32_t rank() const { return group_.rank; }
   std::optional<RefusedCall> refused();  // where that is why the group has failed
 
@@ -76,6 +78,9 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
     int64_t bytes_expected = -1;
     std::string op;
     int64_t ordinal = -1;
+
+    Local() = default;
+    explicit Local(const RunState& run);
   };
 
   using Runs = std::vector<std::shared_ptr<RunState>>;
@@ -95,6 +100,9 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   void erase_old_postings(TimePoint now);
   void look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint now);
 
+  Cause describe_overdue(const RunState& run, const std::string& more) const;
+  Error error_of_cause(const Cause& cause, const Local& local) const;
+  Error error_before(const RunState& run, const RefusedCall& refused) const;
   Cause describe_transport_error(int32_t peer, const TransportError& error, const RunState& run) const;
   // known: the bulletin has it.
   void note_local(Cause cause, const RunState* run, bool known = false);

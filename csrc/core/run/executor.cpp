@@ -22,6 +22,7 @@ constexpr auto kIdle = std::chrono::seconds(1);  // without anything to do, befo
 constexpr std::chrono::milliseconds kCallbackPatience(5);
 
 OfProcess<Executor> callbacks_of_process;
+std::shared_ptr<Executor>* kept_callbacks = nullptr;  // never freed
 
 }  // namespace
 
@@ -94,7 +95,7 @@ Executor& Executor::of_process() {
       if (Simulation* const simulation = Simulation::current()) {
         simulation->keep(made);
       } else {
-        new std::shared_ptr<Executor>(made);
+        kept_callbacks = new std::shared_ptr<Executor>(made);
       }
       return made;
     });

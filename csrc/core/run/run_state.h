@@ -64,6 +64,9 @@ class RunState {
   virtual int64_t sent_bytes() const = 0;  // counted by receiver, as Program::bytes_sent
   int64_t expected_bytes() const { return program_->bytes_received; }
 
+  // Ends with an error of its own, before that of its group comes; the first counts. Not of a GPU's.
+  virtual void fail(std::exception_ptr /*error*/) {}
+
   // After a failure: ends without waiting for what still touches the tensors.
   virtual void force_end() {}
 

@@ -194,8 +194,8 @@ class UcxRank {
   std::vector<ucx::Address> addresses_;
 };
 
-// Runs `body` in `world` processes; answers what went wrong, by rank, or "" where nothing did. A rank that ends
-// by a signal says nothing. rdma: fragments are fetched, as devices do it; here UCX does it over TCP.
+// Runs `body` in `world` processes; answers what went wrong, by rank, or "" where nothing did. A rank that is
+// killed says nothing. rdma: fragments are fetched, as devices do it; here UCX does it over TCP.
 inline std::string in_processes(int world, const std::function<void(UcxRank&)>& body, bool rdma = false) {
   void* memory = mmap(nullptr, sizeof(SharedRanks), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   auto* shared = new (memory) SharedRanks;
@@ -229,7 +229,12 @@ inline std::string in_processes(int world, const std::function<void(UcxRank&)>& 
     waitpid(children[static_cast<size_t>(rank)], &status, 0);
     const char* said = shared->ranks[static_cast<size_t>(rank)].error.data();
     const bool hung = WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM;
-    if (*said != 0 || hung) wrong += "rank " + std::to_string(rank) + ": " + (hung ? "hung" : said) + "; ";
+    const bool killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;  // by the test
+    if (*said != 0 || hung) {
+      wrong += "rank " + std::to_string(rank) + ": " + (hung ? "hung" : said) + "; ";
+    } else if (status != 0 && !killed) {
+      wrong += "rank " + std::to_string(rank) + ": ended with wait status " + std::to_string(status) + "; ";
+    }
   }
   munmap(memory, sizeof(SharedRanks));
   return wrong;

@@ -1,0 +1,475 @@
+#include "simulation/program.h"
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <optional>
+#include <random>
+#include <set>
+#include <utility>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "cpp/run/harness.h"
+#include "cpp/run/random_plans.h"
+#include "group/group_core.h"
+#include "plan/hash.h"
+#include "simulation/scheduler.h"
+#include "simulation/world.h"
+
+namespace meshcast::simulation {
+namespace {
+
+using std::chrono::duration_cast;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+// A call may end later than its limit by the time that a store may owe an answer, the time that an aborted
+// request may keep its memory, and the ticks between.
+constexpr double kBeyond = 4.0;
+constexpr seconds kAll{400};  // of virtual time, for a whole program
+constexpr std::array<const char*, 6> kKinds{"MeshcastError",         "LayoutError",   "PlanMismatchError",
+                                            "DeadlineExceededError", "PeerLostError", "AbortedError"};
+
+const char* name_of(Act::Kind kind) {
+  constexpr std::array<const char*, 5> names{"calls", "other arguments", "refuses", "refuses to start",
+                                             "never comes"};
+  return names[static_cast<size_t>(kind)];
+}
+
+const char* name_of(Fault::Kind kind) {
+  constexpr std::array<const char*, 9> names{"kill",         "freeze",     "cut",   "cut unseen", "store slow",
+                                             "store frozen", "store dead", "abort", "close"};
+  return names[static_cast<size_t>(kind)];
+}
+
+// How one call of one rank ended.
+struct Ending {
+  bool done = false;
+  std::optional<ErrorKind> error;
+  int32_t peer = -1;
+  std::string text;
+};
+
+class Run {
+ public:
+  explicit Run(const Program& program)
+      : program_(program), scheduler_(program.seed), storage_(scheduler_), network_(scheduler_, program.ranks) {
+    std::mt19937 rng(static_cast<uint32_t>(program.seed));
+    int plans = 1;
+    for (const Call& call : program.calls) plans = std::max(plans, call.plan + 1);
+    for (int i = 0; i < plans; ++i)
+      plans_.push_back(std::make_shared<const Plan>(testing::random_plan(rng, program.ranks)));
+    endings_.resize(static_cast<size_t>(program.ranks), std::vector<Ending>(program.calls.size()));
+    left_ = program.ranks;
+  }
+
+  Outcome go() {
+    Simulation::install(&scheduler_);
+    Outcome out;
+    try {
+      for (int rank = 0; rank < program_.ranks; ++rank)
+        scheduler_.start_in(process_of(rank), [this, rank] { live(rank); });
+      for (const Fault& fault : program_.faults) arrange(fault);
+      scheduler_.run(kAll);
+      for (int rank = 0; rank < program_.ranks; ++rank) scheduler_.end_process(process_of(rank));
+      scheduler_.run(kAll);
+      if (network_.in_flight() > 0) throw Violation("messages are left");
+      judge();
+    } catch (const std::exception& error) {
+      out.violation = error.what();
+    }
+    Simulation::install(nullptr);
+    for (const auto& rank : endings_)
+      for (const Ending& each : rank) ++out.ends[text_of_ending(each)];
+    out.hand_overs = scheduler_.hand_overs();
+    out.requests = storage_.requests();
+    out.seconds = duration_cast<std::chrono::duration<double>>(scheduler_.elapsed()).count();
+    return out;
+  }
+
+ private:
+  struct Started {
+    size_t call = 0;
+    testing::LocalTensor destination;
+    testing::LocalTensor source;
+    std::vector<int64_t> expected;
+    std::shared_ptr<meshcast::Run> run;
+    TimePoint begun;
+    double spent = 0;  // seconds, before it was started
+  };
+
+  static std::string text_of_ending(const Ending& each) {
+    if (!each.done) return "not made";
+    return each.error ? kKinds[static_cast<size_t>(*each.error)] : "success";
+  }
+
+  bool is_hurt(int rank) const {  // its time stood still, or ended
+    return std::any_of(program_.faults.begin(), program_.faults.end(), [&](const Fault& fault) {
+      return fault.rank == rank && (fault.kind == Fault::Kind::Kill || fault.kind == Fault::Kind::Freeze);
+    });
+  }
+  bool has(std::initializer_list<Fault::Kind> kinds) const {
+    return std::any_of(program_.faults.begin(), program_.faults.end(), [&](const Fault& fault) {
+      return std::find(kinds.begin(), kinds.end(), fault.kind) != kinds.end();
+    });
+  }
+  bool store_is_hurt() const {
+    return has({Fault::Kind::StoreSlow, Fault::Kind::StoreFrozen, Fault::Kind::StoreDead});
+  }
+
+  void arrange(const Fault& fault) {
+    const TimePoint when = scheduler_.now() + microseconds(fault.at);
+    const microseconds lasts(fault.lasts);
+    scheduler_.at(when, [this, fault, lasts, when] {
+      if (left_ == 0) return;
+      switch (fault.kind) {
+        case Fault::Kind::Kill:
+          if (gone_.count(fault.rank)) break;
+          scheduler_.freeze(process_of(fault.rank));
+          network_.kill(fault.rank, lasts);
+          dead_.insert(fault.rank);
+          gone_.insert(fault.rank);
+          leave();
+          break;
+        case Fault::Kind::Freeze:
+          if (gone_.count(fault.rank)) break;
+          scheduler_.freeze(process_of(fault.rank));
+          scheduler_.at(when + lasts, [this, fault] {
+            if (!dead_.count(fault.rank)) scheduler_.thaw(process_of(fault.rank));
+          });
+          break;
+        case Fault::Kind::Cut:
+          network_.cut(fault.rank, fault.other, lasts);
+          break;
+        case Fault::Kind::CutUnseen:
+          network_.cut(fault.rank, fault.other, std::nullopt);
+          break;
+        case Fault::Kind::StoreSlow:
+        case Fault::Kind::StoreFrozen:
+          storage_.become(fault.kind == Fault::Kind::StoreSlow ? Storage::Health::Slow : Storage::Health::Frozen);
+          scheduler_.at(when + lasts, [this] { storage_.become(Storage::Health::Well); });
+          break;
+        case Fault::Kind::StoreDead:
+          storage_.become(Storage::Health::Dead);
+          break;
+        case Fault::Kind::Abort:
+        case Fault::Kind::Close:
+          break;  // a thread of the rank does it
+      }
+    });
+  }
+
+  // A rank's part is over. With the last one all that still waits is let go: the dead, whose threads end then,
+  // and who waits for them.
+  void leave() {
+    if (--left_ > 0) return;
+    scheduler_.at(scheduler_.now(), [this] {
+      storage_.become(Storage::Health::Dead);
+      for (int rank = 0; rank < program_.ranks; ++rank) {
+        scheduler_.thaw(process_of(rank));
+        network_.kill(rank, microseconds(1));
+      }
+    });
+  }
+
+  void live(int rank) {
+    try {
+      std::vector<int32_t> ranks(static_cast<size_t>(program_.ranks));
+      std::iota(ranks.begin(), ranks.end(), 0);
+      const auto group = std::make_shared<GroupCore>(network_.join(rank), storage_.connect(),
+                                                     GroupIdentity{ranks, rank, "simulated"});
+      std::vector<Thread> others;
+      for (const Fault& fault : program_.faults) {
+        if (fault.rank != rank || (fault.kind != Fault::Kind::Abort && fault.kind != Fault::Kind::Close)) continue;
+        others.emplace_back([group, fault] {
+          sleep_for(microseconds(fault.at));
+          if (fault.kind == Fault::Kind::Abort) return group->abort("the program said so");
+          group->shutdown();
+        });
+      }
+      calls(rank, *group);
+      for (Thread& each : others) each.join();
+      group->shutdown();
+    } catch (const Error&) {
+      // The group could not come up: the store has gone.
+      if (!store_is_hurt() && !gone_.count(rank)) throw;
+    }
+    if (gone_.insert(rank).second) leave();
+  }
+
+  void calls(int rank, GroupCore& group) {
+    std::map<int, std::shared_ptr<AgreedPlan>> agreed;
+    std::vector<Started> started;
+    for (size_t i = 0; i < program_.calls.size(); ++i) {
+      const Call& call = program_.calls[i];
+      const Act& act = call.acts[static_cast<size_t>(rank)];
+      if (act.kind == Act::Kind::NeverComes) {
+        sleep_for(seconds(60));  // elsewhere, and alive
+        break;
+      }
+      sleep_for(microseconds(act.late));
+      if (group.refused() || group.error()) break;
+      const TimePoint begun = Clock::now();
+      try {
+        make(rank, i, group, agreed, started);
+      } catch (const Error& error) {
+        end(rank, i, duration_cast<std::chrono::duration<double>>(Clock::now() - begun).count(),
+            std::make_exception_ptr(error), true);
+        continue;
+      }
+      if (act.waits && !started.empty() && started.back().call == i) {
+        finish(rank, started.back());
+        started.pop_back();
+      }
+    }
+    for (Started& each : started) finish(rank, each);
+  }
+
+  void make(int rank, size_t i, GroupCore& group, std::map<int, std::shared_ptr<AgreedPlan>>& agreed,
+            std::vector<Started>& started) {
+    const Call& call = program_.calls[i];
+    const Act& act = call.acts[static_cast<size_t>(rank)];
+    const CallId id{0, static_cast<int64_t>(i)};
+    const TimePoint begun = Clock::now();
+    const bool known = agreed.count(call.plan) != 0;
+    if (act.kind == Act::Kind::Refuses) {
+      group.refuse(id, "its arguments are wrong", false);
+      throw LayoutError("its arguments are wrong");
+    }
+    auto plan = plans_[static_cast<size_t>(call.plan)];
+    std::string descriptor = fmt::format("plan {}", call.plan);
+    if (act.kind == Act::Kind::OtherArguments && !known) descriptor += fmt::format(" of rank {}", rank);
+    if (!known) {
+      try {
+        agreed[call.plan] = group.agree_on(id, {"reshard", descriptor}, plan, nullptr, call.limit);
+      } catch (const Error& error) {
+        agreed.erase(call.plan);
+        // As who calls this does it: a rank is missing, so the ranks no longer count calls alike.
+        if (error.kind() == ErrorKind::Aborted || error.kind() == ErrorKind::DeadlineExceeded ||
+            error.kind() == ErrorKind::PeerLost)
+          group.abort(error.what());
+        throw;
+      }
+    }
+    const AgreedPlan& of = *agreed[call.plan];
+    Started made;
+    made.call = i;
+    made.begun = begun;
+    const Problem& problem = plan->problems.front();
+    const Shard source = testing::shard_of(problem.src, problem.shape, rank);
+    const Shard destination = testing::shard_of(problem.dst, problem.shape, rank);
+    made.source = testing::make_local(source, problem.shape, true);
+    made.destination = testing::make_local(destination, problem.shape, false);
+    made.expected = testing::make_local(destination, problem.shape, true).data;
+    made.spent = duration_cast<std::chrono::duration<double>>(Clock::now() - begun).count();
+    try {
+      made.run = group.start(of, {id.ordinal, false, std::max(call.limit - made.spent, 1e-3)},
+                             [&](const PlanDirection&) -> Buffers {
+                               if (act.kind == Act::Kind::RefusesToStart) throw LayoutError("its tensors are wrong");
+                               Buffers buffers;
+                               buffers.source = {made.source.memory};
+                               buffers.destination = {made.destination.memory};
+                               return buffers;
+                             });
+    } catch (const LayoutError& error) {
+      group.refuse(id, error.what(), true);
+      throw;
+    }
+    // The memory must not move while it is received into.
+    started.push_back(std::move(made));
+  }
+
+  void finish(int rank, Started& part) {
+    const double limit = program_.calls[part.call].limit;
+    const TimePoint last = part.begun + duration_cast<Clock::duration>(std::chrono::duration<double>(limit + 60));
+    if (!part.run->wait_until(last)) {
+      if (gone_.count(rank)) return;  // let go of at the end
+      throw Violation(fmt::format("rank {}: call {} has not ended a minute beyond its limit", rank, part.call));
+    }
+    const auto error = part.run->error();
+    if (!error && part.destination.data != part.expected)
+      throw Violation(fmt::format("rank {}: call {} succeeded with wrong bytes", rank, part.call));
+    // What the store held up before is not the run's.
+    end(rank, part.call, std::min(part.spent, limit) + part.run->seconds(), error, false);
+  }
+
+  // took: seconds. asks: the store has part in it, which has no limit of its own here.
+  void end(int rank, size_t call, double took, const std::exception_ptr& error, bool asks) {
+    if (gone_.count(rank)) return;
+    Ending& ending = endings_[static_cast<size_t>(rank)][call];
+    if (std::exchange(ending.done, true))
+      throw Violation(fmt::format("rank {}: call {} ended twice", rank, call));
+    if (error) {
+      try {
+        std::rethrow_exception(error);
+      } catch (const Error& typed) {
+        ending.error = typed.kind();
+        ending.peer = typed.context().peer;
+        ending.text = typed.what();
+      }
+    }
+    double extra = 0;
+    for (const Fault& fault : program_.faults)
+      if (fault.kind == Fault::Kind::Freeze && fault.rank == rank) extra += 1e-6 * static_cast<double>(fault.lasts);
+    const double limit = program_.calls[call].limit;
+    if (took > limit + kBeyond + extra && !(asks && store_is_hurt()))
+      throw Violation(fmt::format("rank {}: call {} with a limit of {:.2f} s ended after {:.2f} s: {}", rank, call,
+                                  limit, took, ending.text));
+  }
+
+  // Which ranks of a call do not do what the others do.
+  bool differs(size_t call) const {
+    const auto& acts = program_.calls[call].acts;
+    return std::any_of(acts.begin(), acts.end(), [](const Act& act) { return act.kind != Act::Kind::Calls; });
+  }
+  bool differs_up_to(size_t call) const {
+    for (size_t i = 0; i <= call; ++i)
+      if (differs(i)) return true;
+    return false;
+  }
+  bool late_up_to(size_t call) const {
+    for (size_t i = 0; i <= call; ++i)
+      for (const Act& act : program_.calls[i].acts)
+        if (act.kind == Act::Kind::NeverComes || 1e-6 * static_cast<double>(act.late) > 0.2) return true;
+    return false;
+  }
+
+  void judge() const {
+    for (int rank = 0; rank < program_.ranks; ++rank) {
+      for (size_t call = 0; call < program_.calls.size(); ++call) {
+        const Ending& each = endings_[static_cast<size_t>(rank)][call];
+        const auto wrong = [&](const std::string& why) {
+          throw Violation(fmt::format("rank {}, call {}: {}: {}", rank, call, why, each.text));
+        };
+        const Act::Kind own = program_.calls[call].acts[static_cast<size_t>(rank)].kind;
+        if (program_.faults.empty() && !differs_up_to(call) && !late_up_to(call) && !each.done)
+          wrong("a call that nothing kept from being made was not made");
+        if (!each.done || !each.error || is_hurt(rank)) continue;
+        if (own == Act::Kind::Refuses || own == Act::Kind::RefusesToStart) {
+          if (*each.error == ErrorKind::Layout) continue;
+        }
+        const bool faults = !program_.faults.empty();
+        switch (*each.error) {
+          case ErrorKind::PlanMismatch:
+            if (!differs_up_to(call)) wrong("no rank called with other arguments");
+            break;
+          case ErrorKind::DeadlineExceeded:
+            if (!faults && !late_up_to(call) && !differs_up_to(call)) wrong("nothing kept a rank from its limit");
+            break;
+          case ErrorKind::PeerLost:
+            if (!may_be_lost(each.peer)) wrong(fmt::format("rank {} was not lost", each.peer));
+            break;
+          case ErrorKind::Aborted:
+            if (!faults && !late_up_to(call) && !differs_up_to(call)) wrong("nobody aborted");
+            break;
+          case ErrorKind::Generic:
+            if (!store_is_hurt()) wrong("the store was well");
+            break;
+          case ErrorKind::Layout:
+            wrong("its arguments were right");
+        }
+      }
+    }
+  }
+
+  bool may_be_lost(int32_t peer) const {
+    if (peer < 0) return false;
+    // A rank that could not agree, for want of the store, has gone home.
+    const auto& its = endings_[static_cast<size_t>(peer)];
+    if (store_is_hurt() && std::any_of(its.begin(), its.end(), [](const Ending& each) { return each.error; }))
+      return true;
+    return std::any_of(program_.faults.begin(), program_.faults.end(), [&](const Fault& fault) {
+      switch (fault.kind) {
+        case Fault::Kind::Kill:
+        case Fault::Kind::Close:
+        case Fault::Kind::Abort:
+        case Fault::Kind::Freeze:
+          return fault.rank == peer;
+        case Fault::Kind::Cut:
+        case Fault::Kind::CutUnseen:
+          return fault.rank == peer || fault.other == peer;
+        default:
+          return false;
+      }
+    });
+  }
+
+  const Program& program_;
+  Scheduler scheduler_;
+  Storage storage_;
+  Network network_;
+  std::vector<std::shared_ptr<const Plan>> plans_;
+  std::vector<std::vector<Ending>> endings_;
+  std::set<int> gone_;  // ranks whose part is over
+  std::set<int> dead_;
+  int left_ = 0;
+};
+
+}  // namespace
+
+Program draw_program(uint64_t seed) {
+  std::mt19937_64 rng(seed * 0x9E3779B97F4A7C15U + 1);
+  const auto draw = [&](int64_t low, int64_t high) {
+    return low + static_cast<int64_t>(rng() % static_cast<uint64_t>(high - low + 1));
+  };
+  Program out;
+  out.seed = seed;
+  out.ranks = draw(1, 200) == 1 ? static_cast<int>(draw(9, 32)) : static_cast<int>(draw(2, 6));
+  const auto calls = static_cast<size_t>(draw(1, 6));
+  const int64_t plans = draw(1, 3);
+  const bool plain = draw(1, 4) == 1;  // nothing goes wrong
+  const bool unlike = !plain && draw(1, 2) == 1;
+  for (size_t i = 0; i < calls; ++i) {
+    Call call;
+    call.plan = static_cast<int>(draw(0, plans - 1));
+    call.limit = plain ? 30.0 : 0.5 * static_cast<double>(draw(2, 20));
+    for (int rank = 0; rank < out.ranks; ++rank) {
+      Act act;
+      if (draw(1, 2) == 1) act.late = draw(0, 1) == 1 ? draw(0, 500) : draw(0, 60000);
+      if (!plain && draw(1, 40) == 1) act.late = draw(0, 8000000);
+      act.waits = draw(1, 3) != 1;
+      if (unlike && draw(1, 8) == 1) act.kind = static_cast<Act::Kind>(draw(1, 4));
+      if (act.kind == Act::Kind::NeverComes && draw(1, 4) != 1) act.kind = Act::Kind::Calls;
+      call.acts.push_back(act);
+    }
+    out.calls.push_back(std::move(call));
+  }
+  if (plain || draw(1, 3) == 1) return out;
+  for (int64_t i = draw(1, 2); i > 0; --i) {
+    Fault fault;
+    fault.kind = static_cast<Fault::Kind>(draw(0, 8));
+    fault.at = draw(0, 1) == 1 ? draw(0, 3000) : draw(0, 3000000);
+    fault.rank = static_cast<int>(draw(0, out.ranks - 1));
+    fault.other = static_cast<int>((fault.rank + draw(1, out.ranks - 1)) % out.ranks);
+    fault.lasts = draw(0, 1) == 1 ? draw(0, 20000) : draw(0, 12000000);
+    out.faults.push_back(fault);
+  }
+  return out;
+}
+
+std::string describe(const Program& program) {
+  std::string out = fmt::format("program {}: {} ranks\n", program.seed, program.ranks);
+  for (size_t i = 0; i < program.calls.size(); ++i) {
+    const Call& call = program.calls[i];
+    out += fmt::format("  call {}: plan {}, limit {} s", i, call.plan, call.limit);
+    for (size_t rank = 0; rank < call.acts.size(); ++rank) {
+      const Act& act = call.acts[rank];
+      if (act == Act{}) continue;
+      out += fmt::format("; rank {} {}", rank, name_of(act.kind));
+      if (act.late > 0) out += fmt::format(" {} us late", act.late);
+      if (!act.waits) out += " and goes on";
+    }
+    out += "\n";
+  }
+  for (const Fault& fault : program.faults)
+    out += fmt::format("  at {} us: {} (rank {}, other {}, {} us)\n", fault.at, name_of(fault.kind), fault.rank,
+                       fault.other, fault.lasts);
+  return out;
+}
+
+Outcome run_program(const Program& program) { return Run(program).go(); }
+
+}  // namespace meshcast::simulation

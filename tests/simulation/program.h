@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace meshcast::simulation {
+
+// What one rank does in one call.
+struct Act {
+  enum class Kind : uint8_t {
+    Calls,
+    OtherArguments,   // calls with a plan of its own
+    Refuses,          // finds its own arguments wrong before the call
+    RefusesToStart,   // finds its tensors wrong once the ranks have agreed
+    NeverComes        // nor to any later call
+  };
+  Kind kind = Kind::Calls;
+  int64_t late = 0;   // microseconds before the call
+  bool waits = true;  // at once; else at the end of the program
+
+  friend bool operator==(const Act&, const Act&) = default;
+};
+
+struct Call {
+  int plan = 0;  // of the program; calls with one plan agree once
+  double limit = 0;
+  std::vector<Act> acts;  // by rank
+};
+
+// What happens besides, at a moment of virtual time.
+struct Fault {
+  enum class Kind : uint8_t { Kill, Freeze, Cut, CutUnseen, StoreSlow, StoreFrozen, StoreDead, Abort, Close };
+  Kind kind = Kind::Kill;
+  int64_t at = 0;     // microseconds
+  int rank = 0;
+  int other = 0;      // of a cut
+  int64_t lasts = 0;  // microseconds: a frozen rank or store, a slow store; of a death or cut, until it is seen
+};
+
+struct Program {
+  uint64_t seed = 0;
+  int ranks = 0;
+  std::vector<Call> calls;
+  std::vector<Fault> faults;
+};
+
+Program draw_program(uint64_t seed);
+std::string describe(const Program& program);
+
+// What came of a program.
+struct Outcome {
+  std::string violation;                 // of a property; empty: it has them all
+  std::map<std::string, int64_t> ends;   // calls by how they ended
+  uint64_t hand_overs = 0;
+  uint64_t requests = 0;  // to the store
+  double seconds = 0;     // of virtual time
+};
+
+// Runs it and looks whether: no call outlives its limit by more than a few seconds; a rank whose call succeeded
+// has the bytes of the oracle; an error has a type and names a rank that what was drawn explains; a program
+// without faults, in which all ranks call alike, succeeds; no message, thread or lock is left.
+Outcome run_program(const Program& program);
+
+}  // namespace meshcast::simulation

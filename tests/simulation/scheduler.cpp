@@ -1,0 +1,308 @@
+#include "simulation/scheduler.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include <cxxabi.h>
+#include <fmt/format.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#elif defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+#endif
+
+namespace meshcast::simulation {
+namespace {
+
+constexpr size_t kStack = 256 * 1024;
+thread_local Scheduler* active = nullptr;  // of this thread
+
+// The exceptions that a thread is handling: of the real thread, so fibers swap them.
+using Handled = std::array<std::byte, sizeof(void*) + sizeof(unsigned)>;
+
+class Stacks {
+ public:
+  ~Stacks() {
+    for (void* const each : free_) munmap(each, kStack);
+  }
+  void* take() {
+    if (!free_.empty()) {
+      void* const found = free_.back();
+      free_.pop_back();
+      return found;
+    }
+    void* const made = mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (made == MAP_FAILED) throw std::bad_alloc();
+    return made;
+  }
+  void give(void* stack) { free_.push_back(stack); }
+
+ private:
+  std::vector<void*> free_;
+};
+thread_local Stacks stacks;
+
+}  // namespace
+
+struct Scheduler::Fiber {
+  uint64_t id = 0;
+  uint64_t process = 0;
+  std::function<void()> body;
+  void* stack = nullptr;
+  ucontext_t context{};
+  Handled handled{};
+  bool ended = false;
+  bool ready = true;
+  bool told = false;         // what it waited for has come
+  const void* on = nullptr;  // a mutex, a condition, or a thread
+  TimePoint limit = TimePoint::max();
+#if defined(__SANITIZE_ADDRESS__)
+  void* fake_stack = nullptr;
+#elif defined(__SANITIZE_THREAD__)
+  void* sanitized = nullptr;
+#endif
+
+  ~Fiber() {
+    if (!stack) return;
+#if defined(__SANITIZE_THREAD__)
+    __tsan_destroy_fiber(sanitized);
+#endif
+    stacks.give(stack);
+  }
+};
+
+Scheduler::Scheduler(uint64_t seed) : random_(seed), main_(std::make_unique<Fiber>()) {
+#if defined(__SANITIZE_THREAD__)
+  main_->sanitized = __tsan_get_current_fiber();
+#endif
+  active = this;
+}
+
+Scheduler::~Scheduler() { active = nullptr; }
+
+int64_t Scheduler::draw(int64_t low, int64_t high) {
+  return low + static_cast<int64_t>(random_() % static_cast<uint64_t>(high - low + 1));
+}
+
+bool Scheduler::runs_here() const noexcept { return active == this && running_ != nullptr; }
+TimePoint Scheduler::now() noexcept { return time_; }
+uint64_t Scheduler::process() noexcept { return running_->process; }
+void Scheduler::keep(std::shared_ptr<void> thing) { kept_[running_->process].push_back(std::move(thing)); }
+
+uint64_t Scheduler::start_in(uint64_t process, std::function<void()> body) {
+  auto fiber = std::make_unique<Fiber>();
+  fiber->id = next_++;
+  fiber->process = process;
+  fiber->body = std::move(body);
+  fiber->stack = stacks.take();
+  getcontext(&fiber->context);
+  fiber->context.uc_stack.ss_sp = fiber->stack;
+  fiber->context.uc_stack.ss_size = kStack;
+  const auto at = reinterpret_cast<uintptr_t>(this);
+  makecontext(&fiber->context, reinterpret_cast<void (*)()>(&Scheduler::enter), 2,
+              static_cast<unsigned>(at >> 32), static_cast<unsigned>(at));
+#if defined(__SANITIZE_THREAD__)
+  fiber->sanitized = __tsan_create_fiber(0);
+#endif
+  fibers_.push_back(std::move(fiber));
+  return fibers_.back()->id;
+}
+
+uint64_t Scheduler::start(std::function<void()> body) {
+  const uint64_t made = start_in(running_->process, std::move(body));
+  yield();
+  return made;
+}
+
+void Scheduler::enter(unsigned high, unsigned low) {
+  auto& self = *reinterpret_cast<Scheduler*>(static_cast<uintptr_t>(high) << 32 | low);
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
+#endif
+  Fiber& me = *self.running_;
+  try {
+    me.body();
+    me.body = nullptr;
+  } catch (...) {
+    if (!self.thrown_) self.thrown_ = std::current_exception();
+  }
+  me.ended = true;
+  for (const auto& each : self.fibers_)
+    if (each->on == &me) each->ready = each->told = true;
+  self.switch_back();
+}
+
+void Scheduler::switch_to(Fiber& fiber) {
+  ++hand_overs_;
+  running_ = &fiber;
+  Handled mine;
+  std::memcpy(mine.data(), abi::__cxa_get_globals(), mine.size());
+  std::memcpy(abi::__cxa_get_globals(), fiber.handled.data(), mine.size());
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(&main_->fake_stack, fiber.stack, kStack);
+#elif defined(__SANITIZE_THREAD__)
+  __tsan_switch_to_fiber(fiber.sanitized, __tsan_switch_to_fiber_no_sync);
+#endif
+  swapcontext(&main_->context, &fiber.context);
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(main_->fake_stack, nullptr, nullptr);
+#endif
+  std::memcpy(abi::__cxa_get_globals(), mine.data(), mine.size());
+  running_ = nullptr;
+}
+
+void Scheduler::switch_back() {
+  Fiber& me = *running_;
+  std::memcpy(me.handled.data(), abi::__cxa_get_globals(), me.handled.size());
+#if defined(__SANITIZE_ADDRESS__)
+  // The stack of the thread itself is known to the sanitizer already.
+  __sanitizer_start_switch_fiber(me.ended ? nullptr : &me.fake_stack, nullptr, 0);
+#elif defined(__SANITIZE_THREAD__)
+  __tsan_switch_to_fiber(main_->sanitized, __tsan_switch_to_fiber_no_sync);
+#endif
+  swapcontext(&me.context, &main_->context);
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(me.fake_stack, nullptr, nullptr);
+#endif
+}
+
+Scheduler::Fiber* Scheduler::find(uint64_t thread) const {
+  for (const auto& each : fibers_)
+    if (each->id == thread) return each.get();
+  return nullptr;
+}
+
+size_t Scheduler::threads_of(uint64_t process) const {
+  return static_cast<size_t>(std::count_if(fibers_.begin(), fibers_.end(), [&](const auto& each) {
+    return each->process == process && !each->ended;
+  }));
+}
+
+Scheduler::Fiber* Scheduler::choose() {
+  std::array<Fiber*, 512> able;
+  size_t count = 0;
+  for (const auto& each : fibers_) {
+    if (!each->ready || each->ended || count == able.size()) continue;
+    if (std::find(frozen_.begin(), frozen_.end(), each->process) == frozen_.end()) able[count++] = each.get();
+  }
+  return count == 0 ? nullptr : able[random_() % count];
+}
+
+// To the next moment at which something happens by itself. False where there is none.
+bool Scheduler::advance(TimePoint limit) {
+  TimePoint next = events_.empty() ? TimePoint::max() : events_.begin()->first;
+  for (const auto& each : fibers_) {
+    if (each->ready || each->ended) continue;
+    if (std::find(frozen_.begin(), frozen_.end(), each->process) == frozen_.end())
+      next = std::min(next, each->limit);
+  }
+  if (next == TimePoint::max()) return false;
+  time_ = std::max(time_, next);
+  if (time_ > limit)
+    throw Violation(fmt::format("after {} s of virtual time threads still wait",
+                                std::chrono::duration_cast<std::chrono::seconds>(elapsed()).count()));
+  return true;
+}
+
+void Scheduler::run(Clock::duration duration) {
+  const TimePoint limit = time_ + duration;
+  for (;;) {
+    while (!events_.empty() && events_.begin()->first <= time_) {
+      const auto event = std::move(events_.begin()->second);
+      events_.erase(events_.begin());
+      event();
+    }
+    for (const auto& each : fibers_) {
+      if (!each->ready && each->limit <= time_) {
+        each->ready = true;
+        each->told = false;
+      }
+    }
+    Fiber* const next = choose();
+    if (next) {
+      time_ += std::chrono::microseconds(draw(1, 5));
+      switch_to(*next);
+      if (next->ended) std::erase_if(fibers_, [&](const auto& each) { return each.get() == next; });
+      if (thrown_) std::rethrow_exception(std::exchange(thrown_, nullptr));
+    } else if (fibers_.empty()) {
+      return;
+    } else if (!advance(limit)) {
+      throw Violation(fmt::format("{} threads wait for ever", fibers_.size()));
+    }
+  }
+}
+
+bool Scheduler::block(const void* on, TimePoint limit) {
+  Fiber& me = *running_;
+  me.on = on;
+  me.limit = limit;
+  me.ready = false;
+  me.told = false;
+  switch_back();
+  me.on = nullptr;
+  me.limit = TimePoint::max();
+  return me.told;
+}
+
+void Scheduler::yield() { switch_back(); }
+
+void Scheduler::lock(const Mutex& mutex) {
+  if (chance(8)) yield();
+  while (std::find(held_.begin(), held_.end(), &mutex) != held_.end()) block(&mutex, TimePoint::max());
+  held_.push_back(&mutex);
+}
+
+void Scheduler::unlock(const Mutex& mutex) noexcept {
+  held_.erase(std::find(held_.begin(), held_.end(), &mutex));
+  for (const auto& each : fibers_)
+    if (each->on == &mutex) each->ready = each->told = true;
+}
+
+bool Scheduler::wait(const Condition& condition, TimePoint limit) {
+  if (limit <= time_) {
+    yield();
+    return false;
+  }
+  if (chance(50)) {  // as the standard allows
+    yield();
+    return true;
+  }
+  return block(&condition, limit);
+}
+
+void Scheduler::notify(const Condition& condition, bool all) noexcept {
+  std::vector<Fiber*> waiting;
+  for (const auto& each : fibers_)
+    if (each->on == &condition && !each->ready) waiting.push_back(each.get());
+  if (waiting.empty()) return;
+  if (!all) waiting = {waiting[random_() % waiting.size()]};
+  for (Fiber* const each : waiting) each->ready = each->told = true;
+}
+
+void Scheduler::sleep_until(TimePoint limit) {
+  if (limit <= time_) return yield();
+  block(nullptr, limit);
+}
+
+void Scheduler::join(uint64_t thread) {
+  while (Fiber* const other = find(thread)) {
+    if (other->ended) return;
+    block(other, TimePoint::max());
+  }
+}
+
+void Scheduler::freeze(uint64_t process) {
+  frozen_.push_back(process);
+  if (running_ && running_->process == process) yield();
+}
+
+void Scheduler::thaw(uint64_t process) { std::erase(frozen_, process); }
+
+void Scheduler::at(TimePoint when, std::function<void()> event) { events_.emplace(when, std::move(event)); }
+
+}  // namespace meshcast::simulation

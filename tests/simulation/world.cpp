@@ -1,0 +1,282 @@
+#include "simulation/world.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include <fmt/format.h>
+
+namespace meshcast::simulation {
+
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+// Requests over one connection come one after the other, as torch's do.
+class Storage::Connection final : public Store {
+ public:
+  explicit Connection(Storage& storage) : storage_(storage) {}
+
+  void set(const std::string& key, const std::string& value) override {
+    const std::lock_guard lock(mutex_);
+    storage_.request();
+    storage_.content_[key] = value;
+    answer();
+  }
+  std::string compare_set(const std::string& key, const std::string& expected,
+                          const std::string& desired) override {
+    const std::lock_guard lock(mutex_);
+    storage_.request();
+    const auto found = storage_.content_.find(key);
+    std::string out = expected;
+    if (found != storage_.content_.end()) {
+      if (found->second == expected) found->second = desired;
+      out = found->second;
+    } else if (expected.empty()) {
+      storage_.content_[key] = out = desired;
+    }
+    answer();
+    return out;
+  }
+  int64_t add(const std::string& key, int64_t count) override {
+    const std::lock_guard lock(mutex_);
+    storage_.request();
+    std::string& value = storage_.content_[key];
+    const int64_t sum = (value.empty() ? 0 : std::stoll(value)) + count;
+    value = std::to_string(sum);
+    answer();
+    return sum;
+  }
+  void erase(const std::string& key) override {
+    const std::lock_guard lock(mutex_);
+    storage_.request();
+    storage_.content_.erase(key);
+    answer();
+  }
+  const void* connection() const override { return this; }
+
+ private:
+  void answer() { sleep_for(microseconds(storage_.scheduler_.draw(20, 100))); }
+
+  Storage& storage_;
+  Mutex mutex_;
+};
+
+std::shared_ptr<Store> Storage::connect() { return std::make_shared<Connection>(*this); }
+
+void Storage::request() {
+  ++requests_;
+  const bool slow = health_ == Health::Slow;
+  sleep_for(microseconds(slow ? scheduler_.draw(1000, 60000) : scheduler_.draw(20, 100)));
+  while (health_ == Health::Frozen) sleep_for(milliseconds(50));
+  if (health_ == Health::Dead) throw std::runtime_error("connection to the store closed");
+}
+
+void Storage::become(Health health) {
+  if (health_ != Health::Dead) health_ = health;
+}
+
+// One rank's end. What ends is told by a thread of its own.
+class Network::Endpoint final : public Transport, public std::enable_shared_from_this<Endpoint> {
+ public:
+  Endpoint(Network& network, int rank) : network_(network), rank_(rank), told_(network.ranks_.size()) {
+    teller_ = Thread([this] { tell(); });
+  }
+  ~Endpoint() override { Endpoint::shutdown(); }
+
+  void send(const Envelope& to, int64_t nbytes, std::unique_ptr<Outgoing> message) override {
+    post({rank_, to.peer, to.key}, to.peer, {nbytes, std::move(message), nullptr}, sends_);
+  }
+  void recv(const Envelope& from, int64_t nbytes, std::unique_ptr<Incoming> message) override {
+    post({from.peer, rank_, from.key}, from.peer, {nbytes, nullptr, std::move(message)}, recvs_);
+  }
+  void drive(const std::function<bool()>& /*done*/, TimePoint /*limit*/) override {}
+  void wake() noexcept override {}
+
+  std::string lost(int peer) override {
+    if (peer == rank_ || !network_.link(rank_, peer).noticed) return {};
+    return "the connection was lost";
+  }
+  void leave_because(const std::string& why) noexcept override { why_ = why; }
+  std::string told(int peer) override { return told_[static_cast<size_t>(peer)]; }
+  bool anybody_told() const noexcept override {
+    return std::any_of(told_.begin(), told_.end(), [](const auto& text) { return !text.empty(); });
+  }
+
+  void abort() noexcept override {
+    if (std::exchange(aborted_, true)) return;
+    const TransportError error(TransportError::Cause::Aborted, "aborted");
+    for (auto* const waiting : {&sends_, &recvs_}) {
+      for (auto& [key, pending] : *waiting) end(pending, peer_of(key), error);
+      waiting->clear();
+    }
+    for (size_t peer = 0; peer < told_.size(); ++peer) {
+      if (static_cast<int>(peer) == rank_ || network_.link(rank_, static_cast<int>(peer)).cut) continue;
+      network_.scheduler_.at(Clock::now() + delay(), [&network = network_, peer, from = rank_, why = why_] {
+        if (network.link(static_cast<int>(peer), from).cut) return;
+        if (const auto other = network.ranks_[peer].lock()) other->peer_left(from, why);
+      });
+    }
+  }
+
+  void shutdown() override {
+    abort();
+    std::unique_lock lock(mutex_);
+    closed_ = true;
+    changed_.notify_all();
+    lock.unlock();
+    if (teller_.joinable()) teller_.join();
+  }
+
+  // Between threads, as the rest: they change what no thread is in the middle of.
+  void peer_left(int peer, const std::string& why) {
+    told_[static_cast<size_t>(peer)] = why;
+    left_.push_back(peer);
+    break_with(peer, TransportError(TransportError::Cause::Closed, "the peer has left", why));
+  }
+  void lose(int peer) {
+    break_with(peer, TransportError(TransportError::Cause::Closed, "the connection was lost"));
+  }
+  size_t pending() const { return sends_.size() + recvs_.size() + ended_.size(); }
+
+ private:
+  friend class Network;
+  struct Pending {
+    int64_t nbytes = 0;
+    std::unique_ptr<Outgoing> out;
+    std::unique_ptr<Incoming> in;
+    TimePoint ready{};
+
+    std::shared_ptr<Message> message() {
+      return out ? std::shared_ptr<Message>(std::move(out)) : std::shared_ptr<Message>(std::move(in));
+    }
+  };
+  struct Ended {
+    std::shared_ptr<Message> message;
+    int peer = -1;
+    std::optional<TransportError> error;
+  };
+  using Waiting = std::map<Key, Pending>;
+
+  Clock::duration delay() { return microseconds(network_.scheduler_.draw(20, 400)); }
+  int peer_of(const Key& key) const { return std::get<0>(key) == rank_ ? std::get<1>(key) : std::get<0>(key); }
+
+  void post(const Key& key, int peer, Pending mine, Waiting& waiting) {
+    network_.scheduler_.yield();
+    const auto& link = network_.link(rank_, peer);
+    const bool left = std::find(left_.begin(), left_.end(), peer) != left_.end();
+    if (aborted_) return end(mine, peer, TransportError(TransportError::Cause::Aborted, "aborted"));
+    if (link.noticed) return end(mine, peer, TransportError(TransportError::Cause::Closed, "the connection was lost"));
+    if (left)
+      return end(mine, peer, TransportError(TransportError::Cause::Closed, "the peer has left",
+                                            told_[static_cast<size_t>(peer)]));
+    if (!waiting.emplace(key, std::move(mine)).second)
+      throw Violation(fmt::format("rank {}: two messages in flight have one key", rank_));
+    network_.scheduler_.at(Clock::now() + delay(), [&network = network_, key] { network.match(key); });
+  }
+
+  void break_with(int peer, const TransportError& error) {
+    for (auto* const waiting : {&sends_, &recvs_}) {
+      for (auto it = waiting->begin(); it != waiting->end();) {
+        if (peer_of(it->first) != peer) {
+          ++it;
+          continue;
+        }
+        end(it->second, peer, error);
+        it = waiting->erase(it);
+      }
+    }
+  }
+
+  void end(Pending& pending, int peer, std::optional<TransportError> error) {
+    ended_.push_back({pending.message(), peer, std::move(error)});
+    changed_.notify_all();
+    if (!network_.scheduler_.inside()) network_.scheduler_.notify(changed_, true);
+  }
+
+  void tell() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      while (!closed_ && ended_.empty()) changed_.wait(lock);
+      if (ended_.empty()) return;
+      Ended next = std::move(ended_.front());
+      ended_.pop_front();
+      lock.unlock();
+      if (next.error) {
+        next.message->failed(next.peer, *next.error);
+      } else {
+        next.message->finished();
+      }
+      next.message.reset();
+      lock.lock();
+    }
+  }
+
+  Network& network_;
+  const int rank_;
+  Waiting sends_;
+  Waiting recvs_;
+  std::deque<Ended> ended_;
+  std::vector<std::string> told_;
+  std::vector<int> left_;
+  std::string why_;
+  bool aborted_ = false;
+  bool closed_ = false;
+  Mutex mutex_;
+  Condition changed_;
+  Thread teller_;
+};
+
+Network::Network(Scheduler& scheduler, int ranks) : scheduler_(scheduler), ranks_(static_cast<size_t>(ranks)) {}
+Network::~Network() = default;
+
+std::shared_ptr<Transport> Network::join(int rank) {
+  auto made = std::make_shared<Endpoint>(*this, rank);
+  ranks_[static_cast<size_t>(rank)] = made;
+  return made;
+}
+
+void Network::match(const Key& key) {
+  const auto& [from, to, number] = key;
+  const auto sender = ranks_[static_cast<size_t>(from)].lock();
+  const auto receiver = ranks_[static_cast<size_t>(to)].lock();
+  if (!sender || !receiver || link(from, to).cut) return;
+  const auto sent = sender->sends_.find(key);
+  const auto received = receiver->recvs_.find(key);
+  if (sent == sender->sends_.end() || received == receiver->recvs_.end()) return;
+  if (sent->second.nbytes != received->second.nbytes)
+    throw Violation(fmt::format("a message of {} bytes from rank {} met a receive of {} at rank {}",
+                                sent->second.nbytes, from, received->second.nbytes, to));
+  std::vector<std::byte> bytes(static_cast<size_t>(sent->second.nbytes));
+  const int64_t half = sent->second.nbytes / 2;
+  sent->second.out->read(0, half, bytes.data());
+  sent->second.out->read(half, sent->second.nbytes - half, bytes.data() + half);
+  received->second.in->write(0, sent->second.nbytes, bytes.data());
+  sender->end(sent->second, to, std::nullopt);
+  receiver->end(received->second, from, std::nullopt);
+  sender->sends_.erase(sent);
+  receiver->recvs_.erase(received);
+}
+
+void Network::cut(int one, int other, std::optional<Clock::duration> noticed) {
+  link(one, other).cut = true;
+  if (noticed) scheduler_.at(Clock::now() + *noticed, [this, one, other] { notice(one, other); });
+}
+
+void Network::notice(int one, int other) {
+  link(one, other).noticed = true;
+  if (const auto end = ranks_[static_cast<size_t>(one)].lock()) end->lose(other);
+  if (const auto end = ranks_[static_cast<size_t>(other)].lock()) end->lose(one);
+}
+
+void Network::kill(int rank, Clock::duration noticed) {
+  for (int other = 0; other < static_cast<int>(ranks_.size()); ++other)
+    if (other != rank) cut(rank, other, noticed);
+}
+
+size_t Network::in_flight() const {
+  size_t out = 0;
+  for (const auto& each : ranks_)
+    if (const auto end = each.lock()) out += end->pending();
+  return out;
+}
+
+}  // namespace meshcast::simulation

@@ -1,0 +1,77 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "group/store.h"
+#include "simulation/scheduler.h"
+#include "transport/transport.h"
+
+namespace meshcast::simulation {
+
+// The process of a rank, as the scheduler numbers it.
+inline uint64_t process_of(int rank) { return static_cast<uint64_t>(rank) + 1; }
+
+// The store of a program, and what befalls it.
+class Storage {
+ public:
+  enum class Health : uint8_t { Well, Slow, Frozen, Dead };
+
+  explicit Storage(Scheduler& scheduler) : scheduler_(scheduler) {}
+  std::shared_ptr<Store> connect();  // a connection of its own
+
+  // Dead: from here on every request fails at once, also those that hang; it stays so.
+  void become(Health health);
+  uint64_t requests() const { return requests_; }
+  const std::map<std::string, std::string>& content() const { return content_; }
+
+ private:
+  class Connection;
+  void request();  // takes its time; throws where the store is dead
+
+  Scheduler& scheduler_;
+  Health health_ = Health::Well;
+  std::map<std::string, std::string> content_;
+  uint64_t requests_ = 0;
+};
+
+// The network between the ranks of a group. Messages are matched by rank and key, and take some time. A link may
+// be cut, after which nothing arrives; a rank may die. Both ends learn of that after a while, or never.
+class Network {
+ public:
+  Network(Scheduler& scheduler, int ranks);
+  ~Network();
+
+  std::shared_ptr<Transport> join(int rank);
+  // From here on nothing passes between the two. noticed: after this time both see it; none: never.
+  void cut(int one, int other, std::optional<Clock::duration> noticed);
+  void kill(int rank, Clock::duration noticed);  // all its links
+  size_t in_flight() const;                      // messages that have not ended
+
+ private:
+  class Endpoint;
+  struct Link {
+    bool cut = false;
+    bool noticed = false;
+  };
+  using Key = std::tuple<int, int, uint64_t>;  // from, to, key
+
+  Link& link(int one, int other) { return links_[{std::min(one, other), std::max(one, other)}]; }
+  void notice(int one, int other);
+  void match(const Key& key);
+
+  Scheduler& scheduler_;
+  std::vector<std::weak_ptr<Endpoint>> ranks_;
+  std::map<std::pair<int, int>, Link> links_;
+};
+
+}  // namespace meshcast::simulation
