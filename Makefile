@@ -11,6 +11,8 @@
 #   WHEELS           wheels to build, e.g. WHEELS="2.15.0:3.13:cpu"      default those of tools/wheels.py
 #   MATRIX           pairs for test-matrix, e.g. MATRIX="2.15.0:3.13"     default those of tools/matrix.py
 #   CLIENTS          packages for test-clients, e.g. CLIENTS="torchft"   default all
+#   SIMULATE_SECONDS how long `make simulate` draws programs             default 600, and 100,000 programs at least
+#   SIMULATE_SEED    the first of its seeds                              default 1
 #   FAULT_SECONDS    how long `make test-faults` makes ranks fail        default 1800
 #   PYTEST_ARGS      more arguments for pytest, e.g. PYTEST_ARGS="-k halo"
 SHELL := /bin/bash
@@ -28,6 +30,8 @@ FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
 FUZZ_RUNS ?= 0
 FAULT_SECONDS ?= 1800
+SIMULATE_SECONDS ?= 600
+SIMULATE_SEED ?= 1
 
 VENV := .venv
 PY := $(abspath $(VENV)/bin/python)
@@ -40,10 +44,10 @@ CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix
 LOCK := flock build/.lock
 
 .DEFAULT_GOAL := build
-.PHONY: build faults cuda-check on-gpu demo test test-all test-faults test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint analyze metrics format asan tsan clean configure help
+.PHONY: build faults cuda-check on-gpu demo test test-all test-faults simulate simulate-mutants test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint analyze metrics format asan tsan clean configure help
 
 help:
-	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build faults cuda-check on-gpu demo test test-all test-faults test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint analyze metrics format asan tsan clean'
+	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build faults cuda-check on-gpu demo test test-all test-faults simulate simulate-mutants test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint analyze metrics format asan tsan clean'
 
 # ---- set-up ----------------------------------------------------------------------------------------------
 
@@ -133,11 +137,21 @@ wheels:
 release-check:
 	@$(PYTHON) tools/release_check.py
 
+# Groups of ranks in one process and in virtual time, for SIMULATE_SECONDS: drawn calls, refusals and faults.
+simulate: configure
+	@$(LOCK) cmake --build build/release -j$(JOBS) --target meshcast_simulate
+	build/release/meshcast_simulate --seconds $(SIMULATE_SECONDS) --programs 100000 --first-seed $(SIMULATE_SEED) --jobs $(JOBS)
+
+# Whether the simulation notices faults that are planted in the core, one after the other.
+simulate-mutants: $(VENV)/.stamp-build
+	@$(PY) tests/simulation/mutants.py --jobs $(JOBS)
+
 asan tsan: $(VENV)/.stamp-build
 	@mkdir -p build && tools/ensure_catch2.sh
 	@$(LOCK) cmake --preset $@ $(CONFIGURE) >build/configure-$@.log 2>&1 || { cat build/configure-$@.log; exit 1; }
-	$(LOCK) cmake --build build/$@ -j$(JOBS) --target meshcast_tests
+	$(LOCK) cmake --build build/$@ -j$(JOBS) --target meshcast_tests meshcast_simulate
 	build/$@/meshcast_tests
+	build/$@/meshcast_simulate --programs 5000 --jobs $(JOBS)
 
 # Ranks that fail at every moment, FAULT_SECONDS of it, then refused calls and ways to end, as many in proportion.
 test-faults: build faults $(VENV)/.stamp-dev

@@ -33,7 +33,7 @@ def run(command: list[str | Path]) -> tuple[int, str]:
 def cpp_files() -> list[str]:
     return sorted(
         str(path.relative_to(ROOT))
-        for folder in ("csrc", "tests/cpp")
+        for folder in ("csrc", "tests/cpp", "tests/simulation")
         for suffix in ("*.h", "*.cpp", "*.cu", "*.cuh")
         for path in (ROOT / folder).rglob(suffix)
     )

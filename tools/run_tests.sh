@@ -11,8 +11,9 @@ status=0
 if tools/ensure_catch2.sh; then
   # The build folder may have been configured before Catch2 came.
   [ -e build/release/meshcast_tests ] || cmake build/release >/dev/null || status=1
-  flock build/.lock cmake --build build/release -j"${JOBS:-2}" --target meshcast_tests || status=1
+  flock build/.lock cmake --build build/release -j"${JOBS:-2}" --target meshcast_tests meshcast_simulate || status=1
   [ $status = 0 ] && { build/release/meshcast_tests | tee build/cpp_tests.log; status=${PIPESTATUS[0]}; }
+  [ $status = 0 ] && { build/release/meshcast_simulate --programs 20000 --jobs "${JOBS:-2}" || status=1; }
   [ $status = 0 ] && [ "$scope" = all ] && { build/release/meshcast_tests "[slow]" || status=1; }
   cpp_result=$([ $status = 0 ] && grep -E "passed|failed|No tests ran" build/cpp_tests.log | tail -n 1 || echo "FAILED")
   # A suite without a single case would pass silently.

@@ -16,10 +16,10 @@
 #include "binding/bind.h"
 #include "binding/core_binding.h"
 #include "c10d/c10d_store.h"
-#include "c10d/tensor_group.h"
 #include "c10d/c10d_transport.h"
 #include "c10d/process_group/pending_work.h"
 #include "c10d/process_group/process_group.h"
+#include "c10d/tensor_group.h"
 #include "memory/digest.h"
 #include "plan/plan.h"
 #include "run/executor.h"
@@ -236,8 +236,8 @@ void bind_runtime(py::module_& m) {
       [](const c10::intrusive_ptr<c10d::Store>& store, int32_t rank, const py::object& raised) {
         const Error error = error_from(raised);
         const py::gil_scoped_release no_gil;
-        Bulletin(store_of(store)).settle_cause(
-            {static_cast<int32_t>(error.kind()), rank, error.context().peer, error.what()});
+        Bulletin(store_of(store))
+            .settle_cause({static_cast<int32_t>(error.kind()), rank, error.context().peer, error.what()});
       },
       py::arg("store"), py::arg("rank"), py::arg("error"));
 
@@ -261,8 +261,9 @@ void bind_runtime(py::module_& m) {
       .def(py::init([](std::shared_ptr<Transport> network, const c10::intrusive_ptr<c10d::Store>& store,
                        std::vector<int32_t> ranks, int32_t rank, std::string name, SharedMemory* local) {
              const py::gil_scoped_release construct_without_gil;
-             return owned(new TensorGroup(std::move(network), store_of(store), {std::move(ranks), rank, std::move(name)},
-                                        local ? local->take() : LocalRanks{}));
+             return owned(new TensorGroup(std::move(network), store_of(store),
+                                          {std::move(ranks), rank, std::move(name)},
+                                          local ? local->take() : LocalRanks{}));
            }),
            py::arg("network"), py::arg("store"), py::arg("ranks"), py::arg("rank"), py::arg("name"),
            py::arg("shared_memory") = nullptr)
@@ -304,8 +305,8 @@ void bind_runtime(py::module_& m) {
           "start",
           [](TensorGroup& self, const AgreedPlan& agreed, int64_t ordinal, bool reverse, OptionalTensors src,
              OptionalTensors dst, double timeout) {
-            return self.start_tensors(agreed,
-                              {ordinal, reverse, std::move(src), std::move(dst), checked_timeout(timeout)});
+            return self.start_tensors(
+                agreed, {ordinal, reverse, std::move(src), std::move(dst), checked_timeout(timeout)});
           },
           py::arg("agreed"), py::arg("ordinal"), py::arg("reverse"), py::arg("src"), py::arg("dst"),
           py::arg("timeout"), NoGil());

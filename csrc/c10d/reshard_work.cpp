@@ -4,9 +4,9 @@
 
 #include <fmt/format.h>
 
-#include "group/watcher.h"
 #include "common/error.h"
 #include "common/signals.h"
+#include "group/watcher.h"
 #include "run/executor.h"
 
 namespace meshcast {

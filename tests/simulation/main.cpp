@@ -1,4 +1,6 @@
 // Draws programs of calls and faults, runs them in virtual time, and stops at the first that lacks a property.
+#include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
@@ -6,7 +8,9 @@
 #include <functional>
 #include <iostream>
 #include <map>
+#include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
@@ -20,13 +24,23 @@ namespace {
 using namespace meshcast::simulation;
 
 constexpr const char* kUsage =
-    "simulate [--programs N] [--seconds S] [--first-seed N] [--jobs J] | --seed N [--shrink]\n"
+    "simulate [--programs N] [--seconds S] [--first-seed N] [--jobs J] [--progress] | --seed N [--shrink]\n"
     "  --programs N    programs to run, default 20000\n"
-    "  --seconds S     for so long instead, and at least as many programs as --programs says if that is given\n"
+    "  --seconds S     goes on for so long, default 0\n"
     "  --first-seed N  default 1\n"
     "  --jobs J        processes that share the work, default 1\n"
+    "  --progress      prints every tenth seed as it comes\n"
     "  --seed N        one program: prints it and what came of it\n"
     "  --shrink        makes a program that fails smaller\n";
+
+std::string read_all(int fd) {
+  std::string out;
+  std::array<char, 4096> buffer;
+  for (ssize_t got = 0; (got = read(fd, buffer.data(), buffer.size())) > 0;)
+    out.append(buffer.data(), static_cast<size_t>(got));
+  close(fd);
+  return out;
+}
 
 // In a process of its own: one that fails leaves threads in the middle.
 std::string failure_of(const Program& program) {
@@ -40,10 +54,7 @@ std::string failure_of(const Program& program) {
     _exit(wrote < 0);
   }
   close(ends[1]);
-  std::string out;
-  char buffer[4096];
-  for (ssize_t got = 0; (got = read(ends[0], buffer, sizeof(buffer))) > 0;) out.append(buffer, static_cast<size_t>(got));
-  close(ends[0]);
+  const std::string out = read_all(ends[0]);
   int status = 0;
   waitpid(child, &status, 0);
   return WIFSIGNALED(status) ? fmt::format("signal {}", WTERMSIG(status)) : out;
@@ -82,38 +93,110 @@ int show(uint64_t seed, bool shrinks) {
   if (shrinks && !failure_of(program).empty()) program = shrink(std::move(program));
   std::cout << describe(program) << std::flush;
   const Outcome outcome = run_program(program);
-  for (const auto& [end, count] : outcome.ends) std::cout << "  " << count << " calls of ranks: " << end << "\n";
-  std::cout << fmt::format("  {:.3f} s of virtual time, {} hand-overs, {} requests to the store\n", outcome.seconds,
-                           outcome.hand_overs, outcome.requests);
+  for (const auto& [end, count] : outcome.ends)
+    std::cout << "  " << count << " calls of ranks: " << end << "\n";
+  std::cout << fmt::format("  {:.3f} s of virtual time, {} hand-overs, {} requests to the store\n",
+                           outcome.seconds, outcome.hand_overs, outcome.requests);
   std::cout << (outcome.violation.empty() ? "holds" : "FAILS: " + outcome.violation) << std::endl;
   std::_Exit(outcome.violation.empty() ? 0 : 1);
 }
 
-int run(uint64_t first, uint64_t step, uint64_t programs, double seconds) {
+// Counts of what was drawn, and of how calls ended then; as lines "row<tab>column<tab>count".
+class Table {
+ public:
+  void add(const std::string& row, const std::string& column, int64_t count) { counts_[row][column] += count; }
+  std::string lines() const {
+    std::string out;
+    for (const auto& [row, columns] : counts_)
+      for (const auto& [column, count] : columns) out += fmt::format("{}\t{}\t{}\n", row, column, count);
+    return out;
+  }
+  void add_lines(const std::string& text) {
+    std::istringstream in(text);
+    std::string row;
+    std::string column;
+    for (std::string count;
+         std::getline(in, row, '\t') && std::getline(in, column, '\t') && std::getline(in, count);)
+      add(row, column, std::stoll(count));
+  }
+  void print() const {
+    constexpr std::array<const char*, 8> columns{
+        "programs",      "success",      "LayoutError",  "PlanMismatchError", "DeadlineExceededError",
+        "PeerLostError", "AbortedError", "MeshcastError"};
+    std::cout << fmt::format("{:18}", "drawn");
+    for (const char* column : columns) std::cout << fmt::format(" {:>{}}", column, width(column));
+    std::cout << "\n";
+    for (const auto& [row, found] : counts_) {
+      std::cout << fmt::format("{:18}", row);
+      for (const char* column : columns) {
+        const auto it = found.find(column);
+        std::cout << fmt::format(" {:>{}}", it == found.end() ? 0 : it->second, width(column));
+      }
+      std::cout << "\n";
+    }
+    std::cout << std::flush;
+  }
+
+ private:
+  static size_t width(const char* column) { return std::max<size_t>(9, std::strlen(column)); }
+  std::map<std::string, std::map<std::string, int64_t>> counts_;
+};
+
+// Until `programs` and `seconds` are over. False at a program that lacks a property, which it prints.
+bool run(uint64_t first, uint64_t step, uint64_t programs, double seconds, bool progress, Table& table) {
   const auto begun = std::chrono::steady_clock::now();
-  const auto spent = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count(); };
-  std::map<std::string, int64_t> ends;
+  const auto spent = [&] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+  };
   uint64_t done = 0;
-  uint64_t hand_overs = 0;
-  double simulated = 0;
   for (uint64_t seed = first; done < programs || spent() < seconds; seed += step, ++done) {
     alarm(120);  // of real time, for one program
-    const Outcome outcome = run_program(draw_program(seed));
+    if (progress && done % 10 == 0) std::cout << "at " << seed << std::endl;
+    const Program program = draw_program(seed);
+    const Outcome outcome = run_program(program);
     if (!outcome.violation.empty()) {
-      std::cout << describe(draw_program(seed)) << "FAILS: " << outcome.violation << "\nagain: simulate --seed " << seed
+      std::cout << describe(program) << "FAILS: " << outcome.violation << "\nagain: simulate --seed " << seed
                 << " --shrink" << std::endl;
-      std::_Exit(1);
+      return false;
     }
-    for (const auto& [end, count] : outcome.ends) ends[end] += count;
-    hand_overs += outcome.hand_overs;
-    simulated += outcome.seconds;
+    auto rows = kinds_of(program);
+    rows.emplace_back("~ all");  // sorts behind the others
+    for (const std::string& row : rows) {
+      table.add(row, "programs", 1);
+      for (const auto& [end, count] : outcome.ends) table.add(row, end, count);
+    }
+    table.add("~ all", "hand-overs", static_cast<int64_t>(outcome.hand_overs));
   }
-  std::string line = fmt::format("{} programs in {:.1f} s ({:.0f} s of virtual time, {} hand-overs):", done, spent(),
-                                 simulated, hand_overs);
-  for (const auto& [end, count] : ends) line += fmt::format(" {} {},", count, end);
-  line.back() = '\n';
-  std::cout << line << std::flush;
-  return 0;
+  return true;
+}
+
+// The same in processes of their own. False where one of them found something, or ended by itself.
+bool run_beside(uint64_t first, uint64_t jobs, uint64_t programs, double seconds, bool progress, Table& table) {
+  std::vector<std::pair<pid_t, int>> children;
+  std::cout.flush();
+  for (uint64_t job = 0; job < jobs; ++job) {
+    int ends[2];
+    if (pipe(ends) != 0) return false;
+    const pid_t child = fork();
+    if (child == 0) {
+      Table mine;
+      const bool held = run(first + job, jobs, (programs + jobs - 1) / jobs, seconds, progress, mine);
+      const std::string text = mine.lines();
+      const auto wrote = write(ends[1], text.data(), text.size());
+      std::_Exit(held && wrote == static_cast<ssize_t>(text.size()) ? 0 : 1);
+    }
+    close(ends[1]);
+    children.emplace_back(child, ends[0]);
+  }
+  bool held = true;
+  for (const auto& [child, end] : children) {
+    table.add_lines(read_all(end));
+    int status = 0;
+    waitpid(child, &status, 0);
+    held = held && status == 0;
+    if (WIFSIGNALED(status)) std::cout << "a process ended by signal " << WTERMSIG(status) << std::endl;
+  }
+  return held;
 }
 
 }  // namespace
@@ -125,10 +208,15 @@ int main(int argc, char** argv) {
   uint64_t jobs = 1;
   double seconds = 0;
   bool shrinks = false;
+  bool progress = false;
   for (int i = 1; i < argc; ++i) {
     const std::string option = argv[i];
     if (option == "--shrink") {
       shrinks = true;
+      continue;
+    }
+    if (option == "--progress") {
+      progress = true;
       continue;
     }
     const char* const value = i + 1 < argc ? argv[++i] : nullptr;
@@ -154,20 +242,13 @@ int main(int argc, char** argv) {
     }
   }
   if (seed != 0) return show(seed, shrinks);
-  if (jobs == 1) return run(first, 1, programs, seconds);
-  std::vector<pid_t> children;
-  for (uint64_t job = 0; job < jobs; ++job) {
-    const pid_t child = fork();
-    if (child == 0) std::exit(run(first + job, jobs, (programs + jobs - 1) / jobs, seconds));
-    children.push_back(child);
-  }
-  int failed = 0;
-  for (const pid_t child : children) {
-    int status = 0;
-    waitpid(child, &status, 0);
-    if (status == 0) continue;
-    failed = 1;
-    if (WIFSIGNALED(status)) std::cout << "a process ended by signal " << WTERMSIG(status) << std::endl;
-  }
-  return failed;
+  const auto begun = std::chrono::steady_clock::now();
+  Table table;
+  const bool held = jobs == 1 ? run(first, 1, programs, seconds, progress, table)
+                              : run_beside(first, jobs, programs, seconds, progress, table);
+  if (!held) std::_Exit(1);  // threads are in the middle
+  table.print();
+  std::cout << fmt::format("all have their properties; {:.0f} s\n",
+                           std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count());
+  return 0;
 }

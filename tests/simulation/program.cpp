@@ -51,6 +51,7 @@ struct Ending {
   std::optional<ErrorKind> error;
   int32_t peer = -1;
   std::string text;
+  Clock::duration at{};
 };
 
 class Run {
@@ -141,23 +142,17 @@ class Run {
             if (!dead_.count(fault.rank)) scheduler_.thaw(process_of(fault.rank));
           });
           break;
-        case Fault::Kind::Cut:
-          network_.cut(fault.rank, fault.other, lasts);
-          break;
-        case Fault::Kind::CutUnseen:
-          network_.cut(fault.rank, fault.other, std::nullopt);
-          break;
+        case Fault::Kind::Cut: network_.cut(fault.rank, fault.other, lasts); break;
+        case Fault::Kind::CutUnseen: network_.cut(fault.rank, fault.other, std::nullopt); break;
         case Fault::Kind::StoreSlow:
         case Fault::Kind::StoreFrozen:
-          storage_.become(fault.kind == Fault::Kind::StoreSlow ? Storage::Health::Slow : Storage::Health::Frozen);
+          storage_.become(fault.kind == Fault::Kind::StoreSlow ? Storage::Health::Slow
+                                                               : Storage::Health::Frozen);
           scheduler_.at(when + lasts, [this] { storage_.become(Storage::Health::Well); });
           break;
-        case Fault::Kind::StoreDead:
-          storage_.become(Storage::Health::Dead);
-          break;
+        case Fault::Kind::StoreDead: storage_.become(Storage::Health::Dead); break;
         case Fault::Kind::Abort:
-        case Fault::Kind::Close:
-          break;  // a thread of the rank does it
+        case Fault::Kind::Close: break;  // a thread of the rank does it
       }
     });
   }
@@ -166,6 +161,7 @@ class Run {
   // and who waits for them.
   void leave() {
     if (--left_ > 0) return;
+    ended_ = scheduler_.elapsed();
     scheduler_.at(scheduler_.now(), [this] {
       storage_.become(Storage::Health::Dead);
       for (int rank = 0; rank < program_.ranks; ++rank) {
@@ -183,7 +179,8 @@ class Run {
                                                      GroupIdentity{ranks, rank, "simulated"});
       std::vector<Thread> others;
       for (const Fault& fault : program_.faults) {
-        if (fault.rank != rank || (fault.kind != Fault::Kind::Abort && fault.kind != Fault::Kind::Close)) continue;
+        if (fault.rank != rank || (fault.kind != Fault::Kind::Abort && fault.kind != Fault::Kind::Close))
+          continue;
         others.emplace_back([group, fault] {
           sleep_for(microseconds(fault.at));
           if (fault.kind == Fault::Kind::Abort) return group->abort("the program said so");
@@ -191,6 +188,7 @@ class Run {
         });
       }
       calls(rank, *group);
+      left_at_[rank] = scheduler_.elapsed();
       for (Thread& each : others) each.join();
       group->shutdown();
     } catch (const Error&) {
@@ -241,8 +239,12 @@ class Run {
     }
     auto plan = plans_[static_cast<size_t>(call.plan)];
     std::string descriptor = fmt::format("plan {}", call.plan);
-    if (act.kind == Act::Kind::OtherArguments && !known) descriptor += fmt::format(" of rank {}", rank);
-    if (!known) {
+    const bool other = act.kind == Act::Kind::OtherArguments;
+    if (other) {  // of a kind that is new to this rank, whatever it is to the others
+      agreed.erase(call.plan);
+      descriptor += fmt::format(" of rank {}", rank);
+    }
+    if (other || !known) {
       try {
         agreed[call.plan] = group.agree_on(id, {"reshard", descriptor}, plan, nullptr, call.limit);
       } catch (const Error& error) {
@@ -268,7 +270,8 @@ class Run {
     try {
       made.run = group.start(of, {id.ordinal, false, std::max(call.limit - made.spent, 1e-3)},
                              [&](const PlanDirection&) -> Buffers {
-                               if (act.kind == Act::Kind::RefusesToStart) throw LayoutError("its tensors are wrong");
+                               if (act.kind == Act::Kind::RefusesToStart)
+                                 throw LayoutError("its tensors are wrong");
                                Buffers buffers;
                                buffers.source = {made.source.memory};
                                buffers.destination = {made.destination.memory};
@@ -284,7 +287,8 @@ class Run {
 
   void finish(int rank, Started& part) {
     const double limit = program_.calls[part.call].limit;
-    const TimePoint last = part.begun + duration_cast<Clock::duration>(std::chrono::duration<double>(limit + 60));
+    const TimePoint last =
+        part.begun + duration_cast<Clock::duration>(std::chrono::duration<double>(limit + 60));
     if (!part.run->wait_until(last)) {
       if (gone_.count(rank)) return;  // let go of at the end
       throw Violation(fmt::format("rank {}: call {} has not ended a minute beyond its limit", rank, part.call));
@@ -302,6 +306,7 @@ class Run {
     Ending& ending = endings_[static_cast<size_t>(rank)][call];
     if (std::exchange(ending.done, true))
       throw Violation(fmt::format("rank {}: call {} ended twice", rank, call));
+    ending.at = scheduler_.elapsed();
     if (error) {
       try {
         std::rethrow_exception(error);
@@ -313,11 +318,12 @@ class Run {
     }
     double extra = 0;
     for (const Fault& fault : program_.faults)
-      if (fault.kind == Fault::Kind::Freeze && fault.rank == rank) extra += 1e-6 * static_cast<double>(fault.lasts);
+      if (fault.kind == Fault::Kind::Freeze && fault.rank == rank)
+        extra += 1e-6 * static_cast<double>(fault.lasts);
     const double limit = program_.calls[call].limit;
     if (took > limit + kBeyond + extra && !(asks && store_is_hurt()))
-      throw Violation(fmt::format("rank {}: call {} with a limit of {:.2f} s ended after {:.2f} s: {}", rank, call,
-                                  limit, took, ending.text));
+      throw Violation(fmt::format("rank {}: call {} with a limit of {:.2f} s ended after {:.2f} s: {}", rank,
+                                  call, limit, took, ending.text));
   }
 
   // Which ranks of a call do not do what the others do.
@@ -330,6 +336,11 @@ class Run {
       if (differs(i)) return true;
     return false;
   }
+  bool rank_differs_up_to(size_t call, int32_t rank) const {
+    for (size_t i = 0; i <= call; ++i)
+      if (program_.calls[i].acts[static_cast<size_t>(rank)].kind != Act::Kind::Calls) return true;
+    return false;
+  }
   bool late_up_to(size_t call) const {
     for (size_t i = 0; i <= call; ++i)
       for (const Act& act : program_.calls[i].acts)
@@ -338,8 +349,22 @@ class Run {
   }
 
   void judge() const {
+    // Who waits asks ever less often, up to some 50 times a second; an answer to each posting comes on top.
+    const auto ranks = static_cast<double>(program_.ranks);
+    const double most =
+        ranks * (60.0 * static_cast<double>(program_.calls.size() + 1) +
+                 (70.0 + 20.0 * ranks) * duration_cast<std::chrono::duration<double>>(ended_).count());
+    if (static_cast<double>(storage_.requests()) > most)
+      throw Violation(
+          fmt::format("{} requests to the store, where {:.0f} would do", storage_.requests(), most));
+    const size_t agreements = plans_.size();  // that nobody has come after to clear away
+    if (program_.faults.empty() && !differs_up_to(program_.calls.size() - 1) &&
+        !late_up_to(program_.calls.size() - 1) &&
+        storage_.content().size() > (agreements > 0 ? 2 : 0) * static_cast<size_t>(program_.ranks) + 1)
+      throw Violation(fmt::format("{} keys are left in the store", storage_.content().size()));
+    const size_t last = program_.calls.size() - 1;
     for (int rank = 0; rank < program_.ranks; ++rank) {
-      for (size_t call = 0; call < program_.calls.size(); ++call) {
+      for (size_t call = 0; call <= last; ++call) {
         const Ending& each = endings_[static_cast<size_t>(rank)][call];
         const auto wrong = [&](const std::string& why) {
           throw Violation(fmt::format("rank {}, call {}: {}: {}", rank, call, why, each.text));
@@ -354,45 +379,47 @@ class Run {
         const bool faults = !program_.faults.empty();
         switch (*each.error) {
           case ErrorKind::PlanMismatch:
-            if (!differs_up_to(call)) wrong("no rank called with other arguments");
+            // Where a later call ends the group, that is what is named.
+            if (!differs_up_to(last)) wrong("no rank called with other arguments");
+            if (each.peer >= 0 && !rank_differs_up_to(last, each.peer) && !rank_differs_up_to(last, rank))
+              wrong(fmt::format("neither rank {} nor this one called with other arguments", each.peer));
             break;
           case ErrorKind::DeadlineExceeded:
-            if (!faults && !late_up_to(call) && !differs_up_to(call)) wrong("nothing kept a rank from its limit");
+            if (!faults && !late_up_to(call) && !differs_up_to(call))
+              wrong("nothing kept a rank from its limit");
             break;
           case ErrorKind::PeerLost:
-            if (!may_be_lost(each.peer)) wrong(fmt::format("rank {} was not lost", each.peer));
+            if (!may_be_lost(each.peer, each.at)) wrong(fmt::format("rank {} was not lost", each.peer));
             break;
           case ErrorKind::Aborted:
-            if (!faults && !late_up_to(call) && !differs_up_to(call)) wrong("nobody aborted");
+            if (!faults && !late_up_to(last) && !differs_up_to(last)) wrong("nobody aborted");
             break;
           case ErrorKind::Generic:
             if (!store_is_hurt()) wrong("the store was well");
             break;
-          case ErrorKind::Layout:
-            wrong("its arguments were right");
+          case ErrorKind::Layout: wrong("its arguments were right");
         }
       }
     }
   }
 
-  bool may_be_lost(int32_t peer) const {
+  bool may_be_lost(int32_t peer, Clock::duration when) const {
     if (peer < 0) return false;
-    // A rank that could not agree, for want of the store, has gone home.
+    // A rank whose call failed may have left its group by then.
     const auto& its = endings_[static_cast<size_t>(peer)];
-    if (store_is_hurt() && std::any_of(its.begin(), its.end(), [](const Ending& each) { return each.error; }))
+    const auto left = left_at_.find(peer);
+    if (left != left_at_.end() && left->second <= when &&
+        std::any_of(its.begin(), its.end(), [](const Ending& each) { return each.error; }))
       return true;
     return std::any_of(program_.faults.begin(), program_.faults.end(), [&](const Fault& fault) {
       switch (fault.kind) {
         case Fault::Kind::Kill:
         case Fault::Kind::Close:
         case Fault::Kind::Abort:
-        case Fault::Kind::Freeze:
-          return fault.rank == peer;
+        case Fault::Kind::Freeze: return fault.rank == peer;
         case Fault::Kind::Cut:
-        case Fault::Kind::CutUnseen:
-          return fault.rank == peer || fault.other == peer;
-        default:
-          return false;
+        case Fault::Kind::CutUnseen: return fault.rank == peer || fault.other == peer;
+        default: return false;
       }
     });
   }
@@ -405,7 +432,9 @@ class Run {
   std::vector<std::vector<Ending>> endings_;
   std::set<int> gone_;  // ranks whose part is over
   std::set<int> dead_;
+  std::map<int, Clock::duration> left_at_;
   int left_ = 0;
+  Clock::duration ended_{};  // when the last of them was
 };
 
 }  // namespace
@@ -468,6 +497,16 @@ std::string describe(const Program& program) {
     out += fmt::format("  at {} us: {} (rank {}, other {}, {} us)\n", fault.at, name_of(fault.kind), fault.rank,
                        fault.other, fault.lasts);
   return out;
+}
+
+std::vector<std::string> kinds_of(const Program& program) {
+  std::set<std::string> found;
+  for (const Fault& fault : program.faults) found.insert(name_of(fault.kind));
+  for (const Call& call : program.calls)
+    for (const Act& act : call.acts)
+      if (act.kind != Act::Kind::Calls) found.insert(name_of(act.kind));
+  if (found.empty()) return {"nothing"};
+  return {found.begin(), found.end()};
 }
 
 Outcome run_program(const Program& program) { return Run(program).go(); }

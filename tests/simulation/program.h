@@ -11,10 +11,10 @@ namespace meshcast::simulation {
 struct Act {
   enum class Kind : uint8_t {
     Calls,
-    OtherArguments,   // calls with a plan of its own
-    Refuses,          // finds its own arguments wrong before the call
-    RefusesToStart,   // finds its tensors wrong once the ranks have agreed
-    NeverComes        // nor to any later call
+    OtherArguments,  // calls with a plan of its own
+    Refuses,         // finds its own arguments wrong before the call
+    RefusesToStart,  // finds its tensors wrong once the ranks have agreed
+    NeverComes       // nor to any later call
   };
   Kind kind = Kind::Calls;
   int64_t late = 0;   // microseconds before the call
@@ -33,7 +33,7 @@ struct Call {
 struct Fault {
   enum class Kind : uint8_t { Kill, Freeze, Cut, CutUnseen, StoreSlow, StoreFrozen, StoreDead, Abort, Close };
   Kind kind = Kind::Kill;
-  int64_t at = 0;     // microseconds
+  int64_t at = 0;  // microseconds
   int rank = 0;
   int other = 0;      // of a cut
   int64_t lasts = 0;  // microseconds: a frozen rank or store, a slow store; of a death or cut, until it is seen
@@ -48,11 +48,13 @@ struct Program {
 
 Program draw_program(uint64_t seed);
 std::string describe(const Program& program);
+// What was drawn: "cut", "refuses", ..., or "nothing". Sorted, each once.
+std::vector<std::string> kinds_of(const Program& program);
 
 // What came of a program.
 struct Outcome {
-  std::string violation;                 // of a property; empty: it has them all
-  std::map<std::string, int64_t> ends;   // calls by how they ended
+  std::string violation;                // of a property; empty: it has them all
+  std::map<std::string, int64_t> ends;  // calls by how they ended
   uint64_t hand_overs = 0;
   uint64_t requests = 0;  // to the store
   double seconds = 0;     // of virtual time

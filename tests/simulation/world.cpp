@@ -164,10 +164,12 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
     const auto& link = network_.link(rank_, peer);
     const bool left = std::find(left_.begin(), left_.end(), peer) != left_.end();
     if (aborted_) return end(mine, peer, TransportError(TransportError::Cause::Aborted, "aborted"));
-    if (link.noticed) return end(mine, peer, TransportError(TransportError::Cause::Closed, "the connection was lost"));
+    if (link.noticed)
+      return end(mine, peer, TransportError(TransportError::Cause::Closed, "the connection was lost"));
     if (left)
-      return end(mine, peer, TransportError(TransportError::Cause::Closed, "the peer has left",
-                                            told_[static_cast<size_t>(peer)]));
+      return end(
+          mine, peer,
+          TransportError(TransportError::Cause::Closed, "the peer has left", told_[static_cast<size_t>(peer)]));
     if (!waiting.emplace(key, std::move(mine)).second)
       throw Violation(fmt::format("rank {}: two messages in flight have one key", rank_));
     network_.scheduler_.at(Clock::now() + delay(), [&network = network_, key] { network.match(key); });

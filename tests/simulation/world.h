@@ -44,8 +44,8 @@ class Storage {
   uint64_t requests_ = 0;
 };
 
-// The network between the ranks of a group. Messages are matched by rank and key, and take some time. A link may
-// be cut, after which nothing arrives; a rank may die. Both ends learn of that after a while, or never.
+// The network between the ranks of a group. Messages are matched by rank and key, and take some time. A link
+// may be cut, after which nothing arrives; a rank may die. Both ends learn of that after a while, or never.
 class Network {
  public:
   Network(Scheduler& scheduler, int ranks);

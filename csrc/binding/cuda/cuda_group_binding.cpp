@@ -31,8 +31,8 @@ void bind_cuda_group(py::module_& m) {
       .def(py::init([](std::shared_ptr<TensorGroup> control, const c10::intrusive_ptr<c10d::Store>& store,
                        std::vector<int32_t> ranks, int32_t rank, std::string name, int device) {
              const py::gil_scoped_release construct_without_gil;
-             return owned(new GpuGroupCore(std::move(control), store_of(store), {std::move(ranks), rank, std::move(name)},
-                                           device));
+             return owned(new GpuGroupCore(std::move(control), store_of(store),
+                                           {std::move(ranks), rank, std::move(name)}, device));
            }),
            py::arg("control"), py::arg("store"), py::arg("ranks"), py::arg("rank"), py::arg("name"),
            py::arg("device"))

@@ -5,10 +5,10 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "group/refusals.h"
 #include "common/error.h"
 #include "common/fault_point.h"
 #include "common/sync.h"
+#include "group/refusals.h"
 #include "plan/hash.h"
 
 namespace meshcast {

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "group/bulletin.h"
 #include "common/error.h"
+#include "group/bulletin.h"
 #include "transport/transport.h"
 
 namespace meshcast {

@@ -8,12 +8,12 @@
 #include <utility>
 #include <vector>
 
+#include "common/error.h"
+#include "common/forks.h"
 #include "group/agreed_plan.h"
 #include "group/agreement.h"
 #include "group/refusals.h"
 #include "group/watcher.h"
-#include "common/error.h"
-#include "common/forks.h"
 
 namespace meshcast {
 
@@ -33,8 +33,7 @@ class GroupBase {
   int32_t rank() const { return identity_.rank; }
 
  protected:
-  explicit GroupBase(GroupIdentity identity)
-      : identity_(std::move(identity)) {}
+  explicit GroupBase(GroupIdentity identity) : identity_(std::move(identity)) {}
 
   virtual std::exception_ptr failure() const = 0;  // of the group; null while it is whole
 

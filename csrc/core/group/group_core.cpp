@@ -7,9 +7,9 @@
 
 #include <fmt/format.h>
 
-#include "group/refusals.h"
 #include "common/fault_point.h"
 #include "common/sync.h"
+#include "group/refusals.h"
 
 namespace meshcast {
 namespace {

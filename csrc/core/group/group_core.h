@@ -10,11 +10,11 @@
 #include <string>
 #include <vector>
 
+#include "common/sync.h"
 #include "group/agreed_plan.h"
 #include "group/agreement.h"
 #include "group/group_base.h"
 #include "group/store.h"
-#include "common/sync.h"
 #include "plan/plan.h"
 #include "run/engine.h"
 #include "run/slot_pool.h"
@@ -42,7 +42,8 @@ struct StartedCall {
 class GroupCore : public GroupBase {
  public:
   // network: between hosts; its ranks are those of the group, by their position in it.
-  GroupCore(std::shared_ptr<Transport> network, const std::shared_ptr<Store>& store, GroupIdentity identity, LocalRanks local = {});
+  GroupCore(std::shared_ptr<Transport> network, const std::shared_ptr<Store>& store, GroupIdentity identity,
+            LocalRanks local = {});
   ~GroupCore() override;
 
   // Agrees with all ranks on a plan and that of its backward, which may be null, under `text`; see agreement.h.

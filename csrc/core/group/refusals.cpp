@@ -5,8 +5,8 @@
 
 #include <fmt/format.h>
 
-#include "group/agreed_plan.h"
 #include "common/sync.h"
+#include "group/agreed_plan.h"
 
 namespace meshcast {
 namespace {

@@ -92,9 +92,10 @@ void Watcher::wake() { work_->wake(false); }
 Cause Watcher::describe_overdue(const RunState& run, const std::string& more) const {
   const RunLabel& label = run.label();
   return {static_cast<int32_t>(ErrorKind::DeadlineExceeded), group_.rank, -1,
-          fmt::format("{} call {} of {} exceeded its limit of {:.1f} s in phase transfer, {} of {} bytes received{}",
-                      label.op(), label.ordinal, group_.name, limit_of(run), run.received_bytes(),
-                      run.expected_bytes(), more)};
+          fmt::format(
+              "{} call {} of {} exceeded its limit of {:.1f} s in phase transfer, {} of {} bytes received{}",
+              label.op(), label.ordinal, group_.name, limit_of(run), run.received_bytes(), run.expected_bytes(),
+              more)};
 }
 
 Cause Watcher::describe_transport_error(int32_t peer, const TransportError& error, const RunState& run) const {
@@ -246,12 +247,12 @@ void Watcher::leave_with(CallId call, double limit) {
   context.phase = "start";
   context.limit = limit;
   const std::string why =
-      refused ? fmt::format("rank {} refused call {}, and calls before that one have not ended yet", refused->rank,
-                            refused->call.ordinal)
+      refused ? fmt::format("rank {} refused call {}, and calls before that one have not ended yet",
+                            refused->rank, refused->call.ordinal)
               : "the group has not ended yet";
   throw Error(ErrorKind::DeadlineExceeded,
-              fmt::format("rank {}: call {} of {} could not begin within its limit of {:.1f} s: {}", group_.rank,
-                          call.ordinal, group_.name, limit, why),
+              fmt::format("rank {}: call {} of {} could not begin within its limit of {:.1f} s: {}",
+                          group_.rank, call.ordinal, group_.name, limit, why),
               context);
 }
 
@@ -259,10 +260,10 @@ void Watcher::leave_with(CallId call, double limit) {
 Error Watcher::error_before(const RunState& run, const RefusedCall& refused) const {
   const Local local(run);
   if (Clock::now() >= run.deadline()) return error_of_cause(describe_overdue(run, ""), local);
-  const Cause cause{static_cast<int32_t>(ErrorKind::Aborted), group_.rank, refused.rank,
-                    fmt::format("{} call {} of {} had not ended when the group did: rank {} refused call {}: {}",
-                                local.op, local.ordinal, group_.name, refused.rank, refused.call.ordinal,
-                                refused.text)};
+  const Cause cause{
+      static_cast<int32_t>(ErrorKind::Aborted), group_.rank, refused.rank,
+      fmt::format("{} call {} of {} had not ended when the group did: rank {} refused call {}: {}", local.op,
+                  local.ordinal, group_.name, refused.rank, refused.call.ordinal, refused.text)};
   return error_of_cause(cause, local);
 }
 

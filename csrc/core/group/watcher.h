@@ -10,11 +10,11 @@
 #include <utility>
 #include <vector>
 
+#include "common/error.h"
+#include "common/sync.h"
 #include "group/agreement.h"
 #include "group/bulletin.h"
 #include "group/refusals.h"
-#include "common/error.h"
-#include "common/sync.h"
 #include "run/admission.h"
 #include "run/reporters.h"
 #include "run/run_state.h"

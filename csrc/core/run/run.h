@@ -94,7 +94,7 @@ class Run final : public RunState {
   void unpin();  // ... and ends
   void complete_ops(int64_t count, int64_t received_bytes, int64_t sent_bytes = 0);
   void fail(std::exception_ptr error) override;
-  void force_end() override;            // after fail: do not wait for pins any longer
+  void force_end() override;  // after fail: do not wait for pins any longer
 
   bool failed() const;  // maybe before it has ended
 

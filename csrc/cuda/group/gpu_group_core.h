@@ -38,8 +38,8 @@ struct TensorTypes {
 class GpuGroupCore final : public GroupBase {
  public:
   // `store`: that of the control group's board.
-  GpuGroupCore(std::shared_ptr<GroupCore> control, const std::shared_ptr<Store>& store,
-               GroupIdentity identity, int device);
+  GpuGroupCore(std::shared_ptr<GroupCore> control, const std::shared_ptr<Store>& store, GroupIdentity identity,
+               int device);
   ~GpuGroupCore() override;
 
   // Makes the communicator of a lane together with all ranks of the group, which call this in one order with

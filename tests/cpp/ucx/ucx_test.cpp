@@ -512,8 +512,7 @@ TEST_CASE("a message that there is no memory to pack fails, and its group goes o
           std::vector<uint8_t> in(out.size());
           if (self.rank == 0) {
             for (uint64_t key = 0; key < 3; ++key)  // those behind it wait for the same connection
-              transport->send({1, 0, key}, kBytes,
-                              std::make_unique<Unpackable>(starved.out(out.data(), true)));
+              transport->send({1, 0, key}, kBytes, std::make_unique<Unpackable>(starved.out(out.data(), true)));
             UcxRank::require(starved.all_ended(kEnd) && starved.failed() == 3, "each fails");
             UcxRank::require(starved.why() == "no memory for a message", "it says why: " + starved.why());
             send(*transport, 1, 10, out, tally);
