@@ -40,8 +40,8 @@ const char* name_of(Act::Kind kind) {
 }
 
 const char* name_of(Fault::Kind kind) {
-  constexpr std::array<const char*, 9> names{"kill",         "freeze",     "cut",   "cut unseen", "store slow",
-                                             "store frozen", "store dead", "abort", "close"};
+  constexpr std::array<const char*, 10> names{"kill",         "freeze",     "cut",   "cut unseen", "store slow",
+                                              "store frozen", "store dead", "abort", "close",      "hang"};
   return names[static_cast<size_t>(kind)];
 }
 
@@ -51,7 +51,9 @@ struct Ending {
   std::optional<ErrorKind> error;
   int32_t peer = -1;
   std::string text;
+  Clock::duration begun{};
   Clock::duration at{};
+  bool refused = false;  // the group had ended with a refused call by then
 };
 
 class Run {
@@ -151,6 +153,7 @@ class Run {
           scheduler_.at(when + lasts, [this] { storage_.become(Storage::Health::Well); });
           break;
         case Fault::Kind::StoreDead: storage_.become(Storage::Health::Dead); break;
+        case Fault::Kind::Hang: network_.hang(fault.rank, lasts); break;
         case Fault::Kind::Abort:
         case Fault::Kind::Close: break;  // a thread of the rank does it
       }
@@ -214,16 +217,16 @@ class Run {
       try {
         make(rank, i, group, agreed, started);
       } catch (const Error& error) {
-        end(rank, i, duration_cast<std::chrono::duration<double>>(Clock::now() - begun).count(),
+        end(rank, group, i, duration_cast<std::chrono::duration<double>>(Clock::now() - begun).count(),
             std::make_exception_ptr(error), true);
         continue;
       }
       if (act.waits && !started.empty() && started.back().call == i) {
-        finish(rank, started.back());
+        finish(rank, group, started.back());
         started.pop_back();
       }
     }
-    for (Started& each : started) finish(rank, each);
+    for (Started& each : started) finish(rank, group, each);
   }
 
   void make(int rank, size_t i, GroupCore& group, std::map<int, std::shared_ptr<AgreedPlan>>& agreed,
@@ -240,15 +243,14 @@ class Run {
     auto plan = plans_[static_cast<size_t>(call.plan)];
     std::string descriptor = fmt::format("plan {}", call.plan);
     const bool other = act.kind == Act::Kind::OtherArguments;
-    if (other) {  // of a kind that is new to this rank, whatever it is to the others
-      agreed.erase(call.plan);
-      descriptor += fmt::format(" of rank {}", rank);
-    }
+    // Of a kind that is new to this rank, whatever it is to the others.
+    if (other) descriptor += fmt::format(" of rank {}", rank);
+    const int kind = other ? -1 : call.plan;
     if (other || !known) {
       try {
-        agreed[call.plan] = group.agree_on(id, {"reshard", descriptor}, plan, nullptr, call.limit);
+        agreed[kind] = group.agree_on(id, {"reshard", descriptor}, plan, nullptr, call.limit);
       } catch (const Error& error) {
-        agreed.erase(call.plan);
+        agreed.erase(kind);
         // As who calls this does it: a rank is missing, so the ranks no longer count calls alike.
         if (error.kind() == ErrorKind::Aborted || error.kind() == ErrorKind::DeadlineExceeded ||
             error.kind() == ErrorKind::PeerLost)
@@ -256,7 +258,7 @@ class Run {
         throw;
       }
     }
-    const AgreedPlan& of = *agreed[call.plan];
+    const AgreedPlan& of = *agreed[kind];
     Started made;
     made.call = i;
     made.begun = begun;
@@ -285,7 +287,7 @@ class Run {
     started.push_back(std::move(made));
   }
 
-  void finish(int rank, Started& part) {
+  void finish(int rank, const GroupCore& group, Started& part) {
     const double limit = program_.calls[part.call].limit;
     const TimePoint last =
         part.begun + duration_cast<Clock::duration>(std::chrono::duration<double>(limit + 60));
@@ -297,16 +299,19 @@ class Run {
     if (!error && part.destination.data != part.expected)
       throw Violation(fmt::format("rank {}: call {} succeeded with wrong bytes", rank, part.call));
     // What the store held up before is not the run's.
-    end(rank, part.call, std::min(part.spent, limit) + part.run->seconds(), error, false);
+    end(rank, group, part.call, std::min(part.spent, limit) + part.run->seconds(), error, false);
   }
 
   // took: seconds. asks: the store has part in it, which has no limit of its own here.
-  void end(int rank, size_t call, double took, const std::exception_ptr& error, bool asks) {
+  void end(int rank, const GroupCore& group, size_t call, double took, const std::exception_ptr& error,
+           bool asks) {
     if (gone_.count(rank)) return;
     Ending& ending = endings_[static_cast<size_t>(rank)][call];
     if (std::exchange(ending.done, true))
       throw Violation(fmt::format("rank {}: call {} ended twice", rank, call));
     ending.at = scheduler_.elapsed();
+    ending.begun = ending.at - duration_cast<Clock::duration>(std::chrono::duration<double>(took));
+    ending.refused = group.refused().has_value();
     if (error) {
       try {
         std::rethrow_exception(error);
@@ -372,36 +377,96 @@ class Run {
         const Act::Kind own = program_.calls[call].acts[static_cast<size_t>(rank)].kind;
         if (program_.faults.empty() && !differs_up_to(call) && !late_up_to(call) && !each.done)
           wrong("a call that nothing kept from being made was not made");
-        if (!each.done || !each.error || is_hurt(rank)) continue;
+        if (!each.done || is_hurt(rank)) continue;
+        if (!each.error) {
+          if (own != Act::Kind::Calls) wrong(fmt::format("a call that {} succeeded", name_of(own)));
+          continue;
+        }
         if (own == Act::Kind::Refuses || own == Act::Kind::RefusesToStart) {
           if (*each.error == ErrorKind::Layout) continue;
         }
-        const bool faults = !program_.faults.empty();
-        switch (*each.error) {
-          case ErrorKind::PlanMismatch:
-            // Where a later call ends the group, that is what is named.
-            if (!differs_up_to(last)) wrong("no rank called with other arguments");
-            if (each.peer >= 0 && !rank_differs_up_to(last, each.peer) && !rank_differs_up_to(last, rank))
-              wrong(fmt::format("neither rank {} nor this one called with other arguments", each.peer));
-            break;
-          case ErrorKind::DeadlineExceeded:
-            if (!faults && !late_up_to(call) && !differs_up_to(call))
-              wrong("nothing kept a rank from its limit");
-            break;
-          case ErrorKind::PeerLost:
-            if (!may_be_lost(each.peer, each.at)) wrong(fmt::format("rank {} was not lost", each.peer));
-            break;
-          case ErrorKind::Aborted:
-            if (!faults && !late_up_to(last) && !differs_up_to(last)) wrong("nobody aborted");
-            break;
-          case ErrorKind::Generic:
-            if (!store_is_hurt()) wrong("the store was well");
-            break;
-          case ErrorKind::Layout: wrong("its arguments were right");
-        }
+        if (const std::string why = unexplained(rank, call, each); !why.empty()) wrong(why);
       }
     }
+    judge_culprits();
   }
+
+  // Why nothing that was drawn explains an error; "" where something does.
+  std::string unexplained(int rank, size_t call, const Ending& each) const {
+    const size_t last = program_.calls.size() - 1;
+    const bool faults = !program_.faults.empty();
+    const bool late = late_up_to(last);
+    switch (*each.error) {
+      case ErrorKind::PlanMismatch:
+        // Where a later call ends the group, that is what is named.
+        if (!differs_up_to(last)) return "no rank called with other arguments";
+        if (each.peer >= 0 && !rank_differs_up_to(last, each.peer) && !rank_differs_up_to(last, rank))
+          return fmt::format("neither rank {} nor this one called with other arguments", each.peer);
+        return {};
+      case ErrorKind::DeadlineExceeded:
+        if (!faults && !late) {
+          if (!differs_up_to(call)) return "nothing kept a rank from its limit";
+          // A rank to which its kind is known, and that has nothing to move, does not stand still in it. Once a
+          // later call is refused, nobody compares any more.
+          if (program_.calls[call].limit > 4 && !anybody_succeeded_unlike(call) && !has_refusals())
+            return "all ranks are there, and would have said that they differ";
+        }
+        if (seen_dead_during(each)) return "a rank had been lost long before";
+        return {};
+      case ErrorKind::PeerLost:
+        if (!may_be_lost(each.peer, each.at)) return fmt::format("rank {} was not lost", each.peer);
+        if (!faults && !late && !has_other_arguments())
+          return "a rank left because of a refusal, and had said so";
+        return {};
+      case ErrorKind::Aborted: return !faults && !late && !differs_up_to(last) ? "nobody aborted" : "";
+      case ErrorKind::Generic: return store_is_hurt() ? "" : "the store was well";
+      case ErrorKind::Layout: return "its arguments were right";
+    }
+    return "it has no kind";
+  }
+
+  // Whether one rank died, which is all that happened, and that was seen well before the call ended.
+  bool seen_dead_during(const Ending& each) const {
+    if (program_.faults.size() != 1 || program_.faults[0].kind != Fault::Kind::Kill) return false;
+    if (differs_up_to(program_.calls.size() - 1) || late_up_to(program_.calls.size() - 1)) return false;
+    const Fault& fault = program_.faults[0];
+    const auto seen = std::max<Clock::duration>(each.begun, microseconds(fault.at + fault.lasts));
+    return each.at > seen + milliseconds(1500);
+  }
+
+  // With one fault, and a store that tells all ranks the first cause, they name one culprit.
+  void judge_culprits() const {
+    if (program_.faults.size() != 1 || store_is_hurt() || has({Fault::Kind::Freeze})) return;
+    if (differs_up_to(program_.calls.size() - 1) || late_up_to(program_.calls.size() - 1)) return;
+    std::set<int32_t> culprits;
+    std::string texts;
+    for (int rank = 0; rank < program_.ranks; ++rank) {
+      if (is_hurt(rank)) continue;
+      for (const Ending& each : endings_[static_cast<size_t>(rank)]) {
+        if (!each.done || each.error != ErrorKind::PeerLost) continue;
+        culprits.insert(each.peer);
+        texts += "\n  " + each.text;
+        break;  // what comes later is that the group has ended
+      }
+    }
+    if (culprits.size() > 1) throw Violation("ranks name different culprits:" + texts);
+  }
+
+  // In a call in which ranks differ, up to this one.
+  bool anybody_succeeded_unlike(size_t call) const {
+    for (size_t i = 0; i <= call; ++i)
+      for (const auto& its : endings_)
+        if (differs(i) && its[i].done && !its[i].error) return true;
+    return false;
+  }
+  bool has_act(std::initializer_list<Act::Kind> kinds) const {
+    for (const Call& call : program_.calls)
+      for (const Act& act : call.acts)
+        if (std::find(kinds.begin(), kinds.end(), act.kind) != kinds.end()) return true;
+    return false;
+  }
+  bool has_other_arguments() const { return has_act({Act::Kind::OtherArguments}); }
+  bool has_refusals() const { return has_act({Act::Kind::Refuses, Act::Kind::RefusesToStart}); }
 
   bool may_be_lost(int32_t peer, Clock::duration when) const {
     if (peer < 0) return false;
@@ -469,7 +534,7 @@ Program draw_program(uint64_t seed) {
   if (plain || draw(1, 3) == 1) return out;
   for (int64_t i = draw(1, 2); i > 0; --i) {
     Fault fault;
-    fault.kind = static_cast<Fault::Kind>(draw(0, 8));
+    fault.kind = static_cast<Fault::Kind>(draw(0, 9));
     fault.at = draw(0, 1) == 1 ? draw(0, 3000) : draw(0, 3000000);
     fault.rank = static_cast<int>(draw(0, out.ranks - 1));
     fault.other = static_cast<int>((fault.rank + draw(1, out.ranks - 1)) % out.ranks);

@@ -31,12 +31,24 @@ struct Call {
 
 // What happens besides, at a moment of virtual time.
 struct Fault {
-  enum class Kind : uint8_t { Kill, Freeze, Cut, CutUnseen, StoreSlow, StoreFrozen, StoreDead, Abort, Close };
+  enum class Kind : uint8_t {
+    Kill,
+    Freeze,
+    Cut,
+    CutUnseen,
+    StoreSlow,
+    StoreFrozen,
+    StoreDead,
+    Abort,
+    Close,
+    Hang
+  };
   Kind kind = Kind::Kill;
   int64_t at = 0;  // microseconds
   int rank = 0;
   int other = 0;      // of a cut
-  int64_t lasts = 0;  // microseconds: a frozen rank or store, a slow store; of a death or cut, until it is seen
+  int64_t lasts = 0;  // microseconds: a frozen rank or store, a slow store, requests that hang although they
+                      // were aborted; of a death or cut, until it is seen
 };
 
 struct Program {

@@ -135,7 +135,8 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
   void lose(int peer) {
     break_with(peer, TransportError(TransportError::Cause::Closed, "the connection was lost"));
   }
-  size_t pending() const { return sends_.size() + recvs_.size() + ended_.size(); }
+  size_t pending() const { return sends_.size() + recvs_.size() + ended_.size() + hanging_; }
+  void hang(Clock::duration lasts) { hangs_ = lasts; }
 
  private:
   friend class Network;
@@ -189,7 +190,20 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
   }
 
   void end(Pending& pending, int peer, std::optional<TransportError> error) {
-    ended_.push_back({pending.message(), peer, std::move(error)});
+    const auto message = pending.message();
+    if (error && error->cause() == TransportError::Cause::Aborted && hangs_ > Clock::duration::zero()) {
+      ++hanging_;
+      network_.scheduler_.at(Clock::now() + hangs_, [self = shared_from_this(), message, peer, error] {
+        --self->hanging_;
+        self->tell_soon({message, peer, error});
+      });
+      return;
+    }
+    tell_soon({message, peer, std::move(error)});
+  }
+
+  void tell_soon(Ended ended) {
+    ended_.push_back(std::move(ended));
     changed_.notify_all();
     if (!network_.scheduler_.inside()) network_.scheduler_.notify(changed_, true);
   }
@@ -197,7 +211,7 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
   void tell() {
     std::unique_lock lock(mutex_);
     for (;;) {
-      while (!closed_ && ended_.empty()) changed_.wait(lock);
+      while (ended_.empty() && (!closed_ || hanging_ > 0)) changed_.wait(lock);
       if (ended_.empty()) return;
       Ended next = std::move(ended_.front());
       ended_.pop_front();
@@ -220,6 +234,8 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
   std::vector<std::string> told_;
   std::vector<int> left_;
   std::string why_;
+  Clock::duration hangs_{};
+  size_t hanging_ = 0;
   bool aborted_ = false;
   bool closed_ = false;
   Mutex mutex_;
@@ -272,6 +288,10 @@ void Network::notice(int one, int other) {
 void Network::kill(int rank, Clock::duration noticed) {
   for (int other = 0; other < static_cast<int>(ranks_.size()); ++other)
     if (other != rank) cut(rank, other, noticed);
+}
+
+void Network::hang(int rank, Clock::duration lasts) {
+  if (const auto end = ranks_[static_cast<size_t>(rank)].lock()) end->hang(lasts);
 }
 
 size_t Network::in_flight() const {

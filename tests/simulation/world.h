@@ -55,6 +55,7 @@ class Network {
   // From here on nothing passes between the two. noticed: after this time both see it; none: never.
   void cut(int one, int other, std::optional<Clock::duration> noticed);
   void kill(int rank, Clock::duration noticed);  // all its links
+  void hang(int rank, Clock::duration lasts);    // its requests end so long after they were aborted
   size_t in_flight() const;                      // messages that have not ended
 
  private:
