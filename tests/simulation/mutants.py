@@ -34,13 +34,6 @@ MUTANTS = [
     Mutant(
         "start: the watcher is not woken", "group/group_core.cpp", "if (!run->ended()) watcher_->wake();", ""
     ),
-    Mutant("start: a slot is not taken", "group/group_core.cpp", "if (leads) slots_->take(slot);", ""),
-    Mutant(
-        "start: refusals of earlier calls are not looked at",
-        "group/group_core.cpp",
-        "  watcher_->come_to({agreed.lane(call.reverse), call.ordinal}, call.timeout_seconds);\n",
-        "",
-    ),
     Mutant("refuse: nothing is posted", "group/group_core.cpp", "if (!agreed) reject(call, message);", ""),
     Mutant(
         "refuse: each rank decides for itself",
@@ -55,12 +48,6 @@ MUTANTS = [
         "watcher_->leave(TimePoint::max());",
     ),
     Mutant("board: keys are not erased", "group/group_core.cpp", "if (!each.rejected) erase(each);", ""),
-    Mutant(
-        "agree: a rank that was aborted meanwhile waits on",
-        "group/group_core.cpp",
-        "          refuse_if_failed();\n",
-        "",
-    ),
     Mutant(
         "verdict: the second rank overwrites it",
         "group/bulletin.cpp",

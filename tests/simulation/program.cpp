@@ -53,6 +53,7 @@ struct Ending {
   std::string text;
   Clock::duration begun{};
   Clock::duration at{};
+  double ran = 0;        // seconds since it was started; 0 if that never came
   bool refused = false;  // the group had ended with a refused call by then
 };
 
@@ -298,6 +299,7 @@ class Run {
     const auto error = part.run->error();
     if (!error && part.destination.data != part.expected)
       throw Violation(fmt::format("rank {}: call {} succeeded with wrong bytes", rank, part.call));
+    endings_[static_cast<size_t>(rank)][part.call].ran = part.run->seconds();
     // What the store held up before is not the run's.
     end(rank, group, part.call, std::min(part.spent, limit) + part.run->seconds(), error, false);
   }
@@ -377,6 +379,7 @@ class Run {
         const Act::Kind own = program_.calls[call].acts[static_cast<size_t>(rank)].kind;
         if (program_.faults.empty() && !differs_up_to(call) && !late_up_to(call) && !each.done)
           wrong("a call that nothing kept from being made was not made");
+        if (goes_on() && (!each.done || (each.error && !differs(call)))) wrong("the group did not go on");
         if (!each.done || is_hurt(rank)) continue;
         if (!each.error) {
           if (own != Act::Kind::Calls) wrong(fmt::format("a call that {} succeeded", name_of(own)));
@@ -400,6 +403,8 @@ class Run {
       case ErrorKind::PlanMismatch:
         // Where a later call ends the group, that is what is named.
         if (!differs_up_to(last)) return "no rank called with other arguments";
+        if (each.text.find("refused its arguments") != std::string::npos && !refused_up_to(call))
+          return "no rank had refused this call or one before it";
         if (each.peer >= 0 && !rank_differs_up_to(last, each.peer) && !rank_differs_up_to(last, rank))
           return fmt::format("neither rank {} nor this one called with other arguments", each.peer);
         return {};
@@ -412,6 +417,7 @@ class Run {
             return "all ranks are there, and would have said that they differ";
         }
         if (seen_dead_during(each)) return "a rank had been lost long before";
+        if (waited_too(call, each)) return fmt::format("rank {} waited in it, too", each.peer);
         return {};
       case ErrorKind::PeerLost:
         if (!may_be_lost(each.peer, each.at)) return fmt::format("rank {} was not lost", each.peer);
@@ -432,6 +438,43 @@ class Run {
     const Fault& fault = program_.faults[0];
     const auto seen = std::max<Clock::duration>(each.begun, microseconds(fault.at + fault.lasts));
     return each.at > seen + milliseconds(1500);
+  }
+
+  // Whether an error names a rank as not in the call that had been in it for long, and had told so.
+  bool waited_too(size_t call, const Ending& each) const {
+    if (each.text.find(fmt::format("reshard call {} of", call)) == std::string::npos) return false;
+    if (each.text.find("do not wait in it") == std::string::npos || store_is_hurt()) return false;
+    if (program_.faults.size() > 1 || is_hurt(each.peer)) return false;
+    const Ending& its = endings_[static_cast<size_t>(each.peer)][call];
+    return its.done && its.error && its.ran > 3 && its.at + milliseconds(500) > each.at;
+  }
+
+  bool refused_up_to(size_t call) const {
+    for (size_t i = 0; i <= call; ++i)
+      for (const Act& act : program_.calls[i].acts)
+        if (act.kind == Act::Kind::Refuses || act.kind == Act::Kind::RefusesToStart) return true;
+    return false;
+  }
+
+  // Whether all that happens is that ranks refuse calls of a kind that is new to all, about when these are
+  // made: then nothing has moved, and the group goes on.
+  bool goes_on() const {
+    if (!program_.faults.empty()) return false;
+    std::set<int> known;
+    int64_t apart = 0;
+    for (const Call& call : program_.calls) {
+      int64_t latest = 0;
+      bool refused = false;
+      for (const Act& act : call.acts) {
+        if (act.kind != Act::Kind::Calls && act.kind != Act::Kind::Refuses) return false;
+        refused = refused || act.kind == Act::Kind::Refuses;
+        latest = std::max(latest, act.late);
+      }
+      if (refused && known.count(call.plan) != 0) return false;
+      if (!refused) known.insert(call.plan);
+      apart += latest;
+    }
+    return apart < 100000;
   }
 
   // With one fault, and a store that tells all ranks the first cause, they name one culprit.

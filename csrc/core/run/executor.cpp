@@ -22,7 +22,7 @@ constexpr auto kIdle = std::chrono::seconds(1);  // without anything to do, befo
 constexpr std::chrono::milliseconds kCallbackPatience(5);
 
 OfProcess<Executor> callbacks_of_process;
-std::shared_ptr<Executor>* kept_callbacks = nullptr;  // never freed
+[[gnu::used]] std::shared_ptr<Executor>* kept_callbacks = nullptr;  // never freed, and never read
 
 }  // namespace
 
