@@ -36,12 +36,6 @@ MUTANTS = [
     ),
     Mutant("refuse: nothing is posted", "group/group_core.cpp", "if (!agreed) reject(call, message);", ""),
     Mutant(
-        "refuse: each rank decides for itself",
-        "group/group_core.cpp",
-        "if (decide(agreement_bulletin_, call, mine) == Life::GoesOn) return;",
-        "if (mine == Life::GoesOn) return;",
-    ),
-    Mutant(
         "refuse: waits for earlier calls without a limit",
         "group/group_core.cpp",
         "watcher_->leave(Clock::now() + kOwnRuns);",

@@ -54,6 +54,7 @@ struct Fault {
 struct Program {
   uint64_t seed = 0;
   int ranks = 0;
+  bool tells = true;  // the network says why a peer has left, and whether one is lost
   std::vector<Call> calls;
   std::vector<Fault> faults;
 };

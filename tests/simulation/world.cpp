@@ -92,10 +92,12 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
   void wake() noexcept override {}
 
   std::string lost(int peer) override {
-    if (peer == rank_ || !network_.link(rank_, peer).noticed) return {};
+    if (!network_.tells_ || peer == rank_ || !network_.link(rank_, peer).noticed) return {};
     return "the connection was lost";
   }
-  void leave_because(const std::string& why) noexcept override { why_ = why; }
+  void leave_because(const std::string& why) noexcept override {
+    if (network_.tells_) why_ = why;
+  }
   std::string told(int peer) override { return told_[static_cast<size_t>(peer)]; }
   bool anybody_told() const noexcept override {
     return std::any_of(told_.begin(), told_.end(), [](const auto& text) { return !text.empty(); });
@@ -243,7 +245,8 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
   Thread teller_;
 };
 
-Network::Network(Scheduler& scheduler, int ranks) : scheduler_(scheduler), ranks_(static_cast<size_t>(ranks)) {}
+Network::Network(Scheduler& scheduler, int ranks, bool tells)
+    : scheduler_(scheduler), tells_(tells), ranks_(static_cast<size_t>(ranks)) {}
 Network::~Network() = default;
 
 std::shared_ptr<Transport> Network::join(int rank) {

@@ -48,7 +48,8 @@ class Storage {
 // may be cut, after which nothing arrives; a rank may die. Both ends learn of that after a while, or never.
 class Network {
  public:
-  Network(Scheduler& scheduler, int ranks);
+  // tells: it hands on what a rank says as it leaves, and knows of lost ranks without a message.
+  Network(Scheduler& scheduler, int ranks, bool tells);
   ~Network();
 
   std::shared_ptr<Transport> join(int rank);
@@ -71,6 +72,7 @@ class Network {
   void match(const Key& key);
 
   Scheduler& scheduler_;
+  const bool tells_;
   std::vector<std::weak_ptr<Endpoint>> ranks_;
   std::map<std::pair<int, int>, Link> links_;
 };

@@ -258,9 +258,13 @@ void GroupCore::refuse(CallId call, const std::string& message, bool agreed) {
       mine = Life::Over;
     }
     if (decide(agreement_bulletin_, call, mine) == Life::GoesOn) return;
-    watcher_->adopt(mine == Life::Over
-                        ? agreement_bulletin_.settle_cause(as_cause({call, identity_.rank, message}))
-                        : await_cause(agreement_bulletin_, begun + kCauseComes));
+    const Cause cause = mine == Life::Over
+                            ? agreement_bulletin_.settle_cause(as_cause({call, identity_.rank, message}))
+                            : await_cause(agreement_bulletin_, begun + kCauseComes);
+    // The refusal of a later call was first: those that wait in this one look for it here.
+    const auto first = refused_in(cause);
+    if (agreed && first && goes_before(call, first->call)) reject(call, message);
+    watcher_->adopt(cause);
     watcher_->leave(Clock::now() + kOwnRuns);
     sleep_for(kTold);
   } catch (const std::exception&) {

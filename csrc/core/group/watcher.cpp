@@ -322,13 +322,15 @@ void Watcher::report() {
   std::optional<Local> local;
   {
     const std::lock_guard lock(mutex_);
-    if (published_) return;
-    local = local_;
+    if (published_ && !knows_refusal_) return;
+    if (!published_) local = local_;
   }
   reporting_ = true;
   try {
     if (local)
       publish(*local);
+    else if (knows_refusal_)
+      look_for_earlier_refusals();
     else
       look();
   } catch (const Error& error) {
@@ -380,6 +382,25 @@ void Watcher::look() {
   tell_where_it_waits(runs);
   erase_old_postings(now);
   for (const auto& run : runs) look_for_stalls(run, now);
+}
+
+// Two ranks may refuse one call each, and the refusal of the later call may be the first on the board. Those
+// that wait in the earlier call find its refusal where ranks that agree would look.
+void Watcher::look_for_earlier_refusals() {
+  for (const auto& run : old_runs()) {
+    const CallId call{run->label().lane, run->label().ordinal};
+    const auto known = refused();
+    if (!known || call.lane != known->call.lane || !meshcast::goes_before(call, known->call)) continue;
+    for (const int32_t other : group_.ranks) {
+      if (other == group_.rank) continue;
+      const auto posting = bulletin_.read(Bulletin::Board::Agreement, call.lane, call.ordinal, other);
+      if (!posting || !posting->rejected) continue;
+      const std::lock_guard lock(mutex_);
+      first_ = as_cause({call, other, posting->text});
+      break;
+    }
+  }
+  end_if_refused();
 }
 
 // For a rank that refuses a call and cannot tell from its arguments which ranks wait for it.
@@ -449,7 +470,7 @@ bool Watcher::tick() {
   const bool look_is_due =
       now - last_look_ >= kLook && !reporting_ && !failed() &&
       std::any_of(runs.begin(), runs.end(), [&](const auto& run) { return now - run->started() >= kLook; });
-  if (local ? !published : look_is_due) {
+  if (local && !knows_refusal_ ? !published : look_is_due) {
     last_look_ = now;
     want_report();
   }

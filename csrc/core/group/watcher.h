@@ -98,6 +98,7 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   Runs old_runs();
   void tell_where_it_waits(const Runs& runs);
   void erase_old_postings(TimePoint now);
+  void look_for_earlier_refusals();
   void look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint now);
 
   Cause describe_overdue(const RunState& run, const std::string& more) const;
