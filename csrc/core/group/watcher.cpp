@@ -55,6 +55,8 @@ Watcher::Watcher(Watched& engine, GroupIdentity group, const std::shared_ptr<Sto
 
 Watcher::~Watcher() { stop(); }
 
+Watcher::Local::Local() = default;
+
 Watcher::Local::Local(const RunState& run)
     : elapsed(run.seconds()),
       limit(limit_of(run)),

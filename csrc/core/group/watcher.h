@@ -79,7 +79,7 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
     std::string op;
     int64_t ordinal = -1;
 
-    Local() = default;
+    Local();
     explicit Local(const RunState& run);
   };
 
