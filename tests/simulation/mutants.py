@@ -110,12 +110,6 @@ MUTANTS = [
         "",
     ),
     Mutant(
-        "watcher: a rank leaves without a word",
-        "group/watcher.cpp",
-        "  if (local_ && !published_ && !reporters_->held_up(connection_) && want_report())",
-        "  if (false)",
-    ),
-    Mutant(
         "watcher: an ended engine is used",
         "group/watcher.cpp",
         "    if (!inside || failed()) return;\n    const TimePoint now",
