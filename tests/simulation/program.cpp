@@ -53,8 +53,7 @@ struct Ending {
   std::string text;
   Clock::duration begun{};
   Clock::duration at{};
-  double ran = 0;        // seconds since it was started; 0 if that never came
-  bool refused = false;  // the group had ended with a refused call by then
+  double ran = 0;  // seconds since it was started; 0 if that never came
 };
 
 class Run {
@@ -167,6 +166,7 @@ class Run {
   // A rank's part is over. With the last one all that still waits is let go: the dead, whose threads end then,
   // and who waits for them.
   void leave() {
+    const Unwatched unwatched;
     if (--left_ > 0) return;
     ended_ = scheduler_.elapsed();
     scheduler_.at(scheduler_.now(), [this] {
@@ -195,14 +195,24 @@ class Run {
         });
       }
       calls(rank, *group);
-      left_at_[rank] = scheduler_.elapsed();
+      note_left(rank);
       for (Thread& each : others) each.join();
       group->shutdown();
     } catch (const Error&) {
       // The group could not come up: the store has gone.
-      if (!store_is_hurt() && !gone_.count(rank)) throw;
+      if (!store_is_hurt() && !is_gone(rank)) throw;
     }
+    const Unwatched unwatched;
     if (gone_.insert(rank).second) leave();
+  }
+
+  void note_left(int rank) {
+    const Unwatched unwatched;
+    left_at_[rank] = scheduler_.elapsed();
+  }
+  bool is_gone(int rank) const {
+    const Unwatched unwatched;
+    return gone_.count(rank) != 0;
   }
 
   void calls(int rank, GroupCore& group) {
@@ -221,16 +231,16 @@ class Run {
       try {
         make(rank, i, group, agreed, started);
       } catch (const Error& error) {
-        end(rank, group, i, duration_cast<std::chrono::duration<double>>(Clock::now() - begun).count(),
-            std::make_exception_ptr(error), true);
+        end(rank, i, duration_cast<std::chrono::duration<double>>(Clock::now() - begun).count(), 0,
+            std::make_exception_ptr(error));
         continue;
       }
       if (act.waits && !started.empty() && started.back().call == i) {
-        finish(rank, group, started.back());
+        finish(rank, started.back());
         started.pop_back();
       }
     }
-    for (Started& each : started) finish(rank, group, each);
+    for (Started& each : started) finish(rank, each);
   }
 
   void make(int rank, size_t i, GroupCore& group, std::map<int, std::shared_ptr<AgreedPlan>>& agreed,
@@ -291,32 +301,33 @@ class Run {
     started.push_back(std::move(made));
   }
 
-  void finish(int rank, const GroupCore& group, Started& part) {
+  void finish(int rank, Started& part) {
     const double limit = program_.calls[part.call].limit;
     const TimePoint last =
         part.begun + duration_cast<Clock::duration>(std::chrono::duration<double>(limit + 60));
     if (!part.run->wait_until(last)) {
-      if (gone_.count(rank)) return;  // let go of at the end
+      if (is_gone(rank)) return;  // let go of at the end
       throw Violation(fmt::format("rank {}: call {} has not ended a minute beyond its limit", rank, part.call));
     }
     const auto error = part.run->error();
     if (!error && part.destination.data != part.expected)
       throw Violation(fmt::format("rank {}: call {} succeeded with wrong bytes", rank, part.call));
-    endings_[static_cast<size_t>(rank)][part.call].ran = part.run->seconds();
+    const double ran = part.run->seconds();
     // What the store held up before is not the run's.
-    end(rank, group, part.call, std::min(part.spent, limit) + part.run->seconds(), error, false);
+    end(rank, part.call, std::min(part.spent, limit) + ran, ran, error);
   }
 
-  // took: seconds. asks: the store has part in it, which has no limit of its own here.
-  void end(int rank, const GroupCore& group, size_t call, double took, const std::exception_ptr& error,
-           bool asks) {
+  // took, ran: seconds, the latter since it was started. 0: it never was, and the store has no limit of its own
+  // here.
+  void end(int rank, size_t call, double took, double ran, const std::exception_ptr& error) {
+    const Unwatched unwatched;
     if (gone_.count(rank)) return;
     Ending& ending = endings_[static_cast<size_t>(rank)][call];
     if (std::exchange(ending.done, true))
       throw Violation(fmt::format("rank {}: call {} ended twice", rank, call));
     ending.at = scheduler_.elapsed();
     ending.begun = ending.at - duration_cast<Clock::duration>(std::chrono::duration<double>(took));
-    ending.refused = group.refused().has_value();
+    ending.ran = ran;
     if (error) {
       try {
         std::rethrow_exception(error);
@@ -331,7 +342,7 @@ class Run {
       if (fault.kind == Fault::Kind::Freeze && fault.rank == rank)
         extra += 1e-6 * static_cast<double>(fault.lasts);
     const double limit = program_.calls[call].limit;
-    if (took > limit + kBeyond + extra && !(asks && store_is_hurt()))
+    if (took > limit + kBeyond + extra && !(ran == 0 && store_is_hurt()))
       throw Violation(fmt::format("rank {}: call {} with a limit of {:.2f} s ended after {:.2f} s: {}", rank,
                                   call, limit, took, ending.text));
   }

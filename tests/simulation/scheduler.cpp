@@ -12,8 +12,11 @@
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
-#elif defined(__SANITIZE_THREAD__)
-#include <sanitizer/tsan_interface.h>
+#endif
+
+#if defined(__SANITIZE_THREAD__)
+// std::call_once has variables of the real thread, which simulated threads use in turn.
+extern "C" const char* __tsan_default_suppressions() { return "race:_Prepare_execution\n"; }
 #endif
 
 namespace meshcast::simulation {
@@ -23,7 +26,10 @@ constexpr size_t kStack = 256 * 1024;
 thread_local Scheduler* active = nullptr;  // of this thread
 
 // The exceptions that a thread is handling: of the real thread, so fibers swap them.
-using Handled = std::array<std::byte, sizeof(void*) + sizeof(unsigned)>;
+struct Handled {
+  void* caught = nullptr;
+  unsigned uncaught = 0;
+};
 
 class Stacks {
  public:
@@ -79,6 +85,9 @@ struct Scheduler::Fiber {
 Scheduler::Scheduler(uint64_t seed) : random_(seed), main_(std::make_unique<Fiber>()) {
 #if defined(__SANITIZE_THREAD__)
   main_->sanitized = __tsan_get_current_fiber();
+  // As in a process with threads: else the standard library counts references without atomics.
+  static const bool has_had_threads = (std::thread([] {}).join(), true);
+  static_cast<void>(has_had_threads);
 #endif
   active = this;
 }
@@ -86,15 +95,21 @@ Scheduler::Scheduler(uint64_t seed) : random_(seed), main_(std::make_unique<Fibe
 Scheduler::~Scheduler() { active = nullptr; }
 
 int64_t Scheduler::draw(int64_t low, int64_t high) {
+  const Unwatched unwatched;
   return low + static_cast<int64_t>(random_() % static_cast<uint64_t>(high - low + 1));
 }
 
-bool Scheduler::runs_here() const noexcept { return active == this && running_ != nullptr; }
-TimePoint Scheduler::now() noexcept { return time_; }
-uint64_t Scheduler::process() noexcept { return running_->process; }
-void Scheduler::keep(std::shared_ptr<void> thing) { kept_[running_->process].push_back(std::move(thing)); }
+MESHCAST_UNWATCHED bool Scheduler::runs_here() const noexcept { return active == this && running_ != nullptr; }
+MESHCAST_UNWATCHED TimePoint Scheduler::now() noexcept { return time_; }
+MESHCAST_UNWATCHED uint64_t Scheduler::process() noexcept { return running_->process; }
+void Scheduler::keep(std::shared_ptr<void> thing) {
+  const Unwatched unwatched;
+  kept_[running_->process].push_back(std::move(thing));
+}
 
 uint64_t Scheduler::start_in(uint64_t process, std::function<void()> body) {
+  const Unwatched unwatched;
+  hand_over(this);
   auto fiber = std::make_unique<Fiber>();
   fiber->id = next_++;
   fiber->process = process;
@@ -114,35 +129,50 @@ uint64_t Scheduler::start_in(uint64_t process, std::function<void()> body) {
 }
 
 uint64_t Scheduler::start(std::function<void()> body) {
+  const Unwatched unwatched;
   const uint64_t made = start_in(running_->process, std::move(body));
   yield();
   return made;
 }
 
-void Scheduler::enter(unsigned high, unsigned low) {
+MESHCAST_UNWATCHED void Scheduler::enter(unsigned high, unsigned low) {
   auto& self = *reinterpret_cast<Scheduler*>(static_cast<uintptr_t>(high) << 32 | low);
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
 #endif
   Fiber& me = *self.running_;
-  try {
-    me.body();
-    me.body = nullptr;
-  } catch (...) {
-    if (!self.thrown_) self.thrown_ = std::current_exception();
-  }
-  me.ended = true;
-  for (const auto& each : self.fibers_)
-    if (each->on == &me) each->ready = each->told = true;
+  take_over(&self);
+  self.live(me);
+  hand_over(&self);
   self.switch_back();
 }
 
-void Scheduler::switch_to(Fiber& fiber) {
+void Scheduler::live(Fiber& me) {
+  std::function<void()> body;
+  {
+    const Unwatched unwatched;
+    body = std::move(me.body);
+  }
+  std::exception_ptr thrown;
+  try {
+    body();
+    body = nullptr;
+  } catch (...) {
+    thrown = std::current_exception();
+  }
+  const Unwatched unwatched;
+  if (thrown && !thrown_) thrown_ = thrown;
+  me.ended = true;
+  for (const auto& each : fibers_)
+    if (each->on == &me) each->ready = each->told = true;
+}
+
+MESHCAST_UNWATCHED void Scheduler::switch_to(Fiber& fiber) {
   ++hand_overs_;
   running_ = &fiber;
-  Handled mine;
-  std::memcpy(mine.data(), abi::__cxa_get_globals(), mine.size());
-  std::memcpy(abi::__cxa_get_globals(), fiber.handled.data(), mine.size());
+  auto& handled = *reinterpret_cast<Handled*>(abi::__cxa_get_globals());
+  const Handled mine = handled;
+  handled = fiber.handled;
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_start_switch_fiber(&main_->fake_stack, fiber.stack, kStack);
 #elif defined(__SANITIZE_THREAD__)
@@ -152,13 +182,13 @@ void Scheduler::switch_to(Fiber& fiber) {
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(main_->fake_stack, nullptr, nullptr);
 #endif
-  std::memcpy(abi::__cxa_get_globals(), mine.data(), mine.size());
+  handled = mine;
   running_ = nullptr;
 }
 
-void Scheduler::switch_back() {
+MESHCAST_UNWATCHED void Scheduler::switch_back() {
   Fiber& me = *running_;
-  std::memcpy(me.handled.data(), abi::__cxa_get_globals(), me.handled.size());
+  me.handled = *reinterpret_cast<Handled*>(abi::__cxa_get_globals());
 #if defined(__SANITIZE_ADDRESS__)
   // The stack of the thread itself is known to the sanitizer already.
   __sanitizer_start_switch_fiber(me.ended ? nullptr : &me.fake_stack, nullptr, 0);
@@ -210,6 +240,7 @@ bool Scheduler::advance(TimePoint limit) {
 }
 
 void Scheduler::run(Clock::duration duration) {
+  const Unwatched unwatched;
   const TimePoint limit = time_ + duration;
   for (;;) {
     while (!events_.empty() && events_.begin()->first <= time_) {
@@ -230,6 +261,7 @@ void Scheduler::run(Clock::duration duration) {
       if (next->ended) std::erase_if(fibers_, [&](const auto& each) { return each.get() == next; });
       if (thrown_) std::rethrow_exception(std::exchange(thrown_, nullptr));
     } else if (fibers_.empty()) {
+      take_over(this);
       return;
     } else if (!advance(limit)) {
       throw Violation(fmt::format("{} threads wait for ever", fibers_.size()));
@@ -237,7 +269,7 @@ void Scheduler::run(Clock::duration duration) {
   }
 }
 
-bool Scheduler::block(const void* on, TimePoint limit) {
+MESHCAST_UNWATCHED bool Scheduler::block(const void* on, TimePoint limit) {
   Fiber& me = *running_;
   me.on = on;
   me.limit = limit;
@@ -252,18 +284,21 @@ bool Scheduler::block(const void* on, TimePoint limit) {
 void Scheduler::yield() { switch_back(); }
 
 void Scheduler::lock(const Mutex& mutex) {
+  const Unwatched unwatched;
   if (chance(8)) yield();
   while (std::find(held_.begin(), held_.end(), &mutex) != held_.end()) block(&mutex, TimePoint::max());
   held_.push_back(&mutex);
 }
 
 void Scheduler::unlock(const Mutex& mutex) noexcept {
+  const Unwatched unwatched;
   held_.erase(std::find(held_.begin(), held_.end(), &mutex));
   for (const auto& each : fibers_)
     if (each->on == &mutex) each->ready = each->told = true;
 }
 
 bool Scheduler::wait(const Condition& condition, TimePoint limit) {
+  const Unwatched unwatched;
   if (limit <= time_) {
     yield();
     return false;
@@ -276,6 +311,7 @@ bool Scheduler::wait(const Condition& condition, TimePoint limit) {
 }
 
 void Scheduler::notify(const Condition& condition, bool all) noexcept {
+  const Unwatched unwatched;
   std::vector<Fiber*> waiting;
   for (const auto& each : fibers_)
     if (each->on == &condition && !each->ready) waiting.push_back(each.get());
@@ -285,24 +321,31 @@ void Scheduler::notify(const Condition& condition, bool all) noexcept {
 }
 
 void Scheduler::sleep_until(TimePoint limit) {
+  const Unwatched unwatched;
   if (limit <= time_) return yield();
   block(nullptr, limit);
 }
 
 void Scheduler::join(uint64_t thread) {
+  const Unwatched unwatched;
   while (Fiber* const other = find(thread)) {
-    if (other->ended) return;
+    if (other->ended) break;
     block(other, TimePoint::max());
   }
+  take_over(this);
 }
 
 void Scheduler::freeze(uint64_t process) {
+  const Unwatched unwatched;
   frozen_.push_back(process);
   if (running_ && running_->process == process) yield();
 }
 
 void Scheduler::thaw(uint64_t process) { std::erase(frozen_, process); }
 
-void Scheduler::at(TimePoint when, std::function<void()> event) { events_.emplace(when, std::move(event)); }
+void Scheduler::at(TimePoint when, std::function<void()> event) {
+  const Unwatched unwatched;
+  events_.emplace(when, std::move(event));
+}
 
 }  // namespace meshcast::simulation

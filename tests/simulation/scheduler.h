@@ -12,7 +12,45 @@
 
 #include "common/sync.h"
 
+#if defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+extern "C" {
+void AnnotateIgnoreReadsBegin(const char* file, int line);
+void AnnotateIgnoreReadsEnd(const char* file, int line);
+void AnnotateIgnoreWritesBegin(const char* file, int line);
+void AnnotateIgnoreWritesEnd(const char* file, int line);
+}
+#endif
+
 namespace meshcast::simulation {
+
+// ThreadSanitizer sees simulated threads as threads that nothing orders but the locks of the core. What the
+// simulation itself does in them is not looked at; where it hands something from one to another, it says so.
+#if defined(__SANITIZE_THREAD__)
+#define MESHCAST_UNWATCHED __attribute__((no_sanitize("thread"), noinline))
+class Unwatched {
+ public:
+  Unwatched() {
+    AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+    AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+  }
+  ~Unwatched() {
+    AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+    AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+  }
+  Unwatched(const Unwatched&) = delete;
+  Unwatched& operator=(const Unwatched&) = delete;
+};
+inline void hand_over(void* what) { __tsan_release(what); }
+inline void take_over(void* what) { __tsan_acquire(what); }
+#else
+#define MESHCAST_UNWATCHED
+struct Unwatched {
+  Unwatched() {}  // not defaulted: it is a variable that nobody uses
+};
+inline void hand_over(void* /*what*/) {}
+inline void take_over(void* /*what*/) {}
+#endif
 
 // A property that a program must have does not hold.
 struct Violation : std::runtime_error {
@@ -66,6 +104,7 @@ class Scheduler final : public Simulation {
 
   static void enter(unsigned high, unsigned low);
   bool block(const void* on, TimePoint limit);  // false at the limit
+  void live(Fiber& me);
   void switch_to(Fiber& fiber);
   void switch_back();
   Fiber* choose();

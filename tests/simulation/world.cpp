@@ -17,6 +17,7 @@ class Storage::Connection final : public Store {
 
   void set(const std::string& key, const std::string& value) override {
     const std::lock_guard lock(mutex_);
+    const Unwatched unwatched;
     storage_.request();
     storage_.content_[key] = value;
     answer();
@@ -24,6 +25,7 @@ class Storage::Connection final : public Store {
   std::string compare_set(const std::string& key, const std::string& expected,
                           const std::string& desired) override {
     const std::lock_guard lock(mutex_);
+    const Unwatched unwatched;
     storage_.request();
     const auto found = storage_.content_.find(key);
     std::string out = expected;
@@ -38,6 +40,7 @@ class Storage::Connection final : public Store {
   }
   int64_t add(const std::string& key, int64_t count) override {
     const std::lock_guard lock(mutex_);
+    const Unwatched unwatched;
     storage_.request();
     std::string& value = storage_.content_[key];
     const int64_t sum = (value.empty() ? 0 : std::stoll(value)) + count;
@@ -47,6 +50,7 @@ class Storage::Connection final : public Store {
   }
   void erase(const std::string& key) override {
     const std::lock_guard lock(mutex_);
+    const Unwatched unwatched;
     storage_.request();
     storage_.content_.erase(key);
     answer();
@@ -92,18 +96,26 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
   void wake() noexcept override {}
 
   std::string lost(int peer) override {
+    const Unwatched unwatched;
     if (!network_.tells_ || peer == rank_ || !network_.link(rank_, peer).noticed) return {};
     return "the connection was lost";
   }
   void leave_because(const std::string& why) noexcept override {
+    const Unwatched unwatched;
     if (network_.tells_) why_ = why;
   }
-  std::string told(int peer) override { return told_[static_cast<size_t>(peer)]; }
+  std::string told(int peer) override {
+    const Unwatched unwatched;
+    return told_[static_cast<size_t>(peer)];
+  }
   bool anybody_told() const noexcept override {
+    const Unwatched unwatched;
     return std::any_of(told_.begin(), told_.end(), [](const auto& text) { return !text.empty(); });
   }
 
   void abort() noexcept override {
+    const Unwatched unwatched;
+    hand_over(&network_);
     if (std::exchange(aborted_, true)) return;
     const TransportError error(TransportError::Cause::Aborted, "aborted");
     for (auto* const waiting : {&sends_, &recvs_}) {
@@ -163,6 +175,8 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
   int peer_of(const Key& key) const { return std::get<0>(key) == rank_ ? std::get<1>(key) : std::get<0>(key); }
 
   void post(const Key& key, int peer, Pending mine, Waiting& waiting) {
+    const Unwatched unwatched;
+    hand_over(&network_);
     network_.scheduler_.yield();
     const auto& link = network_.link(rank_, peer);
     const bool left = std::find(left_.begin(), left_.end(), peer) != left_.end();
@@ -211,21 +225,26 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
   }
 
   void tell() {
-    std::unique_lock lock(mutex_);
-    for (;;) {
-      while (ended_.empty() && (!closed_ || hanging_ > 0)) changed_.wait(lock);
-      if (ended_.empty()) return;
-      Ended next = std::move(ended_.front());
-      ended_.pop_front();
-      lock.unlock();
-      if (next.error) {
-        next.message->failed(next.peer, *next.error);
+    while (auto next = next_ended()) {
+      take_over(&network_);
+      if (next->error) {
+        next->message->failed(next->peer, *next->error);
       } else {
-        next.message->finished();
+        next->message->finished();
       }
-      next.message.reset();
-      lock.lock();
+      next->message.reset();
     }
+  }
+
+  // Waits for one; none once it is closed.
+  std::optional<Ended> next_ended() {
+    std::unique_lock lock(mutex_);
+    const Unwatched unwatched;
+    while (ended_.empty() && (!closed_ || hanging_ > 0)) changed_.wait(lock);
+    if (ended_.empty()) return std::nullopt;
+    Ended next = std::move(ended_.front());
+    ended_.pop_front();
+    return next;
   }
 
   Network& network_;
@@ -251,6 +270,7 @@ Network::~Network() = default;
 
 std::shared_ptr<Transport> Network::join(int rank) {
   auto made = std::make_shared<Endpoint>(*this, rank);
+  const Unwatched unwatched;
   ranks_[static_cast<size_t>(rank)] = made;
   return made;
 }

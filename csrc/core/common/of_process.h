@@ -58,12 +58,7 @@ class OfProcess {
     if (!simulation) return nullptr;
     const std::lock_guard lock(simulated_mutex_);
     auto& found = simulated_[simulation->process()];
-    if (!found) {
-      found = std::make_shared<State>();
-      std::erase_if(simulated_, [&](const auto& each) {  // of processes that are over
-        return each.second != found && each.second->made.expired() && each.second.use_count() == 1;
-      });
-    }
+    if (!found) found = std::make_shared<State>();
     return found;
   }
 
