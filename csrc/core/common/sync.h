@@ -34,7 +34,8 @@ class Simulation {
 
   virtual bool runs_here() const noexcept = 0;
   virtual TimePoint now() noexcept = 0;
-  virtual uint64_t process() noexcept = 0;  // of the caller, which has singletons of its own; never 0, and given again
+  // Of the caller, which has singletons of its own. Never 0; a later process may have it again.
+  virtual uint64_t process() noexcept = 0;
 
   virtual void keep(std::shared_ptr<void> thing) = 0;  // until the process of the caller ends
 
