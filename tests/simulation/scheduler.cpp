@@ -16,7 +16,9 @@
 
 #if defined(__SANITIZE_THREAD__)
 // std::call_once has variables of the real thread, which simulated threads use in turn.
-extern "C" const char* __tsan_default_suppressions() { return "race:_Prepare_execution\n"; }
+extern "C" __attribute__((visibility("default"))) const char* __tsan_default_suppressions() {
+  return "race:_Prepare_execution\n";
+}
 #endif
 
 namespace meshcast::simulation {
@@ -82,7 +84,7 @@ struct Scheduler::Fiber {
   }
 };
 
-Scheduler::Scheduler(uint64_t seed) : random_(seed), main_(std::make_unique<Fiber>()) {
+Scheduler::Scheduler(uint64_t seed) : random_(seed), main_(std::make_unique<Fiber>()), hub_(main_.get()) {
 #if defined(__SANITIZE_THREAD__)
   main_->sanitized = __tsan_get_current_fiber();
   // As in a process with threads: else the standard library counts references without atomics.
@@ -174,13 +176,13 @@ MESHCAST_UNWATCHED void Scheduler::switch_to(Fiber& fiber) {
   const Handled mine = handled;
   handled = fiber.handled;
 #if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_start_switch_fiber(&main_->fake_stack, fiber.stack, kStack);
+  __sanitizer_start_switch_fiber(&hub_->fake_stack, fiber.stack, kStack);
 #elif defined(__SANITIZE_THREAD__)
   __tsan_switch_to_fiber(fiber.sanitized, __tsan_switch_to_fiber_no_sync);
 #endif
-  swapcontext(&main_->context, &fiber.context);
+  swapcontext(&hub_->context, &fiber.context);
 #if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(main_->fake_stack, nullptr, nullptr);
+  __sanitizer_finish_switch_fiber(hub_->fake_stack, nullptr, nullptr);
 #endif
   handled = mine;
   running_ = nullptr;
@@ -193,9 +195,9 @@ MESHCAST_UNWATCHED void Scheduler::switch_back() {
   // The stack of the thread itself is known to the sanitizer already.
   __sanitizer_start_switch_fiber(me.ended ? nullptr : &me.fake_stack, nullptr, 0);
 #elif defined(__SANITIZE_THREAD__)
-  __tsan_switch_to_fiber(main_->sanitized, __tsan_switch_to_fiber_no_sync);
+  __tsan_switch_to_fiber(hub_->sanitized, __tsan_switch_to_fiber_no_sync);
 #endif
-  swapcontext(&me.context, &main_->context);
+  swapcontext(&me.context, &hub_->context);
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(me.fake_stack, nullptr, nullptr);
 #endif

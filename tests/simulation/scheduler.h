@@ -119,6 +119,7 @@ class Scheduler final : public Simulation {
   std::map<uint64_t, std::vector<std::shared_ptr<void>>> kept_;
   std::vector<uint64_t> frozen_;
   std::unique_ptr<Fiber> main_;
+  Fiber* const hub_;  // the same, for code that sanitizers do not look at
   Fiber* running_ = nullptr;
   std::exception_ptr thrown_;
   uint64_t next_ = 1;
