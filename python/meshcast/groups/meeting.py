@@ -34,7 +34,7 @@ from .store import store_failed
 __all__ = ["Meeting", "Met", "cause_in"]
 
 _PEER_LOST = "4"  # ErrorKind::PeerLost of a posted cause
-_REFUSED_CALL = "64"  # likewise, of csrc/c10d/refusals.cpp
+_REFUSED_CALL = "64"  # likewise, of csrc/core/group/refusals.cpp
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Met:
 
 
 def cause_in(control: Any) -> str:
-    """Why a rank ended the group: a line as csrc/c10d/bulletin.cpp encodes it (kind, reporter and peer), then
+    """Why a rank ended the group: a line as csrc/core/group/bulletin.cpp encodes it (kind, reporter and peer), then
     the text. "" where there is none, and for a call that a rank refused: the next life goes on."""
     try:
         if control is None or not control.check(["cause"]):

@@ -310,7 +310,7 @@ class OpenRefusals:
     def _others_meetings(self) -> Iterable[tuple[Sequence[int], bool]]:
         store = self._store()
         for other in self._others:
-            # In one question, see csrc/c10d/bulletin.cpp.
+            # In one question, see csrc/core/group/bulletin.cpp.
             text = store.compare_set(f"meeting/{other}", _NONE, _NONE).decode()
             if text != _NONE:
                 yield from json.loads(text)
