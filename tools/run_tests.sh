@@ -14,6 +14,7 @@ if tools/ensure_catch2.sh; then
   flock build/.lock cmake --build build/release -j"${JOBS:-2}" --target meshcast_tests meshcast_simulate || status=1
   [ $status = 0 ] && { build/release/meshcast_tests | tee build/cpp_tests.log; status=${PIPESTATUS[0]}; }
   [ $status = 0 ] && { build/release/meshcast_simulate --programs 20000 --jobs "${JOBS:-2}" || status=1; }
+  "$py" tests/simulation/mutants.py --check || status=1
   [ $status = 0 ] && [ "$scope" = all ] && { build/release/meshcast_tests "[slow]" || status=1; }
   cpp_result=$([ $status = 0 ] && grep -E "passed|failed|No tests ran" build/cpp_tests.log | tail -n 1 || echo "FAILED")
   # A suite without a single case would pass silently.

@@ -209,12 +209,6 @@ Scheduler::Fiber* Scheduler::find(uint64_t thread) const {
   return nullptr;
 }
 
-size_t Scheduler::threads_of(uint64_t process) const {
-  return static_cast<size_t>(std::count_if(fibers_.begin(), fibers_.end(), [&](const auto& each) {
-    return each->process == process && !each->ended;
-  }));
-}
-
 Scheduler::Fiber* Scheduler::choose() {
   std::array<Fiber*, 512> able;
   size_t count = 0;

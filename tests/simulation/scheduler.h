@@ -82,7 +82,6 @@ class Scheduler final : public Simulation {
   bool inside() const { return running_ != nullptr; }
   uint64_t hand_overs() const { return hand_overs_; }
   Clock::duration elapsed() const { return time_ - TimePoint(kEpoch); }
-  size_t threads_of(uint64_t process) const;
   // Lets go of what singletons of a process were kept for.
   void end_process(uint64_t process) { kept_.erase(process); }
 

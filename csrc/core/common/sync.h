@@ -121,10 +121,6 @@ class Condition {
       if (wait_until(lock, limit) == std::cv_status::timeout) return reached();
     return true;
   }
-  template <typename Reached>
-  bool wait_for(std::unique_lock<Mutex>& lock, Clock::duration time, const Reached& reached) {
-    return wait_until(lock, Clock::now() + time, reached);
-  }
 
  private:
   void notify(bool all) noexcept {

@@ -119,7 +119,7 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_whole(CallId call, const PlanText& 
     slot = agree_in_time(call, text, *offered, timeout_seconds);
   } catch (const BrokenError& error) {
     watcher_->adopt(error.cause);  // so that peers are told the first cause, and not what it led to here
-    watcher_->leave_with(call, std::chrono::duration<double>(deadline - Clock::now()).count());
+    watcher_->leave_with(call, deadline, timeout_seconds);
     throw;
   }
   if (leads) slots_->take(slot);

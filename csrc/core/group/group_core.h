@@ -38,7 +38,7 @@ struct StartedCall {
 
 // One private group: the ranks that take part in a transfer, with connections of their own that no user
 // operation shares. Owns the engine that runs programs and the watcher that ends them when something breaks.
-// Thread-safe; start() never blocks on another rank.
+// Thread-safe; start() blocks on other ranks only behind a refused call, to its own limit at most.
 class GroupCore : public GroupBase {
  public:
   // network: between hosts; its ranks are those of the group, by their position in it.

@@ -239,8 +239,8 @@ bool Watcher::leave(TimePoint limit) {
   }
 }
 
-void Watcher::leave_with(CallId call, double limit) {
-  if (leave(deadline_after(limit))) return;
+void Watcher::leave_with(CallId call, TimePoint deadline, double limit) {
+  if (leave(deadline)) return;
   const auto refused = this->refused();
   ErrorContext context;
   context.rank = group_.rank;

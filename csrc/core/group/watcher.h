@@ -55,9 +55,10 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   // Before a start. Where this call, or one before it, is known to be refused: leave(). Throws DeadlineExceeded
   // where the group has not ended by the limit of the call, in seconds.
   void come_to(CallId call, double limit) {
-    if (knows_refusal_.load(std::memory_order_relaxed) && !goes_before(call)) leave_with(call, limit);
+    if (knows_refusal_.load(std::memory_order_relaxed) && !goes_before(call))
+      leave_with(call, deadline_after(limit), limit);
   }
-  void leave_with(CallId call, double limit);
+  void leave_with(CallId call, TimePoint deadline, double limit);
   // Where the cause is a refused call: this rank has come to it. Returns once the calls before it have ended,
   // and the group with them, or at `limit`; then that happens later, and it answers false.
   bool leave(TimePoint limit);
