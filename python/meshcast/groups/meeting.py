@@ -51,8 +51,9 @@ class Met:
 
 
 def cause_in(control: Any) -> str:
-    """Returns why a rank ended the group: a line as csrc/core/group/bulletin.cpp encodes it (kind, reporter and
-    peer), then the text. "" where there is none, and for a call that a rank refused: the next life goes on."""
+    """Returns why a rank ended the group: a line as csrc/core/group/bulletin.cpp encodes it (kind, reporter
+    and peer), then the text. "" where there is none, and for a call that a rank refused: the next life goes
+    on."""
     try:
         if control is None or not control.check(["cause"]):
             return ""
