@@ -1,7 +1,10 @@
 #include "c10d/c10d_store.h"
 
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -19,6 +22,19 @@ class C10dStore final : public Store {
   }
   int64_t add(const std::string& key, int64_t count) override { return store_->add(key, count); }
   void erase(const std::string& key) override { store_->deleteKey(key); }
+  std::optional<std::vector<std::string>> read(const std::vector<std::string>& keys) override {
+    if (!store_->check(keys)) return std::nullopt;
+    std::vector<std::vector<uint8_t>> values;
+    if (store_->hasExtendedApi()) {
+      values = store_->multiGet(keys);
+    } else {
+      for (const std::string& key : keys) values.push_back(store_->get(key));
+    }
+    std::vector<std::string> out;
+    out.reserve(values.size());
+    for (const auto& value : values) out.emplace_back(value.begin(), value.end());
+    return out;
+  }
   const void* connection() const override {
     auto* prefix = dynamic_cast<c10d::PrefixStore*>(store_.get());
     return prefix ? prefix->getUnderlyingNonPrefixStore().get() : store_.get();

@@ -130,8 +130,8 @@ MUTANTS = [
     Mutant(
         "watcher: an error before a refused call is that of the refused one",
         "group/watcher.cpp",
-        "run->fail(std::make_exception_ptr(error_before(*run, *refused)));",
-        "static_cast<void>(run);",
+        ": error_before(*run, earlier ? *earlier : *refused)));",
+        ": error_of(*refused, group_)));",
     ),
     Mutant(
         "watcher: what a peer told as it left is not read",
@@ -211,6 +211,94 @@ MUTANTS = [
         "run/executor.cpp",
         "    state->running.erase(me);\n    if (state->queue",
         "    if (state->queue",
+    ),
+    Mutant(
+        "group: a rank counts a call twice",
+        "group/group.cpp",
+        "if (!command->ordinal) command->ordinal = ordinals_[command->lane]++;",
+        "if (!command->ordinal) {\n    command->ordinal = ordinals_[command->lane]++;\n"
+        "    if (identity_.rank == 0 && *command->ordinal == 1) ++ordinals_[command->lane];\n  }",
+    ),
+    Mutant(
+        "group: a call overtakes another",
+        "group/group.cpp",
+        "queue_.push_back(std::move(command));",
+        "queue_.push_front(std::move(command));",
+    ),
+    Mutant(
+        "group: nobody begins what came meanwhile",
+        "group/group.cpp",
+        "if (!queue_.empty()) start_thread(lock);",
+        "",
+    ),
+    Mutant(
+        "group: a rank meets for a call that has ended",
+        "group/group.cpp",
+        "error = ended_before(command->call());",
+        "error = nullptr;",
+    ),
+    Mutant(
+        "group: a call that others are through with begins",
+        "group/group.cpp",
+        "if (first != life_.first.end() && *command->ordinal < first->second) {",
+        "if (first == life_.first.end() && *command->ordinal < 0) {",
+    ),
+    Mutant(
+        "group: ranks do not say which call they make next",
+        "group/group.cpp",
+        "if (!refused_) return {};",
+        "if (refused_ || !refused_) return {};",
+    ),
+    Mutant(
+        "group: a refused call begins again",
+        "group/group.cpp",
+        "return call.lane != refused->call.lane || call.ordinal > refused->call.ordinal;",
+        "return true;",
+    ),
+    Mutant(
+        "group: a stale life",
+        "group/group.cpp",
+        "origin_of_lives_, ++lives_);",
+        "origin_of_lives_, lives_ = 1);",
+    ),
+    Mutant(
+        "group: a call begins again behind later ones",
+        "group/group.cpp",
+        "return ordinals_[call.lane] == call.ordinal + 1;",
+        "return true;",
+    ),
+    Mutant(
+        "transfer: no call begins again",
+        "group/transfer.cpp",
+        "const bool again = group_->begin_again(shared_from_this(), core);",
+        "const bool again = false;",
+    ),
+    Mutant(
+        "transfer: a group goes on without a rank", "group/transfer.cpp", "core->abort(error.what());", ""
+    ),
+    Mutant(
+        "meeting: the second verdict counts",
+        "group/conversation.cpp",
+        "if (!proposal.empty()) return store_->compare_set(topic, std::string(), proposal);",
+        "if (!proposal.empty()) {\n    store_->set(topic, proposal);\n    return proposal;\n  }",
+    ),
+    Mutant(
+        "meeting: no back-off",
+        "group/meeting.cpp",
+        "pause.sleep(part_.deadline - now);",
+        "sleep_for(Conversation::kFirstPause);",
+    ),
+    Mutant(
+        "meeting: no limit",
+        "group/meeting.cpp",
+        "if (Clock::now() >= part_.deadline) {",
+        "if (part_.deadline == TimePoint::min()) {",
+    ),
+    Mutant(
+        "refuse: ranks between two refused calls do not hear of the first",
+        "group/group_core.cpp",
+        "if (first && goes_before(call, first->call))",
+        "if (first && goes_before(first->call, call))",
     ),
 ]
 

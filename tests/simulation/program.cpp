@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <memory>
 #include <optional>
 #include <random>
@@ -13,8 +14,11 @@
 
 #include "cpp/run/harness.h"
 #include "cpp/run/random_plans.h"
+#include "group/group.h"
 #include "group/group_core.h"
+#include "group/transfer.h"
 #include "plan/hash.h"
+#include "simulation/machine.h"
 #include "simulation/scheduler.h"
 #include "simulation/world.h"
 
@@ -66,8 +70,13 @@ class Run {
     std::mt19937 rng(static_cast<uint32_t>(program.seed));
     int plans = 1;
     for (const Call& call : program.calls) plans = std::max(plans, call.plan + 1);
-    for (int i = 0; i < plans; ++i)
-      plans_.push_back(std::make_shared<const Plan>(testing::random_plan(rng, program.ranks)));
+    for (int i = 0; i < plans; ++i) {
+      do {
+        auto plan = std::make_shared<const Plan>(testing::random_plan(rng, program.ranks));
+        if (program.joined && !joins_all_ranks(*plan)) continue;
+        plans_.push_back(std::move(plan));
+      } while (plans_.size() <= static_cast<size_t>(i));
+    }
     endings_.resize(static_cast<size_t>(program.ranks), std::vector<Ending>(program.calls.size()));
     left_ = program.ranks;
   }
@@ -99,13 +108,10 @@ class Run {
  private:
   struct Started {
     size_t call = 0;
-    testing::LocalTensor destination;
-    testing::LocalTensor source;
-    std::vector<int64_t> expected;
-    std::shared_ptr<meshcast::Run> run;
+    std::shared_ptr<SimulatedStart> start;
     TimePoint begun;
-    double spent = 0;  // seconds, before it was started
   };
+  using Transfers = std::map<int, std::shared_ptr<SimulatedTransfer>>;  // by plan
 
   static std::string text_of_ending(const Ending& each) {
     if (!each.done) return "not made";
@@ -179,30 +185,28 @@ class Run {
   }
 
   void live(int rank) {
-    try {
-      std::vector<int32_t> ranks(static_cast<size_t>(program_.ranks));
-      std::iota(ranks.begin(), ranks.end(), 0);
-      const auto group = std::make_shared<GroupCore>(network_.join(rank), storage_.connect(),
-                                                     GroupIdentity{ranks, rank, "simulated"});
-      std::vector<Thread> others;
-      for (const Fault& fault : program_.faults) {
-        if (fault.rank != rank || (fault.kind != Fault::Kind::Abort && fault.kind != Fault::Kind::Close))
-          continue;
-        others.emplace_back([group, fault] {
-          sleep_for(microseconds(fault.at));
-          if (fault.kind == Fault::Kind::Abort) return group->abort("the program said so");
-          group->shutdown();
-        });
-      }
-      calls(rank, *group);
-      note_left(rank);
-      for (Thread& each : others) each.join();
-      group->shutdown();
-    } catch (const Error&) {
-      // The group could not come up: the store has gone.
-      if (!store_is_hurt() && !is_gone(rank)) throw;
+    std::vector<int32_t> ranks(static_cast<size_t>(program_.ranks));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    const GroupIdentity identity{ranks, rank, "simulated"};
+    const auto group = std::make_shared<Group>(
+        identity, std::make_shared<SimulatedConnector>(scheduler_, storage_, network_, identity),
+        std::make_shared<KnownOffers>(), program_.kept);
+    std::vector<Thread> others;
+    for (const Fault& fault : program_.faults) {
+      if (fault.rank != rank || (fault.kind != Fault::Kind::Abort && fault.kind != Fault::Kind::Close))
+        continue;
+      others.emplace_back([group, fault] {
+        sleep_for(microseconds(fault.at));
+        if (fault.kind == Fault::Kind::Abort) return group->abort("the program said so");
+        group->close(Clock::now());
+      });
     }
+    calls(rank, group);
+    note_left(rank);
+    for (Thread& each : others) each.join();
+    group->close(Clock::now() + seconds(2));
     const Unwatched unwatched;
+    lives_ = std::max(lives_, group->life());
     if (gone_.insert(rank).second) leave();
   }
 
@@ -215,111 +219,77 @@ class Run {
     return gone_.count(rank) != 0;
   }
 
-  void calls(int rank, GroupCore& group) {
-    std::map<int, std::shared_ptr<AgreedPlan>> agreed;
+  void calls(int rank, const std::shared_ptr<Group>& group) {
+    Transfers transfers;
     std::vector<Started> started;
     for (size_t i = 0; i < program_.calls.size(); ++i) {
-      const Call& call = program_.calls[i];
-      const Act& act = call.acts[static_cast<size_t>(rank)];
+      const Act& act = program_.calls[i].acts[static_cast<size_t>(rank)];
       if (act.kind == Act::Kind::NeverComes) {
         sleep_for(seconds(60));  // elsewhere, and alive
         break;
       }
       sleep_for(microseconds(act.late));
-      if (group.refused() || group.error()) break;
-      const TimePoint begun = Clock::now();
-      try {
-        make(rank, i, group, agreed, started);
-      } catch (const Error& error) {
-        end(rank, i, duration_cast<std::chrono::duration<double>>(Clock::now() - begun).count(), 0,
-            std::make_exception_ptr(error));
-        continue;
-      }
-      if (act.waits && !started.empty() && started.back().call == i) {
-        finish(rank, started.back());
-        started.pop_back();
-      }
+      const auto core = group->core();
+      if (core && core->error() && !core->refused()) break;
+      const Started made = make(rank, i, group, transfers);
+      if (!made.start) continue;
+      if (act.waits)
+        finish(rank, made);
+      else
+        started.push_back(made);
     }
-    for (Started& each : started) finish(rank, each);
+    for (const Started& each : started) finish(rank, each);
   }
 
-  void make(int rank, size_t i, GroupCore& group, std::map<int, std::shared_ptr<AgreedPlan>>& agreed,
-            std::vector<Started>& started) {
+  Started make(int rank, size_t i, const std::shared_ptr<Group>& group, Transfers& transfers) {
     const Call& call = program_.calls[i];
     const Act& act = call.acts[static_cast<size_t>(rank)];
-    const CallId id{0, static_cast<int64_t>(i)};
     const TimePoint begun = Clock::now();
-    const bool known = agreed.count(call.plan) != 0;
     if (act.kind == Act::Kind::Refuses) {
-      group.refuse(id, "its arguments are wrong", false);
-      throw LayoutError("its arguments are wrong");
+      group->refuse(0, std::nullopt, "its arguments are wrong", call.limit)->wait();
+      end(rank, i, seconds_since(begun), 0, std::make_exception_ptr(LayoutError("its arguments are wrong")));
+      return {};
     }
-    auto plan = plans_[static_cast<size_t>(call.plan)];
-    std::string descriptor = fmt::format("plan {}", call.plan);
-    const bool other = act.kind == Act::Kind::OtherArguments;
     // Of a kind that is new to this rank, whatever it is to the others.
+    const bool other = act.kind == Act::Kind::OtherArguments;
+    std::string descriptor = fmt::format("plan {}", call.plan);
     if (other) descriptor += fmt::format(" of rank {}", rank);
-    const int kind = other ? -1 : call.plan;
-    if (other || !known) {
-      try {
-        agreed[kind] = group.agree_on(id, {"reshard", descriptor}, plan, nullptr, call.limit);
-      } catch (const Error& error) {
-        agreed.erase(kind);
-        // As who calls this does it: a rank is missing, so the ranks no longer count calls alike.
-        if (error.kind() == ErrorKind::Aborted || error.kind() == ErrorKind::DeadlineExceeded ||
-            error.kind() == ErrorKind::PeerLost)
-          group.abort(error.what());
-        throw;
-      }
+    auto& transfer = transfers[other ? -1 - call.plan : call.plan];
+    if (!transfer) {
+      const bool is_shared = call.plan % 2 == 0;
+      transfer = std::make_shared<SimulatedTransfer>(
+          group, 0, is_shared,
+          CompiledPlans{{"reshard", descriptor}, plans_[static_cast<size_t>(call.plan)], nullptr});
     }
-    const AgreedPlan& of = *agreed[kind];
-    Started made;
-    made.call = i;
-    made.begun = begun;
-    const Problem& problem = plan->problems.front();
-    const Shard source = testing::shard_of(problem.src, problem.shape, rank);
-    const Shard destination = testing::shard_of(problem.dst, problem.shape, rank);
-    made.source = testing::make_local(source, problem.shape, true);
-    made.destination = testing::make_local(destination, problem.shape, false);
-    made.expected = testing::make_local(destination, problem.shape, true).data;
-    made.spent = duration_cast<std::chrono::duration<double>>(Clock::now() - begun).count();
+    const bool refuses = act.kind == Act::Kind::RefusesToStart;
+    const auto start = std::make_shared<SimulatedStart>(transfer, call.limit, refuses);
+    group->submit(start);
+    return {i, start, begun};
+  }
+
+  static double seconds_since(TimePoint begun) {
+    return duration_cast<std::chrono::duration<double>>(Clock::now() - begun).count();
+  }
+
+  void finish(int rank, const Started& part) {
+    const TimePoint limit = part.begun + duration_cast<Clock::duration>(
+                                             std::chrono::duration<double>(program_.calls[part.call].limit));
+    const TimePoint from = std::max(limit, Clock::now());
+    std::exception_ptr error;
     try {
-      made.run = group.start(of, {id.ordinal, false, std::max(call.limit - made.spent, 1e-3)},
-                             [&](const PlanDirection&) -> Buffers {
-                               if (act.kind == Act::Kind::RefusesToStart)
-                                 throw LayoutError("its tensors are wrong");
-                               Buffers buffers;
-                               buffers.source = {made.source.memory};
-                               buffers.destination = {made.destination.memory};
-                               return buffers;
-                             });
-    } catch (const LayoutError& error) {
-      group.refuse(id, error.what(), true);
-      throw;
+      part.start->wait();
+    } catch (const Error&) {
+      error = std::current_exception();
     }
-    // The memory must not move while it is received into.
-    started.push_back(std::move(made));
-  }
-
-  void finish(int rank, Started& part) {
-    const double limit = program_.calls[part.call].limit;
-    const TimePoint last =
-        part.begun + duration_cast<Clock::duration>(std::chrono::duration<double>(limit + 60));
-    if (!part.run->wait_until(last)) {
-      if (is_gone(rank)) return;  // let go of at the end
-      throw Violation(fmt::format("rank {}: call {} has not ended a minute beyond its limit", rank, part.call));
-    }
-    const auto error = part.run->error();
-    if (!error && part.destination.data != part.expected)
+    const double beyond = seconds_since(from);
+    if (!error && !part.start->is_right())
       throw Violation(fmt::format("rank {}: call {} succeeded with wrong bytes", rank, part.call));
-    const double ran = part.run->seconds();
-    // What the store held up before is not the run's.
-    end(rank, part.call, std::min(part.spent, limit) + ran, ran, error);
+    end(rank, part.call, part.start->took(part.begun), part.start->ran(), error, beyond);
   }
 
-  // took, ran: seconds, the latter since it was started. 0: it never was, and the store has no limit of its own
-  // here.
-  void end(int rank, size_t call, double took, double ran, const std::exception_ptr& error) {
+  // took, ran: seconds, the latter since it was started; 0: it never was. beyond: seconds that somebody has
+  // waited for it past its limit.
+  void end(int rank, size_t call, double took, double ran, const std::exception_ptr& error, double beyond = 0) {
     const Unwatched unwatched;
     if (gone_.count(rank)) return;
     Ending& ending = endings_[static_cast<size_t>(rank)][call];
@@ -342,9 +312,9 @@ class Run {
       if (fault.kind == Fault::Kind::Freeze && fault.rank == rank)
         extra += 1e-6 * static_cast<double>(fault.lasts);
     const double limit = program_.calls[call].limit;
-    if (took > limit + kBeyond + extra && !(ran == 0 && store_is_hurt()))
-      throw Violation(fmt::format("rank {}: call {} with a limit of {:.2f} s ended after {:.2f} s: {}", rank,
-                                  call, limit, took, ending.text));
+    if (std::max(beyond, ran - limit) > kBeyond + extra)
+      throw Violation(fmt::format("rank {}: call {} with a limit of {:.2f} s ended {:.2f} s after that: {}",
+                                  rank, call, limit, std::max(beyond, ran - limit), ending.text));
   }
 
   // Which ranks of a call do not do what the others do.
@@ -378,10 +348,10 @@ class Run {
     if (static_cast<double>(storage_.requests()) > most)
       throw Violation(
           fmt::format("{} requests to the store, where {:.0f} would do", storage_.requests(), most));
-    const size_t agreements = plans_.size();  // that nobody has come after to clear away
+    // What ranks brought to their meeting, and agreements that nobody has come after to clear away.
     if (program_.faults.empty() && !differs_up_to(program_.calls.size() - 1) &&
         !late_up_to(program_.calls.size() - 1) &&
-        storage_.content().size() > (agreements > 0 ? 2 : 0) * static_cast<size_t>(program_.ranks) + 1)
+        storage_.content().size() > 3 * static_cast<size_t>(program_.ranks) + 4)
       throw Violation(fmt::format("{} keys are left in the store", storage_.content().size()));
     const size_t last = program_.calls.size() - 1;
     for (int rank = 0; rank < program_.ranks; ++rank) {
@@ -393,7 +363,8 @@ class Run {
         const Act::Kind own = program_.calls[call].acts[static_cast<size_t>(rank)].kind;
         if (program_.faults.empty() && !differs_up_to(call) && !late_up_to(call) && !each.done)
           wrong("a call that nothing kept from being made was not made");
-        if (goes_on() && (!each.done || (each.error && !differs(call)))) wrong("the group did not go on");
+        const bool must_go_on = goes_on() || (call == last && last_goes_on());
+        if (must_go_on && (!each.done || (each.error && !differs(call)))) wrong("the group did not go on");
         if (!each.done || is_hurt(rank)) continue;
         if (!each.error) {
           if (own != Act::Kind::Calls) wrong(fmt::format("a call that {} succeeded", name_of(own)));
@@ -406,6 +377,22 @@ class Run {
       }
     }
     judge_culprits();
+    judge_meeting();
+  }
+
+  // The ranks come together for the first call, or none of them does.
+  void judge_meeting() const {
+    if (has_refusals()) return;
+    const Ending* met = nullptr;
+    const Ending* failed = nullptr;
+    for (const auto& its : endings_) {
+      const Ending& first = its.front();
+      if (!first.done) continue;
+      const bool connects = first.text.find("ranks did not connect") != std::string::npos;
+      if (!first.error || connects) met = &first;
+      if (first.error && is_meeting(first)) failed = &first;
+    }
+    if (met && failed) throw Violation("one rank has met the others, and one has not: " + failed->text);
   }
 
   // Why nothing that was drawn explains an error; "" where something does.
@@ -423,11 +410,18 @@ class Run {
           return fmt::format("neither rank {} nor this one called with other arguments", each.peer);
         return {};
       case ErrorKind::DeadlineExceeded:
+        // After a refusal ranks meet again as they come to their next call. One that ended this call before it
+        // heard of that may have none left. One that died before it came was never seen.
+        if (is_meeting(each) && is_hurt(each.peer)) return {};
+        if ((is_meeting(each) || is_queued(each)) && !program_.joined &&
+            (anybody_succeeded(call) || has_refusals()))
+          return {};
         if (!faults && !late) {
           if (!differs_up_to(call)) return "nothing kept a rank from its limit";
           // A rank to which its kind is known, and that has nothing to move, does not stand still in it. Once a
           // later call is refused, nobody compares any more.
-          if (program_.calls[call].limit > 4 && !anybody_succeeded_unlike(call) && !has_refusals())
+          if (program_.calls[call].limit > 4 && is_own(each, call) && !anybody_succeeded_unlike(call) &&
+              !has_refusals())
             return "all ranks are there, and would have said that they differ";
           const bool only_refusals = !has_act({Act::Kind::OtherArguments, Act::Kind::NeverComes});
           if (only_refusals && program_.calls[call].limit > 3)
@@ -448,12 +442,26 @@ class Run {
     return "it has no kind";
   }
 
+  static bool is_meeting(const Ending& each) {
+    return each.text.find("did not call within") != std::string::npos;
+  }
+  // Whether it tells of the limit of that call, and not of another with which the group failed.
+  static bool is_own(const Ending& each, size_t call) {
+    return each.text.find(fmt::format("call {} of", call)) != std::string::npos;
+  }
+  static bool is_queued(const Ending& each) { return each.text.find("was still queued") != std::string::npos; }
+  bool anybody_succeeded(size_t call) const {
+    return std::any_of(endings_.begin(), endings_.end(),
+                       [&](const auto& its) { return its[call].done && !its[call].error; });
+  }
+
   // Whether one rank died, which is all that happened, and that was seen well before the call ended.
   bool seen_dead_during(const Ending& each) const {
     if (!program_.tells || program_.faults.size() != 1 || program_.faults[0].kind != Fault::Kind::Kill)
       return false;
     if (differs_up_to(program_.calls.size() - 1) || late_up_to(program_.calls.size() - 1)) return false;
     const Fault& fault = program_.faults[0];
+    if (!endings_[static_cast<size_t>(fault.rank)].front().done) return false;  // maybe before it came
     const auto seen = std::max<Clock::duration>(each.begun, microseconds(fault.at + fault.lasts));
     return each.at > seen + milliseconds(1500);
   }
@@ -474,25 +482,30 @@ class Run {
     return false;
   }
 
-  // Whether all that happens is that ranks refuse calls of a kind that is new to all, about when these are
-  // made: then nothing has moved, and the group goes on.
+  // Whether all that happens is that ranks refuse calls, and wait for each before they make the next: then all
+  // other calls succeed, over as many lives as that takes. Ranks that do not need the one that refused a call
+  // may be through with the next before they hear of it.
   bool goes_on() const {
-    if (!program_.faults.empty()) return false;
-    std::set<int> known;
-    int64_t apart = 0;
-    for (const Call& call : program_.calls) {
-      int64_t latest = 0;
-      bool refused = false;
-      for (const Act& act : call.acts) {
-        if (act.kind != Act::Kind::Calls && act.kind != Act::Kind::Refuses) return false;
-        refused = refused || act.kind == Act::Kind::Refuses;
-        latest = std::max(latest, act.late);
-      }
-      if (refused && known.count(call.plan) != 0) return false;
-      if (!refused) known.insert(call.plan);
-      apart += latest;
-    }
-    return apart < 100000;
+    if (!program_.faults.empty() || !all_wait() || late_up_to(program_.calls.size() - 1)) return false;
+    if (has_act({Act::Kind::OtherArguments, Act::Kind::NeverComes})) return false;
+    return program_.joined;
+  }
+  // The same of the last call alone where ranks do not wait: those before it may be in flight when another is
+  // refused.
+  bool last_goes_on() const {
+    return program_.joined && program_.faults.empty() && !late_up_to(program_.calls.size() - 1);
+  }
+  bool joins_all_ranks(const Plan& plan) const {
+    std::vector<int32_t> ranks(static_cast<size_t>(program_.ranks));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    return std::all_of(ranks.begin(), ranks.end(), [&](int32_t rank) {
+      std::set<int32_t> peers{rank};
+      const meshcast::Program moves = project(plan, rank, ranks, {});
+      for (const SendOp& send : moves.sends)
+        for (const Target& target : send.targets) peers.insert(target.peer);
+      for (const RecvOp& recv : moves.recvs) peers.insert(recv.peer);
+      return peers.size() == ranks.size();
+    });
   }
 
   // With one fault, and a store that tells all ranks the first cause, they name one culprit.
@@ -525,6 +538,11 @@ class Run {
       for (const Act& act : call.acts)
         if (std::find(kinds.begin(), kinds.end(), act.kind) != kinds.end()) return true;
     return false;
+  }
+  bool all_wait() const {
+    return std::all_of(program_.calls.begin(), program_.calls.end(), [](const Call& call) {
+      return std::all_of(call.acts.begin(), call.acts.end(), [](const Act& act) { return act.waits; });
+    });
   }
   bool has_other_arguments() const { return has_act({Act::Kind::OtherArguments}); }
   bool has_refusals() const { return has_act({Act::Kind::Refuses, Act::Kind::RefusesToStart}); }
@@ -561,6 +579,7 @@ class Run {
   std::set<int> gone_;  // ranks whose part is over
   std::set<int> dead_;
   std::map<int, Clock::duration> left_at_;
+  int64_t lives_ = 0;  // that the group had
   int left_ = 0;
   Clock::duration ended_{};  // when the last of them was
 };
@@ -576,10 +595,15 @@ Program draw_program(uint64_t seed) {
   out.seed = seed;
   out.ranks = draw(1, 200) == 1 ? static_cast<int>(draw(9, 32)) : static_cast<int>(draw(2, 6));
   out.tells = draw(1, 3) != 1;
+  if (draw(1, 3) == 1) out.kept = 1;
   const auto calls = static_cast<size_t>(draw(1, 6));
   const int64_t plans = draw(1, 3);
-  const bool plain = draw(1, 4) == 1;  // nothing goes wrong
-  const bool unlike = !plain && draw(1, 2) == 1;
+  const bool plain = draw(1, 4) == 1;      // nothing goes wrong
+  out.joined = !plain && draw(1, 4) == 1;  // but refusals
+  if (out.joined) out.ranks = static_cast<int>(draw(2, 3));
+  const bool unlike = !plain && (out.joined || draw(1, 2) == 1);
+  const bool all_wait = draw(1, out.joined ? 2 : 3) == 1;
+  const bool only_refusals = out.joined || draw(1, 3) == 1;
   for (size_t i = 0; i < calls; ++i) {
     Call call;
     call.plan = static_cast<int>(draw(0, plans - 1));
@@ -587,15 +611,18 @@ Program draw_program(uint64_t seed) {
     for (int rank = 0; rank < out.ranks; ++rank) {
       Act act;
       if (draw(1, 2) == 1) act.late = draw(0, 1) == 1 ? draw(0, 500) : draw(0, 60000);
-      if (!plain && draw(1, 40) == 1) act.late = draw(0, 8000000);
-      act.waits = draw(1, 3) != 1;
-      if (unlike && draw(1, 8) == 1) act.kind = static_cast<Act::Kind>(draw(1, 4));
+      if (!plain && !out.joined && draw(1, 40) == 1) act.late = draw(0, 8000000);
+      // About when the others give it up.
+      if (!plain && !out.joined && draw(1, 60) == 1)
+        act.late = std::max<int64_t>(0, static_cast<int64_t>(1e6 * call.limit) + draw(-30000, 30000));
+      act.waits = all_wait || draw(1, 3) != 1;
+      if (unlike && draw(1, 8) == 1) act.kind = static_cast<Act::Kind>(only_refusals ? draw(2, 3) : draw(1, 4));
       if (act.kind == Act::Kind::NeverComes && draw(1, 4) != 1) act.kind = Act::Kind::Calls;
       call.acts.push_back(act);
     }
     out.calls.push_back(std::move(call));
   }
-  if (plain || draw(1, 3) == 1) return out;
+  if (plain || out.joined || draw(1, 3) == 1) return out;
   for (int64_t i = draw(1, 2); i > 0; --i) {
     Fault fault;
     fault.kind = static_cast<Fault::Kind>(draw(0, 9));
@@ -611,6 +638,8 @@ Program draw_program(uint64_t seed) {
 std::string describe(const Program& program) {
   std::string out = fmt::format("program {}: {} ranks{}\n", program.seed, program.ranks,
                                 program.tells ? "" : ", a network that tells nothing");
+  if (program.joined) out.insert(out.size() - 1, ", all of which need each other");
+  if (program.kept == 1) out.insert(out.size() - 1, ", one agreement kept");
   for (size_t i = 0; i < program.calls.size(); ++i) {
     const Call& call = program.calls[i];
     out += fmt::format("  call {}: plan {}, limit {} s", i, call.plan, call.limit);

@@ -54,7 +54,9 @@ struct Fault {
 struct Program {
   uint64_t seed = 0;
   int ranks = 0;
-  bool tells = true;  // the network says why a peer has left, and whether one is lost
+  size_t kept = 256;    // agreements that a group remembers
+  bool joined = false;  // each plan moves something between each rank and all others
+  bool tells = true;    // the network says why a peer has left, and whether one is lost
   std::vector<Call> calls;
   std::vector<Fault> faults;
 };

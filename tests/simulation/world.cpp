@@ -55,6 +55,18 @@ class Storage::Connection final : public Store {
     storage_.content_.erase(key);
     answer();
   }
+  std::optional<std::vector<std::string>> read(const std::vector<std::string>& keys) override {
+    const std::lock_guard lock(mutex_);
+    const Unwatched unwatched;
+    storage_.request();
+    std::vector<std::string> out;
+    for (const std::string& key : keys) {
+      const auto found = storage_.content_.find(key);
+      if (found != storage_.content_.end()) out.push_back(found->second);
+    }
+    answer();
+    return out.size() == keys.size() ? std::optional(std::move(out)) : std::nullopt;
+  }
   const void* connection() const override { return this; }
 
  private:
@@ -81,7 +93,8 @@ void Storage::become(Health health) {
 // One rank's end. What ends is told by a thread of its own.
 class Network::Endpoint final : public Transport, public std::enable_shared_from_this<Endpoint> {
  public:
-  Endpoint(Network& network, int rank) : network_(network), rank_(rank), told_(network.ranks_.size()) {
+  Endpoint(Network& network, int rank, std::string life)
+      : network_(network), rank_(rank), life_(std::move(life)), told_(network.ranks_) {
     teller_ = Thread([this] { tell(); });
   }
   ~Endpoint() override { Endpoint::shutdown(); }
@@ -97,8 +110,7 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
 
   std::string lost(int peer) override {
     const Unwatched unwatched;
-    if (!network_.tells_ || peer == rank_ || !network_.link(rank_, peer).noticed) return {};
-    return "the connection was lost";
+    return network_.lost(rank_, peer);
   }
   void leave_because(const std::string& why) noexcept override {
     const Unwatched unwatched;
@@ -124,10 +136,12 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
     }
     for (size_t peer = 0; peer < told_.size(); ++peer) {
       if (static_cast<int>(peer) == rank_ || network_.link(rank_, static_cast<int>(peer)).cut) continue;
-      network_.scheduler_.at(Clock::now() + delay(), [&network = network_, peer, from = rank_, why = why_] {
-        if (network.link(static_cast<int>(peer), from).cut) return;
-        if (const auto other = network.ranks_[peer].lock()) other->peer_left(from, why);
-      });
+      network_.scheduler_.at(Clock::now() + delay(),
+                             [&network = network_, peer, from = rank_, why = why_, life = life_] {
+                               if (network.link(static_cast<int>(peer), from).cut) return;
+                               if (const auto other = network.end(life, static_cast<int>(peer)))
+                                 other->peer_left(from, why);
+                             });
     }
   }
 
@@ -189,7 +203,8 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
           TransportError(TransportError::Cause::Closed, "the peer has left", told_[static_cast<size_t>(peer)]));
     if (!waiting.emplace(key, std::move(mine)).second)
       throw Violation(fmt::format("rank {}: two messages in flight have one key", rank_));
-    network_.scheduler_.at(Clock::now() + delay(), [&network = network_, key] { network.match(key); });
+    network_.scheduler_.at(Clock::now() + delay(),
+                           [&network = network_, life = life_, key] { network.match(life, key); });
   }
 
   void break_with(int peer, const TransportError& error) {
@@ -249,6 +264,7 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
 
   Network& network_;
   const int rank_;
+  const std::string life_;
   Waiting sends_;
   Waiting recvs_;
   std::deque<Ended> ended_;
@@ -268,17 +284,37 @@ Network::Network(Scheduler& scheduler, int ranks, bool tells)
     : scheduler_(scheduler), tells_(tells), ranks_(static_cast<size_t>(ranks)) {}
 Network::~Network() = default;
 
-std::shared_ptr<Transport> Network::join(int rank) {
-  auto made = std::make_shared<Endpoint>(*this, rank);
+std::shared_ptr<Transport> Network::join(int rank, const std::string& life) {
+  auto made = std::make_shared<Endpoint>(*this, rank, life);
   const Unwatched unwatched;
-  ranks_[static_cast<size_t>(rank)] = made;
+  Ends& ends = lives_[life];
+  ends.resize(ranks_);
+  ends[static_cast<size_t>(rank)] = made;
+  ++joined_[life];
   return made;
 }
 
-void Network::match(const Key& key) {
+size_t Network::joined(const std::string& life) const {
+  const Unwatched unwatched;
+  const auto found = joined_.find(life);
+  return found == joined_.end() ? 0 : found->second;
+}
+
+std::shared_ptr<Network::Endpoint> Network::end(const std::string& life, int rank) const {
+  const auto found = lives_.find(life);
+  return found == lives_.end() ? nullptr : found->second[static_cast<size_t>(rank)].lock();
+}
+
+std::string Network::lost(int rank, int other) {
+  const Unwatched unwatched;
+  if (!tells_ || other == rank || !link(rank, other).noticed) return {};
+  return "the connection was lost";
+}
+
+void Network::match(const std::string& life, const Key& key) {
   const auto& [from, to, number] = key;
-  const auto sender = ranks_[static_cast<size_t>(from)].lock();
-  const auto receiver = ranks_[static_cast<size_t>(to)].lock();
+  const auto sender = end(life, from);
+  const auto receiver = end(life, to);
   if (!sender || !receiver || link(from, to).cut) return;
   const auto sent = sender->sends_.find(key);
   const auto received = receiver->recvs_.find(key);
@@ -304,23 +340,27 @@ void Network::cut(int one, int other, std::optional<Clock::duration> noticed) {
 
 void Network::notice(int one, int other) {
   link(one, other).noticed = true;
-  if (const auto end = ranks_[static_cast<size_t>(one)].lock()) end->lose(other);
-  if (const auto end = ranks_[static_cast<size_t>(other)].lock()) end->lose(one);
+  for (const auto& [life, ends] : lives_) {
+    if (const auto mine = end(life, one)) mine->lose(other);
+    if (const auto its = end(life, other)) its->lose(one);
+  }
 }
 
 void Network::kill(int rank, Clock::duration noticed) {
-  for (int other = 0; other < static_cast<int>(ranks_.size()); ++other)
+  for (int other = 0; other < static_cast<int>(ranks_); ++other)
     if (other != rank) cut(rank, other, noticed);
 }
 
 void Network::hang(int rank, Clock::duration lasts) {
-  if (const auto end = ranks_[static_cast<size_t>(rank)].lock()) end->hang(lasts);
+  for (const auto& [life, ends] : lives_)
+    if (const auto its = end(life, rank)) its->hang(lasts);
 }
 
 size_t Network::in_flight() const {
   size_t out = 0;
-  for (const auto& each : ranks_)
-    if (const auto end = each.lock()) out += end->pending();
+  for (const auto& [life, ends] : lives_)
+    for (const auto& each : ends)
+      if (const auto its = each.lock()) out += its->pending();
   return out;
 }
 

@@ -44,15 +44,20 @@ class Storage {
   uint64_t requests_ = 0;
 };
 
-// The network between the ranks of a group. Messages are matched by rank and key, and take some time. A link
-// may be cut, after which nothing arrives; a rank may die. Both ends learn of that after a while, or never.
+// The network between the ranks of a group, in all its lives. Messages are matched by life, rank and key, and
+// take some time. A link may be cut, after which nothing arrives; a rank may die. Both ends learn of that after
+// a while, or never.
 class Network {
  public:
   // tells: it hands on what a rank says as it leaves, and knows of lost ranks without a message.
   Network(Scheduler& scheduler, int ranks, bool tells);
   ~Network();
 
-  std::shared_ptr<Transport> join(int rank);
+  std::shared_ptr<Transport> join(int rank, const std::string& life);
+  size_t joined(const std::string& life) const;  // ranks that have, also those that have left
+  // Why a rank sees no more of another, where it does, and this network tells.
+  std::string lost(int rank, int other);
+  bool tells() const { return tells_; }
   // From here on nothing passes between the two. noticed: after this time both see it; none: never.
   void cut(int one, int other, std::optional<Clock::duration> noticed);
   void kill(int rank, Clock::duration noticed);  // all its links
@@ -65,15 +70,19 @@ class Network {
     bool cut = false;
     bool noticed = false;
   };
-  using Key = std::tuple<int, int, uint64_t>;  // from, to, key
+  using Key = std::tuple<int, int, uint64_t>;         // from, to, key
+  using Ends = std::vector<std::weak_ptr<Endpoint>>;  // by rank
 
   Link& link(int one, int other) { return links_[{std::min(one, other), std::max(one, other)}]; }
   void notice(int one, int other);
-  void match(const Key& key);
+  void match(const std::string& life, const Key& key);
+  std::shared_ptr<Endpoint> end(const std::string& life, int rank) const;
 
   Scheduler& scheduler_;
   const bool tells_;
-  std::vector<std::weak_ptr<Endpoint>> ranks_;
+  const size_t ranks_;
+  std::map<std::string, Ends> lives_;
+  std::map<std::string, size_t> joined_;
   std::map<std::pair<int, int>, Link> links_;
 };
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "common/sync.h"
+
 namespace meshcast {
 
 // The language that calls this code runs handlers of signals between its own instructions, of which a thread
@@ -19,9 +21,9 @@ void look_for_signals();
 // wait_until(slice): waits until then at most, and answers whether it has what it waits for. False past
 // `limit`.
 template <typename Wait>
-bool wait_in_slices(std::chrono::steady_clock::time_point limit, const Wait& wait_until) {
+bool wait_in_slices(TimePoint limit, const Wait& wait_until) {
   for (;;) {
-    const auto slice = std::min(limit, std::chrono::steady_clock::now() + kSignalSlice);
+    const auto slice = std::min<TimePoint>(limit, Clock::now() + kSignalSlice);
     if (wait_until(slice)) return true;
     look_for_signals();
     if (slice == limit) return false;

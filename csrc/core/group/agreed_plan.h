@@ -48,7 +48,7 @@ class PlanDirection {
 
 // What the ranks of a group have agreed on: a plan, that of its backward if it has one, and the slot that its
 // messages go by, which is free again when this is dropped. All a start needs besides its tensors. Thread-safe.
-class AgreedPlan {
+class AgreedPlan : public std::enable_shared_from_this<AgreedPlan> {
  public:
   // The lane of all backwards; that of a forward is given.
   static constexpr int32_t kReverseLane = 1;

@@ -19,6 +19,9 @@ struct GroupIdentity {
   std::string name;
 };
 
+// Of what is counted in no lane, as prepare().
+constexpr int32_t kNoLane = -1;
+
 // One call as the ranks number it.
 struct CallId {
   int32_t lane = 0;

@@ -111,6 +111,21 @@ void Bulletin::erase_decision(int32_t lane, int64_t ordinal) {
   store_->erase(fmt::format("decision/{}/{}", lane, ordinal));
 }
 
+void Bulletin::leave_at(int32_t lane, int64_t ordinal, int32_t rank, const std::string& why) {
+  const Wait wait(*this);
+  store_->set(fmt::format("left/{}/{}", lane, rank), fmt::format("{} {}", ordinal, why.substr(0, kMaxText)));
+}
+
+std::optional<std::pair<int64_t, std::string>> Bulletin::left_at(int32_t lane, int32_t rank) {
+  const auto found = read_key(fmt::format("left/{}/{}", lane, rank));
+  if (!found) return std::nullopt;
+  const size_t blank = found->find(' ');
+  int64_t ordinal = -1;
+  std::from_chars(found->data(), found->data() + found->size(), ordinal);
+  if (ordinal < 0 || blank == std::string::npos) return std::nullopt;
+  return std::pair(ordinal, found->substr(blank + 1));
+}
+
 void Bulletin::wait_in(int32_t lane, int64_t ordinal, int32_t rank) {
   const Wait wait(*this);
   store_->set(fmt::format("waits/{}/{}", lane, rank), std::to_string(ordinal));

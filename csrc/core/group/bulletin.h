@@ -67,6 +67,11 @@ class Bulletin {
   std::string decide(int32_t lane, int64_t ordinal, const std::string& word);
   void erase_decision(int32_t lane, int64_t ordinal);
 
+  // That this rank has refused a call, and takes part in none from there on to a later one which another rank
+  // refused before that was known.
+  void leave_at(int32_t lane, int64_t ordinal, int32_t rank, const std::string& why);
+  std::optional<std::pair<int64_t, std::string>> left_at(int32_t lane, int32_t rank);
+
   // The oldest call of a lane that this rank has been in for long.
   void wait_in(int32_t lane, int64_t ordinal, int32_t rank);
   int64_t waits_in(int32_t lane, int32_t rank);  // the last that it told; -1: none

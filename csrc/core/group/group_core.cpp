@@ -257,14 +257,21 @@ void GroupCore::refuse(CallId call, const std::string& message, bool agreed) {
         look_for_others(agreement_bulletin_, identity_, call, begun + kOthersCome, over) == Others::Unseen) {
       mine = Life::Over;
     }
-    if (decide(agreement_bulletin_, call, mine) == Life::GoesOn) return;
-    const Cause cause = mine == Life::Over
-                            ? agreement_bulletin_.settle_cause(as_cause({call, identity_.rank, message}))
-                            : await_cause(agreement_bulletin_, begun + kCauseComes);
-    // The refusal of a later call was first: those that wait in this one look for it here.
-    const auto first = refused_in(cause);
-    if (agreed && first && goes_before(call, first->call)) reject(call, message);
-    watcher_->adopt(cause);
+    std::optional<Cause> cause;
+    if (decide(agreement_bulletin_, call, mine) == Life::GoesOn) {
+      // Unless the refusal of another call has ended it meanwhile: then the next life has to know of this one.
+      cause = agreement_bulletin_.read_cause();
+      if (!cause || !refused_in(*cause)) return;
+    } else if (mine == Life::Over) {
+      cause = agreement_bulletin_.settle_cause(as_cause({call, identity_.rank, message}));
+    } else {
+      cause = await_cause(agreement_bulletin_, begun + kCauseComes);
+    }
+    // The refusal of a later call was first: those that wait in calls before that look for this one.
+    const auto first = refused_in(*cause);
+    if (first && goes_before(call, first->call))
+      agreement_bulletin_.leave_at(call.lane, call.ordinal, identity_.rank, message);
+    watcher_->adopt(*cause);
     watcher_->leave(Clock::now() + kOwnRuns);
     sleep_for(kTold);
   } catch (const std::exception&) {

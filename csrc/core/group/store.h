@@ -1,7 +1,11 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace meshcast {
 
@@ -18,8 +22,37 @@ class Store {
                                   const std::string& desired) = 0;
   virtual int64_t add(const std::string& key, int64_t count) = 0;  // returns the sum
   virtual void erase(const std::string& key) = 0;
+  // The values of all these keys, in their order; none unless each is set. Of keys that nobody erases
+  // meanwhile.
+  virtual std::optional<std::vector<std::string>> read(const std::vector<std::string>& keys) = 0;
   // What the calls of all stores over one connection share, and lock each other out of.
   virtual const void* connection() const = 0;
+};
+
+// The keys of a store below a prefix, over the same connection.
+class PrefixedStore final : public Store {
+ public:
+  PrefixedStore(std::string prefix, std::shared_ptr<Store> store)
+      : prefix_(std::move(prefix) + "/"), store_(std::move(store)) {}
+
+  void set(const std::string& key, const std::string& value) override { store_->set(prefix_ + key, value); }
+  std::string compare_set(const std::string& key, const std::string& expected,
+                          const std::string& desired) override {
+    return store_->compare_set(prefix_ + key, expected, desired);
+  }
+  int64_t add(const std::string& key, int64_t count) override { return store_->add(prefix_ + key, count); }
+  void erase(const std::string& key) override { store_->erase(prefix_ + key); }
+  std::optional<std::vector<std::string>> read(const std::vector<std::string>& keys) override {
+    std::vector<std::string> whole;
+    whole.reserve(keys.size());
+    for (const std::string& key : keys) whole.push_back(prefix_ + key);
+    return store_->read(whole);
+  }
+  const void* connection() const override { return store_->connection(); }
+
+ private:
+  const std::string prefix_;
+  const std::shared_ptr<Store> store_;
 };
 
 }  // namespace meshcast

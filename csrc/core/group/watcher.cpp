@@ -277,10 +277,12 @@ void Watcher::end_if_refused() {
   Runs before;
   TimePoint seen;
   Cause cause;
+  std::optional<RefusedCall> earlier;
   {
     const std::lock_guard lock(mutex_);
     if (!first_ || !knows_refusal_) return;
     cause = *first_;
+    earlier = earlier_;
     hopeless = hopeless_;
     ends = leaves_ || hopeless;
     seen = refusal_seen_;
@@ -300,6 +302,10 @@ void Watcher::end_if_refused() {
         continue;
       }
       if (is_before) before.push_back(run);
+      if (is_before && earlier && call.lane == earlier->call.lane && call.ordinal >= earlier->call.ordinal) {
+        ends = true;
+        continue;
+      }
       const TimePoint limit = call.lane == refused->call.lane ? run->deadline()
                               : is_before                     ? seen + kBackwards
                                                               : seen + kOtherLanes;
@@ -311,7 +317,12 @@ void Watcher::end_if_refused() {
     }
   }
   if (!late && (!ends || (waits && !hopeless))) return;
-  for (const auto& run : before) run->fail(std::make_exception_ptr(error_before(*run, *refused)));
+  for (const auto& run : before) {
+    const bool is_earlier =
+        earlier && run->label().lane == earlier->call.lane && run->label().ordinal == earlier->call.ordinal;
+    run->fail(std::make_exception_ptr(is_earlier ? error_of(*earlier, group_)
+                                                 : error_before(*run, earlier ? *earlier : *refused)));
+  }
   end_with(cause, error_of(*refused, group_));
 }
 
@@ -386,20 +397,24 @@ void Watcher::look() {
   for (const auto& run : runs) look_for_stalls(run, now);
 }
 
-// Two ranks may refuse one call each, and the refusal of the later call may be the first on the board. Those
-// that wait in the earlier call find its refusal where ranks that agree would look.
+// Two ranks may refuse one call each, and the refusal of the later call may be the first on the board. The rank
+// that refused the earlier one takes no part in those between the two: others would wait there for it.
 void Watcher::look_for_earlier_refusals() {
-  for (const auto& run : old_runs()) {
-    const CallId call{run->label().lane, run->label().ordinal};
-    const auto known = refused();
-    if (!known || call.lane != known->call.lane || !meshcast::goes_before(call, known->call)) continue;
+  const auto known = refused();
+  const auto before = [&](const std::shared_ptr<RunState>& run) {
+    const RunLabel& label = run->label();
+    return known && label.lane == known->call.lane &&
+           meshcast::goes_before({label.lane, label.ordinal}, known->call);
+  };
+  const Runs runs = old_runs();
+  if (std::any_of(runs.begin(), runs.end(), before)) {
     for (const int32_t other : group_.ranks) {
       if (other == group_.rank) continue;
-      const auto posting = bulletin_.read(Bulletin::Board::Agreement, call.lane, call.ordinal, other);
-      if (!posting || !posting->rejected) continue;
+      const auto left = bulletin_.left_at(known->call.lane, other);
+      if (!left || left->first >= known->call.ordinal) continue;
       const std::lock_guard lock(mutex_);
-      first_ = as_cause({call, other, posting->text});
-      break;
+      if (!earlier_ || left->first < earlier_->call.ordinal)
+        earlier_ = RefusedCall{{known->call.lane, left->first}, other, left->second};
     }
   }
   end_if_refused();
@@ -472,7 +487,9 @@ bool Watcher::tick() {
   const bool look_is_due =
       now - last_look_ >= kLook && !reporting_ && !failed() &&
       std::any_of(runs.begin(), runs.end(), [&](const auto& run) { return now - run->started() >= kLook; });
-  if (local && !knows_refusal_ ? !published : look_is_due) {
+  // note_local() has wanted a report already. A store that has failed is not to be flooded.
+  const bool publishes_again = local && !knows_refusal_ && !published && now - last_look_ >= kLook;
+  if (publishes_again || ((!local || knows_refusal_) && look_is_due)) {
     last_look_ = now;
     want_report();
   }

@@ -127,6 +127,7 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   // Where that is a refused call: since when this rank knows, whether it has come there, and whether a call
   // before it can come to no good end.
   TimePoint refusal_seen_{};
+  std::optional<RefusedCall> earlier_;  // that another rank refused, before it knew of that
   bool leaves_ = false;
   bool hopeless_ = false;
   std::atomic<bool> knows_refusal_{false};

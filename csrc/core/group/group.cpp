@@ -1,0 +1,653 @@
+#include "group/group.h"
+
+#include <algorithm>
+#include <chrono>
+#include <system_error>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "common/signals.h"
+#include "common/thread_name.h"
+#include "group/bulletin.h"
+
+namespace meshcast {
+namespace {
+
+using std::chrono::milliseconds;
+
+// By how much a command may be late: it ends by itself at its deadline, unless the store holds it up.
+constexpr auto kStuck = milliseconds(1500);
+constexpr auto kKnown = milliseconds(700);       // that a rank that refuses waits until others know, at most
+constexpr auto kLeastClose = milliseconds(500);  // that a control thread gets at the end of its group
+
+// The group whose control thread this is. Not of use in a simulation, whose threads are one.
+thread_local const Group* controlled = nullptr;
+
+class Connection final : public Command {
+ public:
+  explicit Connection(TimePoint deadline) : Command(kNoLane, 0, deadline, true) {}
+
+  bool ready() override { return true; }
+  Begun begin(const std::shared_ptr<GroupCore>& core, const std::exception_ptr& error) override {
+    const std::lock_guard lock(mutex_);
+    if (!core) error_ = error;
+    done_ = true;
+    over_.notify_all();
+    return Begun::Done;
+  }
+  bool wait_until(TimePoint limit) {
+    std::unique_lock lock(mutex_);
+    return over_.wait_until(lock, limit, [this] { return done_; });
+  }
+  std::exception_ptr error() const { return error_; }  // once it is done
+
+ private:
+  Mutex mutex_;
+  Condition over_;
+  bool done_ = false;
+  std::exception_ptr error_;
+};
+
+std::optional<ErrorKind> kind_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& typed) {
+    return typed.kind();
+  } catch (...) {
+    return std::nullopt;
+  }
+}
+
+Error call_error(ErrorKind kind, const std::string& text, int32_t rank, int32_t peer, int64_t ordinal,
+                 const char* phase) {
+  ErrorContext context;
+  context.rank = rank;
+  context.peer = peer == rank ? -1 : peer;
+  context.op = "reshard";
+  context.sequence = ordinal;
+  context.phase = phase;
+  return {kind, text, context};
+}
+
+}  // namespace
+
+Group::Group(GroupIdentity identity, std::shared_ptr<Connector> connector, std::shared_ptr<KnownOffers> known,
+             size_t kept)
+    : identity_(std::move(identity)),
+      connector_(std::move(connector)),
+      known_(std::move(known)),
+      kept_(kept),
+      life_(kept) {}
+
+Group::~Group() {
+  if (origin_.foreign()) return;
+  end_left();
+  if (life_.core) life_.core->shutdown();
+}
+
+std::shared_ptr<GroupCore> Group::core() const {
+  const std::lock_guard lock(mutex_);
+  return life_.core;
+}
+
+void Group::submit(const std::shared_ptr<Command>& command) {
+  origin_.check();
+  if (const auto refusal = enqueue(command)) {
+    refusal->wait();
+    command->refused();
+  }
+}
+
+// Returns what tells the others, where this rank refused the call as it began it.
+std::shared_ptr<Refusal> Group::enqueue(std::shared_ptr<Command> command) {
+  std::unique_lock lock(mutex_);
+  if (!command->ordinal) command->ordinal = ordinals_[command->lane]++;
+  const bool idle = !running_ && !has_thread_;
+  if (idle && life_.core) return begin_here(lock, std::move(command));
+  queue_.push_back(std::move(command));
+  if (idle) start_thread(lock);
+  return nullptr;
+}
+
+std::shared_ptr<Refusal> Group::begin_here(std::unique_lock<Mutex>& lock, std::shared_ptr<Command> command) {
+  running_ = command;
+  const uint64_t turn = turn_;
+  const auto core = life_.core;
+  lock.unlock();
+  const Command::Begun begun = command->ready() ? command->begin(core, nullptr) : Command::Begun::Again;
+  lock.lock();
+  if (turn_ != turn) return nullptr;  // given up
+  running_.reset();
+  idle_.notify_all();
+  std::shared_ptr<Refusal> refusal;
+  // Before what came meanwhile.
+  if (begun == Command::Begun::Again) queue_.push_front(std::move(command));
+  if (begun == Command::Begun::Refused) queue_.push_front(refusal = refusal_of(command));
+  if (!queue_.empty()) start_thread(lock);
+  return refusal;
+}
+
+std::shared_ptr<Refusal> Group::refusal_of(const std::shared_ptr<Command>& command) {
+  return std::make_shared<Refusal>(shared_from_this(), command->lane, command->ordinal, command->deadline,
+                                   command->refusal, Refusal::Told{true, {}});
+}
+
+void Group::start_thread(std::unique_lock<Mutex>& lock) {
+  has_thread_ = true;
+  try {
+    Thread([self = shared_from_this(), turn = turn_] { self->run(turn); }).detach();
+  } catch (const std::system_error&) {  // the next command may get one
+    has_thread_ = false;
+    fail_without_thread(lock);
+  }
+}
+
+// All ranks are told at once, with what this thread can use, and may go on.
+void Group::fail_without_thread(std::unique_lock<Mutex>& lock) {
+  const auto queue = std::exchange(queue_, {});
+  const auto core = life_.core;
+  const auto failed = error_;
+  lock.unlock();
+  const Error error = call_error(
+      ErrorKind::Generic,
+      fmt::format("rank {}: group {} needs one for a call: no thread could be had. Raise the limit of threads "
+                  "(ulimit -u, or that of the container), or run fewer of them",
+                  identity_.rank, identity_.name),
+      identity_.rank, -1, -1, "start");
+  for (const auto& each : queue) {
+    try {
+      if (core)
+        core->reject(each->call(), error.what());
+      else if (!failed)
+        refuse_meeting(connector_->store(), next_life(), identity_.rank, std::string(), error.what());
+    } catch (const std::exception&) {
+      // The store does not answer: the others wait to their limits.
+    }
+    each->begin(nullptr, failed ? failed : std::make_exception_ptr(error));
+  }
+  lock.lock();
+}
+
+void Group::run(uint64_t turn) {
+  if (!Simulation::current()) {
+    controlled = this;
+    name_this_thread("mc-control");
+  }
+  for (;;) {
+    std::shared_ptr<Command> command;
+    std::shared_ptr<Command> done;  // what it holds may need more than this lock to be freed
+    {
+      const std::lock_guard lock(mutex_);
+      if (turn_ != turn) return;
+      done.swap(running_);
+      if (queue_.empty()) {
+        has_thread_ = false;
+        idle_.notify_all();
+        return;
+      }
+      running_ = command = queue_.front();
+      queue_.pop_front();
+    }
+    Next next = Next::SameAgain;
+    while (next == Next::SameAgain) next = begin(command, turn);
+    if (next == Next::Nothing) return;
+    if (is_up()) end_left();
+  }
+}
+
+Group::Next Group::begin(const std::shared_ptr<Command>& command, uint64_t turn) {
+  std::exception_ptr error;
+  std::shared_ptr<GroupCore> core;
+  {
+    const std::lock_guard lock(mutex_);
+    core = life_.core;
+    error = error_;
+  }
+  if (!core && !error && command->meets) error = ended_before(command->call());
+  if (!core && !error && command->meets) {
+    try {
+      if (!bring_up(*command, turn)) return Next::Nothing;
+    } catch (const MeetAgainError&) {  // of this command alone
+      error = std::current_exception();
+    } catch (const std::exception&) {
+      const std::lock_guard lock(mutex_);
+      if (!error_) error_ = std::current_exception();
+      error = error_;
+    }
+    core = this->core();
+  }
+  if (!core) {
+    command->begin(nullptr, error);
+    keep_first_cause();
+    return Next::Command;
+  }
+  if (command->ordinal) {
+    std::unique_lock lock(mutex_);
+    const auto first = life_.first.find(command->lane);
+    if (first != life_.first.end() && *command->ordinal < first->second) {
+      lock.unlock();
+      command->begin(nullptr, skipped(*command->ordinal));
+      return Next::Command;
+    }
+  }
+  const Command::Begun begun = command->begin(core, nullptr);
+  if (begun == Command::Begun::Again) return Next::SameAgain;
+  if (begun == Command::Begun::Refused) {  // before this rank goes on
+    const auto refusal = refusal_of(command);
+    while (begin(refusal, turn) == Next::SameAgain) {
+    }
+    command->refused();
+  }
+  return Next::Command;
+}
+
+std::string Group::next_life() {
+  const auto store = connector_->store();
+  if (origin_of_lives_.empty()) {
+    // All members come to each life exactly once, so that the number of those that have come tells this group
+    // from others that shared a store with it before.
+    const int64_t arrivals = store->add(identity_.name + "/arrivals", 1);
+    origin_of_lives_ =
+        fmt::format("{}/{}", identity_.name, (arrivals - 1) / static_cast<int64_t>(identity_.ranks.size()));
+  }
+  return fmt::format("{}/{}", origin_of_lives_, ++lives_);
+}
+
+bool Group::bring_up(const Command& command, uint64_t turn) {
+  MeetingPart part;
+  part.life = [this] { return next_life(); };
+  part.what = meeting_for(command.call());
+  part.next = [this] { return stated(); };
+  part.deadline = command.deadline;
+  part.closing = [this] {
+    const std::lock_guard lock(mutex_);
+    return closing_;
+  };
+  part.prepares = command.lane == kNoLane;
+  struct Over {
+    Connector& connector;
+    ~Over() { connector.has_met(); }
+  } const over{*connector_};
+  for (;;) {
+    Met met = meet(identity_, *connector_, known_, part);
+    if (met.core) return take(std::move(met), turn);
+    if (!met.refused) continue;
+    {
+      const std::lock_guard lock(mutex_);
+      refused_ = met.refused;
+    }
+    if (const auto ended = ended_before(command.call())) try {
+        std::rethrow_exception(ended);
+      } catch (const Error& error) {
+        throw MeetAgainError(error);
+      }
+  }
+}
+
+// The group has come up, unless its thread was given up meanwhile.
+bool Group::take(Met met, uint64_t turn) {
+  std::string closing;
+  {
+    const std::lock_guard lock(mutex_);
+    if (turn_ == turn) {
+      life_.core = met.core;
+      life_.first = std::move(met.first);
+      closing = closing_;  // it came while the group connected, and found nothing to abort
+    }
+  }
+  if (this->core() != met.core) {
+    met.core->shutdown();
+    return false;
+  }
+  if (!closing.empty()) met.core->abort(closing);
+  return true;
+}
+
+// By lane, the ordinal of the next call of this rank, where ranks may have completed different ones.
+Ordinals Group::stated() const {
+  const std::lock_guard lock(mutex_);
+  if (!refused_) return {};
+  Ordinals out = ordinals_;
+  const auto lower = [&out](const std::shared_ptr<Command>& command) {
+    if (!command || !command->ordinal) return;
+    const auto found = out.find(command->lane);
+    if (found != out.end()) found->second = std::min(found->second, *command->ordinal);
+  };
+  lower(running_);
+  for (const auto& each : queue_) lower(each);
+  return out;
+}
+
+bool Group::left(const std::shared_ptr<GroupCore>& core, CallId call) {
+  const auto refused = core->refused();
+  if (!refused) return false;
+  const std::lock_guard lock(mutex_);
+  if (life_.core == core) {
+    left_.push_back(std::exchange(life_, Life(kept_)));
+    refused_ = refused;
+    if (refused->text.find(kChanged) != std::string::npos && refused->rank != identity_.rank) {
+      news_ = call_error(
+          ErrorKind::Generic,
+          fmt::format("rank {}: call {} of {}: rank {} says: {} What that call gave on this rank "
+                      "may mix them as well.",
+                      identity_.rank, refused->call.ordinal, identity_.name, refused->rank, refused->text),
+          identity_.rank, refused->rank, refused->call.ordinal, "transfer");
+      has_news_ = true;
+    }
+  }
+  return call.lane != refused->call.lane || call.ordinal > refused->call.ordinal;
+}
+
+std::optional<Error> Group::error_of_refusal(const GroupCore& core, CallId call) const {
+  const auto refused = core.refused();
+  return refused ? std::optional(error_of(*refused, call)) : std::nullopt;
+}
+
+Error Group::error_of(const RefusedCall& refused, CallId call) const {
+  const bool same = call.lane == refused.call.lane && call.ordinal == refused.call.ordinal;
+  const std::string what = same ? std::string("refused its arguments")
+                                : fmt::format("refused call {} of this group", refused.call.ordinal);
+  return call_error(ErrorKind::PlanMismatch,
+                    fmt::format("rank {}: call {} of {}: rank {} {}: {}", identity_.rank, call.ordinal,
+                                identity_.name, refused.rank, what, refused.text),
+                    identity_.rank, refused.rank, call.ordinal, "agree");
+}
+
+// Of a call that this rank had yet to make when a later one was refused, or that one itself: nobody meets for
+// it.
+std::exception_ptr Group::ended_before(CallId call) const {
+  const std::lock_guard lock(mutex_);
+  if (!refused_ || call.lane != refused_->call.lane || call.ordinal > refused_->call.ordinal) return nullptr;
+  return std::make_exception_ptr(error_of(*refused_, call));
+}
+
+std::exception_ptr Group::skipped(int64_t ordinal) const {
+  const std::lock_guard lock(mutex_);
+  // A life begins after a refused call, or with the first calls of all ranks.
+  const RefusedCall refused = refused_.value_or(RefusedCall{});
+  return std::make_exception_ptr(call_error(
+      ErrorKind::PlanMismatch,
+      fmt::format(
+          "rank {}: call {} of {}: other ranks were through with this call when they heard that rank {} "
+          "refused call {}, so nothing can be moved by it any more; the next one works. Rank {}: {}",
+          identity_.rank, ordinal, identity_.name, refused.rank, refused.call.ordinal, refused.rank,
+          refused.text),
+      identity_.rank, refused.rank, ordinal, "agree"));
+}
+
+bool Group::may_begin_again(const std::shared_ptr<GroupCore>& core, CallId call) {
+  if (!left(core, call)) return false;
+  const std::lock_guard lock(mutex_);
+  return ordinals_[call.lane] == call.ordinal + 1;
+}
+
+bool Group::begin_again(const std::shared_ptr<Command>& command, const std::shared_ptr<GroupCore>& core) {
+  if (!command->ordinal || !may_begin_again(core, command->call())) return false;
+  submit(command);
+  return true;
+}
+
+bool Group::take_back(const std::shared_ptr<GroupCore>& core, CallId call) {
+  if (!may_begin_again(core, call)) return false;
+  const std::lock_guard lock(mutex_);
+  ordinals_[call.lane] = call.ordinal;
+  return true;
+}
+
+void Group::end_left() {
+  std::vector<Life> left;
+  {
+    const std::lock_guard lock(mutex_);
+    left.swap(left_);
+  }
+  for (const Life& each : left) {
+    for (const auto& [key, thing] : each.attached) thing->close();
+    each.core->shutdown();
+  }
+}
+
+std::shared_ptr<Refusal> Group::refuse(int32_t lane, std::optional<int64_t> ordinal, const std::string& why,
+                                       double timeout_seconds) {
+  origin_.check();
+  const bool backward = lane == AgreedPlan::kReverseLane;
+  auto refusal = std::make_shared<Refusal>(shared_from_this(), lane, lane == kNoLane ? 0 : ordinal,
+                                           deadline_after(timeout_seconds), why, Refusal::Told{backward, {}});
+  enqueue(refusal);
+  return refusal;
+}
+
+std::shared_ptr<Refusal> Group::retract(CallId call, const std::string& why, double timeout_seconds,
+                                        std::function<std::optional<int64_t>()> life) {
+  origin_.check();
+  auto refusal =
+      std::make_shared<Refusal>(shared_from_this(), call.lane, call.ordinal, deadline_after(timeout_seconds),
+                                why, Refusal::Told{true, std::move(life)});
+  enqueue(refusal);
+  return refusal;
+}
+
+int64_t Group::next_ordinal(int32_t lane) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = ordinals_.find(lane);
+  return found == ordinals_.end() ? 0 : found->second;
+}
+
+bool Group::is_awaited() const {
+  const auto core = this->core();
+  return core && core->awaited_in({0, next_ordinal(0)});
+}
+
+bool Group::was_used() const {
+  const std::lock_guard lock(mutex_);
+  return life_.core || !ordinals_.empty();
+}
+
+bool Group::is_untouched() const {
+  const std::lock_guard lock(mutex_);
+  return !life_.core && !has_thread_ && !error_;
+}
+
+std::shared_ptr<Attachment> Group::attached(const std::string& key) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = life_.attached.find(key);
+  return found == life_.attached.end() ? nullptr : found->second;
+}
+
+void Group::attach(const std::string& key, std::shared_ptr<Attachment> thing) {
+  const std::lock_guard lock(mutex_);
+  life_.attached[key].swap(thing);  // what it replaces is freed without the lock
+}
+
+bool Group::has_agreed(const std::shared_ptr<GroupCore>& core, const std::string& descriptor) const {
+  const std::lock_guard lock(mutex_);
+  return life_.core == core && life_.agreements.has(descriptor);
+}
+
+std::shared_ptr<AgreedPlan> Group::use_agreed(const std::shared_ptr<GroupCore>& core,
+                                              const std::string& descriptor) {
+  const std::lock_guard lock(mutex_);
+  return life_.core == core ? life_.agreements.use(descriptor) : nullptr;
+}
+
+void Group::add_agreed(const std::shared_ptr<GroupCore>& core, const std::string& descriptor,
+                       const std::shared_ptr<AgreedPlan>& agreed) {
+  std::shared_ptr<AgreedPlan> forgotten;  // freed without the lock
+  const std::lock_guard lock(mutex_);
+  if (life_.core == core) forgotten = life_.agreements.add(descriptor, agreed);
+}
+
+std::optional<Error> Group::take_news() {
+  if (!has_news()) return std::nullopt;
+  const std::lock_guard lock(mutex_);
+  has_news_ = false;
+  return std::exchange(news_, std::nullopt);
+}
+
+std::shared_ptr<Store> Group::control() const {
+  if (lives_ == 0) return nullptr;
+  return std::make_shared<PrefixedStore>(fmt::format("{}/{}/control", origin_of_lives_, life()),
+                                         connector_->store());
+}
+
+std::optional<std::string> Group::posted_cause() const {
+  try {
+    const auto store = control();
+    if (!store) return std::nullopt;
+    const auto cause = Bulletin(store).read_cause();
+    if (!cause || refused_in(*cause)) return std::nullopt;
+    return cause->text;
+  } catch (const std::exception&) {
+    return std::nullopt;  // the store has gone: it has no more to say, and the limit holds
+  }
+}
+
+std::optional<std::string> Group::cause() const {
+  if (const auto core = this->core(); core && !core->refused())
+    if (auto error = core->error()) return error;
+  return posted_cause();
+}
+
+void Group::connect(double timeout_seconds) {
+  const auto command = std::make_shared<Connection>(deadline_after(timeout_seconds));
+  submit(command);
+  while (!wait_in_slices(std::max(command->deadline, Clock::now()) + kStuck,
+                         [&](TimePoint slice) { return command->wait_until(slice); }))
+    give_up_if_stuck();
+  if (const auto error = command->error()) std::rethrow_exception(error);
+}
+
+void Group::give_up_if_stuck() {
+  std::shared_ptr<Command> command;
+  std::deque<std::shared_ptr<Command>> queue;
+  std::exception_ptr error;
+  std::string reason;
+  {
+    const std::lock_guard lock(mutex_);
+    command = running_;
+    if (!command || Clock::now() < command->deadline + kStuck) return;
+    queue.swap(queue_);
+    ++turn_;
+    running_.reset();
+    has_thread_ = false;
+    idle_.notify_all();
+    reason = fmt::format(
+        "a call of group {} could not begin within its limit: the rendezvous store does not "
+        "answer. Its process or its host is frozen, or cut off",
+        identity_.name);
+    const bool up = life_.core != nullptr;
+    ErrorContext context;
+    context.rank = identity_.rank;
+    context.op = up ? "reshard" : "connect";
+    context.phase = up ? "agree" : "connect";
+    error = std::make_exception_ptr(
+        Error(ErrorKind::DeadlineExceeded, fmt::format("rank {}: {}", identity_.rank, reason), context));
+    error_ = error;
+  }
+  const std::exception_ptr later = keep_first_cause();
+  abort(reason);
+  command->begin(nullptr, error);
+  for (const auto& each : queue) each->begin(nullptr, later);
+}
+
+// Calls after the one that failed report its cause, as an aborted group does.
+std::exception_ptr Group::keep_first_cause() {
+  const std::lock_guard lock(mutex_);
+  if (error_ && kind_of(error_) != ErrorKind::Aborted)
+    error_ = std::make_exception_ptr(connect_error(
+        ErrorKind::Aborted,
+        fmt::format("rank {}: the private group failed before: {}", identity_.rank, text_of(error_))));
+  return error_;
+}
+
+Error Group::connect_error(ErrorKind kind, const std::string& text) const {
+  ErrorContext context;
+  context.rank = identity_.rank;
+  context.phase = "connect";
+  return {kind, text, context};
+}
+
+void Group::abort(const std::string& reason) {
+  if (origin_.foreign()) return;
+  std::shared_ptr<GroupCore> core;
+  std::map<std::string, std::shared_ptr<Attachment>> attached;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closing_.empty()) closing_ = reason;
+    core = life_.core;
+    attached = life_.attached;
+  }
+  if (core) core->abort(reason);
+  for (const auto& [key, thing] : attached) thing->abort(reason);
+}
+
+void Group::close(TimePoint limit) {
+  if (origin_.foreign()) return;
+  std::map<std::string, std::shared_ptr<Attachment>> attached;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closing_.empty()) closing_ = "the process group was destroyed";
+    attached = life_.attached;
+  }
+  for (const auto& [key, thing] : attached) thing->close();  // also a start that waits inside one
+  attached.clear();
+  std::deque<std::shared_ptr<Command>> queue;
+  std::exception_ptr error;
+  {
+    const std::lock_guard lock(mutex_);
+    queue.swap(queue_);
+    if (!error_) error_ = std::make_exception_ptr(connect_error(ErrorKind::Aborted, closing_));
+    error = error_;
+  }
+  for (const auto& each : queue) each->begin(nullptr, error);
+  end_left();
+  if (const auto core = this->core()) core->shutdown();
+  Life life(kept_);
+  {
+    std::unique_lock lock(mutex_);
+    if (controlled != this || Simulation::current())
+      idle_.wait_until(lock, std::max<TimePoint>(limit, Clock::now() + kLeastClose),
+                       [this] { return !running_ && !has_thread_; });
+    std::swap(life, life_);  // it may have come up meanwhile
+  }
+  if (life.core) life.core->shutdown();
+}
+
+Refusal::Refusal(const std::shared_ptr<Group>& group, int32_t lane, std::optional<int64_t> ordinal,
+                 TimePoint deadline, std::string why, Told told)
+    : Command(lane, ordinal, deadline, false), group_(group), why_(std::move(why)), told_(std::move(told)) {}
+
+void Refusal::wait() {
+  std::unique_lock lock(mutex_);
+  over_.wait_until(lock, Clock::now() + kKnown, [this] { return is_over_; });
+}
+
+Command::Begun Refusal::begin(const std::shared_ptr<GroupCore>& core, const std::exception_ptr& error) {
+  const Begun begun = tell(core, error != nullptr);
+  if (begun == Begun::Again) return begun;
+  const std::lock_guard lock(mutex_);
+  is_over_ = true;
+  over_.notify_all();
+  return begun;
+}
+
+Command::Begun Refusal::tell(const std::shared_ptr<GroupCore>& core, bool failed) {
+  const auto group = group_.lock();
+  if (!group) return Begun::Done;
+  if (told_.life && (!core || told_.life() != group->life() || core->error())) return Begun::Done;
+  if (core && lane != kNoLane) {
+    core->refuse(call(), why_, told_.agreed);
+    return group->left(core, call()) && !told_.life ? Begun::Again : Begun::Done;
+  }
+  if (!core && !failed) {
+    try {
+      refuse_meeting(group->connector_->store(), group->next_life(), group->identity_.rank, meeting_for(call()),
+                     why_);
+    } catch (const std::exception&) {
+      // The store does not answer: the others wait to their limits.
+    }
+  }
+  return Begun::Done;
+}
+
+}  // namespace meshcast

@@ -1,0 +1,237 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/error.h"
+#include "common/forks.h"
+#include "common/sync.h"
+#include "group/agreement.h"
+#include "group/agreements.h"
+#include "group/group_core.h"
+#include "group/meeting.h"
+#include "group/refusals.h"
+
+namespace meshcast {
+
+// Something that a group does in the order of its calls.
+class Command : public std::enable_shared_from_this<Command> {
+ public:
+  enum class Begun : uint8_t {
+    Done,
+    Again,   // this life of the group is over, and nothing has begun: in the next one
+    Refused  // nothing has begun, of which the other ranks do not know yet; refusal says why
+  };
+
+  Command(int32_t lane, std::optional<int64_t> ordinal, TimePoint deadline, bool meets)
+      : lane(lane), ordinal(ordinal), deadline(deadline), meets(meets) {}
+  virtual ~Command() = default;
+  Command(const Command&) = delete;
+  Command& operator=(const Command&) = delete;
+
+  // Whether begin() would not have to wait. Only asked while no other command of the group runs.
+  virtual bool ready() { return false; }
+  // Begins with the group that has come up; where there is none (null), `error` says why. Throws nothing.
+  virtual Begun begin(const std::shared_ptr<GroupCore>& core, const std::exception_ptr& error) = 0;
+  // After Refused: the other ranks know by now, as far as they can.
+  virtual void refused() {}
+
+  CallId call() const { return {lane, ordinal.value_or(0)}; }
+
+  const int32_t lane;
+  std::optional<int64_t> ordinal;  // in the lane; none until the group has counted it
+  const TimePoint deadline;
+  const bool meets;  // whether it wants the group to come up
+  std::string refusal;
+};
+
+// What a layer above keeps with a life of a group, under a key of its own.
+class Attachment {
+ public:
+  virtual ~Attachment() = default;
+  virtual void abort(const std::string& reason) = 0;  // that life has failed; any thread, never blocks
+  virtual void close() = 0;  // it ends: nothing new comes, and what waits inside is released
+};
+
+class Refusal;
+
+// The ranks of both meshes of a transfer, over all lives of their connections. It counts calls per lane, the
+// same on all ranks, and begins them in that order: at once in the caller's thread where nothing has to be
+// waited for, else in a control thread, which also meets the other ranks at the first use. Each group has a
+// control thread of its own, for as long as there is something for it to do: the order in which ranks meet
+// groups cannot block them, and a group that waits for a rank holds up no other.
+//
+// A call that a rank refused while others were in it ends a life of the group; calls behind it begin in the
+// next, for which the ranks meet again as they come to them.
+//
+// Thread-safe. Only connect() and close() wait, and submit() for a moment where it has to tell of a refusal.
+class Group : public std::enable_shared_from_this<Group> {
+ public:
+  // kept: agreements that a life remembers, the same number on all ranks.
+  Group(GroupIdentity identity, std::shared_ptr<Connector> connector, std::shared_ptr<KnownOffers> known,
+        size_t kept);
+  ~Group();
+
+  const GroupIdentity& identity() const { return identity_; }
+
+  // Counts a command, unless it has an ordinal, and begins it behind all earlier ones. Throws AbortedError in a
+  // forked child.
+  void submit(const std::shared_ptr<Command>& command);
+  // Brings the group up, unless it is. Throws what keeps it from coming up.
+  void connect(double timeout_seconds);
+  // For one that waits for a command that is overdue: where the one that runs should have ended, the store
+  // holds it up, maybe for good, and the group has failed.
+  void give_up_if_stuck();
+
+  // Tells the other ranks in the background that this one refused its arguments of a call: they raise at once
+  // instead of waiting. ordinal: of a call that has been counted.
+  std::shared_ptr<Refusal> refuse(int32_t lane, std::optional<int64_t> ordinal, const std::string& why,
+                                  double timeout_seconds);
+  // The same of a call that this rank began in life `life`, whose source it changed while that may have
+  // travelled. Ranks in the call raise, and others do as they next wait for a call of this group.
+  std::shared_ptr<Refusal> retract(CallId call, const std::string& why, double timeout_seconds,
+                                   std::function<std::optional<int64_t>()> life);
+
+  int64_t next_ordinal(int32_t lane) const;
+  bool is_awaited() const;  // by another rank, in the next call of lane 0, as far as the store knows
+  bool is_up() const { return core() != nullptr; }
+  bool was_used() const;      // it is up, or a call was ever counted: it may be between two lives
+  bool is_untouched() const;  // it is neither up nor on the way there
+  // A number of the connections that the ranks have now; a refused call may end them.
+  int64_t life() const { return lives_; }
+  std::shared_ptr<GroupCore> core() const;
+
+  std::shared_ptr<Attachment> attached(const std::string& key) const;  // to this life; null
+  void attach(const std::string& key, std::shared_ptr<Attachment> thing);
+
+  // Whether this life of the group is over since a rank refused a call that was in flight, and `call` is none
+  // of those that ended with it, but one for the next life.
+  bool left(const std::shared_ptr<GroupCore>& core, CallId call);
+  // The error of a call that ended with it; none where that is not why the core has failed.
+  std::optional<Error> error_of_refusal(const GroupCore& core, CallId call) const;
+  // For one that waits for a call that has failed: begins it once more, where that was since others had begun a
+  // new life before it, and no later call has been counted.
+  bool begin_again(const std::shared_ptr<Command>& command, const std::shared_ptr<GroupCore>& core);
+  bool take_back(const std::shared_ptr<GroupCore>& core, CallId call);  // the same, to be counted again
+
+  // What the ranks have agreed on in this life for calls that are made once; see Agreements. Null, or false,
+  // where core is not that of this life.
+  bool has_agreed(const std::shared_ptr<GroupCore>& core, const std::string& descriptor) const;
+  std::shared_ptr<AgreedPlan> use_agreed(const std::shared_ptr<GroupCore>& core, const std::string& descriptor);
+  void add_agreed(const std::shared_ptr<GroupCore>& core, const std::string& descriptor,
+                  const std::shared_ptr<AgreedPlan>& agreed);
+
+  // The error of an earlier call that this rank has still to raise, once.
+  std::optional<Error> take_news();
+  bool has_news() const { return has_news_.load(std::memory_order_relaxed); }
+
+  // Why the group was aborted, by this rank or another; asks the store. None while it is whole.
+  std::optional<std::string> cause() const;
+  std::optional<std::string> posted_cause() const;  // only what the store has
+
+  // Fails the calls of the group, here and on the other ranks, with AbortedError(reason). Never blocks;
+  // idempotent.
+  void abort(const std::string& reason);
+  // Ends the group in any state. Commands in the queue fail. Blocks to `limit`, for what runs.
+  void close(TimePoint limit);
+
+ private:
+  struct Life {
+    std::shared_ptr<GroupCore> core;
+    std::map<std::string, std::shared_ptr<Attachment>> attached;
+    Ordinals first;
+    Agreements agreements;
+
+    explicit Life(size_t kept) : agreements(kept) {}
+  };
+  enum class Next : uint8_t { Command, SameAgain, Nothing };
+
+  friend class Refusal;
+
+  std::shared_ptr<Refusal> enqueue(std::shared_ptr<Command> command);
+  std::shared_ptr<Refusal> begin_here(std::unique_lock<Mutex>& lock, std::shared_ptr<Command> command);
+  std::shared_ptr<Refusal> refusal_of(const std::shared_ptr<Command>& command);
+  void start_thread(std::unique_lock<Mutex>& lock);
+  void fail_without_thread(std::unique_lock<Mutex>& lock);
+  void run(uint64_t turn);
+  Next begin(const std::shared_ptr<Command>& command, uint64_t turn);
+  bool bring_up(const Command& command, uint64_t turn);
+  bool take(Met met, uint64_t turn);
+  std::string next_life();
+  Ordinals stated() const;
+  bool may_begin_again(const std::shared_ptr<GroupCore>& core, CallId call);
+  void end_left();
+  std::shared_ptr<Store> control() const;
+
+  Error connect_error(ErrorKind kind, const std::string& text) const;
+  Error error_of(const RefusedCall& refused, CallId call) const;
+  std::exception_ptr ended_before(CallId call) const;
+  std::exception_ptr skipped(int64_t ordinal) const;
+  std::exception_ptr keep_first_cause();
+
+  const Origin origin_;  // in a forked child nothing of the group may be touched
+  const GroupIdentity identity_;
+  const std::shared_ptr<Connector> connector_;
+  const std::shared_ptr<KnownOffers> known_;
+  const size_t kept_;
+
+  mutable Mutex mutex_;
+  Condition idle_;  // no command runs
+  std::deque<std::shared_ptr<Command>> queue_;
+  std::shared_ptr<Command> running_;  // in the control thread, or in that of a caller
+  bool has_thread_ = false;
+  uint64_t turn_ = 0;  // of those who may run commands; another one where they were given up
+  std::map<int32_t, int64_t> ordinals_;
+  Life life_;
+  std::vector<Life> left_;              // of refused calls, to be ended
+  std::optional<RefusedCall> refused_;  // that ended the last life
+  std::exception_ptr error_;            // why the group has failed
+  std::string closing_;                 // why, once it is being ended
+  std::optional<Error> news_;
+  std::atomic<bool> has_news_{false};
+
+  std::string origin_of_lives_;  // of their keys
+  std::atomic<int64_t> lives_{0};
+};
+
+// A command: this rank refused its arguments of a call. Never in the caller's own thread, since the store may
+// hold it up. Where the ranks have yet to meet, those that do raise, and may meet again.
+class Refusal final : public Command {
+ public:
+  struct Told {
+    bool agreed = false;  // this rank has agreed on the call
+    // Of a call that has begun: in which life, none before that. In another there is nobody to tell.
+    std::function<std::optional<int64_t>()> life;
+  };
+
+  Refusal(const std::shared_ptr<Group>& group, int32_t lane, std::optional<int64_t> ordinal, TimePoint deadline,
+          std::string why, Told told);
+
+  // Returns once all ranks can know of it, or soon: a call made at once could be over before.
+  void wait();
+  Begun begin(const std::shared_ptr<GroupCore>& core, const std::exception_ptr& error) override;
+
+ private:
+  Begun tell(const std::shared_ptr<GroupCore>& core, bool failed);
+
+  const std::weak_ptr<Group> group_;
+  const std::string why_;
+  const Told told_;
+  Mutex mutex_;
+  Condition over_;
+  bool is_over_ = false;
+};
+
+// In the text of a refusal: the call has run, maybe to its end.
+constexpr const char* kChanged = "was changed in place before wait()";
+
+}  // namespace meshcast

@@ -1,0 +1,374 @@
+#include "group/meeting.h"
+
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <cstring>
+#include <sstream>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "group/bulletin.h"
+#include "group/refusals.h"
+
+namespace meshcast {
+namespace {
+
+using std::chrono::duration;
+using std::chrono::milliseconds;
+
+constexpr auto kLookAfterPeers = milliseconds(50);  // after which ranks that meet look after each other
+constexpr auto kSeenSoon = milliseconds(500);       // in which a peer that has died is seen
+constexpr auto kAskPause = milliseconds(20);        // between two looks for one
+
+constexpr auto kCounted = milliseconds(500);  // in which a rank that has come is counted
+
+constexpr const char* kMember = "member";  // topic of what ranks bring
+constexpr const char* kMembers = "members";
+constexpr const char* kVerdict = "verdict";
+
+// Verdicts, by their first word.
+constexpr const char* kMet = "met";
+constexpr const char* kAborted = "aborted";
+constexpr const char* kDeadline = "deadline";
+constexpr const char* kPeerLost = "lost";
+constexpr const char* kShort = "short";      // of something that a process can run out of
+constexpr const char* kRefused = "refused";  // by this rank, what the others meet for
+
+int32_t number_in(const std::string& text) {
+  int32_t out = -1;
+  std::from_chars(text.data(), text.data() + text.size(), out);
+  return out;
+}
+
+Error meeting_error(ErrorKind kind, const std::string& text, int32_t rank, int32_t peer = -1,
+                    double elapsed = -1, double limit = -1) {
+  ErrorContext context;
+  context.rank = rank;
+  context.peer =
+      peer == rank && kind != ErrorKind::PeerLost ? -1 : peer;  // all ranks name the one that is lost
+  context.op = "connect";
+  context.phase = "connect";
+  context.elapsed = elapsed;
+  context.limit = limit;
+  return {kind, text, context};
+}
+
+// What a rank brings: the ordinals of its next calls in a line, then its offer.
+std::string encode(const Ordinals& next, const std::string& offer) {
+  std::string out;
+  for (const auto& [lane, ordinal] : next) out += fmt::format("{} {} ", lane, ordinal);
+  return out + "\n" + offer;
+}
+
+std::string offer_in(const std::string& text) {
+  const size_t line = text.find('\n');
+  return line == std::string::npos ? std::string() : text.substr(line + 1);
+}
+
+void raise_to(Ordinals& first, const std::string& text) {
+  std::istringstream head(text.substr(0, text.find('\n')));
+  int32_t lane = 0;
+  for (int64_t ordinal = 0; head >> lane >> ordinal;) first[lane] = std::max(first[lane], ordinal);
+}
+
+// "kind/rank/what text"; the rank may be missing, and what it refused.
+struct Verdict {
+  std::string kind;
+  int32_t rank = -1;
+  std::string what;
+  std::string text;
+
+  explicit Verdict(const std::string& encoded) {
+    const size_t blank = encoded.find(' ');
+    const std::string head = encoded.substr(0, blank);
+    if (blank != std::string::npos) text = encoded.substr(blank + 1);
+    const size_t one = head.find('/');
+    kind = head.substr(0, one);
+    if (one == std::string::npos) return;
+    const size_t other = head.find('/', one + 1);
+    rank = number_in(head.substr(one + 1, other == std::string::npos ? other : other - one - 1));
+    if (other != std::string::npos) what = head.substr(other + 1);
+  }
+};
+
+class MeetingCall {
+ public:
+  MeetingCall(const GroupIdentity& group, Connector& connector, const std::shared_ptr<KnownOffers>& known,
+              const MeetingPart& part)
+      : group_(group),
+        connector_(connector),
+        known_(known),
+        part_(part),
+        watches_(known),
+        others_(group.ranks) {
+    std::erase(others_, group.rank);
+  }
+
+  Met run() {
+    std::map<int32_t, std::string> brought;
+    try {
+      const std::string prefix = part_.life();
+      store_ = std::make_shared<PrefixedStore>(prefix, connector_.store());
+      conversation_.emplace(store_, group_.rank, group_.ranks.size());
+      join(prefix);
+      watches_.watch_by([this](const std::string& offer) { return joining_->watch(offer); });
+      const auto all = gather();
+      if (!all) return {nullptr, {}, refused_};
+      brought = *all;
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      throw failure_of(error);
+    }
+    return connect(brought);
+  }
+
+ private:
+  void join(const std::string& prefix) {
+    try {
+      joining_ = connector_.join(prefix);
+      brings_ = encode(part_.next(), joining_->offer());
+    } catch (const MeetAgainError& error) {
+      if (refuse_meeting(store_, std::string(), group_.rank, std::string(), error.what())) throw;
+      throw Error(error);  // the others got another verdict
+    }
+  }
+
+  // Everybody's texts, once all are here.
+  std::optional<std::map<int32_t, std::string>> gather() {
+    const TimePoint begun = looked_ = Clock::now();
+    const bool late = !conversation_->verdict(kVerdict, {}).empty();
+    conversation_->say(kMember, brings_);
+    const auto ranks = static_cast<int64_t>(group_.ranks.size());
+    const int64_t here = conversation_->count(kMembers, 1);
+    BackOff pause(Conversation::kLongestPause * std::max<int64_t>(1, ranks / 16));
+    for (;;) {
+      // One question for all: were every rank to ask for each, the store would be what they wait for.
+      const bool complete = here == ranks || conversation_->count(kMembers, 0) == ranks;
+      const TimePoint now = Clock::now();
+      std::string verdict = conversation_->verdict(kVerdict, complete ? kMet : std::string());
+      if (verdict.empty())
+        if (const std::string reason = reason_to_end(now - begun); !reason.empty())
+          verdict = conversation_->verdict(kVerdict, reason);
+      if (now - begun > kLookAfterPeers && !std::exchange(waits_, true)) connector_.meets(part_.prepares);
+      if (verdict == kMet) return conversation_->hear(kMember, group_.ranks, TimePoint::max());
+      if (!verdict.empty()) {
+        if (ends_another_call(Verdict(verdict))) return std::nullopt;
+        raise(Verdict(verdict), late, duration<double>(now - begun).count());
+      }
+      pause.sleep(part_.deadline - now);
+    }
+  }
+
+  std::string reason_to_end(Clock::duration waited) {
+    const double seconds = duration<double>(waited).count();
+    if (const std::string why = part_.closing(); !why.empty())
+      return fmt::format("{}/{} rank {}: {}", kAborted, group_.rank, group_.rank, why);
+    if (Clock::now() >= part_.deadline) {
+      const auto missing = conversation_->silent(kMember, others_);
+      // The last one has come, and is about to be counted; unless it died between the two.
+      if (missing.empty() && Clock::now() < part_.deadline + kCounted) return {};
+      return fmt::format(
+          "{}/{} rank {}: ranks {} did not call within {:.1f} s; the group of ranks {} exists only once each "
+          "of "
+          "them made its first call. Check that every rank of both meshes makes the same calls in the same "
+          "order.",
+          kDeadline, missing.empty() ? group_.rank : missing.front(), group_.rank, format_ranks(missing),
+          seconds, format_ranks(group_.ranks));
+    }
+    if (Clock::now() - looked_ <= kLookAfterPeers) return {};
+    looked_ = Clock::now();
+    const auto lost = watches_.lost(*conversation_, group_.ranks);
+    if (!lost) return {};
+    return fmt::format(
+        "{}/{} rank {} lost rank {} while the group of ranks {} met, after {:.1f} s: {}. Look at that rank's "
+        "own output first.",
+        kPeerLost, lost->rank, group_.rank, lost->rank, format_ranks(group_.ranks), seconds, lost->why);
+  }
+
+  bool ends_another_call(const Verdict& verdict) {
+    if (verdict.kind != kRefused || verdict.what == part_.what) return false;
+    RefusedCall refused;
+    refused.rank = verdict.rank;
+    refused.text = verdict.text;
+    char point = 0;
+    if (std::istringstream(verdict.what) >> refused.call.lane >> point >> refused.call.ordinal)
+      refused_ = std::move(refused);
+    return true;
+  }
+
+  // A rank that waited sees the failure itself, whichever found it first; one that comes later (late) finds a
+  // group that has failed.
+  [[noreturn]] void raise(const Verdict& verdict, bool late, double elapsed) {
+    const int32_t rank = group_.rank;
+    if (verdict.kind == kShort) throw MeetAgainError(meeting_error(ErrorKind::Generic, verdict.text, rank));
+    if (verdict.kind == kRefused)
+      throw MeetAgainError(meeting_error(
+          ErrorKind::PlanMismatch,
+          fmt::format("rank {}: rank {} refused its arguments: {}", rank, verdict.rank, verdict.text), rank,
+          verdict.rank));
+    const bool overdue = verdict.kind == kDeadline;
+    auto kind = ErrorKind::Aborted;
+    if (overdue && !late) kind = ErrorKind::DeadlineExceeded;
+    if (verdict.kind == kPeerLost && !late) kind = ErrorKind::PeerLost;
+    throw meeting_error(kind, verdict.text, rank, verdict.rank, elapsed, overdue ? elapsed : -1);
+  }
+
+  Met connect(const std::map<int32_t, std::string>& brought) {
+    Met out;
+    std::map<int32_t, std::string> offers;
+    for (const auto& [rank, text] : brought) {
+      offers[rank] = offer_in(text);
+      raise_to(out.first, text);
+    }
+    try {
+      Bulletin board(std::make_shared<PrefixedStore>("control", store_));
+      TimePoint looked = Clock::now();
+      out.core = joining_->connect(offers, part_.deadline, [&]() -> std::optional<LostRank> {
+        if (Clock::now() - looked < kLookAfterPeers) return std::nullopt;
+        looked = Clock::now();
+        return lost_by(board);
+      });
+    } catch (const Error& error) {
+      tell(error);
+      throw;
+    } catch (const std::exception& error) {
+      const Error failure = failure_of(error);
+      tell(failure);
+      throw Error(failure);
+    }
+    known_->add(offers);
+    return out;
+  }
+
+  // A rank that this one, or another, has lost.
+  std::optional<LostRank> lost_by(Bulletin& board) {
+    std::optional<Cause> cause;
+    try {
+      cause = board.read_cause();
+    } catch (const std::exception&) {
+      // The store has gone: it has no more to say, and the limit holds.
+    }
+    if (!cause || refused_in(*cause)) return watches_.lost(*conversation_, group_.ranks);
+    if (cause->kind == static_cast<int32_t>(ErrorKind::PeerLost) && cause->peer != group_.rank)
+      return LostRank{cause->peer, cause->text};
+    throw meeting_error(ErrorKind::Aborted, fmt::format("rank {}: {}", group_.rank, cause->text), group_.rank);
+  }
+
+  // The others have met this rank, and would wait for it.
+  void tell(const Error& error) {
+    try {
+      Bulletin(std::make_shared<PrefixedStore>("control", store_))
+          .settle_cause({static_cast<int32_t>(error.kind()), group_.rank, error.context().peer, error.what()});
+    } catch (const std::exception&) {
+      // The store does not answer: they wait to their limits.
+    }
+  }
+
+  // For what the store or the system raised. The process of the store may be a member's.
+  Error failure_of(const std::exception& error) {
+    if (const auto shortage = connector_.shortage(error)) return *shortage;
+    const std::string what =
+        fmt::format("connecting the private group of ranks {}", format_ranks(group_.ranks));
+    const std::string said(error.what(), std::strcspn(error.what(), "\n"));
+    if (const auto lost = watches_.lost_soon(group_.ranks, group_.rank))
+      return meeting_error(
+          ErrorKind::PeerLost,
+          fmt::format("rank {} lost rank {} in {}: {} (and the rendezvous store: {}). Look at that rank's own "
+                      "output first.",
+                      group_.rank, lost->rank, what, lost->why, said),
+          group_.rank, lost->rank);
+    return meeting_error(
+        ErrorKind::Generic,
+        fmt::format("rank {}: {}: the rendezvous store does not answer ({}). The process that has it is dead "
+                    "or cut off: transfers that the ranks have agreed on go on, new ones need it",
+                    group_.rank, what, said),
+        group_.rank);
+  }
+
+  const GroupIdentity& group_;
+  Connector& connector_;
+  const std::shared_ptr<KnownOffers> known_;
+  const MeetingPart& part_;
+  Watches watches_;
+  std::vector<int32_t> others_;
+  std::shared_ptr<Store> store_;
+  std::optional<Conversation> conversation_;
+  std::unique_ptr<Joining> joining_;
+  std::string brings_;
+  bool waits_ = false;
+  TimePoint looked_{};  // for lost ranks
+  std::optional<RefusedCall> refused_;
+};
+
+}  // namespace
+
+void KnownOffers::add(const std::map<int32_t, std::string>& offers) {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [rank, offer] : offers) offers_[rank] = offer;
+}
+
+std::optional<std::string> KnownOffers::of(int32_t rank) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = offers_.find(rank);
+  return found == offers_.end() ? std::nullopt : std::optional(found->second);
+}
+
+std::optional<LostRank> Watches::lost(Conversation& conversation, const std::vector<int32_t>& ranks) {
+  const auto own = std::find(ranks.begin(), ranks.end(), conversation.rank()) - ranks.begin();
+  for (size_t i = 1; i < ranks.size(); ++i) {
+    const int32_t other = ranks[(static_cast<size_t>(own) + i) % ranks.size()];
+    const auto brought = conversation.heard(kMember, other);
+    if (!watches_.count(other) && watch_) {
+      const auto offer = brought ? std::optional(offer_in(*brought)) : known_->of(other);
+      if (offer) watches_[other] = watch_(*offer);
+    }
+    if (auto found = ask(other)) return found;
+    if (brought) return std::nullopt;
+  }
+  return std::nullopt;
+}
+
+std::optional<LostRank> Watches::lost_soon(const std::vector<int32_t>& ranks, int32_t rank) {
+  bool watches = false;
+  for (const int32_t other : ranks) {
+    if (other == rank) continue;
+    if (!watches_.count(other) && watch_)
+      if (const auto offer = known_->of(other)) watches_[other] = watch_(*offer);
+    const auto found = watches_.find(other);
+    watches = watches || (found != watches_.end() && found->second);
+  }
+  for (const TimePoint end = Clock::now() + kSeenSoon; watches && Clock::now() < end; sleep_for(kAskPause))
+    for (const int32_t other : ranks)
+      if (auto found = ask(other)) return found;
+  return std::nullopt;
+}
+
+std::optional<LostRank> Watches::ask(int32_t rank) {
+  const auto found = watches_.find(rank);
+  if (found == watches_.end() || !found->second) return std::nullopt;
+  std::string why = found->second();
+  if (why.empty()) return std::nullopt;
+  return LostRank{rank, std::move(why)};
+}
+
+Met meet(const GroupIdentity& group, Connector& connector, const std::shared_ptr<KnownOffers>& known,
+         const MeetingPart& part) {
+  return MeetingCall(group, connector, known, part).run();
+}
+
+std::string meeting_for(CallId call) {
+  return call.lane == kNoLane ? "prepare" : fmt::format("{}.{}", call.lane, call.ordinal);
+}
+
+bool refuse_meeting(const std::shared_ptr<Store>& store, const std::string& prefix, int32_t rank,
+                    const std::string& what, const std::string& why) {
+  const std::string verdict =
+      what.empty() ? fmt::format("{} {}", kShort, why) : fmt::format("{}/{}/{} {}", kRefused, rank, what, why);
+  const std::string key = prefix.empty() ? kVerdict : fmt::format("{}/{}", prefix, kVerdict);
+  return store->compare_set(key, std::string(), verdict) == verdict;
+}
+
+}  // namespace meshcast

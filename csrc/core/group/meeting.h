@@ -1,0 +1,133 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "common/error.h"
+#include "common/sync.h"
+#include "group/agreement.h"
+#include "group/conversation.h"
+#include "group/group_core.h"
+#include "group/refusals.h"
+#include "group/store.h"
+
+namespace meshcast {
+
+// A meeting failed for the call that wanted it, and not for its group: the ranks may meet again, in another
+// life. Such is a rank that has run out of threads or descriptors, or that refused its arguments.
+struct MeetAgainError : Error {
+  explicit MeetAgainError(const Error& error) : Error(error) {}
+};
+
+// A rank that is lost, and why that is known.
+struct LostRank {
+  int32_t rank = -1;
+  std::string why;
+};
+
+// What ranks offered when they met before, in any group of the same process group. Thread-safe.
+class KnownOffers {
+ public:
+  void add(const std::map<int32_t, std::string>& offers);
+  std::optional<std::string> of(int32_t rank) const;
+
+ private:
+  mutable Mutex mutex_;
+  std::map<int32_t, std::string> offers_;
+};
+
+// Tells why a rank is lost, "" as far as that is not known. Null where nothing can.
+using Watch = std::function<std::string()>;
+
+// One rank's way into one life of a group: its sockets and its memory. Used by one thread.
+class Joining {
+ public:
+  virtual ~Joining() = default;
+  virtual std::string offer() = 0;                    // what the other ranks must know to connect with this one
+  virtual Watch watch(const std::string& offer) = 0;  // for the rank that made it
+  // All ranks are here. Blocks to `deadline`. lost: looks for a lost rank, at most 20 times a second; throws
+  // where another rank has given up.
+  virtual std::shared_ptr<GroupCore> connect(const std::map<int32_t, std::string>& offers, TimePoint deadline,
+                                             const std::function<std::optional<LostRank>()>& lost) = 0;
+};
+
+// What a group needs of the machine. Thread-safe.
+class Connector {
+ public:
+  virtual ~Connector() = default;
+  // A connection in which nobody waits, the same one each time; made at the first call, which may block for as
+  // long as the store's own limit.
+  virtual std::shared_ptr<Store> store() = 0;
+  // prefix: of the keys of this life. Throws MeetAgainError where this process has run out of something.
+  virtual std::unique_ptr<Joining> join(const std::string& prefix) = 0;
+  // The error to raise for a failure that comes of such a shortage; none where it does not.
+  virtual std::optional<Error> shortage(const std::exception& failure) = 0;
+  // The ranks of this group wait to meet, for longer than a moment: for prepare(), or for a call. Then that is
+  // over.
+  virtual void meets(bool prepares) = 0;
+  virtual void has_met() = 0;
+};
+
+// What one rank knows of the others while they meet: it watches the next rank of the group that has come, and
+// those before it that it knows from earlier. So each rank is watched by one other, which costs one connection.
+class Watches {
+ public:
+  explicit Watches(std::shared_ptr<const KnownOffers> known) : known_(std::move(known)) {}
+
+  void watch_by(std::function<Watch(const std::string& offer)> watch) { watch_ = std::move(watch); }
+  std::optional<LostRank> lost(Conversation& conversation, const std::vector<int32_t>& ranks);
+  // The same of all ranks that are known, without a store. Waits up to half a second for one to be seen.
+  std::optional<LostRank> lost_soon(const std::vector<int32_t>& ranks, int32_t rank);
+
+ private:
+  std::optional<LostRank> ask(int32_t rank);
+
+  const std::shared_ptr<const KnownOffers> known_;
+  std::function<Watch(const std::string& offer)> watch_;
+  std::map<int32_t, Watch> watches_;
+};
+
+// By lane, the ordinal of the first call that a rank has still to make.
+using Ordinals = std::map<int32_t, int64_t>;
+
+// A life of a group that has begun; or one that is over before that (no core), since a rank refused what other
+// ranks met for: the ranks meet at once for the next.
+struct Met {
+  std::shared_ptr<GroupCore> core;
+  Ordinals first;                      // of the calls that all ranks have still to make
+  std::optional<RefusedCall> refused;  // none where that was no call
+};
+
+// What one rank brings to a meeting.
+struct MeetingPart {
+  std::function<std::string()> life;  // begins the next life; returns the prefix of its keys
+  std::string what;                   // the call that the ranks meet for; without a blank
+  std::function<Ordinals()> next;     // of this rank
+  TimePoint deadline;
+  std::function<std::string()> closing;  // why this rank ends the group; "" while it does not
+  bool prepares = false;
+};
+
+// Waits until every rank of the group is here, then connects. The first rank that sees all, or that gives up,
+// decides for all: were each to judge for itself, one could leave while the others connect already, and wait
+// for it to their limits.
+//
+// Throws MeetAgainError where the call that this rank meets for fails, and the ranks may meet again;
+// DeadlineExceeded, PeerLost or Aborted otherwise.
+Met meet(const GroupIdentity& group, Connector& connector, const std::shared_ptr<KnownOffers>& known,
+         const MeetingPart& part);
+
+// What a meeting for a call is for, as MeetingPart::what.
+std::string meeting_for(CallId call);
+
+// Ends a meeting for all ranks, without waiting for them: this one has refused the call that they meet for, or,
+// where `what` is empty, has run out of something. Whether that is the verdict.
+bool refuse_meeting(const std::shared_ptr<Store>& store, const std::string& prefix, int32_t rank,
+                    const std::string& what, const std::string& why);
+
+}  // namespace meshcast

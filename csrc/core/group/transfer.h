@@ -1,0 +1,164 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "common/forks.h"
+#include "common/sync.h"
+#include "group/agreed_plan.h"
+#include "group/agreement.h"
+#include "group/group.h"
+#include "plan/plan.h"
+
+namespace meshcast {
+
+// What ranks agree on before anything moves.
+struct CompiledPlans {
+  PlanText text;
+  std::shared_ptr<const Plan> forward;
+  std::shared_ptr<const Plan> reverse;  // of the backward; null where there is none
+};
+
+// The moves of a call, planned once, and agreed on by all ranks of a group in each of its lives. Thread-safe,
+// but for begin() of its commands, which their group orders.
+class Transfer {
+ public:
+  // is_shared: transfers of one descriptor share an agreement, which the group may forget; else this one has
+  // its own.
+  Transfer(std::shared_ptr<Group> group, int32_t lane, bool is_shared)
+      : group(std::move(group)), lane(lane), is_shared_(is_shared) {}
+  virtual ~Transfer() = default;
+  Transfer(const Transfer&) = delete;
+  Transfer& operator=(const Transfer&) = delete;
+
+  const std::shared_ptr<Group> group;
+  const int32_t lane;
+
+  // Whether the ranks have agreed on it in this life of the group, so that a start need not wait for that.
+  bool has_agreed(const std::shared_ptr<GroupCore>& core) const;
+  // What they agree on, at the first use: compares with the other ranks before any byte moves. Blocks.
+  std::shared_ptr<AgreedPlan> agreed(const std::shared_ptr<GroupCore>& core, CallId call, TimePoint deadline);
+
+  void close(const std::exception_ptr& error);  // later starts fail with it; the first one counts
+  std::exception_ptr closed() const;
+  void note_failure(const std::exception_ptr& error);
+  std::exception_ptr failure() const;  // of the last start or agreement that failed
+  bool has_backward() const {          // once it is compiled
+    const CompiledPlans* const plans = compiled_.load(std::memory_order_acquire);
+    return plans && plans->reverse;
+  }
+  // Waits for the first command of this transfer to end, well or not.
+  bool wait_until_tried(TimePoint limit);
+  void note_tried();
+
+ protected:
+  // Plans; called once, unless it throws. The other ranks are told of what it throws.
+  virtual CompiledPlans compile() = 0;
+
+ private:
+  const CompiledPlans& compiled();
+
+  const bool is_shared_;
+  mutable Mutex mutex_;
+  Condition tried_;
+  bool was_tried_ = false;
+  std::unique_ptr<const CompiledPlans> plans_;
+  std::atomic<const CompiledPlans*> compiled_{nullptr};
+  std::shared_ptr<AgreedPlan> own_;
+  std::weak_ptr<GroupCore> own_core_;  // with which its ranks have agreed on that
+  std::exception_ptr closed_;
+  std::exception_ptr failure_;
+};
+
+// Names one call, the same on all its ranks.
+struct CallNumber {
+  int64_t ordinal = -1;                // in its lane
+  int64_t run = -1;                    // how often its plan had run before
+  std::shared_ptr<AgreedPlan> agreed;  // where a backward may come
+  std::weak_ptr<GroupCore> core;       // with which that was made
+};
+
+// A command: one start of a transfer, which the ranks agree on first where they have not. It is settled once
+// what it starts runs, or once it has failed.
+class Start : public Command {
+ public:
+  // number: filled by a forward, used by its backward (reverse). timeout_seconds: from now.
+  Start(std::shared_ptr<Transfer> transfer, std::shared_ptr<CallNumber> number, double timeout_seconds,
+        bool reverse, std::string op);
+
+  const std::string& op() const { return op_; }
+  double timeout_seconds() const { return timeout_seconds_; }
+  const CallNumber& number() const { return *number_; }
+
+  bool is_settled() const;
+  std::exception_ptr error() const;  // null while it has not failed
+
+  // Waits until what was started has ended. Throws its error, each time; or that of an earlier call which this
+  // rank has still to raise.
+  void wait();
+  bool is_completed();  // whether wait() would not block; throws nothing
+  void make_final();    // it is not begun once more from here on, whatever becomes of it
+  // Of the group, in which it has begun; none before that.
+  std::optional<int64_t> life() const;
+
+  bool ready() override;
+  Begun begin(const std::shared_ptr<GroupCore>& core, const std::exception_ptr& error) override;
+  void refused() override { fail(refusal_error_); }
+
+ protected:
+  virtual bool is_brought() { return true; }  // whether start() would not have to wait for the tensors
+  // Once the ranks have agreed: makes connections that the call needs besides.
+  virtual void connect(const std::shared_ptr<GroupCore>& /*core*/, CallId /*call*/) {}
+  // Starts the plan. What it throws is told to the other ranks.
+  virtual void start(const std::shared_ptr<GroupCore>& core, AgreedPlan& agreed, CallId call, bool reverse,
+                     double timeout_seconds) = 0;
+  virtual void wait_for_work() = 0;  // that was started; throws its error
+  virtual bool has_ended() = 0;      // likewise
+  virtual bool has_succeeded() = 0;  // once it has ended
+  virtual void release() {}          // it is not begun any more: its tensors are not needed here
+  virtual void settled() {}          // whichever way; without a lock
+  virtual void began_again() {}
+
+  const std::shared_ptr<Group> group_;
+  std::shared_ptr<Transfer> transfer_;  // null once it is final
+  const std::shared_ptr<CallNumber> number_;
+  const bool reverse_;
+  const std::string op_;
+  const double timeout_seconds_;
+
+ private:
+  std::shared_ptr<AgreedPlan> agree(Transfer& transfer, const std::shared_ptr<GroupCore>& core);
+  void fail(const std::exception_ptr& error);
+  void settle(const std::exception_ptr& error);
+  void await_settled();
+  bool begins_again();
+
+  const Origin origin_;
+  mutable Mutex mutex_;
+  Condition changed_;
+  bool settles_ = false;  // or it is
+  bool settled_ = false;
+  bool final_ = false;
+  bool released_ = false;
+  std::exception_ptr error_;
+  std::weak_ptr<GroupCore> core_;  // with which it was begun
+  std::optional<int64_t> life_;
+  std::exception_ptr refusal_error_;
+};
+
+// A command: the ranks agree on a transfer that nobody has started yet.
+class Agreement : public Command {
+ public:
+  Agreement(std::shared_ptr<Transfer> transfer, TimePoint deadline)
+      : Command(transfer->lane, std::nullopt, deadline, true), transfer_(std::move(transfer)) {}
+  Begun begin(const std::shared_ptr<GroupCore>& core, const std::exception_ptr& error) override;
+
+ private:
+  const std::shared_ptr<Transfer> transfer_;
+};
+
+}  // namespace meshcast

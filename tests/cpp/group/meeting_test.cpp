@@ -1,0 +1,279 @@
+// What ranks say to each other through a store, and the meeting of a group: all come to one verdict.
+#include "group/meeting.h"
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "catch.h"
+#include "group/conversation.h"
+
+namespace meshcast {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+// A store of this process, in which something may happen right after a question for a count.
+class MemoryStore final : public Store {
+ public:
+  std::function<void()> after_count;
+
+  void set(const std::string& key, const std::string& value) override {
+    const std::lock_guard lock(mutex_);
+    content_[key] = value;
+  }
+  std::string compare_set(const std::string& key, const std::string& expected,
+                          const std::string& desired) override {
+    const std::lock_guard lock(mutex_);
+    const auto found = content_.find(key);
+    if (found != content_.end() && found->second != expected) return found->second;
+    if (found == content_.end() && !expected.empty()) return expected;
+    return content_[key] = desired;
+  }
+  int64_t add(const std::string& key, int64_t count) override {
+    int64_t sum = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      std::string& value = content_[key];
+      sum = (value.empty() ? 0 : std::stoll(value)) + count;
+      value = std::to_string(sum);
+    }
+    if (count == 0 && after_count) std::exchange(after_count, nullptr)();
+    return sum;
+  }
+  void erase(const std::string& key) override {
+    const std::lock_guard lock(mutex_);
+    content_.erase(key);
+  }
+  std::optional<std::vector<std::string>> read(const std::vector<std::string>& keys) override {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::string> out;
+    for (const auto& key : keys)
+      if (content_.count(key)) out.push_back(content_[key]);
+    return out.size() == keys.size() ? std::optional(out) : std::nullopt;
+  }
+  const void* connection() const override { return this; }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::string> content_;
+};
+
+// A machine on which nothing is connected. gone: offers of ranks that have died.
+class Machine final : public Connector {
+ public:
+  Machine(std::shared_ptr<Store> store, int32_t rank, std::string gone = {})
+      : store_(std::move(store)), rank_(rank), gone_(std::move(gone)) {}
+
+  std::shared_ptr<Store> store() override { return store_; }
+  std::unique_ptr<Joining> join(const std::string& /*prefix*/) override { return std::make_unique<Way>(*this); }
+  std::optional<Error> shortage(const std::exception& /*failure*/) override { return std::nullopt; }
+  void meets(bool /*prepares*/) override {}
+  void has_met() override {}
+
+  std::map<int32_t, std::string> offers;  // of those that have met
+
+ private:
+  struct Way final : Joining {
+    explicit Way(Machine& machine) : machine(machine) {}
+    std::string offer() override { return "offer of " + std::to_string(machine.rank_); }
+    Watch watch(const std::string& offer) override {
+      return [offer, gone = machine.gone_] { return offer == gone ? offer + ": refused" : std::string(); };
+    }
+    std::shared_ptr<GroupCore> connect(const std::map<int32_t, std::string>& offers, TimePoint /*deadline*/,
+                                       const std::function<std::optional<LostRank>()>& /*lost*/) override {
+      machine.offers = offers;
+      return nullptr;
+    }
+    Machine& machine;
+  };
+
+  const std::shared_ptr<Store> store_;
+  const int32_t rank_;
+  const std::string gone_;
+};
+
+struct Part {
+  int32_t rank = 3;
+  milliseconds limit{5000};
+  std::string closing;
+  std::string what = "0.0";
+  std::string gone;
+  std::vector<int32_t> ranks{3, 5};
+  Ordinals next;
+  std::shared_ptr<KnownOffers> known = std::make_shared<KnownOffers>();
+};
+
+// One rank's part in the meeting of a group; what all of them offered.
+std::pair<Met, std::map<int32_t, std::string>> part_of(const std::shared_ptr<Store>& store, const Part& part) {
+  Machine machine(store, part.rank, part.gone);
+  MeetingPart own;
+  own.life = [] { return std::string("life"); };
+  own.what = part.what;
+  own.next = [&] { return part.next; };
+  own.deadline = Clock::now() + part.limit;
+  own.closing = [&] { return part.closing; };
+  const GroupIdentity group{part.ranks, part.rank, "tested"};
+  Met met = meet(group, machine, part.known, own);
+  return {std::move(met), machine.offers};
+}
+
+// The error of a part that fails.
+template <typename Kind = Error>
+Kind error_of(const std::shared_ptr<Store>& store, const Part& part) {
+  try {
+    part_of(store, part);
+  } catch (const Kind& error) {
+    return error;
+  }
+  FAIL("no error");
+  throw std::logic_error("not reached");
+}
+
+bool says(const Error& error, const std::string& text) {
+  return std::string(error.what()).find(text) != std::string::npos;
+}
+
+TEST_CASE("texts are heard once all ranks have said theirs, and those that have by the deadline") {
+  const auto store = std::make_shared<MemoryStore>();
+  Conversation first(store, 0, 3);
+  Conversation second(store, 1, 3);
+  first.say("a", "x");
+  second.say("b", "of another topic");
+  using Texts = std::map<int32_t, std::string>;
+  CHECK(first.hear("a", {0, 1, 2}, Clock::now() + milliseconds(5)) == Texts{{0, "x"}});
+  CHECK(first.silent("a", {0, 1, 2}) == std::vector<int32_t>{1, 2});
+  std::thread late([&] {
+    std::this_thread::sleep_for(milliseconds(10));
+    second.say("a", "");
+  });
+  CHECK(first.hear("a", {1, 0}, Clock::now() + seconds(20)) == Texts{{0, "x"}, {1, ""}});
+  late.join();
+  second.forget("a");
+  CHECK(!first.heard("a", 1));
+  CHECK(first.heard("b", 1) == "of another topic");
+  CHECK_THROWS_AS(first.hear("never", {1}, Clock::now() + seconds(20), [] { throw LayoutError("no more"); }),
+                  LayoutError);
+}
+
+TEST_CASE("the first proposal is the verdict of all") {
+  const auto store = std::make_shared<MemoryStore>();
+  Conversation first(store, 0, 2);
+  Conversation second(store, 1, 2);
+  CHECK(first.verdict("v", "") == "");
+  CHECK(second.verdict("v", "mine") == "mine");
+  CHECK(first.verdict("v", "another") == "mine");
+  CHECK(first.verdict("v", "") == "mine");
+}
+
+TEST_CASE("ranks that have met know what all offered and the first call that all have still to make") {
+  const auto store = std::make_shared<MemoryStore>();
+  Part other;
+  other.rank = 5;
+  other.next = {{0, 7}, {2, 1}};
+  std::pair<Met, std::map<int32_t, std::string>> its;
+  store->after_count = [&] { its = part_of(store, other); };
+  Part part;
+  part.next = {{0, 4}};
+  const auto mine = part_of(store, part);
+  CHECK(mine.second == std::map<int32_t, std::string>{{3, "offer of 3"}, {5, "offer of 5"}});
+  CHECK(its.second == mine.second);
+  CHECK(mine.first.first == Ordinals{{0, 7}, {2, 1}});
+  CHECK(its.first.first == mine.first.first);
+}
+
+TEST_CASE("a rank that is to leave connects all the same if the others do") {
+  const auto store = std::make_shared<MemoryStore>();
+  Part other;
+  other.rank = 5;
+  store->after_count = [&] { part_of(store, other); };
+  Part leaves;
+  leaves.closing = "out of luck";
+  CHECK(part_of(store, leaves).second.size() == 2);
+}
+
+TEST_CASE("the rank that leaves first takes the others along") {
+  const auto store = std::make_shared<MemoryStore>();
+  Part leaves;
+  leaves.closing = "out of luck";
+  for (const int32_t rank : {3, 5}) {
+    Part part = rank == 3 ? leaves : Part{};
+    part.rank = rank;
+    const Error error = error_of(store, part);
+    CHECK(error.kind() == ErrorKind::Aborted);
+    CHECK(says(error, "rank 3: out of luck"));
+  }
+}
+
+TEST_CASE("a late rank finds a group that has failed") {
+  const auto store = std::make_shared<MemoryStore>();
+  Part early;
+  early.limit = milliseconds(30);
+  const Error overdue = error_of(store, early);
+  CHECK(overdue.kind() == ErrorKind::DeadlineExceeded);
+  CHECK(overdue.context().peer == 5);
+  CHECK(says(overdue, "ranks [5] did not call"));
+  Part late;
+  late.rank = 5;
+  const Error error = error_of(store, late);
+  CHECK(error.kind() == ErrorKind::Aborted);
+  CHECK(says(error, "rank 3: ranks [5] did not call"));
+}
+
+TEST_CASE("a death is seen by the rank before it, and named by all") {
+  const auto store = std::make_shared<MemoryStore>();
+  store->set("life/member/5", "\noffer of 5");
+  Part before;
+  before.ranks = {3, 5, 7, 9};
+  before.gone = "offer of 5";
+  Part other = before;
+  other.rank = 7;  // looks after rank 3 alone, which lives
+  other.gone.clear();
+  std::optional<Error> its;
+  std::thread third([&] { its = error_of(store, other); });
+  const Error mine = error_of(store, before);
+  third.join();
+  for (const Error& error : {mine, *its}) {
+    CHECK(error.kind() == ErrorKind::PeerLost);
+    CHECK(error.context().peer == 5);
+    CHECK(says(error, "rank 3 lost rank 5"));
+  }
+}
+
+TEST_CASE("a rank known from earlier is looked after before it comes") {
+  Part part;
+  part.gone = "earlier offer";
+  part.known->add({{5, "earlier offer"}});
+  const Error error = error_of(std::make_shared<MemoryStore>(), part);
+  CHECK(error.kind() == ErrorKind::PeerLost);
+  CHECK(says(error, "earlier offer: refused"));
+}
+
+TEST_CASE(
+    "a refusal ends the meeting for its own call, and sends ranks that meet for another to the next life") {
+  const auto store = std::make_shared<MemoryStore>();
+  CHECK(refuse_meeting(store, "life", 5, "0.4", "wrong shape"));
+  Part part;
+  part.what = "0.4";
+  const auto error = error_of<MeetAgainError>(store, part);
+  CHECK(error.kind() == ErrorKind::PlanMismatch);
+  CHECK(error.context().peer == 5);
+  CHECK(says(error, "rank 5 refused its arguments: wrong shape"));
+  part.what = "0.5";
+  const Met met = part_of(store, part).first;
+  REQUIRE(met.refused);
+  CHECK(met.refused->call.ordinal == 4);
+  CHECK(met.refused->rank == 5);
+  CHECK(met.refused->text == "wrong shape");
+}
+
+}  // namespace
+}  // namespace meshcast
