@@ -54,8 +54,9 @@ def refusals(rank: int) -> None:
     host = DeviceMesh("cpu", list(range(WORLD)), _init_backend=False)
     there = meshcast.TensorSpec((7, 5), torch.float32, host, [Shard(0)])
     group = parent_group(None, "check").private(range(WORLD), "check")
-    assert group._core is not None
-    gpu = _C.GpuGroupCore(group._core, group.control, list(range(WORLD)), rank, group.name, 0)
+    core = group.calls.core
+    assert core is not None
+    gpu = _C.GpuGroupCore(core, group.control, list(range(WORLD)), rank, group.name, 0)
     if rank == 0:
         print(f"cuda-check: CUDA IPC is not offered: {_C.cuda_ipc_obstacle(0).splitlines()[0]}")
     for call in (

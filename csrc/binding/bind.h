@@ -1,5 +1,8 @@
 #pragma once
 
+#include <exception>
+#include <memory>
+
 #include <pybind11/pybind11.h>
 
 #include "common/error.h"
@@ -13,14 +16,42 @@ namespace py = pybind11;
 // bindings.
 void bind_errors(pybind11::module_& m);
 
+// The instance of its class that Python sees.
+pybind11::object instance_of(const Error& error);
+
 // The way back, for errors that Python keeps for a C++ caller: class, text and who, where and when.
 Error error_from(const pybind11::object& raised);
+
+// What Python raised, on its way through C++ and back: there it is the same object again.
+class PythonError : public Error {
+ public:
+  PythonError(const Error& error, std::shared_ptr<PyObject> raised)
+      : Error(error), raised_(std::move(raised)) {}
+  PyObject* raised() const { return raised_.get(); }
+
+ private:
+  std::shared_ptr<PyObject> raised_;
+};
+
+// The same of what is no error of meshcast: where that counts, it is none here either.
+class PythonFailure : public std::runtime_error {
+ public:
+  PythonFailure(const std::string& text, std::shared_ptr<PyObject> raised)
+      : std::runtime_error(text), raised_(std::move(raised)) {}
+  PyObject* raised() const { return raised_.get(); }
+
+ private:
+  std::shared_ptr<PyObject> raised_;
+};
 
 // Layouts, topologies and plans. Includes no torch header, so that it compiles in seconds.
 void bind_plan(pybind11::module_& m);
 
 // Private groups and the registered c10d backend.
 void bind_runtime(pybind11::module_& m);
+
+// The life of a call in a private group: groups, their meetings, transfers and starts.
+void bind_groups(pybind11::module_& m);
 
 // What torch's Python cannot do to the graph of autograd.
 void bind_autograd(pybind11::module_& m);

@@ -24,6 +24,15 @@ namespace meshcast {
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using OptionalTensors = std::vector<std::optional<at::Tensor>>;
 
+// A Python object that a thread of ours may keep and let go of, also while the interpreter ends.
+inline std::shared_ptr<PyObject> kept(py::object object) {
+  return {object.release().ptr(), [](PyObject* kept_object) {
+            if (!Py_IsInitialized()) return;
+            const py::gil_scoped_acquire gil;
+            Py_DECREF(kept_object);
+          }};
+}
+
 // Limits come from Python as seconds. Zero and negative ones have expired already; NaN is a mistake.
 inline double checked_timeout(double seconds) {
   if (std::isnan(seconds)) throw LayoutError("timeout must be a number of seconds, found NaN");
@@ -89,6 +98,14 @@ inline py::dict stats_of(const c10::intrusive_ptr<c10d::Work>& work) {
   out["bytes_done"] = run.sent_bytes() + run.received_bytes();  // a GPU tells nothing until it is through
   out["seconds"] = run.seconds();
   return out;
+}
+
+// By time.monotonic(), which is the same clock.
+inline TimePoint time_point(double seconds) {
+  return TimePoint(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
+}
+inline double seconds_of(TimePoint time) {
+  return std::chrono::duration<double>(time.time_since_epoch()).count();
 }
 
 // A class with what both have.

@@ -43,12 +43,8 @@ py::dict fields_of(const Error& error) {
 // What a handler raises of a signal that came in the meantime counts more than the error.
 void raise(const Error& error) {
   try {
-    py::object type = py::module_::import("meshcast.errors").attr(class_name(error.kind()));
-    // A peer's message may carry bytes that are not UTF-8; losing the error for that would be worse.
-    py::str message = py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(
-        error.what(), static_cast<py::ssize_t>(std::char_traits<char>::length(error.what())), "replace"));
-    py::object instance = type(message, **fields_of(error));
-    PyErr_SetObject(type.ptr(), instance.ptr());
+    const py::object instance = instance_of(error);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(instance.ptr())), instance.ptr());
   } catch (py::error_already_set& raised) {
     if (raised.matches(PyExc_ImportError) || raised.matches(PyExc_AttributeError)) {
       // At interpreter exit modules can no longer be imported: the text still gets through.
@@ -67,6 +63,14 @@ void look_for_handlers() {
 }
 
 }  // namespace
+
+py::object instance_of(const Error& error) {
+  const py::object type = py::module_::import("meshcast.errors").attr(class_name(error.kind()));
+  // A peer's message may carry bytes that are not UTF-8; losing the error for that would be worse.
+  const auto message = py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(
+      error.what(), static_cast<py::ssize_t>(std::char_traits<char>::length(error.what())), "replace"));
+  return type(message, **fields_of(error));
+}
 
 Error error_from(const py::object& raised) {
   const auto name = py::type::of(raised).attr("__name__").cast<std::string>();
@@ -97,6 +101,10 @@ void bind_errors(py::module_&) {
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
+    } catch (const PythonError& error) {
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.raised())), error.raised());
+    } catch (const PythonFailure& error) {
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.raised())), error.raised());
     } catch (const Error& error) {
       raise(error);
     }

@@ -31,15 +31,6 @@
 namespace meshcast {
 namespace {
 
-// A Python object that a group may keep and let go of on any thread, also while the interpreter ends.
-std::shared_ptr<PyObject> kept(py::object object) {
-  return {object.release().ptr(), [](PyObject* kept_object) {
-            if (!Py_IsInitialized()) return;
-            const py::gil_scoped_acquire gil;
-            Py_DECREF(kept_object);
-          }};
-}
-
 auto call_python(py::function function) {
   return [function = kept(std::move(function))](const c10::intrusive_ptr<PendingWork>& work,
                                                 const at::Tensor& bytes, int root, double timeout_seconds) {
@@ -231,16 +222,6 @@ void bind_runtime(py::module_& m) {
       py::arg("part"), py::arg("low"), py::arg("shape"), py::arg("value_bytes"), py::arg("magnitude"),
       py::arg("limit"), NoGil());
 
-  m.def(
-      "post_cause",
-      [](const c10::intrusive_ptr<c10d::Store>& store, int32_t rank, const py::object& raised) {
-        const Error error = error_from(raised);
-        const py::gil_scoped_release no_gil;
-        Bulletin(store_of(store))
-            .settle_cause({static_cast<int32_t>(error.kind()), rank, error.context().peer, error.what()});
-      },
-      py::arg("store"), py::arg("rank"), py::arg("error"));
-
   py::class_<AgreedPlan, std::shared_ptr<AgreedPlan>>(m, "AgreedPlan")
       .def_property_readonly("slot", &AgreedPlan::slot)
       .def_property_readonly("descriptor",
@@ -267,40 +248,7 @@ void bind_runtime(py::module_& m) {
            }),
            py::arg("network"), py::arg("store"), py::arg("ranks"), py::arg("rank"), py::arg("name"),
            py::arg("shared_memory") = nullptr)
-      .def(
-          "agree",
-          [](TensorGroup& self, int32_t lane, int64_t ordinal, std::string op, std::string descriptor,
-             std::shared_ptr<Plan> plan, std::shared_ptr<Plan> reverse_plan, double timeout) {
-            return self.agree_on({lane, ordinal}, {std::move(op), std::move(descriptor)}, std::move(plan),
-                                 std::move(reverse_plan), checked_timeout(timeout));
-          },
-          py::arg("lane"), py::arg("ordinal"), py::arg("op"), py::arg("descriptor"), py::arg("plan"),
-          py::arg("reverse_plan"), py::arg("timeout"), NoGil())
       .def_property_readonly("slots_taken", &TensorGroup::slots_taken)
-      .def(
-          "reject",
-          [](TensorGroup& self, int32_t lane, int64_t ordinal, const std::string& message) {
-            self.reject({lane, ordinal}, message);
-          },
-          py::arg("lane"), py::arg("ordinal"), py::arg("message"), NoGil())
-      .def(
-          "refuse",
-          [](TensorGroup& self, int32_t lane, int64_t ordinal, const std::string& message, bool agreed) {
-            self.refuse({lane, ordinal}, message, agreed);
-          },
-          py::arg("lane"), py::arg("ordinal"), py::arg("message"), py::arg("agreed"), NoGil())
-      .def(
-          "awaited_in",
-          [](TensorGroup& self, int32_t lane, int64_t ordinal) {
-            return self.awaited_in({lane, ordinal});
-          },
-          py::arg("lane"), py::arg("ordinal"), NoGil())
-      .def("refused",
-           [](const TensorGroup& self) -> std::optional<std::tuple<int32_t, int64_t, int32_t, std::string>> {
-             const auto found = self.refused();
-             if (!found) return std::nullopt;
-             return std::tuple(found->call.lane, found->call.ordinal, found->rank, found->text);
-           })
       .def(
           "start",
           [](TensorGroup& self, const AgreedPlan& agreed, int64_t ordinal, bool reverse, OptionalTensors src,

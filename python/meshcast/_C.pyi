@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, dtype
 from torch._C._distributed_c10d import Backend, Store, Work
 
+from .errors import MeshcastError
+
 _Box = tuple[tuple[int, int], ...]
 _Piece = tuple[_Box, tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # box, local index, axes, steps
 _Placement = tuple[str, int, int, str]  # kind, dim, split factor, reduce op
@@ -125,7 +127,6 @@ def cut_edges(node: Any, numbers: Sequence[int]) -> None:
 def release_saved(nodes: list[Any]) -> None:
     """Lets go of what nodes of autograd's graph, those of C++, have saved for their backward."""
 
-def post_cause(store: Store, rank: int, error: Exception) -> None:
     """Why a group is broken, for the ranks that wait for this one. store: of its core."""
 
 class SharedMemory:
@@ -206,25 +207,8 @@ class GroupCore:
         name: str,
         shared_memory: SharedMemory | None = None,
     ) -> None: ...
-    def agree(
-        self,
-        lane: int,
-        ordinal: int,
-        op: str,
-        descriptor: str,
-        plan: Plan,
-        reverse_plan: Plan | None,
-        timeout: float,
-    ) -> AgreedPlan: ...
     @property
     def slots_taken(self) -> int: ...
-    def reject(self, lane: int, ordinal: int, message: str) -> None: ...
-    def refuse(self, lane: int, ordinal: int, message: str, agreed: bool) -> None: ...
-    def awaited_in(self, lane: int, ordinal: int) -> bool: ...
-    def refused(self) -> tuple[int, int, int, str] | None:
-        """Lane and ordinal of the call that a rank refused while it was in flight, that rank, and why; None
-        unless that is what the core has ended for."""
-
     def start(
         self,
         agreed: AgreedPlan,
@@ -241,6 +225,151 @@ class GroupCore:
     def abort(self, reason: str) -> None: ...
     def error(self) -> str | None: ...
     def shutdown(self) -> None: ...
+
+CHANGED: str
+"""In the text of a refusal: the call has run, maybe to its end."""
+
+def stats(work: Work) -> dict[str, float]: ...
+def traffic(work: Work) -> list[tuple[int, bool, int, int]]:
+    """Returns, of one run: peer (its position in the group), whether it is sent there, messages, bytes."""
+
+class KnownOffers:
+    """What ranks offered when they met, in all groups of one process group."""
+
+class Refusal:
+    """A call that this rank refused; the other ranks are told in the background."""
+
+    def wait(self) -> None:
+        """Returns once all ranks can know of it, or after a moment."""
+
+class Group:
+    """The ranks of a private group, over all lives of their connections: see csrc/core/group/group.h."""
+
+    def __init__(
+        self, ranks: list[int], rank: int, name: str, connector: object, known: KnownOffers, kept: int
+    ) -> None:
+        """connector: see groups/meeting.py. kept: agreements that a life remembers."""
+
+    def connect(self, timeout: float) -> None: ...
+    def give_up_if_stuck(self) -> None: ...
+    def refuse(self, lane: int, ordinal: int | None, why: str, timeout: float) -> Refusal: ...
+    def next_ordinal(self, lane: int) -> int: ...
+    def is_awaited(self) -> bool: ...
+    def is_up(self) -> bool: ...
+    def was_used(self) -> bool: ...
+    def is_untouched(self) -> bool: ...
+    @property
+    def life(self) -> int: ...
+    @property
+    def core(self) -> GroupCore | None: ...
+    def attached(self, key: str) -> Any: ...
+    def attach(self, key: str, thing: Any) -> None: ...
+    def has_news(self) -> bool: ...
+    def take_news(self) -> MeshcastError | None: ...
+    def cause(self) -> str | None: ...
+    def posted_cause(self) -> str | None: ...
+    def abort(self, reason: str) -> None: ...
+    def close(self, limit: float) -> None:
+        """limit: by time.monotonic()."""
+
+class CallNumber:
+    """Names one call, the same on all its ranks: its position in the lane and, once it has been started, how
+    often its plan had run before. agreed: that plan, where a backward may come; core: that made it."""
+
+    def __init__(
+        self,
+        ordinal: int = -1,
+        run: int = -1,
+        agreed: AgreedPlan | None = None,
+        core: GroupCore | None = None,
+    ) -> None: ...
+    ordinal: int
+    run: int
+    agreed: AgreedPlan | None
+    @property
+    def core(self) -> GroupCore | None: ...
+
+class Transfer:
+    """The moves of a call, compiled once and agreed on in each life of the group."""
+
+    def __init__(
+        self,
+        group: Group,
+        lane: int,
+        is_shared: bool,
+        plans: Callable[[], tuple[str, str, Plan, Plan | None]],
+    ) -> None:
+        """is_shared: with other transfers of the same descriptor. plans: compiles the op, the descriptor, the
+        plan and that of the backward."""
+
+    def agree_ahead(self, timeout: float, keep: object) -> None:
+        """keep: lives at least until then."""
+
+    def close(self, error: MeshcastError) -> None: ...
+    def wait_until_tried(self, seconds: float) -> bool:
+        """Whether a start or an agreement has ended, well or not, by then."""
+
+    def failure(self) -> Exception | None: ...
+
+class Start:
+    """One start of a transfer."""
+
+    begun_again: int
+    """How often it was begun once more, in another life of the group."""
+
+    def submit(self, group: Group) -> None: ...
+    def wait(self) -> None: ...
+    def is_completed(self) -> bool: ...
+    def is_settled(self) -> bool:
+        """Whether it runs, or has failed."""
+
+    def make_final(self) -> None: ...
+    def when_settled(self, call: Callable[[], None]) -> None: ...
+    def retract(self, group: Group, why: str) -> Refusal:
+        """Tells the other ranks that the source was changed while the call may have travelled."""
+
+    @property
+    def ordinal(self) -> int | None: ...
+    @property
+    def lane(self) -> int: ...
+    @property
+    def run(self) -> int:
+        """As that of its CallNumber."""
+
+    @property
+    def work(self) -> Any: ...
+    @property
+    def error(self) -> Exception | None: ...
+
+class HostStart(Start):
+    """Tensors on CPUs, which the group itself moves."""
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        number: CallNumber,
+        timeout: float,
+        reverse: bool,
+        op: str,
+        src: Sequence[Tensor | None],
+        dst: Sequence[Tensor | None],
+    ) -> None: ...
+
+class PythonStart(Start):
+    """Tensors that something else brings to where they are moved, or moves."""
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        number: CallNumber,
+        timeout: float,
+        reverse: bool,
+        op: str,
+        ready: Callable[[], bool],
+        connect: Callable[[GroupCore, int], None],
+        begin: Callable[[GroupCore, AgreedPlan, int, bool, float], Any],
+    ) -> None:
+        """begin: core, agreed plan, ordinal, whether it is a backward, seconds; returns the work."""
 
 def nccl_version() -> str: ...
 def nccl_unique_id() -> bytes: ...

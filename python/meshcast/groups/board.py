@@ -6,41 +6,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..errors import (
-    AbortedError,
-    DeadlineExceededError,
-    MeshcastError,
-    PeerLostError,
-    PlanMismatchError,
-)
-from .shortage import Shortage
-
 __all__ = [
     "FIRST_PAUSE",
     "LONGEST_PAUSE",
-    "LOOK",
     "SLICE",
     "Board",
     "NotPostedError",
-    "OtherMeetingError",
     "Watches",
-    "meet",
-    "refuse_meeting",
 ]
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two polls of the store
 _FEW_RANKS = 16  # as many do not crowd a store, which answers one question at a time; more ask less often
 SLICE = 0.25  # seconds of waiting after which there may be a reason to give up, or a signal
-LOOK = 0.05  # seconds after which ranks that meet look after each other
 _LOOK_SOON = 0.5  # seconds in which a peer that has died is seen
-_ERRORS: dict[str, type[MeshcastError]] = {  # by the first word of a verdict
-    "aborted": AbortedError,
-    "deadline": DeadlineExceededError,
-    "lost": PeerLostError,
-}
-_MET = "met"  # verdict of a meeting: all ranks are here
-_SHORT = "short"  # first word of a verdict: a rank has run out of something, and all may meet again
-_REFUSED = "refused"  # likewise: a rank refused what the others meet for
 
 
 class NotPostedError(Exception):
@@ -50,10 +28,6 @@ class NotPostedError(Exception):
         super().__init__(f"ranks {list(ranks)} posted nothing within {elapsed:.1f} s")
         self.ranks = list(ranks)
         self.elapsed = elapsed
-
-
-class OtherMeetingError(Exception):
-    """This life of the group was for another call, which a rank refused: the next one may be for this."""
 
 
 class Board:
@@ -196,97 +170,3 @@ class Watches:
         watch = self._watches.get(other)
         why = "" if watch is None else watch()
         return (other, why) if why else None
-
-
-def refuse_meeting(store: Any, message: str, *, by: int | None = None, what: str = "") -> bool:
-    """Ends the meeting for all ranks, which may meet again in another life of the group; message: what this
-    rank has run out of, or, given `by` which rank, why it refused `what` (see meet). Answers whether that was
-    the verdict."""
-    verdict = f"{_SHORT} {message}" if by is None else f"{_REFUSED}/{by}/{what} {message}"
-    return bool(store.compare_set("verdict", "", verdict).decode() == verdict)
-
-
-def meet(
-    board: Board,
-    ranks: Sequence[int],
-    text: str,
-    deadline: float,
-    closing: Callable[[], str],
-    watches: Watches,
-    what: str = "",
-    waits: Callable[[], None] = lambda: None,
-) -> dict[int, str]:
-    """Posts `text` and returns everybody's, once all ranks of a group are here.
-
-    The first rank that sees all, or gives up, decides for all: were each to judge for itself, one could leave
-    while the others already connect and wait for it until their deadline. closing(): why this rank ends the
-    group, "" while it does not. what: they meet for, without a blank. waits(): called once it takes longer
-    than a moment. Raises DeadlineExceededError, PeerLostError, AbortedError, Shortage or OtherMeetingError.
-    """
-    begin, rank, store = time.monotonic(), board.rank, board.store
-    late = store.check(["verdict"])
-    board.post("member", text)
-    here = int(store.add("members", 1))
-    others = [other for other in ranks if other != rank]
-    pause = FIRST_PAUSE
-    told = False
-    while True:
-        # One question for all: were every rank to ask for each, the store would be what they wait for.
-        complete = here == len(ranks) or int(store.add("members", 0)) == len(ranks)
-        verdict = store.get("verdict").decode() if store.check(["verdict"]) else ""
-        elapsed, left = time.monotonic() - begin, deadline - time.monotonic()
-        proposal = ""
-        if complete:
-            proposal = _MET
-        elif closing():
-            proposal = f"aborted/{rank} rank {rank}: {closing()}"
-        elif left <= 0:
-            proposal = (
-                f"deadline rank {rank}: ranks {board.missing('member', others)} did not call within "
-                f"{elapsed:.1f} s; the group of "
-                f"ranks {list(ranks)} exists only once each of them made its first call. Check that every "
-                "rank of both meshes makes the same calls in the same order."
-            )
-        elif not verdict and elapsed > LOOK:
-            lost = watches.lost(board, ranks)
-            if lost is not None:
-                proposal = (
-                    f"lost/{lost[0]} rank {rank} lost rank {lost[0]} while the group of ranks {list(ranks)} "
-                    f"met, after {elapsed:.1f} s: {lost[1]}. Look at that rank's own output first."
-                )
-        if not told and elapsed > LOOK:
-            told = True
-            waits()
-        if proposal and not verdict:
-            verdict = store.compare_set("verdict", "", proposal).decode()
-        if verdict == _MET:
-            return board.read("member", ranks)
-        if verdict:
-            # A rank that waited sees the failure itself, whichever found it first; one that comes later finds
-            # a group that has failed.
-            kind, message = verdict.split(" ", 1)
-            if kind == _SHORT:
-                raise Shortage(MeshcastError(message, rank=rank, op="connect", phase="connect"))
-            kind, _, gone = kind.partition("/")
-            if kind == _REFUSED:
-                gone, _, refused = gone.partition("/")
-                if refused != what:
-                    raise OtherMeetingError
-                text = f"rank {rank}: rank {gone} refused its arguments: {message}"
-                raise Shortage(
-                    PlanMismatchError(text, rank=rank, peer=int(gone), op="connect", phase="connect")
-                )
-            error = _ERRORS[kind] if not late else AbortedError
-            missing = board.missing("member", others) if kind == "deadline" else []
-            peer = int(gone) if gone and int(gone) != rank else next(iter(missing), None)
-            raise error(
-                message,
-                rank=rank,
-                peer=peer,
-                op="connect",
-                phase="connect",
-                elapsed=elapsed,
-                limit=elapsed if kind == "deadline" else None,
-            )
-        time.sleep(min(pause, max(left, FIRST_PAUSE)))
-        pause = min(pause * 1.5, board.longest_pause)

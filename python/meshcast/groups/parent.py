@@ -57,7 +57,7 @@ class ParentGroup:
         self.extras: dict[str, Any] = {}  # what single operations keep
         self._store = store
         self._groups: dict[tuple[int, ...], PrivateGroup] = {}
-        self._known: dict[int, str] = {}  # what ranks posted when they met in one of these
+        self._known = _C.KnownOffers()  # of ranks that met in one of these
         self._born = forks.count
         self._groups_lock = threading.Lock()  # two threads must not make one group twice: it meets once
         self._twins: dict[str, ParentGroup] = {}

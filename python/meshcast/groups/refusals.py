@@ -16,37 +16,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import MeshcastError, PlanMismatchError
-from .board import refuse_meeting
-
 if TYPE_CHECKING:
     from .. import _C
 
-__all__ = [
-    "CHANGED",
-    "NO_LANE",
-    "Connection",
-    "OpenRefusal",
-    "OpenRefusals",
-    "Refusal",
-    "Retraction",
-    "changed_error",
-    "meeting_for",
-    "refused_error",
-]
+__all__ = ["NO_LANE", "OpenRefusal", "OpenRefusals"]
 
-NO_LANE = -1  # of commands that are counted in none
-CHANGED = "was changed in place before wait()"  # in the text of a refusal: the call has run, maybe to its end
+NO_LANE = -1  # of prepare(), which is counted in none
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.05  # seconds between two looks for ranks that wait
 
 
-def meeting_for(lane: int, ordinal: int) -> str:
-    """What a command calls the meeting of its ranks."""
-    return "prepare" if lane == NO_LANE else f"{lane}.{ordinal}"
-
-
-_TOLD = 0.7  # seconds that a refusing call waits until others are told, at most
 _HOLD = 0.6  # seconds that a refusing call waits for a first answer: then later calls know whose it was
 _JOIN_LIMIT = 0.5  # seconds that these looks get to end when their process group does
 _NONE = "\x01none"
@@ -59,108 +38,11 @@ class Group(Protocol):
     rank: int
     ranks: tuple[int, ...]
 
-    @property
-    def life(self) -> int: ...
-    def next_life(self) -> Any: ...
-    def left(self, core: _C.GroupCore, lane: int, ordinal: int) -> bool: ...
-    def refuse_call(self, error: Exception, timeout: float, *, prepares: bool) -> Refusal: ...
+    def refuse_call(self, error: Exception, timeout: float, *, prepares: bool) -> _C.Refusal: ...
     def is_awaited(self) -> bool: ...
     def is_up(self) -> bool: ...
     def was_used(self) -> bool: ...
     def is_untouched(self) -> bool: ...
-
-
-class Refusal:
-    """Command of a group: this rank refused its arguments of a call, or, in no lane, to prepare. Never in the
-    caller's own thread: the store may hold it up. Where the ranks have yet to meet, those that do raise, and
-    may meet again."""
-
-    refusal: Exception | None = None
-    meets = False
-
-    def __init__(
-        self,
-        group: Group,
-        lane: int,
-        ordinal: int | None,
-        deadline: float,
-        message: str,
-        *,
-        agreed: bool = False,
-    ) -> None:
-        """agreed: this rank has agreed on the call with the others."""
-        self.lane, self.ordinal, self.deadline = lane, ordinal, deadline
-        self._group, self._message, self._agreed = group, message, agreed
-        self._over = threading.Event()
-
-    def ready(self) -> bool:
-        return False
-
-    def wait(self) -> None:
-        """Returns once all ranks can know of it, or soon: a call made at once could else be over before."""
-        self._over.wait(_TOLD)
-
-    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:
-        again = self._begin(core, error)
-        if not again:
-            self._over.set()
-        return again
-
-    def _begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:
-        assert self.ordinal is not None  # submit() has counted it
-        if core is not None and self.lane != NO_LANE:
-            core.refuse(self.lane, self.ordinal, self._message, self._agreed)
-            return self._group.left(core, self.lane, self.ordinal)
-        if core is None and error is None:
-            with suppress(Exception):  # where the store does not answer, the others wait to their limits
-                what = meeting_for(self.lane, self.ordinal)
-                refuse_meeting(self._group.next_life(), self._message, by=self._group.rank, what=what)
-        return False
-
-
-class Retraction(Refusal):
-    """Command of a group: the same of a call that this rank has begun, and that may have ended: what it moved
-    is not what the source was at the call. began: in which life of the group; in another one there is nobody
-    to tell."""
-
-    def __init__(
-        self,
-        group: Group,
-        lane: int,
-        ordinal: int,
-        deadline: float,
-        message: str,
-        began: Callable[[], int | None],
-    ) -> None:
-        super().__init__(group, lane, ordinal, deadline, message, agreed=True)
-        self._began = began
-
-    def _begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:
-        if core is not None and self._began() == self._group.life and core.error() is None:
-            super()._begin(core, error)
-        return False
-
-
-class Connection:
-    """Command of a group: it comes up, if it is not. Counted in no lane."""
-
-    lane = NO_LANE
-    ordinal: int | None = 0
-    refusal: Exception | None = None
-    meets = True
-
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
-        self.done = threading.Event()
-        self.error: Exception | None = None
-
-    def ready(self) -> bool:
-        return True
-
-    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:  # noqa: ARG002
-        self.error = error
-        self.done.set()
-        return False
 
 
 @dataclass(eq=False)
@@ -173,7 +55,7 @@ class OpenRefusal:
     prepares: bool
     limit: float
     closed: threading.Event = field(default_factory=threading.Event)
-    told: Refusal | None = None  # by which it was closed
+    told: _C.Refusal | None = None  # by which it was closed
 
 
 class OpenRefusals:
@@ -314,35 +196,3 @@ class OpenRefusals:
             text = store.compare_set(f"meeting/{other}", _NONE, _NONE).decode()
             if text != _NONE:
                 yield from json.loads(text)
-
-
-def refused_error(
-    rank: int, name: str, ordinal: int, refused: tuple[int, int, int, str], lane: int
-) -> PlanMismatchError:
-    """Of a call that came to a life of its group that a refused call has ended."""
-    _, number, other, text = refused
-    what = (
-        "refused its arguments" if (lane, ordinal) == refused[:2] else f"refused call {number} of this group"
-    )
-    return PlanMismatchError(
-        f"rank {rank}: call {ordinal} of {name}: rank {other} {what}: {text}",
-        rank=rank,
-        peer=None if other == rank else other,
-        op="reshard",
-        sequence=ordinal,
-        phase="agree",
-    )
-
-
-def changed_error(rank: int, name: str, refused: tuple[int, int, int, str]) -> MeshcastError:
-    """The error of a call that ended here, whose source another rank changed while it may have travelled."""
-    _, number, other, text = refused
-    return MeshcastError(
-        f"rank {rank}: call {number} of {name}: rank {other} says: {text} What that call gave on this rank "
-        "may mix them as well.",
-        rank=rank,
-        peer=other,
-        op="reshard",
-        sequence=number,
-        phase="transfer",
-    )

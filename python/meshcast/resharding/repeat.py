@@ -3,12 +3,11 @@ only some KiB travel."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import increment_version
 
-from ..base import forks
 from ..base.observe import Flight
 from ..errors import MeshcastError
 
@@ -84,34 +83,31 @@ class Repeat:
             return False
         if torch.autograd._profiler_enabled():
             return False
-        work = flight = core = None
+        transfer, group = self._transfer, self._group
+        if transfer._facts is None or group.refusals.open:
+            return False
+        flight = Flight(self._op, group.members, group.rank, None, transfer.what)
+        start = transfer.plain_start(sources, [written], self._limit)
         try:
-            forks.check(self._group._born, self._op)
-            with self._group._lock:
-                started = self._start(sources, [written])
-                if started is None:
-                    return False
-                core, ordinal, work, flight = started
-            work.wait()
+            group.submit(start)
+            flight.plan, flight.lane, flight.position = transfer._facts, start.lane, start.ordinal
+            flight.traffic = transfer._traffic.get(False)
+            group.watch(start)
+            start.wait()
+            flight.run = start.run
         except BaseException as error:
-            if (
-                core is not None
-                and isinstance(error, MeshcastError)
-                and self._group.take_back(core, self._transfer._lane, ordinal)
-            ):
-                if flight is not None:
-                    flight.again()
-                return False  # others had begun anew before it
-            if flight is not None:
-                flight.failed(error)
+            flight.run = start.run
+            flight.failed(error)
             if not isinstance(error, MeshcastError):  # of a handler of a signal
-                self._group.interrupted(self._op, error)
+                group.interrupted(self._op, error)
             raise
         if self._kept is not None and written is not None:
             increment_version((self._kept, written))
+        for _ in range(start.begun_again):
+            flight.again()
         flight.ended()
-        if self._group.news is not None:
-            news = self._group.take_news()
+        if group.calls.has_news():
+            news = group.take_news()
             if news is not None:
                 raise news
         return True
@@ -119,29 +115,3 @@ class Repeat:
     def _fits(self, written: torch.Tensor) -> bool:
         plain = type(written) is torch.Tensor and written.is_cpu
         return plain and written.shape == self._local_shape and written.dtype == self._dtype
-
-    def _start(
-        self, sources: list[torch.Tensor | None], outputs: list[torch.Tensor | None]
-    ) -> tuple[Any, int, Any, Flight] | None:
-        """Starts a call as PrivateGroup.call and Transfer do; under the lock of the group."""
-        group, transfer = self._group, self._transfer
-        core, agreed = group._core, transfer._own
-        if core is None or agreed is None or transfer._error is not None or group._thread is not None:
-            return None
-        if transfer._own_core is not core or group._refusals.open:
-            return None
-        lane = transfer._lane
-        ordinal = group._ordinals.get(lane, 0)
-        group._ordinals[lane] = ordinal + 1
-        flight = Flight(self._op, group.members, group.rank, None, transfer.what)
-        flight.plan, flight.lane, flight.position = transfer._facts, lane, ordinal
-        flight.traffic = transfer._traffic.get(False)
-        flight.run = agreed.next_run()
-        try:
-            work = core.start(agreed, ordinal, False, sources, outputs, self._limit)
-        except Exception as error:  # a general call finds out what to do about it
-            group._ordinals[lane] = ordinal
-            flight.failed(error)
-            return None
-        group.watch(work)
-        return core, ordinal, work, flight

@@ -1,41 +1,63 @@
-"""Call: one start of a persistent transfer, from the moment it is made to its end."""
+"""Call: one start of a persistent transfer as Python sees it, from the moment it is made to its end."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from ..base import forks
+from .._C import CallNumber
 from ..base.observe import Flight, profiled, profiling
-from ..errors import DeadlineExceededError, MeshcastError
-
-if TYPE_CHECKING:
-    from .. import _C
+from ..errors import MeshcastError
 
 __all__ = ["Call", "CallNumber"]
 
-# A call waits behind others on its group's control thread, which applies the deadline itself; the waiter
-# allows it this much more (seconds) so that the typed error of the control thread arrives first.
-_GRACE = 1.6
+
+class _Start(Protocol):
+    """What a call asks of its start. `_C.Start` is one."""
+
+    begun_again: int  # how often
+
+    @property
+    def work(self) -> Any: ...
+    @property
+    def error(self) -> Exception | None: ...
+    def wait(self) -> None: ...
+    def is_completed(self) -> bool: ...
+    def is_settled(self) -> bool: ...
+    def when_settled(self, call: Callable[[], None]) -> None: ...
+    def make_final(self) -> None: ...
 
 
-@dataclass
-class CallNumber:
-    """Names one call alike on all its ranks: its position in the lane and, once it has been started, how
-    often its plan had run before. agreed: that plan, where a backward may come."""
+class _Settled:
+    """A start of what no group orders: a work that runs, or an error."""
 
-    ordinal: int = -1
-    run: int = -1
-    agreed: _C.AgreedPlan | None = None
-    core: _C.GroupCore | None = None  # with which that was made
+    begun_again = 0
+
+    def __init__(self, work: Any, error: Exception | None) -> None:
+        self.work, self.error = work, error
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error.with_traceback(None)  # else each raise would add to the last one's
+        self.work.wait()
+
+    def is_completed(self) -> bool:
+        return self.error is not None or bool(self.work.is_completed())
+
+    def is_settled(self) -> bool:
+        return True
+
+    def when_settled(self, call: Callable[[], None]) -> None:
+        call()
+
+    def make_final(self) -> None:
+        pass
 
 
 class Call:
-    """At first queued, then a running work of the C++ engine, or an error.
+    """A call and what Python keeps for it. `start` decides when it begins and how it ends.
 
     driven: the caller waits at once. timeout: seconds, from now. number: where it stands in its lane.
     """
@@ -46,23 +68,17 @@ class Call:
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout
         self.number = CallNumber()
-        self.work: Any = None
-        self.error: Exception | None = None
+        self.start: _Start | None = None  # once the call has been counted, or has failed before that
         self.statistics: Callable[[], dict[str, Any]] | None = None
         self.flight: Flight | None = None  # its entry in the flight record
-        self.overdue: Callable[[], None] = lambda: None  # for who has waited in vain for its start
         self.brought: Any = None  # what its medium keeps for it
-        # For who waits in a thread of the program, once the work has failed: see PrivateGroup.begin_again.
-        self.begin_again: Callable[[], bool] | None = None
         self.interrupted: Callable[[str, BaseException], None] = lambda _op, _raised: None
         # Tells the other ranks that a source was changed; returns what waits until they can know.
         self.retract: Callable[[MeshcastError], Callable[[], None]] = lambda _: lambda: None
         self.take_news: Callable[[], MeshcastError | None] = lambda: None  # see PrivateGroup.take_news
-        self._born = forks.count
         self._lock = threading.Lock()
-        self._settled: threading.Event | None = None
+        self._begun_again = 0
         self._success: Callable[[], None] | None = None
-        self._callbacks: list[Callable[[], None]] = []
 
     def on_success(self, step: Callable[[], None]) -> None:
         """A last step that the first successful wait() runs. Set before anybody can wait."""
@@ -72,46 +88,38 @@ class Call:
         return max(0.0, self.deadline - time.monotonic())
 
     def started(self, work: Any, statistics: Callable[[], dict[str, Any]]) -> None:
-        self.statistics = statistics
-        self._settle(work, None)
+        """For what no group orders: `work` runs."""
+        self.statistics, self.start = statistics, _Settled(work, None)
 
     def failed(self, error: Exception) -> None:
+        """For a call that has failed before it was counted."""
         if self.flight is not None:
             self.flight.failed(error)
-        self._settle(None, error)
+        self.start = _Settled(None, error)
 
-    def _settle(self, work: Any, error: Exception | None) -> None:
-        with self._lock:
-            self.work, self.error = work, error
-            callbacks, self._callbacks = self._callbacks, []
-            if self._settled is not None:
-                self._settled.set()
-        for callback in callbacks:
-            callback()
+    @property
+    def work(self) -> Any:
+        return None if self.start is None else self.start.work
+
+    @property
+    def error(self) -> Exception | None:
+        return None if self.start is None else self.start.error
 
     @property
     def settled(self) -> bool:
-        return self.work is not None or self.error is not None
+        return self.start is not None and self.start.is_settled()
 
     def when_settled(self, callback: Callable[[], None]) -> None:
-        with self._lock:
-            if not self.settled:
-                self._callbacks.append(callback)
-                return
-        callback()
+        assert self.start is not None
+        self.start.when_settled(callback)
+
+    def make_final(self) -> None:
+        """From here on the call is not begun once more in another life of its group."""
+        if self.start is not None:
+            self.start.make_final()
 
     def is_completed(self) -> bool:
-        if self.error is not None:
-            return True
-        work = self.work
-        if work is None or not work.is_completed():
-            return False
-        # What its group keeps of it, to let it finish, keeps no tensors from here on.
-        if self.begin_again is not None:
-            with suppress(Exception):  # wait() raises it, or begins once more
-                work.wait()  # does not block any more
-                self.begin_again = None
-        return True
+        return self.start is not None and self.start.is_completed()
 
     def wait(self) -> None:
         """Blocks until the transfer ended; raises its typed error, each time it is called. What a handler of
@@ -119,80 +127,43 @@ class Call:
         if not profiling():
             self._wait()
             return
+        traffic = None if self.flight is None else self.flight.traffic
         with profiled("wait", self.op):
-            self._wait()
+            if traffic is None:
+                self._wait()
+                return
+            with profiled(traffic.text(), self.op):
+                self._wait()
 
     def _wait(self) -> None:
+        assert self.start is not None
+        waiting, flight = time.perf_counter(), self.flight
         try:
-            self._end(time.perf_counter())
-        except MeshcastError:
+            self.start.wait()
+        except MeshcastError as error:
+            if flight is not None:
+                flight.failed(error)
             raise
         except BaseException as raised:  # of a handler of a signal, or of CUDA
             self.interrupted(self.op, raised)
             raise
-
-    def _begins_again(self) -> bool:
-        if self.begin_again is None or self._born != forks.count:
-            return False
-        with self._lock:
-            work, self.work, self._settled = self.work, None, None
-        again = False
-        try:
-            again = self.begin_again()
         finally:
-            if not again:
-                self.work = work
-        return again
-
-    def _end(self, waiting: float) -> None:
-        """waiting: time.perf_counter() when that began."""
-        if not self.settled:
-            forks.check(self._born, self.op)
-            with self._lock:
-                if not self.settled and self._settled is None:
-                    self._settled = threading.Event()
-                event = self._settled
-            if event is not None and not event.wait(self.remaining() + _GRACE):
-                self.overdue()
-            if not self.settled:
-                raise DeadlineExceededError(
-                    f"{self.op} was still queued behind earlier calls of its group after {self.timeout:g} s",
-                    op=self.op,
-                    phase="agree",
-                    elapsed=self.timeout,
-                    limit=self.timeout,
-                )
-        if self.error is not None:
-            self.error = self.take_news() or self.error
-            raise self.error.with_traceback(None)  # else each raise would add to the last one's
-        try:
-            if self.flight is not None and self.flight.traffic is not None and profiling():
-                with profiled(self.flight.traffic.text(), self.op):
-                    self.work.wait()
-            else:
-                self.work.wait()
-        except MeshcastError as error:
-            if self._begins_again():
-                if self.flight is not None:
-                    self.flight.again()
-                return self._end(waiting)
-            self.begin_again = None
-            news = self.take_news()
-            self.error = error = news or error
-            if self.flight is not None:
-                self.flight.failed(error)
-            if news is not None:
-                raise news from None
-            raise
-        self.begin_again = None  # it holds the tensors, and the plan
+            self._count_new_begins()
         if self._success is not None:
             with self._lock:
                 step, self._success = self._success, None
                 if step is not None:
                     step()
-        if self.flight is not None and self.flight.seconds is None:
+        if flight is not None and flight.seconds is None:
             moved = None if self.statistics is None else float(self.statistics()["seconds"])
-            self.flight.ended(waiting, moved)
+            flight.ended(waiting, moved)
         news = self.take_news()
         if news is not None:
             raise news
+
+    def _count_new_begins(self) -> None:
+        assert self.start is not None
+        while self._begun_again < self.start.begun_again:
+            self._begun_again += 1
+            if self.flight is not None:
+                self.flight.again()

@@ -57,13 +57,13 @@ class CudaLanes:
 
 def gpu_of(group: PrivateGroup) -> CudaLanes | None:
     """The GPU side of a group; None until its ranks first moved tensors on GPUs."""
-    found = group.attached.get(_KEY)
+    found = group.attached(_KEY)
     assert found is None or isinstance(found, CudaLanes)
     return found
 
 
 def attach_gpu(group: PrivateGroup, gpu: CudaLanes) -> None:
-    group.attached[_KEY] = gpu
+    group.attach(_KEY, gpu)
 
 
 def connect_lanes(

@@ -74,7 +74,7 @@ class GpuMedium:
         gpu_core = gpu.core  # also after the group was closed
         types = self._types[arguments["reverse"]]
         work = gpu_core.start(agreed, types=types, after=mark.event.cuda_event, **arguments)
-        return work, Statistics(gpu_core, work)
+        return work, Statistics(work, gpu_core)
 
     def text(self) -> str:
         forth, back = (types_text(types) for types in self._types)

@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from .._C import CHANGED
 from ..errors import MeshcastError
-from ..groups.refusals import CHANGED
 from .call import Call
 from .futures import call_back, fail
 
@@ -122,7 +122,7 @@ class Handle(Generic[T]):
             assert back.wait().shape == (4, 2)
         """
         future: _Future[T] = _Future(self._call)
-        self._call.begin_again = None  # the future is of this start
+        self._call.make_final()  # the future is of this start
 
         def finish(_: Any = None) -> None:
             try:
@@ -190,7 +190,7 @@ class _Future(torch.futures.Future[T]):
 
 
 class _Done:
-    """The work of a rank that takes no part in a call."""
+    """Work of a rank that takes no part in a call."""
 
     def wait(self) -> bool:
         return True

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from .. import _C
 from .call import Call
 from .shards import Shards
 
-if TYPE_CHECKING:
-    from .. import _C
-
-__all__ = ["HostMedium", "Medium", "Started", "Statistics"]
+__all__ = ["HostMedium", "Medium", "Started", "StartingMedium", "Statistics"]
 
 
 class Statistics:
-    """What a work of a core tells: its figures once it has completed, and its messages at any time."""
+    """Figures of a work of a core, once it has completed, and its messages, at any time."""
 
-    def __init__(self, core: _C.GroupCore | _C.GpuGroupCore, work: Any) -> None:
-        self._core, self._work = core, work
+    def __init__(self, work: Any, core: Any = _C) -> None:
+        """core: that started it; any may be asked where it is one of C++."""
+        self._work, self._core = work, core
 
     def __call__(self) -> dict[str, Any]:
         return self._core.stats(self._work)
 
     def traffic(self) -> list[tuple[int, bool, int, int]]:
-        """As GroupCore.traffic."""
+        """Returns peer, whether it is sent to, messages and bytes of each direction of each peer."""
         return self._core.traffic(self._work)
 
 
@@ -31,7 +30,7 @@ Started = tuple[Any, Statistics]  # a work, and what it tells
 
 
 class Medium(Protocol):
-    """What a persistent transfer asks of the place of its tensors. One object serves one transfer."""
+    """Place of the tensors of a transfer, as the transfer needs it. One object serves one transfer."""
 
     by_host: bool
     """Whether the host moves the bytes, over the interfaces of its group."""
@@ -43,6 +42,13 @@ class Medium(Protocol):
         """The shards where they can be moved; in the caller's thread, before the call is counted. What it
         raises is told to the other ranks."""
 
+    def text(self) -> str:
+        """For descriptors: "" for the host, whose texts name no place."""
+
+
+class StartingMedium(Medium, Protocol):
+    """One that starts the plan itself."""
+
     def ready(self, call: Call) -> bool:
         """Whether a start would not have to wait. Only while no command of the group is running."""
 
@@ -52,12 +58,9 @@ class Medium(Protocol):
     def start(self, core: _C.GroupCore, call: Call, agreed: _C.AgreedPlan, **arguments: Any) -> Started:
         """Starts the plan; the arguments are those of GroupCore.start."""
 
-    def text(self) -> str:
-        """For descriptors: "" for the host, whose texts name no place."""
-
 
 class HostMedium:
-    """Tensors on CPUs: the private group's own connections move them."""
+    """Tensors on CPUs: the private group's own connections move them, and need nothing from here."""
 
     by_host = True
 
@@ -66,16 +69,6 @@ class HostMedium:
 
     def bring(self, call: Call, src: Shards, dst: Shards, *, reverse: bool) -> tuple[Shards, Shards]:  # noqa: ARG002
         return src, dst
-
-    def ready(self, call: Call) -> bool:  # noqa: ARG002
-        return True
-
-    def connect(self, core: _C.GroupCore, call: Call, ordinal: int) -> None:
-        pass
-
-    def start(self, core: _C.GroupCore, call: Call, agreed: _C.AgreedPlan, **arguments: Any) -> Started:  # noqa: ARG002
-        work = core.start(agreed, **arguments)
-        return work, Statistics(core, work)
 
     def text(self) -> str:
         return ""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Hashable, Sequence
+import weakref
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from zlib import crc32
@@ -14,27 +14,18 @@ from .. import _C
 from ..base.checks import dtype_name
 from ..base.counters import Moved, Traffic, begun
 from ..base.observe import Flight, log, profiled, profiling
-from ..errors import (
-    AbortedError,
-    DeadlineExceededError,
-    LayoutError,
-    MeshcastError,
-    PeerLostError,
-    mark_told,
-    typed,
-)
+from ..errors import LayoutError, MeshcastError, mark_told, typed
 from ..groups.parent import ParentGroup, seconds
 from ..planning.plan import Plan, Problem, plan_many
 from .call import Call, CallNumber
 from .gpu_offer import DeviceTypes
 from .handle import Handle
-from .medium import HostMedium, Medium, Statistics
+from .medium import HostMedium, Medium, StartingMedium, Statistics
 from .shards import Shards, check_shards, filled, resolved, tensor_text
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from ..groups.private import PrivateGroup
     from ..layout import Layout
     from ..topology import Topology
     from .casts import Casts
@@ -123,28 +114,28 @@ class PersistentTransfer:
         self._traffic: dict[bool, Traffic] = {}  # by `reverse`, once started
         self._facts: dict[str, Any] | None = None
         self._reverse_facts: dict[str, Any] | None = None
-        self._own: _C.AgreedPlan | None = None
-        self._own_core: _C.GroupCore | None = None  # with which its ranks have agreed on it
         self.what = self._what()  # moves, in words; the same on all ranks
         self._descriptor = ""
-        self._error: Exception | None = None  # why the transfer cannot run
-        self._failure: Exception | None = None  # of the last attempt to agree
-        self._compiled = threading.Event()
+        self._told = False  # to the log
+        # Through C++ a cycle would never be freed.
+        this = weakref.ref(self)
+        self._core = _C.Transfer(self._group.calls, lane, kind is not None, lambda: _compiled(this()))
 
     @property
     def plan(self) -> Plan:
         """The plan; waits until it is compiled, which is after the first meeting of all ranks. Raises the
         error of that."""
-        while not self._compiled.wait(1.0):
+        while not self._core.wait_until_tried(1.0):
             self._group.give_up_if_stuck()
         if self._plan is None:
-            raise self._error or self._failure or MeshcastError(f"{self._op}: no plan yet", op=self._op)
+            raise self._core.failure() or MeshcastError(f"{self._op}: no plan yet", op=self._op)
         return self._plan
 
     def agree_ahead(self, timeout: float | timedelta | None = None) -> None:
         """Agrees in the background, before the first call: ranks that disagree get PlanMismatchError from
         that."""
-        self._group.submit(_Agreement(self, Call(self._op, seconds(timeout, self._parent.timeout))))
+        self._group.before_call()
+        self._core.agree_ahead(seconds(timeout, self._parent.timeout), self)
 
     def start(
         self, src: Shards, dst: Shards, *, timeout: float | timedelta | None = None
@@ -165,7 +156,7 @@ class PersistentTransfer:
 
     def close(self) -> None:
         """Drops the plan; transfers in flight go on. Later starts raise."""
-        self._error = self._error or MeshcastError(f"{self._op}: the transfer was closed", op=self._op)
+        self._core.close(MeshcastError(f"{self._op}: the transfer was closed", op=self._op))
 
     def launch(self, src: Shards, dst: Shards, timeout: float, *, driven: bool = False) -> Call:
         """start() below the handle. driven: the caller waits at once, and lends a hand in that."""
@@ -181,20 +172,17 @@ class PersistentTransfer:
             self._check("destination", dst, self._destination)
             self._medium.check((*src, *dst))
             src, dst = self._medium.bring(call, resolved(src), dst, reverse=False)
+            start = self._start(call, src, dst, reverse=False)
         except Exception as error:
             found = typed(error, self._op, self._group.rank)
             call.failed(found)
             self._group.refuse(self._lane, found, timeout).wait()
             mark_told(found)
             raise found from error.__cause__ if found is error else error
-        command = _Start(self, call, src, dst, reverse=False)
-        if self._medium.by_host:
-            call.begin_again = command.begin_again
         if type(self._medium) is HostMedium:  # others copy the source as the call is made
-            call.retract = command.begun.retract
-        self._submit(command)
-        command.begun.ordinal = command.ordinal
-        call.number.ordinal = command.ordinal if command.ordinal is not None else -1
+            group = self._group.calls
+            call.retract = lambda error: start.retract(group, str(error)).wait
+        self._submit(call, start, reverse=False)
         return call
 
     def launch_reverse(
@@ -206,16 +194,65 @@ class PersistentTransfer:
         call.number = number
         try:
             src, dst = self._medium.bring(call, resolved(src), dst, reverse=True)
+            start = self._start(call, src, dst, reverse=True)
         except MeshcastError as error:  # the others wait for this rank
             self.reject_reverse(number, error, timeout)
             raise
-        self._submit(_Start(self, call, src, dst, reverse=True))
+        self._submit(call, start, reverse=True)
         return call
 
-    def _submit(self, command: _Start) -> None:
+    def _start(self, call: Call, src: Shards, dst: Shards, *, reverse: bool) -> _C.Start:
+        sources, destinations = filled(src), filled(dst)
+        medium = self._medium
+        if isinstance(medium, HostMedium):
+            return _C.HostStart(
+                self._core, call.number, call.timeout, reverse, call.op, sources, destinations
+            )
+        starting: StartingMedium = medium  # type: ignore[assignment]
+
+        def begin(
+            core: _C.GroupCore, agreed: _C.AgreedPlan, ordinal: int, backward: bool, timeout: float
+        ) -> Any:
+            try:
+                work, call.statistics = starting.start(
+                    core,
+                    call,
+                    agreed,
+                    ordinal=ordinal,
+                    reverse=backward,
+                    src=sources,
+                    dst=destinations,
+                    timeout=timeout,
+                )
+            except Exception as error:
+                found = typed(error, call.op, self._group.rank)
+                raise found from error.__cause__ if found is error else error
+            return work
+
+        return _C.PythonStart(
+            self._core,
+            call.number,
+            call.timeout,
+            reverse,
+            call.op,
+            lambda: starting.ready(call),
+            lambda core, ordinal: starting.connect(core, call, ordinal),
+            begin,
+        )
+
+    def plain_start(self, src: Shards, dst: Shards, timeout: float) -> _C.Start:
+        """Returns a start without a call, to be submitted to the group: of shards on CPUs that are known to
+        fit, which nothing has to be done for."""
+        return _C.HostStart(self._core, CallNumber(), timeout, False, self._op, src, dst)
+
+    def _submit(self, call: Call, start: _C.Start, *, reverse: bool) -> None:
+        call.start = start
         try:
-            self._group.submit(command)
-            command.note()  # it may wait for a long time to be begun
+            self._group.submit(start)
+            flight = call.flight
+            if flight is not None:
+                flight.lane, flight.position = start.lane, start.ordinal
+            start.when_settled(lambda: self._settled(call, start, reverse))  # it may wait for a long time
         except MeshcastError as error:
             mark_told(error)
             raise
@@ -223,6 +260,31 @@ class PersistentTransfer:
             self._group.interrupted(self._op, raised)
             mark_told(raised)
             raise
+
+    def _settled(self, call: Call, start: _C.Start, reverse: bool) -> None:
+        """It runs, or it has failed: what the flight record says of it."""
+        flight, error = call.flight, start.error
+        if flight is not None and call.number.run >= 0:
+            flight.plan = self._reverse_facts if reverse else self._facts
+            flight.run = call.number.run
+        if error is not None:
+            if flight is not None:
+                flight.failed(error)
+            return
+        if not self._told:
+            self._told = True
+            log.info("rank %d: agreed on %s", self._group.rank, self._descriptor)
+        work = start.work
+        statistics = call.statistics
+        if statistics is None:
+            statistics = call.statistics = Statistics(work)
+        if flight is not None:
+            assert isinstance(statistics, Statistics)
+            traffic = flight.traffic = self._carried(call.op, statistics, reverse)
+            # What arrives is waited for; until then it would be kept as long as the count.
+            if not call.driven and traffic.only_sends:
+                begun(flight, traffic, work, statistics)
+        self._group.watch(call)
 
     def reject_reverse(self, number: CallNumber, error: Exception, timeout: float) -> None:
         """Lets the ranks that wait in the backward transfer of a call raise: this rank does not take part."""
@@ -232,55 +294,8 @@ class PersistentTransfer:
         call = Call(op, timeout, driven)
         call.interrupted = self._group.interrupted
         call.take_news = self._group.take_news
-        call.overdue = self._group.give_up_if_stuck
         call.flight = Flight(op, self._group.members, self._group.rank, call, self.what)
         return call
-
-    def _has_agreed(self) -> bool:
-        """Whether a start would not have to wait. Only while no command of the group is running."""
-        group = self._group
-        agreed = self._own_core is group._core if self._kind is None else self._kind in group.agreements
-        return agreed and self._plan is not None
-
-    def _agreed(self, core: _C.GroupCore, ordinal: int, call: Call) -> _C.AgreedPlan:
-        """What the ranks agreed on. First use: compile, and compare with the other ranks before any byte
-        moves."""
-        agreed = self._agreement(core, ordinal, call)
-        self._medium.connect(core, call, ordinal)
-        return agreed
-
-    def _agreement(self, core: _C.GroupCore, ordinal: int, call: Call) -> _C.AgreedPlan:
-        kinds = self._group.agreements
-        own = self._own if self._own_core is core else None
-        found = own if self._kind is None else kinds.use(self._kind)
-        try:
-            self._compile()
-        except Exception as error:
-            core.refuse(self._lane, ordinal, str(typed(error, self._op)), agreed=found is not None)
-            raise
-        if found is not None:
-            return found
-        assert self._plan is not None
-        reverse = None if self._reverse_plan is None else self._reverse_plan._core
-        try:
-            agreed = core.agree(
-                self._lane,
-                ordinal,
-                self._op,
-                self._descriptor,
-                self._plan._core,
-                reverse,
-                max(call.remaining(), 1e-3),
-            )
-        except (AbortedError, DeadlineExceededError, PeerLostError) as error:
-            core.abort(str(error))  # a rank is missing: the ranks no longer count calls alike
-            raise
-        log.info("rank %d: agreed on %s", self._group.rank, self._descriptor)
-        if self._kind is None:
-            self._own, self._own_core = agreed, core
-        else:
-            kinds.add(self._kind, agreed)
-        return agreed
 
     def _compile(self) -> None:
         if self._plan is not None:
@@ -338,157 +353,18 @@ class PersistentTransfer:
         )
 
 
-class _Agreement:
-    """Command of a group: the ranks agree on a transfer that nobody has started yet."""
-
-    ordinal: int | None = None
-    refusal: Exception | None = None
-    meets = True
-
-    def __init__(self, transfer: PersistentTransfer, call: Call) -> None:
-        self._transfer, self._call = transfer, call
-        self.lane, self.deadline = transfer._lane, call.deadline
-
-    def ready(self) -> bool:
-        return False
-
-    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:
-        transfer = self._transfer
-        assert self.ordinal is not None  # submit() has counted it
-        try:
-            transfer._agreed(_running(core, error), self.ordinal, self._call)
-        except Exception as cause:
-            if core is not None and transfer._group.left(core, self.lane, self.ordinal):
-                return True
-            transfer._error = cause
-        transfer._compiled.set()
-        return False
-
-
-class _Begun:
-    """The number of a call in its group, once it has begun. A handle keeps it to take the call back, so it
-    holds neither tensors nor connections."""
-
-    __slots__ = ("group", "lane", "life", "limit", "ordinal")
-
-    def __init__(self, group: PrivateGroup, lane: int, limit: float) -> None:
-        self.group, self.lane, self.limit = group, lane, limit
-        self.ordinal: int | None = None
-        self.life: int | None = None
-
-    def retract(self, error: MeshcastError) -> Callable[[], None]:
-        """See PrivateGroup.retract."""
-        if self.ordinal is None:
-            return lambda: None
-        return self.group.retract(self.lane, self.ordinal, error, self.limit, lambda: self.life).wait
-
-
-class _Start:
-    """Command of a group: one start of a transfer, which the ranks agree on first where they have not."""
-
-    refusal: Exception | None = None
-    meets = True
-    _core: _C.GroupCore | None = None  # with which it was begun
-
-    def __init__(
-        self, transfer: PersistentTransfer, call: Call, src: Shards, dst: Shards, *, reverse: bool
-    ) -> None:
-        self._transfer, self._call, self._src, self._dst = transfer, call, src, dst
-        self._reverse = reverse
-        self.lane, self.deadline = REVERSE_LANE if reverse else transfer._lane, call.deadline
-        # A reverse transfer has the ordinal of its forward call, in a lane of its own.
-        self.ordinal = call.number.ordinal if reverse else None
-        self.begun = _Begun(transfer._group, self.lane, call.timeout)
-
-    def ready(self) -> bool:
-        transfer = self._transfer
-        return transfer._medium.ready(self._call) and (self._reverse or transfer._has_agreed())
-
-    def note(self) -> None:
-        """Which call it is, for the flight record."""
-        flight = self._call.flight
-        if flight is not None:
-            flight.lane, flight.position = self.lane, self.ordinal
-
-    def begin_again(self) -> bool:
-        """After the work of a call failed that somebody waits for: see PrivateGroup.begin_again."""
-        core = self._core
-        if self._reverse or core is None:
-            return False
-        return self._transfer._group.begin_again(self, core)
-
-    def begin(self, core: _C.GroupCore | None, error: Exception | None) -> bool:
-        transfer, call, reverse = self._transfer, self._call, self._reverse
-        number = call.number
-        assert self.ordinal is not None  # submit() has counted it
-        starts = False
-        self._core = core
-        self.begun.ordinal, self.begun.life = self.ordinal, transfer._group.life
-        self.note()
-        try:
-            running = _running(core, error)
-            if transfer._error is not None:
-                raise transfer._error
-            agreed = number.agreed if reverse else transfer._agreed(running, self.ordinal, call)
-            if agreed is None:
-                raise transfer._failure or MeshcastError(
-                    f"{transfer._op}: the call itself has failed", op=call.op
-                )
-            if reverse and number.core is not running:
-                raise AbortedError(
-                    f"rank {transfer._group.rank}: {call.op} call {self.ordinal} of "
-                    f"{transfer._group.name}: the group has begun anew since the forward of this call, since "
-                    "a rank refused another one; run the step again",
-                    rank=transfer._group.rank,
-                    op=call.op,
-                    sequence=self.ordinal,
-                    phase="start",
-                )
-            if not reverse:
-                number.run = agreed.next_run()
-                if transfer._backward is not None:
-                    number.agreed, number.core = agreed, running
-            if call.flight is not None:
-                call.flight.plan = transfer._reverse_facts if reverse else transfer._facts
-                call.flight.run = number.run
-            starts = True
-            work, statistics = transfer._medium.start(
-                running,
-                call,
-                agreed,
-                ordinal=self.ordinal,
-                reverse=reverse,
-                src=filled(self._src),
-                dst=filled(self._dst),
-                timeout=max(call.remaining(), 1e-3),
-            )
-        except Exception as cause:
-            if core is not None:
-                group = transfer._group
-                if group.left(core, self.lane, self.ordinal) and not reverse:
-                    return True
-                if starts and core.error() is None:
-                    cause = typed(cause, call.op, group.rank)
-                    if group.runs_here():  # before this rank goes on
-                        core.refuse(self.lane, self.ordinal, str(cause), agreed=True)
-                        group.left(core, self.lane, self.ordinal)
-                    else:
-                        self.refusal = cause
-                elif isinstance(cause, AbortedError):
-                    cause = group.refused_error(core, self.lane, self.ordinal) or cause
-            transfer._failure = cause
-            call.failed(cause)
-        else:
-            if call.flight is not None:
-                traffic = call.flight.traffic = transfer._carried(call.op, statistics, reverse)
-                # What arrives is waited for; until then it would be kept as long as the count.
-                if not call.driven and traffic.only_sends:
-                    begun(call.flight, traffic, work, statistics)
-            call.started(work, statistics)
-            transfer._group.watch(call)
-        if not transfer._compiled.is_set():  # worth it: set() takes a lock and looks for who waits
-            transfer._compiled.set()
-        return False
+def _compiled(transfer: PersistentTransfer | None) -> tuple[str, str, Any, Any]:
+    """Op, descriptor, plan and that of the backward, on which the ranks agree."""
+    if transfer is None:
+        raise MeshcastError("the transfer was dropped before its first call")
+    try:
+        transfer._compile()
+    except Exception as error:
+        found = typed(error, transfer._op, transfer._group.rank)
+        raise found from error.__cause__ if found is error else error
+    assert transfer._plan is not None
+    reverse = None if transfer._reverse_plan is None else transfer._reverse_plan._core
+    return transfer._op, transfer._descriptor, transfer._plan._core, reverse
 
 
 def _more_text(problems: Sequence[Problem]) -> str:
@@ -512,9 +388,3 @@ def _facts(plan: Plan, rank: int) -> dict[str, Any]:
 def ranks_of(problems: Sequence[Problem]) -> list[int]:
     """Ranks of all meshes, ascending: the private group of these problems."""
     return sorted({rank for _, _, src, dst in problems for rank in (*src.ranks, *dst.ranks)})
-
-
-def _running(core: _C.GroupCore | None, error: Exception | None) -> _C.GroupCore:
-    if core is None:
-        raise error or MeshcastError("the private group is not up")
-    return core

@@ -38,9 +38,10 @@ class PinnedMedium:
         source, destination = (kind == "cuda" for kind in self._device_types)
         on_gpu = (destination, source) if reverse else (source, destination)
         group, copies = self._group, gpu_copies.COPIES
-        pool = group.attached.get("pinned")
+        pool = group.attached("pinned")
         if not isinstance(pool, PinnedPool):
-            pool = group.attached["pinned"] = PinnedPool(copies.pinned)
+            pool = PinnedPool(copies.pinned)
+            group.attach("pinned", pool)
         passage = call.brought = Passage(copies, pool, call, group.rank, src, dst, on_gpu)
         if call.driven:  # who waits anyhow spares the group's thread, and others the wait for its lock
             try:
@@ -65,7 +66,7 @@ class PinnedMedium:
             raise
         arguments["timeout"] = max(call.remaining(), 1e-3)
         work = core.start(agreed, **arguments)
-        return passage.landing(work), Statistics(core, work)
+        return passage.landing(work), Statistics(work)
 
     def text(self) -> str:
         return f"; from {self._device_types[0]} to {self._device_types[1]}"
