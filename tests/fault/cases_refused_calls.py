@@ -55,7 +55,7 @@ def late(rank: int, number: int) -> None:
 
 def lives() -> int:
     """Of all groups, so far. A busy machine may make others late in refuse() as well."""
-    return sum(group._lives for group in parent_group(None, "test")._groups.values())
+    return sum(group.life for group in parent_group(None, "test")._groups.values())
 
 
 def failed_calls_leave_nothing(context) -> dict:

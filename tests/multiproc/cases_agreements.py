@@ -8,7 +8,7 @@ import time
 
 import meshcast
 import torch
-from meshcast.groups import agreements
+from meshcast.groups import private
 from meshcast.groups.parent import parent_group
 from multiproc.meshes import sharded
 from multiproc.oracle import coordinates, cut, unique_fill
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 GROUP_TIMEOUT = 40.0
+private.KEPT_AGREEMENTS = 2
 _meshes: list[DeviceMesh] = []
 
 
@@ -45,34 +46,30 @@ def call(rows: int, seed: int, rank: int) -> None:
 
 
 def core():
-    return parent_group(None, "test").private([0, 1, 2], "test")._core
+    return parent_group(None, "test").private([0, 1, 2], "test").calls.core
 
 
 def refused_calls_leave_no_trace(context) -> None:
     """A call that one rank refuses is new to the others, who must not remember it, nor forget another for
     it: else they would agree anew on a kind that this rank knows, and wait for it for ever."""
-    kept, agreements._KEPT = agreements._KEPT, 2
-    try:
-        call(4, 1, context.rank)
-        call(5, 2, context.rank)
-        for rows in (6, 7):
-            _, x = source(rows, 3, context.rank)
-            try:
-                if context.rank == 0:
-                    meshcast.reshard(x, meshes()[1], [Shard(9)])
-                else:
-                    meshcast.reshard(x, meshes()[1], [Replicate()])
-            except meshcast.MeshcastError as error:
-                wanted = meshcast.LayoutError if context.rank == 0 else meshcast.PlanMismatchError
-                assert isinstance(error, wanted), error
+    call(4, 1, context.rank)
+    call(5, 2, context.rank)
+    for rows in (6, 7):
+        _, x = source(rows, 3, context.rank)
+        try:
+            if context.rank == 0:
+                meshcast.reshard(x, meshes()[1], [Shard(9)])
             else:
-                raise AssertionError("no error")
-        for turn in range(3):
-            for rows in (4, 5, 8, 4, 9):
-                call(rows, 10 * turn + rows, context.rank)
-        assert core().slots_taken == (2 if context.rank == 0 else 0)
-    finally:
-        agreements._KEPT = kept
+                meshcast.reshard(x, meshes()[1], [Replicate()])
+        except meshcast.MeshcastError as error:
+            wanted = meshcast.LayoutError if context.rank == 0 else meshcast.PlanMismatchError
+            assert isinstance(error, wanted), error
+        else:
+            raise AssertionError("no error")
+    for turn in range(3):
+        for rows in (4, 5, 8, 4, 9):
+            call(rows, 10 * turn + rows, context.rank)
+    assert core().slots_taken == (2 if context.rank == 0 else 0)
 
 
 def slots_of_dropped_resharders_return(context) -> None:

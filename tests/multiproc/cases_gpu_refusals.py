@@ -4,7 +4,6 @@ meet. Three processes, no GPU."""
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
 from unittest import mock
@@ -68,38 +67,15 @@ def cause_of(name: str) -> str:
 
 
 def connect(ordinal: int, place: Place, limit: float, name: str = "") -> Exception | None:
-    """connect_lanes() as a command of the group runs it; its error. name: of a group of its own."""
+    """connect_lanes() as a start of the group runs it; its error. name: of a group of its own."""
     group = group_of(name)
     group.connect(GROUP_TIMEOUT)
-    command = _Connecting(group, ordinal, place, time.monotonic() + limit)
-    group.submit(command)
-    assert command.done.wait(GROUP_TIMEOUT)
-    return command.error
-
-
-class _Connecting:
-    """The command of a group that connects its GPUs."""
-
-    lane = 0
-    meets = True
-    refusal = None
-
-    def __init__(self, group: PrivateGroup, ordinal: int, place: Place, deadline: float) -> None:
-        self.group, self.ordinal, self.place, self.deadline = group, ordinal, place, deadline
-        self.done = threading.Event()
-        self.error: Exception | None = None
-
-    def ready(self) -> bool:
-        return False
-
-    def begin(self, core, error) -> None:
-        try:
-            assert error is None
-            number = (0, self.ordinal)
-            gpu_lanes.connect_lanes(self.group, core, (0, 1), self.place, number, self.deadline)
-        except Exception as raised:
-            self.error = raised
-        self.done.set()
+    try:
+        deadline = time.monotonic() + limit
+        gpu_lanes.connect_lanes(group, group.calls.core, (0, 1), place, (0, ordinal), deadline)
+    except Exception as raised:
+        return raised
+    return None
 
 
 def a_cuda_mesh_without_gpu_is_refused(context) -> None:

@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from meshcast.groups.private import PrivateGroup
+from meshcast import _C
 from meshcast.pipelining import PipelineStage, get_schedule_class
 from meshcast.pipelining.action import Action, ActionKind
+from meshcast.transfers.persistent import PersistentTransfer
+from meshcast.transfers.shards import filled
 from multiproc.pipeline_models import CPU, TIMEOUT, train_alone
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -37,24 +39,34 @@ STEPS = 3
 def starts_late(seed: int) -> Iterator[None]:
     """Of the transfers that could start at once every second one, by chance, is left to the control thread,
     which starts each up to 6 ms late."""
-    chance, own = random.Random(seed), PrivateGroup.submit
+    chance, own = random.Random(seed), PersistentTransfer._start
 
-    def submit(group: PrivateGroup, command: Any) -> None:
-        pause, begin = 0.006 * chance.random(), command.begin
+    def delayed(transfer: PersistentTransfer, call: Any, src: Any, dst: Any, *, reverse: bool) -> Any:
+        pause = 0.006 * chance.random()
+        if chance.random() >= 0.5:
+            return own(transfer, call, src, dst, reverse=reverse)
+        sources, destinations = filled(src), filled(dst)
 
-        def late(core: Any, error: Exception | None) -> None:
+        def begin(core: Any, agreed: Any, ordinal: int, backward: bool, timeout: float) -> Any:
             time.sleep(pause)
-            begin(core, error)
+            return core.start(agreed, ordinal, backward, sources, destinations, timeout)
 
-        if chance.random() < 0.5:
-            command.begin, command.ready = late, lambda: False
-        own(group, command)
+        return _C.PythonStart(
+            transfer._core,
+            call.number,
+            call.timeout,
+            reverse,
+            call.op,
+            lambda: False,
+            lambda _core, _ordinal: None,
+            begin,
+        )
 
-    PrivateGroup.submit = submit
+    PersistentTransfer._start = delayed
     try:
         yield
     finally:
-        PrivateGroup.submit = own
+        PersistentTransfer._start = own
 
 
 # Ends only while the process runs: when its input ends, or the process has.

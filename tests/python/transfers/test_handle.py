@@ -16,8 +16,8 @@ from meshcast.transfers.handle import Handle
 def _failed_call() -> tuple[weakref.ref[Call], weakref.ref[torch.Tensor]]:
     """A call that has failed, of whose error this frame, with the future, was part."""
     call, result = Call("reshard", 5.0), torch.zeros(3)
-    future = Handle(call, result, lambda: 0.0).get_future()
     call.failed(PeerLostError("rank 2 is gone", peer=2, op="reshard"))
+    future = Handle(call, result, lambda: 0.0).get_future()
     for _ in range(2):
         with pytest.raises(PeerLostError, match="rank 2 is gone") as caught:
             future.wait()
@@ -44,7 +44,7 @@ def test_a_future_raises_errors_that_cannot_be_copied() -> None:
             super().__init__(first + second)
 
     call = Call("reshard", 5.0)
-    future = Handle(call, None, lambda: 0.0).get_future()
     call.failed(OddError("no ", "way"))
+    future = Handle(call, None, lambda: 0.0).get_future()
     with pytest.raises(OddError, match="no way"):
         future.wait()
