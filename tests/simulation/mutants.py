@@ -35,12 +35,6 @@ MUTANTS = [
         "start: the watcher is not woken", "group/group_core.cpp", "if (!run->ended()) watcher_->wake();", ""
     ),
     Mutant("refuse: nothing is posted", "group/group_core.cpp", "if (!agreed) reject(call, message);", ""),
-    Mutant(
-        "refuse: waits for earlier calls without a limit",
-        "group/group_core.cpp",
-        "watcher_->leave(Clock::now() + kOwnRuns);",
-        "watcher_->leave(TimePoint::max());",
-    ),
     Mutant("board: keys are not erased", "group/group_core.cpp", "if (!each.rejected) erase(each);", ""),
     Mutant(
         "verdict: the second rank overwrites it",

@@ -291,6 +291,7 @@ std::shared_ptr<Transport> Network::join(int rank, const std::string& life) {
   ends.resize(ranks_);
   ends[static_cast<size_t>(rank)] = made;
   ++joined_[life];
+  ranks_joined_.insert(rank);
   return made;
 }
 

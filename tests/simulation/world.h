@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -54,6 +55,7 @@ class Network {
   ~Network();
 
   std::shared_ptr<Transport> join(int rank, const std::string& life);
+  bool has_joined(int rank) const { return ranks_joined_.count(rank) != 0; }  // any life
   size_t joined(const std::string& life) const;  // ranks that have, also those that have left
   // Why a rank sees no more of another, where it does, and this network tells.
   std::string lost(int rank, int other);
@@ -83,6 +85,7 @@ class Network {
   const size_t ranks_;
   std::map<std::string, Ends> lives_;
   std::map<std::string, size_t> joined_;
+  std::set<int> ranks_joined_;
   std::map<std::pair<int, int>, Link> links_;
 };
 
