@@ -59,11 +59,6 @@ std::map<int32_t, std::string> Conversation::hear(const std::string& topic, cons
   return out;
 }
 
-bool Conversation::await(const std::string& key, TimePoint deadline, const std::function<void()>& check,
-                         Clock::duration every) {
-  return await_all({key}, deadline, check, every).has_value();
-}
-
 Conversation::Texts Conversation::await_all(const std::vector<std::string>& keys, TimePoint deadline,
                                             const std::function<void()>& check, Clock::duration every) {
   BackOff pause(longest_pause_);

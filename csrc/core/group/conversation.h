@@ -41,10 +41,6 @@ class Conversation {
   std::map<int32_t, std::string> hear(const std::string& topic, const std::vector<int32_t>& ranks,
                                       TimePoint deadline, const std::function<void()>& check = {},
                                       Clock::duration every = {});
-  // Waits for one key as for the texts; whether it is set.
-  bool await(const std::string& key, TimePoint deadline, const std::function<void()>& check = {},
-             Clock::duration every = {});
-
   // Counts the ranks that called this with 1; returns how many have.
   int64_t count(const std::string& topic, int64_t more) { return store_->add(topic, more); }
   // The first proposal for a topic wins: returns that. An empty one proposes nothing, and "" is no verdict yet.

@@ -388,13 +388,6 @@ bool Group::begin_again(const std::shared_ptr<Command>& command, const std::shar
   return true;
 }
 
-bool Group::take_back(const std::shared_ptr<GroupCore>& core, CallId call) {
-  if (!may_begin_again(core, call)) return false;
-  const std::lock_guard lock(mutex_);
-  ordinals_[call.lane] = call.ordinal;
-  return true;
-}
-
 void Group::end_left() {
   std::vector<Life> left;
   {

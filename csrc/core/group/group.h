@@ -121,7 +121,6 @@ class Group : public std::enable_shared_from_this<Group> {
   // For one that waits for a call that has failed: begins it once more, where that was since others had begun a
   // new life before it, and no later call has been counted.
   bool begin_again(const std::shared_ptr<Command>& command, const std::shared_ptr<GroupCore>& core);
-  bool take_back(const std::shared_ptr<GroupCore>& core, CallId call);  // the same, to be counted again
 
   // What the ranks have agreed on in this life for calls that are made once; see Agreements. Null, or false,
   // where core is not that of this life.

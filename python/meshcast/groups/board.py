@@ -121,9 +121,6 @@ class Watches:
         self._watch, self._known = watch, known
         self._watches: dict[int, Callable[[], str] | None] = {}
 
-    def watch_by(self, watch: Callable[[str], Callable[[], str] | None]) -> None:
-        self._watch = watch
-
     def lost(self, board: Board, ranks: Sequence[int], topic: str = "member") -> tuple[int, str] | None:
         """A rank that has gone, and why. topic: under which they post what they do."""
         at = ranks.index(board.rank)
