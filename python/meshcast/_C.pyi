@@ -234,7 +234,7 @@ def traffic(work: Work) -> list[tuple[int, bool, int, int]]:
     """Returns, of one run: peer (its position in the group), whether it is sent there, messages, bytes."""
 
 class KnownOffers:
-    """What ranks offered when they met, in all groups of one process group."""
+    """Offers that ranks made when they met, in all groups of one process group."""
 
 class Refusal:
     """A call that this rank refused; the other ranks are told in the background."""
@@ -307,7 +307,7 @@ class Transfer:
 
     def close(self, error: MeshcastError) -> None: ...
     def wait_until_tried(self, seconds: float) -> bool:
-        """Whether a start or an agreement has ended, well or not, by then."""
+        """Returns whether a start or an agreement has ended, well or not, by then."""
 
     def failure(self) -> Exception | None: ...
 
@@ -315,13 +315,13 @@ class Start:
     """One start of a transfer."""
 
     begun_again: int
-    """How often it was begun once more, in another life of the group."""
+    """Number of times that it was begun once more, in another life of the group."""
 
     def submit(self, group: Group) -> None: ...
     def wait(self) -> None: ...
     def is_completed(self) -> bool: ...
     def is_settled(self) -> bool:
-        """Whether it runs, or has failed."""
+        """Returns whether it runs, or has failed."""
 
     def make_final(self) -> None: ...
     def when_settled(self, call: Callable[[], None]) -> None: ...

@@ -67,7 +67,7 @@ def cause_of(name: str) -> str:
 
 
 def connect(ordinal: int, place: Place, limit: float, name: str = "") -> Exception | None:
-    """connect_lanes() as a start of the group runs it; its error. name: of a group of its own."""
+    """The error of connect_lanes(), once the group is up. name: of a group of its own."""
     group = group_of(name)
     group.connect(GROUP_TIMEOUT)
     try:

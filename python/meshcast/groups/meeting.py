@@ -28,7 +28,7 @@ __all__ = ["Connector"]
 
 
 class Connector:
-    """What a group needs of the machine. Called from its control thread.
+    """The machine as a group needs it. Called from its control thread.
 
     Attributes:
         topology: of the ranks; None before they have met.

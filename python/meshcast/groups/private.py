@@ -83,7 +83,7 @@ class PrivateGroup:
         return self.calls.life
 
     def attached(self, key: str) -> Any:
-        """What a layer above keeps with this life of the group; None if nothing."""
+        """Returns what a layer above keeps with this life of the group; None if nothing."""
         return self.calls.attached(key)
 
     def attach(self, key: str, thing: Any) -> None:
@@ -126,18 +126,18 @@ class PrivateGroup:
         return self.calls.next_ordinal(lane)
 
     def is_awaited(self) -> bool:
-        """Whether another rank waits for the next call of this one, as far as the store knows."""
+        """Returns whether another rank waits for the next call of this one, as far as the store knows."""
         return self.calls.is_awaited()
 
     def is_up(self) -> bool:
         return self.calls.is_up()
 
     def was_used(self) -> bool:
-        """Whether it is up, or a call of it was ever counted: it may be between two lives."""
+        """Returns whether it is up, or a call of it was ever counted: it may be between two lives."""
         return self.calls.was_used()
 
     def is_untouched(self) -> bool:
-        """Whether this rank is neither in it nor on the way there."""
+        """Returns whether this rank is neither in it nor on the way there."""
         return self.calls.is_untouched()
 
     def connect(self, timeout: float) -> None:

@@ -15,7 +15,7 @@ __all__ = ["Call", "CallNumber"]
 
 
 class _Start(Protocol):
-    """What a call asks of its start. `_C.Start` is one."""
+    """The start of a call, as the call uses it. `_C.Start` is one."""
 
     begun_again: int  # how often
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,11 +15,48 @@ from meshcast.transfers.call import Call
 from meshcast.transfers.handle import Handle
 
 
+class Later:
+    """A start that waits in the queue of its group, and fails there."""
+
+    work = None
+    begun_again = 0
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self._settled = threading.Event()
+        self._calls: list[Callable[[], None]] = []
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self._settled.set()
+        for call in self._calls:
+            call()
+        self._calls.clear()
+
+    def wait(self) -> None:
+        assert self._settled.wait(20.0)
+        assert self.error is not None
+        raise self.error.with_traceback(None)
+
+    def is_completed(self) -> bool:
+        return self._settled.is_set()
+
+    def is_settled(self) -> bool:
+        return self._settled.is_set()
+
+    def when_settled(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+
+    def make_final(self) -> None:
+        pass
+
+
 def _failed_call() -> tuple[weakref.ref[Call], weakref.ref[torch.Tensor]]:
     """A call that has failed, of whose error this frame, with the future, was part."""
     call, result = Call("reshard", 5.0), torch.zeros(3)
-    call.failed(PeerLostError("rank 2 is gone", peer=2, op="reshard"))
+    later = call.start = Later()
     future = Handle(call, result, lambda: 0.0).get_future()
+    later.fail(PeerLostError("rank 2 is gone", peer=2, op="reshard"))
     for _ in range(2):
         with pytest.raises(PeerLostError, match="rank 2 is gone") as caught:
             future.wait()
@@ -44,7 +83,8 @@ def test_a_future_raises_errors_that_cannot_be_copied() -> None:
             super().__init__(first + second)
 
     call = Call("reshard", 5.0)
-    call.failed(OddError("no ", "way"))
+    later = call.start = Later()
     future = Handle(call, None, lambda: 0.0).get_future()
+    later.fail(OddError("no ", "way"))
     with pytest.raises(OddError, match="no way"):
         future.wait()
