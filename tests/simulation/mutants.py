@@ -228,7 +228,7 @@ MUTANTS = [
     Mutant(
         "group: a rank meets for a call that has ended",
         "group/group.cpp",
-        "error = ended_before(command->call());",
+        "error = std::make_exception_ptr(*ended);",
         "error = nullptr;",
     ),
     Mutant(

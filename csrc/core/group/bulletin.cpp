@@ -154,12 +154,8 @@ std::optional<Cause> Bulletin::read_cause() {
 }
 
 std::optional<std::string> Bulletin::read_key(const std::string& key) {
-  // In one question: its rank may erase the key between two, and a get() of no key waits for it. What is
-  // compared is the value of no key, so nothing is set.
   const Wait wait(*this);
-  const std::string none("\x01none");
-  const std::string found = store_->compare_set(key, none, none);
-  return found == none ? std::nullopt : std::optional(found);
+  return store_->value(key);
 }
 
 }  // namespace meshcast

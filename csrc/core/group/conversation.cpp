@@ -25,16 +25,8 @@ void Conversation::say(const std::string& topic, const std::string& text) {
 
 void Conversation::forget(const std::string& topic) { store_->erase(key_of(topic, rank_)); }
 
-std::optional<std::string> Conversation::read_one(const std::string& key) {
-  // In one question, that sets nothing: see Bulletin.
-  const std::string none("\x01none");
-  std::string found = store_->compare_set(key, none, none);
-  if (found == none) return std::nullopt;
-  return found;
-}
-
 std::optional<std::string> Conversation::heard(const std::string& topic, int32_t rank) {
-  return read_one(key_of(topic, rank));
+  return store_->value(key_of(topic, rank));
 }
 
 std::vector<int32_t> Conversation::silent(const std::string& topic, const std::vector<int32_t>& ranks) {
@@ -76,7 +68,7 @@ Conversation::Texts Conversation::await_all(const std::vector<std::string>& keys
 
 std::string Conversation::verdict(const std::string& topic, const std::string& proposal) {
   if (!proposal.empty()) return store_->compare_set(topic, std::string(), proposal);
-  return read_one(topic).value_or(std::string());
+  return store_->value(topic).value_or(std::string());
 }
 
 }  // namespace meshcast

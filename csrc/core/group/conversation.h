@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -7,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/sync.h"
@@ -51,7 +53,6 @@ class Conversation {
 
   static Clock::duration longest_pause(size_t ranks);
   std::string key_of(const std::string& topic, int32_t rank) const;
-  std::optional<std::string> read_one(const std::string& key);
   Texts await_all(const std::vector<std::string>& keys, TimePoint deadline, const std::function<void()>& check,
                   Clock::duration every);
 

@@ -137,24 +137,22 @@ void Group::start_thread(std::unique_lock<Mutex>& lock) {
   has_thread_ = true;
   try {
     Thread([self = shared_from_this(), turn = turn_] { self->run(turn); }).detach();
-  } catch (const std::system_error&) {  // the next command may get one
+  } catch (const std::system_error& why) {  // the next command may get one
     has_thread_ = false;
-    fail_without_thread(lock);
+    fail_without_thread(lock, why);
   }
 }
 
 // All ranks are told at once, with what this thread can use, and may go on.
-void Group::fail_without_thread(std::unique_lock<Mutex>& lock) {
+void Group::fail_without_thread(std::unique_lock<Mutex>& lock, const std::exception& why) {
   const auto queue = std::exchange(queue_, {});
   const auto core = life_.core;
   const auto failed = error_;
   lock.unlock();
-  const Error error = call_error(
-      ErrorKind::Generic,
-      fmt::format("rank {}: group {} needs one for a call: no thread could be had. Raise the limit of threads "
-                  "(ulimit -u, or that of the container), or run fewer of them",
-                  identity_.rank, identity_.name),
-      identity_.rank, -1, -1, "start");
+  const Error error =
+      call_error(ErrorKind::Generic,
+                 fmt::format("rank {}: group {}: {}", identity_.rank, identity_.name, no_thread("a call", why)),
+                 identity_.rank, -1, -1, "start");
   for (const auto& each : queue) {
     try {
       if (core)
@@ -204,7 +202,8 @@ Group::Next Group::begin(const std::shared_ptr<Command>& command, uint64_t turn)
     core = life_.core;
     error = error_;
   }
-  if (!core && !error && command->meets) error = ended_before(command->call());
+  if (!core && !error && command->meets)
+    if (const auto ended = ended_before(command->call())) error = std::make_exception_ptr(*ended);
   if (!core && !error && command->meets) {
     try {
       if (!bring_up(*command, turn)) return Next::Nothing;
@@ -277,11 +276,7 @@ bool Group::bring_up(const Command& command, uint64_t turn) {
       const std::lock_guard lock(mutex_);
       refused_ = met.refused;
     }
-    if (const auto ended = ended_before(command.call())) try {
-        std::rethrow_exception(ended);
-      } catch (const Error& error) {
-        throw MeetAgainError(error);
-      }
+    if (const auto ended = ended_before(command.call())) throw MeetAgainError(*ended);
   }
 }
 
@@ -356,10 +351,11 @@ Error Group::error_of(const RefusedCall& refused, CallId call) const {
 
 // Of a call that this rank had yet to make when a later one was refused, or that one itself: nobody meets for
 // it.
-std::exception_ptr Group::ended_before(CallId call) const {
+std::optional<Error> Group::ended_before(CallId call) const {
   const std::lock_guard lock(mutex_);
-  if (!refused_ || call.lane != refused_->call.lane || call.ordinal > refused_->call.ordinal) return nullptr;
-  return std::make_exception_ptr(error_of(*refused_, call));
+  if (!refused_ || call.lane != refused_->call.lane || call.ordinal > refused_->call.ordinal)
+    return std::nullopt;
+  return error_of(*refused_, call);
 }
 
 std::exception_ptr Group::skipped(int64_t ordinal) const {

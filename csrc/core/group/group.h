@@ -160,7 +160,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::shared_ptr<Refusal> begin_here(std::unique_lock<Mutex>& lock, std::shared_ptr<Command> command);
   std::shared_ptr<Refusal> refusal_of(const std::shared_ptr<Command>& command);
   void start_thread(std::unique_lock<Mutex>& lock);
-  void fail_without_thread(std::unique_lock<Mutex>& lock);
+  void fail_without_thread(std::unique_lock<Mutex>& lock, const std::exception& why);
   void run(uint64_t turn);
   Next begin(const std::shared_ptr<Command>& command, uint64_t turn);
   bool bring_up(const Command& command, uint64_t turn);
@@ -173,7 +173,7 @@ class Group : public std::enable_shared_from_this<Group> {
 
   Error connect_error(ErrorKind kind, const std::string& text) const;
   Error error_of(const RefusedCall& refused, CallId call) const;
-  std::exception_ptr ended_before(CallId call) const;
+  std::optional<Error> ended_before(CallId call) const;
   std::exception_ptr skipped(int64_t ordinal) const;
   std::exception_ptr keep_first_cause();
 

@@ -20,6 +20,14 @@ class Store {
   // no key that is not set, `expected`.
   virtual std::string compare_set(const std::string& key, const std::string& expected,
                                   const std::string& desired) = 0;
+  // The value of a key, none if it is not set. In one question, since its rank may erase it between two, and a
+  // get() of no key waits for it. What is compared is the value of no key, so nothing is set.
+  std::optional<std::string> value(const std::string& key) {
+    const std::string none("\x01none");
+    std::string found = compare_set(key, none, none);
+    if (found == none) return std::nullopt;
+    return found;
+  }
   virtual int64_t add(const std::string& key, int64_t count) = 0;  // returns the sum
   virtual void erase(const std::string& key) = 0;
   // The values of all these keys, in their order; none unless each is set. Of keys that nobody erases

@@ -166,8 +166,6 @@ void Start::make_final() {
   release();
 }
 
-void Start::fail(const std::exception_ptr& error) { settle(error); }
-
 // Null: it runs. One that was given up may run yet: it has failed. Who waits goes on once settled() has
 // returned.
 void Start::settle(const std::exception_ptr& error) {
@@ -330,7 +328,7 @@ Command::Begun Start::begin(const std::shared_ptr<GroupCore>& core, const std::e
       }
     }
     transfer->note_failure(cause);
-    if (begun == Begun::Done) fail(cause);
+    if (begun == Begun::Done) settle(cause);
   }
   transfer->note_tried();
   return begun;

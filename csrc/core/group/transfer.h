@@ -90,7 +90,6 @@ class Start : public Command {
   Start(std::shared_ptr<Transfer> transfer, std::shared_ptr<CallNumber> number, double timeout_seconds,
         bool reverse, std::string op);
 
-  const std::string& op() const { return op_; }
   double timeout_seconds() const { return timeout_seconds_; }
   const CallNumber& number() const { return *number_; }
 
@@ -107,7 +106,7 @@ class Start : public Command {
 
   bool ready() override;
   Begun begin(const std::shared_ptr<GroupCore>& core, const std::exception_ptr& error) override;
-  void refused() override { fail(refusal_error_); }
+  void refused() override { settle(refusal_error_); }
 
  protected:
   virtual bool is_brought() { return true; }  // whether start() would not have to wait for the tensors
@@ -132,7 +131,6 @@ class Start : public Command {
 
  private:
   std::shared_ptr<AgreedPlan> agree(Transfer& transfer, const std::shared_ptr<GroupCore>& core);
-  void fail(const std::exception_ptr& error);
   void settle(const std::exception_ptr& error);
   void await_settled();
   bool begins_again();
