@@ -244,10 +244,6 @@ class C10dTransport final : public Transport {
     });
   }
 
-  void drive(const std::function<bool()>& /*done*/, TimePoint /*limit*/) override {}
-
-  void wake() noexcept override {}
-
   void abort() noexcept override {
     const std::lock_guard lock(mutex_);
     aborted_ = true;

@@ -178,11 +178,7 @@ void GroupTransport::end_locked(int peer, std::unique_ptr<Message> message,
 
 void GroupTransport::told_locked() { --untold_; }
 
-void GroupTransport::drive(const std::function<bool()>& done, TimePoint limit) {
-  if (!plane_->foreign()) plane_->progress().drive(done, limit);
-}
-
-void GroupTransport::wake() noexcept { plane_->progress().wake(); }
+Source* GroupTransport::source() noexcept { return plane_.get(); }
 
 // A link to a dead process ends within milliseconds, whether it was there before or is made now.
 std::string GroupTransport::lost(int peer) {
@@ -192,7 +188,7 @@ std::string GroupTransport::lost(int peer) {
     const std::lock_guard lock(plane_->mutex());
     link_locked(peer, 0, &why);
   }
-  plane_->progress().wake();
+  plane_->wake();
   return out_of_descriptors() ? std::string() : why;
 }
 
@@ -214,7 +210,7 @@ void GroupTransport::abort() noexcept {
     const std::lock_guard lock(plane_->mutex());
     abort_locked();
   }
-  plane_->progress().wake();
+  plane_->wake();
 }
 
 void GroupTransport::abort_locked() {
@@ -251,7 +247,7 @@ void GroupTransport::shutdown() {
   shut_down_ = true;
   abort();
   std::unique_lock lock(plane_->mutex());
-  plane_->progress().wait(lock, [this] { return flights_.empty() && untold_ == 0; });
+  plane_->wait(lock, [this] { return flights_.empty() && untold_ == 0; });
   // Nothing moves any more where the process ends at this moment. What UCX is busy with then ends after this
   // group has gone, and tells nobody; what has ended is told here.
   for (Flight* flight : flights_) flight->group = nullptr;

@@ -36,8 +36,7 @@ class GroupTransport final : public ProbingTransport {
   void send(const Envelope& to, int64_t nbytes, std::unique_ptr<Outgoing> message) override;
   void recv(const Envelope& from, int64_t nbytes, std::unique_ptr<Incoming> message) override;
   void probe(const Envelope& from, std::unique_ptr<Message> message) override;
-  void drive(const std::function<bool()>& done, TimePoint limit) override;
-  void wake() noexcept override;
+  Source* source() noexcept override;
   std::string lost(int peer) override;
   void leave_because(const std::string& why) noexcept override;
   std::string told(int peer) override;

@@ -67,10 +67,10 @@ std::shared_ptr<Plane> Plane::of_process(const PlaneOptions& options) {
 
 uint32_t Plane::wire_version() { return kWireVersion; }
 
-ProcessPlane::ProcessPlane(const PlaneOptions& options) : api_(load(options.library)), rdma_(options.rdma) {
+ProcessPlane::ProcessPlane(const PlaneOptions& options)
+    : api_(load(options.library)), rdma_(options.rdma), progress_(Progress::of_process()) {
   std::random_device entropy;
   process_ = uint64_t{entropy()} << 32 | entropy();
-  std::vector<int> events;
   rails_.reserve(options.devices.size());  // callbacks have their addresses
   for (const std::string& device : options.devices) {
     rails_.push_back({std::make_unique<Worker>(api_, device, settings(options)), {}});
@@ -79,25 +79,30 @@ ProcessPlane::ProcessPlane(const PlaneOptions& options) : api_(load(options.libr
       inbox = {this, rails_.size() - 1, static_cast<Kind>(kind)};
       rails_.back().worker->on_message(kFirstMessage + static_cast<unsigned>(kind), on_message, &inbox);
     }
-    events.push_back(rails_.back().worker->event_fd());
   }
-  progress_ = std::make_unique<Progress>(mutex_, events,
-                                         Progress::Calls{[this] { return turn(); }, [this] { return arm(); },
-                                                         [this] { tell(); }, [this] { return due(); }});
+  progress_->add(*this);
 }
 
 ProcessPlane::~ProcessPlane() {
   if (foreign()) {  // threads, sockets and memory are the parent's
     for (Rail& rail : rails_) static_cast<void>(rail.worker.release());
-    static_cast<void>(progress_.release());
     return;
   }
-  progress_->stop();
+  stop();
   close_gently();
 }
 
+bool ProcessPlane::stop(TimePoint limit) {
+  {
+    const std::lock_guard lock(mutex_);
+    stopped_ = true;
+    changed_.notify_all();
+  }
+  return progress_->remove(*this, limit);
+}
+
 void ProcessPlane::end_with_process() {
-  const bool left = progress_->stop(Clock::now() + kEndLimit);
+  const bool left = stop(Clock::now() + kEndLimit);
   const std::lock_guard lock(mutex_);
   over_ = true;
   for (auto& [id, group] : groups_) group->abort_locked();
@@ -179,7 +184,7 @@ std::function<std::string()> ProcessPlane::watch(const Address& address) {
         --left;
       }
     }
-    plane->progress_->wake();
+    plane->wake();
     return std::string();
   };
 }
@@ -339,7 +344,7 @@ bool ProcessPlane::send_locked(std::unique_ptr<Flight> flight, const void* data,
     group.ended_locked(begun, request ? UCS_PTR_STATUS(request) : UCS_OK);
     return true;
   }
-  progress_->wake();
+  wake();
   return false;
 }
 
@@ -411,7 +416,19 @@ void ProcessPlane::fetched_locked(std::unique_ptr<Fetch> fetch, ucs_status_t sta
 
 // ---- progress ----
 
-bool ProcessPlane::turn() {
+// The thread leaves all of it to who drives.
+bool ProcessPlane::turn(Who who) {
+  if (who == Who::Thread && keeper_ != Keeper::Thread) return false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!turn_locked()) return false;
+  }
+  tell();
+  changed_.notify_all();
+  return true;
+}
+
+bool ProcessPlane::turn_locked() {
   bool busy = false;
   for (Rail& rail : rails_) busy = rail.worker->progress() || busy;
   for (Fetch& each : std::exchange(announced_, {})) fetch_locked(std::move(each));
@@ -433,8 +450,28 @@ bool ProcessPlane::turn() {
   return busy || !ends_.empty() || !pumps_.empty();
 }
 
-bool ProcessPlane::arm() {
-  return std::all_of(rails_.begin(), rails_.end(), [](Rail& rail) { return rail.worker->arm(); });
+bool ProcessPlane::arm(Who who) {
+  if (who == Who::Thread && keeper_ != Keeper::Thread) return true;
+  const std::lock_guard lock(mutex_);
+  return !turn_locked() &&
+         std::all_of(rails_.begin(), rails_.end(), [](Rail& rail) { return rail.worker->arm(); });
+}
+
+std::vector<int> ProcessPlane::fds() {
+  std::vector<int> out;
+  for (const Rail& rail : rails_) out.push_back(rail.worker->event_fd());
+  return out;
+}
+
+// Where the driver leaves at this moment, the thread looks once its grace is over.
+void ProcessPlane::wake() { progress_->wake(keeper_ == Keeper::Driver ? Who::Driver : Who::Thread); }
+
+// Who moves messages does not tell in every case that it did: this looks again soon.
+void ProcessPlane::wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& reached) {
+  while (!reached() && !stopped_) {
+    wake();
+    changed_.wait_for(lock, std::chrono::milliseconds(5));
+  }
 }
 
 void ProcessPlane::tell() {
@@ -465,6 +502,9 @@ void ProcessPlane::tell() {
   }
 }
 
-TimePoint ProcessPlane::due() const { return std::min(next_due_, Clock::now() + std::chrono::hours(1)); }
+TimePoint ProcessPlane::due() {
+  const std::lock_guard lock(mutex_);
+  return next_due_;
+}
 
 }  // namespace meshcast::ucx

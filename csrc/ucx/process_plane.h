@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -14,18 +16,18 @@
 #include <vector>
 
 #include "common/forks.h"
+#include "transport/progress.h"
 #include "ucx/api.h"
 #include "ucx/group_transport.h"
 #include "ucx/link.h"
 #include "ucx/plane.h"
-#include "ucx/progress.h"
 #include "ucx/worker.h"
 
 namespace meshcast::ucx {
 
-// The plane. One lock guards all of it, UCX included: calls into UCX are short, and none of them calls a
-// message.
-class ProcessPlane final : public Plane, public std::enable_shared_from_this<ProcessPlane> {
+// The plane, and the source of its messages. One lock guards all of it, UCX included: calls into UCX are short,
+// and none of them calls a message.
+class ProcessPlane final : public Plane, public Source, public std::enable_shared_from_this<ProcessPlane> {
  public:
   explicit ProcessPlane(const PlaneOptions& options);
   ~ProcessPlane() override;
@@ -35,6 +37,9 @@ class ProcessPlane final : public Plane, public std::enable_shared_from_this<Pro
   // tells, and a peer may not answer.
   void end_with_process();
 
+  // Nothing moves any more. Answers whether no thread was in UCX by then.
+  bool stop(TimePoint limit = TimePoint::max());
+
   Address address() const override;
   const std::string& version() const override { return api_.version; }
   std::shared_ptr<ProbingTransport> join(uint64_t id, std::vector<Address> members, int rank,
@@ -42,13 +47,23 @@ class ProcessPlane final : public Plane, public std::enable_shared_from_this<Pro
   std::function<std::string()> watch(const Address& address) override;
 
   std::mutex& mutex() { return mutex_; }
-  Progress& progress() { return *progress_; }
+  Progress& progress() override { return *progress_; }
+  bool turn(Who who) override;
+  bool arm(Who who) override;
+  void kept_by(Keeper keeper) override { keeper_ = keeper; }
+  TimePoint due() override;
+  std::vector<int> fds() override;
+  int patience() override { return 64; }  // arming costs a system call for each worker
+
   const Api& api() const { return api_; }
 
   // Whether this is a child that was forked with the plane: it must not touch it.
   bool foreign() const { return origin_.foreign(); }
 
   void tell();  // without the lock: the ends that are queued
+  void wake();  // for something that was begun. With the lock or without
+  // Waits, with the lock held, until messages have made it true, or stop().
+  void wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& reached);
 
   // With the lock held.
   std::shared_ptr<Link> link_locked(uint64_t process, size_t rail, const std::string& address);
@@ -103,9 +118,7 @@ class ProcessPlane final : public Plane, public std::enable_shared_from_this<Pro
   void close_locked(Link& link);
   void drop_links_locked(uint64_t process);
   void settle_breaks_locked(const std::vector<Address>& members, int rank, GroupTransport& group);
-  bool turn();
-  bool arm();
-  TimePoint due() const;
+  bool turn_locked();
   void close_gently();
   void check_not_over_locked() const;
   void check_members(const std::vector<Address>& members, int rank,
@@ -134,7 +147,10 @@ class ProcessPlane final : public Plane, public std::enable_shared_from_this<Pro
   std::vector<Fragment> spare_;
   int fragments_in_use_ = 0;
   bool over_ = false;  // end_with_process() was called
-  std::unique_ptr<Progress> progress_;
+  bool stopped_ = false;
+  std::condition_variable changed_;  // something was told, stopped_
+  std::atomic<Keeper> keeper_{Keeper::Thread};
+  const std::shared_ptr<Progress> progress_;
 };
 
 }  // namespace meshcast::ucx

@@ -1,10 +1,8 @@
 #include "ucx/worker.h"
 
 #include <cstdlib>
-#include <future>
 #include <system_error>
 #include <thread>
-#include <vector>
 
 #include <fmt/format.h>
 
@@ -24,22 +22,14 @@ const char* given(const std::string& name) {
   return std::getenv(("UCX_" + name).c_str());  // NOLINT(concurrency-mt-unsafe): UCX reads it likewise
 }
 
-// Starts and ends `count` threads, all there at once. UCX ends the process where it cannot have its own: what
-// these leave (the stacks, the places in the system's count) is there for the next. Throws Error.
-void require_threads(int count, const char* what) {
-  std::promise<void> all_there;
-  const std::shared_future<void> over = all_there.get_future().share();
-  std::vector<std::thread> threads;
-  threads.reserve(count);
-  std::string missing;
+// Starts a thread and ends it. UCX ends the process where it cannot have its own: what this one leaves (the
+// stack, the place in the system's count) is there for that. Throws Error.
+void require_thread(const char* what) {
   try {
-    for (int i = 0; i < count; ++i) threads.emplace_back([over] { over.wait(); });
+    std::thread([] {}).join();
   } catch (const std::system_error& error) {
-    missing = no_thread(what, error);
+    throw Error(ErrorKind::Generic, no_thread(what, error));
   }
-  all_there.set_value();
-  for (std::thread& thread : threads) thread.join();
-  if (!missing.empty()) throw Error(ErrorKind::Generic, missing);
 }
 
 }  // namespace
@@ -53,8 +43,7 @@ void Worker::check(ucs_status_t status, const char* what) const {
 
 Worker::Worker(const Api& api, const std::string& device, const std::map<std::string, std::string>& settings)
     : api_(api) {
-  // UCX starts a thread of its own with the first worker; the other is Progress's.
-  require_threads(2, "messages over UCX");
+  require_thread("messages over UCX");  // UCX starts one of its own with the first worker
   ucp_config_t* config = nullptr;
   check(api_.ucp_config_read(nullptr, nullptr, &config), "ucp_config_read");
   for (const auto& [name, value] : settings) {

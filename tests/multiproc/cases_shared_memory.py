@@ -107,18 +107,18 @@ def one_thread_for_all_groups(context) -> None:
         mine, got = (torch.full((2,), number), None) if context.rank < 2 else (None, torch.empty(2).long())
         meshcast.reshard_local(mine, src, got, dst, shape=(4,), dtype=torch.int64, group=group)
         assert got is None or torch.equal(got, torch.full((2,), number))
-    assert thread_names().count("mc-shm") == 1
+    assert thread_names().count("mc-progress") == 1
     context.wait_for_all("all groups have moved something")
     end = time.monotonic() + 20.0
     before = -1
-    while before != times_woken("mc-shm"):  # on its way to sleep
+    while before != times_woken("mc-progress"):  # on its way to sleep
         assert time.monotonic() < end
-        before = times_woken("mc-shm")
+        before = times_woken("mc-progress")
         time.sleep(0.3)
     context.wait_for_all("all threads sleep")
-    before = times_woken("mc-shm")
+    before = times_woken("mc-progress")
     time.sleep(1.0)
-    assert times_woken("mc-shm") == before
+    assert times_woken("mc-progress") == before
     context.wait_for_all("all have looked")
     for group in groups:
         dist.destroy_process_group(group)
@@ -250,7 +250,7 @@ def destroying_unmaps(context) -> None:
     context.wait_for_all("done")
     dist.destroy_process_group()
     assert "memfd:meshcast" not in Path("/proc/self/maps").read_text(), "neither regions nor bells"
-    assert "mc-shm" not in thread_names()
+    assert "mc-progress" not in thread_names()
 
 
 CASES = [

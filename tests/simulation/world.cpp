@@ -105,8 +105,6 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
   void recv(const Envelope& from, int64_t nbytes, std::unique_ptr<Incoming> message) override {
     post({from.peer, rank_, from.key}, from.peer, {nbytes, nullptr, std::move(message)}, recvs_);
   }
-  void drive(const std::function<bool()>& /*done*/, TimePoint /*limit*/) override {}
-  void wake() noexcept override {}
 
   std::string lost(int peer) override {
     const Unwatched unwatched;

@@ -7,6 +7,7 @@
 
 #include "c10d/process_group/point_to_point.h"
 #include "common/signals.h"
+#include "transport/progress.h"
 
 namespace meshcast {
 namespace {
@@ -29,7 +30,7 @@ void MessageState::end(std::exception_ptr error) {
     if (driven_) driven = transport_.lock();
   }
   changed_.notify_all();
-  if (driven) driven->wake();
+  if (driven) wake_driver(driven->source());
 }
 
 bool MessageState::ended() const {
@@ -81,7 +82,9 @@ bool MessageState::wait_until(TimePoint limit) {
     transport = transport_.lock();
     driven_ = driven_ || transport;
   }
-  if (transport) transport->drive([this] { return ended(); }, limit);
+  if (transport)
+    drive(
+        {transport->source()}, [this] { return ended(); }, limit);
   std::unique_lock lock(mutex_);  // it may have been driven to an end that another thread is about to tell
   return changed_.wait_until(lock, limit, [this] { return ended_; });
 }

@@ -8,6 +8,7 @@
 #include "common/sync.h"
 #include "run/channel.h"
 #include "run/local_channel.h"
+#include "transport/progress.h"
 
 namespace meshcast {
 namespace {
@@ -158,21 +159,19 @@ bool Run::failed() const {
 
 void Run::drive(TimePoint limit) noexcept {
   driven_ = true;  // before ended() is asked, so that the end is seen by one side or the other
-  limit = std::min(limit, deadline());
-  const auto over = [&](const auto& weak) {
-    const auto transport = weak.lock();
-    if (transport && !ended()) transport->drive([this] { return ended(); }, limit);
-  };
-  // A network that can be driven is until the limit; of a run over both, the host's part is then its thread's.
-  over(network);
-  if (local.expired() || Clock::now() >= limit) return;
-  over(local);
+  const auto far = network.lock();
+  const auto near = local.lock();
+  meshcast::drive(
+      {far ? far->source() : nullptr, near ? near->source() : nullptr}, [this] { return ended(); },
+      std::min(limit, deadline()));
 }
 
 void Run::wake_driver() noexcept {
   if (!driven_) return;
-  if (const auto still = network.lock()) still->wake();
-  if (const auto still = local.lock()) still->wake();
+  const auto far = network.lock();
+  const auto near = local.lock();
+  Source* const source = far ? far->source() : nullptr;  // both have the same Progress
+  meshcast::wake_driver(source || !near ? source : near->source());
 }
 
 int64_t Run::received_bytes() const {

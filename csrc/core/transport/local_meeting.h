@@ -33,7 +33,7 @@ class LocalMeeting {
     size_t descriptors;   // that travel along, kMostDescriptors at most
     const char* purpose;  // for messages: "shared memory"
   };
-  static constexpr size_t kMostDescriptors = 2;
+  static constexpr size_t kMostDescriptors = 4;
 
   struct Greeting {
     std::vector<std::byte> bytes;

@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -34,9 +33,7 @@ class LocalTransport {
   // Answers which have gone.
   virtual std::vector<int> check_peers() = 0;
 
-  // As in Transport.
-  virtual void drive(const std::function<bool()>& done, TimePoint limit) = 0;
-  virtual void wake() noexcept = 0;
+  virtual Source* source() noexcept = 0;  // what makes its messages go on, for drive()
 
   // Ends all messages, now and later, with Cause::Aborted. Any thread, idempotent; does not wait. The peers do
   // not see it: they would take this rank for dead before they could read the first cause.

@@ -2,36 +2,38 @@
 
 #include <algorithm>
 #include <bit>
-#include <chrono>
-#include <climits>
-#include <ctime>
 #include <new>
 #include <stdexcept>
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
+#include <fcntl.h>
 #include <unistd.h>
 
 namespace meshcast {
 namespace {
 
-constexpr uint64_t kBellMagic = 0x6d6362656c6c3031;  // changes with the layout of ShmBell::Page
+constexpr uint64_t kBellMagic = 0x6d6362656c6c3032;  // changes with the layout of ShmBell::Page
 
-// Not the private flavour: the word is shared between processes. `limit`: of CLOCK_MONOTONIC.
-void futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* limit, ShmSleeper who) {
-  static_assert(sizeof(*word) == sizeof(uint32_t), "a futex is a bare 32-bit word");
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, limit, nullptr,
-          static_cast<uint32_t>(who));
+Descriptor copy_of(int fd) {
+  const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+  if (copy < 0) fail_with_errno("fcntl");
+  return Descriptor(copy);
 }
 
 }  // namespace
 
-ShmBell::ShmBell() : memory_("meshcast-bell", sizeof(Page)) { (new (memory_.base()) Page)->magic = kBellMagic; }
+ShmBell::ShmBell(const Progress& progress)
+    : memory_("meshcast-bell", sizeof(Page)),
+      bells_{copy_of(progress.bell(Who::Thread)), copy_of(progress.bell(Who::Driver))} {
+  (new (memory_.base()) Page)->magic = kBellMagic;
+}
 
-ShmBell::ShmBell(int fd) : memory_(fd, sizeof(Page)) {
+ShmBell::ShmBell(const std::vector<int>& peer)
+    : memory_(peer[0], sizeof(Page)), bells_{copy_of(peer[1]), copy_of(peer[2])} {
   if (page().magic != kBellMagic)
     throw std::runtime_error("a peer's bell has another form; is its meshcast another version?");
 }
+
+std::vector<int> ShmBell::fds() const { return {memory_.fd(), bells_[0].get(), bells_[1].get()}; }
 
 void ShmBell::call(uint32_t group, ShmHalf half) {
   half_of(half).calls[group / 64 % kWords].fetch_or(uint64_t{1} << group % 64);
@@ -65,17 +67,10 @@ void ShmBell::announce(ShmHalf half, ShmSleeper who) {
   half_of(half).sleeper.store(static_cast<uint32_t>(who));
 }
 
-uint32_t ShmBell::rings() const { return page().rings.load(); }
-
-void ShmBell::sleep(ShmSleeper who, uint32_t rings, TimePoint limit) {
-  const auto since = std::chrono::nanoseconds(limit.time_since_epoch()).count();
-  const timespec until{static_cast<time_t>(since / 1'000'000'000), static_cast<long>(since % 1'000'000'000)};
-  futex(&page().rings, FUTEX_WAIT_BITSET, rings, limit == TimePoint::max() ? nullptr : &until, who);
-}
-
 void ShmBell::wake(ShmSleeper who) {
-  page().rings.fetch_add(1);
-  futex(&page().rings, FUTEX_WAKE_BITSET, INT_MAX, nullptr, who);
+  const uint64_t one = 1;
+  const int bell = bells_[who == ShmSleeper::Driver ? 1 : 0].get();
+  [[maybe_unused]] const auto written = write(bell, &one, sizeof(one));  // a full counter rings already
 }
 
 }  // namespace meshcast

@@ -2,10 +2,13 @@
 
 #include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <vector>
 
+#include "transport/progress.h"
 #include "transport/shm_mapping.h"
-#include "transport/transport.h"
+#include "transport/unix_socket.h"
 
 namespace meshcast {
 
@@ -14,20 +17,21 @@ inline constexpr uint32_t kMaxShmGroups = 1024;  // of one process
 // The two halves of a group's work on one rank.
 enum class ShmHalf : uint32_t { Sending, Receiving };
 
-// Who sleeps on a bell; as bits of a futex.
-enum class ShmSleeper : uint32_t { Nobody = 0, Thread = 1, Driver = 2 };
+// Whom a call wakes.
+enum class ShmSleeper : uint32_t { Nobody, Thread, Driver };
 
-// Where a process is told that a half of one of its groups has something to do: by its peers, which map it, and
-// by itself. One for a process, so that one thread can sleep for all groups. The sleeper announces itself,
-// looks for calls once more and only then sleeps; who calls looks for the announcement afterwards. Both sides
-// use sequentially consistent operations, so that at least one of them sees the other. What peers write here
-// costs a look at most.
+// Where a process is told that a half of one of its groups has something to do: by its peers, which map it and
+// hold the bells of its Progress, and by itself. One for a process, so that one thread can sleep for all
+// groups. The sleeper announces itself, looks for calls once more and only then sleeps; who calls looks for the
+// announcement afterwards. Both sides use sequentially consistent operations, so that at least one of them sees
+// the other. What peers write here costs a look at most.
 class ShmBell {
  public:
-  ShmBell();                 // of this process
-  explicit ShmBell(int fd);  // of a peer; throws std::runtime_error
+  explicit ShmBell(const Progress& progress);      // of this process
+  explicit ShmBell(const std::vector<int>& peer);  // what its fds() are here; throws std::runtime_error
 
-  int fd() const { return memory_.fd(); }
+  static constexpr size_t kFds = 3;
+  std::vector<int> fds() const;  // that peers need; of this process
 
   // After the work has been published. Wakes who sleeps for that half, if anybody does.
   void call(uint32_t group, ShmHalf half);
@@ -35,16 +39,13 @@ class ShmBell {
   // What follows is for the process itself.
   int take(ShmHalf half, uint32_t* cursor);  // a group that was called, in turn, or -1
   bool called(ShmHalf half) const;
-  void announce(ShmHalf half, ShmSleeper who);                  // who is to be woken for it
-  uint32_t rings() const;                                       // to be read before the last look for calls
-  void sleep(ShmSleeper who, uint32_t rings, TimePoint limit);  // may return early
+  void announce(ShmHalf half, ShmSleeper who);  // who is to be woken for it
   void wake(ShmSleeper who);
 
  private:
   static constexpr uint32_t kWords = kMaxShmGroups / 64;
   struct Page {
     uint64_t magic = 0;
-    std::atomic<uint32_t> rings{0};
     struct alignas(64) Half {
       std::atomic<uint32_t> sleeper{0};
       std::array<std::atomic<uint64_t>, kWords> calls{};
@@ -56,6 +57,7 @@ class ShmBell {
   Page::Half& half_of(ShmHalf half) const { return page().halves[static_cast<size_t>(half)]; }
 
   ShmMapping memory_;
+  std::array<Descriptor, 2> bells_;  // as of Who
 };
 
 }  // namespace meshcast

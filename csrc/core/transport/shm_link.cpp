@@ -18,11 +18,12 @@ namespace {
 
 // What the ranks tell each other: the sender's number on its bell. The memory of its group and its process's
 // bell travel along.
-constexpr LocalMeeting::Protocol kProtocol{0x6d636833, sizeof(uint32_t), 2, "shared memory"};
+constexpr LocalMeeting::Protocol kProtocol{0x6d636834, sizeof(uint32_t), 1 + ShmBell::kFds, "shared memory"};
 
 }  // namespace
 
-ShmLink::ShmLink(int rank, int socket, std::unique_ptr<ShmRegion> region, ShmBell bell, uint32_t group)
+ShmLink::ShmLink(int rank, int socket, std::unique_ptr<ShmRegion> region, std::shared_ptr<ShmBell> bell,
+                 uint32_t group)
     : rank_(rank),
       socket_(socket),
       process_(process_behind(socket).release()),
@@ -70,17 +71,19 @@ ShmMembership ShmRendezvous::meet(const std::vector<ShmMember>& members, int ran
   for (const ShmMember& member : members) addresses.emplace(member.rank, member.address);
   const auto greet = [&](int32_t) {
     const uint32_t group = out.place->number();
-    LocalMeeting::Greeting greeting{std::vector<std::byte>(sizeof group),
-                                    {out.own->fd(), out.place->progress().bell().fd()}};
+    LocalMeeting::Greeting greeting{std::vector<std::byte>(sizeof group), out.place->progress().bell().fds()};
+    greeting.descriptors.push_back(out.own->fd());
     std::memcpy(greeting.bytes.data(), &group, sizeof group);
     return greeting;
   };
   for (LocalMeeting::Peer& peer : meeting_.meet(addresses, rank, kProtocol, greet, deadline, check)) {
     uint32_t group = 0;
     std::memcpy(&group, peer.bytes.data(), sizeof group);
-    out.links.push_back(std::make_unique<ShmLink>(peer.rank, peer.socket.release(),
-                                                  ShmRegion::open(peer.descriptors[0].get(), count - 1),
-                                                  ShmBell(peer.descriptors[1].get()), group));
+    std::vector<int> bell;
+    for (size_t i = 0; i < ShmBell::kFds; ++i) bell.push_back(peer.descriptors[i].get());
+    auto region = ShmRegion::open(peer.descriptors[ShmBell::kFds].get(), count - 1);
+    out.links.push_back(std::make_unique<ShmLink>(peer.rank, peer.socket.release(), std::move(region),
+                                                  out.place->progress().bell_of_peer(bell), group));
   }
   // A region has a mailbox for everybody but its owner: ranks above the owner move down by one.
   for (uint32_t i = 0; i < count; ++i) {

@@ -27,16 +27,17 @@ struct ShmMember {
 class ShmLink {
  public:
   // `group`: its number on the peer's bell.
-  ShmLink(int rank, int socket, std::unique_ptr<ShmRegion> region, ShmBell bell, uint32_t group);
+  ShmLink(int rank, int socket, std::unique_ptr<ShmRegion> region, std::shared_ptr<ShmBell> bell,
+          uint32_t group);
   ~ShmLink();
   ShmLink(const ShmLink&) = delete;
   ShmLink& operator=(const ShmLink&) = delete;
 
   int rank() const { return rank_; }
   ShmRegion& region() { return *region_; }
-  void call(ShmHalf half) { bell_.call(group_, half); }  // there is something for this half of the peer
-  bool gone() const;                                     // does not block
-  void hang_up() const;                                  // the peer sees gone(); any thread
+  void call(ShmHalf half) { bell_->call(group_, half); }  // there is something for this half of the peer
+  bool gone() const;                                      // does not block
+  void hang_up() const;                                   // the peer sees gone(); any thread
 
  private:
   Origin origin_;
@@ -44,7 +45,7 @@ class ShmLink {
   int socket_;
   int process_;  // -1 where the peer's process is not visible from here
   std::unique_ptr<ShmRegion> region_;
-  ShmBell bell_;
+  const std::shared_ptr<ShmBell> bell_;  // of the peer's process
   uint32_t group_;
 };
 

@@ -4,34 +4,39 @@
 #include <string>
 #include <utility>
 
+#include <sys/stat.h>
+
 #include "common/of_process.h"
-#include "common/thread_name.h"
 
 namespace meshcast {
 namespace {
 
-// So many drives since it last fell asleep, and the thread looks by itself: being woken costs more.
-constexpr uint64_t kManyDrives = 4;
-
-OfProcess<ShmProgress> progress_of_process;
+OfProcess<ShmProgress> shm_of_process;
 
 }  // namespace
 
 std::shared_ptr<ShmProgress> ShmProgress::of_process() {
-  return progress_of_process.get([] { return std::make_shared<ShmProgress>(); });
+  return shm_of_process.get([] { return std::make_shared<ShmProgress>(); });
+}
+
+ShmProgress::ShmProgress(std::shared_ptr<Progress> progress)
+    : progress_(std::move(progress)), bell_(*progress_) {
+  progress_->add(*this);
 }
 
 ShmProgress::~ShmProgress() {
-  if (origin_.foreign()) {
-    if (thread_.joinable()) thread_.detach();  // it is the parent's, and so is the bell
-    return;
-  }
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  bell_.wake(ShmSleeper::Thread);
-  if (thread_.joinable()) thread_.join();
+  if (!origin_.foreign()) progress_->remove(*this);
+}
+
+std::shared_ptr<ShmBell> ShmProgress::bell_of_peer(const std::vector<int>& fds) {
+  struct stat memory {};
+  if (fstat(fds.front(), &memory) != 0) fail_with_errno("fstat");
+  const std::lock_guard lock(mutex_);
+  std::erase_if(peers_, [](const auto& each) { return each.second.expired(); });
+  auto& known = peers_[{memory.st_dev, memory.st_ino}];
+  auto bell = known.lock();
+  if (!bell) known = bell = std::make_shared<ShmBell>(fds);
+  return bell;
 }
 
 ShmProgress::Place::Place(std::shared_ptr<ShmProgress> progress) : progress_(std::move(progress)) {
@@ -57,12 +62,6 @@ void ShmProgress::Place::call(ShmHalf half) const { progress_->bell_.call(number
 void ShmProgress::Place::enter(Group& group) const {
   {
     const std::lock_guard lock(progress_->mutex_);
-    if (!progress_->thread_.joinable()) {
-      progress_->thread_ = std::thread([progress = progress_.get()] {
-        name_this_thread("mc-shm");
-        progress->loop();
-      });
-    }
     progress_->entries_[number_].group = &group;
   }
   // Calls that came before this found nobody.
@@ -80,9 +79,12 @@ void ShmProgress::Place::leave() const {
 // A group's half has one thread at a time. Who comes meanwhile leaves a note (`again`), and who is inside calls
 // the half once more when it leaves: so no call is lost, and nobody waits with a lock held while bytes are
 // copied.
-bool ShmProgress::serve(ShmHalf half, bool driver, uint32_t* cursor) {
-  const int taken = bell_.take(half, cursor);
+bool ShmProgress::serve(ShmHalf half, Who who) {
+  auto& cursor = cursors_[static_cast<size_t>(half)];
+  uint32_t next = cursor;
+  const int taken = bell_.take(half, &next);
   if (taken < 0) return false;
+  cursor = next;
   const auto number = static_cast<uint32_t>(taken);
   const auto gate = [&]() -> Gate& { return entries_[number].gates[static_cast<size_t>(half)]; };
   std::unique_lock lock(mutex_);
@@ -94,7 +96,7 @@ bool ShmProgress::serve(ShmHalf half, bool driver, uint32_t* cursor) {
   }
   Group* group = entries_[number].group;
   lock.unlock();
-  const bool more = group->turn(half, driver);
+  const bool more = group->turn(half, who);
   lock.lock();
   gate().taken = false;
   // The half may be another thread's by now.
@@ -105,100 +107,64 @@ bool ShmProgress::serve(ShmHalf half, bool driver, uint32_t* cursor) {
 
 // Who is woken by what. Nobody, where somebody is awake who will look.
 void ShmProgress::announce_locked() {
-  const ShmSleeper thread = thread_sleeps_ && !dozes_ ? ShmSleeper::Thread : ShmSleeper::Nobody;
-  const ShmSleeper driver = driver_sleeps_ ? ShmSleeper::Driver : ShmSleeper::Nobody;
-  bell_.announce(ShmHalf::Receiving, driven_ ? driver : thread);
-  bell_.announce(ShmHalf::Sending, driven_ ? (thread_sleeps_ ? driver : ShmSleeper::Nobody) : thread);
+  const ShmSleeper thread =
+      sleeps(Who::Thread) && keeper_ != Keeper::Nobody ? ShmSleeper::Thread : ShmSleeper::Nobody;
+  const ShmSleeper driver = sleeps(Who::Driver) ? ShmSleeper::Driver : ShmSleeper::Nobody;
+  const bool driven = keeper_ == Keeper::Driver;
+  bell_.announce(ShmHalf::Receiving, driven ? driver : thread);
+  bell_.announce(ShmHalf::Sending, driven ? (sleeps(Who::Thread) ? driver : ShmSleeper::Nobody) : thread);
 }
 
-// A driver takes in what arrives, and this thread sends beside it: then both directions go on at once on two
-// cores. Without a driver it does both. Rings are read before it says that it sleeps, so that one in between is
-// not slept through.
-void ShmProgress::loop() {
-  uint32_t cursors[2] = {0, 0};
-  uint64_t drives = 0;  // at the last time that this fell asleep
-  for (;;) {
-    bool driven = false;
-    bool stopping = false;
-    {
-      const std::lock_guard lock(mutex_);
-      driven = driven_;
-      stopping = stopping_;
-    }
-    if (stopping) return;
-    bool any = serve(ShmHalf::Sending, false, &cursors[0]);
-    if (!driven) any |= serve(ShmHalf::Receiving, false, &cursors[1]);
-    if (any) continue;
-    const uint32_t rings = bell_.rings();
-    TimePoint limit = TimePoint::max();
-    {
-      const std::lock_guard lock(mutex_);
-      if (stopping_) return;
-      thread_sleeps_ = true;
-      driven = driven_;
-      dozes_ = drives_ - std::exchange(drives, drives_) >= kManyDrives;
-      announce_locked();
-      if (dozes_) limit = Clock::now() + kGrace;
-    }
-    if (!bell_.called(ShmHalf::Sending) && (driven || !bell_.called(ShmHalf::Receiving)))
-      bell_.sleep(ShmSleeper::Thread, rings, limit);
+// A driver takes in what arrives, and the thread sends beside it: then both directions go on at once on two
+// cores. Without a driver the thread does both.
+bool ShmProgress::turn(Who who) {
+  bool driven = false;
+  {
     const std::lock_guard lock(mutex_);
-    thread_sleeps_ = false;
-    announce_locked();
+    driven = keeper_ == Keeper::Driver;
   }
+  const bool sends = who == Who::Thread || sleeps(Who::Thread);
+  const bool receives = who == Who::Driver || !driven;
+  const bool received = receives && serve(ShmHalf::Receiving, who);
+  return (sends && serve(ShmHalf::Sending, who)) || received;
 }
 
-void ShmProgress::drive(const std::function<bool()>& done, TimePoint limit) {
+bool ShmProgress::arm(Who who) {
+  bool driven = false;
   {
     const std::lock_guard lock(mutex_);
-    if (driven_ || stopping_) return;
-    driven_ = true;
-    ++drives_;
+    sleeps_[static_cast<size_t>(who)] = true;
+    driven = keeper_ == Keeper::Driver;
     announce_locked();
   }
-  uint32_t cursors[2] = {0, 0};
-  while (!done()) {
-    bool any = serve(ShmHalf::Receiving, true, &cursors[1]);
-    if (thread_sleeps_) any |= serve(ShmHalf::Sending, true, &cursors[0]);
-    if (Clock::now() >= limit) break;
-    if (any) continue;
-    const uint32_t rings = bell_.rings();
-    const auto sleeps = [&](bool now) {
-      const std::lock_guard lock(mutex_);
-      driver_sleeps_ = now;
-      announce_locked();
-    };
-    sleeps(true);
-    if (!done() && !bell_.called(ShmHalf::Receiving) && !(thread_sleeps_ && bell_.called(ShmHalf::Sending)))
-      bell_.sleep(ShmSleeper::Driver, rings, limit);
-    sleeps(false);
-  }
-  bool alone = false;
+  const bool sends = who == Who::Thread || sleeps(Who::Thread);
+  const bool receives = who == Who::Driver || !driven;
+  return !(receives && bell_.called(ShmHalf::Receiving)) && !(sends && bell_.called(ShmHalf::Sending));
+}
+
+void ShmProgress::disarm(Who who) {
+  const std::lock_guard lock(mutex_);
+  sleeps_[static_cast<size_t>(who)] = false;
+  announce_locked();
+}
+
+void ShmProgress::kept_by(Keeper keeper) {
   {
     const std::lock_guard lock(mutex_);
-    driven_ = false;
+    keeper_ = keeper;
     announce_locked();
-    alone = thread_sleeps_;
   }
-  // What is left, or came meanwhile, is the thread's.
-  if (alone && (bell_.called(ShmHalf::Sending) || bell_.called(ShmHalf::Receiving)))
+  // What a driver has left, or came meanwhile, is the thread's.
+  if (keeper != Keeper::Driver && sleeps(Who::Thread) &&
+      (bell_.called(ShmHalf::Sending) || bell_.called(ShmHalf::Receiving)))
     bell_.wake(ShmSleeper::Thread);
-}
-
-void ShmProgress::wake() noexcept {
-  bool sleeps = false;
-  {
-    const std::lock_guard lock(mutex_);
-    sleeps = driver_sleeps_;
-  }
-  if (sleeps) bell_.wake(ShmSleeper::Driver);
 }
 
 void ShmProgress::help() {
   {
     const std::lock_guard lock(mutex_);
-    if (!thread_sleeps_) return;
-    thread_sleeps_ = false;  // from now on, not only once it runs
+    if (!sleeps(Who::Thread)) return;
+    sleeps_[static_cast<size_t>(Who::Thread)] = false;  // from now on, not only once it runs
     announce_locked();
   }
   bell_.wake(ShmSleeper::Thread);

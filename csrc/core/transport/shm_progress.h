@@ -1,35 +1,33 @@
 #pragma once
 
+#include <array>
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #include "common/forks.h"
+#include "transport/progress.h"
 #include "transport/shm_bell.h"
-#include "transport/transport.h"
 
 namespace meshcast {
 
-// Who moves the messages of all groups of a process that have shared memory: its own thread, and a user's
-// thread that waits anyway ("drives", one at a time). Who drives does the receiving, and the sending too while
-// the thread sleeps; the thread does what is left. So a small message wakes one thread, that which waits for
-// it, and large ones are copied in and out at once. Who drove is likely to be back soon: for kGrace the thread
-// is not woken by what comes meanwhile, but looks itself. Whoever is asleep costs nothing.
-class ShmProgress {
+// The shared memory of all groups of a process, as a source. Who drives does the receiving, and the sending too
+// while the thread sleeps; the thread does what is left. So a small message wakes one thread, that which waits
+// for it, and large ones are copied in and out at once.
+class ShmProgress final : public Source {
  public:
   // A group's halves. A turn does a bounded part of what is to be done and waits for nothing; one thread at a
-  // time is in a half. Answers whether another is due. `driver`: it may call help() instead of copying at
+  // time is in a half. Answers whether another is due. Who drives may call help() instead of copying at
   // length.
   class Group {
    public:
     virtual ~Group() = default;
-    virtual bool turn(ShmHalf half, bool driver) = 0;
+    virtual bool turn(ShmHalf half, Who who) = 0;
   };
 
   // A group's number on the bell, from before any peer learns it until the group has gone.
@@ -53,23 +51,25 @@ class ShmProgress {
 
   static std::shared_ptr<ShmProgress> of_process();  // made for the first group, gone with the last
 
-  ShmProgress() = default;
-  ~ShmProgress();
+  explicit ShmProgress(std::shared_ptr<Progress> progress = Progress::of_process());
+  ~ShmProgress() override;
   ShmProgress(const ShmProgress&) = delete;
   ShmProgress& operator=(const ShmProgress&) = delete;
 
-  ShmBell& bell() { return bell_; }
+  Progress& progress() override { return *progress_; }
+  bool turn(Who who) override;
+  bool arm(Who who) override;
+  void disarm(Who who) override;
+  void kept_by(Keeper keeper) override;
 
-  // For a thread that is about to wait until `done`. Returns at once where another thread drives.
-  void drive(const std::function<bool()>& done, TimePoint limit);
-  void wake() noexcept;  // `done` may have become true by something else
+  const ShmBell& bell() const { return bell_; }
+  // The bell of a peer's process, given what its ShmBell::fds() are here. One for all groups with that process.
+  std::shared_ptr<ShmBell> bell_of_peer(const std::vector<int>& fds);
 
   // From a turn of who drives: the thread is to do the sending.
   void help();
 
  private:
-  static constexpr std::chrono::microseconds kGrace{200};
-
   // Whose turn in a half it is. A thread that comes while another is inside leaves it to that one.
   struct Gate {
     bool taken = false;
@@ -82,23 +82,21 @@ class ShmProgress {
     int inside() const { return static_cast<int>(gates[0].taken) + static_cast<int>(gates[1].taken); }
   };
 
-  void loop();
-  bool serve(ShmHalf half, bool driver, uint32_t* cursor);
+  bool serve(ShmHalf half, Who who);
+  bool sleeps(Who who) const { return sleeps_[static_cast<size_t>(who)]; }
   void announce_locked();
 
   const Origin origin_;
+  const std::shared_ptr<Progress> progress_;
   ShmBell bell_;
   std::mutex mutex_;
-  std::condition_variable left_;  // a turn is over
-  std::vector<Entry> entries_;    // by number
-  bool driven_ = false;
-  bool driver_sleeps_ = false;
-  uint64_t drives_ = 0;  // how often somebody began to drive
-  bool dozes_ = false;   // the thread sleeps for kGrace only, and nobody wakes it
+  std::condition_variable left_;                                           // a turn is over
+  std::vector<Entry> entries_;                                             // by number
+  std::map<std::pair<uint64_t, uint64_t>, std::weak_ptr<ShmBell>> peers_;  // by their memory
+  std::array<std::atomic<uint32_t>, 2> cursors_{};                         // of each half
   // Written with the lock held. While the thread is awake and another drives, the sending is the thread's.
-  std::atomic<bool> thread_sleeps_{false};
-  bool stopping_ = false;
-  std::thread thread_;  // starts with the first group that enters
+  Keeper keeper_ = Keeper::Thread;
+  std::array<std::atomic<bool>, 2> sleeps_{};  // as of Who
 };
 
 }  // namespace meshcast

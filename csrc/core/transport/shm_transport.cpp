@@ -1,6 +1,5 @@
 #include "transport/shm_transport.h"
 
-#include <functional>
 #include <utility>
 
 #include "common/forks.h"
@@ -38,18 +37,17 @@ class ShmTransport final : public LocalTransport, public ShmProgress::Group {
     return out;
   }
 
-  bool turn(ShmHalf half, bool driver) override {
+  bool turn(ShmHalf half, Who who) override {
     if (half == ShmHalf::Receiving) return receiver_.turn();
     // Where both directions are in use, who drives leaves the sending to the process's thread.
     return sender_.turn([&] {
-      if (!driver || !receiver_.waits()) return false;
+      if (who != Who::Driver || !receiver_.waits()) return false;
       progress().help();
       return true;
     });
   }
 
-  void drive(const std::function<bool()>& done, TimePoint limit) override { progress().drive(done, limit); }
-  void wake() noexcept override { progress().wake(); }
+  Source* source() noexcept override { return &progress(); }
 
   void abort() noexcept override {
     sender_.abort();

@@ -3,7 +3,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -62,6 +61,8 @@ struct Envelope {
   uint64_t key = 0;  // see message_key; no two messages of a pair that are in flight have the same
 };
 
+class Source;
+
 // Moves bytes between the ranks of one private group, over the network; knows nothing of tensors. Memory must
 // stay until the message has ended. A send may end as late as when its receive has all of it (rendezvous).
 class Transport {
@@ -72,10 +73,8 @@ class Transport {
   virtual void send(const Envelope& to, int64_t nbytes, std::unique_ptr<Outgoing> message) = 0;
   virtual void recv(const Envelope& from, int64_t nbytes, std::unique_ptr<Incoming> message) = 0;
 
-  // For a thread that is about to wait until `done`: makes messages go on meanwhile, if that spares waking
-  // another thread. May return at any time. wake(): `done` may have become true by something else.
-  virtual void drive(const std::function<bool()>& done, TimePoint limit) = 0;
-  virtual void wake() noexcept = 0;
+  // What makes its messages go on, for drive(); null where a thread that waits cannot help.
+  virtual Source* source() noexcept { return nullptr; }
 
   // Why nothing comes from a peer any more, for a rank that waits for it by other means than messages; "" as
   // far as this is not known. Asking connects with the peer where that has not been done, so the answer may

@@ -13,6 +13,7 @@
 #include "catch.h"
 #include "run/harness.h"
 #include "run/random_plans.h"
+#include "transport/progress.h"
 
 using namespace meshcast;
 using namespace meshcast::testing;
@@ -22,9 +23,17 @@ namespace {
 constexpr std::chrono::milliseconds kLimit(20000);  // of a run; a test that hangs fails here
 
 // Tells ends of messages to nobody but a thread that drives: a run over it ends only if it is driven.
-class DrivenTransport final : public PassingTransport {
+class DrivenTransport final : public PassingTransport, public Source {
  public:
-  using PassingTransport::PassingTransport;
+  // held: the thread of `progress` gets stuck here, as in a message that takes long.
+  DrivenTransport(std::shared_ptr<Transport> inner, std::shared_ptr<Progress> progress, bool held)
+      : PassingTransport(std::move(inner)), progress_(std::move(progress)), held_(held) {
+    progress_->add(*this);
+  }
+  ~DrivenTransport() override {
+    release();
+    progress_->remove(*this);
+  }
 
   void send(const Envelope& to, int64_t nbytes, std::unique_ptr<Outgoing> message) override {
     PassingTransport::send(to, nbytes, with_end(std::move(message), [this](auto tell) { hold(tell); }));
@@ -32,53 +41,75 @@ class DrivenTransport final : public PassingTransport {
   void recv(const Envelope& from, int64_t nbytes, std::unique_ptr<Incoming> message) override {
     PassingTransport::recv(from, nbytes, with_end(std::move(message), [this](auto tell) { hold(tell); }));
   }
-
-  void drive(const std::function<bool()>& done, TimePoint limit) override {
-    std::unique_lock lock(mutex_);
-    while (!done() && !closed_) {
-      if (!changed_.wait_until(lock, limit, [this] { return closed_ || !ended_.empty(); })) return;
-      tell(lock);
+  void shutdown() override {
+    PassingTransport::shutdown();
+    release();
+    while (turn(Who::Driver)) {
     }
   }
 
-  void wake() noexcept override {
-    const std::lock_guard lock(mutex_);
-    changed_.notify_all();
-  }
-
-  void shutdown() override {
-    PassingTransport::shutdown();
+  Source* source() noexcept override { return this; }
+  Progress& progress() override { return *progress_; }
+  bool turn(Who who) override {
     std::unique_lock lock(mutex_);
-    closed_ = true;
+    if (who == Who::Thread) {
+      in_there_ = held_;
+      changed_.notify_all();
+      changed_.wait(lock, [this] { return !held_; });
+      return false;
+    }
+    auto ended = std::exchange(ended_, {});
+    lock.unlock();
+    for (const auto& end : ended) end();
+    return !ended.empty();
+  }
+  bool arm(Who who) override {
+    const std::lock_guard lock(mutex_);
+    return who == Who::Thread || ended_.empty();
+  }
+  void kept_by(Keeper /*keeper*/) override {}
+
+  void await_held() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return in_there_; });
+  }
+  void release() {
+    const std::lock_guard lock(mutex_);
+    held_ = false;
     changed_.notify_all();
-    tell(lock);
   }
 
  private:
   void hold(std::function<void()> end) {
-    const std::lock_guard lock(mutex_);
-    ended_.push_back(std::move(end));
-    changed_.notify_all();
+    {
+      const std::lock_guard lock(mutex_);
+      ended_.push_back(std::move(end));
+    }
+    progress_->wake(Who::Driver);
   }
 
-  void tell(std::unique_lock<std::mutex>& lock) {
-    auto ended = std::exchange(ended_, {});
-    lock.unlock();
-    for (const auto& end : ended) end();
-    ended.clear();
-    lock.lock();
-  }
-
+  const std::shared_ptr<Progress> progress_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::function<void()>> ended_;
-  bool closed_ = false;
+  bool held_ = false;
+  bool in_there_ = false;  // the thread
 };
 
 Cluster::Wrap driven() {
   return [](int, std::shared_ptr<Transport> network) {
-    return std::make_shared<DrivenTransport>(std::move(network));
+    return std::make_shared<DrivenTransport>(std::move(network), std::make_shared<Progress>(), false);
   };
+}
+
+// Ranks 0 and 1 have halves, and rank 2 gets both.
+Plan two_halves() {
+  Problem problem;
+  problem.shape = {64};
+  problem.element_bytes = 8;
+  problem.src = {{{2}, {0, 1}}, {{PlacementKind::Shard, 0}}};
+  problem.dst = {{{1}, {2}}, {{}}};
+  return make_plan({problem}, uniform_topology(3, 1, 1000000000, 1, 8000000000, 1000), {});
 }
 
 bool ends_well(const RankRun& part) {
@@ -142,6 +173,36 @@ TEST_CASE("a driver comes back when its peer dies or the engine ends", "[exec][d
     REQUIRE(got.run->wait_until(Clock::now() + kLimit));
     CHECK(got.run->error());
     got.run->drive(TimePoint::max());  // harmless, whatever has become of the engine
+  }
+}
+
+// Its thread is held up, so that nobody else could take anything in.
+TEST_CASE("who drives takes in what comes over the network and what comes over shared memory",
+          "[exec][drive]") {
+  for (int round = 0; round < 10; ++round) {
+    const Progresses progresses = make_progresses(3);
+    std::shared_ptr<DrivenTransport> held;
+    const Cluster::Wrap wrap = [&](int rank, std::shared_ptr<Transport> network) -> std::shared_ptr<Transport> {
+      if (rank != 2) return network;
+      return held = std::make_shared<DrivenTransport>(std::move(network), progresses[2], true);
+    };
+    Cluster cluster(3, nullptr, {{1, 2}}, wrap, false, progresses);
+    held->await_held();
+    const Plan plan = two_halves();
+    const RankRun got = start_rank(cluster, plan, 2, label(0), kLimit);
+    REQUIRE_FALSE(got.run->network.expired());
+    REQUIRE_FALSE(got.run->local.expired());
+    std::vector<std::future<bool>> senders;
+    for (const int rank : {0, 1}) {
+      senders.push_back(std::async(std::launch::async, [&, rank] {
+        if (round % 3 == rank) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        return ends_well(start_rank(cluster, plan, rank, label(0), kLimit));
+      }));
+    }
+    got.run->drive(TimePoint::max());
+    CHECK(ends_well(got));
+    for (auto& sender : senders) CHECK(sender.get());
+    held->release();
   }
 }
 

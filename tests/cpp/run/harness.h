@@ -81,15 +81,27 @@ inline Shard shard_of(const Layout& layout, const std::vector<int64_t>& shape, i
   return {};
 }
 
+// What each rank has as if it were a process.
+using Progresses = std::vector<std::shared_ptr<Progress>>;
+
+inline Progresses make_progresses(int world) {
+  Progresses out;
+  for (int rank = 0; rank < world; ++rank) out.push_back(std::make_shared<Progress>());
+  return out;
+}
+
 // Shared memory between these ranks of this process; by rank, null for the others. Each has a ShmProgress of
-// its own, as if it were a process, unless they are to share that of this one.
-inline std::vector<ShmMembership> meet_local(int world, const std::vector<int32_t>& ranks, bool one_process) {
+// its own, over that of `progresses`, unless they are to share that of this one.
+inline std::vector<ShmMembership> meet_local(int world, const std::vector<int32_t>& ranks, bool one_process,
+                                             const Progresses& progresses = {}) {
   std::vector<std::unique_ptr<ShmRendezvous>> rendezvous;
   std::vector<ShmMember> members;
   for (const int32_t rank : ranks) {
     rendezvous.push_back(std::make_unique<ShmRendezvous>(
         static_cast<uint32_t>(world),
-        one_process ? ShmProgress::of_process() : std::make_shared<ShmProgress>()));
+        one_process          ? ShmProgress::of_process()
+        : progresses.empty() ? std::make_shared<ShmProgress>(std::make_shared<Progress>())
+                             : std::make_shared<ShmProgress>(progresses[static_cast<size_t>(rank)])));
     members.push_back({rank, rendezvous.back()->address()});
   }
   std::vector<std::future<ShmMembership>> meetings;
@@ -104,8 +116,9 @@ inline std::vector<ShmMembership> meet_local(int world, const std::vector<int32_
 }
 
 inline std::vector<std::shared_ptr<LocalTransport>> connect_local(int world, const std::vector<int32_t>& ranks,
-                                                                  bool one_process = false) {
-  auto memberships = meet_local(world, ranks, one_process);
+                                                                  bool one_process = false,
+                                                                  const Progresses& progresses = {}) {
+  auto memberships = meet_local(world, ranks, one_process, progresses);
   std::vector<std::shared_ptr<LocalTransport>> out(static_cast<size_t>(world));
   for (size_t i = 0; i < ranks.size(); ++i) {
     out[static_cast<size_t>(ranks[i])] = make_shm_transport(std::move(memberships[i]));
@@ -119,13 +132,13 @@ class Cluster {
  public:
   using Wrap = std::function<std::shared_ptr<Transport>(int rank, std::shared_ptr<Transport>)>;
 
-  // wrap: what each rank's network goes through, if anything.
+  // wrap: what each rank's network goes through, if anything. progresses: for connect_local().
   explicit Cluster(int world, ChannelFailure failure = nullptr, std::vector<std::vector<int32_t>> hosts = {},
-                   const Wrap& wrap = nullptr, bool one_process = false)
+                   const Wrap& wrap = nullptr, bool one_process = false, const Progresses& progresses = {})
       : transports_(make_loopback(world)), hosts_(std::move(hosts)) {
     std::vector<std::shared_ptr<LocalTransport>> local(static_cast<size_t>(world));
     for (const auto& host : hosts_) {
-      auto connected = connect_local(world, host, one_process);
+      auto connected = connect_local(world, host, one_process, progresses);
       for (const int32_t rank : host) local[static_cast<size_t>(rank)] = connected[static_cast<size_t>(rank)];
     }
     for (int rank = 0; rank < world; ++rank) {

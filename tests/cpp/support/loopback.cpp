@@ -90,10 +90,6 @@ class LoopbackTransport final : public Transport {
     post({from.peer, rank_, from.key}, {nbytes, nullptr, std::move(message)}, false);
   }
 
-  void drive(const std::function<bool()>& /*done*/, TimePoint /*limit*/) override {}
-
-  void wake() noexcept override {}
-
   void abort() noexcept override {
     const std::lock_guard lock(box_->mutex);
     aborted_ = true;

@@ -32,8 +32,7 @@ class PassingTransport : public Transport {
   void recv(const Envelope& from, int64_t nbytes, std::unique_ptr<Incoming> message) override {
     inner_->recv(from, nbytes, std::move(message));
   }
-  void drive(const std::function<bool()>& done, TimePoint limit) override { inner_->drive(done, limit); }
-  void wake() noexcept override { inner_->wake(); }
+  Source* source() noexcept override { return inner_->source(); }
   void abort() noexcept override { inner_->abort(); }
   void shutdown() override { inner_->shutdown(); }
 

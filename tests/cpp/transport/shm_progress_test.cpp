@@ -79,7 +79,8 @@ void drive_until(LocalTransport& transport, Piece& piece) {
   piece.at_end = nullptr;
   const auto limit = Clock::now() + kLimit;
   while (!piece.over() && Clock::now() < limit)
-    transport.drive([&] { return piece.over(); }, Clock::now() + milliseconds(50));
+    drive(
+        {transport.source()}, [&] { return piece.over(); }, Clock::now() + milliseconds(50));
 }
 
 // The threads of this process with a name.
@@ -122,7 +123,7 @@ TEST_CASE("shared memory: one thread serves all groups of a process and sleeps w
     check_passes(*group[0], *group[1], 100, 1);
     check_passes(*group[0], *group[1], size_t{3} << 20, 2);
   }
-  const auto threads = threads_named("mc-shm");
+  const auto threads = threads_named("mc-progress");
   REQUIRE(threads.size() == 1);
   // It may be on its way to sleep still. Then it is not woken by anything.
   int64_t before = -1;
@@ -134,7 +135,7 @@ TEST_CASE("shared memory: one thread serves all groups of a process and sleeps w
   std::this_thread::sleep_for(milliseconds(300));
   CHECK(times_woken(threads.front()) == before);
   groups.clear();
-  CHECK(threads_named("mc-shm").empty());
+  CHECK(threads_named("mc-progress").empty());
 }
 
 TEST_CASE("shared memory: who drives receives what comes while the thread is held up", "[exec][shm]") {
@@ -150,13 +151,14 @@ TEST_CASE("shared memory: who drives receives what comes while the thread is hel
   Piece sent(100, 1);
   recv(*held[1], 0, 1, slow);
   send(*held[0], 1, 1, sent);
-  inside.get_future().wait();  // mc-shm is in there
+  inside.get_future().wait();  // mc-progress is in there
   Piece got(100);
   Piece again(100, 2);
   recv(*other[1], 0, 1, got);
   send(*other[0], 1, 1, again);
   CHECK_FALSE(got.over());
-  other[1]->drive([&] { return got.over(); }, Clock::now() + kLimit);
+  drive(
+      {other[1]->source()}, [&] { return got.over(); }, Clock::now() + kLimit);
   CHECK(got.over());
   CHECK(got.data == again.data);
   release.set_value();
@@ -168,7 +170,7 @@ TEST_CASE("shared memory: small messages to who drives do not wake the thread", 
   check_passes(*ranks[0], *ranks[1], 100, 0);
   const auto woken = [] {
     int64_t sum = 0;
-    for (const auto& thread : threads_named("mc-shm")) sum += times_woken(thread);
+    for (const auto& thread : threads_named("mc-progress")) sum += times_woken(thread);
     return sum;
   };
   std::this_thread::sleep_for(milliseconds(100));
@@ -213,32 +215,6 @@ TEST_CASE("shared memory: who drives and the thread share large messages in both
     }
     for (auto& end : ends) CHECK(end.get());
   }
-}
-
-TEST_CASE("shared memory: a driver comes back at its limit, when woken, and at once where another drives",
-          "[exec][shm]") {
-  auto ranks = connect_local(2, {0, 1});
-  LocalTransport& transport = *ranks[0];
-  transport.drive([] { return false; }, Clock::now() + milliseconds(5));
-  std::atomic<bool> done{false};
-  std::atomic<int> asked{0};
-  std::thread driver([&] {
-    transport.drive(
-        [&] {
-          asked.fetch_add(1);
-          return done.load();
-        },
-        Clock::now() + kLimit);
-  });
-  while (asked.load() == 0) std::this_thread::yield();
-  int other = 0;
-  transport.drive([&] { return ++other > 1; }, Clock::now() + kLimit);
-  CHECK(other == 0);
-  done.store(true);
-  transport.wake();
-  driver.join();
-  // What comes now is the thread's again.
-  check_passes(*ranks[0], *ranks[1], 1000, 0);
 }
 
 TEST_CASE("shared memory: random plans whose ranks drive, or not", "[exec][shm]") {
