@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import socket
-import time
 from unittest import mock
 
 import meshcast
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from meshcast import Layout, LayoutError, MeshcastError
 from meshcast.groups import network
 from multiproc.cases_shared_memory import environment
-from multiproc.threads import thread_names
+from multiproc.threads import lasting_threads
 from torch.distributed.tensor import Shard
 
 GROUP_TIMEOUT = 60.0
@@ -133,16 +132,6 @@ def groups_share_threads_and_connections(context) -> None:
     assert lasting_threads() == ["async", "mc-progress", "mc-work"]
     # Each process group that private groups are made from has a connection to the store.
     assert open_sockets() <= sockets + len(groups) - 1, (open_sockets(), sockets)
-
-
-def lasting_threads() -> list[str]:
-    """Of meshcast and UCX, once nobody has anything to ask of the store: a call of more than 200 ms has, and the
-    first one with a plan."""
-    limit = time.monotonic() + 30.0
-    while {"mc-report", "mc-control"}.intersection(names := thread_names()):
-        assert time.monotonic() < limit, names
-        time.sleep(0.05)
-    return sorted(name for name in names if name.startswith("mc-") or name == "async")
 
 
 def strangers_change_nothing(context) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 
@@ -19,3 +20,13 @@ def thread_names() -> list[str]:
 def transfer_threads() -> int:
     """How many threads meshcast, gloo and torch's gloo backend run."""
     return sum("gloo" in name or name.startswith("mc-") for name in thread_names())
+
+
+def lasting_threads() -> list[str]:
+    """Of meshcast and UCX, once nobody has anything to ask of the store: a call of more than 200 ms has, and
+    the first one with a plan."""
+    limit = time.monotonic() + 30.0
+    while {"mc-report", "mc-control"}.intersection(names := thread_names()):
+        assert time.monotonic() < limit, names
+        time.sleep(0.05)
+    return sorted(name for name in names if name.startswith("mc-") or name == "async")
