@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 
+#include "common/of_process.h"
 #include "common/signals.h"
 #include "common/thread_name.h"
 #include "group/bulletin.h"
@@ -16,12 +17,18 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// By how much a command may be late: it ends by itself at its deadline, unless the store holds it up.
+// By how much a command may be late: it ends by itself at its deadline, or soon if it begins later, unless the
+// store holds it up.
 constexpr auto kStuck = milliseconds(1500);
 constexpr auto kKnown = milliseconds(700);       // that a rank that refuses waits until others know, at most
 constexpr auto kLeastClose = milliseconds(500);  // that a control thread gets at the end of its group
 
-// The group whose control thread this is. Not of use in a simulation, whose threads are one.
+// A command that other ranks have come to takes about as long. One that has taken longer waits for them.
+constexpr auto kPatience = milliseconds(2);
+
+OfProcess<Executor> control_of_process;
+
+// The group whose commands this thread runs. Not of use in a simulation, whose threads are one.
 thread_local const Group* controlled = nullptr;
 
 class Connection final : public Command {
@@ -78,6 +85,7 @@ Group::Group(GroupIdentity identity, std::shared_ptr<Connector> connector, std::
       connector_(std::move(connector)),
       known_(std::move(known)),
       kept_(kept),
+      control_(control_of_process.get([] { return std::make_shared<Executor>("mc-control", kPatience); })),
       life_(kept) {}
 
 Group::~Group() {
@@ -112,6 +120,7 @@ std::shared_ptr<Refusal> Group::enqueue(std::shared_ptr<Command> command) {
 
 std::shared_ptr<Refusal> Group::begin_here(std::unique_lock<Mutex>& lock, std::shared_ptr<Command> command) {
   running_ = command;
+  begun_ = Clock::now();
   const uint64_t turn = turn_;
   const auto core = life_.core;
   lock.unlock();
@@ -134,21 +143,18 @@ std::shared_ptr<Refusal> Group::refusal_of(const std::shared_ptr<Command>& comma
 }
 
 void Group::start_thread(std::unique_lock<Mutex>& lock) {
-  has_thread_ = true;
-  try {
-    Thread([self = shared_from_this(), turn = turn_] { self->run(turn); }).detach();
-  } catch (const std::system_error& why) {  // the next command may get one
-    has_thread_ = false;
-    fail_without_thread(lock, why);
-  }
+  begun_ = Clock::now();
+  has_thread_ = control_->try_post([self = shared_from_this(), turn = turn_] { self->run(turn); });
+  if (!has_thread_) fail_without_thread(lock);  // the next command may get one
 }
 
 // All ranks are told at once, with what this thread can use, and may go on.
-void Group::fail_without_thread(std::unique_lock<Mutex>& lock, const std::exception& why) {
+void Group::fail_without_thread(std::unique_lock<Mutex>& lock) {
   const auto queue = std::exchange(queue_, {});
   const auto core = life_.core;
   const auto failed = error_;
   lock.unlock();
+  const std::system_error why(std::make_error_code(std::errc::resource_unavailable_try_again));
   const Error error =
       call_error(ErrorKind::Generic,
                  fmt::format("rank {}: group {}: {}", identity_.rank, identity_.name, no_thread("a call", why)),
@@ -168,10 +174,13 @@ void Group::fail_without_thread(std::unique_lock<Mutex>& lock, const std::except
 }
 
 void Group::run(uint64_t turn) {
-  if (!Simulation::current()) {
-    controlled = this;
-    name_this_thread("mc-control");
-  }
+  if (Simulation::current()) return run_commands(turn);
+  controlled = this;
+  run_commands(turn);
+  controlled = nullptr;
+}
+
+void Group::run_commands(uint64_t turn) {
   for (;;) {
     std::shared_ptr<Command> command;
     std::shared_ptr<Command> done;  // what it holds may need more than this lock to be freed
@@ -185,12 +194,50 @@ void Group::run(uint64_t turn) {
         return;
       }
       running_ = command = queue_.front();
+      begun_ = Clock::now();
       queue_.pop_front();
     }
     Next next = Next::SameAgain;
-    while (next == Next::SameAgain) next = begin(command, turn);
+    while (next == Next::SameAgain) {
+      next = begin(command, turn);
+      if (next != Next::SameAgain) break;
+      while (const auto earlier = take_earlier(command->call())) {
+        while (begin(earlier, turn) == Next::SameAgain) {
+        }
+      }
+    }
     if (next == Next::Nothing) return;
     if (is_up()) end_left();
+  }
+}
+
+// That is to be begun before a call which begins once more.
+std::shared_ptr<Command> Group::take_earlier(CallId than) {
+  const std::lock_guard lock(mutex_);
+  if (queue_.empty() || queue_.front()->lane != than.lane || queue_.front()->call().ordinal >= than.ordinal)
+    return nullptr;
+  auto found = std::move(queue_.front());
+  queue_.pop_front();
+  return found;
+}
+
+// False where that life is over.
+bool Group::keep_told(const std::shared_ptr<GroupCore>& core, Told told) {
+  const std::lock_guard lock(mutex_);
+  if (life_.core != core) return false;
+  std::erase_if(told_, [now = Clock::now()](const Told& each) { return each.deadline < now; });
+  told_.push_back(std::move(told));
+  return true;
+}
+
+// Ranks that come to these calls in the next life have not heard of the refusals.
+void Group::tell_again_locked(CallId ended) {
+  auto at = queue_.begin();
+  for (Told& each : std::exchange(told_, {})) {
+    if (each.call.lane == ended.lane && each.call.ordinal <= ended.ordinal) continue;
+    auto refusal = std::make_shared<Refusal>(shared_from_this(), each.call.lane, each.call.ordinal,
+                                             each.deadline, std::move(each.why), Refusal::Told{});
+    at = std::next(queue_.insert(at, std::move(refusal)));
   }
 }
 
@@ -217,9 +264,9 @@ Group::Next Group::begin(const std::shared_ptr<Command>& command, uint64_t turn)
     core = this->core();
   }
   if (!core) {
-    command->begin(nullptr, error);
+    const Command::Begun begun = command->begin(nullptr, error);
     keep_first_cause();
-    return Next::Command;
+    return begun == Command::Begun::Again ? Next::SameAgain : Next::Command;
   }
   if (command->ordinal) {
     std::unique_lock lock(mutex_);
@@ -317,10 +364,11 @@ Ordinals Group::stated() const {
 bool Group::left(const std::shared_ptr<GroupCore>& core, CallId call) {
   const auto refused = core->refused();
   if (!refused) return false;
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   if (life_.core == core) {
     left_.push_back(std::exchange(life_, Life(kept_)));
     refused_ = refused;
+    tell_again_locked(refused->call);
     if (refused->text.find(kChanged) != std::string::npos && refused->rank != identity_.rank) {
       news_ = call_error(
           ErrorKind::Generic,
@@ -331,6 +379,7 @@ bool Group::left(const std::shared_ptr<GroupCore>& core, CallId call) {
       has_news_ = true;
     }
   }
+  if (!queue_.empty() && !running_ && !has_thread_) start_thread(lock);
   return call.lane != refused->call.lane || call.ordinal > refused->call.ordinal;
 }
 
@@ -513,9 +562,11 @@ void Group::give_up_if_stuck() {
   std::string reason;
   {
     const std::lock_guard lock(mutex_);
-    command = running_;
-    if (!command || Clock::now() < command->deadline + kStuck) return;
+    const bool waits = !running_ && !queue_.empty();  // for a thread
+    command = waits ? queue_.front() : running_;
+    if (!command || Clock::now() < std::max(command->deadline, begun_) + kStuck) return;
     queue.swap(queue_);
+    if (waits) queue.pop_front();
     ++turn_;
     running_.reset();
     has_thread_ = false;
@@ -626,12 +677,18 @@ Command::Begun Refusal::tell(const std::shared_ptr<GroupCore>& core, bool failed
   if (told_.life && (!core || told_.life() != group->life() || core->error())) return Begun::Done;
   if (core && lane != kNoLane) {
     core->refuse(call(), why_, told_.agreed);
+    if (!group->left(core, call()) && !core->refused() && !told_.life &&
+        group->keep_told(core, {call(), why_, deadline}))
+      return Begun::Done;
     return group->left(core, call()) && !told_.life ? Begun::Again : Begun::Done;
   }
   if (!core && !failed) {
     try {
-      refuse_meeting(group->connector_->store(), group->next_life(), group->identity_.rank, meeting_for(call()),
-                     why_);
+      // Where the refusal of another call was first, ranks that meet for this one are to hear of it in the
+      // next.
+      if (!refuse_meeting(group->connector_->store(), group->next_life(), group->identity_.rank,
+                          meeting_for(call()), why_))
+        return Begun::Again;
     } catch (const std::exception&) {
       // The store does not answer: the others wait to their limits.
     }

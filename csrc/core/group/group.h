@@ -20,6 +20,7 @@
 #include "group/group_core.h"
 #include "group/meeting.h"
 #include "group/refusals.h"
+#include "run/executor.h"
 
 namespace meshcast {
 
@@ -66,9 +67,9 @@ class Refusal;
 
 // The ranks of both meshes of a transfer, over all lives of their connections. It counts calls per lane, the
 // same on all ranks, and begins them in that order: at once in the caller's thread where nothing has to be
-// waited for, else in a control thread, which also meets the other ranks at the first use. Each group has a
-// control thread of its own, for as long as there is something for it to do: the order in which ranks meet
-// groups cannot block them, and a group that waits for a rank holds up no other.
+// waited for, else in a control thread, which also meets the other ranks at the first use. All groups of a
+// process share these threads, and one that waits is relieved: the order in which ranks meet groups cannot
+// block them, and a group that waits for a rank holds up no other.
 //
 // A call that a rank refused while others were in it ends a life of the group; calls behind it begin in the
 // next, for which the ranks meet again as they come to them.
@@ -153,6 +154,11 @@ class Group : public std::enable_shared_from_this<Group> {
     explicit Life(size_t kept) : agreements(kept) {}
   };
   enum class Next : uint8_t { Command, SameAgain, Nothing };
+  struct Told {  // a refusal, to ranks of this life that come to the call
+    CallId call;
+    std::string why;
+    TimePoint deadline;
+  };
 
   friend class Refusal;
 
@@ -160,9 +166,13 @@ class Group : public std::enable_shared_from_this<Group> {
   std::shared_ptr<Refusal> begin_here(std::unique_lock<Mutex>& lock, std::shared_ptr<Command> command);
   std::shared_ptr<Refusal> refusal_of(const std::shared_ptr<Command>& command);
   void start_thread(std::unique_lock<Mutex>& lock);
-  void fail_without_thread(std::unique_lock<Mutex>& lock, const std::exception& why);
+  void fail_without_thread(std::unique_lock<Mutex>& lock);
   void run(uint64_t turn);
+  void run_commands(uint64_t turn);
   Next begin(const std::shared_ptr<Command>& command, uint64_t turn);
+  std::shared_ptr<Command> take_earlier(CallId than);
+  bool keep_told(const std::shared_ptr<GroupCore>& core, Told told);
+  void tell_again_locked(CallId ended);
   bool bring_up(const Command& command, uint64_t turn);
   bool take(Met met, uint64_t turn);
   std::string next_life();
@@ -182,16 +192,19 @@ class Group : public std::enable_shared_from_this<Group> {
   const std::shared_ptr<Connector> connector_;
   const std::shared_ptr<KnownOffers> known_;
   const size_t kept_;
+  const std::shared_ptr<Executor> control_;  // of all groups of the process
 
   mutable Mutex mutex_;
   Condition idle_;  // no command runs
   std::deque<std::shared_ptr<Command>> queue_;
   std::shared_ptr<Command> running_;  // in the control thread, or in that of a caller
-  bool has_thread_ = false;
-  uint64_t turn_ = 0;  // of those who may run commands; another one where they were given up
+  bool has_thread_ = false;           // or is about to have one
+  TimePoint begun_{};                 // when running_ did, or a thread was asked for
+  uint64_t turn_ = 0;                 // of those who may run commands; another one where they were given up
   std::map<int32_t, int64_t> ordinals_;
   Life life_;
-  std::vector<Life> left_;              // of refused calls, to be ended
+  std::vector<Life> left_;  // of refused calls, to be ended
+  std::vector<Told> told_;  // what the next life has to know of, if this one ends before those calls
   std::optional<RefusedCall> refused_;  // that ended the last life
   std::exception_ptr error_;            // why the group has failed
   std::string closing_;                 // why, once it is being ended

@@ -66,14 +66,20 @@ struct Executor::State {
     return latest;
   }
 
-  // Somebody looks at the queue: at once, or when those that are running count as blocked.
-  static void call(const std::shared_ptr<State>& state) {
-    if (state->closed || state->next() == state->queue.end()) return;
-    if (state->threads > state->running.size()) return state->changed.notify_one();
+  // Somebody looks at the queue: at once, or when those that are running count as blocked. False where nobody
+  // does before one of them is through.
+  static bool call(const std::shared_ptr<State>& state) {
+    if (state->closed) return false;
+    if (state->next() == state->queue.end()) return true;
+    if (state->threads > state->running.size()) {
+      state->changed.notify_one();
+      return true;
+    }
     try {
       start(state);
+      return true;
     } catch (const std::system_error&) {
-      // Those that there are go on with what is left.
+      return false;
     }
   }
 
@@ -119,6 +125,17 @@ bool Executor::post(std::function<void()> task, const void* key) {
   state_->queue.push_back({std::move(task), key});
   State::call(state_);
   return state_->threads > 0;
+}
+
+bool Executor::try_post(std::function<void()> task) {
+  if (origin_.foreign()) return false;
+  State::Task refused;  // freed without the lock
+  const std::lock_guard lock(state_->mutex);
+  state_->queue.push_back({std::move(task), nullptr});
+  if (State::call(state_)) return true;
+  refused = std::move(state_->queue.back());
+  state_->queue.pop_back();
+  return false;
 }
 
 bool Executor::call() {
@@ -179,7 +196,7 @@ void Executor::serve(const std::shared_ptr<State>& state) {
       task.run();
     } catch (const std::exception& error) {
       // Of C++: what Python raises stays in the future that then() made.
-      std::fprintf(stderr, "meshcast: a callback of a future raised: %s\n", error.what());
+      std::fprintf(stderr, "meshcast: a task of %s raised: %s\n", state->name, error.what());
     }
     task.run = nullptr;  // what it holds goes without the lock
     lock.lock();

@@ -10,7 +10,8 @@
 
 namespace meshcast {
 
-// Threads for work that may block for good: callbacks of futures, which are a user's, and reports to stores.
+// Threads for work that may block for good: callbacks of futures, which are a user's, commands of groups, and
+// reports to stores.
 // One task is run after the other, and a thread that has been at its task for longer than `patience` counts as
 // blocked: another takes its place. So no task waits for another by more than that, and tasks that end soon
 // need one thread. There is none while nothing is to do.
@@ -31,6 +32,8 @@ class Executor {
   // Any thread, with any lock held: runs nothing itself. Tasks with one key are run one after the other; null:
   // beside all others. False where no thread can be had; then it is begun as soon as one can.
   bool post(std::function<void()> task, const void* key = nullptr);
+  // The same, but false, and the task is not kept, where all threads are busy and no other can be had.
+  bool try_post(std::function<void()> task);
   bool call();  // for what is left: tries again where no thread could be had
 
   // There is a thread for a later post() while what this returns is kept. Throws Error where none can be had.

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -179,6 +180,44 @@ TEST_CASE("a forked child has an executor of its own", "[exec][threads]") {
   CHECK(WEXITSTATUS(status) == 0);
   let_go.set_value();
 }
+
+// Sanitizers reserve address space that no limit can take away.
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+TEST_CASE("a task that no thread can be had for is refused, or waits for one that there is",
+          "[exec][threads]") {
+  const pid_t child = fork();
+  if (child == 0) {
+    Executor executor("mc-test", milliseconds(1));
+    std::promise<void> let_go;
+    const std::shared_future<void> go(let_go.get_future());
+    std::atomic<int> begun{0};
+    const auto blocks = [&begun, go] {
+      ++begun;
+      go.wait();
+    };
+    const rlimit none{1, 1};  // no room for the stack of a thread
+    setrlimit(RLIMIT_AS, &none);
+    int taken = 0;  // by stacks that earlier threads left
+    while (executor.try_post(blocks)) {
+      if (++taken == 1000 || !soon([&] { return begun == taken; })) _exit(1);
+    }
+    std::atomic<bool> refused_ran{false};
+    if (executor.try_post([&] { refused_ran = true; })) _exit(2);
+    std::promise<void> ran;
+    auto came = ran.get_future();
+    executor.post([&] { ran.set_value(); });
+    if (taken == 0) _exit(0);  // there is none
+    let_go.set_value();
+    if (!comes(came) || refused_ran) _exit(3);
+    if (!executor.try_post([] {})) _exit(4);  // an idle one takes it
+    _exit(0);
+  }
+  int status = -1;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+}
+#endif
 
 // Whoever ends a run may hold locks, and is the thread that others wait for.
 TEST_CASE("callbacks of a run are not called by the thread that ends it", "[exec][threads]") {
