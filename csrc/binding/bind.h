@@ -50,6 +50,9 @@ void bind_plan(pybind11::module_& m);
 // Private groups and the registered c10d backend.
 void bind_runtime(pybind11::module_& m);
 
+// What ranks say to each other through the store, and the shared memory of a host.
+void bind_conversation(pybind11::module_& m);
+
 // The life of a call in a private group: groups, their meetings, transfers and starts.
 void bind_groups(pybind11::module_& m);
 

@@ -446,7 +446,9 @@ void bind_starts(py::module_& m) {
 }  // namespace
 
 void bind_groups(py::module_& m) {
-  py::class_<KnownOffers, std::shared_ptr<KnownOffers>>(m, "KnownOffers").def(py::init<>());
+  py::class_<KnownOffers, std::shared_ptr<KnownOffers>>(m, "KnownOffers")
+      .def(py::init<>())
+      .def("add", &KnownOffers::add, py::arg("offers"), NoGil());
   py::class_<Refusal, std::shared_ptr<Refusal>>(m, "Refusal").def("wait", &Refusal::wait, NoGil());
   m.attr("CHANGED") = kChanged;
   m.def("stats", &stats_of, py::arg("work"));

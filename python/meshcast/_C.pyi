@@ -129,22 +129,77 @@ def release_saved(nodes: list[Any]) -> None:
 
     """Why a group is broken, for the ranks that wait for this one. store: of its core."""
 
-class SharedMemory:
-    """A rank's way to the memory of the other ranks of its host; see shared_memory.py."""
+class Conversation:
+    """Texts that ranks exchange through a store, by topic and rank; see csrc/core/group/conversation.h. Its waits
+    let other threads run, and a handler of a signal ends them. Deadlines are by time.monotonic(), None for none."""
 
-    def __init__(self, ranks: int) -> None: ...
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        """ranks: how many may ask the store at once."""
     @property
-    def address(self) -> str: ...
+    def rank(self) -> int: ...
+    def say(self, topic: str, text: str) -> None: ...
+    def forget(self, topic: str) -> None:
+        """Erases what this rank said."""
+    def heard(self, topic: str, rank: int) -> str | None: ...
+    def silent(self, topic: str, ranks: Sequence[int]) -> list[int]: ...
+    def hear(
+        self,
+        topic: str,
+        ranks: Sequence[int],
+        deadline: float | None,
+        late: str,
+        op: str,
+        phase: str,
+        check: Callable[[], None] | None = None,
+        every: float = 0.0,
+    ) -> dict[int, str]:
+        """Waits until all these ranks have said something.
+
+        check: called between two questions, at most once in `every` seconds; raises to end the wait. late, op, phase:
+        of the DeadlineExceededError. In its text, {missing} and {elapsed} are filled in."""
+    def count(self, topic: str, more: int) -> int: ...
+    def verdict(self, topic: str, proposal: str = "") -> str:
+        """Returns the first proposal for the topic; "" where there is none."""
+    def await_verdict(
+        self,
+        topic: str,
+        deadline: float | None,
+        check: Callable[[], None] | None = None,
+        every: float = 0.0,
+    ) -> str:
+        """Returns "" at the deadline. check, every: as for hear()."""
+    def erase(self, topic: str) -> None:
+        """Erases a count or a verdict."""
+
+class Watches:
+    """Looks after ranks that wait for each other; see csrc/core/group/meeting.h."""
+
+    def __init__(self, known: KnownOffers, watch: Callable[[str], Callable[[], str] | None]) -> None:
+        """watch: from what a rank said, what tells why it is lost, "" as far as that is not known."""
+    def lost(
+        self, conversation: Conversation, topic: str, ranks: Sequence[int], all: bool = False
+    ) -> tuple[int, str] | None: ...
+    def lost_soon(self, ranks: Sequence[int], rank: int) -> tuple[int, str] | None: ...
+
+class HostMemory:
+    """The shared memory of a host; see csrc/core/group/host_memory.h. lost: returns a rank that is lost, and why."""
+
+    def __init__(self, ranks: int, off: str) -> None: ...
+    @property
+    def offer(self) -> str: ...
+    @property
+    def obstacle(self) -> str: ...
     def meet(
         self,
-        group: list[int],
-        members: dict[int, str],
-        rank: int,
-        timeout: float,
-        check: Callable[[], None],
-    ) -> None:
-        """check: called now and then while this waits; may raise."""
-    def gone(self) -> list[int]: ...
+        conversation: Conversation,
+        group: Sequence[int],
+        offers: Mapping[int, str],
+        deadline: float,
+        lost: Callable[[], tuple[int, str] | None],
+    ) -> None: ...
+    def settle(
+        self, conversation: Conversation, deadline: float, lost: Callable[[], tuple[int, str] | None]
+    ) -> None: ...
     @staticmethod
     def set_budget(nbytes: int) -> None: ...
 
@@ -205,7 +260,7 @@ class GroupCore:
         ranks: list[int],
         rank: int,
         name: str,
-        shared_memory: SharedMemory | None = None,
+        memory: HostMemory | None = None,
     ) -> None: ...
     @property
     def slots_taken(self) -> int: ...
@@ -235,6 +290,9 @@ def traffic(work: Work) -> list[tuple[int, bool, int, int]]:
 
 class KnownOffers:
     """Offers that ranks made when they met, in all groups of one process group."""
+
+    def __init__(self) -> None: ...
+    def add(self, offers: Mapping[int, str]) -> None: ...
 
 class Refusal:
     """A call that this rank refused; the other ranks are told in the background."""

@@ -28,6 +28,14 @@ class Conversation {
   Conversation(std::shared_ptr<Store> store, int32_t rank, size_t ranks)
       : store_(std::move(store)), rank_(rank), longest_pause_(longest_pause(ranks)) {}
 
+  // The error of a wait that came to its deadline. In its text, "{missing}" stands for the ranks that have said
+  // nothing, "{first}" for the first of them, and "{elapsed}" for the seconds of the wait.
+  struct Late {
+    std::string text;
+    std::string op;
+    std::string phase;
+  };
+
   int32_t rank() const { return rank_; }
 
   void say(const std::string& topic, const std::string& text);  // of this rank; the last text counts
@@ -38,15 +46,21 @@ class Conversation {
   std::optional<std::string> heard(const std::string& topic, int32_t rank);
   // Of those ranks, the ones that have said nothing.
   std::vector<int32_t> silent(const std::string& topic, const std::vector<int32_t>& ranks);
-  // Waits until all `ranks` have said something, to `deadline` at most; returns what was said, by rank. check:
-  // called between two questions, at most once in `every`, and at the deadline; throws to end the wait.
+  // Waits until all `ranks` have said something; returns what was said, by rank. Throws DeadlineExceeded, as
+  // `late` has it, where they have not by `deadline`. check: called between two questions, at most once in
+  // `every`, and at the deadline; throws to end the wait.
   std::map<int32_t, std::string> hear(const std::string& topic, const std::vector<int32_t>& ranks,
-                                      TimePoint deadline, const std::function<void()>& check = {},
-                                      Clock::duration every = {});
+                                      TimePoint deadline, const Late& late = {},
+                                      const std::function<void()>& check = {}, Clock::duration every = {});
   // Counts the ranks that called this with 1; returns how many have.
   int64_t count(const std::string& topic, int64_t more) { return store_->add(topic, more); }
   // The first proposal for a topic wins: returns that. An empty one proposes nothing, and "" is no verdict yet.
   std::string verdict(const std::string& topic, const std::string& proposal);
+  // Waits for a verdict; "" where there is none by `deadline`. check, every: as for hear().
+  std::string await_verdict(const std::string& topic, TimePoint deadline,
+                            const std::function<void()>& check = {}, Clock::duration every = {});
+  // Erases a count or a verdict. Only once nobody asks for it any more.
+  void erase(const std::string& topic) { store_->erase(topic); }
 
  private:
   using Texts = std::optional<std::vector<std::string>>;

@@ -62,10 +62,8 @@ std::string encode(const Ordinals& next, const std::string& offer) {
   return out + "\n" + offer;
 }
 
-std::string offer_in(const std::string& text) {
-  const size_t line = text.find('\n');
-  return line == std::string::npos ? std::string() : text.substr(line + 1);
-}
+// An offer that is known from earlier is one already.
+std::string offer_in(const std::string& text) { return text.substr(text.find('\n') + 1); }
 
 void raise_to(Ordinals& first, const std::string& text) {
   std::istringstream head(text.substr(0, text.find('\n')));
@@ -101,7 +99,9 @@ class MeetingCall {
         connector_(connector),
         known_(known),
         part_(part),
-        watches_(known),
+        watches_(
+            known,
+            [this](const std::string& said) { return joining_ ? joining_->watch(offer_in(said)) : Watch(); }),
         others_(group.ranks) {
     std::erase(others_, group.rank);
   }
@@ -113,7 +113,6 @@ class MeetingCall {
       store_ = std::make_shared<PrefixedStore>(prefix, connector_.store());
       conversation_.emplace(store_, group_.rank, group_.ranks.size());
       join(prefix);
-      watches_.watch_by([this](const std::string& offer) { return joining_->watch(offer); });
       const auto all = gather();
       if (!all) return {nullptr, {}, refused_};
       brought = *all;
@@ -180,7 +179,7 @@ class MeetingCall {
     }
     if (Clock::now() - looked_ <= kLookAfterPeers) return {};
     looked_ = Clock::now();
-    const auto lost = watches_.lost(*conversation_, group_.ranks);
+    const auto lost = watches_.lost(*conversation_, kMember, group_.ranks);
     if (!lost) return {};
     return fmt::format(
         "{}/{} rank {} lost rank {} while the group of ranks {} met, after {:.1f} s: {}. Look at that rank's "
@@ -251,7 +250,7 @@ class MeetingCall {
     } catch (const std::exception&) {
       // The store has gone: it has no more to say, and the limit holds.
     }
-    if (!cause || refused_in(*cause)) return watches_.lost(*conversation_, group_.ranks);
+    if (!cause || refused_in(*cause)) return watches_.lost(*conversation_, kMember, group_.ranks);
     if (cause->kind == static_cast<int32_t>(ErrorKind::PeerLost) && cause->peer != group_.rank)
       return LostRank{cause->peer, cause->text};
     throw meeting_error(ErrorKind::Aborted, fmt::format("rank {}: {}", group_.rank, cause->text), group_.rank);
@@ -316,17 +315,17 @@ std::optional<std::string> KnownOffers::of(int32_t rank) const {
   return found == offers_.end() ? std::nullopt : std::optional(found->second);
 }
 
-std::optional<LostRank> Watches::lost(Conversation& conversation, const std::vector<int32_t>& ranks) {
+std::optional<LostRank> Watches::lost(Conversation& conversation, const std::string& topic,
+                                      const std::vector<int32_t>& ranks, bool all) {
   const auto own = std::find(ranks.begin(), ranks.end(), conversation.rank()) - ranks.begin();
-  for (size_t i = 1; i < ranks.size(); ++i) {
+  for (size_t i = 1; i <= ranks.size(); ++i) {
     const int32_t other = ranks[(static_cast<size_t>(own) + i) % ranks.size()];
-    const auto brought = conversation.heard(kMember, other);
-    if (!watches_.count(other) && watch_) {
-      const auto offer = brought ? std::optional(offer_in(*brought)) : known_->of(other);
-      if (offer) watches_[other] = watch_(*offer);
-    }
+    if (other == conversation.rank()) continue;
+    std::optional<std::string> said;
+    if (!all || !watches_.count(other)) said = conversation.heard(topic, other);
+    watch(other, said);
     if (auto found = ask(other)) return found;
-    if (brought) return std::nullopt;
+    if (said && !all) return std::nullopt;
   }
   return std::nullopt;
 }
@@ -335,8 +334,7 @@ std::optional<LostRank> Watches::lost_soon(const std::vector<int32_t>& ranks, in
   bool watches = false;
   for (const int32_t other : ranks) {
     if (other == rank) continue;
-    if (!watches_.count(other) && watch_)
-      if (const auto offer = known_->of(other)) watches_[other] = watch_(*offer);
+    watch(other, std::nullopt);
     const auto found = watches_.find(other);
     watches = watches || (found != watches_.end() && found->second);
   }
@@ -344,6 +342,11 @@ std::optional<LostRank> Watches::lost_soon(const std::vector<int32_t>& ranks, in
     for (const int32_t other : ranks)
       if (auto found = ask(other)) return found;
   return std::nullopt;
+}
+
+void Watches::watch(int32_t rank, const std::optional<std::string>& said) {
+  if (watches_.count(rank)) return;
+  if (const auto text = said ? said : known_->of(rank)) watches_[rank] = watch_(*text);
 }
 
 std::optional<LostRank> Watches::ask(int32_t rank) {

@@ -73,22 +73,27 @@ class Connector {
   virtual void has_met() = 0;
 };
 
-// What one rank knows of the others while they meet: it watches the next rank of the group that has come, and
-// those before it that it knows from earlier. So each rank is watched by one other, which costs one connection.
+// What one rank knows of the others while they meet. Used by one thread at a time.
 class Watches {
  public:
-  explicit Watches(std::shared_ptr<const KnownOffers> known) : known_(std::move(known)) {}
+  // watch: by what a rank has said of itself, here or, as `known`, when it met others earlier.
+  Watches(std::shared_ptr<const KnownOffers> known, std::function<Watch(const std::string& said)> watch)
+      : known_(std::move(known)), watch_(std::move(watch)) {}
 
-  void watch_by(std::function<Watch(const std::string& offer)> watch) { watch_ = std::move(watch); }
-  std::optional<LostRank> lost(Conversation& conversation, const std::vector<int32_t>& ranks);
+  // Looks after the next of these ranks that has come, and after those before it that are known from earlier.
+  // So each rank is watched by one other, which costs one connection. all: after each of them. topic: under
+  // which they have said what they are watched by.
+  std::optional<LostRank> lost(Conversation& conversation, const std::string& topic,
+                               const std::vector<int32_t>& ranks, bool all = false);
   // The same of all ranks that are known, without a store. Waits up to half a second for one to be seen.
   std::optional<LostRank> lost_soon(const std::vector<int32_t>& ranks, int32_t rank);
 
  private:
+  void watch(int32_t rank, const std::optional<std::string>& said);
   std::optional<LostRank> ask(int32_t rank);
 
   const std::shared_ptr<const KnownOffers> known_;
-  std::function<Watch(const std::string& offer)> watch_;
+  const std::function<Watch(const std::string& said)> watch_;
   std::map<int32_t, Watch> watches_;
 };
 

@@ -17,9 +17,9 @@ from .. import _C
 from ..base import settings
 from ..base.observe import log
 from ..errors import LayoutError, MeshcastError, PeerLostError
-from ..groups.board import Board
 from ..groups.network import Network
 from ..groups.rails import agreed_count, interfaces
+from ..groups.store import store_of_life
 from ..groups.ucx import library
 
 __all__ = ["announce", "settle"]
@@ -32,12 +32,10 @@ _OP = "send, recv"
 
 
 def announce(store: Any, rank: int, size: int) -> Any:
-    """Says whether this rank can use UCX, before the ranks of a group wait for one another. All ranks of one
-    life of the group come exactly once, so counting arrivals tells lives apart even where they share a store.
-    Returns the store of this life."""
-    arrivals = int(store.add("arrivals", 1))
-    life = dist.PrefixStore(str((arrivals - 1) // size), store)
-    Board(life, rank).post("transport", json.dumps(_ability()))
+    """Says whether this rank can use UCX, before the ranks of a group wait for one another. Returns the store of
+    this life of the group."""
+    life = store_of_life(store, size)
+    _C.Conversation(life, rank, size).say("transport", json.dumps(_ability()))
     return life
 
 
@@ -62,7 +60,12 @@ def settle(life: Any, rank: int, ranks: Sequence[int], timeout: float) -> _C.Poi
     Waits until all have announced, as they have once gloo has connected them.
 
     life: from announce(). rank: in the group. ranks: global ones. timeout: seconds, of the group."""
-    texts = Board(life, rank).read("transport", range(len(ranks)))
+    late = (
+        f"{_OP}: ranks {{missing}} of the group have not said whether they can use UCX within {{elapsed}} s"
+    )
+    texts = _C.Conversation(life, rank, len(ranks)).hear(
+        "transport", range(len(ranks)), time.monotonic() + timeout, late, _OP, "connect"
+    )
     said = {ranks[at]: json.loads(text) for at, text in texts.items()}
     obstacle = _obstacle(said)
     if not obstacle and any(each["kind"] == "gloo" for each in said.values()):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .. import _C
 from ..base.observe import Flight, Members
 from ..base.whereabouts import Site
 from ..errors import (
@@ -26,13 +27,14 @@ from ..errors import (
     PeerLostError,
     PlanMismatchError,
 )
-from .board import FIRST_PAUSE, LONGEST_PAUSE, SLICE, Board, Watches
 from .network import Network
 from .rails import interfaces
+from .store import store_of_life
 
 __all__ = ["Late", "Muster"]
 
 _PREFIX = "muster"
+_LOOK = 0.25  # seconds between two looks for ranks that have gone
 _DAY = timedelta(days=1)
 _GO, _LATE = "go", "late"  # verdicts of one muster; the others end all that would follow
 _ENDS: dict[str, type[MeshcastError]] = {
@@ -62,20 +64,18 @@ class Muster:
         self,
         name: str,
         store: Callable[[], dist.Store],
-        another_store: Callable[[], dist.Store],
         ranks: Sequence[int],
         rank: int,
         limit: float,
         within: str,
     ) -> None:
-        """name: for errors. store: the connection of the process group; another_store: makes one that
-        nothing else uses. limit: of what connects with a rank to look after it, seconds. within: the process
-        group, for the flight record."""
+        """name: for errors. store: the connection of the process group. limit: of what connects with a rank to
+        look after it, seconds. within: the process group, for the flight record."""
         self.number = 0
         self.ended: MeshcastError | None = None  # what has ended them all, once this rank has heard of it
         self._here: dict[int, str] = {}  # what ranks said of themselves
         self._name, self._limit = name, limit
-        self._open_store, self._open_another = store, another_store
+        self._open_store = store
         self._waiting: Any = None  # the store, where it may be waited in
         self._ranks, self._rank = sorted(ranks), rank
         self._members = Members(name, tuple(self._ranks), f"{within}/{_PREFIX}")
@@ -85,37 +85,49 @@ class Muster:
         """Tells the others that this rank is here, and does not wait for them. calls: it is one of those that
         call for musters."""
         store = dist.PrefixStore(_PREFIX, self._open_store())
-        # A store may outlive the process group. Every life adds as many arrivals as there are ranks.
-        self._life = (int(store.add("arrivals", 1)) - 1) // len(self._ranks)
-        self._store: Any = dist.PrefixStore(str(self._life), store)
-        self._board = Board(self._store, self._rank)
+        self._store: Any = store_of_life(store, len(self._ranks))
+        self._conversation = _C.Conversation(self._store, self._rank, len(self._ranks))
         self._network = Network(interfaces()[0], self._limit)
-        self._watches = Watches(self._here, lambda text: self._network.watch(json.loads(text)["network"]))
-        self._board.post("here", json.dumps({"calls": calls, "network": self._network.offer()}))
+        self._known = _C.KnownOffers()
+        self._watches = _C.Watches(self._known, lambda text: self._network.watch(json.loads(text)["network"]))
+        self._conversation.say("here", json.dumps({"calls": calls, "network": self._network.offer()}))
 
     def called(self) -> bool:
         """Whether somebody has called for the next muster, or ended them all."""
-        return self._has(f"called/{self.number}")
+        return bool(self._conversation.verdict(self._call))
+
+    @property
+    def _call(self) -> str:
+        return f"called/{self.number}"
+
+    def await_call(self, deadline: float, leaving: Callable[[], None]) -> bool:
+        """Waits until that is so, and returns whether it is. Looks after those that call. leaving(): raises where
+        this rank takes no part any more."""
+
+        def look() -> None:
+            leaving()
+            self.look_after(self.callers())
+
+        return bool(self._conversation.await_verdict(self._call, deadline, look, _LOOK))
 
     def wait_for_call(self) -> None:
-        """Returns once that is so, or a day has passed. For a thread of its own, which needs no CPU time
+        """The same for a day, without a look. For a thread of its own, which needs no CPU time
         meanwhile; what ends it is `end`, of this rank or another."""
         if self._waiting is None:
-            store = dist.PrefixStore(_PREFIX, self._open_another())
-            self._waiting = dist.PrefixStore(str(self._life), store)
+            self._waiting = self._store.clone()
         with suppress(dist.DistStoreError):  # torch prints a warning each time that a wait comes to its limit
-            self._waiting.wait([f"called/{self.number}"], _DAY)
+            self._waiting.wait([self._call], _DAY)
 
     def answer(self) -> None:
         """This rank is ready for the next one, which also calls for it. It has to wait for the verdict."""
         number = self.number
-        self._board.post("at", str(number))
-        if int(self._store.add(f"called/{number}", 1)) < len(self._ranks):
+        self._conversation.say("at", str(number))
+        if self._conversation.count(self._call, 1) < len(self._ranks):
             return
         if self._settle(number, {"kind": _GO})["kind"] == _GO:
             for past in range(self._first, number):  # all ranks have been through these
-                self._store.delete_key(f"called/{past}")
-                self._store.delete_key(f"verdict/{past}")
+                self._conversation.erase(f"called/{past}")
+                self._conversation.erase(f"verdict/{past}")
 
     def verdict(self, deadline: float | None, leaving: Callable[[], str], site: Site | None = None) -> None:
         """Returns once all ranks are ready, and each of them knows.
@@ -133,21 +145,19 @@ class Muster:
         flight.ended()
 
     def _wait(self, deadline: float | None, leaving: Callable[[], str]) -> None:
-        begin, number, pause = time.monotonic(), self.number, FIRST_PAUSE
-        looked = begin
-        while not self._has(f"verdict/{number}"):
-            now = time.monotonic()
+        begin = looked = time.monotonic()
+        number = self.number
+
+        def look() -> None:
+            nonlocal looked
             if why := leaving():
                 self.end("failed", why)
-            elif deadline is not None and now >= deadline:
-                self._settle(number, self._late(self._missing(), now - begin))
-            elif deadline is not None and now - looked > SLICE:
+            elif deadline is not None and time.monotonic() - looked > _LOOK:
                 self.look_after(self._missing())
                 looked = time.monotonic()
-            else:
-                time.sleep(pause)
-                pause = min(pause * 1.5, LONGEST_PAUSE)
-        said = json.loads(self._store.get(f"verdict/{number}"))
+
+        text = self._conversation.await_verdict(f"verdict/{number}", deadline, look)
+        said = json.loads(text) if text else self._settle(number, self._late(time.monotonic() - begin))
         self.number = number + 1
         if said["kind"] == _GO:
             self._first = number
@@ -170,10 +180,10 @@ class Muster:
 
     def _find(self) -> None:
         """Reads what ranks say of themselves that have come meanwhile."""
-        absent = [rank for rank in self._ranks if rank not in self._here]
-        come = [rank for rank in absent if self._board.has("here", rank)]
-        if come:
-            self._here.update(self._board.read("here", come))
+        for rank in self._ranks:
+            if rank not in self._here and (text := self._conversation.heard("here", rank)) is not None:
+                self._here[rank] = text
+                self._known.add({rank: text})
 
     def callers(self) -> list[int]:
         """Ranks that call for musters, as far as they are here."""
@@ -186,7 +196,7 @@ class Muster:
 
     def look_after(self, ranks: Sequence[int]) -> None:
         """Ends all musters where one of these ranks has gone."""
-        lost = self._watches.lost_of(self._board, [rank for rank in ranks if rank != self._rank], "here")
+        lost = self._watches.lost(self._conversation, "here", ranks, all=True)
         if lost is not None:
             text = f"rank {self._rank} lost rank {lost[0]}: {lost[1]}. Look at that rank's own output first."
             self.end("lost", text, lost[0])
@@ -198,15 +208,15 @@ class Muster:
         verdict = {"kind": kind, "text": text, "peer": self._rank if peer is None else peer}
         while self._settle(number, verdict)["kind"] in (_GO, _LATE):
             number += 1
-        self._store.add(f"called/{number}", 0)  # wakes who waits for a call
+        self._conversation.count(f"called/{number}", 0)  # wakes who waits for a call
 
     def _missing(self) -> list[int]:
         """Ranks that are not ready for the next one."""
-        there = [rank for rank in self._ranks if self._board.has("at", rank)]
-        at = self._board.read("at", there)
-        return [rank for rank in self._ranks if rank not in at or int(at[rank]) != self.number]
+        number = str(self.number)
+        return [rank for rank in self._ranks if self._conversation.heard("at", rank) != number]
 
-    def _late(self, missing: list[int], elapsed: float) -> dict[str, Any]:
+    def _late(self, elapsed: float) -> dict[str, Any]:
+        missing = self._missing()
         if not missing:  # the last one has come, and not yet said so
             return {"kind": _GO}
         texts = []
@@ -234,8 +244,4 @@ class Muster:
 
     def _settle(self, number: int, verdict: dict[str, Any]) -> dict[str, Any]:
         """The verdict that counts: this one, or one given before."""
-        said = self._store.compare_set(f"verdict/{number}", "", json.dumps(verdict))
-        return dict(json.loads(said))
-
-    def _has(self, key: str) -> bool:
-        return bool(self._store.check([key]))
+        return dict(json.loads(self._conversation.verdict(f"verdict/{number}", json.dumps(verdict))))

@@ -101,10 +101,6 @@ class ParentGroup:
         """The connection of its private groups, which no one waits in."""
         return self._store()
 
-    def another_store(self) -> dist.Store:
-        """A new connection, for who waits in the store: that blocks every other user of the connection."""
-        return self._store().clone()  # type: ignore[attr-defined]
-
     def drop_twin(self, name: str, limit: float) -> None:
         """Ends a twin that is not needed any more. limit: as for close()."""
         with self._groups_lock:

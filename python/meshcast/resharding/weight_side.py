@@ -13,7 +13,6 @@ import torch.distributed as dist
 from ..base import forks
 from ..base.whereabouts import call_site
 from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
-from ..groups.board import LONGEST_PAUSE, SLICE
 from ..groups.muster import Late, Muster
 from ..groups.parent import ParentGroup
 from ..groups.store import first_line, store_failed, within
@@ -124,24 +123,18 @@ class Side:
     def pulled(self, begin: float, deadline: float) -> None:
         """One version into this rank's only buffer. Blocks. Raises Late where there was none, or other ranks
         were not ready for it."""
-        site = call_site()
+        start, site = time.monotonic(), call_site()
+
+        def check() -> None:
+            if why := self.leaving():
+                raise AbortedError(f"{_OP}: {why}", rank=self.parent.rank, op=_OP)
 
         def settle() -> None:
-            looked = time.monotonic()
-            while not self.muster.called():
-                now = time.monotonic()
-                if why := self.leaving():
-                    raise AbortedError(f"{_OP}: {why}", rank=self.parent.rank, op=_OP)
-                if now >= deadline:
-                    raise Late(self.buffers.late(None, now - begin))
-                if now - looked > SLICE:
-                    self.muster.look_after(self.muster.callers())
-                    looked = time.monotonic()
-                time.sleep(LONGEST_PAUSE)
+            if not self.muster.await_call(deadline, check):
+                raise Late(self.buffers.late(None, time.monotonic() - begin))
             self.muster.answer()
             self.muster.verdict(deadline, self.leaving, site)
 
-        start = time.monotonic()
         self._together(lambda: self.ask(settle, max(deadline - start, 0.0), "waiting for a push"))
         self._moved(None, start)
 

@@ -117,7 +117,7 @@ class WeightSync:
             wrong, given = as_call_of(_OP, typed(error, _OP, parent.rank)), Given(None, None)
         twin = parent.twin(self._name)
         ranks, within = list(parent.ranks), twin.full_name
-        muster = Muster(self._name, twin.store, twin.another_store, ranks, parent.rank, limit, within)
+        muster = Muster(self._name, twin.store, ranks, parent.rank, limit, within)
         self._buffers = Buffers(count, parent.rank)
         self._limit, self._one = limit, count == 1
         self._side = Side(twin, muster, given, state, out, self._buffers, limit)

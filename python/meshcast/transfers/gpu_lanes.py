@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 from .. import _C
 from ..base.observe import log
-from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
-from ..groups.board import NotPostedError
+from ..errors import AbortedError, LayoutError, MeshcastError
 from ..groups.private import PrivateGroup
 from .gpu_offer import CUDA_IPC, NCCL, GpuOffer, own_offer
 from .gpu_transport import choose_transport
@@ -148,7 +147,6 @@ def _gather(
     group: PrivateGroup, control: _C.GroupCore, topic: str, mine: str, deadline: float
 ) -> dict[int, list[Any]]:
     """Posts what this rank says, a list as JSON, and returns what all of them said."""
-    begin = time.monotonic()
 
     def check() -> None:
         cause = control.error() or group.posted_cause()
@@ -161,19 +159,10 @@ def _gather(
                 phase="connect",
             )
 
-    assert group.board is not None
-    group.board.post(topic, mine)
-    try:
-        said = group.board.gather(topic, group.ranks, deadline, check)
-    except NotPostedError as late:
-        raise DeadlineExceededError(
-            f"rank {group.rank}: ranks {late.ranks} did not come to connect their GPUs within "
-            f"{late.elapsed:.1f} s (stuck elsewhere, or dead)",
-            rank=group.rank,
-            peer=late.ranks[0],
-            op="connect",
-            phase="connect",
-            elapsed=late.elapsed,
-            limit=deadline - begin,
-        ) from None
+    late = (
+        f"rank {group.rank}: ranks {{missing}} did not come to connect their GPUs within {{elapsed}} s (stuck "
+        "elsewhere, or dead)"
+    )
+    group.conversation.say(topic, mine)
+    said = group.conversation.hear(topic, group.ranks, deadline, late, "connect", "connect", check)
     return {rank: json.loads(text) for rank, text in said.items()}

@@ -14,58 +14,13 @@
 
 #include "catch.h"
 #include "group/conversation.h"
+#include "support/memory_store.h"
 
 namespace meshcast {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-
-// A store of this process, in which something may happen right after a question for a count.
-class MemoryStore final : public Store {
- public:
-  std::function<void()> after_count;
-
-  void set(const std::string& key, const std::string& value) override {
-    const std::lock_guard lock(mutex_);
-    content_[key] = value;
-  }
-  std::string compare_set(const std::string& key, const std::string& expected,
-                          const std::string& desired) override {
-    const std::lock_guard lock(mutex_);
-    const auto found = content_.find(key);
-    if (found != content_.end() && found->second != expected) return found->second;
-    if (found == content_.end() && !expected.empty()) return expected;
-    return content_[key] = desired;
-  }
-  int64_t add(const std::string& key, int64_t count) override {
-    int64_t sum = 0;
-    {
-      const std::lock_guard lock(mutex_);
-      std::string& value = content_[key];
-      sum = (value.empty() ? 0 : std::stoll(value)) + count;
-      value = std::to_string(sum);
-    }
-    if (count == 0 && after_count) std::exchange(after_count, nullptr)();
-    return sum;
-  }
-  void erase(const std::string& key) override {
-    const std::lock_guard lock(mutex_);
-    content_.erase(key);
-  }
-  std::optional<std::vector<std::string>> read(const std::vector<std::string>& keys) override {
-    const std::lock_guard lock(mutex_);
-    std::vector<std::string> out;
-    for (const auto& key : keys)
-      if (content_.count(key)) out.push_back(content_[key]);
-    return out.size() == keys.size() ? std::optional(out) : std::nullopt;
-  }
-  const void* connection() const override { return this; }
-
- private:
-  std::mutex mutex_;
-  std::map<std::string, std::string> content_;
-};
 
 // A machine on which nothing is connected. gone: offers of ranks that have died.
 class Machine final : public Connector {
@@ -142,14 +97,27 @@ bool says(const Error& error, const std::string& text) {
   return std::string(error.what()).find(text) != std::string::npos;
 }
 
-TEST_CASE("texts are heard once all ranks have said theirs, and those that have by the deadline") {
+TEST_CASE("texts are heard once all ranks have said theirs; else the error names those that have not") {
   const auto store = std::make_shared<MemoryStore>();
   Conversation first(store, 0, 3);
   Conversation second(store, 1, 3);
   first.say("a", "x");
   second.say("b", "of another topic");
   using Texts = std::map<int32_t, std::string>;
-  CHECK(first.hear("a", {0, 1, 2}, Clock::now() + milliseconds(5)) == Texts{{0, "x"}});
+  try {
+    first.hear("a", {0, 1, 2}, Clock::now() + milliseconds(5),
+               {"{missing}, {first} within {elapsed} s", "o", "p"});
+    FAIL("no error");
+  } catch (const Error& error) {
+    CHECK(error.kind() == ErrorKind::DeadlineExceeded);
+    CHECK(says(error, "[1, 2], 1 within 0."));
+    const ErrorContext& context = error.context();
+    CHECK(context.rank == 0);
+    CHECK(context.peer == 1);
+    CHECK(context.op + context.phase == "op");
+    CHECK(context.elapsed >= context.limit);
+    CHECK(context.limit > 0.004);
+  }
   CHECK(first.silent("a", {0, 1, 2}) == std::vector<int32_t>{1, 2});
   std::thread late([&] {
     std::this_thread::sleep_for(milliseconds(10));
@@ -160,8 +128,53 @@ TEST_CASE("texts are heard once all ranks have said theirs, and those that have 
   second.forget("a");
   CHECK(!first.heard("a", 1));
   CHECK(first.heard("b", 1) == "of another topic");
-  CHECK_THROWS_AS(first.hear("never", {1}, Clock::now() + seconds(20), [] { throw LayoutError("no more"); }),
-                  LayoutError);
+  CHECK_THROWS_AS(
+      first.hear("never", {1}, Clock::now() + seconds(20), {}, [] { throw LayoutError("no more"); }),
+      LayoutError);
+}
+
+TEST_CASE("a text that comes while those missing are looked for is heard") {
+  const auto store = std::make_shared<MemoryStore>();
+  Conversation first(store, 0, 2);
+  const auto come = [&] { Conversation(store, 1, 2).say("a", "late"); };
+  const auto now = Clock::now();
+  CHECK(first.hear("a", {1}, now, {}, come) == std::map<int32_t, std::string>{{1, "late"}});
+}
+
+TEST_CASE("a verdict is waited for, with looks that are not too frequent") {
+  const auto store = std::make_shared<MemoryStore>();
+  Conversation first(store, 0, 2);
+  int looks = 0;
+  const auto look = [&] { ++looks; };
+  CHECK(first.await_verdict("v", Clock::now() + milliseconds(30), look, std::chrono::hours(1)) == "");
+  CHECK(looks == 1);  // at the deadline
+  CHECK(first.await_verdict("v", Clock::now() + milliseconds(30), look) == "");
+  CHECK(looks > 3);
+  const auto decide = [&] { Conversation(store, 1, 2).verdict("v", "theirs"); };
+  CHECK(first.await_verdict("v", TimePoint::max(), decide) == "theirs");
+  first.erase("v");
+  CHECK(first.verdict("v", "") == "");
+}
+
+TEST_CASE("a rank looks after the next one that has come, or after all") {
+  const auto store = std::make_shared<MemoryStore>();
+  for (const int32_t rank : {0, 2, 3}) Conversation(store, rank, 4).say("here", std::to_string(rank));
+  Conversation second(store, 1, 4);
+  std::vector<std::string> watched;
+  const auto known = std::make_shared<KnownOffers>();
+  Watches watches(known, [&](const std::string& said) -> Watch {
+    watched.push_back(said);
+    return [said] { return said == "3" ? std::string("killed") : std::string(); };
+  });
+  const std::vector<int32_t> ranks{0, 1, 2, 3};
+  CHECK(!watches.lost(second, "here", ranks));
+  CHECK(watched == std::vector<std::string>{"2"});
+  CHECK(!watches.lost(second, "here", {0, 2}, true));
+  const auto lost = watches.lost(second, "here", {0, 3, 2}, true);
+  REQUIRE(lost);
+  CHECK(lost->rank == 3);
+  CHECK(lost->why == "killed");
+  CHECK(watched == std::vector<std::string>{"2", "0", "3"});
 }
 
 TEST_CASE("the first proposal is the verdict of all") {
