@@ -102,8 +102,8 @@ void bind_conversation(py::module_& m) {
       .def(
           "lost",
           [](Watches& self, Conversation& conversation, const std::string& topic, const Ranks& ranks,
-             bool all) { return found(self.lost(conversation, topic, ranks, all)); },
-          py::arg("conversation"), py::arg("topic"), py::arg("ranks"), py::arg("all") = false, NoGil())
+             bool each) { return found(self.lost(conversation, topic, ranks, each)); },
+          py::arg("conversation"), py::arg("topic"), py::arg("ranks"), py::arg("each") = false, NoGil())
       .def(
           "lost_soon",
           [](Watches& self, const Ranks& ranks, int32_t rank) { return found(self.lost_soon(ranks, rank)); },

@@ -130,8 +130,9 @@ def release_saved(nodes: list[Any]) -> None:
     """Why a group is broken, for the ranks that wait for this one. store: of its core."""
 
 class Conversation:
-    """Texts that ranks exchange through a store, by topic and rank; see csrc/core/group/conversation.h. Its waits
-    let other threads run, and a handler of a signal ends them. Deadlines are by time.monotonic(), None for none."""
+    """Texts that ranks exchange through a store, by topic and rank; see csrc/core/group/conversation.h. Its
+    waits let other threads run, and a handler of a signal ends them. Deadlines are by time.monotonic(), None
+    for none."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         """ranks: how many may ask the store at once."""
@@ -140,6 +141,7 @@ class Conversation:
     def say(self, topic: str, text: str) -> None: ...
     def forget(self, topic: str) -> None:
         """Erases what this rank said."""
+
     def heard(self, topic: str, rank: int) -> str | None: ...
     def silent(self, topic: str, ranks: Sequence[int]) -> list[int]: ...
     def hear(
@@ -155,11 +157,14 @@ class Conversation:
     ) -> dict[int, str]:
         """Waits until all these ranks have said something.
 
-        check: called between two questions, at most once in `every` seconds; raises to end the wait. late, op, phase:
-        of the DeadlineExceededError. In its text, {missing} and {elapsed} are filled in."""
+        check: called between two questions, at most once in `every` seconds; raises to end the wait. late,
+        op, phase: for the DeadlineExceededError, in whose text {missing}, {first} and {elapsed} are filled
+        in."""
+
     def count(self, topic: str, more: int) -> int: ...
     def verdict(self, topic: str, proposal: str = "") -> str:
         """Returns the first proposal for the topic; "" where there is none."""
+
     def await_verdict(
         self,
         topic: str,
@@ -168,6 +173,7 @@ class Conversation:
         every: float = 0.0,
     ) -> str:
         """Returns "" at the deadline. check, every: as for hear()."""
+
     def erase(self, topic: str) -> None:
         """Erases a count or a verdict."""
 
@@ -176,13 +182,15 @@ class Watches:
 
     def __init__(self, known: KnownOffers, watch: Callable[[str], Callable[[], str] | None]) -> None:
         """watch: from what a rank said, what tells why it is lost, "" as far as that is not known."""
+
     def lost(
-        self, conversation: Conversation, topic: str, ranks: Sequence[int], all: bool = False
+        self, conversation: Conversation, topic: str, ranks: Sequence[int], each: bool = False
     ) -> tuple[int, str] | None: ...
     def lost_soon(self, ranks: Sequence[int], rank: int) -> tuple[int, str] | None: ...
 
 class HostMemory:
-    """The shared memory of a host; see csrc/core/group/host_memory.h. lost: returns a rank that is lost, and why."""
+    """The shared memory of a host; see csrc/core/group/host_memory.h. lost: returns a rank that is lost, and
+    why."""
 
     def __init__(self, ranks: int, off: str) -> None: ...
     @property

@@ -21,14 +21,10 @@ constexpr auto kLookForCause = std::chrono::milliseconds(100);
 constexpr auto kLookForPeers = std::chrono::milliseconds(50);
 constexpr size_t kFewRanks = 16;  // as many do not crowd a store
 
-ErrorContext context_of(const GroupIdentity& group, CallId call, int32_t peer) {
-  ErrorContext context;
-  context.rank = group.rank;
-  context.peer = peer;
-  context.op = "reshard";
-  context.sequence = call.ordinal;
-  context.phase = "agree";
-  return context;
+Error agree_error(const GroupIdentity& group, ErrorKind kind, const std::string& text, CallId call,
+                  int32_t peer) {
+  return group_error(group, kind, text,
+                     {.peer = peer, .op = "reshard", .sequence = call.ordinal, .phase = "agree"});
 }
 
 // A rank may have given up on the group before it came to this call.
@@ -67,7 +63,7 @@ void raise_if_lost(Bulletin& bulletin, const GroupIdentity& group, CallId call, 
                 "rank {}: call {} of {}: the ranks called with different arguments; nothing was moved by this "
                 "call.\n  rank {}: {}\n  rank {}: {}\nMake the arguments equal on every rank of both meshes.",
                 group.rank, call.ordinal, group.name, group.rank, descriptor, other, posting.text);
-  throw Error(ErrorKind::PlanMismatch, text, context_of(group, call, other));
+  throw agree_error(group, ErrorKind::PlanMismatch, text, call, other);
 }
 
 void check_posting(const GroupIdentity& group, CallId call, const std::string& descriptor, int32_t other,
@@ -88,20 +84,26 @@ void raise_cause(const Cause& cause, const GroupIdentity& group, CallId call) {
   if (cause.kind == static_cast<int32_t>(ErrorKind::PeerLost)) {
     const std::string seen =
         cause.reporter == group.rank ? "" : fmt::format(" (first seen by rank {})", cause.reporter);
-    const Error error(ErrorKind::PeerLost, fmt::format("rank {}: {}{}", group.rank, cause.text, seen),
-                      context_of(group, call, cause.peer));
-    throw BrokenError(error, cause);
+    throw BrokenError(agree_error(group, ErrorKind::PeerLost,
+                                  fmt::format("rank {}: {}{}", group.rank, cause.text, seen), call, cause.peer),
+                      cause);
   }
-  const Error error(ErrorKind::Aborted,
-                    fmt::format("rank {}: call {} of {}: the group was aborted by rank {}: {}", group.rank,
-                                call.ordinal, group.name, cause.reporter, cause.text),
-                    context_of(group, call, peer_in(cause, group.rank)));
-  throw BrokenError(error, cause);
+  throw BrokenError(agree_error(group, ErrorKind::Aborted,
+                                fmt::format("rank {}: call {} of {}: the group was aborted by rank {}: {}",
+                                            group.rank, call.ordinal, group.name, cause.reporter, cause.text),
+                                call, peer_in(cause, group.rank)),
+                    cause);
 }
 
 void raise_if_ended(const Cause& cause, const GroupIdentity& group, CallId call) {
   const auto refused = refused_in(cause);
   if (!refused || !goes_before(call, refused->call)) raise_cause(cause, group, call);
+}
+
+Error group_error(const GroupIdentity& group, ErrorKind kind, const std::string& text, ErrorContext where) {
+  where.rank = group.rank;
+  if (where.peer == where.rank && kind != ErrorKind::PeerLost) where.peer = -1;
+  return {kind, text, std::move(where)};
 }
 
 std::string format_ranks(const std::vector<int32_t>& ranks) {
@@ -194,15 +196,17 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
     alike = bulletin.counted(call.lane, call.ordinal, digest);
   }
   if (missing.empty()) return slot;
-  ErrorContext context = context_of(group, call, missing.front());
-  context.elapsed = std::chrono::duration<double>(Clock::now() - started).count();
-  context.limit = limit_seconds;
-  throw Error(
-      ErrorKind::DeadlineExceeded,
+  throw group_error(
+      group, ErrorKind::DeadlineExceeded,
       fmt::format("rank {}: call {} of {}: ranks {} did not make this call within {:.1f} s (never called, "
                   "stuck elsewhere, or dead). This rank called: {}",
                   group.rank, call.ordinal, group.name, format_ranks(missing), limit_seconds, descriptor),
-      context);
+      {.peer = missing.front(),
+       .op = "reshard",
+       .sequence = call.ordinal,
+       .phase = "agree",
+       .elapsed = std::chrono::duration<double>(Clock::now() - started).count(),
+       .limit = limit_seconds});
 }
 
 }  // namespace meshcast

@@ -19,6 +19,10 @@ struct GroupIdentity {
   std::string name;
 };
 
+// The error of a rank of a group, which `where` names none of. Only who is lost is its own peer: all ranks name
+// that.
+Error group_error(const GroupIdentity& group, ErrorKind kind, const std::string& text, ErrorContext where);
+
 // Of what is counted in no lane, as prepare().
 constexpr int32_t kNoLane = -1;
 

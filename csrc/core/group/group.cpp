@@ -59,17 +59,6 @@ std::optional<ErrorKind> kind_of(const std::exception_ptr& error) {
   }
 }
 
-Error call_error(ErrorKind kind, const std::string& text, int32_t rank, int32_t peer, int64_t ordinal,
-                 const char* phase) {
-  ErrorContext context;
-  context.rank = rank;
-  context.peer = peer == rank ? -1 : peer;
-  context.op = "reshard";
-  context.sequence = ordinal;
-  context.phase = phase;
-  return {kind, text, context};
-}
-
 }  // namespace
 
 Group::Group(GroupIdentity identity, std::shared_ptr<Connector> connector, std::shared_ptr<KnownOffers> known,
@@ -149,10 +138,10 @@ void Group::fail_without_thread(std::unique_lock<Mutex>& lock, const std::except
   const auto core = life_.core;
   const auto failed = error_;
   lock.unlock();
-  const Error error =
-      call_error(ErrorKind::Generic,
-                 fmt::format("rank {}: group {}: {}", identity_.rank, identity_.name, no_thread("a call", why)),
-                 identity_.rank, -1, -1, "start");
+  const Error error = group_error(
+      identity_, ErrorKind::Generic,
+      fmt::format("rank {}: group {}: {}", identity_.rank, identity_.name, no_thread("a call", why)),
+      {.op = "reshard", .phase = "start"});
   for (const auto& each : queue) {
     try {
       if (core)
@@ -322,12 +311,12 @@ bool Group::left(const std::shared_ptr<GroupCore>& core, CallId call) {
     left_.push_back(std::exchange(life_, Life(kept_)));
     refused_ = refused;
     if (refused->text.find(kChanged) != std::string::npos && refused->rank != identity_.rank) {
-      news_ = call_error(
-          ErrorKind::Generic,
+      news_ = group_error(
+          identity_, ErrorKind::Generic,
           fmt::format("rank {}: call {} of {}: rank {} says: {} What that call gave on this rank "
                       "may mix them as well.",
                       identity_.rank, refused->call.ordinal, identity_.name, refused->rank, refused->text),
-          identity_.rank, refused->rank, refused->call.ordinal, "transfer");
+          {.peer = refused->rank, .op = "reshard", .sequence = refused->call.ordinal, .phase = "transfer"});
       has_news_ = true;
     }
   }
@@ -343,10 +332,10 @@ Error Group::error_of(const RefusedCall& refused, CallId call) const {
   const bool same = call.lane == refused.call.lane && call.ordinal == refused.call.ordinal;
   const std::string what = same ? std::string("refused its arguments")
                                 : fmt::format("refused call {} of this group", refused.call.ordinal);
-  return call_error(ErrorKind::PlanMismatch,
-                    fmt::format("rank {}: call {} of {}: rank {} {}: {}", identity_.rank, call.ordinal,
-                                identity_.name, refused.rank, what, refused.text),
-                    identity_.rank, refused.rank, call.ordinal, "agree");
+  return group_error(identity_, ErrorKind::PlanMismatch,
+                     fmt::format("rank {}: call {} of {}: rank {} {}: {}", identity_.rank, call.ordinal,
+                                 identity_.name, refused.rank, what, refused.text),
+                     {.peer = refused.rank, .op = "reshard", .sequence = call.ordinal, .phase = "agree"});
 }
 
 // Of a call that this rank had yet to make when a later one was refused, or that one itself: nobody meets for
@@ -362,14 +351,14 @@ std::exception_ptr Group::skipped(int64_t ordinal) const {
   const std::lock_guard lock(mutex_);
   // A life begins after a refused call, or with the first calls of all ranks.
   const RefusedCall refused = refused_.value_or(RefusedCall{});
-  return std::make_exception_ptr(call_error(
-      ErrorKind::PlanMismatch,
+  return std::make_exception_ptr(group_error(
+      identity_, ErrorKind::PlanMismatch,
       fmt::format(
           "rank {}: call {} of {}: other ranks were through with this call when they heard that rank {} "
           "refused call {}, so nothing can be moved by it any more; the next one works. Rank {}: {}",
           identity_.rank, ordinal, identity_.name, refused.rank, refused.call.ordinal, refused.rank,
           refused.text),
-      identity_.rank, refused.rank, ordinal, "agree"));
+      {.peer = refused.rank, .op = "reshard", .sequence = ordinal, .phase = "agree"}));
 }
 
 bool Group::may_begin_again(const std::shared_ptr<GroupCore>& core, CallId call) {
@@ -525,12 +514,9 @@ void Group::give_up_if_stuck() {
         "answer. Its process or its host is frozen, or cut off",
         identity_.name);
     const bool up = life_.core != nullptr;
-    ErrorContext context;
-    context.rank = identity_.rank;
-    context.op = up ? "reshard" : "connect";
-    context.phase = up ? "agree" : "connect";
     error = std::make_exception_ptr(
-        Error(ErrorKind::DeadlineExceeded, fmt::format("rank {}: {}", identity_.rank, reason), context));
+        group_error(identity_, ErrorKind::DeadlineExceeded, fmt::format("rank {}: {}", identity_.rank, reason),
+                    {.op = up ? "reshard" : "connect", .phase = up ? "agree" : "connect"}));
     error_ = error;
   }
   const std::exception_ptr later = keep_first_cause();
@@ -543,17 +529,11 @@ void Group::give_up_if_stuck() {
 std::exception_ptr Group::keep_first_cause() {
   const std::lock_guard lock(mutex_);
   if (error_ && kind_of(error_) != ErrorKind::Aborted)
-    error_ = std::make_exception_ptr(connect_error(
-        ErrorKind::Aborted,
-        fmt::format("rank {}: the private group failed before: {}", identity_.rank, text_of(error_))));
+    error_ = std::make_exception_ptr(group_error(
+        identity_, ErrorKind::Aborted,
+        fmt::format("rank {}: the private group failed before: {}", identity_.rank, text_of(error_)),
+        {.phase = "connect"}));
   return error_;
-}
-
-Error Group::connect_error(ErrorKind kind, const std::string& text) const {
-  ErrorContext context;
-  context.rank = identity_.rank;
-  context.phase = "connect";
-  return {kind, text, context};
 }
 
 void Group::abort(const std::string& reason) {
@@ -585,7 +565,9 @@ void Group::close(TimePoint limit) {
   {
     const std::lock_guard lock(mutex_);
     queue.swap(queue_);
-    if (!error_) error_ = std::make_exception_ptr(connect_error(ErrorKind::Aborted, closing_));
+    if (!error_)
+      error_ =
+          std::make_exception_ptr(group_error(identity_, ErrorKind::Aborted, closing_, {.phase = "connect"}));
     error = error_;
   }
   for (const auto& each : queue) each->begin(nullptr, error);

@@ -171,7 +171,6 @@ class Group : public std::enable_shared_from_this<Group> {
   void end_left();
   std::shared_ptr<Store> control() const;
 
-  Error connect_error(ErrorKind kind, const std::string& text) const;
   Error error_of(const RefusedCall& refused, CallId call) const;
   std::optional<Error> ended_before(CallId call) const;
   std::exception_ptr skipped(int64_t ordinal) const;

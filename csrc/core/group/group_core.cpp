@@ -201,17 +201,12 @@ void GroupCore::store_failed(CallId call, const PlanText& text, const std::strin
     }
     sleep_for(std::chrono::milliseconds(10));
   }
-  ErrorContext context;
-  context.rank = identity_.rank;
-  context.op = text.op;
-  context.sequence = call.ordinal;
-  context.phase = "agree";
-  throw Error(
-      ErrorKind::Generic,
+  throw group_error(
+      identity_, ErrorKind::Generic,
       fmt::format("rank {}: call {} of {}: the rendezvous store does not answer ({}). The process that has "
                   "it is dead or cut off: transfers that the ranks have agreed on go on, new ones need it",
                   identity_.rank, call.ordinal, identity_.name, what),
-      context);
+      {.op = text.op, .sequence = call.ordinal, .phase = "agree"});
 }
 
 void GroupCore::raise_if_told(CallId call) {

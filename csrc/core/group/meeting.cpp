@@ -42,19 +42,6 @@ int32_t number_in(const std::string& text) {
   return out;
 }
 
-Error meeting_error(ErrorKind kind, const std::string& text, int32_t rank, int32_t peer = -1,
-                    double elapsed = -1, double limit = -1) {
-  ErrorContext context;
-  context.rank = rank;
-  context.peer =
-      peer == rank && kind != ErrorKind::PeerLost ? -1 : peer;  // all ranks name the one that is lost
-  context.op = "connect";
-  context.phase = "connect";
-  context.elapsed = elapsed;
-  context.limit = limit;
-  return {kind, text, context};
-}
-
 // What a rank brings: the ordinals of its next calls in a line, then its offer.
 std::string encode(const Ordinals& next, const std::string& offer) {
   std::string out;
@@ -201,18 +188,23 @@ class MeetingCall {
   // A rank that waited sees the failure itself, whichever found it first; one that comes later (late) finds a
   // group that has failed.
   [[noreturn]] void raise(const Verdict& verdict, bool late, double elapsed) {
-    const int32_t rank = group_.rank;
-    if (verdict.kind == kShort) throw MeetAgainError(meeting_error(ErrorKind::Generic, verdict.text, rank));
+    if (verdict.kind == kShort) throw MeetAgainError(error(ErrorKind::Generic, verdict.text));
     if (verdict.kind == kRefused)
-      throw MeetAgainError(meeting_error(
+      throw MeetAgainError(error(
           ErrorKind::PlanMismatch,
-          fmt::format("rank {}: rank {} refused its arguments: {}", rank, verdict.rank, verdict.text), rank,
+          fmt::format("rank {}: rank {} refused its arguments: {}", group_.rank, verdict.rank, verdict.text),
           verdict.rank));
     const bool overdue = verdict.kind == kDeadline;
     auto kind = ErrorKind::Aborted;
     if (overdue && !late) kind = ErrorKind::DeadlineExceeded;
     if (verdict.kind == kPeerLost && !late) kind = ErrorKind::PeerLost;
-    throw meeting_error(kind, verdict.text, rank, verdict.rank, elapsed, overdue ? elapsed : -1);
+    throw error(kind, verdict.text, verdict.rank, elapsed, overdue ? elapsed : -1);
+  }
+
+  Error error(ErrorKind kind, const std::string& text, int32_t peer = -1, double elapsed = -1,
+              double limit = -1) const {
+    return group_error(group_, kind, text,
+                       {.peer = peer, .op = "connect", .phase = "connect", .elapsed = elapsed, .limit = limit});
   }
 
   Met connect(const std::map<int32_t, std::string>& brought) {
@@ -253,7 +245,7 @@ class MeetingCall {
     if (!cause || refused_in(*cause)) return watches_.lost(*conversation_, kMember, group_.ranks);
     if (cause->kind == static_cast<int32_t>(ErrorKind::PeerLost) && cause->peer != group_.rank)
       return LostRank{cause->peer, cause->text};
-    throw meeting_error(ErrorKind::Aborted, fmt::format("rank {}: {}", group_.rank, cause->text), group_.rank);
+    throw error(ErrorKind::Aborted, fmt::format("rank {}: {}", group_.rank, cause->text));
   }
 
   // The others have met this rank, and would wait for it.
@@ -267,24 +259,23 @@ class MeetingCall {
   }
 
   // For what the store or the system raised. The process of the store may be a member's.
-  Error failure_of(const std::exception& error) {
-    if (const auto shortage = connector_.shortage(error)) return *shortage;
+  Error failure_of(const std::exception& failure) {
+    if (const auto shortage = connector_.shortage(failure)) return *shortage;
     const std::string what =
         fmt::format("connecting the private group of ranks {}", format_ranks(group_.ranks));
-    const std::string said(error.what(), std::strcspn(error.what(), "\n"));
+    const std::string said(failure.what(), std::strcspn(failure.what(), "\n"));
     if (const auto lost = watches_.lost_soon(group_.ranks, group_.rank))
-      return meeting_error(
+      return error(
           ErrorKind::PeerLost,
           fmt::format("rank {} lost rank {} in {}: {} (and the rendezvous store: {}). Look at that rank's own "
                       "output first.",
                       group_.rank, lost->rank, what, lost->why, said),
-          group_.rank, lost->rank);
-    return meeting_error(
+          lost->rank);
+    return error(
         ErrorKind::Generic,
         fmt::format("rank {}: {}: the rendezvous store does not answer ({}). The process that has it is dead "
                     "or cut off: transfers that the ranks have agreed on go on, new ones need it",
-                    group_.rank, what, said),
-        group_.rank);
+                    group_.rank, what, said));
   }
 
   const GroupIdentity& group_;
@@ -316,16 +307,16 @@ std::optional<std::string> KnownOffers::of(int32_t rank) const {
 }
 
 std::optional<LostRank> Watches::lost(Conversation& conversation, const std::string& topic,
-                                      const std::vector<int32_t>& ranks, bool all) {
+                                      const std::vector<int32_t>& ranks, bool each) {
   const auto own = std::find(ranks.begin(), ranks.end(), conversation.rank()) - ranks.begin();
   for (size_t i = 1; i <= ranks.size(); ++i) {
     const int32_t other = ranks[(static_cast<size_t>(own) + i) % ranks.size()];
     if (other == conversation.rank()) continue;
     std::optional<std::string> said;
-    if (!all || !watches_.count(other)) said = conversation.heard(topic, other);
+    if (!each || !watch_of(other)) said = conversation.heard(topic, other);
     watch(other, said);
     if (auto found = ask(other)) return found;
-    if (said && !all) return std::nullopt;
+    if (said && !each) return std::nullopt;
   }
   return std::nullopt;
 }
@@ -335,8 +326,8 @@ std::optional<LostRank> Watches::lost_soon(const std::vector<int32_t>& ranks, in
   for (const int32_t other : ranks) {
     if (other == rank) continue;
     watch(other, std::nullopt);
-    const auto found = watches_.find(other);
-    watches = watches || (found != watches_.end() && found->second);
+    const auto found = watch_of(other);
+    watches = watches || (found && *found);
   }
   for (const TimePoint end = Clock::now() + kSeenSoon; watches && Clock::now() < end; sleep_for(kAskPause))
     for (const int32_t other : ranks)
@@ -345,14 +336,24 @@ std::optional<LostRank> Watches::lost_soon(const std::vector<int32_t>& ranks, in
 }
 
 void Watches::watch(int32_t rank, const std::optional<std::string>& said) {
-  if (watches_.count(rank)) return;
-  if (const auto text = said ? said : known_->of(rank)) watches_[rank] = watch_(*text);
+  if (watch_of(rank)) return;
+  const auto text = said ? said : known_->of(rank);
+  if (!text) return;
+  Watch made = watch_(*text);
+  const std::lock_guard lock(mutex_);
+  watches_.emplace(rank, std::move(made));
 }
 
-std::optional<LostRank> Watches::ask(int32_t rank) {
+std::optional<Watch> Watches::watch_of(int32_t rank) const {
+  const std::lock_guard lock(mutex_);
   const auto found = watches_.find(rank);
-  if (found == watches_.end() || !found->second) return std::nullopt;
-  std::string why = found->second();
+  return found == watches_.end() ? std::nullopt : std::optional(found->second);
+}
+
+std::optional<LostRank> Watches::ask(int32_t rank) const {
+  const auto watch = watch_of(rank);
+  if (!watch || !*watch) return std::nullopt;
+  std::string why = (*watch)();
   if (why.empty()) return std::nullopt;
   return LostRank{rank, std::move(why)};
 }

@@ -73,7 +73,7 @@ class Connector {
   virtual void has_met() = 0;
 };
 
-// What one rank knows of the others while they meet. Used by one thread at a time.
+// What one rank knows of the others while they wait for each other. Thread-safe.
 class Watches {
  public:
   // watch: by what a rank has said of itself, here or, as `known`, when it met others earlier.
@@ -81,19 +81,21 @@ class Watches {
       : known_(std::move(known)), watch_(std::move(watch)) {}
 
   // Looks after the next of these ranks that has come, and after those before it that are known from earlier.
-  // So each rank is watched by one other, which costs one connection. all: after each of them. topic: under
+  // So each rank is watched by one other, which costs one connection. each: after each of them. topic: under
   // which they have said what they are watched by.
   std::optional<LostRank> lost(Conversation& conversation, const std::string& topic,
-                               const std::vector<int32_t>& ranks, bool all = false);
+                               const std::vector<int32_t>& ranks, bool each = false);
   // The same of all ranks that are known, without a store. Waits up to half a second for one to be seen.
   std::optional<LostRank> lost_soon(const std::vector<int32_t>& ranks, int32_t rank);
 
  private:
   void watch(int32_t rank, const std::optional<std::string>& said);
-  std::optional<LostRank> ask(int32_t rank);
+  std::optional<Watch> watch_of(int32_t rank) const;
+  std::optional<LostRank> ask(int32_t rank) const;
 
   const std::shared_ptr<const KnownOffers> known_;
   const std::function<Watch(const std::string& said)> watch_;
+  mutable Mutex mutex_;  // not held while anybody is asked
   std::map<int32_t, Watch> watches_;
 };
 

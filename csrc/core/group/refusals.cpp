@@ -41,17 +41,12 @@ bool goes_before(CallId call, CallId refused) {
 }
 
 Error error_of(const RefusedCall& refused, const GroupIdentity& group) {
-  ErrorContext context;
-  context.rank = group.rank;
-  context.peer = refused.rank == group.rank ? -1 : refused.rank;
-  context.op = "reshard";
-  context.sequence = refused.call.ordinal;
-  context.phase = "agree";
-  return {ErrorKind::PlanMismatch,
-          fmt::format("rank {}: call {} of {}: rank {} refused its arguments: {}. Calls before it go on to "
-                      "their end; the group can be used for the next",
-                      group.rank, refused.call.ordinal, group.name, refused.rank, refused.text),
-          context};
+  return group_error(
+      group, ErrorKind::PlanMismatch,
+      fmt::format("rank {}: call {} of {}: rank {} refused its arguments: {}. Calls before it go on to "
+                  "their end; the group can be used for the next",
+                  group.rank, refused.call.ordinal, group.name, refused.rank, refused.text),
+      {.peer = refused.rank, .op = "reshard", .sequence = refused.call.ordinal, .phase = "agree"});
 }
 
 Life decide(Bulletin& bulletin, CallId call, Life mine) {

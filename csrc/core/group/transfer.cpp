@@ -195,14 +195,10 @@ void Start::await_settled() {
   if (wait_in_slices(std::max(deadline, Clock::now()) + kGrace, is_so)) return;
   group_->give_up_if_stuck();
   if (is_settled()) return;
-  ErrorContext context;
-  context.op = op_;
-  context.phase = "agree";
-  context.elapsed = context.limit = timeout_seconds_;
   throw Error(
       ErrorKind::DeadlineExceeded,
       fmt::format("{} was still queued behind earlier calls of its group after {:g} s", op_, timeout_seconds_),
-      context);
+      {.op = op_, .phase = "agree", .elapsed = timeout_seconds_, .limit = timeout_seconds_});
 }
 
 bool Start::begins_again() {
@@ -272,17 +268,12 @@ std::shared_ptr<AgreedPlan> Start::agree(Transfer& transfer, const std::shared_p
   }
   if (number_->core.lock() != core) {
     const GroupIdentity& group = group_->identity();
-    ErrorContext context;
-    context.rank = group.rank;
-    context.op = op_;
-    context.sequence = *ordinal;
-    context.phase = "start";
-    throw Error(
-        ErrorKind::Aborted,
+    throw group_error(
+        group, ErrorKind::Aborted,
         fmt::format("rank {}: {} call {} of {}: the group has begun anew since the forward of this call, "
                     "since a rank refused another one; run the step again",
                     group.rank, op_, *ordinal, group.name),
-        context);
+        {.op = op_, .sequence = *ordinal, .phase = "start"});
   }
   return number_->agreed;
 }

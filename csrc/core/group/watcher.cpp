@@ -242,20 +242,14 @@ bool Watcher::leave(TimePoint limit) {
 void Watcher::leave_with(CallId call, TimePoint deadline, double limit) {
   if (leave(deadline)) return;
   const auto refused = this->refused();
-  ErrorContext context;
-  context.rank = group_.rank;
-  context.op = "reshard";
-  context.sequence = call.ordinal;
-  context.phase = "start";
-  context.limit = limit;
   const std::string why =
       refused ? fmt::format("rank {} refused call {}, and calls before that one have not ended yet",
                             refused->rank, refused->call.ordinal)
               : "the group has not ended yet";
-  throw Error(ErrorKind::DeadlineExceeded,
-              fmt::format("rank {}: call {} of {} could not begin within its limit of {:.1f} s: {}",
-                          group_.rank, call.ordinal, group_.name, limit, why),
-              context);
+  throw group_error(group_, ErrorKind::DeadlineExceeded,
+                    fmt::format("rank {}: call {} of {} could not begin within its limit of {:.1f} s: {}",
+                                group_.rank, call.ordinal, group_.name, limit, why),
+                    {.op = "reshard", .sequence = call.ordinal, .phase = "start", .limit = limit});
 }
 
 // Of a call that came before a refused one and ends with it all the same.

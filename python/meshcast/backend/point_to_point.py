@@ -11,8 +11,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from .. import _C
 from ..base import settings
 from ..base.observe import log
@@ -32,8 +30,8 @@ _OP = "send, recv"
 
 
 def announce(store: Any, rank: int, size: int) -> Any:
-    """Says whether this rank can use UCX, before the ranks of a group wait for one another. Returns the store of
-    this life of the group."""
+    """Says whether this rank can use UCX, before the ranks of a group wait for one another. Returns the store
+    of this life of the group."""
     life = store_of_life(store, size)
     _C.Conversation(life, rank, size).say("transport", json.dumps(_ability()))
     return life

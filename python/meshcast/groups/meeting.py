@@ -1,8 +1,8 @@
 """The machine below a private group: its store, its network and its shared memory, brought up for each of its
 lives. How the ranks meet is decided in C++ (csrc/core/group/meeting.h).
 
-Ranks of one host use shared memory: `MESHCAST_SHM=0` turns it off, `MESHCAST_SHM_MB` bounds what one process maps for
-all its groups (64 MiB).
+Ranks of one host use shared memory: `MESHCAST_SHM=0` turns it off, `MESHCAST_SHM_MB` bounds what one process
+maps for all its groups (64 MiB).
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ def _warn_of(memory: _C.HostMemory, ranks: Sequence[int]) -> None:
         _warned.add(memory.obstacle)
         warnings.warn(
             f"meshcast: ranks {list(ranks)} share a host but exchange data over the network, since "
-            f"shared memory cannot be used: {memory.obstacle}. Set {settings.SHM.name}=0 on all of them if this "
-            "is wanted.",
+            f"shared memory cannot be used: {memory.obstacle}. Set {settings.SHM.name}=0 on all of them if "
+            "this is wanted.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -69,8 +69,8 @@ class Muster:
         limit: float,
         within: str,
     ) -> None:
-        """name: for errors. store: the connection of the process group. limit: of what connects with a rank to
-        look after it, seconds. within: the process group, for the flight record."""
+        """name: for errors. store: the connection of the process group. limit: of what connects with a rank
+        to look after it, seconds. within: the process group, for the flight record."""
         self.number = 0
         self.ended: MeshcastError | None = None  # what has ended them all, once this rank has heard of it
         self._here: dict[int, str] = {}  # what ranks said of themselves
@@ -101,8 +101,8 @@ class Muster:
         return f"called/{self.number}"
 
     def await_call(self, deadline: float, leaving: Callable[[], None]) -> bool:
-        """Waits until that is so, and returns whether it is. Looks after those that call. leaving(): raises where
-        this rank takes no part any more."""
+        """Waits until that is so, and returns whether it is. Looks after those that call. leaving(): raises
+        where this rank takes no part any more."""
 
         def look() -> None:
             leaving()
@@ -196,7 +196,7 @@ class Muster:
 
     def look_after(self, ranks: Sequence[int]) -> None:
         """Ends all musters where one of these ranks has gone."""
-        lost = self._watches.lost(self._conversation, "here", ranks, all=True)
+        lost = self._watches.lost(self._conversation, "here", ranks, each=True)
         if lost is not None:
             text = f"rank {self._rank} lost rank {lost[0]}: {lost[1]}. Look at that rank's own output first."
             self.end("lost", text, lost[0])

@@ -56,7 +56,7 @@ def join_job(store: Any) -> None:
 
 
 def store_of_life(store: dist.Store, ranks: int) -> dist.Store:
-    """The keys of one life of a group, which its store may outlive: each of its ranks comes once in a life."""
+    """The keys of one life of a group, which its store may outlive: each rank comes once in a life."""
     return dist.PrefixStore(str((int(store.add("arrivals", 1)) - 1) // ranks), store)
 
 

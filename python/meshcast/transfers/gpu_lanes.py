@@ -160,8 +160,8 @@ def _gather(
             )
 
     late = (
-        f"rank {group.rank}: ranks {{missing}} did not come to connect their GPUs within {{elapsed}} s (stuck "
-        "elsewhere, or dead)"
+        f"rank {group.rank}: ranks {{missing}} did not come to connect their GPUs within {{elapsed}} s "
+        "(stuck elsewhere, or dead)"
     )
     group.conversation.say(topic, mine)
     said = group.conversation.hear(topic, group.ranks, deadline, late, "connect", "connect", check)

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -63,22 +64,20 @@ def test_a_look_ends_a_wait(talks: list[_C.Conversation], wait: str) -> None:
             raise AbortedError("no more")
 
     begin = time.monotonic()
+    arguments: tuple[Any, ...] = ([1], None, "", "", "") if wait == "hear" else (None,)
     with pytest.raises(AbortedError, match="no more"):
-        if wait == "hear":
-            talks[0].hear("a", [1], None, "", "", "", look, 0.1)
-        else:
-            talks[0].await_verdict("a", None, look, 0.1)
+        getattr(talks[0], wait)("a", *arguments, look, 0.1)
     assert time.monotonic() - begin >= 0.2  # not more often than every 0.1 s
 
 
-class Alarm(Exception):
+class AlarmError(Exception):
     pass
 
 
 @pytest.fixture
 def alarm() -> Iterator[None]:
     def ring(*_: object) -> None:
-        raise Alarm
+        raise AlarmError
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -101,7 +100,7 @@ def test_a_handler_of_a_signal_ends_a_wait_in_which_other_threads_run(talks: lis
     other = threading.Thread(target=run)
     other.start()
     try:
-        with pytest.raises(Alarm):
+        with pytest.raises(AlarmError):
             talks[0].hear("a", [1], time.monotonic() + 50.0, "", "", "")
     finally:
         over.set()
@@ -120,7 +119,7 @@ def test_ranks_are_looked_after_by_what_they_said(talks: list[_C.Conversation]) 
     assert watches.lost(talks[1], "here", [0, 1, 2]) is None
     gone.add("zero")
     assert watches.lost(talks[1], "here", [0, 1, 2]) is None  # rank 2 comes first
-    assert watches.lost(talks[1], "here", [0, 2], all=True) == (0, "killed")
+    assert watches.lost(talks[1], "here", [0, 2], each=True) == (0, "killed")
     gone.add("two")
     assert watches.lost(talks[1], "here", [0, 1, 2]) == (2, "killed")
     assert watches.lost_soon([0, 1, 2], 1) == (0, "killed")
