@@ -1,8 +1,8 @@
-"""Muster: all ranks of a group say through the store that they are ready, before they do something together
-that cannot be called off.
+"""ReadyBarrier: all ranks of a group say through the store that they are ready, before they do something
+together that cannot be called off.
 
 Ranks that call for it come when they like; the others answer. So nobody waits in a transfer for a rank that
-is busy, frozen or not there: it is known before, and nothing has begun. A muster asks the store a number of
+is busy, frozen or not there: it is known before, and nothing has begun. A barrier asks the store a number of
 questions that does not grow with the ranks, but for naming those that are missing.
 """
 
@@ -17,46 +17,35 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .. import _C
+from .. import _C, errors
 from ..base.observe import Flight, Members
 from ..base.whereabouts import Site
-from ..errors import (
-    AbortedError,
-    DeadlineExceededError,
-    MeshcastError,
-    PeerLostError,
-    PlanMismatchError,
-)
+from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
 from .network import Network
 from .rails import interfaces
 from .store import store_of_life
 
-__all__ = ["Late", "Muster"]
+__all__ = ["Late", "ReadyBarrier"]
 
-_PREFIX = "muster"
+_PREFIX = "ready"
 _LOOK = 0.25  # seconds between two looks for ranks that have gone
 _DAY = timedelta(days=1)
-_GO, _LATE = "go", "late"  # verdicts of one muster; the others end all that would follow
-_ENDS: dict[str, type[MeshcastError]] = {
-    "closed": AbortedError,
-    "failed": AbortedError,
-    "refused": PlanMismatchError,
-    "lost": PeerLostError,
-}
+# Verdicts of one barrier. The others end all that would follow, and are named as their errors.
+_GO, _LATE = "go", DeadlineExceededError.__name__
 
 
 class Late(Exception):  # noqa: N818  no error of its own: it never leaves the package
-    """Some rank was not ready in time. Nothing has begun, and later musters may succeed."""
+    """Some rank was not ready in time. Nothing has begun, and later barriers may succeed."""
 
     def __init__(self, error: DeadlineExceededError) -> None:
         super().__init__(str(error))
         self.error = error
 
 
-class Muster:
+class ReadyBarrier:
     """One after the other, numbered alike on all ranks. Each rank uses it from one thread at a time.
 
-    The ranks that call for a muster take part in every one. Those that answer may be any number behind: they
+    The ranks that call for a barrier take part in every one. Those that answer may be any number behind: they
     find the verdicts that they have missed, one by one.
     """
 
@@ -83,7 +72,7 @@ class Muster:
 
     def open(self, calls: bool) -> None:
         """Tells the others that this rank is here, and does not wait for them. calls: it is one of those that
-        call for musters."""
+        call for barriers."""
         store = dist.PrefixStore(_PREFIX, self._open_store())
         self._store: Any = store_of_life(store, len(self._ranks))
         self._conversation = _C.Conversation(self._store, self._rank, len(self._ranks))
@@ -93,7 +82,7 @@ class Muster:
         self._conversation.say("here", json.dumps({"calls": calls, "network": self._network.offer()}))
 
     def called(self) -> bool:
-        """Whether somebody has called for the next muster, or ended them all."""
+        """Whether somebody has called for the next barrier, or ended them all."""
         return bool(self._conversation.verdict(self._call))
 
     @property
@@ -124,7 +113,7 @@ class Muster:
         self._conversation.say("at", str(number))
         if self._conversation.count(self._call, 1) < len(self._ranks):
             return
-        if self._settle(number, {"kind": _GO})["kind"] == _GO:
+        if self._settle(number, _GO)["kind"] == _GO:
             for past in range(self._first, number):  # all ranks have been through these
                 self._conversation.erase(f"called/{past}")
                 self._conversation.erase(f"verdict/{past}")
@@ -134,8 +123,8 @@ class Muster:
 
         deadline: by time.monotonic(), when this rank gives up; None: when others do. leaving(): why it
         leaves for good, "" while it does not. site: the line of the program that wants it, for the flight
-        record. Raises Late, or what has ended all musters."""
-        flight = Flight("muster", self._members, self._rank, None, self._name)
+        record. Raises Late, or what has ended all barriers."""
+        flight = Flight("barrier", self._members, self._rank, None, self._name)
         flight.lane, flight.position, flight.site = 0, self.number, site
         try:
             self._wait(deadline, leaving)
@@ -151,32 +140,32 @@ class Muster:
         def look() -> None:
             nonlocal looked
             if why := leaving():
-                self.end("failed", why)
+                self.end(AbortedError, why)
             elif deadline is not None and time.monotonic() - looked > _LOOK:
                 self.look_after(self._missing())
                 looked = time.monotonic()
 
         text = self._conversation.await_verdict(f"verdict/{number}", deadline, look)
-        said = json.loads(text) if text else self._settle(number, self._late(time.monotonic() - begin))
+        said = json.loads(text) if text else self._settle_late(time.monotonic() - begin)
         self.number = number + 1
         if said["kind"] == _GO:
             self._first = number
             self._find()
-        elif said["kind"] == _LATE:
-            raise Late(
-                DeadlineExceededError(
-                    f"rank {self._rank}: {said['text']}",
-                    rank=self._rank,
-                    peer=said["peer"],
-                    op=self._name,
-                    phase="agree",
-                    elapsed=said["elapsed"],
-                    limit=said["elapsed"],
-                )
-            )
-        else:
-            self.ended = self._ending(said)
-            raise self.ended
+            return
+        late = said["kind"] == _LATE
+        error: Any = getattr(errors, said["kind"])(
+            f"rank {self._rank}: {self._name}: {said['text']}",
+            rank=self._rank,
+            peer=None if said["peer"] == self._rank and not late else said["peer"],
+            op=self._name,
+            phase="agree",
+            elapsed=said["elapsed"],
+            limit=said["elapsed"],
+        )
+        if late:
+            raise Late(error)
+        self.ended = error
+        raise error
 
     def _find(self) -> None:
         """Reads what ranks say of themselves that have come meanwhile."""
@@ -186,7 +175,7 @@ class Muster:
                 self._known.add({rank: text})
 
     def callers(self) -> list[int]:
-        """Ranks that call for musters, as far as they are here."""
+        """Ranks that call for barriers, as far as they are here."""
         self._find()
         return [rank for rank in sorted(self._here) if json.loads(self._here[rank])["calls"]]
 
@@ -195,18 +184,17 @@ class Muster:
         return self._watches.lost_soon(self._ranks, self._rank)
 
     def look_after(self, ranks: Sequence[int]) -> None:
-        """Ends all musters where one of these ranks has gone."""
+        """Ends all barriers where one of these ranks has gone."""
         lost = self._watches.lost(self._conversation, "here", ranks, each=True)
         if lost is not None:
             text = f"rank {self._rank} lost rank {lost[0]}: {lost[1]}. Look at that rank's own output first."
-            self.end("lost", text, lost[0])
+            self.end(PeerLostError, text, lost[0])
 
-    def end(self, kind: str, text: str, peer: int | None = None) -> None:
-        """No muster succeeds after this. kind: "closed", "failed", "refused" or "lost". The other ranks get
-        its error; so does this one, from the next one that it waits for."""
+    def end(self, kind: type[MeshcastError], text: str, peer: int | None = None) -> None:
+        """No barrier succeeds after this. The other ranks get an error of this kind; so does this one, from
+        the next barrier that it waits for."""
         number = self.number
-        verdict = {"kind": kind, "text": text, "peer": self._rank if peer is None else peer}
-        while self._settle(number, verdict)["kind"] in (_GO, _LATE):
+        while self._settle(number, kind.__name__, text, peer)["kind"] in (_GO, _LATE):
             number += 1
         self._conversation.count(f"called/{number}", 0)  # wakes who waits for a call
 
@@ -215,33 +203,30 @@ class Muster:
         number = str(self.number)
         return [rank for rank in self._ranks if self._conversation.heard("at", rank) != number]
 
-    def _late(self, elapsed: float) -> dict[str, Any]:
+    def _settle_late(self, elapsed: float) -> dict[str, Any]:
         missing = self._missing()
         if not missing:  # the last one has come, and not yet said so
-            return {"kind": _GO}
-        texts = []
+            return self._settle(self.number, _GO)
         callers = self.callers()
         away = [rank for rank in missing if rank not in self._here]
+        due = [rank for rank in missing if rank in callers]
         silent = [rank for rank in missing if rank not in away and rank not in callers]
-        for ranks, what in (
-            (away, "have not constructed theirs"),
-            ([rank for rank in missing if rank in callers], "have not called"),
-            (silent, "are not ready: busy, stuck, or frozen"),
-        ):
-            if ranks:
-                texts.append(f"ranks {ranks} {what}")
-        text = f"{self._name}: after {elapsed:.1f} s {', and '.join(texts)}. Nothing was moved; call again"
-        return {"kind": _LATE, "text": text, "peer": missing[0], "elapsed": elapsed}
+        texts = [
+            f"ranks {ranks} {what}"
+            for ranks, what in (
+                (away, "have not constructed theirs"),
+                (due, "have not called"),
+                (silent, "are not ready: busy, stuck, or frozen"),
+            )
+            if ranks
+        ]
+        text = f"after {elapsed:.1f} s {', and '.join(texts)}. Nothing was moved; call again"
+        return self._settle(self.number, _LATE, text, missing[0], elapsed)
 
-    def _ending(self, said: dict[str, Any]) -> MeshcastError:
-        return _ENDS[said["kind"]](
-            f"rank {self._rank}: {self._name}: {said['text']}",
-            rank=self._rank,
-            peer=None if said["peer"] == self._rank else said["peer"],
-            op=self._name,
-            phase="agree",
-        )
-
-    def _settle(self, number: int, verdict: dict[str, Any]) -> dict[str, Any]:
-        """The verdict that counts: this one, or one given before."""
-        return dict(json.loads(self._conversation.verdict(f"verdict/{number}", json.dumps(verdict))))
+    def _settle(
+        self, number: int, kind: str, text: str = "", peer: int | None = None, elapsed: float | None = None
+    ) -> dict[str, Any]:
+        """The verdict that counts: this one, or one given before. peer: by default this rank."""
+        peer = self._rank if peer is None else peer
+        mine = json.dumps({"kind": kind, "text": text, "peer": peer, "elapsed": elapsed})
+        return dict(json.loads(self._conversation.verdict(f"verdict/{number}", mine)))
