@@ -83,7 +83,7 @@ class BackOff {
   void sleep(Clock::duration left) {
     const bool counts = left > Clock::duration::zero();
     sleep_for(counts ? std::min(pause_, std::max<Clock::duration>(left, Conversation::kFirstPause)) : pause_);
-    pause_ = std::min<Clock::duration>(pause_ * 3 / 2, longest_);
+    pause_ = std::min<Clock::duration>(pause_ * 2, longest_);
   }
 
  private:

@@ -111,7 +111,7 @@ class _Meetings:
         self._unwritten: list[int] = []
         self._thread: threading.Thread | None = None
         # The rest is the thread's alone.
-        self._connection: Any = None
+        self._conversation: _C.Conversation | None = None
         self._written: dict[int, dict[str, Any]] = {}  # letters, by peer
         self._read: dict[int, dict[str, Any]] = {}
         self._met: set[int] = set()  # with or without success
@@ -146,12 +146,12 @@ class _Meetings:
                     return
                 unwritten, self._unwritten = self._unwritten, []
             try:
-                if self._connection is None:
-                    # Own one: a wait in the store blocks every other user of the same connection.
-                    self._connection = self._store.clone()
+                if self._conversation is None:
+                    # On its own connection: others wait in that of the group, which blocks all its users.
+                    self._conversation = _C.Conversation(self._store.clone(), self._rank, len(self._ranks))
                 for peer in unwritten:
-                    self._write(peer)
-                senders = self._senders()
+                    self._write(self._conversation, peer)
+                senders = self._senders(self._conversation)
             except Exception as error:
                 for peer in range(len(self._ranks)):
                     if peer not in self._met and peer != self._rank:
@@ -165,32 +165,26 @@ class _Meetings:
             waited = time.monotonic() - begin
             pause = min(pause * 1.5, _LONGEST_PAUSE if waited < _SOON else _LATE_PAUSE)
 
-    def _senders(self) -> bool:
+    def _senders(self, conversation: _C.Conversation) -> bool:
         """Reads the letters that have come. Answers whether there was one."""
-        store, senders = self._connection, []
-        while store.check([f"bell/{self._rank}/{self._bells}"]):
-            senders.append(int(store.get(f"bell/{self._rank}/{self._bells}")))
+        senders: list[int] = []
+        while bell := conversation.verdict(f"bell/{self._rank}/{self._bells}"):
+            senders.append(int(bell))
             self._bells += 1
         if not senders and time.monotonic() > self._next_count:
             self._next_count = time.monotonic() + _COUNT_PAUSE
-            count = int(store.add(f"bells/{self._rank}", 0))
+            count = conversation.count(f"bells/{self._rank}", 0)
             if count >= self._bells:  # one died before it rang, but maybe others have rung since
                 self._bells = count + 1
-                senders = [
-                    at for at in range(len(self._ranks)) if store.check([self._letter(at, self._rank)])
-                ]
+                senders = list(range(len(self._ranks)))
         for peer in senders:
-            if peer not in self._read:
-                self._read[peer] = json.loads(store.get(self._letter(peer, self._rank)))
-                self._write(peer)
+            if peer not in self._read and (letter := conversation.heard(f"letter/{self._rank}", peer)):
+                self._read[peer] = json.loads(letter)
+                self._write(conversation, peer)
                 self._meet(peer)
         return bool(senders)
 
-    @staticmethod
-    def _letter(sender: int, receiver: int) -> str:
-        return f"letter/{receiver}/{sender}"
-
-    def _write(self, peer: int) -> None:
+    def _write(self, conversation: _C.Conversation, peer: int) -> None:
         if peer in self._written:
             return
         names, told = interfaces()
@@ -198,10 +192,9 @@ class _Meetings:
             self._network = Network(names, self._timeout, "ucx")
         letter: dict[str, Any] = {"told": told, "offer": self._network.offer()}
         self._written[peer] = letter
-        store = self._connection
-        store.set(self._letter(self._rank, peer), json.dumps(letter))
-        number = int(store.add(f"bells/{peer}", 1))
-        store.set(f"bell/{peer}/{number}", str(self._rank))
+        conversation.say(f"letter/{peer}", json.dumps(letter))
+        number = conversation.count(f"bells/{peer}", 1)
+        conversation.verdict(f"bell/{peer}/{number}", str(self._rank))
         if letter["offer"]["kind"] == "none":  # the other hears why, once it calls
             self._join(peer, {self._rank: letter})
 

@@ -314,7 +314,8 @@ class PipelineBoard:
         except _Settled:
             return {}
         values = {rank: json.loads(text) for rank, text in said.items()}
-        return {} if any("error" in value for value in values.values()) else decide(values)
+        failed = next((value for value in values.values() if "error" in value), None)
+        return {"error": failed["error"]} if failed else decide(values)
 
     def forget_past(self) -> None:
         """Deletes what agreements before the last one have left in the store. Only after one that all ranks
