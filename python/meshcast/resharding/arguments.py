@@ -14,9 +14,8 @@ from ..errors import LayoutError
 from ..groups.parent import ParentGroup
 from ..layout import Layout
 from ..spec import TensorSpec
-from ..transfers.call import Call
 from ..transfers.handle import Handle
-from ..transfers.persistent import PlanOptions
+from ..transfers.persistent import Call, PlanOptions
 from .autograd import differentiable_call
 from .compiled_call import Compiled, compile_call
 from .memory import storage_of

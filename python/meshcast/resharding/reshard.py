@@ -16,9 +16,8 @@ from ..errors import LayoutError
 from ..groups.parent import ParentGroup, parent_group, seconds
 from ..groups.telling import raise_refused
 from ..spec import TensorSpec
-from ..transfers.call import Call
 from ..transfers.handle import Handle
-from ..transfers.persistent import CallOptions, PlanOptions
+from ..transfers.persistent import Call, CallOptions, PlanOptions
 from .arguments import Request, call_key, compiled_call, handle_of, places_called, start
 from .compile_trace import traced_reshard
 from .compiled_call import Compiled
