@@ -401,9 +401,10 @@ def _begun(
     records = torch.is_grad_enabled()
     kinds = [call_key(request, records) for request in requests]
     key = None if None in kinds else (op, lost, *kinds, *options)
-    compiled: Compiled | None = None
-    with suppress(TypeError):  # of what cannot be hashed: compiling says what is wrong with it
+    try:
         compiled = parent.compiled.get(key)
+    except TypeError:  # of what cannot be hashed: compiling says what is wrong with it
+        compiled = None
     if compiled is None:
         compiled = compiled_call(parent, requests, key, op, options, lost)
     xs = [request.x if isinstance(request.x, DTensor) else None for request in requests]
