@@ -2,6 +2,7 @@
 """Types of the C++ module. Boxes are ((lo, hi), ...) per dimension; times are nanoseconds, rates bytes/s."""
 
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 from torch import Tensor, dtype
@@ -330,8 +331,6 @@ class Group:
     def core(self) -> GroupCore | None: ...
     def attached(self, key: str) -> Any: ...
     def attach(self, key: str, thing: Any) -> None: ...
-    def has_news(self) -> bool: ...
-    def take_news(self) -> MeshcastError | None: ...
     def cause(self) -> str | None: ...
     def posted_cause(self) -> str | None: ...
     def abort(self, reason: str) -> None: ...
@@ -363,10 +362,18 @@ class Transfer:
         group: Group,
         lane: int,
         is_shared: bool,
-        plans: Callable[[], tuple[str, str, Plan, Plan | None]],
+        plans: Callable[[], tuple[str, str, Plan, Plan | None, Mapping[str, Any], Mapping[str, Any] | None]],
+        op: str,
+        what: str,
+        members: Members,
+        medium: object | None,
+        source: list[tuple[tuple[int, ...] | None, dtype]],
+        destination: list[tuple[tuple[int, ...] | None, dtype]],
     ) -> None:
         """is_shared: with other transfers of the same descriptor. plans: compiles the op, the descriptor, the
-        plan and that of the backward."""
+        plan and that of the backward, and what the flight record shows of both. what: moves, in words.
+        medium: moves what is not on CPUs. source, destination: shapes of this rank's shards, None where it is
+        in no mesh of that side, and their types."""
 
     def agree_ahead(self, timeout: float, keep: object) -> None:
         """keep: lives at least until then."""
@@ -376,66 +383,144 @@ class Transfer:
         """Returns whether a start or an agreement has ended, well or not, by then."""
 
     def failure(self) -> Exception | None: ...
+    def new_flight(self, reverse: bool) -> Flight: ...
 
-class Start:
-    """One start of a transfer."""
+class Call:
+    """One call of a transfer. driven: who makes it waits at once."""
 
-    begun_again: int
-    """Number of times that it was begun once more, in another life of the group."""
+    def give(self, src: Sequence[Tensor | None], dst: Sequence[Tensor | None]) -> None:
+        """The tensors to be moved. Before submit()."""
 
-    def submit(self, group: Group) -> None: ...
-    def wait(self) -> None: ...
+    def submit(self) -> None:
+        """Counts the call and begins it behind all earlier ones of its lane."""
+
+    def wait(self) -> None:
+        """Blocks until the transfer has ended; raises its typed error, each time it is called. What a handler
+        of a signal raises ends the wait, and the group."""
+
     def is_completed(self) -> bool: ...
     def is_settled(self) -> bool:
         """Returns whether it runs, or has failed."""
 
-    def make_final(self) -> None: ...
+    def make_final(self) -> None:
+        """From here on it does not begin once more in another life of its group."""
+
     def when_settled(self, call: Callable[[], None]) -> None: ...
-    def retract(self, group: Group, why: str) -> Refusal:
-        """Tells the other ranks that the source was changed while the call may have travelled."""
+    def retract(self, why: str) -> Refusal | None:
+        """Tells the other ranks that the source was changed while the call may have travelled; None where it
+        could not have mattered."""
 
-    @property
-    def ordinal(self) -> int | None: ...
-    @property
-    def lane(self) -> int: ...
-    @property
-    def run(self) -> int:
-        """As that of its CallNumber."""
+    def copy_at_end(self, to: Tensor, source: Tensor) -> None:
+        """The first successful wait() copies `source` to `to`. Given before anybody can wait."""
 
+    def wrote(self, tensor: Tensor) -> None:
+        """The first successful wait() lets autograd know that `tensor` was written. Given likewise."""
+
+    def figures(self) -> dict[str, Any] | None:
+        """As GroupCore.stats; None before the transfer was started."""
+
+    def remaining(self) -> float:
+        """Returns the seconds until the limit."""
+
+    op: str
+    driven: bool
+    flight: Flight
+    number: CallNumber
+    timeout: float
+    deadline: float  # by time.monotonic()
     @property
     def work(self) -> Any: ...
     @property
     def error(self) -> Exception | None: ...
 
-class HostStart(Start):
-    """Tensors on CPUs, which the group itself moves."""
+class HostCall(Call):
+    """Of tensors on CPUs, which the group itself moves."""
 
     def __init__(
-        self,
+        self, transfer: Transfer, number: CallNumber, timeout: float, driven: bool, reverse: bool
+    ) -> None: ...
+    @staticmethod
+    def of_fitting(
         transfer: Transfer,
-        number: CallNumber,
         timeout: float,
-        reverse: bool,
-        op: str,
+        driven: bool,
         src: Sequence[Tensor | None],
         dst: Sequence[Tensor | None],
-    ) -> None: ...
+    ) -> HostCall | None:
+        """Returns a call with its tensors; None unless they are plain ones of the expected shapes and
+        types."""
 
-class PythonStart(Start):
-    """Tensors that something else brings to where they are moved, or moves."""
+class MediumCall(Call):
+    """Of tensors that the transfer's medium brings to where they are moved, or moves."""
+
+    def __init__(
+        self, transfer: Transfer, number: CallNumber, timeout: float, driven: bool, reverse: bool
+    ) -> None: ...
+    brought: Any  # what the medium keeps for it, until it has ended
+
+class Members:
+    """A private group as the flight record shows it. ranks: global ones; within: the process group that it
+    was made in, the same text on all of them."""
+
+    def __init__(self, name: str, ranks: Sequence[int] = (), within: str = "") -> None: ...
+    name: str
+    within: str
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
+class Traffic:
+    """Sums over the calls that carry the same messages: see csrc/core/group/record.h."""
+
+    def __init__(
+        self, op: str, bound: float = 0.0, rank: int = -1, moved: Sequence[tuple[int, int, int, int]] = ()
+    ) -> None:
+        """moved: sender, receiver, messages and bytes of each call."""
+
+    def ended(self, seconds: float, waited: float) -> None: ...
+    def failed(self) -> None: ...
+    def again(self) -> None: ...
+    def text(self) -> str: ...
+
+class Flight:
+    """One call in the flight record. It outlives the call and keeps no tensor alive."""
 
     def __init__(
         self,
-        transfer: Transfer,
-        number: CallNumber,
-        timeout: float,
-        reverse: bool,
         op: str,
-        ready: Callable[[], bool],
-        connect: Callable[[GroupCore, int], None],
-        begin: Callable[[GroupCore, AgreedPlan, int, bool, float], Any],
+        group: Members,
+        rank: int,
+        what: str = "",
+        lane: int | None = None,
+        position: int = 0,
+        site: tuple[CodeType, int] | None = None,
     ) -> None:
-        """begin: core, agreed plan, ordinal, whether it is a backward, seconds; returns the work."""
+        """what: moves, in words that are the same on all ranks. site: of the program; None: the innermost
+        line outside of meshcast and torch."""
+
+    def ended(self) -> None: ...
+    def failed(self, error: BaseException) -> None: ...
+    def again(self) -> None:
+        """It begins once more."""
+
+    op: str
+    group: Members
+    rank: int
+    begun: float  # seconds since the epoch
+    @property
+    def what(self) -> str: ...
+    @property
+    def site(self) -> tuple[CodeType, int] | None: ...
+    def progress(self) -> dict[str, Any]: ...
+
+def observe_by(observer: object) -> None:
+    """observer: see base/observe.py."""
+
+def flights() -> list[Flight]:
+    """Returns the last 2,000, the oldest first."""
+
+def calls_begun() -> int: ...
+def counted() -> tuple[dict[str, dict[str, Any]], dict[tuple[int, int], dict[str, Any]]]:
+    """Returns the sums over all calls, by operation and by (sender, receiver)."""
 
 def nccl_version() -> str: ...
 def nccl_unique_id() -> bytes: ...

@@ -72,7 +72,7 @@ def connect(ordinal: int, place: Place, limit: float, name: str = "") -> Excepti
     group.connect(GROUP_TIMEOUT)
     try:
         deadline = time.monotonic() + limit
-        gpu_lanes.connect_lanes(group, group.calls.core, (0, 1), place, (0, ordinal), deadline)
+        gpu_lanes.connect_lanes(group, group.core, (0, 1), place, (0, ordinal), deadline)
     except Exception as raised:
         return raised
     return None

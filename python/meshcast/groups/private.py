@@ -7,7 +7,6 @@ which life of the group, and how it fails.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch.distributed as dist
 
 from .. import _C
 from ..base import forks
-from ..base.observe import Completable, Members
 from ..errors import MeshcastError
 from ..topology import Topology
 from .meeting import Connector
@@ -47,14 +45,12 @@ class PrivateGroup(_C.Group):
         self.rank = rank
         self.timeout = timeout
         self.name = _group_name(self.ranks)
-        self.members = Members(self.name, self.ranks, within)  # as the flight record shows it
+        self.members = _C.Members(self.name, self.ranks, within)  # as the flight record shows it
         self.transfers: dict[Any, Any] = {}  # compiled ones, kept by make.py
         self.born = forks.count
         self._connector = Connector(self.ranks, rank, self.name, timeout, store, refusals)
         super().__init__(list(self.ranks), rank, self.name, self._connector, known, KEPT_AGREEMENTS)
         self.refusals = refusals
-        self._flying: list[Completable] = []
-        self._flying_limit = 64
 
     @property
     def topology(self) -> Topology | None:
@@ -77,16 +73,6 @@ class PrivateGroup(_C.Group):
         """Store of the core, once the ranks have met."""
         return self._connector.control
 
-    @property
-    def calls(self) -> _C.Group:
-        return self
-
-    def submit(self, start: _C.Start) -> None:
-        """Counts a call and begins it behind all earlier ones: at once in this thread where nothing has to be
-        waited for, else on the control thread. Raises AbortedError in a forked child."""
-        self.before_call()
-        start.submit(self)
-
     def before_call(self) -> None:
         """Raises AbortedError in a forked child. A refusal of which it was not known whose call it was is
         taken for one of this group."""
@@ -106,10 +92,6 @@ class PrivateGroup(_C.Group):
         """The same for a call of lane 0, or for prepare(), which is counted in no lane."""
         return self.refuse(NO_LANE if prepares else 0, error, timeout)
 
-    def take_news(self) -> MeshcastError | None:
-        """Returns the error of an earlier call that this rank has still to raise, once."""
-        return super().take_news() if self.has_news() else None
-
     def next_ordinal(self, lane: int) -> int:
         """Returns that of the next call that this rank makes."""
         if self.refusals.open:
@@ -127,28 +109,18 @@ class PrivateGroup(_C.Group):
             self.interrupted("prepare", raised)
             raise
 
-    def watch(self, launch: Completable) -> None:
-        """Remembers a transfer in flight, so that close() can let it finish."""
-        self._flying.append(launch)
-        if len(self._flying) > self._flying_limit:
-            self._flying = [other for other in self._flying if not other.is_completed()]
-            self._flying_limit = 2 * len(self._flying) + 64
-
     def interrupted(self, op: str, raised: BaseException) -> None:
         """Aborts the group after a handler of a signal has ended a wait of this rank."""
         text = f": {raised}" if str(raised) else ""
         self.abort(f"rank {self.rank} was interrupted in {op} by {type(raised).__name__}{text}")
 
     def close(self, limit: float) -> None:
-        """Ends the group in any state. Transfers in flight may finish until `limit`, by time.monotonic(): a
-        rank that only sends returns from its call before its peers have the data. Queued calls fail."""
-        while time.monotonic() < limit and not all(launch.is_completed() for launch in self._flying):
-            time.sleep(0.002)
+        """Ends the group in any state. Transfers in flight may finish until `limit`, by time.monotonic().
+        Queued calls fail."""
         super().close(limit)
         self._connector.close()
         # Compiled transfers refer to their group. Left in this cycle, the communicators would keep their
         # threads, which look for messages 100 times a second, until the garbage collector comes by.
-        self._flying.clear()
         self.transfers.clear()
 
 

@@ -124,8 +124,7 @@ class ReadyBarrier:
         deadline: by time.monotonic(), when this rank gives up; None: when others do. leaving(): why it
         leaves for good, "" while it does not. site: the line of the program that wants it, for the flight
         record. Raises Late, or what has ended all barriers."""
-        flight = Flight("barrier", self._members, self._rank, None, self._name)
-        flight.lane, flight.position, flight.site = 0, self.number, site
+        flight = Flight("barrier", self._members, self._rank, self._name, 0, self.number, site)
         try:
             self._wait(deadline, leaving)
         except BaseException as raised:

@@ -265,8 +265,7 @@ class PipelineBoard:
             self._ask(tell, 0.0, f"telling {topic!r}")
 
     def _flight(self, topic: str) -> Flight:
-        flight = Flight("pipeline", self._members, self.rank, None, topic)
-        flight.lane, flight.position = 0, self.agreements
+        flight = Flight("pipeline", self._members, self.rank, topic, 0, self.agreements)
         self.agreements += 1
         self._past.append(topic)
         return flight

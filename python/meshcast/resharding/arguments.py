@@ -14,9 +14,8 @@ from ..errors import LayoutError
 from ..groups.parent import ParentGroup
 from ..layout import Layout
 from ..spec import TensorSpec
-from ..transfers.call import Call
 from ..transfers.handle import Handle
-from ..transfers.persistent import PlanOptions
+from ..transfers.persistent import Call, PlanOptions
 from .autograd import differentiable_call
 from .compiled_call import Compiled, compile_call
 from .memory import storage_of
@@ -48,7 +47,8 @@ class Request(NamedTuple):
 
 
 def call_key(request: Request, needs_grad: bool) -> Any:
-    """Equal for requests that compile to the same; None for arguments that are wrong anyway."""
+    """Equal for requests that compile to the same; None, or what has no hash, for arguments that are wrong
+    anyway."""
     x, grad_placements = request.x, request.grad_placements
     try:
         destination = (
@@ -58,11 +58,9 @@ def call_key(request: Request, needs_grad: bool) -> Any:
             None if grad_placements is None else tuple(grad_placements),
         )
         source = x._spec if isinstance(x, DTensor) else (x.shape, x.dtype, x.mesh, x.placements)
-        key = (source, needs_grad and x.requires_grad, *destination)
-        hash(key)
+        return (source, needs_grad and x.requires_grad, *destination)
     except Exception:  # compiling them says what is wrong
         return None
-    return key
 
 
 def places_called(source: Any, destination: Any, lost: Sequence[int] = ()) -> list[Any]:

@@ -25,7 +25,7 @@ from ..transfers.shards import settled
 from .dtensors import as_dtensor
 
 if TYPE_CHECKING:
-    from ..transfers.call import Call, CallNumber
+    from ..transfers.persistent import Call, CallNumber
     from .compiled_call import Compiled
     from .tensor_move import TensorMove
 

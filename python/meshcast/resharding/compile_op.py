@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import LayoutError, MeshcastError
-from ..transfers.call import CallNumber
+from ..transfers.persistent import CallNumber
 
 if TYPE_CHECKING:
     from .compiled_call import Compiled

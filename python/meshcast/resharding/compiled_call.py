@@ -15,14 +15,14 @@ from ..transfers.casts import Casts
 from ..transfers.make import kept_transfer, new_transfer
 from ..transfers.persistent import PersistentTransfer, PlanOptions, ranks_of
 from .lost import living
-from .memory import note_written, overlaps
+from .memory import overlaps
 from .mesh_family import slices_called
 from .tensor_move import Destination, Source, TensorMove, compile_move
 
 if TYPE_CHECKING:
     from ..groups.parent import ParentGroup
     from ..planning.plan import Problem
-    from ..transfers.call import Call
+    from ..transfers.persistent import Call
 
 __all__ = ["Compiled", "compile_call"]
 
@@ -57,7 +57,8 @@ class Compiled:
         observe(i, shard) sees what travels from here, in the type it travels in, before it does. driven: the
         caller waits at once."""
         results, sources, targets = [], [], []
-        last_steps: list[Callable[[], None]] = []
+        cast: list[tuple[torch.Tensor, torch.Tensor]] = []
+        written: list[torch.Tensor] = []
         for index, (move, x) in enumerate(zip(self.moves, xs, strict=True)):
             out = None if outs is None else outs[index]
             result = move.allocate() if out is None else out
@@ -72,9 +73,9 @@ class Compiled:
                 if move.ends.destination != move.dtype:
                     kind = move.ends.destination
                     target = torch.empty(move.local_shape, dtype=kind, device=move.device)
-                    last_steps.append(_copying(local, target))
+                    cast.append((local, target))
                 if out is not None:
-                    last_steps.append(_noting_change(out))
+                    written += (out, local)
                     if source is not None and overlaps(source, target):
                         # Neighbours would read what already came in from others.
                         source = source.clone()
@@ -83,8 +84,10 @@ class Compiled:
         if self.transfer is None:
             return results, None
         call = self.transfer.launch(sources, targets, timeout, driven=driven)
-        if last_steps:
-            call.on_success(lambda: _run_all(last_steps))
+        for local, target in cast:
+            call.copy_at_end(local, target)
+        for tensor in written:
+            call.wrote(tensor)
         return results, call
 
 
@@ -161,22 +164,3 @@ def _casts(moves: Sequence[TensorMove]) -> Casts | None:
     back = tuple(move.gradient.ends for move in moves if move.gradient is not None)
     casts = any(ends.source != ends.destination for ends in (*forth, *back))
     return Casts(forth, back) if casts else None
-
-
-def _copying(to: torch.Tensor, from_: torch.Tensor) -> Callable[[], None]:
-    def step() -> None:
-        with torch.no_grad():
-            to.copy_(from_)
-        if from_.is_cuda:  # made under the stream of the call, read under that of the wait
-            from_.record_stream(torch.cuda.current_stream(from_.device))
-
-    return step
-
-
-def _noting_change(out: DTensor) -> Callable[[], None]:
-    return lambda: note_written(out, out._local_tensor)
-
-
-def _run_all(steps: Sequence[Callable[[], None]]) -> None:
-    for step in steps:
-        step()

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError, MeshcastError, typed
 from ..groups.parent import ParentGroup
-from ..transfers.call import Call
 from ..transfers.handle import Handle
+from ..transfers.persistent import Call
 from .arguments import Request, destination_of, source_of
 from .mesh_family import slices_called
 from .state_arguments import Given

@@ -20,7 +20,7 @@ from ..transfers.handle import Handle
 from ..transfers.make import kept_transfer
 from ..transfers.persistent import CallOptions, PersistentTransfer, PlanOptions
 from .dtensors import copied
-from .memory import check_storage, note_written, overlaps, storage_of
+from .memory import check_storage, overlaps, storage_of
 from .reduction import check_reducible
 
 if TYPE_CHECKING:
@@ -146,8 +146,7 @@ def reshard_local(
     except Exception as error:
         raise_refused(error, _OP, [src_layout, dst_layout], group, timeout)
     if dst is not None:
-        written = dst
-        call.on_success(lambda: note_written(written))
+        call.wrote(dst)
     handle = Handle(call, dst, lambda: transfer.plan.lower_bound, watched)
     return handle if async_op else handle.wait()
 

@@ -16,9 +16,8 @@ from ..errors import LayoutError
 from ..groups.parent import ParentGroup, parent_group, seconds
 from ..groups.telling import raise_refused
 from ..spec import TensorSpec
-from ..transfers.call import Call
 from ..transfers.handle import Handle
-from ..transfers.persistent import CallOptions, PlanOptions
+from ..transfers.persistent import Call, CallOptions, PlanOptions
 from .arguments import Request, call_key, compiled_call, handle_of, places_called, start
 from .compile_trace import traced_reshard
 from .compiled_call import Compiled
@@ -402,9 +401,10 @@ def _begun(
     records = torch.is_grad_enabled()
     kinds = [call_key(request, records) for request in requests]
     key = None if None in kinds else (op, lost, *kinds, *options)
-    compiled: Compiled | None = None
-    with suppress(TypeError):  # of what cannot be hashed: compiling says what is wrong with it
+    try:
         compiled = parent.compiled.get(key)
+    except TypeError:  # of what cannot be hashed: compiling says what is wrong with it
+        compiled = None
     if compiled is None:
         compiled = compiled_call(parent, requests, key, op, options, lost)
     xs = [request.x if isinstance(request.x, DTensor) else None for request in requests]

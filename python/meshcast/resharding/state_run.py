@@ -20,8 +20,8 @@ from ..base import checks
 from ..errors import AbortedError, DeadlineExceededError, PeerLostError, PlanMismatchError, typed, was_told
 from ..groups.parent import ParentGroup
 from ..layout import Layout
-from ..transfers.call import Call
 from ..transfers.digest import shard_digest, values_digest
+from ..transfers.persistent import Call
 from .dtensors import copied
 from .state_arguments import Given, StateCall, checked_call
 from .state_batches import Batch, compile_batches

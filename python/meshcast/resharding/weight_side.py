@@ -226,7 +226,7 @@ class Side:
                 self._moves,
             )
             assert result.version is not None  # each rank that pushes gives one
-            each = [call.statistics() for call in made if call.statistics is not None]
+            each = [figures for call in made if (figures := call.figures()) is not None]
             sent, got = (
                 sum(int(figures[name]) for figures in each) for name in ("bytes_sent", "bytes_received")
             )

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import LayoutError, MeshcastError
-from .call import Call
 from .casts import Types, types_text
 from .gpu_lanes import connect_lanes, gpu_of
 from .gpu_offer import CAPTURED, several_gpus
-from .medium import Started, Statistics
+from .medium import Medium, Started, Statistics
 from .shards import Shards
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["GpuMedium"]
 
 
-class GpuMedium:
+class GpuMedium(Medium):
     """Tensors on GPUs, one GPU per rank. lanes: that need communicators, the transfer's own first. types: of
     the tensors on the way there and back, see casts.types_of."""
 
@@ -50,21 +49,27 @@ class GpuMedium:
         if torch.cuda.is_current_stream_capturing():
             raise LayoutError(f"{self._op}: {CAPTURED}", rank=self._group.rank, op=self._op)
 
-    def bring(self, call: Call, src: Shards, dst: Shards, *, reverse: bool) -> tuple[Shards, Shards]:  # noqa: ARG002
+    def bring(self, call: _C.MediumCall, src: Shards, dst: Shards, *, reverse: bool) -> tuple[Shards, Shards]:  # noqa: ARG002
         # In the caller's thread: what its stream holds now is what the transfer comes behind, however much
         # later it is started.
         call.brought = _Mark((*src, *dst))
         return src, dst
 
-    def ready(self, call: Call) -> bool:  # noqa: ARG002
+    def ready(self, call: _C.MediumCall) -> bool:  # noqa: ARG002
         gpu = gpu_of(self._group)
         return gpu is not None and gpu.lanes.issuperset(self._lanes)
 
-    def connect(self, core: _C.GroupCore, call: Call, ordinal: int) -> None:
+    def connect(self, core: _C.GroupCore, call: _C.MediumCall, ordinal: int) -> None:
         number = (self._lanes[0], ordinal)
         connect_lanes(self._group, core, self._lanes, call.brought, number, call.deadline)
 
-    def start(self, core: _C.GroupCore, call: Call, agreed: _C.AgreedPlan, **arguments: Any) -> Started:  # noqa: ARG002
+    def start(
+        self,
+        core: _C.GroupCore,  # noqa: ARG002  the GPU's own core moves them
+        call: _C.MediumCall,
+        agreed: _C.AgreedPlan,
+        **arguments: Any,
+    ) -> Started:
         mark, gpu = call.brought, gpu_of(self._group)
         if mark.problem is not None:
             raise MeshcastError(f"{call.op}: {mark.problem}", op=call.op) from mark.problem

@@ -10,7 +10,7 @@ from ..planning.plan import Problem
 from .casts import types_of
 from .gpu_medium import GpuMedium
 from .gpu_offer import DeviceTypes
-from .medium import HostMedium, Medium
+from .medium import Medium
 from .persistent import DEFAULT_OPTIONS, REVERSE_LANE, PersistentTransfer, PlanOptions, ranks_of
 from .pinned_medium import PinnedMedium
 
@@ -68,10 +68,8 @@ def new_transfer(
     """A transfer with a slot of its own, which it agrees on within its first launch. device_types: see
     gpu_offer.device_types_of; casts: what it casts, between GPUs alone; more: lane, kind of
     PersistentTransfer."""
-    medium: Medium
-    if device_types == ("cpu", "cpu"):
-        medium = HostMedium()
-    else:
+    medium: Medium | None = None
+    if device_types != ("cpu", "cpu"):
         group = parent.private(ranks_of(problems), op)
         if device_types == ("cuda", "cuda"):
             lane = more.get("lane", 0)

@@ -1,14 +1,15 @@
-"""Medium: where the tensors of a transfer are, and what moves them between ranks."""
+"""Medium: moves the tensors of a transfer that are not all on CPUs."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 from .. import _C
-from .call import Call
+from ..errors import typed
 from .shards import Shards
 
-__all__ = ["HostMedium", "Medium", "Started", "StartingMedium", "Statistics"]
+__all__ = ["Medium", "Started", "Statistics"]
 
 
 class Statistics:
@@ -29,46 +30,43 @@ class Statistics:
 Started = tuple[Any, Statistics]  # a work, and what it tells
 
 
-class Medium(Protocol):
-    """Place of the tensors of a transfer, as the transfer needs it. One object serves one transfer."""
+class Medium(ABC):
+    """Place of the tensors of a transfer, as its calls need it. One object serves one transfer."""
 
-    by_host: bool
+    by_host: ClassVar[bool]
     """Whether the host moves the bytes, over the interfaces of its group."""
 
-    def check(self, shards: Shards) -> None:
-        """In the caller's thread. Raises LayoutError for shards it cannot move."""
+    def check(self, shards: Shards) -> None:  # noqa: B027  most can move all
+        """Raises LayoutError for shards it cannot move. In the caller's thread."""
 
-    def bring(self, call: Call, src: Shards, dst: Shards, *, reverse: bool) -> tuple[Shards, Shards]:
-        """The shards where they can be moved; in the caller's thread, before the call is counted. What it
-        raises is told to the other ranks."""
+    @abstractmethod
+    def bring(self, call: _C.MediumCall, src: Shards, dst: Shards, *, reverse: bool) -> tuple[Shards, Shards]:
+        """Returns the shards where they can be moved; in the caller's thread, before the call is counted.
+        What it raises is reported to the other ranks."""
 
-    def text(self) -> str:
-        """For descriptors: "" for the host, whose texts name no place."""
+    @abstractmethod
+    def ready(self, call: _C.MediumCall) -> bool:
+        """Returns whether a start would not have to wait. Only while no command of the group is running."""
 
+    def connect(self, core: _C.GroupCore, call: _C.MediumCall, ordinal: int) -> None:  # noqa: B027
+        """Makes connections of its own, where some lack, once the ranks have agreed on the call `ordinal`."""
 
-class StartingMedium(Medium, Protocol):
-    """One that starts the plan itself."""
-
-    def ready(self, call: Call) -> bool:
-        """Whether a start would not have to wait. Only while no command of the group is running."""
-
-    def connect(self, core: _C.GroupCore, call: Call, ordinal: int) -> None:
-        """Once the ranks have agreed on the call `ordinal`: makes connections of its own, where some lack."""
-
-    def start(self, core: _C.GroupCore, call: Call, agreed: _C.AgreedPlan, **arguments: Any) -> Started:
+    @abstractmethod
+    def start(
+        self, core: _C.GroupCore, call: _C.MediumCall, agreed: _C.AgreedPlan, **arguments: Any
+    ) -> Started:
         """Starts the plan; the arguments are those of GroupCore.start."""
 
+    def begin(
+        self, core: _C.GroupCore, call: _C.MediumCall, agreed: _C.AgreedPlan, **arguments: Any
+    ) -> Started:
+        """The same for the group; raises typed errors."""
+        try:
+            return self.start(core, call, agreed, **arguments)
+        except Exception as error:
+            found = typed(error, call.op, call.flight.rank)
+            raise found from error.__cause__ if found is error else error
 
-class HostMedium:
-    """Tensors on CPUs: the private group's own connections move them, and need nothing from here."""
-
-    by_host = True
-
-    def check(self, shards: Shards) -> None:
-        pass
-
-    def bring(self, call: Call, src: Shards, dst: Shards, *, reverse: bool) -> tuple[Shards, Shards]:  # noqa: ARG002
-        return src, dst
-
+    @abstractmethod
     def text(self) -> str:
-        return ""
+        """Returns what a descriptor says of it; that of CPUs names no place."""

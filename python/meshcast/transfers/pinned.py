@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from .call import Call
+    from .. import _C
 
 __all__ = ["PinnedPool"]
 
@@ -27,7 +27,7 @@ class PinnedPool:
     def __init__(self, pinned: Callable[[int], torch.Tensor]) -> None:
         self._pinned = pinned  # allocates so many bytes
         self._free: dict[int, list[torch.Tensor]] = {}
-        self._loans: list[tuple[Call, list[torch.Tensor]]] = []
+        self._loans: list[tuple[_C.Call, list[torch.Tensor]]] = []
         self._lock = threading.Lock()
 
     def lend(self, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -37,7 +37,7 @@ class PinnedPool:
             self._collect()
             return [self._block(size) for size in sizes]
 
-    def watch(self, call: Call, blocks: list[torch.Tensor]) -> None:
+    def watch(self, call: _C.Call, blocks: list[torch.Tensor]) -> None:
         """The blocks are the call's until it has ended, on the GPU as well."""
         with self._lock:
             self._loans.append((call, blocks))
@@ -64,7 +64,7 @@ class PinnedPool:
         return free.pop() if free else self._pinned(rounded)
 
 
-def _succeeded(call: Call) -> bool:
+def _succeeded(call: _C.Call) -> bool:
     """Of a call that has ended."""
     if call.error is not None:
         return False

@@ -21,7 +21,7 @@ from .gpu_offer import CAPTURED, several_gpus
 from .shards import Shards, filled
 
 if TYPE_CHECKING:
-    from .call import Call
+    from .. import _C
     from .gpu_copies import Copies, Event
     from .pinned import PinnedPool
 
@@ -45,7 +45,7 @@ class Passage:
         self,
         copies: Copies,
         pool: PinnedPool,
-        call: Call,
+        call: _C.Call,
         rank: int,
         src: Shards,
         dst: Shards,

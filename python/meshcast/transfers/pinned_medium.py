@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MeshcastError
 from . import gpu_copies
-from .call import Call
 from .gpu_offer import DeviceTypes
-from .medium import Started, Statistics
+from .medium import Medium, Started, Statistics
 from .pinned import PinnedPool
 from .pinned_copy import Passage
 from .shards import Shards
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["PinnedMedium"]
 
 
-class PinnedMedium:
+class PinnedMedium(Medium):
     """One end of the transfer is on GPUs."""
 
     by_host = True
@@ -31,10 +30,7 @@ class PinnedMedium:
     def __init__(self, group: PrivateGroup, device_types: DeviceTypes) -> None:
         self._group, self._device_types = group, device_types
 
-    def check(self, shards: Shards) -> None:
-        pass
-
-    def bring(self, call: Call, src: Shards, dst: Shards, *, reverse: bool) -> tuple[Shards, Shards]:
+    def bring(self, call: _C.MediumCall, src: Shards, dst: Shards, *, reverse: bool) -> tuple[Shards, Shards]:
         source, destination = (kind == "cuda" for kind in self._device_types)
         on_gpu = (destination, source) if reverse else (source, destination)
         group, copies = self._group, gpu_copies.COPIES
@@ -51,13 +47,12 @@ class PinnedMedium:
                 raise
         return passage.src, passage.dst
 
-    def ready(self, call: Call) -> bool:
+    def ready(self, call: _C.MediumCall) -> bool:
         return bool(call.brought.has_left())
 
-    def connect(self, core: _C.GroupCore, call: Call, ordinal: int) -> None:
-        pass
-
-    def start(self, core: _C.GroupCore, call: Call, agreed: _C.AgreedPlan, **arguments: Any) -> Started:
+    def start(
+        self, core: _C.GroupCore, call: _C.MediumCall, agreed: _C.AgreedPlan, **arguments: Any
+    ) -> Started:
         passage: Passage = call.brought
         try:
             passage.leave(self._group.cause)
