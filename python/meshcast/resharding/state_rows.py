@@ -16,7 +16,7 @@ from ..groups.board import Board, NotPostedError
 from ..groups.store import within
 from ..layout import Layout
 from ..planning.plan import Problem
-from ..transfers.make import kept_transfer
+from ..transfers.transfer import kept_transfer
 
 if TYPE_CHECKING:
     from ..groups.parent import ParentGroup
