@@ -221,9 +221,9 @@ def torn(context) -> None:
 
 def _between(context, change, call, victim: str, **options) -> None:
     """Runs `change` on rank 1 once its data has left, and before its digests are taken."""
-    from meshcast.transfers import persistent
+    from meshcast.transfers import transfer as transfers
 
-    original = persistent.PersistentTransfer.launch
+    original = transfers.PersistentTransfer.launch
 
     def launch(self, sources, *arguments, **options):
         call = original(self, sources, *arguments, **options)
@@ -232,11 +232,11 @@ def _between(context, change, call, victim: str, **options) -> None:
             change()
         return call
 
-    persistent.PersistentTransfer.launch = launch
+    transfers.PersistentTransfer.launch = launch
     try:
         raises(meshcast.MeshcastError, victim, lambda: call(**options))
     finally:
-        persistent.PersistentTransfer.launch = original
+        transfers.PersistentTransfer.launch = original
 
 
 def flipped(context) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from meshcast.pipelining import PipelineStage, get_schedule_class
 from meshcast.pipelining.action import Action, ActionKind
 from meshcast.transfers.medium import Medium, Statistics
-from meshcast.transfers.persistent import PersistentTransfer
+from meshcast.transfers.transfer import PersistentTransfer
 from multiproc.pipeline_models import CPU, TIMEOUT, train_alone
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor

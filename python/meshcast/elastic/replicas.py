@@ -28,7 +28,7 @@ from ..resharding.state_specs import OP as MOVE
 from ..resharding.state_specs import decode
 from ..resharding.state_values import carried, is_carried, restored
 from ..transfers.handle import Handle
-from ..transfers.persistent import Call
+from ..transfers.transfer import Call
 from .copies import Copies, Copy
 from .guests import Guests, box_views
 from .places import Old, old_layouts

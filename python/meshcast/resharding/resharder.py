@@ -13,13 +13,11 @@ from ..groups.parent import parent_group, seconds
 from ..groups.telling import raise_refused
 from ..spec import TensorSpec
 from ..transfers.handle import Handle
-from ..transfers.persistent import Call, PlanOptions
-from .arguments import handle_of, places_called, source_of
+from ..transfers.transfer import Call, PlanOptions
 from .autograd import differentiable_call
-from .compiled_call import compile_call
-from .dtensors import copied
-from .memory import check_storage
-from .tensor_move import Destination, positive_placements
+from .compiled import compile_call, handle_of, places_called, source_of
+from .memory import check_storage, copied
+from .meshes import Destination, positive_placements
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from ..groups.parent import ParentGroup
-from ..transfers.futures import call_back
-from ..transfers.handle import Handle
-from ..transfers.persistent import Call
+from ..transfers.handle import Handle, call_back
+from ..transfers.transfer import Call
 from .state_kept import Known
 from .state_results import ReshardedState
 from .state_run import Conversation, Prepared, conversation

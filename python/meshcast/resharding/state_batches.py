@@ -13,15 +13,14 @@ from ..errors import DeadlineExceededError, mark_told
 from ..groups.parent import ParentGroup
 from ..layout import Layout
 from ..planning.plan import Problem
-from ..transfers.casts import Casts, Ends, ends_of
-from ..transfers.gpu_offer import DeviceTypes, require_gpu
-from ..transfers.make import new_transfer
-from ..transfers.persistent import Call, PersistentTransfer, PlanOptions, ranks_of
-from .reduction import Reduction, check_reducible, reduced_layout, reduction_inside
+from ..transfers.gpu import require_gpu
+from ..transfers.medium import Casts, DeviceTypes, Ends, ends_of
+from ..transfers.transfer import Call, PersistentTransfer, PlanOptions, new_transfer, ranks_of
+from .compiled import Reduction, check_reducible, reduced_layout, reduction_inside, wire_dtype
+from .meshes import Source
 from .state_arguments import StateCall
 from .state_moves import Agreed, Move
 from .state_specs import OP
-from .tensor_move import Source, wire_dtype
 
 __all__ = ["Batch", "Part", "compile_batches"]
 

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from ..groups.parent import parent_group, seconds
 from ..transfers.handle import Handle
-from ..transfers.persistent import Call
+from ..transfers.transfer import Call
 from .state_again import Repeated
 from .state_arguments import Given
 from .state_background import started

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from ..groups.store import within
 from ..layout import Layout
 from ..planning.plan import Problem
-from ..transfers.make import kept_transfer
+from ..transfers.transfer import kept_transfer
 
 if TYPE_CHECKING:
     from ..groups.parent import ParentGroup

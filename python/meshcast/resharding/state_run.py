@@ -21,8 +21,8 @@ from ..errors import AbortedError, DeadlineExceededError, PeerLostError, PlanMis
 from ..groups.parent import ParentGroup
 from ..layout import Layout
 from ..transfers.digest import shard_digest, values_digest
-from ..transfers.persistent import Call
-from .dtensors import copied
+from ..transfers.transfer import Call
+from .memory import copied
 from .state_arguments import Given, StateCall, checked_call
 from .state_batches import Batch, compile_batches
 from .state_digests import Digests, check_twins, check_whole

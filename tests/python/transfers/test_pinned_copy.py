@@ -11,8 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from meshcast.errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
-from meshcast.transfers.pinned import PinnedPool
-from meshcast.transfers.pinned_copy import Passage
+from meshcast.transfers.pinned import Passage, PinnedPool
 from multiproc.fake_gpu import FakeGpu
 
 pytestmark = pytest.mark.timeout(60)

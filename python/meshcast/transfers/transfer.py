@@ -16,26 +16,28 @@ from ..base.checks import dtype_name
 from ..errors import LayoutError, MeshcastError, mark_told, typed
 from ..groups.parent import ParentGroup, seconds
 from ..planning.plan import Plan, Problem, plan_many
-from .gpu_offer import DeviceTypes
+from .gpu import GpuMedium
 from .handle import Handle
-from .medium import Medium
-from .shards import Shards, check_shards, filled, resolved, tensor_text
+from .medium import DeviceTypes, Medium, Shards, check_shards, filled, resolved, tensor_text, types_of
+from .pinned import PinnedMedium
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ..layout import Layout
     from ..topology import Topology
-    from .casts import Casts
+    from .medium import Casts
 
 __all__ = [
-    "DEFAULT_OPTIONS",
-    "REVERSE_LANE",
     "Call",
     "CallNumber",
     "CallOptions",
+    "DEFAULT_OPTIONS",
     "PersistentTransfer",
     "PlanOptions",
+    "REVERSE_LANE",
+    "kept_transfer",
+    "new_transfer",
     "ranks_of",
 ]
 
@@ -306,3 +308,84 @@ def _facts(plan: Plan, rank: int) -> dict[str, Any]:
 def ranks_of(problems: Sequence[Problem]) -> list[int]:
     """Ranks of all meshes, ascending: the private group of these problems."""
     return sorted({rank for _, _, src, dst in problems for rank in (*src.ranks, *dst.ranks)})
+
+
+_KEPT = 256  # transfers of a group, which this rank keeps for later calls
+
+
+def kept_transfer(
+    parent: ParentGroup,
+    problems: Sequence[Problem],
+    op: str,
+    options: PlanOptions = DEFAULT_OPTIONS,
+    *,
+    backward: Sequence[Problem] | None = None,
+    device_types: DeviceTypes = ("cpu", "cpu"),
+    casts: Casts | None = None,
+) -> PersistentTransfer:
+    """The transfer of an ordinary call: one kept from before, or a new one. It agrees within a launch, unless
+    the ranks have agreed on one of its kind, so that every call takes one ordinal in either case."""
+    kept = parent.private(ranks_of(problems), op).transfers
+    kind = (op, tuple(problems), None if backward is None else tuple(backward), options, device_types, casts)
+    transfer: PersistentTransfer | None = kept.get(kind)
+    if transfer is None:
+        transfer = new_transfer(
+            parent,
+            problems,
+            op,
+            options,
+            backward=backward,
+            device_types=device_types,
+            casts=casts,
+            kind=kind,
+        )
+        if len(kept) >= _KEPT:
+            kept.pop(next(iter(kept)), None)
+        kept[kind] = transfer
+    return transfer
+
+
+def new_transfer(
+    parent: ParentGroup,
+    problems: Sequence[Problem],
+    op: str,
+    options: PlanOptions = DEFAULT_OPTIONS,
+    *,
+    backward: Sequence[Problem] | None = None,
+    device_types: DeviceTypes = ("cpu", "cpu"),
+    casts: Casts | None = None,
+    **more: Any,
+) -> PersistentTransfer:
+    """A transfer with a slot of its own, which it agrees on within its first launch. device_types: see
+    medium.device_types_of; casts: what it casts, between GPUs alone; more: lane, kind of
+    PersistentTransfer."""
+    medium: Medium | None = None
+    if device_types != ("cpu", "cpu"):
+        group = parent.private(ranks_of(problems), op)
+        if device_types == ("cuda", "cuda"):
+            lane = more.get("lane", 0)
+            # Of both directions: in a backward, ranks may come by too late to make one.
+            lanes = (lane,) if backward is None else (lane, REVERSE_LANE)
+            medium = GpuMedium(group, op, lanes, _types(problems, backward, casts))
+        else:
+            medium = PinnedMedium(group, device_types)
+    return PersistentTransfer(
+        parent,
+        problems,
+        op,
+        options,
+        backward=backward,
+        medium=medium,
+        device_types=device_types,
+        casts=casts,
+        **more,
+    )
+
+
+def _types(problems: Sequence[Problem], backward: Sequence[Problem] | None, casts: Casts | None) -> Any:
+    """Of the tensors on the way there and, in the backward, back; see types_of."""
+    if casts is None:
+        return (), ()
+    forth = [dtype for _, dtype, _, _ in problems]
+    back = [dtype for _, dtype, _, _ in backward or ()]
+    return types_of(forth, casts.forth), types_of(back, casts.back)
