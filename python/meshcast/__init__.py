@@ -148,7 +148,7 @@ _HOME = {
     "prepare": "groups.prepare",
     "reshard": "resharding.reshard",
     "reshard_": "resharding.reshard",
-    "reshard_local": "resharding.local",
+    "reshard_local": "resharding.reshard",
     "reshard_many": "resharding.reshard",
     "reshard_state_dict": "resharding.state_dict",
 }
