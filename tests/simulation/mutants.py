@@ -51,14 +51,14 @@ MUTANTS = [
     Mutant(
         "agree: a rank is counted twice",
         "group/agreement.cpp",
-        "int64_t alike = bulletin.count(",
-        "bulletin.count(call.lane, call.ordinal, digest);\n  int64_t alike = bulletin.count(",
+        "bool all = alike.answer(group.place());",
+        "alike.answer(group.place());\n  bool all = alike.answer(group.place());",
     ),
     Mutant(
         "agree: descriptors are not compared",
         "group/agreement.cpp",
-        "if (posting.rejected || posting.text != descriptor) raise_mismatch",
-        "if (posting.rejected) raise_mismatch",
+        "if (other.rejected || other.text != descriptor) throw",
+        "if (other.rejected) throw",
     ),
     Mutant(
         "agree: no back-off",
@@ -75,14 +75,44 @@ MUTANTS = [
     Mutant(
         "agree: the first rank's slot is read wrong",
         "group/agreement.cpp",
-        "if (other == first) slot = posting.slot;",
-        "if (other == first) slot = posting.slot + (group.rank & 1);",
+        "if (posting.rank == first) slot = posting.slot;",
+        "if (posting.rank == first) slot = posting.slot + (group.rank & 1);",
     ),
     Mutant(
         "agree: lost ranks are not looked for",
         "group/agreement.cpp",
-        "    if (now - started > kLookForPeers) {",
-        "    if (false) {",
+        "    if (now - started > kLookForPeers && knows_who_came)\n",
+        "    if (false)\n",
+    ),
+    Mutant(
+        "agree: nobody hears that another called unlike",
+        "group/agreement.cpp",
+        "  bulletin.object(call.lane, call.ordinal, mine);\n",
+        "",
+    ),
+    Mutant(
+        "agree: the end of a life hides that this call was refused",
+        "group/agreement.cpp",
+        "      if (objection) take(*objection);\n      throw;",
+        "      throw;",
+    ),
+    Mutant(
+        "roll: a rank is never seen",
+        "group/roll.cpp",
+        "  for (size_t each = first; each < std::min(ranks_, first + kBits); ++each)\n",
+        "  for (size_t each = first; each < std::min(ranks_ - ranks_ / 4, first + kBits); ++each)\n",
+    ),
+    Mutant(
+        "group: a call that was refused in the last life is met for",
+        "group/group.cpp",
+        "if (!objection || !objection->rejected ||",
+        "if (true ||",
+    ),
+    Mutant(
+        "meeting: the second of two refusals is lost",
+        "group/meeting.cpp",
+        "return !what.empty() && (other.kind != kRefused || other.what == what);",
+        "return !what.empty();",
     ),
     Mutant(
         "refusals: the refused call goes before itself",
@@ -280,7 +310,7 @@ MUTANTS = [
         "meeting: no back-off",
         "group/meeting.cpp",
         "pause.sleep(part_.deadline - now);",
-        "sleep_for(Conversation::kFirstPause);",
+        "sleep_for(std::chrono::microseconds(500));",
     ),
     Mutant(
         "meeting: no limit",

@@ -340,11 +340,12 @@ class Run {
   }
 
   void judge() const {
-    // Who waits asks ever less often, up to some 50 times a second; an answer to each posting comes on top.
+    // Who waits asks ever less often, up to some 50 times a second, however many they are. Who refuses a call
+    // asks each of the others for a moment.
     const auto ranks = static_cast<double>(program_.ranks);
-    const double most =
-        ranks * (60.0 * static_cast<double>(program_.calls.size() + 1) +
-                 (110.0 + 20.0 * ranks) * duration_cast<std::chrono::duration<double>>(ended_).count());
+    const double calls =
+        static_cast<double>(program_.calls.size() + 1) * (has_refusals() ? 60.0 + 30.0 * ranks : 60.0);
+    const double most = ranks * (calls + 110.0 * duration_cast<std::chrono::duration<double>>(ended_).count());
     if (static_cast<double>(storage_.requests()) > most)
       throw Violation(
           fmt::format("{} requests to the store, where {:.0f} would do", storage_.requests(), most));
@@ -408,7 +409,8 @@ class Run {
       case ErrorKind::PlanMismatch:
         // Where a later call ends the group, that is what is named.
         if (!differs_up_to(last)) return "no rank called with other arguments";
-        if (each.text.find("refused its arguments") != std::string::npos && !refused_up_to(call))
+        if (each.text.find("refused its arguments") != std::string::npos &&
+            !refused_up_to(is_own(each, call) ? call : last))
           return "no rank had refused this call or one before it";
         if (each.peer >= 0 && !rank_differs_up_to(last, each.peer) && !rank_differs_up_to(last, rank))
           return fmt::format("neither rank {} nor this one called with other arguments", each.peer);

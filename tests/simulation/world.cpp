@@ -203,7 +203,7 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
           TransportError(TransportError::Cause::Closed, "the peer has left", told_[static_cast<size_t>(peer)]));
     if (!waiting.emplace(key, std::move(mine)).second)
       throw Violation(fmt::format("rank {}: two messages in flight have one key", rank_));
-    network_.scheduler_.at(Clock::now() + delay(),
+    network_.scheduler_.at(Clock::now() + delay() + network_.lag_,
                            [&network = network_, life = life_, key] { network.match(life, key); });
   }
 
@@ -287,6 +287,13 @@ Network::~Network() = default;
 std::shared_ptr<Transport> Network::join(int rank, const std::string& life) {
   auto made = std::make_shared<Endpoint>(*this, rank, life);
   const Unwatched unwatched;
+  std::erase_if(lives_, [this](const auto& each) {  // those that all ranks have joined, and left
+    const bool over =
+        joined_[each.first] == ranks_ &&
+        std::all_of(each.second.begin(), each.second.end(), [](const auto& end) { return end.expired(); });
+    if (over) joined_.erase(each.first);
+    return over;
+  });
   Ends& ends = lives_[life];
   ends.resize(ranks_);
   ends[static_cast<size_t>(rank)] = made;

@@ -62,9 +62,10 @@ class Network {
   bool tells() const { return tells_; }
   // From here on nothing passes between the two. noticed: after this time both see it; none: never.
   void cut(int one, int other, std::optional<Clock::duration> noticed);
-  void kill(int rank, Clock::duration noticed);  // all its links
-  void hang(int rank, Clock::duration lasts);    // its requests end so long after they were aborted
-  size_t in_flight() const;                      // messages that have not ended
+  void kill(int rank, Clock::duration noticed);      // all its links
+  void hang(int rank, Clock::duration lasts);        // its requests end so long after they were aborted
+  void slow_down(Clock::duration by) { lag_ = by; }  // each message takes so much longer
+  size_t in_flight() const;                          // messages that have not ended
 
  private:
   class Endpoint;
@@ -87,6 +88,7 @@ class Network {
   std::map<std::string, size_t> joined_;
   std::set<int> ranks_joined_;
   std::map<std::pair<int, int>, Link> links_;
+  Clock::duration lag_{};
 };
 
 }  // namespace meshcast::simulation

@@ -1,20 +1,8 @@
 #include "group/conversation.h"
 
-#include <algorithm>
-
 #include <fmt/format.h>
 
 namespace meshcast {
-namespace {
-
-constexpr size_t kNoCrowd = 16;  // as many do not crowd a store
-
-}  // namespace
-
-Clock::duration Conversation::longest_pause(size_t ranks) {
-  return kLongestPause * static_cast<int64_t>(std::max<size_t>(1, ranks / kNoCrowd));
-}
-
 std::string Conversation::key_of(const std::string& topic, int32_t rank) const {
   return fmt::format("{}/{}", topic, rank);
 }
@@ -27,13 +15,6 @@ void Conversation::forget(const std::string& topic) { store_->erase(key_of(topic
 
 std::optional<std::string> Conversation::heard(const std::string& topic, int32_t rank) {
   return store_->value(key_of(topic, rank));
-}
-
-std::vector<int32_t> Conversation::silent(const std::string& topic, const std::vector<int32_t>& ranks) {
-  std::vector<int32_t> out;
-  for (const int32_t rank : ranks)
-    if (!heard(topic, rank)) out.push_back(rank);
-  return out;
 }
 
 std::map<int32_t, std::string> Conversation::hear(const std::string& topic, const std::vector<int32_t>& ranks,
@@ -53,7 +34,7 @@ std::map<int32_t, std::string> Conversation::hear(const std::string& topic, cons
 
 Conversation::Texts Conversation::await_all(const std::vector<std::string>& keys, TimePoint deadline,
                                             const std::function<void()>& check, Clock::duration every) {
-  BackOff pause(longest_pause_);
+  BackOff pause = back_off();
   for (TimePoint checked = Clock::now();;) {
     if (auto texts = store_->read(keys)) return texts;
     const TimePoint now = Clock::now();

@@ -16,51 +16,6 @@
 
 namespace meshcast {
 
-// Texts that ranks exchange through the store, next to the data path: by topic, and by the rank that said them.
-// Nothing here waits in the store: who waits asks again and again, less and less often, since a wait in a store
-// locks out all other users of its connection. Throws what the store throws. Thread-safe.
-class Conversation {
- public:
-  static constexpr auto kFirstPause = std::chrono::microseconds(500);  // between two questions
-  static constexpr auto kLongestPause = std::chrono::milliseconds(20);
-
-  // ranks: how many may ask the store at once. Many ask less often, since it answers one question at a time.
-  Conversation(std::shared_ptr<Store> store, int32_t rank, size_t ranks)
-      : store_(std::move(store)), rank_(rank), longest_pause_(longest_pause(ranks)) {}
-
-  int32_t rank() const { return rank_; }
-
-  void say(const std::string& topic, const std::string& text);  // of this rank; the last text counts
-  // Erases what this rank said. Only once nobody reads it any more.
-  void forget(const std::string& topic);
-
-  // What a rank has said; none if nothing.
-  std::optional<std::string> heard(const std::string& topic, int32_t rank);
-  // Of those ranks, the ones that have said nothing.
-  std::vector<int32_t> silent(const std::string& topic, const std::vector<int32_t>& ranks);
-  // Waits until all `ranks` have said something, to `deadline` at most; returns what was said, by rank. check:
-  // called between two questions, at most once in `every`, and at the deadline; throws to end the wait.
-  std::map<int32_t, std::string> hear(const std::string& topic, const std::vector<int32_t>& ranks,
-                                      TimePoint deadline, const std::function<void()>& check = {},
-                                      Clock::duration every = {});
-  // Counts the ranks that called this with 1; returns how many have.
-  int64_t count(const std::string& topic, int64_t more) { return store_->add(topic, more); }
-  // The first proposal for a topic wins: returns that. An empty one proposes nothing, and "" is no verdict yet.
-  std::string verdict(const std::string& topic, const std::string& proposal);
-
- private:
-  using Texts = std::optional<std::vector<std::string>>;
-
-  static Clock::duration longest_pause(size_t ranks);
-  std::string key_of(const std::string& topic, int32_t rank) const;
-  Texts await_all(const std::vector<std::string>& keys, TimePoint deadline, const std::function<void()>& check,
-                  Clock::duration every);
-
-  const std::shared_ptr<Store> store_;
-  const int32_t rank_;
-  const Clock::duration longest_pause_;
-};
-
 // The pauses of one that asks again and again.
 class BackOff {
  public:
@@ -68,13 +23,60 @@ class BackOff {
   // left: to a limit, which ends a pause; once that has passed, it does not count.
   void sleep(Clock::duration left) {
     const bool counts = left > Clock::duration::zero();
-    sleep_for(counts ? std::min(pause_, std::max<Clock::duration>(left, Conversation::kFirstPause)) : pause_);
+    sleep_for(counts ? std::min(pause_, std::max<Clock::duration>(left, kFirstPause)) : pause_);
     pause_ = std::min<Clock::duration>(pause_ * 3 / 2, longest_);
   }
 
  private:
+  static constexpr auto kFirstPause = std::chrono::microseconds(500);
+
   const Clock::duration longest_;
-  Clock::duration pause_ = Conversation::kFirstPause;
+  Clock::duration pause_ = kFirstPause;
+};
+
+// Texts that ranks exchange through the store, next to the data path: by topic, and by the rank that said them.
+// Nothing here waits in the store: who waits asks again and again, less and less often, since a wait in a store
+// locks out all other users of its connection. Throws what the store throws. Thread-safe.
+class Conversation {
+ public:
+  static constexpr auto kLongestPause = std::chrono::milliseconds(20);  // between two questions
+
+  // ranks: how many may ask the store at once. Many ask less often, since it answers one question at a time.
+  Conversation(std::shared_ptr<Store> store, int32_t rank, size_t ranks)
+      : store_(std::move(store)),
+        rank_(rank),
+        crowd_(static_cast<int64_t>(std::max<size_t>(1, ranks / kNoCrowd))) {}
+
+  int32_t rank() const { return rank_; }
+  int64_t crowd() const { return crowd_; }  // how much less often one of so many asks
+
+  void say(const std::string& topic, const std::string& text);  // of this rank; the last text counts
+  // Erases what this rank said. Only once nobody reads it any more.
+  void forget(const std::string& topic);
+
+  // What a rank has said; none if nothing.
+  std::optional<std::string> heard(const std::string& topic, int32_t rank);
+  // Waits until all `ranks` have said something, to `deadline` at most; returns what was said, by rank. check:
+  // called between two questions, at most once in `every`, and at the deadline; throws to end the wait.
+  std::map<int32_t, std::string> hear(const std::string& topic, const std::vector<int32_t>& ranks,
+                                      TimePoint deadline, const std::function<void()>& check = {},
+                                      Clock::duration every = {});
+  BackOff back_off() const { return BackOff(kLongestPause * crowd_); }
+  // The first proposal for a topic wins: returns that. An empty one proposes nothing, and "" is no verdict yet.
+  std::string verdict(const std::string& topic, const std::string& proposal);
+
+ private:
+  using Texts = std::optional<std::vector<std::string>>;
+
+  static constexpr size_t kNoCrowd = 16;  // as many do not crowd a store
+
+  std::string key_of(const std::string& topic, int32_t rank) const;
+  Texts await_all(const std::vector<std::string>& keys, TimePoint deadline, const std::function<void()>& check,
+                  Clock::duration every);
+
+  const std::shared_ptr<Store> store_;
+  const int32_t rank_;
+  const int64_t crowd_;
 };
 
 }  // namespace meshcast

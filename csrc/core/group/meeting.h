@@ -11,6 +11,7 @@
 #include "common/error.h"
 #include "common/sync.h"
 #include "group/agreement.h"
+#include "group/board_store.h"
 #include "group/conversation.h"
 #include "group/group_core.h"
 #include "group/refusals.h"
@@ -80,7 +81,9 @@ class Watches {
   explicit Watches(std::shared_ptr<const KnownOffers> known) : known_(std::move(known)) {}
 
   void watch_by(std::function<Watch(const std::string& offer)> watch) { watch_ = std::move(watch); }
-  std::optional<LostRank> lost(Conversation& conversation, const std::vector<int32_t>& ranks);
+  // has_come: whether a rank has, as far as that is known.
+  std::optional<LostRank> lost(Conversation& conversation, const std::vector<int32_t>& ranks,
+                               const std::function<bool(size_t)>& has_come);
   // The same of all ranks that are known, without a store. Waits up to half a second for one to be seen.
   std::optional<LostRank> lost_soon(const std::vector<int32_t>& ranks, int32_t rank);
 
@@ -103,11 +106,17 @@ struct Met {
   std::optional<RefusedCall> refused;  // none where that was no call
 };
 
+// Where a life has its keys in the store.
+struct LifeKeys {
+  std::string prefix;
+  std::shared_ptr<BoardStore> store;  // of what is below that
+};
+
 // What one rank brings to a meeting.
 struct MeetingPart {
-  std::function<std::string()> life;  // begins the next life; returns the prefix of its keys
-  std::string what;                   // the call that the ranks meet for; without a blank
-  std::function<Ordinals()> next;     // of this rank
+  std::function<LifeKeys()> life;  // begins the next life
+  std::string what;                // the call that the ranks meet for; without a blank
+  std::function<Ordinals()> next;  // of this rank
   TimePoint deadline;
   std::function<std::string()> closing;  // why this rank ends the group; "" while it does not
   bool prepares = false;
@@ -126,8 +135,9 @@ Met meet(const GroupIdentity& group, Connector& connector, const std::shared_ptr
 std::string meeting_for(CallId call);
 
 // Ends a meeting for all ranks, without waiting for them: this one has refused the call that they meet for, or,
-// where `what` is empty, has run out of something. Whether that is the verdict.
-bool refuse_meeting(const std::shared_ptr<Store>& store, const std::string& prefix, int32_t rank,
-                    const std::string& what, const std::string& why);
+// where `what` is empty, has run out of something. Whether that is the verdict; of a refusal, whether those who
+// meet for that call end here. Else another was refused before, and they meet for it in the next life.
+bool refuse_meeting(const std::shared_ptr<BoardStore>& store, int32_t rank, const std::string& what,
+                    const std::string& why);
 
 }  // namespace meshcast
