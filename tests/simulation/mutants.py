@@ -244,6 +244,42 @@ MUTANTS = [
         "    if (identity_.rank == 0 && *command->ordinal == 1) ++ordinals_[command->lane];\n  }",
     ),
     Mutant(
+        "group: all lanes count as one",
+        "group/group.cpp",
+        "if (!command->ordinal) command->ordinal = ordinals_[command->lane]++;",
+        "if (!command->ordinal) command->ordinal = ordinals_[0]++;",
+    ),
+    Mutant(
+        "executor: a callback that waits keeps all others",
+        "run/executor.cpp",
+        "latest = std::max(latest, at.begun + patience);",
+        "latest = std::max(latest, at.begun + std::chrono::hours(1));",
+    ),
+    Mutant(
+        "plan: a backward takes the way of its forward",
+        "group/agreed_plan.cpp",
+        "const auto& found = reverse ? reverse_ : forward_;",
+        "const auto& found = forward_;",
+    ),
+    Mutant(
+        "group: two groups of one store share their keys",
+        "group/group.cpp",
+        'fmt::format("{}/{}", identity_.name, (arrivals - 1)',
+        'fmt::format("group/{}", (arrivals - 1)',
+    ),
+    Mutant(
+        "watcher: a rank that stands still does not say so",
+        "group/watcher.cpp",
+        "    standing.sign(group_.place());\n",
+        "",
+    ),
+    Mutant(
+        "watcher: no thread looks after the store's silence",
+        "group/watcher.cpp",
+        "if (now < run->deadline() + (unanswered ? milliseconds(0) : kStoreGrace)) continue;",
+        "if (now < run->deadline() + kStoreGrace * (unanswered ? 8 : 1)) continue;",
+    ),
+    Mutant(
         "group: a call overtakes another",
         "group/group.cpp",
         "queue_.push_back(std::move(command));",

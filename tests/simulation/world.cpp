@@ -138,7 +138,9 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
       if (static_cast<int>(peer) == rank_ || network_.link(rank_, static_cast<int>(peer)).cut) continue;
       network_.scheduler_.at(Clock::now() + delay(),
                              [&network = network_, peer, from = rank_, why = why_, life = life_] {
-                               if (network.link(static_cast<int>(peer), from).cut) return;
+                               if (network.link(static_cast<int>(peer), from).cut ||
+                                   network.silent_.count({from, static_cast<int>(peer)}))
+                                 return;
                                if (const auto other = network.end(life, static_cast<int>(peer)))
                                  other->peer_left(from, why);
                              });
@@ -323,7 +325,7 @@ void Network::match(const std::string& life, const Key& key) {
   const auto& [from, to, number] = key;
   const auto sender = end(life, from);
   const auto receiver = end(life, to);
-  if (!sender || !receiver || link(from, to).cut) return;
+  if (!sender || !receiver || link(from, to).cut || silent_.count({from, to})) return;
   const auto sent = sender->sends_.find(key);
   const auto received = receiver->recvs_.find(key);
   if (sent == sender->sends_.end() || received == receiver->recvs_.end()) return;

@@ -147,13 +147,25 @@ class MeetingCall {
         if (const std::string reason = reason_to_end(now - begun); !reason.empty())
           verdict = conversation_->verdict(kVerdict, reason);
       if (now - begun > kLookAfterPeers && !std::exchange(waits_, true)) connector_.meets(part_.prepares);
-      if (verdict == kMet) return conversation_->hear(kMember, group_.ranks, TimePoint::max());
+      if (verdict == kMet) return texts();
       if (!verdict.empty()) {
         if (ends_another_call(Verdict(verdict))) return std::nullopt;
         raise(Verdict(verdict), late, duration<double>(now - begun).count());
       }
       pause.sleep(part_.deadline - now);
     }
+  }
+
+  // All are there, unless the store has lost them.
+  std::map<int32_t, std::string> texts() {
+    auto all = conversation_->hear(kMember, group_.ranks, std::max(part_.deadline, Clock::now() + kCounted));
+    if (all.size() < group_.ranks.size())
+      throw meeting_error(
+          ErrorKind::Generic,
+          fmt::format("rank {}: the rendezvous store has lost what the ranks {} said as they met", group_.rank,
+                      format_ranks(group_.ranks)),
+          group_.rank);
+    return all;
   }
 
   std::string reason_to_end(Clock::duration waited) {

@@ -69,8 +69,7 @@ Watcher::Local::Local(const RunState& run)
       bytes_done(run.received_bytes()),
       bytes_expected(run.expected_bytes()),
       op(run.label().op()),
-      ordinal(run.label().ordinal),
-      descriptor(run.label().descriptor()) {}
+      ordinal(run.label().ordinal) {}
 
 void Watcher::stop() {
   if (!std::exchange(watched_, false) || work_->forked()) return;
@@ -197,7 +196,23 @@ void Watcher::give_up(const Cause& given) {
   end_with(cause, error_of_cause(cause, local));
 }
 
-Error Watcher::error_of_cause(const Cause& cause, const Local& local) const {
+// Of two ranks that called unlike each other: the one that is unlike this rank. In another call it cannot know,
+// and names the one that came later, which most others are unlike.
+int32_t Watcher::peer_of(const Cause& cause) {
+  const int32_t told = peer_in(cause, group_.rank);
+  const std::string reported = fmt::format("\n  rank {}: ", cause.reporter);
+  if (cause.kind != static_cast<int32_t>(ErrorKind::PlanMismatch) || cause.reporter == group_.rank) return told;
+  if (cause.text.find(reported) == std::string::npos) return told;
+  const Entered inside(engine_use_);
+  const Runs runs = inside ? engine_.in_flight() : Runs();
+  const bool called_alike =
+      runs.empty() || std::any_of(runs.begin(), runs.end(), [&](const auto& run) {
+        return cause.text.find(reported + run->label().descriptor() + "\n") != std::string::npos;
+      });
+  return called_alike ? told : cause.reporter;
+}
+
+Error Watcher::error_of_cause(const Cause& cause, const Local& local) {
   const bool known = cause.kind >= 0 && cause.kind <= static_cast<int32_t>(ErrorKind::Aborted);
   const auto kind =
       known ? static_cast<ErrorKind>(cause.kind) : ErrorKind::Aborted;  // the text came from the store
@@ -207,11 +222,7 @@ Error Watcher::error_of_cause(const Cause& cause, const Local& local) const {
           : fmt::format("rank {}: {} (first seen by rank {})", group_.rank, cause.text, cause.reporter);
   ErrorContext context;
   context.rank = group_.rank;
-  context.peer = peer_in(cause, group_.rank);
-  // Of two ranks that differ it names the one that called unlike this one.
-  if (kind == ErrorKind::PlanMismatch && cause.reporter != group_.rank &&
-      cause.text.find(fmt::format("\n  rank {}: {}\n", cause.peer, local.descriptor)) != std::string::npos)
-    context.peer = cause.reporter;
+  context.peer = peer_of(cause);
   context.op = local.op;
   context.sequence = local.ordinal;
   context.phase = "transfer";
@@ -270,7 +281,7 @@ void Watcher::leave_with(CallId call, TimePoint deadline, double limit) {
 }
 
 // Of a call that came before a refused one and ends with it all the same.
-Error Watcher::error_before(const RunState& run, const RefusedCall& refused) const {
+Error Watcher::error_before(const RunState& run, const RefusedCall& refused) {
   const Local local(run);
   if (Clock::now() >= run.deadline()) return error_of_cause(describe_overdue(run, ""), local);
   const Cause cause{

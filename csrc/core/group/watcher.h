@@ -80,7 +80,6 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
     int64_t bytes_expected = -1;
     std::string op;
     int64_t ordinal = -1;
-    std::string descriptor;
 
     Local();
     explicit Local(const RunState& run);
@@ -105,8 +104,9 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   void look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint now);
 
   Cause describe_overdue(const RunState& run, const std::string& more) const;
-  Error error_of_cause(const Cause& cause, const Local& local) const;
-  Error error_before(const RunState& run, const RefusedCall& refused) const;
+  int32_t peer_of(const Cause& cause);
+  Error error_of_cause(const Cause& cause, const Local& local);
+  Error error_before(const RunState& run, const RefusedCall& refused);
   Cause describe_transport_error(int32_t peer, const TransportError& error, const RunState& run) const;
   // known: the bulletin has it.
   void note_local(Cause cause, const RunState* run, bool known = false);
