@@ -140,7 +140,8 @@ class MeetingCall {
     conversation_->say(kMember, brings_);
     bool complete = members_->answer(group_.place());
     BackOff pause = conversation_->back_off();
-    for (;; complete = complete || members_->all_answered()) {
+    for (;;) {
+      complete = complete || members_->all_answered();
       const TimePoint now = Clock::now();
       std::string verdict = conversation_->verdict(kVerdict, complete ? kMet : std::string());
       if (verdict.empty())

@@ -14,6 +14,7 @@
 #include "catch.h"
 #include "group/conversation.h"
 #include "group/memory_store.h"
+#include "group/roll.h"
 
 namespace meshcast {
 namespace {
@@ -188,6 +189,7 @@ TEST_CASE("a late rank finds a group that has failed") {
 TEST_CASE("a death is seen by the rank before it, and named by all") {
   const auto store = std::make_shared<MemoryStore>();
   store->set("life/member/5", "\noffer of 5");
+  Roll(life_in(store), "members", 4).sign(1);
   Part before;
   before.ranks = {3, 5, 7, 9};
   before.gone = "offer of 5";
