@@ -14,13 +14,7 @@ namespace {
 
 using std::chrono::duration;
 
-constexpr size_t kNoCrowd = 16;  // as many do not crowd a store
-
 }  // namespace
-
-Clock::duration Conversation::longest_pause(size_t ranks) {
-  return kLongestPause * static_cast<int64_t>(std::max<size_t>(1, ranks / kNoCrowd));
-}
 
 std::string Conversation::key_of(const std::string& topic, int32_t rank) const {
   return fmt::format("{}/{}", topic, rank);
@@ -80,7 +74,7 @@ std::map<int32_t, std::string> Conversation::hear(const std::string& topic, cons
 
 Conversation::Texts Conversation::await_all(const std::vector<std::string>& keys, TimePoint deadline,
                                             const std::function<void()>& check, Clock::duration every) {
-  BackOff pause(longest_pause_);
+  BackOff pause = back_off();
   for (TimePoint checked = Clock::now();;) {
     if (auto texts = store_->read(keys)) return texts;
     look_for_signals();

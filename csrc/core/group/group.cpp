@@ -147,7 +147,7 @@ void Group::fail_without_thread(std::unique_lock<Mutex>& lock, const std::except
       if (core)
         core->reject(each->call(), error.what());
       else if (!failed)
-        refuse_meeting(connector_->store(), next_life(), identity_.rank, std::string(), error.what());
+        refuse_meeting(next_life().store, identity_.rank, std::string(), error.what());
     } catch (const std::exception&) {
       // The store does not answer: the others wait to their limits.
     }
@@ -179,7 +179,10 @@ void Group::run(uint64_t turn) {
     Next next = Next::SameAgain;
     while (next == Next::SameAgain) next = begin(command, turn);
     if (next == Next::Nothing) return;
-    if (is_up()) end_left();
+    if (is_up()) {
+      end_left();
+      erase_old_keys();
+    }
   }
 }
 
@@ -192,7 +195,8 @@ Group::Next Group::begin(const std::shared_ptr<Command>& command, uint64_t turn)
     error = error_;
   }
   if (!core && !error && command->meets)
-    if (const auto ended = ended_before(command->call())) error = std::make_exception_ptr(*ended);
+    for (const auto& ended : {ended_before(command->call()), refused_last(command->call())})
+      if (ended && !error) error = std::make_exception_ptr(*ended);
   if (!core && !error && command->meets) {
     try {
       if (!bring_up(*command, turn)) return Next::Nothing;
@@ -230,7 +234,7 @@ Group::Next Group::begin(const std::shared_ptr<Command>& command, uint64_t turn)
   return Next::Command;
 }
 
-std::string Group::next_life() {
+LifeKeys Group::next_life() {
   const auto store = connector_->store();
   if (origin_of_lives_.empty()) {
     // All members come to each life exactly once, so that the number of those that have come tells this group
@@ -239,7 +243,11 @@ std::string Group::next_life() {
     origin_of_lives_ =
         fmt::format("{}/{}", identity_.name, (arrivals - 1) / static_cast<int64_t>(identity_.ranks.size()));
   }
-  return fmt::format("{}/{}", origin_of_lives_, ++lives_);
+  const std::string prefix = fmt::format("{}/{}", origin_of_lives_, ++lives_);
+  auto board = std::make_shared<BoardStore>(std::make_shared<PrefixedStore>(prefix, store));
+  const std::lock_guard lock(mutex_);
+  boards_[kThis].push_back(board);
+  return {prefix, std::move(board)};
 }
 
 bool Group::bring_up(const Command& command, uint64_t turn) {
@@ -269,6 +277,33 @@ bool Group::bring_up(const Command& command, uint64_t turn) {
   }
 }
 
+// As a life comes up: the ranks have met for it, so each has ended the lives before the last that came up.
+void Group::note_boards() {
+  const auto move = [this](size_t from, size_t to) {
+    boards_[to].insert(boards_[to].end(), boards_[from].begin(), boards_[from].end());
+    boards_[from].clear();
+  };
+  const auto board = boards_[kThis].back();
+  boards_[kThis].pop_back();
+  move(kLast, kOver);
+  move(kThis, kLast);
+  boards_[kThis] = {board};
+  for (const auto& each : life_.core->boards()) boards_[kThis].push_back(each);
+}
+
+void Group::erase_old_keys() {
+  std::vector<std::shared_ptr<BoardStore>> over;
+  {
+    const std::lock_guard lock(mutex_);
+    over.swap(boards_[kOver]);
+  }
+  try {
+    for (const auto& each : over) each->erase_all();
+  } catch (const std::exception&) {
+    // The store has gone, and its keys with it.
+  }
+}
+
 // The group has come up, unless its thread was given up meanwhile.
 bool Group::take(Met met, uint64_t turn) {
   std::string closing;
@@ -277,6 +312,7 @@ bool Group::take(Met met, uint64_t turn) {
     if (turn_ == turn) {
       life_.core = met.core;
       life_.first = std::move(met.first);
+      note_boards();
       closing = closing_;  // it came while the group connected, and found nothing to abort
     }
   }
@@ -345,6 +381,25 @@ std::optional<Error> Group::ended_before(CallId call) const {
   if (!refused_ || call.lane != refused_->call.lane || call.ordinal > refused_->call.ordinal)
     return std::nullopt;
   return error_of(*refused_, call);
+}
+
+// Of a call that was refused in the last life before an earlier one ended that. Other ranks heard of it there,
+// and nobody meets for it.
+std::optional<Error> Group::refused_last(CallId call) const {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!refused_) return std::nullopt;
+  }
+  try {
+    Bulletin board(control());
+    const auto objection = board.objection(call.lane, call.ordinal);
+    if (!objection || !objection->rejected ||
+        decide(board, call, meshcast::Life::GoesOn) == meshcast::Life::Over)
+      return std::nullopt;
+    return error_of(RefusedCall{call, objection->rank, objection->text}, call);
+  } catch (const std::exception&) {
+    return std::nullopt;  // the store has gone: the meeting will say so
+  }
 }
 
 std::exception_ptr Group::skipped(int64_t ordinal) const {
@@ -612,8 +667,8 @@ Command::Begun Refusal::tell(const std::shared_ptr<GroupCore>& core, bool failed
   }
   if (!core && !failed) {
     try {
-      refuse_meeting(group->connector_->store(), group->next_life(), group->identity_.rank, meeting_for(call()),
-                     why_);
+      while (!refuse_meeting(group->next_life().store, group->identity_.rank, meeting_for(call()), why_)) {
+      }
     } catch (const std::exception&) {
       // The store does not answer: the others wait to their limits.
     }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <deque>
@@ -165,7 +166,9 @@ class Group : public std::enable_shared_from_this<Group> {
   Next begin(const std::shared_ptr<Command>& command, uint64_t turn);
   bool bring_up(const Command& command, uint64_t turn);
   bool take(Met met, uint64_t turn);
-  std::string next_life();
+  LifeKeys next_life();
+  void note_boards();
+  void erase_old_keys();
   Ordinals stated() const;
   bool may_begin_again(const std::shared_ptr<GroupCore>& core, CallId call);
   void end_left();
@@ -173,6 +176,7 @@ class Group : public std::enable_shared_from_this<Group> {
 
   Error error_of(const RefusedCall& refused, CallId call) const;
   std::optional<Error> ended_before(CallId call) const;
+  std::optional<Error> refused_last(CallId call) const;
   std::exception_ptr skipped(int64_t ordinal) const;
   std::exception_ptr keep_first_cause();
 
@@ -190,7 +194,11 @@ class Group : public std::enable_shared_from_this<Group> {
   uint64_t turn_ = 0;  // of those who may run commands; another one where they were given up
   std::map<int32_t, int64_t> ordinals_;
   Life life_;
-  std::vector<Life> left_;              // of refused calls, to be ended
+  std::vector<Life> left_;  // of refused calls, to be ended
+  // Which know the keys of this rank: of this life, of those since the last that came up, and of those before
+  // it, of which no rank reads anything any more.
+  enum : size_t { kThis, kLast, kOver };
+  std::array<std::vector<std::shared_ptr<BoardStore>>, 3> boards_;
   std::optional<RefusedCall> refused_;  // that ended the last life
   std::exception_ptr error_;            // why the group has failed
   std::string closing_;                 // why, once it is being ended

@@ -11,6 +11,7 @@
 
 #include "group/bulletin.h"
 #include "group/refusals.h"
+#include "group/roll.h"
 
 namespace meshcast {
 namespace {
@@ -23,6 +24,8 @@ constexpr auto kSeenSoon = milliseconds(500);       // in which a peer that has 
 constexpr auto kAskPause = milliseconds(20);        // between two looks for one
 
 constexpr auto kCounted = milliseconds(500);  // in which a rank that has come is counted
+
+constexpr size_t kFew = 16;  // ranks that are asked one by one
 
 constexpr const char* kMember = "member";  // topic of what ranks bring
 constexpr const char* kMembers = "members";
@@ -86,20 +89,18 @@ class MeetingCall {
         connector_(connector),
         known_(known),
         part_(part),
-        watches_(
-            known,
-            [this](const std::string& said) { return joining_ ? joining_->watch(offer_in(said)) : Watch(); }),
-        others_(group.ranks) {
-    std::erase(others_, group.rank);
-  }
+        watches_(known, [this](const std::string& said) {
+          return joining_ ? joining_->watch(offer_in(said)) : Watch();
+        }) {}
 
   Met run() {
     std::map<int32_t, std::string> brought;
     try {
-      const std::string prefix = part_.life();
-      store_ = std::make_shared<PrefixedStore>(prefix, connector_.store());
+      const LifeKeys keys = part_.life();
+      store_ = keys.store;
       conversation_.emplace(store_, group_.rank, group_.ranks.size());
-      join(prefix);
+      members_.emplace(store_, kMembers, group_.ranks.size());
+      join(keys.prefix);
       const auto all = gather();
       if (!all) return {nullptr, {}, refused_};
       brought = *all;
@@ -117,7 +118,7 @@ class MeetingCall {
       joining_ = connector_.join(prefix);
       brings_ = encode(part_.next(), joining_->offer());
     } catch (const MeetAgainError& error) {
-      if (refuse_meeting(store_, std::string(), group_.rank, std::string(), error.what())) throw;
+      if (refuse_meeting(store_, group_.rank, std::string(), error.what())) throw;
       throw Error(error);  // the others got another verdict
     }
   }
@@ -127,19 +128,17 @@ class MeetingCall {
     const TimePoint begun = looked_ = Clock::now();
     const bool late = !conversation_->verdict(kVerdict, {}).empty();
     conversation_->say(kMember, brings_);
-    const auto ranks = static_cast<int64_t>(group_.ranks.size());
-    const int64_t here = conversation_->count(kMembers, 1);
-    BackOff pause(Conversation::kLongestPause * std::max<int64_t>(1, ranks / 16));
+    bool complete = members_->answer(group_.place());
+    BackOff pause = conversation_->back_off();
     for (;;) {
-      // One question for all: were every rank to ask for each, the store would be what they wait for.
-      const bool complete = here == ranks || conversation_->count(kMembers, 0) == ranks;
+      complete = complete || members_->all_answered();
       const TimePoint now = Clock::now();
       std::string verdict = conversation_->verdict(kVerdict, complete ? kMet : std::string());
       if (verdict.empty())
         if (const std::string reason = reason_to_end(now - begun); !reason.empty())
           verdict = conversation_->verdict(kVerdict, reason);
       if (now - begun > kLookAfterPeers && !std::exchange(waits_, true)) connector_.meets(part_.prepares);
-      if (verdict == kMet) return conversation_->hear(kMember, group_.ranks, TimePoint::max());
+      if (verdict == kMet) return texts();
       if (!verdict.empty()) {
         if (ends_another_call(Verdict(verdict))) return std::nullopt;
         raise(Verdict(verdict), late, duration<double>(now - begun).count());
@@ -148,13 +147,26 @@ class MeetingCall {
     }
   }
 
+  // All are there, unless the store has lost them.
+  std::map<int32_t, std::string> texts() {
+    const std::string lost = fmt::format(
+        "rank {}: the rendezvous store has lost what ranks {{missing}} said as they met", group_.rank);
+    return conversation_->hear(kMember, group_.ranks, std::max(part_.deadline, Clock::now() + kCounted),
+                               {lost, "reshard", "connect"});
+  }
+
   std::string reason_to_end(Clock::duration waited) {
     const double seconds = duration<double>(waited).count();
     if (const std::string why = part_.closing(); !why.empty())
       return fmt::format("{}/{} rank {}: {}", kAborted, group_.rank, group_.rank, why);
     if (Clock::now() >= part_.deadline) {
-      const auto missing = conversation_->silent(kMember, others_);
-      // The last one has come, and is about to be counted; unless it died between the two.
+      members_->refresh();
+      std::vector<int32_t> missing;
+      for (const size_t at : members_->missing()) missing.push_back(group_.ranks[at]);
+      // The last ones have come, and are about to be counted; unless they died between the two.
+      if (missing.size() <= kFew)
+        std::erase_if(missing,
+                      [this](int32_t rank) { return conversation_->heard(kMember, rank).has_value(); });
       if (missing.empty() && Clock::now() < part_.deadline + kCounted) return {};
       return fmt::format(
           "{}/{} rank {}: ranks {} did not call within {:.1f} s; the group of ranks {} exists only once each "
@@ -164,9 +176,11 @@ class MeetingCall {
           kDeadline, missing.empty() ? group_.rank : missing.front(), group_.rank, format_ranks(missing),
           seconds, format_ranks(group_.ranks));
     }
-    if (Clock::now() - looked_ <= kLookAfterPeers) return {};
+    if (Clock::now() - looked_ <= kLookAfterPeers * conversation_->crowd()) return {};
     looked_ = Clock::now();
-    const auto lost = watches_.lost(*conversation_, kMember, group_.ranks);
+    if (group_.ranks.size() > kFew) members_->refresh();
+    const auto lost = watches_.lost(*conversation_, kMember, group_.ranks, false,
+                                    [this](size_t at) { return members_->has(at); });
     if (!lost) return {};
     return fmt::format(
         "{}/{} rank {} lost rank {} while the group of ranks {} met, after {:.1f} s: {}. Look at that rank's "
@@ -218,7 +232,7 @@ class MeetingCall {
       Bulletin board(std::make_shared<PrefixedStore>("control", store_));
       TimePoint looked = Clock::now();
       out.core = joining_->connect(offers, part_.deadline, [&]() -> std::optional<LostRank> {
-        if (Clock::now() - looked < kLookAfterPeers) return std::nullopt;
+        if (Clock::now() - looked < kLookAfterPeers * conversation_->crowd()) return std::nullopt;
         looked = Clock::now();
         return lost_by(board);
       });
@@ -242,7 +256,9 @@ class MeetingCall {
     } catch (const std::exception&) {
       // The store has gone: it has no more to say, and the limit holds.
     }
-    if (!cause || refused_in(*cause)) return watches_.lost(*conversation_, kMember, group_.ranks);
+    if (!cause || refused_in(*cause)) {
+      return watches_.lost(*conversation_, kMember, group_.ranks, false, [](size_t /*at*/) { return true; });
+    }
     if (cause->kind == static_cast<int32_t>(ErrorKind::PeerLost) && cause->peer != group_.rank)
       return LostRank{cause->peer, cause->text};
     throw error(ErrorKind::Aborted, fmt::format("rank {}: {}", group_.rank, cause->text));
@@ -283,9 +299,9 @@ class MeetingCall {
   const std::shared_ptr<KnownOffers> known_;
   const MeetingPart& part_;
   Watches watches_;
-  std::vector<int32_t> others_;
-  std::shared_ptr<Store> store_;
+  std::shared_ptr<BoardStore> store_;
   std::optional<Conversation> conversation_;
+  std::optional<Roll> members_;
   std::unique_ptr<Joining> joining_;
   std::string brings_;
   bool waits_ = false;
@@ -307,16 +323,20 @@ std::optional<std::string> KnownOffers::of(int32_t rank) const {
 }
 
 std::optional<LostRank> Watches::lost(Conversation& conversation, const std::string& topic,
-                                      const std::vector<int32_t>& ranks, bool each) {
+                                      const std::vector<int32_t>& ranks, bool each,
+                                      const std::function<bool(size_t at)>& has_come) {
   const auto own = std::find(ranks.begin(), ranks.end(), conversation.rank()) - ranks.begin();
   for (size_t i = 1; i <= ranks.size(); ++i) {
-    const int32_t other = ranks[(static_cast<size_t>(own) + i) % ranks.size()];
+    const size_t at = (static_cast<size_t>(own) + i) % ranks.size();
+    const int32_t other = ranks[at];
     if (other == conversation.rank()) continue;
-    std::optional<std::string> said;
-    if (!each || !watch_of(other)) said = conversation.heard(topic, other);
+    bool here = has_come && has_come(at);
+    const bool asks = has_come ? here && !watch_of(other) : !each || !watch_of(other);
+    const auto said = asks ? conversation.heard(topic, other) : std::nullopt;
     watch(other, said);
     if (auto found = ask(other)) return found;
-    if (said && !each) return std::nullopt;
+    here = here || said;
+    if (here && !each) return std::nullopt;
   }
   return std::nullopt;
 }
@@ -367,12 +387,14 @@ std::string meeting_for(CallId call) {
   return call.lane == kNoLane ? "prepare" : fmt::format("{}.{}", call.lane, call.ordinal);
 }
 
-bool refuse_meeting(const std::shared_ptr<Store>& store, const std::string& prefix, int32_t rank,
-                    const std::string& what, const std::string& why) {
+bool refuse_meeting(const std::shared_ptr<BoardStore>& store, int32_t rank, const std::string& what,
+                    const std::string& why) {
   const std::string verdict =
       what.empty() ? fmt::format("{} {}", kShort, why) : fmt::format("{}/{}/{} {}", kRefused, rank, what, why);
-  const std::string key = prefix.empty() ? kVerdict : fmt::format("{}/{}", prefix, kVerdict);
-  return store->compare_set(key, std::string(), verdict) == verdict;
+  const std::string found = store->compare_set(kVerdict, std::string(), verdict);
+  if (found == verdict) return true;
+  const Verdict other(found);
+  return !what.empty() && (other.kind != kRefused || other.what == what);
 }
 
 }  // namespace meshcast

@@ -49,9 +49,9 @@ Error error_of(const RefusedCall& refused, const GroupIdentity& group) {
       {.peer = refused.rank, .op = "reshard", .sequence = refused.call.ordinal, .phase = "agree"});
 }
 
-Life decide(Bulletin& bulletin, CallId call, Life mine) {
-  return bulletin.decide(call.lane, call.ordinal, mine == Life::Over ? kOver : kGoesOn) == kOver ? Life::Over
-                                                                                                 : Life::GoesOn;
+Life decide(Bulletin& bulletin, CallId call, Life mine, bool refuses) {
+  const char* const word = mine == Life::Over ? kOver : kGoesOn;
+  return bulletin.decide(call.lane, call.ordinal, word, refuses) == kOver ? Life::Over : Life::GoesOn;
 }
 
 Cause await_cause(Bulletin& bulletin, TimePoint limit) {
@@ -69,7 +69,7 @@ Others look_for_others(Bulletin& bulletin, const GroupIdentity& group, CallId ca
     size_t refusing = 1;
     for (const int32_t other : group.ranks) {
       if (other == group.rank) continue;
-      const auto posting = bulletin.read(Bulletin::Board::Agreement, call.lane, call.ordinal, other);
+      const auto posting = bulletin.read(call.lane, call.ordinal, other);
       if (posting && !posting->rejected) return Others::Agree;
       if (posting) ++refusing;
     }

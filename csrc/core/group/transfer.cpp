@@ -30,6 +30,12 @@ bool is_aborted(const std::exception& error) {
   return typed && typed->kind() == ErrorKind::Aborted;
 }
 
+// This very call, in the life that it was begun in: the next has no part in it.
+bool is_refused(const std::exception& error) {
+  const auto* typed = dynamic_cast<const Error*>(&error);
+  return typed && typed->kind() == ErrorKind::PlanMismatch && !dynamic_cast<const BrokenError*>(typed);
+}
+
 }  // namespace
 
 bool Transfer::has_agreed(const std::shared_ptr<GroupCore>& core) const {
@@ -308,7 +314,7 @@ Command::Begun Start::begin(const std::shared_ptr<GroupCore>& core, const std::e
   } catch (const std::exception& raised) {
     std::exception_ptr cause = std::current_exception();
     if (core) {
-      if (group.left(core, call()) && !reverse_) return Begun::Again;
+      if (group.left(core, call()) && !reverse_ && !is_refused(raised)) return Begun::Again;
       if (starts && !core->error()) {
         refusal = raised.what();
         refusal_error_ = cause;

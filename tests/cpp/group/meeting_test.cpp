@@ -4,7 +4,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -14,6 +13,7 @@
 
 #include "catch.h"
 #include "group/conversation.h"
+#include "group/roll.h"
 #include "support/memory_store.h"
 
 namespace meshcast {
@@ -56,6 +56,10 @@ class Machine final : public Connector {
   const std::string gone_;
 };
 
+std::shared_ptr<BoardStore> life_in(const std::shared_ptr<Store>& store, const std::string& prefix = "life") {
+  return std::make_shared<BoardStore>(std::make_shared<PrefixedStore>(prefix, store));
+}
+
 struct Part {
   int32_t rank = 3;
   milliseconds limit{5000};
@@ -71,7 +75,7 @@ struct Part {
 std::pair<Met, std::map<int32_t, std::string>> part_of(const std::shared_ptr<Store>& store, const Part& part) {
   Machine machine(store, part.rank, part.gone);
   MeetingPart own;
-  own.life = [] { return std::string("life"); };
+  own.life = [&] { return LifeKeys{"life", life_in(store)}; };
   own.what = part.what;
   own.next = [&] { return part.next; };
   own.deadline = Clock::now() + part.limit;
@@ -244,6 +248,7 @@ TEST_CASE("a late rank finds a group that has failed") {
 TEST_CASE("a death is seen by the rank before it, and named by all") {
   const auto store = std::make_shared<MemoryStore>();
   store->set("life/member/5", "\noffer of 5");
+  Roll(life_in(store), "members", 4).sign(1);
   Part before;
   before.ranks = {3, 5, 7, 9};
   before.gone = "offer of 5";
@@ -273,7 +278,7 @@ TEST_CASE("a rank known from earlier is looked after before it comes") {
 TEST_CASE(
     "a refusal ends the meeting for its own call, and sends ranks that meet for another to the next life") {
   const auto store = std::make_shared<MemoryStore>();
-  CHECK(refuse_meeting(store, "life", 5, "0.4", "wrong shape"));
+  CHECK(refuse_meeting(life_in(store), 5, "0.4", "wrong shape"));
   Part part;
   part.what = "0.4";
   const auto error = error_of<MeetAgainError>(store, part);
@@ -286,6 +291,16 @@ TEST_CASE(
   CHECK(met.refused->call.ordinal == 4);
   CHECK(met.refused->rank == 5);
   CHECK(met.refused->text == "wrong shape");
+}
+
+TEST_CASE("where two calls are refused in one meeting, the second rank knows that it was not heard") {
+  const auto store = std::make_shared<MemoryStore>();
+  CHECK(refuse_meeting(life_in(store), 5, "0.4", "wrong shape"));
+  CHECK(refuse_meeting(life_in(store), 3, "0.4", "wrong as well"));
+  CHECK(!refuse_meeting(life_in(store), 3, "0.5", "another call"));
+  CHECK(refuse_meeting(life_in(store, "life 2"), 3, "0.5", "another call"));
+  store->set("life 3/verdict", "deadline/3 late");
+  CHECK(refuse_meeting(life_in(store, "life 3"), 3, "0.5", "another call"));
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 
 #include <thread>
 
-#include <catch2/catch_test_macros.hpp>
+#include "catch.h"
 
 using namespace meshcast;
 

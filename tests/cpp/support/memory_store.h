@@ -54,8 +54,13 @@ class MemoryStore final : public Store {
   }
   const void* connection() const override { return this; }
 
+  size_t size() const {
+    const std::lock_guard lock(mutex_);
+    return content_.size();
+  }
+
  private:
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::map<std::string, std::string> content_;
 };
 
