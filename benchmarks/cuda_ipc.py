@@ -22,7 +22,7 @@ import meshcast
 import torch
 import torch.distributed as dist
 from meshcast.groups.parent import parent_group
-from meshcast.transfers.gpu_lanes import gpu_of
+from meshcast.transfers.gpu import gpu_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.reductions import reduce_tensor

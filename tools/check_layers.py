@@ -42,7 +42,7 @@ CPP_LAYERS = (
 )
 # The extension's Python face may be used by these.
 # Benchmarks measure its kernels; pipelining cuts graphs of autograd, which torch's Python cannot.
-USE_C = {"layout", "topology", "planning", "groups", "transfers", "backend", "pipelining", "bench"}
+USE_C = {"base", "layout", "topology", "planning", "groups", "transfers", "backend", "pipelining", "bench"}
 # Used by the command line and `meshcast/__init__` alone: they hold the package together.
 TOP = {"", "__main__", "_version", "_build_check", "_build_info"}
 # What a face loads only when somebody asks for it.

@@ -54,7 +54,7 @@ def refusals(rank: int) -> None:
     host = DeviceMesh("cpu", list(range(WORLD)), _init_backend=False)
     there = meshcast.TensorSpec((7, 5), torch.float32, host, [Shard(0)])
     group = parent_group(None, "check").private(range(WORLD), "check")
-    core = group.calls.core
+    core = group.core
     assert core is not None
     gpu = _C.GpuGroupCore(core, group.control, list(range(WORLD)), rank, group.name, 0)
     if rank == 0:

@@ -160,7 +160,7 @@ class Worlds:
         self._context = multiprocessing.get_context("forkserver")
         # What is not there is left out.
         self._context.set_forkserver_preload(
-            ["torch.distributed.tensor", "meshcast.resharding.local", __name__]
+            ["torch.distributed.tensor", "meshcast.resharding.reshard", __name__]
         )
 
     def run(self, way: str, world: int, groups: int, target: str) -> dict[str, Any]:

@@ -50,8 +50,15 @@ void bind_plan(pybind11::module_& m);
 // Private groups and the registered c10d backend.
 void bind_runtime(pybind11::module_& m);
 
-// The life of a call in a private group: groups, their meetings, transfers and starts.
+// What ranks say to each other through the store, and the shared memory of a host.
+void bind_conversation(pybind11::module_& m);
+
+// Private groups and how their ranks meet.
 void bind_groups(pybind11::module_& m);
+
+// The calls of private groups, and the record of them.
+void bind_calls(pybind11::module_& m);
+void bind_record(pybind11::module_& m);
 
 // What torch's Python cannot do to the graph of autograd.
 void bind_autograd(pybind11::module_& m);

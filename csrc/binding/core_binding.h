@@ -16,6 +16,7 @@
 #include "binding/bind.h"
 #include "c10d/tensor_group.h"
 #include "common/forks.h"
+#include "group/meeting.h"
 
 // What the two cores of a private group look like in Python alike. Every method that may block or free tensors
 // runs without the GIL; no thread of theirs takes it, but in a future's callback that is Python's.
@@ -31,6 +32,57 @@ inline std::shared_ptr<PyObject> kept(py::object object) {
             const py::gil_scoped_acquire gil;
             Py_DECREF(kept_object);
           }};
+}
+
+// Calls of Python from threads of any kind. What it raises is thrown as what C++ knows, and keeps the object.
+[[noreturn]] inline void throw_as_error(py::error_already_set& raised) {
+  const py::object value = raised.value();
+  const auto name = py::type::of(value).attr("__name__").cast<std::string>();
+  if (name == "Shortage") throw MeetAgainError(error_from(value.attr("error")));
+  if (py::isinstance(value, py::module_::import("meshcast.errors").attr("MeshcastError")))
+    throw PythonError(error_from(value), kept(value));
+  throw PythonFailure(py::str(value).cast<std::string>(), kept(value));
+}
+
+template <typename Call>
+auto with_python(const Call& call) {
+  const py::gil_scoped_acquire gil;
+  try {
+    return call();
+  } catch (py::error_already_set& raised) {
+    throw_as_error(raised);
+  }
+}
+
+inline py::object borrowed(const std::shared_ptr<PyObject>& object) {
+  return py::reinterpret_borrow<py::object>(object.get());
+}
+
+inline py::object as_python(const std::shared_ptr<GroupCore>& core) {
+  return py::cast(std::dynamic_pointer_cast<TensorGroup>(core));
+}
+
+// Locks of ours are never waited for with the lock of the interpreter: who has one may need that.
+template <typename Call>
+auto without_gil(const Call& call) {
+  const py::gil_scoped_release no_gil;
+  return call();
+}
+
+// As an instance of its class; None for none.
+inline py::object as_exception(const std::exception_ptr& error) {
+  if (!error) return py::none();
+  try {
+    std::rethrow_exception(error);
+  } catch (const PythonError& raised) {
+    return py::reinterpret_borrow<py::object>(raised.raised());
+  } catch (const PythonFailure& raised) {
+    return py::reinterpret_borrow<py::object>(raised.raised());
+  } catch (const Error& raised) {
+    return instance_of(raised);
+  } catch (const std::exception& raised) {
+    return instance_of(Error(ErrorKind::Generic, raised.what()));
+  }
 }
 
 // Limits come from Python as seconds. Zero and negative ones have expired already; NaN is a mistake.
@@ -71,10 +123,15 @@ inline const RunState& run_of(const c10::intrusive_ptr<c10d::Work>& work) {
   return reshard->run();
 }
 
-// By peer (group-local) and direction: messages and bytes of one run of the work's program.
-using Traffic = std::vector<std::tuple<int32_t, bool, int64_t, int64_t>>;  // peer, is sent to it, both
+// Of one run of a work's program. peer: in the group.
+struct PeerTraffic {
+  int32_t peer = 0;
+  bool is_sent = false;  // to the peer
+  int64_t messages = 0;
+  int64_t nbytes = 0;
+};
 
-inline Traffic traffic_of(const c10::intrusive_ptr<c10d::Work>& work) {
+inline std::vector<PeerTraffic> traffic_of(const c10::intrusive_ptr<c10d::Work>& work) {
   std::map<std::pair<int32_t, bool>, std::pair<int64_t, int64_t>> found;
   const auto add = [&found](int32_t peer, bool sent, int64_t nbytes) {
     auto& [messages, bytes] = found[{peer, sent}];
@@ -85,8 +142,16 @@ inline Traffic traffic_of(const c10::intrusive_ptr<c10d::Work>& work) {
   for (const SendOp& send : program.sends)
     for (const Target& target : send.targets) add(target.peer, true, send.nbytes);
   for (const RecvOp& recv : program.recvs) add(recv.peer, false, recv.nbytes);
-  Traffic out;
-  for (const auto& [key, value] : found) out.emplace_back(key.first, key.second, value.first, value.second);
+  std::vector<PeerTraffic> out;
+  for (const auto& [key, value] : found) out.push_back({key.first, key.second, value.first, value.second});
+  return out;
+}
+
+inline std::vector<std::tuple<int32_t, bool, int64_t, int64_t>> traffic_tuples(
+    const c10::intrusive_ptr<c10d::Work>& work) {
+  std::vector<std::tuple<int32_t, bool, int64_t, int64_t>> out;
+  for (const auto& [peer, is_sent, messages, nbytes] : traffic_of(work))
+    out.emplace_back(peer, is_sent, messages, nbytes);
   return out;
 }
 
@@ -113,7 +178,7 @@ template <typename Core>
 py::class_<Core, std::shared_ptr<Core>> bind_core(py::module_& m, const char* name) {
   py::class_<Core, std::shared_ptr<Core>> core(m, name);
   core.def("stats", [](Core&, const c10::intrusive_ptr<c10d::Work>& work) { return stats_of(work); })
-      .def("traffic", [](Core&, const c10::intrusive_ptr<c10d::Work>& work) { return traffic_of(work); })
+      .def("traffic", [](Core&, const c10::intrusive_ptr<c10d::Work>& work) { return traffic_tuples(work); })
       .def("abort", &Core::abort, py::arg("reason"), NoGil())
       .def("error", &Core::error, NoGil())
       .def("shutdown", &Core::shutdown, NoGil());

@@ -5,7 +5,10 @@ PYBIND11_MODULE(_C, m) {
   meshcast::bind_errors(m);
   meshcast::bind_plan(m);
   meshcast::bind_runtime(m);
+  meshcast::bind_conversation(m);
+  meshcast::bind_record(m);
   meshcast::bind_groups(m);
+  meshcast::bind_calls(m);
   meshcast::bind_autograd(m);
 #if MESHCAST_FAULT_POINTS
   meshcast::bind_faults(m);

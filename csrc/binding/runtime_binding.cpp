@@ -20,13 +20,12 @@
 #include "c10d/process_group/pending_work.h"
 #include "c10d/process_group/process_group.h"
 #include "c10d/tensor_group.h"
+#include "group/host_memory.h"
 #include "memory/digest.h"
 #include "plan/plan.h"
 #include "run/executor.h"
 #include "run/run_state.h"
 #include "run/work_thread.h"
-#include "transport/shm_link.h"
-#include "transport/shm_transport.h"
 
 namespace meshcast {
 namespace {
@@ -110,93 +109,10 @@ uint64_t digest_of(const at::Tensor& part, const std::vector<int64_t>& low, cons
   return digest(view, first, step, nans);
 }
 
-// A rank's way to the memory of the other ranks of its host: an address to publish, then the meeting.
-class SharedMemory {
- public:
-  explicit SharedMemory(uint32_t ranks) try : rendezvous_(std::make_unique<ShmRendezvous>(ranks)) {
-  } catch (const std::exception& error) {
-    throw Error(ErrorKind::Generic, error.what());
-  }
-
-  // Taking part in a host's shared memory ends with waiting for a turn of its thread.
-  ~SharedMemory() {
-    unlocked([this] {
-      rendezvous_.reset();
-      transport_.reset();
-    });
-  }
-  SharedMemory(const SharedMemory&) = delete;
-  SharedMemory& operator=(const SharedMemory&) = delete;
-
-  const std::string& address() const { return rendezvous_->address(); }
-
-  // `group`: all global ranks of the private group; `members`: address by global rank, of this host.
-  // check: called now and then, may raise.
-  void meet(const std::vector<int32_t>& group, const std::map<int32_t, std::string>& members, int32_t rank,
-            double timeout_seconds, py::function check) {
-    const auto index = [&](int32_t global) {
-      return static_cast<int>(std::lower_bound(group.begin(), group.end(), global) - group.begin());
-    };
-    std::vector<ShmMember> local;
-    for (const auto& [global, address] : members) {
-      local.push_back({index(global), address});
-      ranks_.push_back(global);
-    }
-    const auto limit =
-        std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds));
-    group_ = group;
-    const auto call = [function = kept(std::move(check))] {
-      const py::gil_scoped_acquire gil;
-      py::reinterpret_borrow<py::function>(function.get())();
-    };
-    const py::gil_scoped_release no_gil;
-    try {
-      transport_ = make_shm_transport(rendezvous_->meet(local, index(rank), Clock::now() + limit, call));
-    } catch (const py::error_already_set&) {
-      throw;
-    } catch (const Error& error) {
-      ErrorContext context = error.context();
-      if (context.peer >= 0) context.peer = group[static_cast<size_t>(context.peer)];
-      throw Error(error.kind(), error.what(), context);
-    } catch (const std::exception& error) {
-      throw Error(ErrorKind::Generic, error.what());
-    }
-  }
-
-  // Ranks that have gone since they met, as far as this rank is connected.
-  std::vector<int32_t> gone() {
-    std::vector<int32_t> out;
-    for (const int peer : transport_ ? transport_->check_peers() : std::vector<int>()) {
-      out.push_back(group_[static_cast<size_t>(peer)]);
-    }
-    return out;
-  }
-
-  LocalRanks take() {
-    if (!transport_) throw Error(ErrorKind::Generic, "shared memory is used by one group, after meet()");
-    rendezvous_.reset();
-    return {std::move(transport_), std::move(ranks_)};
-  }
-
- private:
-  std::unique_ptr<ShmRendezvous> rendezvous_;
-  std::shared_ptr<LocalTransport> transport_;
-  std::vector<int32_t> ranks_;  // of this host
-  std::vector<int32_t> group_;
-};
-
 }  // namespace
 
 void bind_runtime(py::module_& m) {
   py::module_::import("torch.distributed");  // registers Backend, Store and Work
-
-  py::class_<SharedMemory>(m, "SharedMemory")
-      .def(py::init<uint32_t>(), py::arg("ranks"))
-      .def_property_readonly("address", &SharedMemory::address)
-      .def("meet", &SharedMemory::meet, py::arg("group"), py::arg("members"), py::arg("rank"),
-           py::arg("timeout"), py::arg("check"))
-      .def("gone", &SharedMemory::gone, NoGil())
-      .def_static("set_budget", &set_shm_budget, py::arg("nbytes"));
 
   // Kept, it spares a group that comes up the risk that there is no thread for it.
   py::class_<WorkThread, std::shared_ptr<WorkThread>>(m, "WorkThread").def(py::init([] {
@@ -240,14 +156,14 @@ void bind_runtime(py::module_& m) {
       py::arg("rails"), py::arg("first_rail"), py::arg("rank"), NoGil());
   bind_core<TensorGroup>(m, "GroupCore")
       .def(py::init([](std::shared_ptr<Transport> network, const c10::intrusive_ptr<c10d::Store>& store,
-                       std::vector<int32_t> ranks, int32_t rank, std::string name, SharedMemory* local) {
+                       std::vector<int32_t> ranks, int32_t rank, std::string name, HostMemory* memory) {
              const py::gil_scoped_release construct_without_gil;
              return owned(new TensorGroup(std::move(network), store_of(store),
                                           {std::move(ranks), rank, std::move(name)},
-                                          local ? local->take() : LocalRanks{}));
+                                          memory ? memory->take() : LocalRanks{}));
            }),
            py::arg("network"), py::arg("store"), py::arg("ranks"), py::arg("rank"), py::arg("name"),
-           py::arg("shared_memory") = nullptr)
+           py::arg("memory") = nullptr)
       .def_property_readonly("slots_taken", &TensorGroup::slots_taken)
       .def(
           "start",

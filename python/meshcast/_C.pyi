@@ -2,6 +2,7 @@
 """Types of the C++ module. Boxes are ((lo, hi), ...) per dimension; times are nanoseconds, rates bytes/s."""
 
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 from torch import Tensor, dtype
@@ -129,22 +130,85 @@ def release_saved(nodes: list[Any]) -> None:
 
     """Why a group is broken, for the ranks that wait for this one. store: of its core."""
 
-class SharedMemory:
-    """A rank's way to the memory of the other ranks of its host; see shared_memory.py."""
+class Conversation:
+    """Texts that ranks exchange through a store, by topic and rank; see csrc/core/group/conversation.h. Its
+    waits let other threads run, and a handler of a signal ends them. Deadlines are by time.monotonic(), None
+    for none."""
 
-    def __init__(self, ranks: int) -> None: ...
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        """ranks: how many may ask the store at once."""
     @property
-    def address(self) -> str: ...
+    def rank(self) -> int: ...
+    def say(self, topic: str, text: str) -> None: ...
+    def forget(self, topic: str) -> None:
+        """Erases what this rank said."""
+
+    def heard(self, topic: str, rank: int) -> str | None: ...
+    def silent(self, topic: str, ranks: Sequence[int]) -> list[int]: ...
+    def hear(
+        self,
+        topic: str,
+        ranks: Sequence[int],
+        deadline: float | None,
+        late: str,
+        op: str,
+        phase: str,
+        check: Callable[[], None] | None = None,
+        every: float = 0.0,
+    ) -> dict[int, str]:
+        """Waits until all these ranks have said something.
+
+        check: called between two questions, at most once in `every` seconds; raises to end the wait. late,
+        op, phase: for the DeadlineExceededError, in whose text {missing}, {first} and {elapsed} are filled
+        in."""
+
+    def count(self, topic: str, more: int) -> int: ...
+    def verdict(self, topic: str, proposal: str = "") -> str:
+        """Returns the first proposal for the topic; "" where there is none."""
+
+    def await_verdict(
+        self,
+        topic: str,
+        deadline: float | None,
+        check: Callable[[], None] | None = None,
+        every: float = 0.0,
+    ) -> str:
+        """Returns "" at the deadline. check, every: as for hear()."""
+
+    def erase(self, topic: str) -> None:
+        """Erases a count or a verdict."""
+
+class Watches:
+    """Looks after ranks that wait for each other; see csrc/core/group/meeting.h."""
+
+    def __init__(self, known: KnownOffers, watch: Callable[[str], Callable[[], str] | None]) -> None:
+        """watch: from what a rank said, what tells why it is lost, "" as far as that is not known."""
+
+    def lost(
+        self, conversation: Conversation, topic: str, ranks: Sequence[int], each: bool = False
+    ) -> tuple[int, str] | None: ...
+    def lost_soon(self, ranks: Sequence[int], rank: int) -> tuple[int, str] | None: ...
+
+class HostMemory:
+    """The shared memory of a host; see csrc/core/group/host_memory.h. lost: returns a rank that is lost, and
+    why."""
+
+    def __init__(self, ranks: int, off: str) -> None: ...
+    @property
+    def offer(self) -> str: ...
+    @property
+    def obstacle(self) -> str: ...
     def meet(
         self,
-        group: list[int],
-        members: dict[int, str],
-        rank: int,
-        timeout: float,
-        check: Callable[[], None],
-    ) -> None:
-        """check: called now and then while this waits; may raise."""
-    def gone(self) -> list[int]: ...
+        conversation: Conversation,
+        group: Sequence[int],
+        offers: Mapping[int, str],
+        deadline: float,
+        lost: Callable[[], tuple[int, str] | None],
+    ) -> None: ...
+    def settle(
+        self, conversation: Conversation, deadline: float, lost: Callable[[], tuple[int, str] | None]
+    ) -> None: ...
     @staticmethod
     def set_budget(nbytes: int) -> None: ...
 
@@ -205,7 +269,7 @@ class GroupCore:
         ranks: list[int],
         rank: int,
         name: str,
-        shared_memory: SharedMemory | None = None,
+        memory: HostMemory | None = None,
     ) -> None: ...
     @property
     def slots_taken(self) -> int: ...
@@ -236,6 +300,9 @@ def traffic(work: Work) -> list[tuple[int, bool, int, int]]:
 class KnownOffers:
     """Offers that ranks made when they met, in all groups of one process group."""
 
+    def __init__(self) -> None: ...
+    def add(self, offers: Mapping[int, str]) -> None: ...
+
 class Refusal:
     """A call that this rank refused; the other ranks are told in the background."""
 
@@ -264,8 +331,6 @@ class Group:
     def core(self) -> GroupCore | None: ...
     def attached(self, key: str) -> Any: ...
     def attach(self, key: str, thing: Any) -> None: ...
-    def has_news(self) -> bool: ...
-    def take_news(self) -> MeshcastError | None: ...
     def cause(self) -> str | None: ...
     def posted_cause(self) -> str | None: ...
     def abort(self, reason: str) -> None: ...
@@ -297,10 +362,18 @@ class Transfer:
         group: Group,
         lane: int,
         is_shared: bool,
-        plans: Callable[[], tuple[str, str, Plan, Plan | None]],
+        plans: Callable[[], tuple[str, str, Plan, Plan | None, Mapping[str, Any], Mapping[str, Any] | None]],
+        op: str,
+        what: str,
+        members: Members,
+        medium: object | None,
+        source: list[tuple[tuple[int, ...] | None, dtype]],
+        destination: list[tuple[tuple[int, ...] | None, dtype]],
     ) -> None:
         """is_shared: with other transfers of the same descriptor. plans: compiles the op, the descriptor, the
-        plan and that of the backward."""
+        plan and that of the backward, and what the flight record shows of both. what: moves, in words.
+        medium: moves what is not on CPUs. source, destination: shapes of this rank's shards, None where it is
+        in no mesh of that side, and their types."""
 
     def agree_ahead(self, timeout: float, keep: object) -> None:
         """keep: lives at least until then."""
@@ -310,66 +383,144 @@ class Transfer:
         """Returns whether a start or an agreement has ended, well or not, by then."""
 
     def failure(self) -> Exception | None: ...
+    def new_flight(self, reverse: bool) -> Flight: ...
 
-class Start:
-    """One start of a transfer."""
+class Call:
+    """One call of a transfer. driven: who makes it waits at once."""
 
-    begun_again: int
-    """Number of times that it was begun once more, in another life of the group."""
+    def give(self, src: Sequence[Tensor | None], dst: Sequence[Tensor | None]) -> None:
+        """The tensors to be moved. Before submit()."""
 
-    def submit(self, group: Group) -> None: ...
-    def wait(self) -> None: ...
+    def submit(self) -> None:
+        """Counts the call and begins it behind all earlier ones of its lane."""
+
+    def wait(self) -> None:
+        """Blocks until the transfer has ended; raises its typed error, each time it is called. What a handler
+        of a signal raises ends the wait, and the group."""
+
     def is_completed(self) -> bool: ...
     def is_settled(self) -> bool:
         """Returns whether it runs, or has failed."""
 
-    def make_final(self) -> None: ...
+    def make_final(self) -> None:
+        """From here on it does not begin once more in another life of its group."""
+
     def when_settled(self, call: Callable[[], None]) -> None: ...
-    def retract(self, group: Group, why: str) -> Refusal:
-        """Tells the other ranks that the source was changed while the call may have travelled."""
+    def retract(self, why: str) -> Refusal | None:
+        """Tells the other ranks that the source was changed while the call may have travelled; None where it
+        could not have mattered."""
 
-    @property
-    def ordinal(self) -> int | None: ...
-    @property
-    def lane(self) -> int: ...
-    @property
-    def run(self) -> int:
-        """As that of its CallNumber."""
+    def copy_at_end(self, to: Tensor, source: Tensor) -> None:
+        """The first successful wait() copies `source` to `to`. Given before anybody can wait."""
 
+    def wrote(self, tensor: Tensor) -> None:
+        """The first successful wait() lets autograd know that `tensor` was written. Given likewise."""
+
+    def figures(self) -> dict[str, Any] | None:
+        """As GroupCore.stats; None before the transfer was started."""
+
+    def remaining(self) -> float:
+        """Returns the seconds until the limit."""
+
+    op: str
+    driven: bool
+    flight: Flight
+    number: CallNumber
+    timeout: float
+    deadline: float  # by time.monotonic()
     @property
     def work(self) -> Any: ...
     @property
     def error(self) -> Exception | None: ...
 
-class HostStart(Start):
-    """Tensors on CPUs, which the group itself moves."""
+class HostCall(Call):
+    """Of tensors on CPUs, which the group itself moves."""
 
     def __init__(
-        self,
+        self, transfer: Transfer, number: CallNumber, timeout: float, driven: bool, reverse: bool
+    ) -> None: ...
+    @staticmethod
+    def of_fitting(
         transfer: Transfer,
-        number: CallNumber,
         timeout: float,
-        reverse: bool,
-        op: str,
+        driven: bool,
         src: Sequence[Tensor | None],
         dst: Sequence[Tensor | None],
-    ) -> None: ...
+    ) -> HostCall | None:
+        """Returns a call with its tensors; None unless they are plain ones of the expected shapes and
+        types."""
 
-class PythonStart(Start):
-    """Tensors that something else brings to where they are moved, or moves."""
+class MediumCall(Call):
+    """Of tensors that the transfer's medium brings to where they are moved, or moves."""
+
+    def __init__(
+        self, transfer: Transfer, number: CallNumber, timeout: float, driven: bool, reverse: bool
+    ) -> None: ...
+    brought: Any  # what the medium keeps for it, until it has ended
+
+class Members:
+    """A private group as the flight record shows it. ranks: global ones; within: the process group that it
+    was made in, the same text on all of them."""
+
+    def __init__(self, name: str, ranks: Sequence[int] = (), within: str = "") -> None: ...
+    name: str
+    within: str
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
+class Traffic:
+    """Sums over the calls that carry the same messages: see csrc/core/group/record.h."""
+
+    def __init__(
+        self, op: str, bound: float = 0.0, rank: int = -1, moved: Sequence[tuple[int, int, int, int]] = ()
+    ) -> None:
+        """moved: sender, receiver, messages and bytes of each call."""
+
+    def ended(self, seconds: float, waited: float) -> None: ...
+    def failed(self) -> None: ...
+    def again(self) -> None: ...
+    def text(self) -> str: ...
+
+class Flight:
+    """One call in the flight record. It outlives the call and keeps no tensor alive."""
 
     def __init__(
         self,
-        transfer: Transfer,
-        number: CallNumber,
-        timeout: float,
-        reverse: bool,
         op: str,
-        ready: Callable[[], bool],
-        connect: Callable[[GroupCore, int], None],
-        begin: Callable[[GroupCore, AgreedPlan, int, bool, float], Any],
+        group: Members,
+        rank: int,
+        what: str = "",
+        lane: int | None = None,
+        position: int = 0,
+        site: tuple[CodeType, int] | None = None,
     ) -> None:
-        """begin: core, agreed plan, ordinal, whether it is a backward, seconds; returns the work."""
+        """what: moves, in words that are the same on all ranks. site: of the program; None: the innermost
+        line outside of meshcast and torch."""
+
+    def ended(self) -> None: ...
+    def failed(self, error: BaseException) -> None: ...
+    def again(self) -> None:
+        """It begins once more."""
+
+    op: str
+    group: Members
+    rank: int
+    begun: float  # seconds since the epoch
+    @property
+    def what(self) -> str: ...
+    @property
+    def site(self) -> tuple[CodeType, int] | None: ...
+    def progress(self) -> dict[str, Any]: ...
+
+def observe_by(observer: object) -> None:
+    """observer: see base/observe.py."""
+
+def flights() -> list[Flight]:
+    """Returns the last 2,000, the oldest first."""
+
+def calls_begun() -> int: ...
+def counted() -> tuple[dict[str, dict[str, Any]], dict[tuple[int, int], dict[str, Any]]]:
+    """Returns the sums over all calls, by operation and by (sender, receiver)."""
 
 def nccl_version() -> str: ...
 def nccl_unique_id() -> bytes: ...

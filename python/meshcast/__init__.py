@@ -19,7 +19,7 @@ check_torch(torch.__version__, torch.version.cuda)  # before anything loads _C
 
 from .backend.backend import register as _register_backend  # noqa: E402
 from .base.observe import set_up as _set_up_observation  # noqa: E402
-from .resharding.compile_op import register as _register_operator  # noqa: E402
+from .resharding.compile import register as _register_operator  # noqa: E402
 
 _register_backend()
 _register_operator()
@@ -42,10 +42,9 @@ if TYPE_CHECKING:
     from .planning.plan import Plan, Problem, plan, plan_cache_clear, plan_cache_info, plan_many
     from .planning.views import LocalCopy, Task, Transfer
     from .resharding.autograd import backward
-    from .resharding.local import reshard_local
     from .resharding.measure import measure_topology
     from .resharding.redistribute import enable_dtensor_redistribute
-    from .resharding.reshard import reshard, reshard_, reshard_many
+    from .resharding.reshard import reshard, reshard_, reshard_local, reshard_many
     from .resharding.resharder import Resharder
     from .resharding.state_dict import reshard_state_dict
     from .resharding.state_resharder import StateResharder
@@ -149,7 +148,7 @@ _HOME = {
     "prepare": "groups.prepare",
     "reshard": "resharding.reshard",
     "reshard_": "resharding.reshard",
-    "reshard_local": "resharding.local",
+    "reshard_local": "resharding.reshard",
     "reshard_many": "resharding.reshard",
     "reshard_state_dict": "resharding.state_dict",
 }

@@ -14,7 +14,7 @@ import meshcast
 import torch
 from meshcast.errors import AbortedError, PeerLostError
 from meshcast.groups.parent import parent_group
-from meshcast.transfers.gpu_lanes import gpu_of
+from meshcast.transfers.gpu import gpu_of
 from multiproc.devices import GPU, check, given, use_a_gpu
 from multiproc.oracle import unique_fill
 from torch.distributed.tensor import Replicate, Shard

@@ -46,7 +46,7 @@ def call(rows: int, seed: int, rank: int) -> None:
 
 
 def core():
-    return parent_group(None, "test").private([0, 1, 2], "test").calls.core
+    return parent_group(None, "test").private([0, 1, 2], "test").core
 
 
 def refused_calls_leave_no_trace(context) -> None:

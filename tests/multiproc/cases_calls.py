@@ -12,7 +12,7 @@ import meshcast
 import torch
 import torch.distributed as dist
 from meshcast.groups.parent import parent_group
-from meshcast.transfers.persistent import PersistentTransfer
+from meshcast.transfers.transfer import PersistentTransfer
 from multiproc.meshes import quiet_mesh, sharded, spread
 from multiproc.own_threads import left_running
 from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -8,8 +8,8 @@ import os
 
 import meshcast
 import torch
-from meshcast.resharding.compile_op import new_token, register_call
-from meshcast.transfers.persistent import PersistentTransfer, PlanOptions
+from meshcast.resharding.compile import new_token, register_call
+from meshcast.transfers.transfer import PersistentTransfer, PlanOptions
 from multiproc.meshes import sharded
 from multiproc.oracle import coordinates, cut
 from torch.distributed.device_mesh import DeviceMesh
@@ -58,9 +58,8 @@ def counted():
 def operator_call() -> int:
     """A number for torch.ops.meshcast.reshard: FULL from A by rows to B by columns, with gradient."""
     from meshcast.groups.parent import parent_group
-    from meshcast.resharding.arguments import source_of
-    from meshcast.resharding.compiled_call import compile_call
-    from meshcast.resharding.tensor_move import Destination
+    from meshcast.resharding.compiled import compile_call, source_of
+    from meshcast.resharding.meshes import Destination
 
     a, b = meshes()
     parent = parent_group(None, "test")

@@ -15,9 +15,9 @@ from meshcast import Layout
 from meshcast.errors import DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
 from meshcast.groups.parent import parent_group
 from meshcast.groups.private import PrivateGroup
-from meshcast.resharding.reduction import tensor_spec
-from meshcast.transfers import gpu_lanes
-from meshcast.transfers.gpu_offer import GpuOffer
+from meshcast.resharding.compiled import tensor_spec
+from meshcast.transfers import gpu as gpu_module
+from meshcast.transfers.gpu import GpuOffer
 from multiproc.meshes import sharded
 from multiproc.oracle import unique_fill
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,8 +39,8 @@ class Place:
 def gpus_that_say(uuid: str) -> Iterator[None]:
     """What this rank says of its GPU, which it does not have."""
     with (
-        mock.patch.object(gpu_lanes, "own_offer", lambda i: GpuOffer("h", i, uuid, "H200", "2.28.9")),
-        mock.patch.object(gpu_lanes._C, "nccl_unique_id", return_value=bytes(128), create=True),
+        mock.patch.object(gpu_module, "own_offer", lambda i: GpuOffer("h", i, uuid, "H200", "2.28.9")),
+        mock.patch.object(gpu_module._C, "nccl_unique_id", return_value=bytes(128), create=True),
     ):
         yield
 
@@ -72,7 +72,7 @@ def connect(ordinal: int, place: Place, limit: float, name: str = "") -> Excepti
     group.connect(GROUP_TIMEOUT)
     try:
         deadline = time.monotonic() + limit
-        gpu_lanes.connect_lanes(group, group.calls.core, (0, 1), place, (0, ordinal), deadline)
+        gpu_module.connect_lanes(group, group.core, (0, 1), place, (0, ordinal), deadline)
     except Exception as raised:
         return raised
     return None
@@ -165,7 +165,7 @@ def a_gpu_for_two_ranks_is_refused_by_all(context) -> None:
 def an_id_that_nccl_does_not_give_is_missed_by_all(context) -> None:
     """Only the first rank asks for one; the others must not wait for it."""
     no_id = mock.Mock(side_effect=MeshcastError("NCCL finds no network interface"))
-    with gpus_that_say(f"GPU-{context.rank}"), mock.patch.object(gpu_lanes._C, "nccl_unique_id", no_id):
+    with gpus_that_say(f"GPU-{context.rank}"), mock.patch.object(gpu_module._C, "nccl_unique_id", no_id):
         error = connect(7007, Place(), GROUP_TIMEOUT)
         assert isinstance(error, MeshcastError), error
         assert "rank 0" in str(error) and "NCCL finds no network interface" in str(error), error
@@ -207,15 +207,15 @@ def ranks_that_share_a_gpu_are_connected_over_cuda_ipc(context) -> None:
     """Each lane with the addresses of all ranks, in their order; known lanes not again."""
     with (
         gpus_that_say("GPU-a"),
-        mock.patch.object(gpu_lanes._C, "GpuGroupCore", Recorder, create=True),
-        mock.patch.object(gpu_lanes._C, "IpcMeeting", Recorder, create=True),
+        mock.patch.object(gpu_module._C, "GpuGroupCore", Recorder, create=True),
+        mock.patch.object(gpu_module._C, "IpcMeeting", Recorder, create=True),
     ):
         if context.rank == 2:
             time.sleep(0.2)
         for ordinal in (7004, 7005):
             error = connect(ordinal, Place(), GROUP_TIMEOUT, "ipc")
             assert error is None, error
-        gpu = gpu_lanes.gpu_of(group_of("ipc"))
+        gpu = gpu_module.gpu_of(group_of("ipc"))
         assert gpu is not None
         assert gpu.transport == "cuda_ipc" and gpu.lanes == {0, 1}
         found: list = [None] * context.world
@@ -239,8 +239,8 @@ def a_rank_that_cannot_connect_ends_the_group(context) -> None:
 
     with (
         gpus_that_say("GPU-a"),
-        mock.patch.object(gpu_lanes._C, "GpuGroupCore", Lost, create=True),
-        mock.patch.object(gpu_lanes._C, "IpcMeeting", Lost, create=True),
+        mock.patch.object(gpu_module._C, "GpuGroupCore", Lost, create=True),
+        mock.patch.object(gpu_module._C, "IpcMeeting", Lost, create=True),
     ):
         error = connect(7006, Place(), GROUP_TIMEOUT, "lost")
         if context.rank == 1:

@@ -14,7 +14,6 @@ import meshcast
 import torch
 import torch.distributed as dist
 from meshcast.base.observe import FORMAT, Flight, Members
-from meshcast.transfers.call import Call
 from multiproc.meshes import quiet_mesh, sharded
 from torch.distributed.tensor import Replicate, Shard
 
@@ -69,7 +68,7 @@ def keeps_nothing_alive(context) -> None:
     assert result() is None
     assert meshcast.flight_record()[-1]["state"] == "ended"
     for _ in range(2500):
-        Flight("filler", Members("nobody"), context.rank, Call("filler", 1.0))
+        Flight("filler", Members("nobody"), context.rank)
     assert len(meshcast.flight_record()) == 2000
 
 

@@ -1,5 +1,4 @@
-"""The short cut for plain runs of a Resharder: it does what general calls do, and leaves to them what it
-cannot. In three processes."""
+"""Runs of one Resharder, plain ones and others, good ones and bad ones. In three processes."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import time
 import meshcast
 import torch
 import torch.distributed as dist
-from meshcast.resharding.repeat import Repeat
+from meshcast.resharding.memory import as_dtensor
 from multiproc.cases_many import check, fresh, raises
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.oracle import unique_fill
@@ -33,43 +32,21 @@ def full(step: int) -> torch.Tensor:
     return unique_fill(SHAPE, torch.float32, step)
 
 
-class Counted:
-    """Counts the runs that took the short cut."""
-
-    def __enter__(self) -> Counted:
-        self.taken = 0
-        self._run = Repeat.run
-
-        def run(repeat: Repeat, x: DTensor | None) -> bool:
-            done = self._run(repeat, x)
-            self.taken += done
-            return done
-
-        Repeat.run = run
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        Repeat.run = self._run
-
-
-def taken_from_the_second_run_on(context) -> None:
-    """Results, the version counter that autograd looks at, and the flight record are those of any call."""
+def written_again_and_again(context) -> None:
+    """Results, the version counter that autograd looks at, and the flight record."""
     call = made(fresh(context))
-    with Counted() as counted:
-        first = call.run(given(context, 0))
-        assert counted.taken == 0
-        for step in range(1, 40):
-            before = first._version, first.to_local()._version
-            x = given(context, step)
-            if step % 3 == 0:  # of the same calls, counted alike on all ranks
-                assert call.start(x).wait() is first
-            else:
-                assert call.run(x) is first
-            check(first, full(step), context.rank)
-            if context.rank in B:
-                assert first._version > before[0]
-                assert first.to_local()._version > before[1]
-        assert counted.taken == 26
+    first = call.run(given(context, 0))
+    for step in range(1, 40):
+        before = first._version, first.to_local()._version
+        x = given(context, step)
+        if step % 3 == 0:  # of the same calls, counted alike on all ranks
+            assert call.start(x).wait() is first
+        else:
+            assert call.run(x) is first
+        check(first, full(step), context.rank)
+        if context.rank in B:
+            assert first._version > before[0]
+            assert first.to_local()._version > before[1]
     calls = meshcast.flight_record()[-40:]
     assert [entry["op"] for entry in calls] == ["Resharder"] * 40
     assert [entry["state"] for entry in calls] == ["ended"] * 40
@@ -78,30 +55,27 @@ def taken_from_the_second_run_on(context) -> None:
     assert all(entry["seconds"] > 0 for entry in calls)
 
 
-def left_to_general_calls(context) -> None:
-    """An output of one's own, profiled runs, and what tracks a gradient."""
+def unlike_runs(context) -> None:
+    """An output of one's own, profiled runs, sources that need work first, and what tracks a gradient."""
     call = made(fresh(context))
     x = given(context, 1)
     call.run(x)
-    with Counted() as counted:
-        check(call.run(x), full(1), context.rank)
-        assert counted.taken == 1
-        if context.rank in B:
-            out = sharded(torch.zeros(SHAPE), quiet_mesh(B), [Shard(0)], context.rank)
-            assert call.run(out=out) is out
-            check(out, full(1), context.rank)
-        else:
-            call.run(x)
-        assert counted.taken == 1 + (context.rank in A)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            call.run(x)
-        assert {"meshcast::Resharder launch", "meshcast::Resharder wait"} <= {
-            e.name for e in profile.events()
-        }
-        assert counted.taken == 1 + (context.rank in A)
-        with torch.no_grad():
-            check(call.run(None if x is None else x.detach().requires_grad_()), full(1), context.rank)
-        assert counted.taken == 2 + (context.rank in A)
+    check(call.run(x), full(1), context.rank)
+    if context.rank in B:
+        out = sharded(torch.zeros(SHAPE), quiet_mesh(B), [Shard(0)], context.rank)
+        assert call.run(out=out) is out
+        check(out, full(1), context.rank)
+    else:
+        call.run(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call.run(x)
+    assert {"meshcast::Resharder launch", "meshcast::Resharder wait"} <= {e.name for e in profile.events()}
+    negated = None if x is None else as_dtensor(torch._neg_view(x._local_tensor), x._spec)
+    check(call.run(negated), -full(1), context.rank)
+    strided = None if x is None else as_dtensor(x._local_tensor.t().contiguous().t(), x._spec)
+    check(call.run(strided), full(1), context.rank)
+    with torch.no_grad():
+        check(call.run(None if x is None else x.detach().requires_grad_()), full(1), context.rank)
     again = made(fresh(context))
     if context.rank in A:
         raises(meshcast.LayoutError, "requires_grad", lambda: again.run(x.detach().requires_grad_()))
@@ -133,25 +107,22 @@ def refused(context, call: meshcast.Resharder) -> None:
         check(call.run(given(context, step)), full(step), context.rank)
 
 
-def not_for_every_resharder(context) -> None:
+def cast_kept_or_new(context) -> None:
     mesh_a, mesh_b, both = quiet_mesh(A), quiet_mesh(B), quiet_mesh([1, 2])
     spec = meshcast.TensorSpec(SHAPE, torch.float32, mesh_a, [Shard(0)])
     group = fresh(context)
-    with Counted() as counted:
-        for destination, options, members in [
-            (meshcast.TensorSpec(SHAPE, torch.float64, mesh_b, [Shard(0)]), {"reuse_output": True}, [0, 1]),
-            (meshcast.TensorSpec(SHAPE, torch.float32, both, [Shard(0)]), {"reuse_output": True}, [0, 2]),
-            (meshcast.TensorSpec(SHAPE, torch.float32, mesh_b, [Shard(0)]), {}, []),
-        ]:
-            call = meshcast.Resharder(spec, destination, group, **options)
-            before = counted.taken
-            for step in range(3):
-                check(call.run(given(context, step)), full(step).to(destination.dtype), context.rank)
-            assert counted.taken - before == 2 * (context.rank in members)
+    for destination, options in [
+        (meshcast.TensorSpec(SHAPE, torch.float64, mesh_b, [Shard(0)]), {"reuse_output": True}),
+        (meshcast.TensorSpec(SHAPE, torch.float32, both, [Shard(0)]), {"reuse_output": True}),
+        (meshcast.TensorSpec(SHAPE, torch.float32, mesh_b, [Shard(0)]), {}),
+    ]:
+        call = meshcast.Resharder(spec, destination, group, **options)
+        for step in range(3):
+            check(call.run(given(context, step)), full(step).to(destination.dtype), context.rank)
 
 
 def a_failure_has_its_type(context) -> None:
-    """Rank 0 stays away: rank 2 raises in time, in the short cut, and the next call at once."""
+    """Rank 0 stays away: rank 2 raises in time, and the next call at once."""
     call = made(fresh(context), timeout=2.0)
     for step in range(3):
         call.run(given(context, step))
@@ -193,10 +164,10 @@ def seen_while_it_waits(context) -> None:
 
 
 CASES = [
-    taken_from_the_second_run_on,
-    left_to_general_calls,
+    written_again_and_again,
+    unlike_runs,
     refused_after_good_runs,
-    not_for_every_resharder,
+    cast_kept_or_new,
     seen_while_it_waits,
     a_failure_has_its_type,
 ]

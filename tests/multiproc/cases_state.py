@@ -94,25 +94,25 @@ def moved(context) -> None:
             )
             check(result, fulls, destinations, context.rank, step)
             assert result.version is None
-            board = parent_group(None, "test").private(range(context.world), "test").board
+            connector = parent_group(None, "test").private(range(context.world), "test")._connector
             if step == 2:
-                assert board.store.writes == 0, "a known kind of call wrote to the store"
-            board.store = _Counting(board.store)
+                assert connector.conversation.writes == 0, "a known kind of call wrote to the store"
+            connector.conversation = _Counting(connector.conversation)
 
 
 class _Counting:
-    """The group's store, counting what is written."""
+    """The group's conversation, counting what this rank says."""
 
-    def __init__(self, store) -> None:
-        self._store = store
+    def __init__(self, conversation) -> None:
+        self._conversation = conversation
         self.writes = 0
 
-    def set(self, key: str, value: str) -> None:
+    def say(self, topic: str, text: str) -> None:
         self.writes += 1
-        self._store.set(key, value)
+        self._conversation.say(topic, text)
 
     def __getattr__(self, name: str):
-        return getattr(self._store, name)
+        return getattr(self._conversation, name)
 
 
 def cast_and_bounded(context) -> None:
@@ -221,9 +221,9 @@ def torn(context) -> None:
 
 def _between(context, change, call, victim: str, **options) -> None:
     """Runs `change` on rank 1 once its data has left, and before its digests are taken."""
-    from meshcast.transfers import persistent
+    from meshcast.transfers import transfer as transfers
 
-    original = persistent.PersistentTransfer.launch
+    original = transfers.PersistentTransfer.launch
 
     def launch(self, sources, *arguments, **options):
         call = original(self, sources, *arguments, **options)
@@ -232,11 +232,11 @@ def _between(context, change, call, victim: str, **options) -> None:
             change()
         return call
 
-    persistent.PersistentTransfer.launch = launch
+    transfers.PersistentTransfer.launch = launch
     try:
         raises(meshcast.MeshcastError, victim, lambda: call(**options))
     finally:
-        persistent.PersistentTransfer.launch = original
+        transfers.PersistentTransfer.launch = original
 
 
 def flipped(context) -> None:

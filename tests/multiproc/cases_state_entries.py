@@ -10,7 +10,7 @@ import meshcast
 import numpy as np
 import torch
 from meshcast import elastic
-from meshcast.transfers import persistent
+from meshcast.transfers import transfer as transfers
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.oracle import unique_fill
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -258,18 +258,18 @@ def tied_weights(context) -> None:
 
     def sizes(*arguments, **options):
         counted = []
-        original = persistent.PersistentTransfer.launch
+        original = transfers.PersistentTransfer.launch
 
         def launch(self, sources, *rest, **more):
             if self._op == "reshard_state_dict" and len(sources) != 1:
                 counted.append(len(sources))
             return original(self, sources, *rest, **more)
 
-        persistent.PersistentTransfer.launch = launch
+        transfers.PersistentTransfer.launch = launch
         try:
             return meshcast.reshard_state_dict(*arguments, **options), counted
         finally:
-            persistent.PersistentTransfer.launch = original
+            transfers.PersistentTransfer.launch = original
 
     result, counted = sizes(held, where, digest=True)
     assert counted == [2]

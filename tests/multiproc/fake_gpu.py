@@ -1,6 +1,6 @@
 """A fake GPU: tensors "on" it are ordinary ones, but what is enqueued runs only when somebody asks for an
 event behind it, and then after a while. It stands where staged transfers ask CUDA for copies
-(gpu_copies.Copies)."""
+(transfers.pinned.Copies)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from meshcast import Layout
 from meshcast.resharding import state_results
-from meshcast.resharding.reduction import tensor_spec
-from meshcast.resharding.tensor_move import TensorMove
-from meshcast.transfers import gpu_copies, gpu_offer, persistent
+from meshcast.resharding.compiled import TensorMove, tensor_spec
+from meshcast.transfers import gpu as gpu_module
+from meshcast.transfers import pinned as pinned_module
+from meshcast.transfers import transfer as transfer_module
 from multiproc.oracle import coordinates, cut
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -162,7 +163,7 @@ def fake_gpu(seed: int) -> Iterator[FakeGpu]:
     """This process has a GPU for staged transfers. New results on it hold rubbish until something is copied
     there."""
     gpu = FakeGpu(seed)
-    check, allocate = persistent.check_shards, TensorMove.allocate
+    check, allocate = transfer_module.check_shards, TensorMove.allocate
 
     def check_on_cpu(*arguments, **options) -> None:
         check(*arguments, **{**options, "on_cpu": True})
@@ -183,9 +184,9 @@ def fake_gpu(seed: int) -> Iterator[FakeGpu]:
 
     with (
         mock.patch.object(state_results, "empty", rubbish),
-        mock.patch.object(gpu_copies, "COPIES", gpu),
-        mock.patch.object(gpu_offer, "gpu_obstacle", return_value=""),
-        mock.patch.object(persistent, "check_shards", check_on_cpu),
+        mock.patch.object(pinned_module, "COPIES", gpu),
+        mock.patch.object(gpu_module, "gpu_obstacle", return_value=""),
+        mock.patch.object(transfer_module, "check_shards", check_on_cpu),
         mock.patch.object(TensorMove, "allocate", allocate_rubbish),
     ):
         yield gpu

@@ -11,8 +11,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from meshcast.transfers import gpu_medium, gpu_offer, persistent
-from meshcast.transfers.gpu_lanes import CudaLanes, attach_gpu, gpu_of
+from meshcast.transfers import gpu as gpu_module
+from meshcast.transfers import transfer as transfer_module
+from meshcast.transfers.gpu import CudaLanes, attach_gpu, gpu_of
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
@@ -106,7 +107,7 @@ class _Core:
 
 
 class _Mark:
-    """As gpu_medium's: every tensor of this process is on its one GPU."""
+    """As that of transfers.gpu: every tensor of this process is on its one GPU."""
 
     EVENT = 77
 
@@ -123,7 +124,7 @@ class _Mark:
 def fake_rounds() -> Iterator[FakeRounds]:
     """This process has a GPU for calls between GPUs, on which tensors are ordinary ones."""
     fake = FakeRounds()
-    check = persistent.check_shards
+    check = transfer_module.check_shards
 
     def check_on_cpu(*arguments, **options) -> None:
         check(*arguments, **{**options, "on_cpu": True})
@@ -137,10 +138,10 @@ def fake_rounds() -> Iterator[FakeRounds]:
         gpu.core._fake = fake
 
     with (
-        mock.patch.object(gpu_offer, "gpu_obstacle", return_value=""),
-        mock.patch.object(persistent, "check_shards", check_on_cpu),
-        mock.patch.object(gpu_medium, "connect_lanes", connect),
-        mock.patch.object(gpu_medium, "_Mark", _Mark),
+        mock.patch.object(gpu_module, "gpu_obstacle", return_value=""),
+        mock.patch.object(transfer_module, "check_shards", check_on_cpu),
+        mock.patch.object(gpu_module, "connect_lanes", connect),
+        mock.patch.object(gpu_module, "_Mark", _Mark),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):
         yield fake

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from meshcast import _C
 from meshcast.pipelining import PipelineStage, get_schedule_class
 from meshcast.pipelining.action import Action, ActionKind
-from meshcast.transfers.persistent import PersistentTransfer
-from meshcast.transfers.shards import filled
+from meshcast.transfers.medium import Medium, Statistics
+from meshcast.transfers.transfer import PersistentTransfer
 from multiproc.pipeline_models import CPU, TIMEOUT, train_alone
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -35,38 +34,44 @@ WIDTH = 1 << 15  # values of 256 KiB: several messages each
 STEPS = 3
 
 
+class Late(Medium):
+    """Tensors on CPUs. Every second call, by chance, is left to the control thread, and starts up to 6 ms
+    late."""
+
+    by_host = True
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+
+    def bring(self, call: Any, src: Any, dst: Any, *, reverse: bool) -> tuple[Any, Any]:  # noqa: ARG002
+        call.brought = 0.006 * self._chance.random() if self._chance.random() < 0.5 else 0.0
+        return src, dst
+
+    def ready(self, call: Any) -> bool:
+        return call.brought == 0.0
+
+    def start(self, core: Any, call: Any, agreed: Any, **arguments: Any) -> Any:
+        time.sleep(call.brought)
+        work = core.start(agreed, **arguments)
+        return work, Statistics(work)
+
+    def text(self) -> str:
+        return ""
+
+
 @contextlib.contextmanager
 def starts_late(seed: int) -> Iterator[None]:
-    """Of the transfers that could start at once every second one, by chance, is left to the control thread,
-    which starts each up to 6 ms late."""
-    chance, own = random.Random(seed), PersistentTransfer._start
+    """All transfers that are made in the meantime do so."""
+    chance, own = random.Random(seed), PersistentTransfer.__init__
 
-    def delayed(transfer: PersistentTransfer, call: Any, src: Any, dst: Any, *, reverse: bool) -> Any:
-        pause = 0.006 * chance.random()
-        if chance.random() >= 0.5:
-            return own(transfer, call, src, dst, reverse=reverse)
-        sources, destinations = filled(src), filled(dst)
+    def late(transfer: PersistentTransfer, *given: Any, **options: Any) -> None:
+        own(transfer, *given, **(options | {"medium": Late(chance)}))
 
-        def begin(core: Any, agreed: Any, ordinal: int, backward: bool, timeout: float) -> Any:
-            time.sleep(pause)
-            return core.start(agreed, ordinal, backward, sources, destinations, timeout)
-
-        return _C.PythonStart(
-            transfer._core,
-            call.number,
-            call.timeout,
-            reverse,
-            call.op,
-            lambda: False,
-            lambda _core, _ordinal: None,
-            begin,
-        )
-
-    PersistentTransfer._start = delayed
+    PersistentTransfer.__init__ = late
     try:
         yield
     finally:
-        PersistentTransfer._start = own
+        PersistentTransfer.__init__ = own
 
 
 # Ends only while the process runs: when its input ends, or the process has.

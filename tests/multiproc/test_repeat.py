@@ -1,4 +1,4 @@
-"""The short cut for plain runs of a Resharder; see cases_repeat.py."""
+"""Runs of one Resharder again and again; see cases_repeat.py."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class SimulatedTransfer final : public Transfer {
   SimulatedTransfer(std::shared_ptr<Group> group, int32_t lane, bool is_shared, CompiledPlans plans)
       : Transfer(std::move(group), lane, is_shared), plans_(std::move(plans)) {}
 
-  const Plan& plan() const { return *plans_.forward; }
+  const Plan& plan(bool reverse) const { return reverse ? *plans_.reverse : *plans_.forward; }
 
  private:
   CompiledPlans compile() override { return plans_; }
@@ -104,8 +104,32 @@ class SimulatedTransfer final : public Transfer {
 class SimulatedStart final : public Start {
  public:
   SimulatedStart(const std::shared_ptr<SimulatedTransfer>& transfer, double limit, bool refuses)
-      : Start(transfer, std::make_shared<CallNumber>(), limit, false, "reshard"), refuses_(refuses) {
-    const Problem& problem = transfer->plan().problems.front();
+      : SimulatedStart(transfer, std::make_shared<CallNumber>(), limit, refuses, false) {}
+  // Its backward.
+  std::shared_ptr<SimulatedStart> backward(const std::shared_ptr<SimulatedTransfer>& transfer,
+                                           double limit) const {
+    return std::shared_ptr<SimulatedStart>(new SimulatedStart(transfer, number_, limit, false, true));
+  }
+
+  const std::shared_ptr<Group>& group() const { return group_; }
+  bool is_right() const { return destination_.data == expected_; }
+  double ran() const { return run_ ? run_->seconds() : 0; }  // seconds, since it was started; 0: it never was
+  // Seconds since `begun` after which it had ended, as far as that is known; else now.
+  double took(TimePoint begun) const {
+    const TimePoint at = is_settled() && !again_ ? settled_at_ : Clock::now();
+    return std::chrono::duration_cast<std::chrono::duration<double>>(at - begun).count() + (again_ ? 0 : ran());
+  }
+  // As a user's callback; false where it was never started.
+  bool call_back(std::function<void()> callback) {
+    if (run_) run_->on_end(std::move(callback));
+    return run_ != nullptr;
+  }
+
+ private:
+  SimulatedStart(const std::shared_ptr<SimulatedTransfer>& transfer, std::shared_ptr<CallNumber> number,
+                 double limit, bool refuses, bool reverse)
+      : Start(transfer, std::move(number), limit, reverse, "reshard"), refuses_(refuses) {
+    const Problem& problem = transfer->plan(reverse).problems.front();
     const int32_t rank = transfer->group->identity().rank;
     const Shard source = testing::shard_of(problem.src, problem.shape, rank);
     const Shard destination = testing::shard_of(problem.dst, problem.shape, rank);
@@ -114,15 +138,6 @@ class SimulatedStart final : public Start {
     expected_ = testing::make_local(destination, problem.shape, true).data;
   }
 
-  bool is_right() const { return destination_.data == expected_; }
-  double ran() const { return run_ ? run_->seconds() : 0; }  // seconds, since it was started; 0: it never was
-  // Seconds since `begun` after which it had ended, as far as that is known; else now.
-  double took(TimePoint begun) const {
-    const TimePoint at = is_settled() && !again_ ? settled_at_ : Clock::now();
-    return std::chrono::duration_cast<std::chrono::duration<double>>(at - begun).count() + (again_ ? 0 : ran());
-  }
-
- private:
   void settled() override { settled_at_ = Clock::now(); }
   void began_again() override { again_ = true; }
   void start(const std::shared_ptr<GroupCore>& core, AgreedPlan& agreed, CallId call, bool reverse,
@@ -137,7 +152,8 @@ class SimulatedStart final : public Start {
     });
   }
   void wait_for_work() override {
-    if (!run_->wait_until(run_->deadline() + std::chrono::seconds(60)))
+    const auto ends = [this](TimePoint from) { return run_->wait_until(from + std::chrono::seconds(60)); };
+    if (!ends(run_->deadline()) && !ends(Clock::now()))  // it may have been frozen meanwhile
       throw Violation(fmt::format("call {} has not ended a minute beyond its limit", *ordinal));
     if (const auto error = run_->error()) std::rethrow_exception(error);
   }

@@ -17,6 +17,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "simulation/long_run.h"
 #include "simulation/program.h"
 
 namespace {
@@ -25,13 +26,16 @@ using namespace meshcast::simulation;
 
 constexpr const char* kUsage =
     "simulate [--programs N] [--seconds S] [--first-seed N] [--jobs J] [--progress] | --seed N [--shrink]\n"
+    "         | --crowd N | --lives N\n"
     "  --programs N    programs to run, default 20000\n"
     "  --seconds S     goes on for so long, default 0\n"
     "  --first-seed N  default 1\n"
     "  --jobs J        processes that share the work, default 1\n"
     "  --progress      prints every tenth seed as it comes\n"
     "  --seed N        one program: prints it and what came of it\n"
-    "  --shrink        makes a program that fails smaller\n";
+    "  --shrink        makes a program that fails smaller\n"
+    "  --crowd N       so many ranks: what they ask of the store\n"
+    "  --lives N       so many lives of a group: what they leave behind\n";
 
 std::string read_all(int fd) {
   std::string out;
@@ -99,6 +103,12 @@ int show(uint64_t seed, bool shrinks) {
                            outcome.seconds, outcome.hand_overs, outcome.requests);
   std::cout << (outcome.violation.empty() ? "holds" : "FAILS: " + outcome.violation) << std::endl;
   std::_Exit(outcome.violation.empty() ? 0 : 1);
+}
+
+int show(const Measured& measured) {
+  std::cout << measured.text << "\n"
+            << (measured.violation.empty() ? "holds" : "FAILS: " + measured.violation) << std::endl;
+  std::_Exit(measured.violation.empty() ? 0 : 1);
 }
 
 // Counts of what was drawn, and of how calls ended then; as lines "row<tab>column<tab>count".
@@ -234,6 +244,10 @@ int main(int argc, char** argv) {
       first = static_cast<uint64_t>(number);
     } else if (option == "--jobs") {
       jobs = std::max<uint64_t>(1, static_cast<uint64_t>(number));
+    } else if (option == "--crowd") {
+      return show(run_crowd(static_cast<int>(number)));
+    } else if (option == "--lives") {
+      return show(run_lives(static_cast<int64_t>(number)));
     } else if (option == "--seed") {
       seed = static_cast<uint64_t>(number);
     } else {

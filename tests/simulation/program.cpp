@@ -33,20 +33,17 @@ using std::chrono::seconds;
 // A call may end later than its limit by the time that a store may owe an answer, the time that an aborted
 // request may keep its memory, and the ticks between.
 constexpr double kBeyond = 4.0;
-constexpr seconds kAll{400};  // of virtual time, for a whole program
+constexpr double kAgainLimit = 100;
+constexpr seconds kAll{600};  // of virtual time, for a whole program
 constexpr std::array<const char*, 6> kKinds{"MeshcastError",         "LayoutError",   "PlanMismatchError",
                                             "DeadlineExceededError", "PeerLostError", "AbortedError"};
 
-const char* name_of(Act::Kind kind) {
-  constexpr std::array<const char*, 5> names{"calls", "other arguments", "refuses", "refuses to start",
-                                             "never comes"};
-  return names[static_cast<size_t>(kind)];
-}
-
-const char* name_of(Fault::Kind kind) {
-  constexpr std::array<const char*, 10> names{"kill",         "freeze",     "cut",   "cut unseen", "store slow",
-                                              "store frozen", "store dead", "abort", "close",      "hang"};
-  return names[static_cast<size_t>(kind)];
+std::shared_ptr<const Plan> reversed(const Plan& plan) {
+  Problem problem = plan.problems.front();
+  std::swap(problem.src, problem.dst);
+  PlanOptions options;
+  options.chunk_bytes = 64;
+  return std::make_shared<const Plan>(make_plan({problem}, plan.topology, options));
 }
 
 // How one call of one rank ended.
@@ -70,6 +67,7 @@ class Run {
     std::mt19937 rng(static_cast<uint32_t>(program.seed));
     int plans = 1;
     for (const Call& call : program.calls) plans = std::max(plans, call.plan + 1);
+    for (const Side& side : program.sides) plans = std::max(plans, side.plan + 1);
     for (int i = 0; i < plans; ++i) {
       do {
         auto plan = std::make_shared<const Plan>(testing::random_plan(rng, program.ranks));
@@ -77,7 +75,9 @@ class Run {
         plans_.push_back(std::move(plan));
       } while (plans_.size() <= static_cast<size_t>(i));
     }
+    for (const auto& plan : plans_) reverse_plans_.push_back(program.backwards ? reversed(*plan) : nullptr);
     endings_.resize(static_cast<size_t>(program.ranks), std::vector<Ending>(program.calls.size()));
+    beside_.resize(endings_.size(), std::vector<Ending>(program.sides.size() + program.calls.size() + 1));
     left_ = program.ranks;
   }
 
@@ -112,6 +112,14 @@ class Run {
     TimePoint begun;
   };
   using Transfers = std::map<int, std::shared_ptr<SimulatedTransfer>>;  // by plan
+  // The calls of one rank in a lane beside.
+  struct Lane {
+    std::vector<size_t> sides;
+    Transfers transfers;
+    Mutex mutex;
+    Condition changed;
+    bool over = false;
+  };
 
   static std::string text_of_ending(const Ending& each) {
     if (!each.done) return "not made";
@@ -129,7 +137,8 @@ class Run {
     });
   }
   bool store_is_hurt() const {
-    return has({Fault::Kind::StoreSlow, Fault::Kind::StoreFrozen, Fault::Kind::StoreDead});
+    return has(
+        {Fault::Kind::StoreSlow, Fault::Kind::StoreFrozen, Fault::Kind::StoreDead, Fault::Kind::StoreEmptied});
   }
 
   void arrange(const Fault& fault) {
@@ -162,6 +171,8 @@ class Run {
           scheduler_.at(when + lasts, [this] { storage_.become(Storage::Health::Well); });
           break;
         case Fault::Kind::StoreDead: storage_.become(Storage::Health::Dead); break;
+        case Fault::Kind::StoreEmptied: storage_.lose_all(); break;
+        case Fault::Kind::HalfOpen: network_.half_open(fault.rank, fault.other); break;
         case Fault::Kind::Hang: network_.hang(fault.rank, lasts); break;
         case Fault::Kind::Abort:
         case Fault::Kind::Close: break;  // a thread of the rank does it
@@ -187,10 +198,13 @@ class Run {
   void live(int rank) {
     std::vector<int32_t> ranks(static_cast<size_t>(program_.ranks));
     std::iota(ranks.begin(), ranks.end(), 0);
-    const GroupIdentity identity{ranks, rank, "simulated"};
-    const auto group = std::make_shared<Group>(
-        identity, std::make_shared<SimulatedConnector>(scheduler_, storage_, network_, identity),
-        std::make_shared<KnownOffers>(), program_.kept);
+    const auto group_of = [&](const std::string& name) {
+      const GroupIdentity identity{ranks, rank, name};
+      return std::make_shared<Group>(
+          identity, std::make_shared<SimulatedConnector>(scheduler_, storage_, network_, identity),
+          std::make_shared<KnownOffers>(), program_.kept);
+    };
+    const auto group = group_of("simulated");
     std::vector<Thread> others;
     for (const Fault& fault : program_.faults) {
       if (fault.rank != rank || (fault.kind != Fault::Kind::Abort && fault.kind != Fault::Kind::Close))
@@ -201,10 +215,34 @@ class Run {
         group->close(Clock::now());
       });
     }
+    std::map<int32_t, std::shared_ptr<Lane>> lanes;
+    for (size_t i = 0; i < program_.sides.size(); ++i) {
+      auto& lane = lanes[program_.sides[i].lane];
+      if (!lane) lane = std::make_shared<Lane>();
+      lane->sides.push_back(i);
+      // Ranks agree in one order in all lanes; calls then begin in that of each.
+      auto& transfer = lane->transfers[program_.sides[i].plan];
+      if (transfer) continue;
+      transfer = transfer_of(group, program_.sides[i].lane, program_.sides[i].plan, " beside");
+      group->submit(std::make_shared<Agreement>(transfer, deadline_after(program_.sides[i].limit)));
+    }
+    for (const auto& [number, lane] : lanes)
+      others.emplace_back([this, rank, lane = lane] {
+        call_beside(rank, lane, 0);
+        std::unique_lock lock(lane->mutex);
+        while (!lane->over) lane->changed.wait(lock);
+      });
     calls(rank, group);
     note_left(rank);
     for (Thread& each : others) each.join();
     group->close(Clock::now() + seconds(2));
+    if (program_.again) {
+      const auto second = group_of("simulated again");
+      const auto transfer = transfer_of(second, 0, 0);
+      make_beside(rank, program_.sides.size() + program_.calls.size(), kAgainLimit,
+                  std::make_shared<SimulatedStart>(transfer, kAgainLimit, false));
+      second->close(Clock::now() + seconds(2));
+    }
     const Unwatched unwatched;
     lives_ = std::max(lives_, group->life());
     if (gone_.insert(rank).second) leave();
@@ -219,8 +257,42 @@ class Run {
     return gone_.count(rank) != 0;
   }
 
+  std::shared_ptr<SimulatedTransfer> transfer_of(const std::shared_ptr<Group>& group, int32_t lane, int plan,
+                                                 const std::string& unlike = {}) const {
+    const auto at = static_cast<size_t>(plan);
+    return std::make_shared<SimulatedTransfer>(
+        group, lane, lane == 0 && plan % 2 == 0,
+        CompiledPlans{{"reshard", fmt::format("plan {}{}", plan, unlike)}, plans_[at], reverse_plans_[at]});
+  }
+
+  // From that place on: each once the one before it has ended, or in a callback of that.
+  void call_beside(int rank, const std::shared_ptr<Lane>& lane, size_t at) {
+    for (std::shared_ptr<SimulatedStart> before; at < lane->sides.size(); ++at) {
+      const size_t index = lane->sides[at];
+      const Side& side = program_.sides[index];
+      if (before && side.called_back &&
+          before->call_back([this, rank, lane, at] { call_beside(rank, lane, at); }))
+        return;
+      if (rank == 1) sleep_for(microseconds(side.late));
+      before = std::make_shared<SimulatedStart>(lane->transfers.at(side.plan), side.limit, false);
+      make_beside(rank, index, side.limit, before);
+    }
+    const std::lock_guard lock(lane->mutex);
+    lane->over = true;
+    lane->changed.notify_all();
+  }
+
+  // Makes a call and waits for it.
+  void make_beside(int rank, size_t index, double limit, const std::shared_ptr<SimulatedStart>& start) {
+    const TimePoint begun = Clock::now();
+    start->group()->submit(start);
+    finish(rank, beside_[static_cast<size_t>(rank)][index], fmt::format("call {} beside", index), limit, begun,
+           *start);
+  }
+
   void calls(int rank, const std::shared_ptr<Group>& group) {
     Transfers transfers;
+    std::vector<Started> succeeded;
     std::vector<Started> started;
     for (size_t i = 0; i < program_.calls.size(); ++i) {
       const Act& act = program_.calls[i].acts[static_cast<size_t>(rank)];
@@ -233,12 +305,21 @@ class Run {
       if (core && core->error() && !core->refused()) break;
       const Started made = make(rank, i, group, transfers);
       if (!made.start) continue;
-      if (act.waits)
-        finish(rank, made);
-      else
+      if (!act.waits)
         started.push_back(made);
+      else if (finish(rank, made))
+        succeeded.push_back(made);
     }
-    for (const Started& each : started) finish(rank, each);
+    for (const Started& each : started)
+      if (finish(rank, each)) succeeded.push_back(each);
+    if (!program_.backwards) return;
+    std::sort(succeeded.begin(), succeeded.end(),
+              [](const auto& one, const auto& other) { return one.call > other.call; });
+    for (const Started& each : succeeded) {
+      const Call& call = program_.calls[each.call];
+      make_beside(rank, program_.sides.size() + each.call, call.limit,
+                  each.start->backward(transfers[call.plan], call.limit));
+    }
   }
 
   Started make(int rank, size_t i, const std::shared_ptr<Group>& group, Transfers& transfers) {
@@ -247,20 +328,15 @@ class Run {
     const TimePoint begun = Clock::now();
     if (act.kind == Act::Kind::Refuses) {
       group->refuse(0, std::nullopt, "its arguments are wrong", call.limit)->wait();
-      end(rank, i, seconds_since(begun), 0, std::make_exception_ptr(LayoutError("its arguments are wrong")));
+      end(rank, endings_[static_cast<size_t>(rank)][i], fmt::format("call {}", i), call.limit,
+          seconds_since(begun), 0, std::make_exception_ptr(LayoutError("its arguments are wrong")));
       return {};
     }
     // Of a kind that is new to this rank, whatever it is to the others.
     const bool other = act.kind == Act::Kind::OtherArguments;
-    std::string descriptor = fmt::format("plan {}", call.plan);
-    if (other) descriptor += fmt::format(" of rank {}", rank);
     auto& transfer = transfers[other ? -1 - call.plan : call.plan];
-    if (!transfer) {
-      const bool is_shared = call.plan % 2 == 0;
-      transfer = std::make_shared<SimulatedTransfer>(
-          group, 0, is_shared,
-          CompiledPlans{{"reshard", descriptor}, plans_[static_cast<size_t>(call.plan)], nullptr});
-    }
+    if (!transfer)
+      transfer = transfer_of(group, 0, call.plan, other ? fmt::format(" of rank {}", rank) : std::string());
     const bool refuses = act.kind == Act::Kind::RefusesToStart;
     const auto start = std::make_shared<SimulatedStart>(transfer, call.limit, refuses);
     group->submit(start);
@@ -271,30 +347,35 @@ class Run {
     return duration_cast<std::chrono::duration<double>>(Clock::now() - begun).count();
   }
 
-  void finish(int rank, const Started& part) {
-    const TimePoint limit = part.begun + duration_cast<Clock::duration>(
-                                             std::chrono::duration<double>(program_.calls[part.call].limit));
-    const TimePoint from = std::max(limit, Clock::now());
+  bool finish(int rank, const Started& part) {
+    return finish(rank, endings_[static_cast<size_t>(rank)][part.call], fmt::format("call {}", part.call),
+                  program_.calls[part.call].limit, part.begun, *part.start);
+  }
+  // Waits for a call; whether it succeeds.
+  bool finish(int rank, Ending& ending, const std::string& what, double limit, TimePoint begun,
+              SimulatedStart& start) {
+    const TimePoint until = begun + duration_cast<Clock::duration>(std::chrono::duration<double>(limit));
+    const TimePoint from = std::max(until, Clock::now());
     std::exception_ptr error;
     try {
-      part.start->wait();
+      start.wait();
     } catch (const Error&) {
       error = std::current_exception();
     }
     const double beyond = seconds_since(from);
-    if (!error && !part.start->is_right())
-      throw Violation(fmt::format("rank {}: call {} succeeded with wrong bytes", rank, part.call));
-    end(rank, part.call, part.start->took(part.begun), part.start->ran(), error, beyond);
+    if (!error && !start.is_right())
+      throw Violation(fmt::format("rank {}: {} succeeded with wrong bytes", rank, what));
+    end(rank, ending, what, limit, start.took(begun), start.ran(), error, beyond);
+    return !error;
   }
 
   // took, ran: seconds, the latter since it was started; 0: it never was. beyond: seconds that somebody has
   // waited for it past its limit.
-  void end(int rank, size_t call, double took, double ran, const std::exception_ptr& error, double beyond = 0) {
+  void end(int rank, Ending& ending, const std::string& what, double limit, double took, double ran,
+           const std::exception_ptr& error, double beyond = 0) {
     const Unwatched unwatched;
     if (gone_.count(rank)) return;
-    Ending& ending = endings_[static_cast<size_t>(rank)][call];
-    if (std::exchange(ending.done, true))
-      throw Violation(fmt::format("rank {}: call {} ended twice", rank, call));
+    if (std::exchange(ending.done, true)) throw Violation(fmt::format("rank {}: {} ended twice", rank, what));
     ending.at = scheduler_.elapsed();
     ending.begun = ending.at - duration_cast<Clock::duration>(std::chrono::duration<double>(took));
     ending.ran = ran;
@@ -311,10 +392,9 @@ class Run {
     for (const Fault& fault : program_.faults)
       if (fault.kind == Fault::Kind::Freeze && fault.rank == rank)
         extra += 1e-6 * static_cast<double>(fault.lasts);
-    const double limit = program_.calls[call].limit;
     if (std::max(beyond, ran - limit) > kBeyond + extra)
-      throw Violation(fmt::format("rank {}: call {} with a limit of {:.2f} s ended {:.2f} s after that: {}",
-                                  rank, call, limit, std::max(beyond, ran - limit), ending.text));
+      throw Violation(fmt::format("rank {}: {} with a limit of {:.2f} s ended {:.2f} s after that: {}", rank,
+                                  what, limit, std::max(beyond, ran - limit), ending.text));
   }
 
   // Which ranks of a call do not do what the others do.
@@ -340,18 +420,20 @@ class Run {
   }
 
   void judge() const {
-    // Who waits asks ever less often, up to some 50 times a second; an answer to each posting comes on top.
+    // Who waits asks ever less often, up to some 50 times a second, however many they are. Who refuses a call
+    // asks each of the others for a moment.
     const auto ranks = static_cast<double>(program_.ranks);
-    const double most =
-        ranks * (60.0 * static_cast<double>(program_.calls.size() + 1) +
-                 (110.0 + 20.0 * ranks) * duration_cast<std::chrono::duration<double>>(ended_).count());
+    const double calls = static_cast<double>(program_.calls.size() + program_.sides.size() + 2) *
+                         (has_refusals() ? 60.0 + 30.0 * ranks : 60.0);
+    const double most = ranks * (calls + 110.0 * duration_cast<std::chrono::duration<double>>(ended_).count());
     if (static_cast<double>(storage_.requests()) > most)
       throw Violation(
           fmt::format("{} requests to the store, where {:.0f} would do", storage_.requests(), most));
     // What ranks brought to their meeting, and agreements that nobody has come after to clear away.
     if (program_.faults.empty() && !differs_up_to(program_.calls.size() - 1) &&
         !late_up_to(program_.calls.size() - 1) &&
-        storage_.content().size() > 3 * static_cast<size_t>(program_.ranks) + 4)
+        storage_.content().size() >
+            (3 * static_cast<size_t>(program_.ranks) + 4) * (1 + program_.sides.size() + program_.again))
       throw Violation(fmt::format("{} keys are left in the store", storage_.content().size()));
     const size_t last = program_.calls.size() - 1;
     for (int rank = 0; rank < program_.ranks; ++rank) {
@@ -378,11 +460,49 @@ class Run {
     }
     judge_culprits();
     judge_meeting();
+    for (int rank = 0; rank < program_.ranks; ++rank)
+      for (size_t i = 0; i < beside_.front().size(); ++i) judge_beside(rank, i);
   }
+
+  // A call in another lane, a backward, or that of the second group.
+  void judge_beside(int rank, size_t index) const {
+    const Ending& each = beside_[static_cast<size_t>(rank)][index];
+    const size_t last = program_.calls.size() - 1;
+    const bool differ = differs_up_to(last);
+    const bool calm = program_.faults.empty() && !differ && !late_up_to(last);
+    const auto wrong = [&](const std::string& why) {
+      throw Violation(fmt::format("rank {}, call {} beside: {}: {}", rank, index, why, each.text));
+    };
+    const bool second = index == beside_.front().size() - 1;
+    const bool is_drawn = index < program_.sides.size() || (second ? program_.again : program_.backwards);
+    // What befell the first group is nothing to the second, unless it lasts.
+    const bool must = calm || (second && !has_lasting_faults() && !is_hurt_any());
+    if (is_drawn && must && (!each.done || each.error)) wrong("nothing kept it from its end");
+    if (!each.done || !each.error || is_hurt(rank)) return;
+    switch (*each.error) {
+      case ErrorKind::PlanMismatch:
+        if (!differ || second) wrong("no rank called with other arguments");
+        break;
+      case ErrorKind::PeerLost:
+        if (!may_be_lost(each.peer, each.at)) wrong(fmt::format("rank {} was not lost", each.peer));
+        break;
+      case ErrorKind::Generic:
+        if (!store_is_hurt()) wrong("the store was well");
+        break;
+      case ErrorKind::Layout: wrong("its arguments were right");
+      case ErrorKind::Aborted:
+      case ErrorKind::DeadlineExceeded: break;
+    }
+  }
+  bool has_lasting_faults() const {
+    return has({Fault::Kind::Kill, Fault::Kind::Cut, Fault::Kind::CutUnseen, Fault::Kind::HalfOpen,
+                Fault::Kind::StoreDead, Fault::Kind::StoreFrozen, Fault::Kind::StoreEmptied});
+  }
+  bool is_hurt_any() const { return has({Fault::Kind::Freeze}); }
 
   // The ranks come together for the first call, or none of them does.
   void judge_meeting() const {
-    if (has_refusals()) return;
+    if (has_refusals() || has({Fault::Kind::StoreEmptied})) return;
     const Ending* met = nullptr;
     const Ending* failed = nullptr;
     for (const auto& its : endings_) {
@@ -408,9 +528,12 @@ class Run {
       case ErrorKind::PlanMismatch:
         // Where a later call ends the group, that is what is named.
         if (!differs_up_to(last)) return "no rank called with other arguments";
-        if (each.text.find("refused its arguments") != std::string::npos && !refused_up_to(call))
+        if (each.text.find("refused its arguments") != std::string::npos &&
+            !refused_up_to(is_own(each, call) ? call : last))
           return "no rank had refused this call or one before it";
-        if (each.peer >= 0 && !rank_differs_up_to(last, each.peer) && !rank_differs_up_to(last, rank))
+        // In another call it cannot know which of the two is the one that differs.
+        if (each.peer >= 0 && is_own(each, call) && !rank_differs_up_to(last, each.peer) &&
+            !rank_differs_up_to(last, rank))
           return fmt::format("neither rank {} nor this one called with other arguments", each.peer);
         return {};
       case ErrorKind::DeadlineExceeded:
@@ -491,13 +614,15 @@ class Run {
   // may be through with the next before they hear of it.
   bool goes_on() const {
     if (!program_.faults.empty() || !all_wait() || late_up_to(program_.calls.size() - 1)) return false;
+    if (!program_.sides.empty()) return false;  // calls of other lanes that are in flight end with a life
     if (has_act({Act::Kind::OtherArguments, Act::Kind::NeverComes})) return false;
     return program_.joined;
   }
   // The same of the last call alone where ranks do not wait: those before it may be in flight when another is
   // refused.
   bool last_goes_on() const {
-    return program_.joined && program_.faults.empty() && !late_up_to(program_.calls.size() - 1);
+    return program_.joined && program_.sides.empty() && program_.faults.empty() &&
+           !late_up_to(program_.calls.size() - 1);
   }
   bool joins_all_ranks(const Plan& plan) const {
     std::vector<int32_t> ranks(static_cast<size_t>(program_.ranks));
@@ -568,6 +693,7 @@ class Run {
         case Fault::Kind::Abort:
         case Fault::Kind::Freeze: return fault.rank == peer;
         case Fault::Kind::Cut:
+        case Fault::Kind::HalfOpen:
         case Fault::Kind::CutUnseen: return fault.rank == peer || fault.other == peer;
         default: return false;
       }
@@ -579,8 +705,10 @@ class Run {
   Storage storage_;
   Network network_;
   std::vector<std::shared_ptr<const Plan>> plans_;
+  std::vector<std::shared_ptr<const Plan>> reverse_plans_;  // null without backwards
   std::vector<std::vector<Ending>> endings_;
-  std::set<int> gone_;  // ranks whose part is over
+  std::vector<std::vector<Ending>> beside_;  // of sides, then backwards by call, then of the second group
+  std::set<int> gone_;                       // ranks whose part is over
   std::set<int> dead_;
   std::map<int, Clock::duration> left_at_;
   int64_t lives_ = 0;  // that the group had
@@ -589,88 +717,6 @@ class Run {
 };
 
 }  // namespace
-
-Program draw_program(uint64_t seed) {
-  std::mt19937_64 rng(seed * 0x9E3779B97F4A7C15U + 1);
-  const auto draw = [&](int64_t low, int64_t high) {
-    return low + static_cast<int64_t>(rng() % static_cast<uint64_t>(high - low + 1));
-  };
-  Program out;
-  out.seed = seed;
-  out.ranks = draw(1, 200) == 1 ? static_cast<int>(draw(9, 32)) : static_cast<int>(draw(2, 6));
-  out.tells = draw(1, 3) != 1;
-  if (draw(1, 3) == 1) out.kept = 1;
-  const auto calls = static_cast<size_t>(draw(1, 6));
-  const int64_t plans = draw(1, 3);
-  const bool plain = draw(1, 4) == 1;      // nothing goes wrong
-  out.joined = !plain && draw(1, 4) == 1;  // but refusals
-  if (out.joined) out.ranks = static_cast<int>(draw(2, 3));
-  const bool unlike = !plain && (out.joined || draw(1, 2) == 1);
-  const bool all_wait = draw(1, out.joined ? 2 : 3) == 1;
-  const bool only_refusals = out.joined || draw(1, 3) == 1;
-  for (size_t i = 0; i < calls; ++i) {
-    Call call;
-    call.plan = static_cast<int>(draw(0, plans - 1));
-    call.limit = plain ? 30.0 : 0.5 * static_cast<double>(draw(2, 20));
-    for (int rank = 0; rank < out.ranks; ++rank) {
-      Act act;
-      if (draw(1, 2) == 1) act.late = draw(0, 1) == 1 ? draw(0, 500) : draw(0, 60000);
-      if (!plain && !out.joined && draw(1, 40) == 1) act.late = draw(0, 8000000);
-      // About when the others give it up.
-      if (!plain && !out.joined && draw(1, 60) == 1)
-        act.late = std::max<int64_t>(0, static_cast<int64_t>(1e6 * call.limit) + draw(-30000, 30000));
-      act.waits = all_wait || draw(1, 3) != 1;
-      if (unlike && draw(1, 8) == 1) act.kind = static_cast<Act::Kind>(only_refusals ? draw(2, 3) : draw(1, 4));
-      if (act.kind == Act::Kind::NeverComes && draw(1, 4) != 1) act.kind = Act::Kind::Calls;
-      call.acts.push_back(act);
-    }
-    out.calls.push_back(std::move(call));
-  }
-  if (plain || out.joined || draw(1, 3) == 1) return out;
-  for (int64_t i = draw(1, 2); i > 0; --i) {
-    Fault fault;
-    fault.kind = static_cast<Fault::Kind>(draw(0, 9));
-    fault.at = draw(0, 1) == 1 ? draw(0, 3000) : draw(0, 3000000);
-    fault.rank = static_cast<int>(draw(0, out.ranks - 1));
-    fault.other = static_cast<int>((fault.rank + draw(1, out.ranks - 1)) % out.ranks);
-    fault.lasts = draw(0, 1) == 1 ? draw(0, 20000) : draw(0, 12000000);
-    out.faults.push_back(fault);
-  }
-  return out;
-}
-
-std::string describe(const Program& program) {
-  std::string out = fmt::format("program {}: {} ranks{}\n", program.seed, program.ranks,
-                                program.tells ? "" : ", a network that tells nothing");
-  if (program.joined) out.insert(out.size() - 1, ", all of which need each other");
-  if (program.kept == 1) out.insert(out.size() - 1, ", one agreement kept");
-  for (size_t i = 0; i < program.calls.size(); ++i) {
-    const Call& call = program.calls[i];
-    out += fmt::format("  call {}: plan {}, limit {} s", i, call.plan, call.limit);
-    for (size_t rank = 0; rank < call.acts.size(); ++rank) {
-      const Act& act = call.acts[rank];
-      if (act == Act{}) continue;
-      out += fmt::format("; rank {} {}", rank, name_of(act.kind));
-      if (act.late > 0) out += fmt::format(" {} us late", act.late);
-      if (!act.waits) out += " and goes on";
-    }
-    out += "\n";
-  }
-  for (const Fault& fault : program.faults)
-    out += fmt::format("  at {} us: {} (rank {}, other {}, {} us)\n", fault.at, name_of(fault.kind), fault.rank,
-                       fault.other, fault.lasts);
-  return out;
-}
-
-std::vector<std::string> kinds_of(const Program& program) {
-  std::set<std::string> found;
-  for (const Fault& fault : program.faults) found.insert(name_of(fault.kind));
-  for (const Call& call : program.calls)
-    for (const Act& act : call.acts)
-      if (act.kind != Act::Kind::Calls) found.insert(name_of(act.kind));
-  if (found.empty()) return {"nothing"};
-  return {found.begin(), found.end()};
-}
 
 Outcome run_program(const Program& program) { return Run(program).go(); }
 

@@ -41,7 +41,9 @@ struct Fault {
     StoreDead,
     Abort,
     Close,
-    Hang
+    Hang,
+    StoreEmptied,  // it is started anew, and has lost all
+    HalfOpen       // nothing passes from the rank to the other, which does not see that
   };
   Kind kind = Kind::Kill;
   int64_t at = 0;  // microseconds
@@ -51,15 +53,30 @@ struct Fault {
                       // were aborted; of a death or cut, until it is seen
 };
 
+// A call beside those, which all ranks make alike: in a lane that has a thread of its own, or in a callback of
+// the one before it there.
+struct Side {
+  int32_t lane = 2;
+  int plan = 0;
+  double limit = 0;
+  bool called_back = false;
+  int64_t late = 0;  // microseconds, of rank 1
+};
+
 struct Program {
   uint64_t seed = 0;
   int ranks = 0;
-  size_t kept = 256;    // agreements that a group remembers
-  bool joined = false;  // each plan moves something between each rank and all others
-  bool tells = true;    // the network says why a peer has left, and whether one is lost
+  size_t kept = 256;       // agreements that a group remembers
+  bool joined = false;     // each plan moves something between each rank and all others
+  bool tells = true;       // the network says why a peer has left, and whether one is lost
+  bool backwards = false;  // in the end each rank makes those of its calls that succeeded
+  bool again = false;      // once all have left the group they make another, of the same name in the same store
   std::vector<Call> calls;
+  std::vector<Side> sides;
   std::vector<Fault> faults;
 };
+
+const char* name_of(Act::Kind kind);
 
 Program draw_program(uint64_t seed);
 std::string describe(const Program& program);

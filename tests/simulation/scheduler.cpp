@@ -1,8 +1,8 @@
 #include "simulation/scheduler.h"
 
 #include <algorithm>
-#include <array>
-#include <cstring>
+#include <iterator>
+#include <optional>
 #include <utility>
 
 #include <cxxabi.h>
@@ -65,10 +65,11 @@ struct Scheduler::Fiber {
   ucontext_t context{};
   Handled handled{};
   bool ended = false;
+  size_t place = 0;  // among those that are ready
   bool ready = true;
   bool told = false;         // what it waited for has come
   const void* on = nullptr;  // a mutex, a condition, or a thread
-  TimePoint limit = TimePoint::max();
+  std::optional<std::multimap<TimePoint, Fiber*>::iterator> limit;
 #if defined(__SANITIZE_ADDRESS__)
   void* fake_stack = nullptr;
 #elif defined(__SANITIZE_THREAD__)
@@ -126,8 +127,11 @@ uint64_t Scheduler::start_in(uint64_t process, std::function<void()> body) {
 #if defined(__SANITIZE_THREAD__)
   fiber->sanitized = __tsan_create_fiber(0);
 #endif
-  fibers_.push_back(std::move(fiber));
-  return fibers_.back()->id;
+  const uint64_t id = fiber->id;
+  fiber->place = ready_.size();
+  ready_.push_back(fiber.get());
+  fibers_.emplace(id, std::move(fiber));
+  return id;
 }
 
 uint64_t Scheduler::start(std::function<void()> body) {
@@ -165,8 +169,7 @@ void Scheduler::live(Fiber& me) {
   const Unwatched unwatched;
   if (thrown && !thrown_) thrown_ = thrown;
   me.ended = true;
-  for (const auto& each : fibers_)
-    if (each->on == &me) each->ready = each->told = true;
+  wake_all(&me);
 }
 
 MESHCAST_UNWATCHED void Scheduler::switch_to(Fiber& fiber) {
@@ -203,30 +206,24 @@ MESHCAST_UNWATCHED void Scheduler::switch_back() {
 #endif
 }
 
-Scheduler::Fiber* Scheduler::find(uint64_t thread) const {
-  for (const auto& each : fibers_)
-    if (each->id == thread) return each.get();
-  return nullptr;
+bool Scheduler::is_frozen(const Fiber& fiber) const {
+  return !frozen_.empty() && std::find(frozen_.begin(), frozen_.end(), fiber.process) != frozen_.end();
 }
 
 Scheduler::Fiber* Scheduler::choose() {
-  std::array<Fiber*, 512> able;
-  size_t count = 0;
-  for (const auto& each : fibers_) {
-    if (!each->ready || each->ended || count == able.size()) continue;
-    if (std::find(frozen_.begin(), frozen_.end(), each->process) == frozen_.end()) able[count++] = each.get();
-  }
-  return count == 0 ? nullptr : able[random_() % count];
+  if (frozen_.empty()) return ready_.empty() ? nullptr : ready_[random_() % ready_.size()];
+  std::vector<Fiber*> able;
+  std::copy_if(ready_.begin(), ready_.end(), std::back_inserter(able),
+               [this](const Fiber* each) { return !is_frozen(*each); });
+  return able.empty() ? nullptr : able[random_() % able.size()];
 }
 
 // To the next moment at which something happens by itself. False where there is none.
 bool Scheduler::advance(TimePoint limit) {
   TimePoint next = events_.empty() ? TimePoint::max() : events_.begin()->first;
-  for (const auto& each : fibers_) {
-    if (each->ready || each->ended) continue;
-    if (std::find(frozen_.begin(), frozen_.end(), each->process) == frozen_.end())
-      next = std::min(next, each->limit);
-  }
+  const auto first = std::find_if(limits_.begin(), limits_.end(),
+                                  [this](const auto& each) { return !is_frozen(*each.second); });
+  if (first != limits_.end()) next = std::min(next, first->first);
   if (next == TimePoint::max()) return false;
   time_ = std::max(time_, next);
   if (time_ > limit)
@@ -244,17 +241,15 @@ void Scheduler::run(Clock::duration duration) {
       events_.erase(events_.begin());
       event();
     }
-    for (const auto& each : fibers_) {
-      if (!each->ready && each->limit <= time_) {
-        each->ready = true;
-        each->told = false;
-      }
-    }
+    while (!limits_.empty() && limits_.begin()->first <= time_) wake(*limits_.begin()->second, false);
     Fiber* const next = choose();
     if (next) {
       time_ += std::chrono::microseconds(draw(1, 5));
       switch_to(*next);
-      if (next->ended) std::erase_if(fibers_, [&](const auto& each) { return each.get() == next; });
+      if (next->ended) {
+        leave_ready(*next);
+        fibers_.erase(next->id);
+      }
       if (thrown_) std::rethrow_exception(std::exchange(thrown_, nullptr));
     } else if (fibers_.empty()) {
       take_over(this);
@@ -267,14 +262,46 @@ void Scheduler::run(Clock::duration duration) {
 
 MESHCAST_UNWATCHED bool Scheduler::block(const void* on, TimePoint limit) {
   Fiber& me = *running_;
-  me.on = on;
-  me.limit = limit;
-  me.ready = false;
-  me.told = false;
+  park(me, on, limit);
   switch_back();
-  me.on = nullptr;
-  me.limit = TimePoint::max();
   return me.told;
+}
+
+void Scheduler::leave_ready(const Fiber& fiber) {
+  Fiber* const last = ready_.back();
+  ready_[fiber.place] = last;
+  last->place = fiber.place;
+  ready_.pop_back();
+}
+
+void Scheduler::park(Fiber& me, const void* on, TimePoint limit) {
+  const Unwatched unwatched;
+  me.on = on;
+  me.ready = me.told = false;
+  leave_ready(me);
+  if (on) waiting_[on].push_back(&me);
+  if (limit != TimePoint::max()) me.limit = limits_.emplace(limit, &me);
+}
+
+void Scheduler::wake(Fiber& fiber, bool told) {
+  const Unwatched unwatched;
+  if (fiber.on) {
+    const auto found = waiting_.find(fiber.on);
+    std::erase(found->second, &fiber);
+    if (found->second.empty()) waiting_.erase(found);
+  }
+  if (fiber.limit) limits_.erase(*fiber.limit);
+  fiber.limit.reset();
+  fiber.on = nullptr;
+  fiber.ready = true;
+  fiber.told = told;
+  fiber.place = ready_.size();
+  ready_.push_back(&fiber);
+}
+
+void Scheduler::wake_all(const void* on) {
+  for (auto found = waiting_.find(on); found != waiting_.end(); found = waiting_.find(on))
+    wake(*found->second.back(), true);
 }
 
 void Scheduler::yield() { switch_back(); }
@@ -289,8 +316,7 @@ void Scheduler::lock(const Mutex& mutex) {
 void Scheduler::unlock(const Mutex& mutex) noexcept {
   const Unwatched unwatched;
   held_.erase(std::find(held_.begin(), held_.end(), &mutex));
-  for (const auto& each : fibers_)
-    if (each->on == &mutex) each->ready = each->told = true;
+  wake_all(&mutex);
 }
 
 bool Scheduler::wait(const Condition& condition, TimePoint limit) {
@@ -308,12 +334,9 @@ bool Scheduler::wait(const Condition& condition, TimePoint limit) {
 
 void Scheduler::notify(const Condition& condition, bool all) noexcept {
   const Unwatched unwatched;
-  std::vector<Fiber*> waiting;
-  for (const auto& each : fibers_)
-    if (each->on == &condition && !each->ready) waiting.push_back(each.get());
-  if (waiting.empty()) return;
-  if (!all) waiting = {waiting[random_() % waiting.size()]};
-  for (Fiber* const each : waiting) each->ready = each->told = true;
+  if (all) return wake_all(&condition);
+  const auto found = waiting_.find(&condition);
+  if (found != waiting_.end()) wake(*found->second[random_() % found->second.size()], true);
 }
 
 void Scheduler::sleep_until(TimePoint limit) {
@@ -324,10 +347,9 @@ void Scheduler::sleep_until(TimePoint limit) {
 
 void Scheduler::join(uint64_t thread) {
   const Unwatched unwatched;
-  while (Fiber* const other = find(thread)) {
-    if (other->ended) break;
-    block(other, TimePoint::max());
-  }
+  for (auto other = fibers_.find(thread); other != fibers_.end() && !other->second->ended;
+       other = fibers_.find(thread))
+    block(other->second.get(), TimePoint::max());
   take_over(this);
 }
 

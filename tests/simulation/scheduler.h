@@ -8,6 +8,7 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "common/sync.h"
@@ -103,17 +104,25 @@ class Scheduler final : public Simulation {
 
   static void enter(unsigned high, unsigned low);
   bool block(const void* on, TimePoint limit);  // false at the limit
+  void park(Fiber& me, const void* on, TimePoint limit);
+  void leave_ready(const Fiber& fiber);
+  void wake(Fiber& fiber, bool told);
+  void wake_all(const void* on);
   void live(Fiber& me);
   void switch_to(Fiber& fiber);
   void switch_back();
+  bool is_frozen(const Fiber& fiber) const;
   Fiber* choose();
-  Fiber* find(uint64_t thread) const;
   bool advance(TimePoint limit);
 
   std::mt19937_64 random_;
   TimePoint time_{kEpoch};
-  std::vector<std::unique_ptr<Fiber>> fibers_;  // by age, so that their order is that of the seed
-  std::vector<const void*> held_;               // mutexes
+  // All orders are those of the seed: what is looked up by address is never gone over.
+  std::unordered_map<uint64_t, std::unique_ptr<Fiber>> fibers_;
+  std::vector<Fiber*> ready_;
+  std::unordered_map<const void*, std::vector<Fiber*>> waiting_;  // by what they wait on
+  std::multimap<TimePoint, Fiber*> limits_;                       // of those that wait
+  std::vector<const void*> held_;                                 // mutexes
   std::multimap<TimePoint, std::function<void()>> events_;
   std::map<uint64_t, std::vector<std::shared_ptr<void>>> kept_;
   std::vector<uint64_t> frozen_;

@@ -136,7 +136,9 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
       if (static_cast<int>(peer) == rank_ || network_.link(rank_, static_cast<int>(peer)).cut) continue;
       network_.scheduler_.at(Clock::now() + delay(),
                              [&network = network_, peer, from = rank_, why = why_, life = life_] {
-                               if (network.link(static_cast<int>(peer), from).cut) return;
+                               if (network.link(static_cast<int>(peer), from).cut ||
+                                   network.silent_.count({from, static_cast<int>(peer)}))
+                                 return;
                                if (const auto other = network.end(life, static_cast<int>(peer)))
                                  other->peer_left(from, why);
                              });
@@ -201,7 +203,7 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
           TransportError(TransportError::Cause::Closed, "the peer has left", told_[static_cast<size_t>(peer)]));
     if (!waiting.emplace(key, std::move(mine)).second)
       throw Violation(fmt::format("rank {}: two messages in flight have one key", rank_));
-    network_.scheduler_.at(Clock::now() + delay(),
+    network_.scheduler_.at(Clock::now() + delay() + network_.lag_,
                            [&network = network_, life = life_, key] { network.match(life, key); });
   }
 
@@ -285,6 +287,13 @@ Network::~Network() = default;
 std::shared_ptr<Transport> Network::join(int rank, const std::string& life) {
   auto made = std::make_shared<Endpoint>(*this, rank, life);
   const Unwatched unwatched;
+  std::erase_if(lives_, [this](const auto& each) {  // those that all ranks have joined, and left
+    const bool over =
+        joined_[each.first] == ranks_ &&
+        std::all_of(each.second.begin(), each.second.end(), [](const auto& end) { return end.expired(); });
+    if (over) joined_.erase(each.first);
+    return over;
+  });
   Ends& ends = lives_[life];
   ends.resize(ranks_);
   ends[static_cast<size_t>(rank)] = made;
@@ -314,7 +323,7 @@ void Network::match(const std::string& life, const Key& key) {
   const auto& [from, to, number] = key;
   const auto sender = end(life, from);
   const auto receiver = end(life, to);
-  if (!sender || !receiver || link(from, to).cut) return;
+  if (!sender || !receiver || link(from, to).cut || silent_.count({from, to})) return;
   const auto sent = sender->sends_.find(key);
   const auto received = receiver->recvs_.find(key);
   if (sent == sender->sends_.end() || received == receiver->recvs_.end()) return;

@@ -32,6 +32,7 @@ class Storage {
 
   // Dead: from here on every request fails at once, also those that hang; it stays so.
   void become(Health health);
+  void lose_all() { content_.clear(); }
   uint64_t requests() const { return requests_; }
   const std::map<std::string, std::string>& content() const { return content_; }
 
@@ -62,9 +63,11 @@ class Network {
   bool tells() const { return tells_; }
   // From here on nothing passes between the two. noticed: after this time both see it; none: never.
   void cut(int one, int other, std::optional<Clock::duration> noticed);
-  void kill(int rank, Clock::duration noticed);  // all its links
-  void hang(int rank, Clock::duration lasts);    // its requests end so long after they were aborted
-  size_t in_flight() const;                      // messages that have not ended
+  void half_open(int from, int to) { silent_.insert({from, to}); }  // in that direction, unseen
+  void kill(int rank, Clock::duration noticed);                     // all its links
+  void hang(int rank, Clock::duration lasts);        // its requests end so long after they were aborted
+  void slow_down(Clock::duration by) { lag_ = by; }  // each message takes so much longer
+  size_t in_flight() const;                          // messages that have not ended
 
  private:
   class Endpoint;
@@ -87,6 +90,8 @@ class Network {
   std::map<std::string, size_t> joined_;
   std::set<int> ranks_joined_;
   std::map<std::pair<int, int>, Link> links_;
+  std::set<std::pair<int, int>> silent_;  // from, to
+  Clock::duration lag_{};
 };
 
 }  // namespace meshcast::simulation

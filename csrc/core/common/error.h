@@ -22,16 +22,16 @@ enum class ErrorKind : uint8_t {
 struct ErrorContext {
   int32_t rank = -1;      // global rank that raises
   int32_t peer = -1;      // global rank that it was dealing with
-  std::string op;         // "reshard", "plan", ...
+  std::string op{};       // "reshard", "plan", ...
   int64_t sequence = -1;  // ordinal of the call in its lane
-  std::string phase;      // "connect", "agree", "start", "transfer", "wait"
+  std::string phase{};    // "connect", "agree", "start", "transfer", "wait"
   double elapsed = -1;    // seconds since the call was made
   double limit = -1;      // seconds it was allowed
 
   // PeerLost only.
   int64_t bytes_done = -1;      // received by this rank in the call, from all peers
   int64_t bytes_expected = -1;  // what it would have received in all
-  std::string address;          // of the peer, where known
+  std::string address{};        // of the peer, where known
 };
 
 class Error : public std::runtime_error {

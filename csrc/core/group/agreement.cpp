@@ -14,21 +14,16 @@
 namespace meshcast {
 namespace {
 
-using Board = Bulletin::Board;
-
 constexpr auto kLookForCause = std::chrono::milliseconds(100);
+constexpr auto kLongestAsk = std::chrono::milliseconds(800);  // of many ranks
 // Ranks that come together have agreed by then, and so have not connected for the sake of looking alone.
 constexpr auto kLookForPeers = std::chrono::milliseconds(50);
 constexpr size_t kFewRanks = 16;  // as many do not crowd a store
 
-ErrorContext context_of(const GroupIdentity& group, CallId call, int32_t peer) {
-  ErrorContext context;
-  context.rank = group.rank;
-  context.peer = peer;
-  context.op = "reshard";
-  context.sequence = call.ordinal;
-  context.phase = "agree";
-  return context;
+Error agree_error(const GroupIdentity& group, ErrorKind kind, const std::string& text, CallId call,
+                  int32_t peer) {
+  return group_error(group, kind, text,
+                     {.peer = peer, .op = "reshard", .sequence = call.ordinal, .phase = "agree"});
 }
 
 // A rank may have given up on the group before it came to this call.
@@ -37,13 +32,12 @@ void raise_if_broken(Bulletin& bulletin, const GroupIdentity& group, CallId call
 }
 
 // Every rank that waits for others looks after those that follow it in the group, up to the first that waits
-// too, which `came` tells. So each rank is looked after, by one other, and has one connection more for it.
-void raise_if_lost(Bulletin& bulletin, const GroupIdentity& group, CallId call, double waited,
-                   const std::function<bool(int32_t)>& came, const std::function<std::string(int)>& lost) {
+// too. So each rank is looked after, by one other, and has one connection more for it.
+void raise_if_lost(Bulletin& bulletin, const GroupIdentity& group, CallId call, double waited, const Roll& come,
+                   const std::function<std::string(int)>& lost) {
   const size_t count = group.ranks.size();
-  const auto mine = std::find(group.ranks.begin(), group.ranks.end(), group.rank) - group.ranks.begin();
   for (size_t step = 1; step < count; ++step) {
-    const size_t at = (static_cast<size_t>(mine) + step) % count;
+    const size_t at = (group.place() + step) % count;
     const int32_t other = group.ranks[at];
     const std::string why = lost(static_cast<int>(at));
     if (!why.empty()) {
@@ -53,26 +47,25 @@ void raise_if_lost(Bulletin& bulletin, const GroupIdentity& group, CallId call, 
                                     call.ordinal, group.name, group.rank, other, waited, why)};
       raise_if_ended(bulletin.settle_cause(cause), group, call);
     }
-    if (came(other)) return;
+    if (come.has(at)) return;
   }
 }
 
-[[noreturn]] void raise_mismatch(const GroupIdentity& group, CallId call, const std::string& descriptor,
-                                 int32_t other, const Posting& posting) {
+Error mismatch(const GroupIdentity& group, CallId call, const std::string& descriptor, const Posting& other) {
   const std::string text =
-      posting.rejected
+      other.rejected
           ? fmt::format("rank {}: call {} of {}: rank {} refused its arguments: {}", group.rank, call.ordinal,
-                        group.name, other, posting.text)
+                        group.name, other.rank, other.text)
           : fmt::format(
                 "rank {}: call {} of {}: the ranks called with different arguments; nothing was moved by this "
                 "call.\n  rank {}: {}\n  rank {}: {}\nMake the arguments equal on every rank of both meshes.",
-                group.rank, call.ordinal, group.name, group.rank, descriptor, other, posting.text);
-  throw Error(ErrorKind::PlanMismatch, text, context_of(group, call, other));
+                group.rank, call.ordinal, group.name, group.rank, descriptor, other.rank, other.text);
+  return agree_error(group, ErrorKind::PlanMismatch, text, call, other.rank);
 }
 
-void check_posting(const GroupIdentity& group, CallId call, const std::string& descriptor, int32_t other,
-                   const Posting& posting) {
-  if (posting.rejected || posting.text != descriptor) raise_mismatch(group, call, descriptor, other, posting);
+void check_posting(const GroupIdentity& group, CallId call, const std::string& descriptor,
+                   const Posting& other) {
+  if (other.rejected || other.text != descriptor) throw Error(mismatch(group, call, descriptor, other));
 }
 
 }  // namespace
@@ -88,15 +81,15 @@ void raise_cause(const Cause& cause, const GroupIdentity& group, CallId call) {
   if (cause.kind == static_cast<int32_t>(ErrorKind::PeerLost)) {
     const std::string seen =
         cause.reporter == group.rank ? "" : fmt::format(" (first seen by rank {})", cause.reporter);
-    const Error error(ErrorKind::PeerLost, fmt::format("rank {}: {}{}", group.rank, cause.text, seen),
-                      context_of(group, call, cause.peer));
-    throw BrokenError(error, cause);
+    throw BrokenError(agree_error(group, ErrorKind::PeerLost,
+                                  fmt::format("rank {}: {}{}", group.rank, cause.text, seen), call, cause.peer),
+                      cause);
   }
-  const Error error(ErrorKind::Aborted,
-                    fmt::format("rank {}: call {} of {}: the group was aborted by rank {}: {}", group.rank,
-                                call.ordinal, group.name, cause.reporter, cause.text),
-                    context_of(group, call, peer_in(cause, group.rank)));
-  throw BrokenError(error, cause);
+  throw BrokenError(agree_error(group, ErrorKind::Aborted,
+                                fmt::format("rank {}: call {} of {}: the group was aborted by rank {}: {}",
+                                            group.rank, call.ordinal, group.name, cause.reporter, cause.text),
+                                call, peer_in(cause, group.rank)),
+                    cause);
 }
 
 void raise_if_ended(const Cause& cause, const GroupIdentity& group, CallId call) {
@@ -104,105 +97,123 @@ void raise_if_ended(const Cause& cause, const GroupIdentity& group, CallId call)
   if (!refused || !goes_before(call, refused->call)) raise_cause(cause, group, call);
 }
 
+Error group_error(const GroupIdentity& group, ErrorKind kind, const std::string& text, ErrorContext where) {
+  where.rank = group.rank;
+  if (where.peer == where.rank && kind != ErrorKind::PeerLost) where.peer = -1;
+  return {kind, text, std::move(where)};
+}
+
 std::string format_ranks(const std::vector<int32_t>& ranks) {
   return fmt::format("[{}]", fmt::join(ranks, ", "));
 }
 
-std::vector<int32_t> compare_postings(Bulletin& bulletin, const GroupIdentity& group, CallId call,
-                                      const std::string& descriptor, bool rejections) {
-  std::vector<int32_t> silent;
-  // Both boards: a rank to which the call is not new has posted on the board of stalls alone.
-  for (const int32_t other : group.ranks) {
-    if (other == group.rank) continue;
-    const auto stalled = bulletin.read(Board::Stall, call.lane, call.ordinal, other);
-    // A rank to which the call is new waits in agree() and has no other notice.
-    const auto agreeing = bulletin.read(Board::Agreement, call.lane, call.ordinal, other);
-    if (stalled) check_posting(group, call, descriptor, other, *stalled);
-    if (agreeing && (rejections || !agreeing->rejected))
-      check_posting(group, call, descriptor, other, *agreeing);
-    if (!stalled) silent.push_back(other);
-  }
-  return silent;
+void compare_with_first(Bulletin& bulletin, const GroupIdentity& group, CallId call, const Posting& mine) {
+  const Posting first = bulletin.first(call.lane, call.ordinal, mine);
+  if (first.text == mine.text) return;
+  bulletin.object(call.lane, call.ordinal, mine);
+  const Error error = mismatch(group, call, mine.text, first);
+  if (mine.moves || !first.moves) throw Error(error);
+  const Cause cause{static_cast<int32_t>(error.kind()), group.rank, first.rank, error.what()};
+  const Cause settled = bulletin.settle_cause(cause);
+  if (settled.reporter == group.rank) throw BrokenError(error, settled);
+  raise_cause(settled, group, call);
+}
+
+void check_objection(Bulletin& bulletin, const GroupIdentity& group, CallId call,
+                     const std::string& descriptor) {
+  if (const auto objection = bulletin.objection(call.lane, call.ordinal))
+    check_posting(group, call, descriptor, *objection);
 }
 
 int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const std::string& descriptor,
               int32_t offered_slot, TimePoint deadline, double limit_seconds,
               const std::function<void()>& checkpoint, const std::function<std::string(int)>& lost) {
   const int32_t first = group.ranks.front();
-  const bool leads = group.rank == first;
+  int32_t slot = group.rank == first ? offered_slot : -1;
   MC_FAULT_POINT("agree");
-  bulletin.post(Board::Agreement, call.lane, call.ordinal, group.rank,
-                {false, leads ? offered_slot : -1, descriptor});
+  const Posting mine{false, slot, descriptor, group.rank};
+  bulletin.post(call.lane, call.ordinal, mine);
   MC_FAULT_POINT("agree");
-  // Who posts something else, or a rejection, is not counted: then the others look at what each one posted.
-  const std::string digest = digest_of(descriptor);
-  int64_t alike = bulletin.count(call.lane, call.ordinal, digest);
+  // Who posts something else, or a rejection, is not among them.
+  Roll alike = bulletin.agreeing(call.lane, call.ordinal, digest_of(descriptor), group.ranks.size());
+  bool all = alike.answer(group.place());
   MC_FAULT_POINT("agree");
 
-  std::vector<int32_t> missing;
-  std::copy_if(group.ranks.begin(), group.ranks.end(), std::back_inserter(missing),
-               [&](int32_t r) { return r != group.rank; });
-  int32_t slot = leads ? offered_slot : -1;
-  const auto take = [&](int32_t other, const Posting& posting) {
+  const auto take = [&](const Posting& posting) {
     if (posting.rejected && decide(bulletin, call, Life::GoesOn) == Life::Over)
       raise_cause(await_cause(bulletin, deadline), group, call);
-    check_posting(group, call, descriptor, other, posting);
-    if (other == first) slot = posting.slot;
+    check_posting(group, call, descriptor, posting);
+    if (posting.rank == first) slot = posting.slot;
   };
-  const auto came = [&](int32_t other) {
-    const auto at = std::find(missing.begin(), missing.end(), other);
-    if (at == missing.end()) return true;
-    const auto posting = bulletin.read(Board::Agreement, call.lane, call.ordinal, other);
-    if (!posting) return false;
-    take(other, *posting);
-    missing.erase(at);
-    return true;
+  const auto has_posted = [&](int32_t other) {
+    const auto posting = bulletin.read(call.lane, call.ordinal, other);
+    if (posting) take(*posting);
+    return posting.has_value();
+  };
+  // Where this life of the group ends: a rank that refused this call in it does not come to it in the next.
+  const auto go_on = [&](const std::function<void()>& check) {
+    try {
+      check();
+    } catch (const Error&) {
+      std::optional<Posting> objection;
+      try {
+        objection = bulletin.objection(call.lane, call.ordinal);
+      } catch (const std::exception&) {
+        // The store has gone: it has no more to say.
+      }
+      if (objection) take(*objection);
+      throw;
+    }
   };
   // All ranks share the store, which answers one question at a time. So many ranks ask less often.
   const auto crowd = static_cast<int>(std::max<size_t>(1, group.ranks.size() / kFewRanks));
+  const auto look = std::min<Clock::duration>(crowd * kLookForCause, kLongestAsk);
   const TimePoint started = Clock::now();
   TimePoint last_look = started;
+  std::vector<int32_t> missing;
   auto pause = std::chrono::microseconds(100);
   for (;;) {
-    if (missing.empty()) return slot;
-    if (alike == static_cast<int64_t>(group.ranks.size()) && (slot >= 0 || came(first))) return slot;
+    if (all && (slot >= 0 || has_posted(first))) return slot;
     const TimePoint now = Clock::now();
     const bool late = now >= deadline;
-    if (!late) checkpoint();
-    if (late || now - last_look > crowd * kLookForCause) {
+    if (!late) go_on(checkpoint);
+    if (late || now - last_look > look) {
       last_look = now;
-      for (const int32_t other : std::vector<int32_t>(missing)) came(other);
+      if (const auto objection = bulletin.objection(call.lane, call.ordinal)) take(*objection);
+      compare_with_first(bulletin, group, call, mine);
+      alike.refresh();
       if (late) break;
-      raise_if_broken(bulletin, group, call);
-      // A rank that knew its plan agreed on nothing: it stands still in a transfer and says so on the other
-      // board.
-      for (const int32_t other : missing) {
-        const auto stalled = bulletin.read(Board::Stall, call.lane, call.ordinal, other);
-        if (stalled) check_posting(group, call, descriptor, other, *stalled);
-        if (bulletin.passed(call.lane, other) >= call.ordinal)
-          raise_mismatch(group, call, descriptor, other,
-                         {true, -1, "the call failed there, too long ago for more to be known"});
-      }
+      go_on([&] { raise_if_broken(bulletin, group, call); });
+      const auto passed = bulletin.passed(call.lane);
+      if (passed && passed->first >= call.ordinal)
+        throw Error(
+            mismatch(group, call, descriptor,
+                     {true, -1, "the call failed there, too long ago for more to be known", passed->second}));
     }
-    if (now - started > kLookForPeers) {
-      raise_if_lost(bulletin, group, call, std::chrono::duration<double>(now - started).count(), came, lost);
-    }
+    const bool knows_who_came = alike.is_one_question() || last_look == now;
+    if (now - started > kLookForPeers && knows_who_came)
+      raise_if_lost(bulletin, group, call, std::chrono::duration<double>(now - started).count(), alike, lost);
     // 100 us, doubled up to 20 ms: ranks mostly come together, and a store must not be flooded by those that
     // wait long.
     sleep_for(pause);
     pause = std::min(pause * 2, crowd * std::chrono::microseconds(20000));
-    alike = bulletin.counted(call.lane, call.ordinal, digest);
+    all = alike.all_answered();
   }
-  if (missing.empty()) return slot;
-  ErrorContext context = context_of(group, call, missing.front());
-  context.elapsed = std::chrono::duration<double>(Clock::now() - started).count();
-  context.limit = limit_seconds;
-  throw Error(
-      ErrorKind::DeadlineExceeded,
+  for (const size_t at : alike.missing()) missing.push_back(group.ranks[at]);
+  // One may be about to sign, or have posted something else a moment ago.
+  if (missing.size() <= kFewRanks) std::erase_if(missing, has_posted);
+  if (missing.empty() && (slot >= 0 || has_posted(first))) return slot;
+  throw group_error(
+      group, ErrorKind::DeadlineExceeded,
       fmt::format("rank {}: call {} of {}: ranks {} did not make this call within {:.1f} s (never called, "
                   "stuck elsewhere, or dead). This rank called: {}",
                   group.rank, call.ordinal, group.name, format_ranks(missing), limit_seconds, descriptor),
-      context);
+      {.peer = missing.empty() ? first : missing.front(),
+       .op = "reshard",
+       .sequence = call.ordinal,
+       .phase = "agree",
+       .elapsed = std::chrono::duration<double>(Clock::now() - started).count(),
+       .limit = limit_seconds});
 }
 
 }  // namespace meshcast

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -17,7 +18,15 @@ struct GroupIdentity {
   std::vector<int32_t> ranks;
   int32_t rank = -1;
   std::string name;
+
+  size_t place() const {  // of this process among the ranks
+    return static_cast<size_t>(std::lower_bound(ranks.begin(), ranks.end(), rank) - ranks.begin());
+  }
 };
+
+// The error of a rank of a group, which `where` names none of. Only who is lost is its own peer: all ranks name
+// that.
+Error group_error(const GroupIdentity& group, ErrorKind kind, const std::string& text, ErrorContext where);
 
 // Of what is counted in no lane, as prepare().
 constexpr int32_t kNoLane = -1;
@@ -41,11 +50,14 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
               int32_t offered_slot, TimePoint deadline, double limit_seconds,
               const std::function<void()>& checkpoint, const std::function<std::string(int)>& lost);
 
-// Compares what others posted for a call with this rank's descriptor. Returns the ranks that do not say that
-// they stand still in it too; throws PlanMismatch as above. rejections: whether those count; a rank that
-// refuses a call that is in flight says so by a cause of its own, see refusals.h, but that takes a moment.
-std::vector<int32_t> compare_postings(Bulletin& bulletin, const GroupIdentity& group, CallId call,
-                                      const std::string& descriptor, bool rejections);
+// For a rank that has waited in a call for long: compares with the first that has, and throws PlanMismatch as
+// above. The others hear of that as they look for an objection; where one of the two moves data already, the
+// group has failed as well.
+void compare_with_first(Bulletin& bulletin, const GroupIdentity& group, CallId call, const Posting& mine);
+
+// Throws it where a rank rejects the call, or called it unlike this one.
+void check_objection(Bulletin& bulletin, const GroupIdentity& group, CallId call,
+                     const std::string& descriptor);
 
 // The group is broken, and a rank has said why.
 struct BrokenError : Error {

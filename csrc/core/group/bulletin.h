@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -9,6 +8,8 @@
 #include <vector>
 
 #include "common/error.h"
+#include "group/board_store.h"
+#include "group/roll.h"
 #include "group/store.h"
 #include "transport/transport.h"
 
@@ -17,8 +18,10 @@ namespace meshcast {
 // What a rank says about one call of one lane: what it called, or that it refused its own arguments.
 struct Posting {
   bool rejected = false;
-  int32_t slot = -1;  // number the group's first rank gives to this descriptor; -1 from the others
-  std::string text;   // descriptor, or the reason of the rejection
+  int32_t slot = -1;   // number the group's first rank gives to this descriptor; -1 from the others
+  std::string text;    // descriptor, or the reason of the rejection
+  int32_t rank = -1;   // that says it
+  bool moves = false;  // it has agreed before, and moves data
 };
 
 // Why the group is broken, as told by the rank that saw it first.
@@ -39,38 +42,47 @@ inline int32_t peer_in(const Cause& cause, int32_t rank) {
 std::string encode(const Cause& cause);
 Cause decode_cause(const std::string& text);
 
-// The group's notice board in the rendezvous store: postings by (lane, ordinal, rank) and one first cause.
-// Plain text, bounded, nothing executed. Every call throws what the store throws.
+// The group's notice board in the rendezvous store. Plain text, bounded, nothing executed. What is asked again
+// and again takes one question, however many ranks there are. Every call throws what the store throws.
 class Bulletin {
  public:
-  explicit Bulletin(std::shared_ptr<Store> store) : store_(std::move(store)) {}
+  explicit Bulletin(const std::shared_ptr<Store>& store) : store_(std::make_shared<BoardStore>(store)) {}
 
-  // Two boards: what a rank asks the others to agree on, and that it stands still in a call. A rank that froze
-  // after agreeing has a notice on the first and none on the second.
-  enum class Board : uint8_t { Agreement, Stall };
+  // What a rank asks the others to agree on.
+  void post(int32_t lane, int64_t ordinal, const Posting& posting);
+  std::optional<Posting> read(int32_t lane, int64_t ordinal, int32_t rank);
+  void erase(int32_t lane, int64_t ordinal, int32_t rank);
 
-  void post(Board board, int32_t lane, int64_t ordinal, int32_t rank, const Posting& posting);
-  std::optional<Posting> read(Board board, int32_t lane, int64_t ordinal, int32_t rank);
-  void erase(Board board, int32_t lane, int64_t ordinal, int32_t rank);
+  // The ranks that have posted one text for a call, which goes by its digest; and those that stand still in a
+  // call. A rank that froze after agreeing is among the first and not among the second.
+  Roll agreeing(int32_t lane, int64_t ordinal, const std::string& digest, size_t ranks);
+  Roll standing(int32_t lane, int64_t ordinal, size_t ranks);
 
-  // How many ranks have posted a text for a call on the board of agreements: one question, however many they
-  // are. count: this rank has just done so. Texts go by their digest.
-  int64_t count(int32_t lane, int64_t ordinal, const std::string& digest);
-  int64_t counted(int32_t lane, int64_t ordinal, const std::string& digest);
-  void erase_count(int32_t lane, int64_t ordinal, const std::string& digest);
+  // What the first of all ranks called that has waited in a call for long: this one, or one before it.
+  Posting first(int32_t lane, int64_t ordinal, const Posting& mine);
+  // That this rank rejects a call, or called it unlike the first; one such word is kept.
+  void object(int32_t lane, int64_t ordinal, const Posting& mine);
+  std::optional<Posting> objection(int32_t lane, int64_t ordinal);
+  void erase_said(int32_t lane, int64_t ordinal);  // of the two what this rank has written
 
   // That this rank's postings for calls of a lane up to this one are gone: it has left those calls.
   void pass(int32_t lane, int64_t ordinal, int32_t rank);
-  int64_t passed(int32_t lane, int32_t rank);  // -1: none
+  std::optional<std::pair<int64_t, int32_t>> passed(int32_t lane);  // the last such call, and the rank
 
-  // Of a call that a rank refused: the word that counts, this one or that which another rank wrote before.
-  std::string decide(int32_t lane, int64_t ordinal, const std::string& word);
+  // Of a call that a rank refused: the word that counts, this one or that which another rank wrote before. A
+  // rank that refused it (keeps) is to erase it.
+  std::string decide(int32_t lane, int64_t ordinal, const std::string& word, bool keeps);
   void erase_decision(int32_t lane, int64_t ordinal);
 
   // That this rank has refused a call, and takes part in none from there on to a later one which another rank
   // refused before that was known.
   void leave_at(int32_t lane, int64_t ordinal, int32_t rank, const std::string& why);
-  std::optional<std::pair<int64_t, std::string>> left_at(int32_t lane, int32_t rank);
+  struct Left {
+    int64_t ordinal = 0;
+    int32_t rank = -1;
+    std::string why;
+  };
+  std::optional<Left> left_at(int32_t lane);  // the first such call
 
   // The oldest call of a lane that this rank has been in for long.
   void wait_in(int32_t lane, int64_t ordinal, int32_t rank);
@@ -80,20 +92,15 @@ class Bulletin {
   Cause settle_cause(const Cause& cause);
   std::optional<Cause> read_cause();
 
-  // Since when a call has been waiting for the store; TimePoint() while none does. Of a bulletin that one
-  // thread at a time uses.
-  TimePoint waits_since() const { return waits_since_; }
-
+  const std::shared_ptr<BoardStore>& store() const { return store_; }
+  TimePoint waits_since() const { return store_->waits_since(); }
   const void* connection() const { return store_->connection(); }  // see Store
 
  private:
-  class Wait;
+  void keep_first(const std::string& key, int64_t number, const std::string& rest,
+                  bool (*before)(int64_t, int64_t));
 
-  std::optional<std::string> read_key(const std::string& key);
-  int64_t read_ordinal(const std::string& key);  // -1: none
-
-  const std::shared_ptr<Store> store_;
-  std::atomic<TimePoint> waits_since_{TimePoint()};
+  const std::shared_ptr<BoardStore> store_;
 };
 
 }  // namespace meshcast

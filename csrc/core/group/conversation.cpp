@@ -1,19 +1,20 @@
 #include "group/conversation.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include <fmt/format.h>
+
+#include "common/error.h"
+#include "common/signals.h"
+#include "group/agreement.h"
 
 namespace meshcast {
 namespace {
 
-constexpr size_t kNoCrowd = 16;  // as many do not crowd a store
+using std::chrono::duration;
 
 }  // namespace
-
-Clock::duration Conversation::longest_pause(size_t ranks) {
-  return kLongestPause * static_cast<int64_t>(std::max<size_t>(1, ranks / kNoCrowd));
-}
 
 std::string Conversation::key_of(const std::string& topic, int32_t rank) const {
   return fmt::format("{}/{}", topic, rank);
@@ -37,8 +38,9 @@ std::vector<int32_t> Conversation::silent(const std::string& topic, const std::v
 }
 
 std::map<int32_t, std::string> Conversation::hear(const std::string& topic, const std::vector<int32_t>& ranks,
-                                                  TimePoint deadline, const std::function<void()>& check,
-                                                  Clock::duration every) {
+                                                  TimePoint deadline, const Late& late,
+                                                  const std::function<void()>& check, Clock::duration every) {
+  const TimePoint begun = Clock::now();
   std::vector<std::string> keys;
   for (const int32_t rank : ranks) keys.push_back(key_of(topic, rank));
   std::map<int32_t, std::string> out;
@@ -46,16 +48,36 @@ std::map<int32_t, std::string> Conversation::hear(const std::string& topic, cons
     for (size_t i = 0; i < ranks.size(); ++i) out[ranks[i]] = (*texts)[i];
     return out;
   }
-  for (const int32_t rank : ranks)
-    if (auto text = heard(topic, rank)) out[rank] = std::move(*text);
-  return out;
+  std::vector<int32_t> missing;
+  for (const int32_t rank : ranks) {
+    if (auto text = heard(topic, rank)) {
+      out[rank] = std::move(*text);
+    } else {
+      missing.push_back(rank);
+    }
+  }
+  if (missing.empty()) return out;
+  const double elapsed = duration<double>(Clock::now() - begun).count();
+  std::string text = late.text;
+  for (const auto& [name, value] :
+       {std::pair("{missing}", format_ranks(missing)), std::pair("{first}", std::to_string(missing.front())),
+        std::pair("{elapsed}", fmt::format("{:.1f}", elapsed))})
+    if (const size_t at = text.find(name); at != std::string::npos) text.replace(at, std::strlen(name), value);
+  throw Error(ErrorKind::DeadlineExceeded, text,
+              {.rank = rank_,
+               .peer = missing.front(),
+               .op = late.op,
+               .phase = late.phase,
+               .elapsed = elapsed,
+               .limit = duration<double>(deadline - begun).count()});
 }
 
 Conversation::Texts Conversation::await_all(const std::vector<std::string>& keys, TimePoint deadline,
                                             const std::function<void()>& check, Clock::duration every) {
-  BackOff pause(longest_pause_);
+  BackOff pause = back_off();
   for (TimePoint checked = Clock::now();;) {
     if (auto texts = store_->read(keys)) return texts;
+    look_for_signals();
     const TimePoint now = Clock::now();
     if (check && (now - checked >= every || now >= deadline)) {
       check();
@@ -69,6 +91,12 @@ Conversation::Texts Conversation::await_all(const std::vector<std::string>& keys
 std::string Conversation::verdict(const std::string& topic, const std::string& proposal) {
   if (!proposal.empty()) return store_->compare_set(topic, std::string(), proposal);
   return store_->value(topic).value_or(std::string());
+}
+
+std::string Conversation::await_verdict(const std::string& topic, TimePoint deadline,
+                                        const std::function<void()>& check, Clock::duration every) {
+  const auto texts = await_all({topic}, deadline, check, every);
+  return texts ? texts->front() : std::string();
 }
 
 }  // namespace meshcast

@@ -66,17 +66,6 @@ std::optional<ErrorKind> kind_of(const std::exception_ptr& error) {
   }
 }
 
-Error call_error(ErrorKind kind, const std::string& text, int32_t rank, int32_t peer, int64_t ordinal,
-                 const char* phase) {
-  ErrorContext context;
-  context.rank = rank;
-  context.peer = peer == rank ? -1 : peer;
-  context.op = "reshard";
-  context.sequence = ordinal;
-  context.phase = phase;
-  return {kind, text, context};
-}
-
 }  // namespace
 
 Group::Group(GroupIdentity identity, std::shared_ptr<Connector> connector, std::shared_ptr<KnownOffers> known,
@@ -155,16 +144,16 @@ void Group::fail_without_thread(std::unique_lock<Mutex>& lock) {
   const auto failed = error_;
   lock.unlock();
   const std::system_error why(std::make_error_code(std::errc::resource_unavailable_try_again));
-  const Error error =
-      call_error(ErrorKind::Generic,
-                 fmt::format("rank {}: group {}: {}", identity_.rank, identity_.name, no_thread("a call", why)),
-                 identity_.rank, -1, -1, "start");
+  const Error error = group_error(
+      identity_, ErrorKind::Generic,
+      fmt::format("rank {}: group {}: {}", identity_.rank, identity_.name, no_thread("a call", why)),
+      {.op = "reshard", .phase = "start"});
   for (const auto& each : queue) {
     try {
       if (core)
         core->reject(each->call(), error.what());
       else if (!failed)
-        refuse_meeting(connector_->store(), next_life(), identity_.rank, std::string(), error.what());
+        refuse_meeting(next_life().store, identity_.rank, std::string(), error.what());
     } catch (const std::exception&) {
       // The store does not answer: the others wait to their limits.
     }
@@ -198,46 +187,12 @@ void Group::run_commands(uint64_t turn) {
       queue_.pop_front();
     }
     Next next = Next::SameAgain;
-    while (next == Next::SameAgain) {
-      next = begin(command, turn);
-      if (next != Next::SameAgain) break;
-      while (const auto earlier = take_earlier(command->call())) {
-        while (begin(earlier, turn) == Next::SameAgain) {
-        }
-      }
-    }
+    while (next == Next::SameAgain) next = begin(command, turn);
     if (next == Next::Nothing) return;
-    if (is_up()) end_left();
-  }
-}
-
-// That is to be begun before a call which begins once more.
-std::shared_ptr<Command> Group::take_earlier(CallId than) {
-  const std::lock_guard lock(mutex_);
-  if (queue_.empty() || queue_.front()->lane != than.lane || queue_.front()->call().ordinal >= than.ordinal)
-    return nullptr;
-  auto found = std::move(queue_.front());
-  queue_.pop_front();
-  return found;
-}
-
-// False where that life is over.
-bool Group::keep_told(const std::shared_ptr<GroupCore>& core, Told told) {
-  const std::lock_guard lock(mutex_);
-  if (life_.core != core) return false;
-  std::erase_if(told_, [now = Clock::now()](const Told& each) { return each.deadline < now; });
-  told_.push_back(std::move(told));
-  return true;
-}
-
-// Ranks that come to these calls in the next life have not heard of the refusals.
-void Group::tell_again_locked(CallId ended) {
-  auto at = queue_.begin();
-  for (Told& each : std::exchange(told_, {})) {
-    if (each.call.lane == ended.lane && each.call.ordinal <= ended.ordinal) continue;
-    auto refusal = std::make_shared<Refusal>(shared_from_this(), each.call.lane, each.call.ordinal,
-                                             each.deadline, std::move(each.why), Refusal::Told{});
-    at = std::next(queue_.insert(at, std::move(refusal)));
+    if (is_up()) {
+      end_left();
+      erase_old_keys();
+    }
   }
 }
 
@@ -250,7 +205,8 @@ Group::Next Group::begin(const std::shared_ptr<Command>& command, uint64_t turn)
     error = error_;
   }
   if (!core && !error && command->meets)
-    if (const auto ended = ended_before(command->call())) error = std::make_exception_ptr(*ended);
+    for (const auto& ended : {ended_before(command->call()), refused_last(command->call())})
+      if (ended && !error) error = std::make_exception_ptr(*ended);
   if (!core && !error && command->meets) {
     try {
       if (!bring_up(*command, turn)) return Next::Nothing;
@@ -264,9 +220,9 @@ Group::Next Group::begin(const std::shared_ptr<Command>& command, uint64_t turn)
     core = this->core();
   }
   if (!core) {
-    const Command::Begun begun = command->begin(nullptr, error);
+    command->begin(nullptr, error);
     keep_first_cause();
-    return begun == Command::Begun::Again ? Next::SameAgain : Next::Command;
+    return Next::Command;
   }
   if (command->ordinal) {
     std::unique_lock lock(mutex_);
@@ -288,7 +244,7 @@ Group::Next Group::begin(const std::shared_ptr<Command>& command, uint64_t turn)
   return Next::Command;
 }
 
-std::string Group::next_life() {
+LifeKeys Group::next_life() {
   const auto store = connector_->store();
   if (origin_of_lives_.empty()) {
     // All members come to each life exactly once, so that the number of those that have come tells this group
@@ -297,7 +253,11 @@ std::string Group::next_life() {
     origin_of_lives_ =
         fmt::format("{}/{}", identity_.name, (arrivals - 1) / static_cast<int64_t>(identity_.ranks.size()));
   }
-  return fmt::format("{}/{}", origin_of_lives_, ++lives_);
+  const std::string prefix = fmt::format("{}/{}", origin_of_lives_, ++lives_);
+  auto board = std::make_shared<BoardStore>(std::make_shared<PrefixedStore>(prefix, store));
+  const std::lock_guard lock(mutex_);
+  boards_[kThis].push_back(board);
+  return {prefix, std::move(board)};
 }
 
 bool Group::bring_up(const Command& command, uint64_t turn) {
@@ -327,6 +287,33 @@ bool Group::bring_up(const Command& command, uint64_t turn) {
   }
 }
 
+// As a life comes up: the ranks have met for it, so each has ended the lives before the last that came up.
+void Group::note_boards() {
+  const auto move = [this](size_t from, size_t to) {
+    boards_[to].insert(boards_[to].end(), boards_[from].begin(), boards_[from].end());
+    boards_[from].clear();
+  };
+  const auto board = boards_[kThis].back();
+  boards_[kThis].pop_back();
+  move(kLast, kOver);
+  move(kThis, kLast);
+  boards_[kThis] = {board};
+  for (const auto& each : life_.core->boards()) boards_[kThis].push_back(each);
+}
+
+void Group::erase_old_keys() {
+  std::vector<std::shared_ptr<BoardStore>> over;
+  {
+    const std::lock_guard lock(mutex_);
+    over.swap(boards_[kOver]);
+  }
+  try {
+    for (const auto& each : over) each->erase_all();
+  } catch (const std::exception&) {
+    // The store has gone, and its keys with it.
+  }
+}
+
 // The group has come up, unless its thread was given up meanwhile.
 bool Group::take(Met met, uint64_t turn) {
   std::string closing;
@@ -335,6 +322,7 @@ bool Group::take(Met met, uint64_t turn) {
     if (turn_ == turn) {
       life_.core = met.core;
       life_.first = std::move(met.first);
+      note_boards();
       closing = closing_;  // it came while the group connected, and found nothing to abort
     }
   }
@@ -364,22 +352,20 @@ Ordinals Group::stated() const {
 bool Group::left(const std::shared_ptr<GroupCore>& core, CallId call) {
   const auto refused = core->refused();
   if (!refused) return false;
-  std::unique_lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   if (life_.core == core) {
     left_.push_back(std::exchange(life_, Life(kept_)));
     refused_ = refused;
-    tell_again_locked(refused->call);
     if (refused->text.find(kChanged) != std::string::npos && refused->rank != identity_.rank) {
-      news_ = call_error(
-          ErrorKind::Generic,
+      news_ = group_error(
+          identity_, ErrorKind::Generic,
           fmt::format("rank {}: call {} of {}: rank {} says: {} What that call gave on this rank "
                       "may mix them as well.",
                       identity_.rank, refused->call.ordinal, identity_.name, refused->rank, refused->text),
-          identity_.rank, refused->rank, refused->call.ordinal, "transfer");
+          {.peer = refused->rank, .op = "reshard", .sequence = refused->call.ordinal, .phase = "transfer"});
       has_news_ = true;
     }
   }
-  if (!queue_.empty() && !running_ && !has_thread_) start_thread(lock);
   return call.lane != refused->call.lane || call.ordinal > refused->call.ordinal;
 }
 
@@ -392,10 +378,10 @@ Error Group::error_of(const RefusedCall& refused, CallId call) const {
   const bool same = call.lane == refused.call.lane && call.ordinal == refused.call.ordinal;
   const std::string what = same ? std::string("refused its arguments")
                                 : fmt::format("refused call {} of this group", refused.call.ordinal);
-  return call_error(ErrorKind::PlanMismatch,
-                    fmt::format("rank {}: call {} of {}: rank {} {}: {}", identity_.rank, call.ordinal,
-                                identity_.name, refused.rank, what, refused.text),
-                    identity_.rank, refused.rank, call.ordinal, "agree");
+  return group_error(identity_, ErrorKind::PlanMismatch,
+                     fmt::format("rank {}: call {} of {}: rank {} {}: {}", identity_.rank, call.ordinal,
+                                 identity_.name, refused.rank, what, refused.text),
+                     {.peer = refused.rank, .op = "reshard", .sequence = call.ordinal, .phase = "agree"});
 }
 
 // Of a call that this rank had yet to make when a later one was refused, or that one itself: nobody meets for
@@ -407,18 +393,37 @@ std::optional<Error> Group::ended_before(CallId call) const {
   return error_of(*refused_, call);
 }
 
+// Of a call that was refused in the last life before an earlier one ended that. Other ranks heard of it there,
+// and nobody meets for it.
+std::optional<Error> Group::refused_last(CallId call) const {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!refused_) return std::nullopt;
+  }
+  try {
+    Bulletin board(control());
+    const auto objection = board.objection(call.lane, call.ordinal);
+    if (!objection || !objection->rejected ||
+        decide(board, call, meshcast::Life::GoesOn) == meshcast::Life::Over)
+      return std::nullopt;
+    return error_of(RefusedCall{call, objection->rank, objection->text}, call);
+  } catch (const std::exception&) {
+    return std::nullopt;  // the store has gone: the meeting will say so
+  }
+}
+
 std::exception_ptr Group::skipped(int64_t ordinal) const {
   const std::lock_guard lock(mutex_);
   // A life begins after a refused call, or with the first calls of all ranks.
   const RefusedCall refused = refused_.value_or(RefusedCall{});
-  return std::make_exception_ptr(call_error(
-      ErrorKind::PlanMismatch,
+  return std::make_exception_ptr(group_error(
+      identity_, ErrorKind::PlanMismatch,
       fmt::format(
           "rank {}: call {} of {}: other ranks were through with this call when they heard that rank {} "
           "refused call {}, so nothing can be moved by it any more; the next one works. Rank {}: {}",
           identity_.rank, ordinal, identity_.name, refused.rank, refused.call.ordinal, refused.rank,
           refused.text),
-      identity_.rank, refused.rank, ordinal, "agree"));
+      {.peer = refused.rank, .op = "reshard", .sequence = ordinal, .phase = "agree"}));
 }
 
 bool Group::may_begin_again(const std::shared_ptr<GroupCore>& core, CallId call) {
@@ -576,12 +581,9 @@ void Group::give_up_if_stuck() {
         "answer. Its process or its host is frozen, or cut off",
         identity_.name);
     const bool up = life_.core != nullptr;
-    ErrorContext context;
-    context.rank = identity_.rank;
-    context.op = up ? "reshard" : "connect";
-    context.phase = up ? "agree" : "connect";
     error = std::make_exception_ptr(
-        Error(ErrorKind::DeadlineExceeded, fmt::format("rank {}: {}", identity_.rank, reason), context));
+        group_error(identity_, ErrorKind::DeadlineExceeded, fmt::format("rank {}: {}", identity_.rank, reason),
+                    {.op = up ? "reshard" : "connect", .phase = up ? "agree" : "connect"}));
     error_ = error;
   }
   const std::exception_ptr later = keep_first_cause();
@@ -594,17 +596,11 @@ void Group::give_up_if_stuck() {
 std::exception_ptr Group::keep_first_cause() {
   const std::lock_guard lock(mutex_);
   if (error_ && kind_of(error_) != ErrorKind::Aborted)
-    error_ = std::make_exception_ptr(connect_error(
-        ErrorKind::Aborted,
-        fmt::format("rank {}: the private group failed before: {}", identity_.rank, text_of(error_))));
+    error_ = std::make_exception_ptr(group_error(
+        identity_, ErrorKind::Aborted,
+        fmt::format("rank {}: the private group failed before: {}", identity_.rank, text_of(error_)),
+        {.phase = "connect"}));
   return error_;
-}
-
-Error Group::connect_error(ErrorKind kind, const std::string& text) const {
-  ErrorContext context;
-  context.rank = identity_.rank;
-  context.phase = "connect";
-  return {kind, text, context};
 }
 
 void Group::abort(const std::string& reason) {
@@ -636,7 +632,9 @@ void Group::close(TimePoint limit) {
   {
     const std::lock_guard lock(mutex_);
     queue.swap(queue_);
-    if (!error_) error_ = std::make_exception_ptr(connect_error(ErrorKind::Aborted, closing_));
+    if (!error_)
+      error_ =
+          std::make_exception_ptr(group_error(identity_, ErrorKind::Aborted, closing_, {.phase = "connect"}));
     error = error_;
   }
   for (const auto& each : queue) each->begin(nullptr, error);
@@ -677,18 +675,12 @@ Command::Begun Refusal::tell(const std::shared_ptr<GroupCore>& core, bool failed
   if (told_.life && (!core || told_.life() != group->life() || core->error())) return Begun::Done;
   if (core && lane != kNoLane) {
     core->refuse(call(), why_, told_.agreed);
-    if (!group->left(core, call()) && !core->refused() && !told_.life &&
-        group->keep_told(core, {call(), why_, deadline}))
-      return Begun::Done;
     return group->left(core, call()) && !told_.life ? Begun::Again : Begun::Done;
   }
   if (!core && !failed) {
     try {
-      // Where the refusal of another call was first, ranks that meet for this one are to hear of it in the
-      // next.
-      if (!refuse_meeting(group->connector_->store(), group->next_life(), group->identity_.rank,
-                          meeting_for(call()), why_))
-        return Begun::Again;
+      while (!refuse_meeting(group->next_life().store, group->identity_.rank, meeting_for(call()), why_)) {
+      }
     } catch (const std::exception&) {
       // The store does not answer: the others wait to their limits.
     }

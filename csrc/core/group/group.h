@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <deque>
@@ -154,11 +155,6 @@ class Group : public std::enable_shared_from_this<Group> {
     explicit Life(size_t kept) : agreements(kept) {}
   };
   enum class Next : uint8_t { Command, SameAgain, Nothing };
-  struct Told {  // a refusal, to ranks of this life that come to the call
-    CallId call;
-    std::string why;
-    TimePoint deadline;
-  };
 
   friend class Refusal;
 
@@ -170,20 +166,19 @@ class Group : public std::enable_shared_from_this<Group> {
   void run(uint64_t turn);
   void run_commands(uint64_t turn);
   Next begin(const std::shared_ptr<Command>& command, uint64_t turn);
-  std::shared_ptr<Command> take_earlier(CallId than);
-  bool keep_told(const std::shared_ptr<GroupCore>& core, Told told);
-  void tell_again_locked(CallId ended);
   bool bring_up(const Command& command, uint64_t turn);
   bool take(Met met, uint64_t turn);
-  std::string next_life();
+  LifeKeys next_life();
+  void note_boards();
+  void erase_old_keys();
   Ordinals stated() const;
   bool may_begin_again(const std::shared_ptr<GroupCore>& core, CallId call);
   void end_left();
   std::shared_ptr<Store> control() const;
 
-  Error connect_error(ErrorKind kind, const std::string& text) const;
   Error error_of(const RefusedCall& refused, CallId call) const;
   std::optional<Error> ended_before(CallId call) const;
+  std::optional<Error> refused_last(CallId call) const;
   std::exception_ptr skipped(int64_t ordinal) const;
   std::exception_ptr keep_first_cause();
 
@@ -204,7 +199,10 @@ class Group : public std::enable_shared_from_this<Group> {
   std::map<int32_t, int64_t> ordinals_;
   Life life_;
   std::vector<Life> left_;  // of refused calls, to be ended
-  std::vector<Told> told_;  // what the next life has to know of, if this one ends before those calls
+  // Which know the keys of this rank: of this life, of those since the last that came up, and of those before
+  // it, of which no rank reads anything any more.
+  enum : size_t { kThis, kLast, kOver };
+  std::array<std::vector<std::shared_ptr<BoardStore>>, 3> boards_;
   std::optional<RefusedCall> refused_;  // that ended the last life
   std::exception_ptr error_;            // why the group has failed
   std::string closing_;                 // why, once it is being ended

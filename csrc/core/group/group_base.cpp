@@ -32,11 +32,7 @@ void GroupBase::refuse_if_failed() const {
 }
 
 Error GroupBase::start_error(ErrorKind kind, const std::string& text) const {
-  ErrorContext context;
-  context.rank = identity_.rank;
-  context.op = "reshard";
-  context.phase = "start";
-  return {kind, text, context};
+  return group_error(identity_, kind, text, {.op = "reshard", .phase = "start"});
 }
 
 std::exception_ptr GroupBase::shut_down_error() const {

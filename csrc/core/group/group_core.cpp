@@ -109,9 +109,7 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_whole(CallId call, const PlanText& 
         "rank {}: group {} has {} transfers alive, and no more are possible; close some (a Resharder, "
         "a graph that is kept)",
         identity_.rank, identity_.name, kSlots);
-    note_posted(call, {}, true);
-    agreement_bulletin_.post(Bulletin::Board::Agreement, call.lane, call.ordinal, identity_.rank,
-                             {true, -1, full});
+    say_rejected(call, full);
     throw LayoutError(full);
   }
   int32_t slot = -1;
@@ -158,9 +156,15 @@ void GroupCore::erase_read() {
 
 // What this rank posted, and the count of those who posted the same. Where all did, one rank erases it for all.
 void GroupCore::erase(const Posted& each) {
-  agreement_bulletin_.erase(Bulletin::Board::Agreement, each.call.lane, each.call.ordinal, identity_.rank);
-  if (each.digest.empty() || (each.agreed && identity_.rank != identity_.ranks.front())) return;
-  agreement_bulletin_.erase_count(each.call.lane, each.call.ordinal, each.digest);
+  agreement_bulletin_.erase(each.call.lane, each.call.ordinal, identity_.rank);
+  agreement_bulletin_.erase_said(each.call.lane, each.call.ordinal);
+  if (each.digest.empty()) return;
+  Roll roll =
+      agreement_bulletin_.agreeing(each.call.lane, each.call.ordinal, each.digest, identity_.ranks.size());
+  if (each.agreed && identity_.rank != identity_.ranks.front())
+    roll.disown();
+  else
+    roll.erase();
 }
 
 int32_t GroupCore::agree_in_time(CallId call, const PlanText& text, int32_t offered_slot,
@@ -201,17 +205,12 @@ void GroupCore::store_failed(CallId call, const PlanText& text, const std::strin
     }
     sleep_for(std::chrono::milliseconds(10));
   }
-  ErrorContext context;
-  context.rank = identity_.rank;
-  context.op = text.op;
-  context.sequence = call.ordinal;
-  context.phase = "agree";
-  throw Error(
-      ErrorKind::Generic,
+  throw group_error(
+      identity_, ErrorKind::Generic,
       fmt::format("rank {}: call {} of {}: the rendezvous store does not answer ({}). The process that has "
                   "it is dead or cut off: transfers that the ranks have agreed on go on, new ones need it",
                   identity_.rank, call.ordinal, identity_.name, what),
-      context);
+      {.op = text.op, .sequence = call.ordinal, .phase = "agree"});
 }
 
 void GroupCore::raise_if_told(CallId call) {
@@ -222,13 +221,18 @@ void GroupCore::raise_if_told(CallId call) {
   }
 }
 
+void GroupCore::say_rejected(CallId call, const std::string& why) {
+  note_posted(call, {}, true);
+  const Posting rejection{true, -1, why, identity_.rank};
+  agreement_bulletin_.post(call.lane, call.ordinal, rejection);
+  agreement_bulletin_.object(call.lane, call.ordinal, rejection);
+}
+
 void GroupCore::reject(CallId call, const std::string& message) {
   origin_.check();
   const std::lock_guard lock(agree_mutex_);
   try {
-    note_posted(call, {}, true);
-    agreement_bulletin_.post(Bulletin::Board::Agreement, call.lane, call.ordinal, identity_.rank,
-                             {true, -1, message});
+    say_rejected(call, message);
   } catch (const std::exception&) {
     // The others hear nothing, and wait to their limits.
   }
@@ -258,7 +262,7 @@ void GroupCore::refuse(CallId call, const std::string& message, bool agreed) {
       mine = Life::Over;
     }
     std::optional<Cause> cause;
-    if (decide(agreement_bulletin_, call, mine) == Life::GoesOn) {
+    if (decide(agreement_bulletin_, call, mine, true) == Life::GoesOn) {
       // Unless the refusal of another call has ended it meanwhile: then the next life has to know of this one.
       cause = agreement_bulletin_.read_cause();
       if (!cause || !refused_in(*cause)) return;
@@ -284,7 +288,7 @@ bool GroupCore::awaited_in(CallId call) {
   const std::lock_guard lock(agree_mutex_);
   return std::any_of(identity_.ranks.begin(), identity_.ranks.end(), [&](int32_t other) {
     if (other == identity_.rank) return false;
-    const auto posting = agreement_bulletin_.read(Bulletin::Board::Agreement, call.lane, call.ordinal, other);
+    const auto posting = agreement_bulletin_.read(call.lane, call.ordinal, other);
     if (posting) return !posting->rejected;
     return agreement_bulletin_.waits_in(call.lane, other) == call.ordinal;
   });
@@ -317,6 +321,10 @@ std::shared_ptr<Run> GroupCore::start_whole(const AgreedPlan& agreed, const Star
                             agreed.label(call.reverse, call.ordinal), deadline_after(call.timeout_seconds));
   if (!run->ended()) watcher_->wake();
   return run;
+}
+
+std::vector<std::shared_ptr<BoardStore>> GroupCore::boards() const {
+  return {agreement_bulletin_.store(), watcher_->board()};
 }
 
 void GroupCore::shutdown() {

@@ -71,6 +71,8 @@ class GroupCore : public GroupBase {
   std::shared_ptr<Run> start(const AgreedPlan& agreed, const StartedCall& call, const BuffersFor& buffers_for);
 
   void shutdown();  // any state, idempotent
+  // Which know the keys of this rank, to be erased once no rank can read them.
+  std::vector<std::shared_ptr<BoardStore>> boards() const;
 
  protected:
   std::weak_ptr<Watcher> watcher() const { return watcher_; }
@@ -86,6 +88,7 @@ class GroupCore : public GroupBase {
   int32_t agree_in_time(CallId call, const PlanText& text, int32_t offered_slot, double timeout_seconds);
   [[noreturn]] void store_failed(CallId call, const PlanText& text, const std::string& what);
   void note_posted(CallId call, std::string digest, bool rejected);
+  void say_rejected(CallId call, const std::string& why);
   void erase_read();
   void raise_if_told(CallId call);  // where a peer has left and told why
   void adopt_told_refusal();        // of a call in which this rank needed nothing from that peer
@@ -103,7 +106,7 @@ class GroupCore : public GroupBase {
   Mutex agree_mutex_;  // one agreement at a time
   struct Posted {
     CallId call;
-    std::string digest;  // of the descriptor, see Bulletin::count; "" for a rejection
+    std::string digest;  // of the descriptor, see Bulletin::agreeing; "" for a rejection
     bool rejected = false;
     bool agreed = false;
   };

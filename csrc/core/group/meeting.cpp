@@ -11,6 +11,7 @@
 
 #include "group/bulletin.h"
 #include "group/refusals.h"
+#include "group/roll.h"
 
 namespace meshcast {
 namespace {
@@ -23,6 +24,8 @@ constexpr auto kSeenSoon = milliseconds(500);       // in which a peer that has 
 constexpr auto kAskPause = milliseconds(20);        // between two looks for one
 
 constexpr auto kCounted = milliseconds(500);  // in which a rank that has come is counted
+
+constexpr size_t kFew = 16;  // ranks that are asked one by one
 
 constexpr const char* kMember = "member";  // topic of what ranks bring
 constexpr const char* kMembers = "members";
@@ -42,19 +45,6 @@ int32_t number_in(const std::string& text) {
   return out;
 }
 
-Error meeting_error(ErrorKind kind, const std::string& text, int32_t rank, int32_t peer = -1,
-                    double elapsed = -1, double limit = -1) {
-  ErrorContext context;
-  context.rank = rank;
-  context.peer =
-      peer == rank && kind != ErrorKind::PeerLost ? -1 : peer;  // all ranks name the one that is lost
-  context.op = "connect";
-  context.phase = "connect";
-  context.elapsed = elapsed;
-  context.limit = limit;
-  return {kind, text, context};
-}
-
 // What a rank brings: the ordinals of its next calls in a line, then its offer.
 std::string encode(const Ordinals& next, const std::string& offer) {
   std::string out;
@@ -62,10 +52,8 @@ std::string encode(const Ordinals& next, const std::string& offer) {
   return out + "\n" + offer;
 }
 
-std::string offer_in(const std::string& text) {
-  const size_t line = text.find('\n');
-  return line == std::string::npos ? std::string() : text.substr(line + 1);
-}
+// An offer that is known from earlier is one already.
+std::string offer_in(const std::string& text) { return text.substr(text.find('\n') + 1); }
 
 void raise_to(Ordinals& first, const std::string& text) {
   std::istringstream head(text.substr(0, text.find('\n')));
@@ -101,19 +89,18 @@ class MeetingCall {
         connector_(connector),
         known_(known),
         part_(part),
-        watches_(known),
-        others_(group.ranks) {
-    std::erase(others_, group.rank);
-  }
+        watches_(known, [this](const std::string& said) {
+          return joining_ ? joining_->watch(offer_in(said)) : Watch();
+        }) {}
 
   Met run() {
     std::map<int32_t, std::string> brought;
     try {
-      const std::string prefix = part_.life();
-      store_ = std::make_shared<PrefixedStore>(prefix, connector_.store());
+      const LifeKeys keys = part_.life();
+      store_ = keys.store;
       conversation_.emplace(store_, group_.rank, group_.ranks.size());
-      join(prefix);
-      watches_.watch_by([this](const std::string& offer) { return joining_->watch(offer); });
+      members_.emplace(store_, kMembers, group_.ranks.size());
+      join(keys.prefix);
       const auto all = gather();
       if (!all) return {nullptr, {}, refused_};
       brought = *all;
@@ -131,7 +118,7 @@ class MeetingCall {
       joining_ = connector_.join(prefix);
       brings_ = encode(part_.next(), joining_->offer());
     } catch (const MeetAgainError& error) {
-      if (refuse_meeting(store_, std::string(), group_.rank, std::string(), error.what())) throw;
+      if (refuse_meeting(store_, group_.rank, std::string(), error.what())) throw;
       throw Error(error);  // the others got another verdict
     }
   }
@@ -141,19 +128,17 @@ class MeetingCall {
     const TimePoint begun = looked_ = Clock::now();
     const bool late = !conversation_->verdict(kVerdict, {}).empty();
     conversation_->say(kMember, brings_);
-    const auto ranks = static_cast<int64_t>(group_.ranks.size());
-    const int64_t here = conversation_->count(kMembers, 1);
-    BackOff pause(Conversation::kLongestPause * std::max<int64_t>(1, ranks / 16));
+    bool complete = members_->answer(group_.place());
+    BackOff pause = conversation_->back_off();
     for (;;) {
-      // One question for all: were every rank to ask for each, the store would be what they wait for.
-      const bool complete = here == ranks || conversation_->count(kMembers, 0) == ranks;
+      complete = complete || members_->all_answered();
       const TimePoint now = Clock::now();
       std::string verdict = conversation_->verdict(kVerdict, complete ? kMet : std::string());
       if (verdict.empty())
         if (const std::string reason = reason_to_end(now - begun); !reason.empty())
           verdict = conversation_->verdict(kVerdict, reason);
       if (now - begun > kLookAfterPeers && !std::exchange(waits_, true)) connector_.meets(part_.prepares);
-      if (verdict == kMet) return conversation_->hear(kMember, group_.ranks, TimePoint::max());
+      if (verdict == kMet) return texts();
       if (!verdict.empty()) {
         if (ends_another_call(Verdict(verdict))) return std::nullopt;
         raise(Verdict(verdict), late, duration<double>(now - begun).count());
@@ -162,13 +147,26 @@ class MeetingCall {
     }
   }
 
+  // All are there, unless the store has lost them.
+  std::map<int32_t, std::string> texts() {
+    const std::string lost = fmt::format(
+        "rank {}: the rendezvous store has lost what ranks {{missing}} said as they met", group_.rank);
+    return conversation_->hear(kMember, group_.ranks, std::max(part_.deadline, Clock::now() + kCounted),
+                               {lost, "reshard", "connect"});
+  }
+
   std::string reason_to_end(Clock::duration waited) {
     const double seconds = duration<double>(waited).count();
     if (const std::string why = part_.closing(); !why.empty())
       return fmt::format("{}/{} rank {}: {}", kAborted, group_.rank, group_.rank, why);
     if (Clock::now() >= part_.deadline) {
-      const auto missing = conversation_->silent(kMember, others_);
-      // The last one has come, and is about to be counted; unless it died between the two.
+      members_->refresh();
+      std::vector<int32_t> missing;
+      for (const size_t at : members_->missing()) missing.push_back(group_.ranks[at]);
+      // The last ones have come, and are about to be counted; unless they died between the two.
+      if (missing.size() <= kFew)
+        std::erase_if(missing,
+                      [this](int32_t rank) { return conversation_->heard(kMember, rank).has_value(); });
       if (missing.empty() && Clock::now() < part_.deadline + kCounted) return {};
       return fmt::format(
           "{}/{} rank {}: ranks {} did not call within {:.1f} s; the group of ranks {} exists only once each "
@@ -178,9 +176,11 @@ class MeetingCall {
           kDeadline, missing.empty() ? group_.rank : missing.front(), group_.rank, format_ranks(missing),
           seconds, format_ranks(group_.ranks));
     }
-    if (Clock::now() - looked_ <= kLookAfterPeers) return {};
+    if (Clock::now() - looked_ <= kLookAfterPeers * conversation_->crowd()) return {};
     looked_ = Clock::now();
-    const auto lost = watches_.lost(*conversation_, group_.ranks);
+    if (group_.ranks.size() > kFew) members_->refresh();
+    const auto lost = watches_.lost(*conversation_, kMember, group_.ranks, false,
+                                    [this](size_t at) { return members_->has(at); });
     if (!lost) return {};
     return fmt::format(
         "{}/{} rank {} lost rank {} while the group of ranks {} met, after {:.1f} s: {}. Look at that rank's "
@@ -202,18 +202,23 @@ class MeetingCall {
   // A rank that waited sees the failure itself, whichever found it first; one that comes later (late) finds a
   // group that has failed.
   [[noreturn]] void raise(const Verdict& verdict, bool late, double elapsed) {
-    const int32_t rank = group_.rank;
-    if (verdict.kind == kShort) throw MeetAgainError(meeting_error(ErrorKind::Generic, verdict.text, rank));
+    if (verdict.kind == kShort) throw MeetAgainError(error(ErrorKind::Generic, verdict.text));
     if (verdict.kind == kRefused)
-      throw MeetAgainError(meeting_error(
+      throw MeetAgainError(error(
           ErrorKind::PlanMismatch,
-          fmt::format("rank {}: rank {} refused its arguments: {}", rank, verdict.rank, verdict.text), rank,
+          fmt::format("rank {}: rank {} refused its arguments: {}", group_.rank, verdict.rank, verdict.text),
           verdict.rank));
     const bool overdue = verdict.kind == kDeadline;
     auto kind = ErrorKind::Aborted;
     if (overdue && !late) kind = ErrorKind::DeadlineExceeded;
     if (verdict.kind == kPeerLost && !late) kind = ErrorKind::PeerLost;
-    throw meeting_error(kind, verdict.text, rank, verdict.rank, elapsed, overdue ? elapsed : -1);
+    throw error(kind, verdict.text, verdict.rank, elapsed, overdue ? elapsed : -1);
+  }
+
+  Error error(ErrorKind kind, const std::string& text, int32_t peer = -1, double elapsed = -1,
+              double limit = -1) const {
+    return group_error(group_, kind, text,
+                       {.peer = peer, .op = "connect", .phase = "connect", .elapsed = elapsed, .limit = limit});
   }
 
   Met connect(const std::map<int32_t, std::string>& brought) {
@@ -227,7 +232,7 @@ class MeetingCall {
       Bulletin board(std::make_shared<PrefixedStore>("control", store_));
       TimePoint looked = Clock::now();
       out.core = joining_->connect(offers, part_.deadline, [&]() -> std::optional<LostRank> {
-        if (Clock::now() - looked < kLookAfterPeers) return std::nullopt;
+        if (Clock::now() - looked < kLookAfterPeers * conversation_->crowd()) return std::nullopt;
         looked = Clock::now();
         return lost_by(board);
       });
@@ -251,10 +256,12 @@ class MeetingCall {
     } catch (const std::exception&) {
       // The store has gone: it has no more to say, and the limit holds.
     }
-    if (!cause || refused_in(*cause)) return watches_.lost(*conversation_, group_.ranks);
+    if (!cause || refused_in(*cause)) {
+      return watches_.lost(*conversation_, kMember, group_.ranks, false, [](size_t /*at*/) { return true; });
+    }
     if (cause->kind == static_cast<int32_t>(ErrorKind::PeerLost) && cause->peer != group_.rank)
       return LostRank{cause->peer, cause->text};
-    throw meeting_error(ErrorKind::Aborted, fmt::format("rank {}: {}", group_.rank, cause->text), group_.rank);
+    throw error(ErrorKind::Aborted, fmt::format("rank {}: {}", group_.rank, cause->text));
   }
 
   // The others have met this rank, and would wait for it.
@@ -268,24 +275,23 @@ class MeetingCall {
   }
 
   // For what the store or the system raised. The process of the store may be a member's.
-  Error failure_of(const std::exception& error) {
-    if (const auto shortage = connector_.shortage(error)) return *shortage;
+  Error failure_of(const std::exception& failure) {
+    if (const auto shortage = connector_.shortage(failure)) return *shortage;
     const std::string what =
         fmt::format("connecting the private group of ranks {}", format_ranks(group_.ranks));
-    const std::string said(error.what(), std::strcspn(error.what(), "\n"));
+    const std::string said(failure.what(), std::strcspn(failure.what(), "\n"));
     if (const auto lost = watches_.lost_soon(group_.ranks, group_.rank))
-      return meeting_error(
+      return error(
           ErrorKind::PeerLost,
           fmt::format("rank {} lost rank {} in {}: {} (and the rendezvous store: {}). Look at that rank's own "
                       "output first.",
                       group_.rank, lost->rank, what, lost->why, said),
-          group_.rank, lost->rank);
-    return meeting_error(
+          lost->rank);
+    return error(
         ErrorKind::Generic,
         fmt::format("rank {}: {}: the rendezvous store does not answer ({}). The process that has it is dead "
                     "or cut off: transfers that the ranks have agreed on go on, new ones need it",
-                    group_.rank, what, said),
-        group_.rank);
+                    group_.rank, what, said));
   }
 
   const GroupIdentity& group_;
@@ -293,9 +299,9 @@ class MeetingCall {
   const std::shared_ptr<KnownOffers> known_;
   const MeetingPart& part_;
   Watches watches_;
-  std::vector<int32_t> others_;
-  std::shared_ptr<Store> store_;
+  std::shared_ptr<BoardStore> store_;
   std::optional<Conversation> conversation_;
+  std::optional<Roll> members_;
   std::unique_ptr<Joining> joining_;
   std::string brings_;
   bool waits_ = false;
@@ -316,17 +322,21 @@ std::optional<std::string> KnownOffers::of(int32_t rank) const {
   return found == offers_.end() ? std::nullopt : std::optional(found->second);
 }
 
-std::optional<LostRank> Watches::lost(Conversation& conversation, const std::vector<int32_t>& ranks) {
+std::optional<LostRank> Watches::lost(Conversation& conversation, const std::string& topic,
+                                      const std::vector<int32_t>& ranks, bool each,
+                                      const std::function<bool(size_t at)>& has_come) {
   const auto own = std::find(ranks.begin(), ranks.end(), conversation.rank()) - ranks.begin();
-  for (size_t i = 1; i < ranks.size(); ++i) {
-    const int32_t other = ranks[(static_cast<size_t>(own) + i) % ranks.size()];
-    const auto brought = conversation.heard(kMember, other);
-    if (!watches_.count(other) && watch_) {
-      const auto offer = brought ? std::optional(offer_in(*brought)) : known_->of(other);
-      if (offer) watches_[other] = watch_(*offer);
-    }
+  for (size_t i = 1; i <= ranks.size(); ++i) {
+    const size_t at = (static_cast<size_t>(own) + i) % ranks.size();
+    const int32_t other = ranks[at];
+    if (other == conversation.rank()) continue;
+    bool here = has_come && has_come(at);
+    const bool asks = has_come ? here && !watch_of(other) : !each || !watch_of(other);
+    const auto said = asks ? conversation.heard(topic, other) : std::nullopt;
+    watch(other, said);
     if (auto found = ask(other)) return found;
-    if (brought) return std::nullopt;
+    here = here || said;
+    if (here && !each) return std::nullopt;
   }
   return std::nullopt;
 }
@@ -335,10 +345,9 @@ std::optional<LostRank> Watches::lost_soon(const std::vector<int32_t>& ranks, in
   bool watches = false;
   for (const int32_t other : ranks) {
     if (other == rank) continue;
-    if (!watches_.count(other) && watch_)
-      if (const auto offer = known_->of(other)) watches_[other] = watch_(*offer);
-    const auto found = watches_.find(other);
-    watches = watches || (found != watches_.end() && found->second);
+    watch(other, std::nullopt);
+    const auto found = watch_of(other);
+    watches = watches || (found && *found);
   }
   for (const TimePoint end = Clock::now() + kSeenSoon; watches && Clock::now() < end; sleep_for(kAskPause))
     for (const int32_t other : ranks)
@@ -346,10 +355,25 @@ std::optional<LostRank> Watches::lost_soon(const std::vector<int32_t>& ranks, in
   return std::nullopt;
 }
 
-std::optional<LostRank> Watches::ask(int32_t rank) {
+void Watches::watch(int32_t rank, const std::optional<std::string>& said) {
+  if (watch_of(rank)) return;
+  const auto text = said ? said : known_->of(rank);
+  if (!text) return;
+  Watch made = watch_(*text);
+  const std::lock_guard lock(mutex_);
+  watches_.emplace(rank, std::move(made));
+}
+
+std::optional<Watch> Watches::watch_of(int32_t rank) const {
+  const std::lock_guard lock(mutex_);
   const auto found = watches_.find(rank);
-  if (found == watches_.end() || !found->second) return std::nullopt;
-  std::string why = found->second();
+  return found == watches_.end() ? std::nullopt : std::optional(found->second);
+}
+
+std::optional<LostRank> Watches::ask(int32_t rank) const {
+  const auto watch = watch_of(rank);
+  if (!watch || !*watch) return std::nullopt;
+  std::string why = (*watch)();
   if (why.empty()) return std::nullopt;
   return LostRank{rank, std::move(why)};
 }
@@ -363,12 +387,14 @@ std::string meeting_for(CallId call) {
   return call.lane == kNoLane ? "prepare" : fmt::format("{}.{}", call.lane, call.ordinal);
 }
 
-bool refuse_meeting(const std::shared_ptr<Store>& store, const std::string& prefix, int32_t rank,
-                    const std::string& what, const std::string& why) {
+bool refuse_meeting(const std::shared_ptr<BoardStore>& store, int32_t rank, const std::string& what,
+                    const std::string& why) {
   const std::string verdict =
       what.empty() ? fmt::format("{} {}", kShort, why) : fmt::format("{}/{}/{} {}", kRefused, rank, what, why);
-  const std::string key = prefix.empty() ? kVerdict : fmt::format("{}/{}", prefix, kVerdict);
-  return store->compare_set(key, std::string(), verdict) == verdict;
+  const std::string found = store->compare_set(kVerdict, std::string(), verdict);
+  if (found == verdict) return true;
+  const Verdict other(found);
+  return !what.empty() && (other.kind != kRefused || other.what == what);
 }
 
 }  // namespace meshcast

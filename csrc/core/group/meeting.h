@@ -11,6 +11,7 @@
 #include "common/error.h"
 #include "common/sync.h"
 #include "group/agreement.h"
+#include "group/board_store.h"
 #include "group/conversation.h"
 #include "group/group_core.h"
 #include "group/refusals.h"
@@ -73,22 +74,31 @@ class Connector {
   virtual void has_met() = 0;
 };
 
-// What one rank knows of the others while they meet: it watches the next rank of the group that has come, and
-// those before it that it knows from earlier. So each rank is watched by one other, which costs one connection.
+// What one rank knows of the others while they wait for each other. Thread-safe.
 class Watches {
  public:
-  explicit Watches(std::shared_ptr<const KnownOffers> known) : known_(std::move(known)) {}
+  // watch: by what a rank has said of itself, here or, as `known`, when it met others earlier.
+  Watches(std::shared_ptr<const KnownOffers> known, std::function<Watch(const std::string& said)> watch)
+      : known_(std::move(known)), watch_(std::move(watch)) {}
 
-  void watch_by(std::function<Watch(const std::string& offer)> watch) { watch_ = std::move(watch); }
-  std::optional<LostRank> lost(Conversation& conversation, const std::vector<int32_t>& ranks);
+  // Looks after the next of these ranks that has come, and after those before it that are known from earlier.
+  // So each rank is watched by one other, which costs one connection. each: after each of them. topic: under
+  // which they have said what they are watched by. has_come: whether the one at that place has, where that is
+  // known without a question.
+  std::optional<LostRank> lost(Conversation& conversation, const std::string& topic,
+                               const std::vector<int32_t>& ranks, bool each = false,
+                               const std::function<bool(size_t at)>& has_come = {});
   // The same of all ranks that are known, without a store. Waits up to half a second for one to be seen.
   std::optional<LostRank> lost_soon(const std::vector<int32_t>& ranks, int32_t rank);
 
  private:
-  std::optional<LostRank> ask(int32_t rank);
+  void watch(int32_t rank, const std::optional<std::string>& said);
+  std::optional<Watch> watch_of(int32_t rank) const;
+  std::optional<LostRank> ask(int32_t rank) const;
 
   const std::shared_ptr<const KnownOffers> known_;
-  std::function<Watch(const std::string& offer)> watch_;
+  const std::function<Watch(const std::string& said)> watch_;
+  mutable Mutex mutex_;  // not held while anybody is asked
   std::map<int32_t, Watch> watches_;
 };
 
@@ -103,11 +113,17 @@ struct Met {
   std::optional<RefusedCall> refused;  // none where that was no call
 };
 
+// Where a life has its keys in the store.
+struct LifeKeys {
+  std::string prefix;
+  std::shared_ptr<BoardStore> store;  // of what is below that
+};
+
 // What one rank brings to a meeting.
 struct MeetingPart {
-  std::function<std::string()> life;  // begins the next life; returns the prefix of its keys
-  std::string what;                   // the call that the ranks meet for; without a blank
-  std::function<Ordinals()> next;     // of this rank
+  std::function<LifeKeys()> life;  // begins the next life
+  std::string what;                // the call that the ranks meet for; without a blank
+  std::function<Ordinals()> next;  // of this rank
   TimePoint deadline;
   std::function<std::string()> closing;  // why this rank ends the group; "" while it does not
   bool prepares = false;
@@ -126,8 +142,9 @@ Met meet(const GroupIdentity& group, Connector& connector, const std::shared_ptr
 std::string meeting_for(CallId call);
 
 // Ends a meeting for all ranks, without waiting for them: this one has refused the call that they meet for, or,
-// where `what` is empty, has run out of something. Whether that is the verdict.
-bool refuse_meeting(const std::shared_ptr<Store>& store, const std::string& prefix, int32_t rank,
-                    const std::string& what, const std::string& why);
+// where `what` is empty, has run out of something. Whether that is the verdict; of a refusal, whether those who
+// meet for that call end here. Else another was refused before, and they meet for it in the next life.
+bool refuse_meeting(const std::shared_ptr<BoardStore>& store, int32_t rank, const std::string& what,
+                    const std::string& why);
 
 }  // namespace meshcast

@@ -41,22 +41,17 @@ bool goes_before(CallId call, CallId refused) {
 }
 
 Error error_of(const RefusedCall& refused, const GroupIdentity& group) {
-  ErrorContext context;
-  context.rank = group.rank;
-  context.peer = refused.rank == group.rank ? -1 : refused.rank;
-  context.op = "reshard";
-  context.sequence = refused.call.ordinal;
-  context.phase = "agree";
-  return {ErrorKind::PlanMismatch,
-          fmt::format("rank {}: call {} of {}: rank {} refused its arguments: {}. Calls before it go on to "
-                      "their end; the group can be used for the next",
-                      group.rank, refused.call.ordinal, group.name, refused.rank, refused.text),
-          context};
+  return group_error(
+      group, ErrorKind::PlanMismatch,
+      fmt::format("rank {}: call {} of {}: rank {} refused its arguments: {}. Calls before it go on to "
+                  "their end; the group can be used for the next",
+                  group.rank, refused.call.ordinal, group.name, refused.rank, refused.text),
+      {.peer = refused.rank, .op = "reshard", .sequence = refused.call.ordinal, .phase = "agree"});
 }
 
-Life decide(Bulletin& bulletin, CallId call, Life mine) {
-  return bulletin.decide(call.lane, call.ordinal, mine == Life::Over ? kOver : kGoesOn) == kOver ? Life::Over
-                                                                                                 : Life::GoesOn;
+Life decide(Bulletin& bulletin, CallId call, Life mine, bool refuses) {
+  const char* const word = mine == Life::Over ? kOver : kGoesOn;
+  return bulletin.decide(call.lane, call.ordinal, word, refuses) == kOver ? Life::Over : Life::GoesOn;
 }
 
 Cause await_cause(Bulletin& bulletin, TimePoint limit) {
@@ -74,7 +69,7 @@ Others look_for_others(Bulletin& bulletin, const GroupIdentity& group, CallId ca
     size_t refusing = 1;
     for (const int32_t other : group.ranks) {
       if (other == group.rank) continue;
-      const auto posting = bulletin.read(Bulletin::Board::Agreement, call.lane, call.ordinal, other);
+      const auto posting = bulletin.read(call.lane, call.ordinal, other);
       if (posting && !posting->rejected) return Others::Agree;
       if (posting) ++refusing;
     }

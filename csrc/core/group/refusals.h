@@ -33,7 +33,7 @@ Error error_of(const RefusedCall& refused, const GroupIdentity& group);
 // Whether a life of a group goes on after a refused call. The first rank that decides does so for all: those
 // that refused the call, and those that waited for an agreement on it.
 enum class Life : uint8_t { GoesOn, Over };
-Life decide(Bulletin& bulletin, CallId call, Life mine);
+Life decide(Bulletin& bulletin, CallId call, Life mine, bool refuses = false);
 
 // The cause that follows Life::Over; throws Error where none comes.
 Cause await_cause(Bulletin& bulletin, TimePoint limit);

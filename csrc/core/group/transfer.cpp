@@ -30,6 +30,12 @@ bool is_aborted(const std::exception& error) {
   return typed && typed->kind() == ErrorKind::Aborted;
 }
 
+// This very call, in the life that it was begun in: the next has no part in it.
+bool is_refused(const std::exception& error) {
+  const auto* typed = dynamic_cast<const Error*>(&error);
+  return typed && typed->kind() == ErrorKind::PlanMismatch && !dynamic_cast<const BrokenError*>(typed);
+}
+
 }  // namespace
 
 bool Transfer::has_agreed(const std::shared_ptr<GroupCore>& core) const {
@@ -195,14 +201,10 @@ void Start::await_settled() {
   if (wait_in_slices(std::max(deadline, Clock::now()) + kGrace, is_so)) return;
   group_->give_up_if_stuck();
   if (is_settled()) return;
-  ErrorContext context;
-  context.op = op_;
-  context.phase = "agree";
-  context.elapsed = context.limit = timeout_seconds_;
   throw Error(
       ErrorKind::DeadlineExceeded,
       fmt::format("{} was still queued behind earlier calls of its group after {:g} s", op_, timeout_seconds_),
-      context);
+      {.op = op_, .phase = "agree", .elapsed = timeout_seconds_, .limit = timeout_seconds_});
 }
 
 bool Start::begins_again() {
@@ -272,17 +274,12 @@ std::shared_ptr<AgreedPlan> Start::agree(Transfer& transfer, const std::shared_p
   }
   if (number_->core.lock() != core) {
     const GroupIdentity& group = group_->identity();
-    ErrorContext context;
-    context.rank = group.rank;
-    context.op = op_;
-    context.sequence = *ordinal;
-    context.phase = "start";
-    throw Error(
-        ErrorKind::Aborted,
+    throw group_error(
+        group, ErrorKind::Aborted,
         fmt::format("rank {}: {} call {} of {}: the group has begun anew since the forward of this call, "
                     "since a rank refused another one; run the step again",
                     group.rank, op_, *ordinal, group.name),
-        context);
+        {.op = op_, .sequence = *ordinal, .phase = "start"});
   }
   return number_->agreed;
 }
@@ -317,7 +314,7 @@ Command::Begun Start::begin(const std::shared_ptr<GroupCore>& core, const std::e
   } catch (const std::exception& raised) {
     std::exception_ptr cause = std::current_exception();
     if (core) {
-      if (group.left(core, call()) && !reverse_) return Begun::Again;
+      if (group.left(core, call()) && !reverse_ && !is_refused(raised)) return Begun::Again;
       if (starts && !core->error()) {
         refusal = raised.what();
         refusal_error_ = cause;

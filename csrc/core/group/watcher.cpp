@@ -14,7 +14,11 @@ namespace {
 using std::chrono::milliseconds;
 using Seconds = std::chrono::duration<double>;
 
-constexpr auto kLook = milliseconds(200);    // between looks at the bulletin
+// Between looks at the bulletin; of many ranks longer, since they share the store. So one store answers up to
+// some 700 looks a second, and one rank asks at most twice a second for a call that takes long.
+constexpr auto kLook = milliseconds(200);
+constexpr auto kLongestLook = milliseconds(800);
+constexpr auto kLookOfRank = std::chrono::microseconds(1600);
 constexpr auto kStall = milliseconds(2000);  // a call this old says what it is (or a quarter of its limit)
 constexpr auto kRefusalTold = milliseconds(1000);  // after a refusal all ranks know whether the group goes on
 // Calls of other lanes have no order with a refused one. A rank that is through with them may have left.
@@ -48,6 +52,8 @@ Watcher::Watcher(Watched& engine, GroupIdentity group, const std::shared_ptr<Sto
       group_(std::move(group)),
       bulletin_(store),
       connection_(bulletin_.connection()),
+      pause_(std::clamp<Clock::duration>(kLookOfRank * static_cast<int64_t>(group_.ranks.size()), kLook,
+                                         kLongestLook)),
       work_(WorkThread::of_process()),
       reporters_(Reporters::of_process()) {
   work_->add(*this);
@@ -190,7 +196,23 @@ void Watcher::give_up(const Cause& given) {
   end_with(cause, error_of_cause(cause, local));
 }
 
-Error Watcher::error_of_cause(const Cause& cause, const Local& local) const {
+// Of two ranks that called unlike each other: the one that is unlike this rank. In another call it cannot know,
+// and names the one that came later, which most others are unlike.
+int32_t Watcher::peer_of(const Cause& cause) {
+  const int32_t told = peer_in(cause, group_.rank);
+  const std::string reported = fmt::format("\n  rank {}: ", cause.reporter);
+  if (cause.kind != static_cast<int32_t>(ErrorKind::PlanMismatch) || cause.reporter == group_.rank) return told;
+  if (cause.text.find(reported) == std::string::npos) return told;
+  const Entered inside(engine_use_);
+  const Runs runs = inside ? engine_.in_flight() : Runs();
+  const bool called_alike =
+      runs.empty() || std::any_of(runs.begin(), runs.end(), [&](const auto& run) {
+        return cause.text.find(reported + run->label().descriptor() + "\n") != std::string::npos;
+      });
+  return called_alike ? told : cause.reporter;
+}
+
+Error Watcher::error_of_cause(const Cause& cause, const Local& local) {
   const bool known = cause.kind >= 0 && cause.kind <= static_cast<int32_t>(ErrorKind::Aborted);
   const auto kind =
       known ? static_cast<ErrorKind>(cause.kind) : ErrorKind::Aborted;  // the text came from the store
@@ -200,7 +222,7 @@ Error Watcher::error_of_cause(const Cause& cause, const Local& local) const {
           : fmt::format("rank {}: {} (first seen by rank {})", group_.rank, cause.text, cause.reporter);
   ErrorContext context;
   context.rank = group_.rank;
-  context.peer = peer_in(cause, group_.rank);
+  context.peer = peer_of(cause);
   context.op = local.op;
   context.sequence = local.ordinal;
   context.phase = "transfer";
@@ -242,24 +264,18 @@ bool Watcher::leave(TimePoint limit) {
 void Watcher::leave_with(CallId call, TimePoint deadline, double limit) {
   if (leave(deadline)) return;
   const auto refused = this->refused();
-  ErrorContext context;
-  context.rank = group_.rank;
-  context.op = "reshard";
-  context.sequence = call.ordinal;
-  context.phase = "start";
-  context.limit = limit;
   const std::string why =
       refused ? fmt::format("rank {} refused call {}, and calls before that one have not ended yet",
                             refused->rank, refused->call.ordinal)
               : "the group has not ended yet";
-  throw Error(ErrorKind::DeadlineExceeded,
-              fmt::format("rank {}: call {} of {} could not begin within its limit of {:.1f} s: {}",
-                          group_.rank, call.ordinal, group_.name, limit, why),
-              context);
+  throw group_error(group_, ErrorKind::DeadlineExceeded,
+                    fmt::format("rank {}: call {} of {} could not begin within its limit of {:.1f} s: {}",
+                                group_.rank, call.ordinal, group_.name, limit, why),
+                    {.op = "reshard", .sequence = call.ordinal, .phase = "start", .limit = limit});
 }
 
 // Of a call that came before a refused one and ends with it all the same.
-Error Watcher::error_before(const RunState& run, const RefusedCall& refused) const {
+Error Watcher::error_before(const RunState& run, const RefusedCall& refused) {
   const Local local(run);
   if (Clock::now() >= run.deadline()) return error_of_cause(describe_overdue(run, ""), local);
   const Cause cause{
@@ -379,7 +395,7 @@ Watcher::Runs Watcher::old_runs() {
   if (!inside || failed()) return {};
   const TimePoint now = Clock::now();
   Runs runs = engine_.in_flight();
-  std::erase_if(runs, [&](const auto& run) { return now - run->started() < kLook; });
+  std::erase_if(runs, [&](const auto& run) { return now - run->started() < pause_ && now < run->deadline(); });
   return runs;
 }
 
@@ -408,13 +424,10 @@ void Watcher::look_for_earlier_refusals() {
   };
   const Runs runs = old_runs();
   if (std::any_of(runs.begin(), runs.end(), before)) {
-    for (const int32_t other : group_.ranks) {
-      if (other == group_.rank) continue;
-      const auto left = bulletin_.left_at(known->call.lane, other);
-      if (!left || left->first >= known->call.ordinal) continue;
+    const auto left = bulletin_.left_at(known->call.lane);
+    if (left && left->rank != group_.rank && left->ordinal < known->call.ordinal) {
       const std::lock_guard lock(mutex_);
-      if (!earlier_ || left->first < earlier_->call.ordinal)
-        earlier_ = RefusedCall{{known->call.lane, left->first}, other, left->second};
+      earlier_ = RefusedCall{{known->call.lane, left->ordinal}, left->rank, left->why};
     }
   }
   end_if_refused();
@@ -439,7 +452,9 @@ void Watcher::erase_old_postings(TimePoint now) {
   for (auto it = posted_.begin(); it != posted_.end();) {
     const auto run = it->second.run.lock();
     if ((!run || run->ended()) && now - it->second.when > kPostingLife) {
-      bulletin_.erase(Bulletin::Board::Stall, it->first.first, it->first.second, group_.rank);
+      const auto& [lane, ordinal] = it->first;
+      bulletin_.standing(lane, ordinal, group_.ranks.size()).unsign(group_.place());
+      bulletin_.erase_said(lane, ordinal);
       it = posted_.erase(it);
     } else {
       ++it;
@@ -447,21 +462,31 @@ void Watcher::erase_old_postings(TimePoint now) {
   }
 }
 
-// Phase 1: a call that stands still says what it is, once. Phase 2: it compares what others said; a mismatch
-// throws. Phase 3: past the deadline those that are not in the call are named, since they are the ones it
-// waits for.
+// Phase 1: a call that stands still says what it is, once, and compares with the first that said so; a mismatch
+// throws. Phase 2: it looks whether a rank objects, less and less often. One that refuses a call in flight says
+// so by a cause of its own, but that takes a moment. Phase 3: past the deadline those that are not in the call
+// are named, since they are the ones it waits for.
 void Watcher::look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint now) {
-  if (now < stall_time(*run)) return;
+  const TimePoint since = stall_time(*run);
+  if (now < since) return;
   const RunLabel& label = run->label();
   const CallId call{label.lane, label.ordinal};
-  const auto [it, fresh] = posted_.try_emplace({call.lane, call.ordinal}, Posted{now, run});
+  const auto [it, fresh] =
+      posted_.try_emplace({call.lane, call.ordinal}, Posted{now, since + kRefusalTold, run});
+  Roll standing = bulletin_.standing(call.lane, call.ordinal, group_.ranks.size());
   if (fresh) {
-    bulletin_.post(Bulletin::Board::Stall, call.lane, call.ordinal, group_.rank,
-                   {false, -1, label.descriptor()});
+    standing.sign(group_.place());
+    compare_with_first(bulletin_, group_, call, {false, -1, label.descriptor(), group_.rank, true});
   }
-  const std::vector<int32_t> silent =
-      compare_postings(bulletin_, group_, call, label.descriptor(), now > stall_time(*run) + kRefusalTold);
-  if (now < run->deadline()) return;
+  const bool late = now >= run->deadline();
+  if (late || now >= it->second.asks) {
+    it->second.asks = now + (now - run->started());
+    check_objection(bulletin_, group_, call, label.descriptor());
+  }
+  if (!late) return;
+  standing.refresh();
+  std::vector<int32_t> silent;
+  for (const size_t at : standing.missing()) silent.push_back(group_.ranks[at]);
   const std::string who = silent.empty()
                               ? "every rank is in this call, so the network is too slow or the limit too short"
                               : fmt::format(
@@ -484,11 +509,14 @@ bool Watcher::tick() {
   }
   if (runs.empty() && (!local || failed() || knows_refusal_)) return false;
   const TimePoint now = Clock::now();
+  // Also at the deadline of a run, so that it ends then.
   const bool look_is_due =
-      now - last_look_ >= kLook && !reporting_ && !failed() &&
-      std::any_of(runs.begin(), runs.end(), [&](const auto& run) { return now - run->started() >= kLook; });
+      !reporting_ && !failed() && std::any_of(runs.begin(), runs.end(), [&](const auto& run) {
+        return (now >= run->deadline() && last_look_ < run->deadline()) ||
+               (now - last_look_ >= pause_ && now - run->started() >= pause_);
+      });
   // note_local() has wanted a report already. A store that has failed is not to be flooded.
-  const bool publishes_again = local && !knows_refusal_ && !published && now - last_look_ >= kLook;
+  const bool publishes_again = local && !knows_refusal_ && !published && now - last_look_ >= pause_;
   if (publishes_again || ((!local || knows_refusal_) && look_is_due)) {
     last_look_ = now;
     want_report();

@@ -63,6 +63,7 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   // and the group with them, or at `limit`; then that happens later, and it answers false.
   bool leave(TimePoint limit);
   int32_t rank() const { return group_.rank; }
+  const std::shared_ptr<BoardStore>& board() const { return bulletin_.store(); }
   std::optional<RefusedCall> refused();  // where that is why the group has failed
 
   // Posts what only this rank knows, if the store takes it soon. Afterwards the engine is not used any more.
@@ -103,8 +104,9 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   void look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint now);
 
   Cause describe_overdue(const RunState& run, const std::string& more) const;
-  Error error_of_cause(const Cause& cause, const Local& local) const;
-  Error error_before(const RunState& run, const RefusedCall& refused) const;
+  int32_t peer_of(const Cause& cause);
+  Error error_of_cause(const Cause& cause, const Local& local);
+  Error error_before(const RunState& run, const RefusedCall& refused);
   Cause describe_transport_error(int32_t peer, const TransportError& error, const RunState& run) const;
   // known: the bulletin has it.
   void note_local(Cause cause, const RunState* run, bool known = false);
@@ -138,11 +140,13 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   // The reports' own notes; one report runs at a time.
   struct Posted {
     TimePoint when;
+    TimePoint asks;  // for an objection, next
     std::weak_ptr<RunState> run;
   };
   std::map<std::pair<int32_t, int64_t>, Posted> posted_;  // calls (lane, ordinal) that are on the bulletin
   std::map<int32_t, int64_t> told_waits_;                 // by lane, the call that it says this rank is in
 
+  const Clock::duration pause_;  // between looks
   // The ticks' own notes.
   TimePoint last_look_{};  // when a look at the bulletin was wanted
   TimePoint failed_at_{};

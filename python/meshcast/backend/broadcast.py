@@ -15,7 +15,7 @@ from ..errors import MeshcastError
 from ..groups.parent import ParentGroup, parent_group
 from ..layout import Layout
 from ..planning.plan import Problem
-from ..transfers.make import kept_transfer
+from ..transfers.transfer import kept_transfer
 
 if TYPE_CHECKING:
     from .. import _C

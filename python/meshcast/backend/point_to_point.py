@@ -11,15 +11,13 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from .. import _C
 from ..base import settings
 from ..base.observe import log
 from ..errors import LayoutError, MeshcastError, PeerLostError
-from ..groups.board import Board
 from ..groups.network import Network
 from ..groups.rails import agreed_count, interfaces
+from ..groups.store import store_of_life
 from ..groups.ucx import library
 
 __all__ = ["announce", "settle"]
@@ -32,12 +30,10 @@ _OP = "send, recv"
 
 
 def announce(store: Any, rank: int, size: int) -> Any:
-    """Says whether this rank can use UCX, before the ranks of a group wait for one another. All ranks of one
-    life of the group come exactly once, so counting arrivals tells lives apart even where they share a store.
-    Returns the store of this life."""
-    arrivals = int(store.add("arrivals", 1))
-    life = dist.PrefixStore(str((arrivals - 1) // size), store)
-    Board(life, rank).post("transport", json.dumps(_ability()))
+    """Says whether this rank can use UCX, before the ranks of a group wait for one another. Returns the store
+    of this life of the group."""
+    life = store_of_life(store, size)
+    _C.Conversation(life, rank, size).say("transport", json.dumps(_ability()))
     return life
 
 
@@ -62,7 +58,12 @@ def settle(life: Any, rank: int, ranks: Sequence[int], timeout: float) -> _C.Poi
     Waits until all have announced, as they have once gloo has connected them.
 
     life: from announce(). rank: in the group. ranks: global ones. timeout: seconds, of the group."""
-    texts = Board(life, rank).read("transport", range(len(ranks)))
+    late = (
+        f"{_OP}: ranks {{missing}} of the group have not said whether they can use UCX within {{elapsed}} s"
+    )
+    texts = _C.Conversation(life, rank, len(ranks)).hear(
+        "transport", range(len(ranks)), time.monotonic() + timeout, late, _OP, "connect"
+    )
     said = {ranks[at]: json.loads(text) for at, text in texts.items()}
     obstacle = _obstacle(said)
     if not obstacle and any(each["kind"] == "gloo" for each in said.values()):
@@ -110,7 +111,7 @@ class _Meetings:
         self._unwritten: list[int] = []
         self._thread: threading.Thread | None = None
         # The rest is the thread's alone.
-        self._connection: Any = None
+        self._conversation: _C.Conversation | None = None
         self._written: dict[int, dict[str, Any]] = {}  # letters, by peer
         self._read: dict[int, dict[str, Any]] = {}
         self._met: set[int] = set()  # with or without success
@@ -145,12 +146,12 @@ class _Meetings:
                     return
                 unwritten, self._unwritten = self._unwritten, []
             try:
-                if self._connection is None:
-                    # Own one: a wait in the store blocks every other user of the same connection.
-                    self._connection = self._store.clone()
+                if self._conversation is None:
+                    # On its own connection: others wait in that of the group, which blocks all its users.
+                    self._conversation = _C.Conversation(self._store.clone(), self._rank, len(self._ranks))
                 for peer in unwritten:
-                    self._write(peer)
-                senders = self._senders()
+                    self._write(self._conversation, peer)
+                senders = self._senders(self._conversation)
             except Exception as error:
                 for peer in range(len(self._ranks)):
                     if peer not in self._met and peer != self._rank:
@@ -164,32 +165,26 @@ class _Meetings:
             waited = time.monotonic() - begin
             pause = min(pause * 1.5, _LONGEST_PAUSE if waited < _SOON else _LATE_PAUSE)
 
-    def _senders(self) -> bool:
+    def _senders(self, conversation: _C.Conversation) -> bool:
         """Reads the letters that have come. Answers whether there was one."""
-        store, senders = self._connection, []
-        while store.check([f"bell/{self._rank}/{self._bells}"]):
-            senders.append(int(store.get(f"bell/{self._rank}/{self._bells}")))
+        senders: list[int] = []
+        while bell := conversation.verdict(f"bell/{self._rank}/{self._bells}"):
+            senders.append(int(bell))
             self._bells += 1
         if not senders and time.monotonic() > self._next_count:
             self._next_count = time.monotonic() + _COUNT_PAUSE
-            count = int(store.add(f"bells/{self._rank}", 0))
+            count = conversation.count(f"bells/{self._rank}", 0)
             if count >= self._bells:  # one died before it rang, but maybe others have rung since
                 self._bells = count + 1
-                senders = [
-                    at for at in range(len(self._ranks)) if store.check([self._letter(at, self._rank)])
-                ]
+                senders = list(range(len(self._ranks)))
         for peer in senders:
-            if peer not in self._read:
-                self._read[peer] = json.loads(store.get(self._letter(peer, self._rank)))
-                self._write(peer)
+            if peer not in self._read and (letter := conversation.heard(f"letter/{self._rank}", peer)):
+                self._read[peer] = json.loads(letter)
+                self._write(conversation, peer)
                 self._meet(peer)
         return bool(senders)
 
-    @staticmethod
-    def _letter(sender: int, receiver: int) -> str:
-        return f"letter/{receiver}/{sender}"
-
-    def _write(self, peer: int) -> None:
+    def _write(self, conversation: _C.Conversation, peer: int) -> None:
         if peer in self._written:
             return
         names, told = interfaces()
@@ -197,10 +192,9 @@ class _Meetings:
             self._network = Network(names, self._timeout, "ucx")
         letter: dict[str, Any] = {"told": told, "offer": self._network.offer()}
         self._written[peer] = letter
-        store = self._connection
-        store.set(self._letter(self._rank, peer), json.dumps(letter))
-        number = int(store.add(f"bells/{peer}", 1))
-        store.set(f"bell/{peer}/{number}", str(self._rank))
+        conversation.say(f"letter/{peer}", json.dumps(letter))
+        number = conversation.count(f"bells/{peer}", 1)
+        conversation.verdict(f"bell/{peer}/{number}", str(self._rank))
         if letter["offer"]["kind"] == "none":  # the other hears why, once it calls
             self._join(peer, {self._rank: letter})
 

@@ -1,31 +1,18 @@
 """Totals of the calls of this process, for dashboards: how many, how much, how long, and between which ranks.
 
-A call adds to one tally, which all calls of a persistent transfer share; whoever asks pays for the sum over
-the tallies. One whose transfer is gone is added to the sums of its operation and its pairs, so that their
-number stays small.
+They are added up in C++ (csrc/core/group/record.h); whoever asks pays for the sum over all transfers.
 """
 
 from __future__ import annotations
 
-import atexit
-import os
-import threading
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TypeVar
 
-__all__ = [
-    "CallCounters",
-    "Counters",
-    "Moved",
-    "PairCounters",
-    "Traffic",
-    "begun",
-    "counters",
-    "of_operation",
-]
+from .. import _C
+
+__all__ = ["CallCounters", "Counters", "PairCounters", "counters"]
+
+_T = TypeVar("_T", bound="_Totals")
 
 
 @dataclass(frozen=True)
@@ -106,98 +93,6 @@ class Counters:
         return Counters(calls, pairs)
 
 
-class Moved(NamedTuple):
-    """Messages and bytes of one call, between this rank and another."""
-
-    sender: int
-    receiver: int
-    messages: int
-    nbytes: int
-
-
-class Countable(Protocol):
-    """A call, as it is counted: once."""
-
-    counted: bool
-
-
-class _Tally:
-    """Sums over all calls that move the same. Guarded by _lock."""
-
-    __slots__ = ("bound", "calls", "failed", "held", "moved", "op", "rank", "retries", "seconds", "waited")
-
-    def __init__(self, op: str, bound: float, rank: int, moved: Sequence[Moved]) -> None:
-        self.op, self.bound, self.rank, self.moved = op, bound, rank, moved
-        self.calls = self.failed = self.retries = 0
-        self.seconds = self.waited = 0.0
-        self.held: weakref.ref[Traffic] | None = None
-
-    def totals(self) -> _Totals:
-        moving = self.seconds if self.bound > 0 else 0.0
-        bound = self.calls * self.bound
-        return _Totals(self.calls, self.failed, self.retries, self.seconds, self.waited, bound, moving)
-
-
-class Traffic:
-    """The messages that each call of a transfer carries on this rank, with these calls' tally. Thread-safe.
-
-    bound: of the plan, in seconds. moved: by sender and receiver; one of them is `rank`.
-    """
-
-    __slots__ = ("__weakref__", "_tally", "only_sends")
-
-    def __init__(self, op: str, bound: float = 0.0, rank: int = -1, moved: Sequence[Moved] = ()) -> None:
-        self._tally = tally = _Tally(op, bound, rank, tuple(moved))
-        self.only_sends = all(each.sender == rank for each in moved)
-        gone = _dropped.append  # no lock: anything may end it, at the end of the program too
-        tally.held = weakref.ref(self, lambda _: gone(tally))
-        with _lock:
-            _fold()
-            _tallies[id(tally)] = tally
-
-    def ended(self, call: Countable, seconds: float, waited: float) -> None:
-        """Counts an ended call; only its wait, if it was counted before anybody waited for it."""
-        tally = self._tally
-        _open.pop(id(call), None)
-        with _lock:
-            tally.waited += waited
-            if not call.counted:
-                call.counted = True
-                tally.calls += 1
-                tally.seconds += seconds
-
-    def failed(self, call: Countable) -> None:
-        _open.pop(id(call), None)
-        with _lock:
-            if not call.counted:
-                call.counted = True
-                self._tally.failed += 1
-
-    def again(self) -> None:
-        with _lock:
-            self._tally.retries += 1
-
-    def text(self) -> str:
-        """Such as "sends 48 B, receives 0 B", each time."""
-        moved, rank = self._tally.moved, self._tally.rank
-        sent = sum(each.nbytes for each in moved if each.sender == rank)
-        return f"sends {sent} B, receives {sum(each.nbytes for each in moved) - sent} B"
-
-
-_Open = tuple[
-    Countable, Traffic, Any, Callable[[], dict[str, Any]]
-]  # work, figures of it once it is completed
-_T = TypeVar("_T", bound=_Totals)
-_lock = threading.Lock()
-_tallies: dict[int, _Tally] = {}  # by id
-_dropped: deque[_Tally] = deque()  # whose Traffic is gone
-_operations: dict[str, Traffic] = {}  # of calls that move nothing
-_calls: dict[str, CallCounters] = {}  # of tallies that are gone
-_pairs: dict[tuple[int, int], PairCounters] = {}
-_open: dict[int, _Open] = {}  # calls that may never be waited for, by id, until they are counted
-_most_open = 64  # before a look which of them have ended
-
-
 def counters() -> Counters:
     """Returns the totals of all calls of this process: what they have moved, how long they took and how long
     they were waited for.
@@ -216,92 +111,14 @@ def counters() -> Counters:
         for (sender, receiver), found in step.pairs.items():
             print(sender, receiver, found.messages, found.bytes)
     """
-    _look()
-    with _lock:
-        _fold()
-        calls, pairs = dict(_calls), dict(_pairs)
-        for tally in list(_tallies.values()):
-            _add(tally, calls, pairs)
-    return Counters({op: found for op, found in calls.items() if found != CallCounters()}, pairs)
-
-
-def of_operation(op: str) -> Traffic:
-    """For calls of this operation that move nothing, or did not come to that."""
-    found = _operations.get(op)
-    return _operations.setdefault(op, Traffic(op)) if found is None else found
-
-
-def begun(call: Countable, traffic: Traffic, work: Any, figures: Callable[[], dict[str, Any]]) -> None:
-    """A call is on its way that may never be waited for, as a backward is that only sends. figures: bytes and
-    seconds of the work, as GroupCore.stats. Both are kept until the call is counted, with what they hold."""
-    _open[id(call)] = (call, traffic, work, figures)
-    if len(_open) > _most_open:
-        _look()
-
-
-def _look() -> None:
-    """Counts calls that have ended without a wait."""
-    global _most_open
-    for call, traffic, work, figures in list(_open.values()):
-        if not work.is_completed():
-            continue
-        found = figures()
-        if found["bytes_done"] >= found["bytes_sent"] + found["bytes_received"]:
-            traffic.ended(call, float(found["seconds"]), 0.0)
-        else:
-            traffic.failed(call)
-    _most_open = 2 * len(_open) + 64
-
-
-def _fold() -> None:
-    """Adds what is left of tallies that nobody adds to any more. Under _lock."""
-    while _dropped:
-        tally = _dropped.popleft()
-        if _tallies.pop(id(tally), None) is not None:
-            _add(tally, _calls, _pairs)
-        tally.held = None
-
-
-def _add(tally: _Tally, calls: dict[str, CallCounters], pairs: dict[tuple[int, int], PairCounters]) -> None:
-    if not (tally.calls or tally.failed or tally.retries):
-        return
-    totals = vars(tally.totals())
-    sent = received = messages = 0
-    for sender, receiver, count, nbytes in tally.moved:
-        messages += count
-        sent += nbytes * (sender == tally.rank)
-        received += nbytes * (receiver == tally.rank)
-        pair = sender, receiver
-        more = PairCounters(**totals, messages=tally.calls * count, bytes=tally.calls * nbytes)
-        pairs[pair] = _sum(pairs.get(pair), more)
-    n = tally.calls
-    calls[tally.op] = _sum(
-        calls.get(tally.op),
-        CallCounters(**totals, messages=n * messages, bytes_sent=n * sent, bytes_received=n * received),
+    calls, pairs = _C.counted()
+    return Counters(
+        {op: CallCounters(**sums) for op, sums in calls.items()},
+        {pair: PairCounters(**sums) for pair, sums in pairs.items()},
     )
-
-
-def _sum(one: _T | None, other: _T) -> _T:
-    if one is None:
-        return other
-    return type(other)(**{name: value + getattr(one, name) for name, value in vars(other).items()})
 
 
 def _less(later: _T, earlier: _T | None) -> _T:
     if earlier is None:
         return later
     return type(later)(**{name: value - getattr(earlier, name) for name, value in vars(later).items()})
-
-
-def _in_child() -> None:
-    global _lock
-    _lock = threading.Lock()  # a thread that is not there may have it
-    for each in (_tallies, _dropped, _operations, _calls, _pairs):
-        each.clear()
-    _inherited.extend(_open.values())  # kept: its works belong to the parent
-    _open.clear()
-
-
-_inherited: list[_Open] = []
-os.register_at_fork(after_in_child=_in_child)
-atexit.register(_open.clear)  # works end before Python does

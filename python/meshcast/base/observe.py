@@ -17,35 +17,29 @@ import sys
 import threading
 import time
 import warnings
-import weakref
-from collections import deque
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from .. import _C
+from .._C import Flight, Members, calls_begun
 from ..errors import LayoutError
 from . import checks, forks, settings  # noqa: F401  forks has to be there before the first fork
-from .counters import Traffic, of_operation
 from .whereabouts import call_site, main_thread_site, raised_site, site_text
 
 __all__ = [
     "FORMAT",
     "LISTENER",
-    "Completable",
     "Flight",
     "Members",
+    "calls_begun",
     "dump_flight_record",
     "flight_record",
     "job_ids",
     "join_job",
     "log",
-    "profiled",
-    "profiling",
     "set_up",
 ]
 
@@ -53,10 +47,8 @@ log = logging.getLogger("meshcast")
 
 FORMAT = "meshcast.flight/1"  # of the file
 LISTENER = "mc-record"  # name of the thread that waits for SIGUSR1: `python -m meshcast dump` looks for it
-_KEPT = 2000  # calls
 _JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")  # by launchers
 _LEVELS = ("debug", "info", "warning", "error")
-_flights: deque[Flight] = deque(maxlen=_KEPT)
 _MOST_JOBS = 16  # ids
 _jobs: list[str] = []  # ids of the stores that this process has made groups in
 _started = time.time()
@@ -65,133 +57,50 @@ _ended = False  # the program came to its end without an exception
 _set_up = False
 
 
-class Completable(Protocol):
-    """A call as the record sees it."""
+class _Observer:
+    """Does what the record of calls leaves to Python. Each step returns at once."""
 
-    def is_completed(self) -> bool: ...
+    site = staticmethod(call_site)
+
+    def is_verbose(self) -> bool:
+        return log.isEnabledFor(logging.DEBUG)
+
+    def called(self, rank: int, op: str, group: str) -> None:
+        log.debug("rank %d: %s in group %s called", rank, op, group)
+
+    def agreed(self, rank: int, descriptor: str) -> None:
+        log.info("rank %d: agreed on %s", rank, descriptor)
+
+    def ended(self, rank: int, op: str, group: str, seconds: float) -> None:
+        log.debug("rank %d: %s in group %s ended after %.6f s", rank, op, group, seconds)
+
+    def failed(self, rank: int, op: str, text: str) -> None:
+        log.error("rank %d: %s failed: %s", rank, op, text)
+        _dump_for(rank)
 
 
-class Members(NamedTuple):
-    """A private group as the record shows it. ranks: global ones; within: the process group it was made in,
-    named alike on all of them."""
-
-    name: str
-    ranks: tuple[int, ...] = ()
-    within: str = ""
-
-
-class Flight:
-    """One call in the record. It outlives the call and must not keep tensors alive: hence the weak link to
-    its launch; a call that waits where it is made has none."""
-
-    __slots__ = (
-        "begun",
-        "clock",
-        "counted",
-        "error",
-        "group",
-        "lane",
-        "launch",
-        "op",
-        "plan",
-        "position",
-        "rank",
-        "run",
-        "seconds",
-        "site",
-        "traffic",
-        "what",
-    )
-    made: ClassVar[int] = 0  # calls that this process has begun
-
-    def __init__(
-        self, op: str, group: Members, rank: int, launch: Completable | None = None, what: str = ""
-    ) -> None:
-        """what: is moved, in words that are the same on all ranks."""
-        self.op, self.group, self.rank, self.what = op, group, rank, what
-        self.launch = None if launch is None else weakref.ref(launch)
-        self.site = call_site()
-        self.begun = time.time()
-        self.clock = time.perf_counter()
-        self.lane: int | None = None
-        self.position: int | None = None  # in the lane
-        self.run: int | None = None  # of its plan
-        self.plan: Mapping[str, Any] | None = None  # as the record shows it
-        self.seconds: float | None = None  # from the call to the end of the first wait()
-        self.error: dict[str, Any] | None = None  # as the record shows it
-        self.traffic: Traffic | None = None  # what it moves, once that is known; counts it
-        self.counted = False
-        _flights.append(self)
-        Flight.made += 1
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug("rank %d: %s in group %s called", rank, op, group.name)
-
-    def ended(self, waiting: float | None = None, moved: float | None = None) -> None:
-        """waiting: time.perf_counter() when the wait for it began, if that was not at once. moved: seconds
-        from the start of the transfer to its end, where they are known."""
-        if self.seconds is None:
-            now = time.perf_counter()
-            self.seconds = now - self.clock
-            self._counter().ended(
-                self,
-                self.seconds if moved is None else moved,
-                self.seconds if waiting is None else now - waiting,
-            )
-            if log.isEnabledFor(logging.DEBUG):
-                log.debug(
-                    "rank %d: %s in group %s ended after %.6f s",
-                    self.rank,
-                    self.op,
-                    self.group.name,
-                    self.seconds,
-                )
-
-    def failed(self, error: BaseException) -> None:
-        if self.error is not None:
-            return
-        self.seconds = time.perf_counter() - self.clock
-        self._counter().failed(self)
-        text = f"{type(error).__name__}: {error}"
-        peer, phase = getattr(error, "peer", None), getattr(error, "phase", None)
-        self.error = {"error": text, "peer": peer, "phase": phase}
-        log.error("rank %d: %s failed: %s", self.rank, self.op, text)
-        _dump_for(self.rank)
-
-    def again(self) -> None:
-        """It is begun once more."""
-        self._counter().again()
-
-    def _counter(self) -> Traffic:
-        return of_operation(self.op) if self.traffic is None else self.traffic
-
-    def as_dict(self) -> dict[str, Any]:
-        state = "failed" if self.error else "ended" if self.seconds is not None else "unfinished"
-        if state == "unfinished" and self.launch is not None:
-            launch = self.launch()
-            if launch is None or launch.is_completed():
-                state = "not waited for"
-        record: dict[str, Any] = {
-            "op": self.op,
-            "what": self.what,
-            "group": self.group.name,
-            "ranks": self.group.ranks,
-            "within": self.group.within,
-            "rank": self.rank,
-            "state": state,
-            "site": site_text(self.site),
-            "begun": self.begun,
-            "seconds": self.seconds,
-            "lane": self.lane,
-            "position": self.position,
-            "run": self.run,
-            "error": None,
-        }
-        record |= self.error or {}
-        if self.plan is not None:
-            bound = self.plan["bound"]
-            ratio = self.seconds / bound if self.seconds is not None and bound > 0 else None
-            record |= {**self.plan, "ratio": ratio}
-        return record
+def _as_dict(flight: Flight) -> dict[str, Any]:
+    progress = flight.progress()
+    plan, seconds = progress["plan"], progress["seconds"]
+    record: dict[str, Any] = {
+        "op": flight.op,
+        "what": flight.what,
+        "group": flight.group.name,
+        "ranks": flight.group.ranks,
+        "within": flight.group.within,
+        "rank": flight.rank,
+        "state": progress["state"],
+        "site": site_text(flight.site),
+        "begun": flight.begun,
+        **{name: progress[name] for name in ("seconds", "lane", "position", "run", "error")},
+    }
+    if progress["error"] is not None:
+        record |= {name: progress[name] for name in ("peer", "phase")}
+    if plan is not None:
+        bound = plan["bound"]
+        ratio = seconds / bound if seconds is not None and bound > 0 else None
+        record |= {**plan, "ratio": ratio}
+    return record
 
 
 def join_job(identity: str) -> None:
@@ -220,7 +129,7 @@ def flight_record() -> list[dict[str, Any]]:
         for call in meshcast.flight_record()[-3:]:
             print(call["op"], call["state"], call["seconds"])
     """
-    return [flight.as_dict() for flight in list(_flights)]
+    return [_as_dict(flight) for flight in _C.flights()]
 
 
 def dump_flight_record(path: str | Path) -> None:
@@ -273,20 +182,9 @@ def _place() -> tuple[int | None, int | None]:
         return dist.get_rank(), dist.get_world_size()
     given = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
     rank, world = (int(text) if text.isascii() and text.isdecimal() else None for text in given)
-    return (_flights[-1].rank if rank is None and _flights else rank), world
-
-
-def profiling() -> bool:
-    """Returns whether a profiler runs. Small calls ask this first: an empty context costs them 2 %."""
-    return torch.autograd._profiler_enabled()
-
-
-def profiled(name: str, op: str) -> AbstractContextManager[Any]:
-    """A range of torch.profiler; does nothing while no profiler runs. What it tells is in its name: a trace
-    shows no arguments."""
-    if profiling():
-        return torch.profiler.record_function(f"meshcast::{op} {name}")
-    return contextlib.nullcontext()
+    if rank is None:
+        rank = next((flight.rank for flight in reversed(_C.flights())), None)
+    return rank, world
 
 
 def set_up() -> None:
@@ -295,6 +193,7 @@ def set_up() -> None:
     if _set_up:
         return
     _set_up = True
+    _C.observe_by(_Observer())
     log.addHandler(logging.NullHandler())  # failures are raised: nothing is printed unless asked for
     level = settings.LOG.text().lower()
     if level in _LEVELS:

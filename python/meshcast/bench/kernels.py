@@ -15,7 +15,7 @@ import torch
 from .. import _C
 from ..base.checks import dtype_name
 from ..errors import LayoutError
-from ..transfers.element_types import CASTS, REDUCTIONS
+from ..transfers.medium import CASTS, REDUCTIONS
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -10,7 +10,7 @@ import torch
 
 from ..base.boxes import extents
 from ..layout import Box, Layout
-from ..resharding.lost import Gone
+from ..resharding.meshes import Gone
 from ..resharding.state_loaded import with_boxes
 from ..resharding.state_sources import Origin
 

@@ -12,10 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..base import checks
 from ..errors import LayoutError
 from ..layout import Layout
-from ..resharding.lost import lost_ranks
-from ..resharding.mesh_family import ranks_then
+from ..resharding.meshes import lost_ranks, positive_placements, ranks_then
 from ..resharding.state_values import is_carried
-from ..resharding.tensor_move import positive_placements
 from ..spec import TensorSpec
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from ..errors import LayoutError, MeshcastError
 from ..groups.parent import parent_group, seconds
 from ..groups.telling import raise_refused
 from ..layout import Box
-from ..resharding.lost import Gone, raise_gone
+from ..resharding.meshes import Gone, raise_gone
 from ..resharding.state_arguments import Given
 from ..resharding.state_dict import StateOptions
 from ..resharding.state_results import ReshardedState

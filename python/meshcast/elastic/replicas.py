@@ -27,8 +27,8 @@ from ..resharding.state_sources import Said
 from ..resharding.state_specs import OP as MOVE
 from ..resharding.state_specs import decode
 from ..resharding.state_values import carried, is_carried, restored
-from ..transfers.call import Call
 from ..transfers.handle import Handle
+from ..transfers.transfer import Call
 from .copies import Copies, Copy
 from .guests import Guests, box_views
 from .places import Old, old_layouts

@@ -1,9 +1,14 @@
 """The machine below a private group: its store, its network and its shared memory, brought up for each of its
-lives. How the ranks meet is decided in C++ (csrc/core/group/meeting.h)."""
+lives. How the ranks meet is decided in C++ (csrc/core/group/meeting.h).
+
+Ranks of one host use shared memory: `MESHCAST_SHM=0` turns it off, `MESHCAST_SHM_MB` bounds what one process
+maps for all its groups (64 MiB).
+"""
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -11,20 +16,23 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from .. import _C
+from ..base import settings
 from ..base.host import host_identity
 from ..base.observe import log
-from ..errors import DeadlineExceededError, MeshcastError
+from ..errors import MeshcastError
 from ..topology import Topology
-from .board import Board, NotPostedError
 from .network import Network
 from .rails import agreed_count, first_rails, interfaces
-from .shared_memory import LocalMemory, Lost
 from .shortage import Shortage, as_shortage, few_descriptors
 
 if TYPE_CHECKING:
     from .refusals import OpenRefusals
 
 __all__ = ["Connector"]
+
+Lost = Callable[[], "tuple[int, str] | None"]  # a rank of the group that has gone, and why
+
+_warned: set[str] = set()  # reasons told so far: one warning for each
 
 
 class Connector:
@@ -33,7 +41,7 @@ class Connector:
     Attributes:
         topology: of the ranks; None before they have met.
         interfaces: of each host.
-        board: of this life of the group; None before its ranks have met.
+        conversation: of this life of the group; None before its ranks have met.
         control: the store of its core, likewise.
     """
 
@@ -49,7 +57,7 @@ class Connector:
         self.ranks, self.rank, self.name, self.timeout = tuple(ranks), rank, name, timeout
         self.topology: Topology | None = None
         self.interfaces = 1
-        self.board: Board | None = None
+        self.conversation: _C.Conversation | None = None
         self.control: Any = None
         self._open_store = store
         self._refusals: OpenRefusals | None = refusals
@@ -93,7 +101,7 @@ class _Joining:
             if few := few_descriptors():
                 raise MeshcastError(few, **where)
             self._threads = _C.WorkThread()  # kept by the core as well
-            self._memory = LocalMemory(len(connector.ranks))
+            self._memory = _host_memory(len(connector.ranks))
             names, self._told = interfaces()
             self._network = Network(names, connector.timeout)
         except Exception as error:
@@ -117,27 +125,40 @@ class _Joining:
         count = agreed_count({other: member[2] for other, member in members.items()}, rank)
         topology = Topology.from_hosts(hosts, nics_per_host=count)
         of_host = {other: member[1] for other, member in members.items() if member[0] == hosts[rank]}
-        board = Board(self._store, rank, len(ranks))
-        try:
-            self._memory.meet(board, ranks, of_host, deadline, lost)
-            transport = self._network.transport(
-                {other: members[other][3] for other in ranks},
-                first_rails(ranks, topology, count),
-                rank,
-                self._store,
-                deadline,
-            )
-            log.info("rank %d: connected with ranks %s", rank, of.name)
-            control = dist.PrefixStore("control", self._store)
-            memory = self._memory.settle(board, deadline, lost)
-            core = _C.GroupCore(transport, control, list(ranks), rank, of.name, memory)
-        except NotPostedError as late:
-            raise DeadlineExceededError(
-                f"rank {rank}: connecting the private group of ranks {list(ranks)} did not finish in time: "
-                f"{late}",
-                peer=late.ranks[0],
-                **of.where(),
-            ) from late
-        of.topology, of.interfaces, of.control = topology, count, control
-        of.board = Board(dist.PrefixStore("board", self._store), rank, len(ranks))
+        conversation = _C.Conversation(self._store, rank, len(ranks))
+        self._memory.meet(conversation, list(ranks), of_host, deadline, lost)
+        transport = self._network.transport(
+            {other: members[other][3] for other in ranks},
+            first_rails(ranks, topology, count),
+            rank,
+            self._store,
+            deadline,
+        )
+        log.info("rank %d: connected with ranks %s", rank, of.name)
+        self._memory.settle(conversation, deadline, lost)
+        _warn_of(self._memory, sorted(of_host))
+        of.control = dist.PrefixStore("control", self._store)
+        core = _C.GroupCore(transport, of.control, list(ranks), rank, of.name, self._memory)
+        of.topology, of.interfaces = topology, count
+        of.conversation = _C.Conversation(dist.PrefixStore("board", self._store), rank, len(ranks))
         return core
+
+
+def _host_memory(ranks: int) -> _C.HostMemory:
+    """ranks: of the private group."""
+    if settings.SHM.choice() == "0":
+        return _C.HostMemory(ranks, f"{settings.SHM.name} is 0")
+    _C.HostMemory.set_budget(settings.SHM_MB.integer() << 20)
+    return _C.HostMemory(ranks, "")
+
+
+def _warn_of(memory: _C.HostMemory, ranks: Sequence[int]) -> None:
+    if memory.obstacle and memory.obstacle not in _warned:
+        _warned.add(memory.obstacle)
+        warnings.warn(
+            f"meshcast: ranks {list(ranks)} share a host but exchange data over the network, since "
+            f"shared memory cannot be used: {memory.obstacle}. Set {settings.SHM.name}=0 on all of them if "
+            "this is wanted.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -53,7 +53,7 @@ class ParentGroup:
         self.name = self.full_name = name  # full_name: of a twin, with its own name
         self.closed = False
         self.place = (-1, 0)  # rank and size of the process group as it was met; `reconfigure` changes them
-        self.compiled: dict[Any, Any] = {}  # kinds of call seen before, kept by resharding/arguments.py
+        self.compiled: dict[Any, Any] = {}  # kinds of call seen before, kept by resharding/compiled.py
         self.extras: dict[str, Any] = {}  # what single operations keep
         self._store = store
         self._groups: dict[tuple[int, ...], PrivateGroup] = {}
@@ -100,10 +100,6 @@ class ParentGroup:
     def store(self) -> dist.Store:
         """The connection of its private groups, which no one waits in."""
         return self._store()
-
-    def another_store(self) -> dist.Store:
-        """A new connection, for who waits in the store: that blocks every other user of the connection."""
-        return self._store().clone()  # type: ignore[attr-defined]
 
     def drop_twin(self, name: str, limit: float) -> None:
         """Ends a twin that is not needed any more. limit: as for close()."""

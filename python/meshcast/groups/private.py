@@ -7,7 +7,6 @@ which life of the group, and how it fails.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,10 +14,8 @@ import torch.distributed as dist
 
 from .. import _C
 from ..base import forks
-from ..base.observe import Completable, Members
 from ..errors import MeshcastError
 from ..topology import Topology
-from .board import Board
 from .meeting import Connector
 from .refusals import NO_LANE, OpenRefusals
 
@@ -29,7 +26,7 @@ KEPT_AGREEMENTS = (
 )
 
 
-class PrivateGroup:
+class PrivateGroup(_C.Group):
     """The ranks of both meshes of a transfer, in all lives of their connections."""
 
     def __init__(
@@ -48,14 +45,12 @@ class PrivateGroup:
         self.rank = rank
         self.timeout = timeout
         self.name = _group_name(self.ranks)
-        self.members = Members(self.name, self.ranks, within)  # as the flight record shows it
+        self.members = _C.Members(self.name, self.ranks, within)  # as the flight record shows it
         self.transfers: dict[Any, Any] = {}  # compiled ones, kept by make.py
         self.born = forks.count
         self._connector = Connector(self.ranks, rank, self.name, timeout, store, refusals)
-        self.calls = _C.Group(list(self.ranks), rank, self.name, self._connector, known, KEPT_AGREEMENTS)
+        super().__init__(list(self.ranks), rank, self.name, self._connector, known, KEPT_AGREEMENTS)
         self.refusals = refusals
-        self._flying: list[Completable] = []
-        self._flying_limit = 64
 
     @property
     def topology(self) -> Topology | None:
@@ -68,33 +63,15 @@ class PrivateGroup:
         return self._connector.interfaces
 
     @property
-    def board(self) -> Board | None:
-        """Board of this life of the group, once its ranks have met."""
-        return self._connector.board
+    def conversation(self) -> _C.Conversation:
+        """Conversation of this life of the group, whose ranks have met."""
+        assert self._connector.conversation is not None
+        return self._connector.conversation
 
     @property
     def control(self) -> Any:
         """Store of the core, once the ranks have met."""
         return self._connector.control
-
-    @property
-    def life(self) -> int:
-        """Number of the connections that the ranks have now; a refused call may end them."""
-        return self.calls.life
-
-    def attached(self, key: str) -> Any:
-        """Returns what a layer above keeps with this life of the group; None if nothing."""
-        return self.calls.attached(key)
-
-    def attach(self, key: str, thing: Any) -> None:
-        """thing: has abort(reason), which never blocks, and close()."""
-        self.calls.attach(key, thing)
-
-    def submit(self, start: _C.Start) -> None:
-        """Counts a call and begins it behind all earlier ones: at once in this thread where nothing has to be
-        waited for, else on the control thread. Raises AbortedError in a forked child."""
-        self.before_call()
-        start.submit(self.calls)
 
     def before_call(self) -> None:
         """Raises AbortedError in a forked child. A refusal of which it was not known whose call it was is
@@ -103,95 +80,47 @@ class PrivateGroup:
         if self.refusals.open:
             self.refusals.assume(self)
 
-    def refuse(
+    def refuse(  # type: ignore[override]  # the error itself
         self, lane: int, error: Exception, timeout: float, *, ordinal: int | None = None
     ) -> _C.Refusal:
         """Tells the other ranks, in the background, that this rank refused its arguments of a call: they
         raise at once instead of waiting. ordinal: of a call that has been counted."""
         forks.check(self.born, "reshard")
-        return self.calls.refuse(lane, ordinal, str(error), timeout)
+        return super().refuse(lane, ordinal, str(error), timeout)
 
     def refuse_call(self, error: Exception, timeout: float, *, prepares: bool) -> _C.Refusal:
         """The same for a call of lane 0, or for prepare(), which is counted in no lane."""
         return self.refuse(NO_LANE if prepares else 0, error, timeout)
 
-    def take_news(self) -> MeshcastError | None:
-        """Returns the error of an earlier call that this rank has still to raise, once."""
-        return self.calls.take_news() if self.calls.has_news() else None
-
     def next_ordinal(self, lane: int) -> int:
         """Returns that of the next call that this rank makes."""
         if self.refusals.open:
             self.refusals.assume(self)
-        return self.calls.next_ordinal(lane)
-
-    def is_awaited(self) -> bool:
-        """Returns whether another rank waits for the next call of this one, as far as the store knows."""
-        return self.calls.is_awaited()
-
-    def is_up(self) -> bool:
-        return self.calls.is_up()
-
-    def was_used(self) -> bool:
-        """Returns whether it is up, or a call of it was ever counted: it may be between two lives."""
-        return self.calls.was_used()
-
-    def is_untouched(self) -> bool:
-        """Returns whether this rank is neither in it nor on the way there."""
-        return self.calls.is_untouched()
+        return super().next_ordinal(lane)
 
     def connect(self, timeout: float) -> None:
         """Brings the group up, unless it is; blocks. Raises what keeps it from coming up."""
         self.before_call()
         try:
-            self.calls.connect(timeout)
+            super().connect(timeout)
         except MeshcastError:
             raise
         except BaseException as raised:
             self.interrupted("prepare", raised)
             raise
 
-    def give_up_if_stuck(self) -> None:
-        """Fails the group where what it does is overdue, since the store does not answer."""
-        self.calls.give_up_if_stuck()
-
-    def watch(self, launch: Completable) -> None:
-        """Remembers a transfer in flight, so that close() can let it finish."""
-        self._flying.append(launch)
-        if len(self._flying) > self._flying_limit:
-            self._flying = [other for other in self._flying if not other.is_completed()]
-            self._flying_limit = 2 * len(self._flying) + 64
-
-    def cause(self) -> str | None:
-        """Returns why the group was aborted, by this rank or another; asks the store. None while it is
-        whole."""
-        return self.calls.cause()
-
-    def posted_cause(self) -> str | None:
-        """Returns the cause that a rank posted in the store; None where there is none. For the control
-        thread: a store that does not answer holds it up."""
-        return self.calls.posted_cause()
-
     def interrupted(self, op: str, raised: BaseException) -> None:
         """Aborts the group after a handler of a signal has ended a wait of this rank."""
         text = f": {raised}" if str(raised) else ""
         self.abort(f"rank {self.rank} was interrupted in {op} by {type(raised).__name__}{text}")
 
-    def abort(self, reason: str) -> None:
-        """Fails this group's calls, here and on the other ranks, with AbortedError(reason). Never blocks;
-        idempotent."""
-        self.calls.abort(reason)
-
     def close(self, limit: float) -> None:
-        """Ends the group in any state. Transfers in flight may finish until `limit`, by time.monotonic(): a
-        rank that only sends returns from its call before its peers have the data. Queued calls fail."""
-        while time.monotonic() < limit and not all(launch.is_completed() for launch in self._flying):
-            time.sleep(0.002)
-        self.calls.close(limit)
+        """Ends the group in any state. Transfers in flight may finish until `limit`, by time.monotonic().
+        Queued calls fail."""
+        super().close(limit)
         self._connector.close()
         # Compiled transfers refer to their group. Left in this cycle, the communicators would keep their
         # threads, which look for messages 100 times a second, until the garbage collector comes by.
-        self._flying.clear()
         self.transfers.clear()
 
 

@@ -14,21 +14,18 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from .. import _C
+from .. import _C
 
 __all__ = ["NO_LANE", "OpenRefusal", "OpenRefusals"]
 
 NO_LANE = -1  # of prepare(), which is counted in none
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.05  # seconds between two looks for ranks that wait
-
-
 _HOLD = 0.6  # seconds that a refusing call waits for a first answer: then later calls know whose it was
 _JOIN_LIMIT = 0.5  # seconds that these looks get to end when their process group does
-_NONE = "\x01none"
+_MEETING = "meeting"  # topic of which groups meet
 _lock = threading.Lock()  # of all open refusals: one may be open in several process groups
 
 
@@ -183,16 +180,16 @@ class OpenRefusals:
                 self._write_meetings()
 
     def _write_meetings(self) -> None:
-        store, key = self._store(), f"meeting/{self._rank}"
         if self._meetings:
-            store.set(key, json.dumps(list(self._meetings.items())))
+            self._conversation().say(_MEETING, json.dumps(list(self._meetings.items())))
         else:
-            store.delete_key(key)
+            self._conversation().forget(_MEETING)
 
     def _others_meetings(self) -> Iterable[tuple[Sequence[int], bool]]:
-        store = self._store()
+        conversation = self._conversation()
         for other in self._others:
-            # In one question, see csrc/core/group/bulletin.cpp.
-            text = store.compare_set(f"meeting/{other}", _NONE, _NONE).decode()
-            if text != _NONE:
+            if (text := conversation.heard(_MEETING, other)) is not None:
                 yield from json.loads(text)
+
+    def _conversation(self) -> _C.Conversation:
+        return _C.Conversation(self._store(), self._rank, len(self._others) + 1)

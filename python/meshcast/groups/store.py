@@ -15,7 +15,7 @@ from ..base import observe
 from ..errors import DeadlineExceededError, MeshcastError, PeerLostError
 from .shortage import as_shortage, no_thread
 
-__all__ = ["StoreConnection", "first_line", "join_job", "store_failed", "within"]
+__all__ = ["StoreConnection", "first_line", "join_job", "store_failed", "store_of_life", "within"]
 
 _T = TypeVar("_T")
 
@@ -53,6 +53,11 @@ def join_job(store: Any) -> None:
     # The agent of torchrun keeps its store when it starts all ranks again. Their records are others then.
     key = f"meshcast/job/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
     observe.join_job(root.compare_set(key, "", os.urandom(8).hex()).decode())
+
+
+def store_of_life(store: dist.Store, ranks: int) -> dist.Store:
+    """The keys of one life of a group, which its store may outlive: each rank comes once in a life."""
+    return dist.PrefixStore(str((int(store.add("arrivals", 1)) - 1) // ranks), store)
 
 
 def _root(store: Any) -> Any:

@@ -20,7 +20,7 @@ from ..base.observe import log
 from ..errors import DeadlineExceededError
 from ..groups.store import within
 from ..layout import Layout
-from ..resharding.dtensors import as_dtensor
+from ..resharding.memory import as_dtensor
 from ..resharding.state_background import behind, own_stream
 from .meeting import Meeting
 

@@ -2,7 +2,7 @@
 
 A schedule is data (`action`, `schedules`), made runnable by passes (`lower`, `validate`), then simulated
 (`simulate`) or run (`schedule`, `runtime`). The values between stages are resharded from mesh to mesh by
-`meshcast.transfers.persistent` (`wiring`). The modules
+`meshcast.transfers.transfer` (`wiring`). The modules
 `schedules`, `stage`, `microbatch`, `_utils` and `_backward` have all the names of torch's.
 """
 

@@ -9,27 +9,28 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from meshcast import _C
 from meshcast.base import forks
 from meshcast.base.observe import Flight, Members
 from meshcast.errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError, typed
-from meshcast.groups.board import SLICE, Board, NotPostedError, Watches
 from meshcast.groups.network import Network
 from meshcast.groups.rails import interfaces
-from meshcast.groups.store import StoreConnection, within
+from meshcast.groups.store import StoreConnection, store_of_life, within
 from meshcast.planning.text import ranks_text
 
 __all__ = ["PipelineBoard", "Refused", "refusals_told"]
 
 _T = TypeVar("_T")
 _TOLD = 5.0  # seconds in which a refusal of a constructor reaches the store, on a busy machine too
-_ENDED = "ended"  # what a rank says that refused to take part in a conversation
+_LOOK = 0.25  # seconds between two looks at what may end a wait
+_OVER = "over"  # topic of why a conversation is: a rank was lost, or refused to take part in it
 _GRACE = 0.7  # seconds that the store is given beyond a limit, and to take a failure: Ctrl-C raises in one
 
 
@@ -81,10 +82,6 @@ class Refused(Exception):  # noqa: N818  no error of its own: it never leaves th
 class _Settled(Exception):  # noqa: N818  no error: it ends the wait for the other ranks
     """An agreement has its answer before all ranks have come to it."""
 
-    def __init__(self, answer: dict[str, Any]) -> None:
-        super().__init__()
-        self.answer = answer
-
 
 class PipelineBoard:
     """One conversation of all ranks of a group. Every rank opens its conversations in the same order.
@@ -114,13 +111,14 @@ class PipelineBoard:
         self._connection = talks.connection
         # Through it the ranks look after each other.
         self._network = Network(interfaces()[0], timeout or 60.0)
-        self._here: dict[int, str] = {}  # what they said of it, once all have
-        self._watches = Watches(self._here, lambda text: self._network.watch(json.loads(text)))
+        self._known = _C.KnownOffers()  # what they said of it, once all have
+        self._has_met = False
+        self._watches = _C.Watches(self._known, lambda text: self._network.watch(json.loads(text)))
         self._attempt = talks.attempt
         while True:
             number = talks.count
             talks.count += 1
-            self._store, self._board, ended = self._ask(
+            self._conversation, ended = self._ask(
                 lambda: self._open(number),  # noqa: B023  called here
                 timeout,
                 "connecting with the rendezvous store",
@@ -132,17 +130,14 @@ class PipelineBoard:
         ranks = tuple(self.ranks)
         self._members = Members(ranks_text(ranks), ranks, f"{key.group_name}/pipeline {number}")
 
-    def _open(self, number: int) -> tuple[Any, Board, int | None]:
-        """The store and the board of a conversation, and in which attempt it was ended, if it was."""
-        store = dist.PrefixStore(str(number), self._connection())
-        # A store may outlive the process group. Every life adds as many arrivals as there are ranks.
-        life = (int(store.add("arrivals", 1)) - 1) // len(self.ranks)
-        own = dist.PrefixStore(str(life), store)
-        board = Board(own, self.rank, len(self.ranks))
-        board.post("here", json.dumps(self._network.offer()))
+    def _open(self, number: int) -> tuple[_C.Conversation, int | None]:
+        """A conversation, and in which attempt it was ended, if it was."""
+        store = store_of_life(dist.PrefixStore(str(number), self._connection()), len(self.ranks))
+        conversation = _C.Conversation(store, self.rank, len(self.ranks))
+        conversation.say("here", json.dumps(self._network.offer()))
         # A rank in its first attempt is past none.
-        ended = self._attempt and own.check([_ENDED])
-        return own, board, json.loads(own.get(_ENDED))["attempt"] if ended else None
+        over = conversation.verdict(_OVER) if self._attempt else ""
+        return conversation, json.loads(over)["attempt"] if over else None
 
     def _ask(self, call: Callable[[], _T], seconds: float, what: str) -> _T:
         """call(), which uses the store and ends by itself within so many seconds where that answers."""
@@ -161,24 +156,23 @@ class PipelineBoard:
 
     def _look(self) -> None:
         """For who waits: each rank looks after the next one, and tells the others."""
-        if self._store.check([_ENDED]):
-            ended = json.loads(self._store.get(_ENDED))
-            raise AbortedError(
-                ended["error"], rank=self.rank, peer=ended["rank"], op="pipeline", phase="agree"
-            )
-        if not self._store.check(["lost"]):
-            lost = self._watches.lost(self._board, self.ranks, "here")
+        over = self._conversation.verdict(_OVER)
+        if not over:
+            lost = self._watches.lost(self._conversation, "here", self.ranks)
             if lost is None:
                 return
-            text = f"{lost[0]} rank {self.rank} lost rank {lost[0]}: {lost[1]}"
-            self._store.compare_set("lost", "", text)
-        peer, _, text = self._store.get("lost").decode().partition(" ")
-        raise PeerLostError(
-            f"rank {self.rank}: {text}. Look at that rank's own output first.",
-            rank=self.rank,
-            peer=int(peer),
-            op="pipeline",
-            phase="agree",
+            text = f"rank {self.rank} lost rank {lost[0]}: {lost[1]}"
+            over = self._end(lost[0], text, None)
+        said = json.loads(over)
+        kind, text = AbortedError, said["error"]
+        if said["attempt"] is None:
+            kind, text = PeerLostError, f"rank {self.rank}: {text}. Look at that rank's own output first."
+        raise kind(text, rank=self.rank, peer=said["peer"], op="pipeline", phase="agree")
+
+    def _end(self, peer: int, error: str, attempt: int | None) -> str:
+        """attempt: of a rank that refused to take part; None for one that was lost."""
+        return self._conversation.verdict(
+            _OVER, json.dumps({"peer": peer, "error": error, "attempt": attempt})
         )
 
     @property
@@ -195,8 +189,7 @@ class PipelineBoard:
     def end(self, message: str) -> None:
         """Makes all that other ranks wait for in this conversation fail with the message: this rank takes no
         part in it."""
-        ended = json.dumps({"rank": self.rank, "error": message, "attempt": self._attempt})
-        self._ask(lambda: self._store.compare_set(_ENDED, "", ended), self.timeout, "telling of a refusal")
+        self._ask(lambda: self._end(self.rank, message, self._attempt), self.timeout, "telling of a refusal")
 
     def check_process(self) -> None:
         """Raises AbortedError in a forked child, which has no part in it."""
@@ -204,22 +197,24 @@ class PipelineBoard:
 
     def publish(self, topic: str, value: dict[str, Any]) -> None:
         self._published.add(topic)
-        self._ask(lambda: self._board.post(topic, json.dumps(value)), self.timeout, f"telling {topic!r}")
+        self._ask(lambda: self._say(topic, value), self.timeout, f"telling {topic!r}")
 
-    def fail(self, topic: str, message: str) -> None:
+    def _say(self, topic: str, value: dict[str, Any]) -> None:
+        self._conversation.say(topic, json.dumps(value))
+
+    def fail(self, topic: str, message: str, *, agreement: bool = False) -> None:
         """Says under `topic` that this rank has only an error. What it published there before stays. Where
-        the store does not answer, nobody hears it: the error itself is what the caller is to see."""
-        self._tell_failure(topic, [f"{topic}/{self.rank}"], message)
+        the store does not answer, nobody hears it: the error itself is what the caller is to see.
 
-    def _tell_failure(self, topic: str, keys: list[str], message: str) -> None:
+        agreement: it is one, which this rank has not entered, and fails on all ranks."""
         if topic in self._published or self._silent:
             return
         self._published.add(topic)
-        text = json.dumps({"error": message})
 
         def tell() -> None:
-            for key in keys:
-                self._store.compare_set(key, "", text)
+            if agreement:
+                self._settle(topic, {"error": message})
+            self._say(topic, {"error": message})
 
         with suppress(MeshcastError):
             self._ask(tell, 0.0, f"telling {topic!r}")
@@ -230,14 +225,22 @@ class PipelineBoard:
         """Every rank gives a value; the first one makes an answer of all, by rank, which all return.
 
         Three messages a rank, whatever the number of ranks. An answer {"error": text}, by ``decide``, by
-        `fail_agreement` or by a rank that is interrupted here, is raised as AbortedError. A rank that refuses
+        `fail` or by a rank that is interrupted here, is raised as AbortedError. A rank that refuses
         (`refuse`) makes the answer before the others have come.
         """
         flight = self._flight(topic)
         try:
-            answer = self._agree(topic, value, decide)
+            answer = self._ask(
+                lambda: self._answer(topic, value, decide), self.timeout, f"agreeing on {topic!r}"
+            )
+            if "error" in answer:
+                raise AbortedError(answer["error"], rank=self.rank, op="pipeline", phase="agree")
         except BaseException as error:
             flight.failed(error)
+            if not isinstance(error, MeshcastError):  # of a handler of a signal
+                text = f"rank {self.rank}: {type(error).__name__}"
+                with suppress(MeshcastError):
+                    self._ask(lambda: self._settle(topic, {"error": text}), 0.0, f"telling {topic!r}")
             raise
         flight.ended()
         return answer
@@ -255,98 +258,80 @@ class PipelineBoard:
         self._published.add(topic)
 
         def tell() -> None:
-            self._board.post(topic, json.dumps(value))
+            self._say(topic, value)
             self._settle(topic, decide({self.rank: value}))
 
         with suppress(MeshcastError):  # the refusal is what the caller is to see
             self._ask(tell, 0.0, f"telling {topic!r}")
 
     def _flight(self, topic: str) -> Flight:
-        flight = Flight("pipeline", self._members, self.rank, None, topic)
-        flight.lane, flight.position = 0, self.agreements
+        flight = Flight("pipeline", self._members, self.rank, topic, 0, self.agreements)
         self.agreements += 1
         self._past.append(topic)
         return flight
 
-    def _agree(
-        self, topic: str, value: dict[str, Any], decide: Callable[[dict[int, Any]], dict[str, Any]]
-    ) -> dict[str, Any]:
-        try:
-            answer = self._ask(
-                lambda: self._answer(topic, value, decide), self.timeout, f"agreeing on {topic!r}"
-            )
-        except MeshcastError:
-            raise
-        except BaseException as raised:  # of a handler of a signal
-            text = f"rank {self.rank}: {type(raised).__name__}"
-            with suppress(MeshcastError):
-                self._ask(lambda: self._settle(topic, {"error": text}), 0.0, f"telling {topic!r}")
-            raise
-        if "error" in answer:
-            raise AbortedError(answer["error"], rank=self.rank, op="pipeline", phase="agree")
-        return dict(answer)
-
     def _settle(self, topic: str, answer: dict[str, Any]) -> dict[str, Any]:
         """The answer that counts: this one, or one given before."""
-        return dict(json.loads(self._store.compare_set(f"{topic}/answer", "", json.dumps(answer))))
+        return dict(json.loads(self._conversation.verdict(f"{topic}/answer", json.dumps(answer))))
 
     def _answer(
         self, topic: str, value: dict[str, Any], decide: Callable[[dict[int, Any]], dict[str, Any]]
     ) -> dict[str, Any]:
         begin = time.monotonic()
+        deadline = begin + self.timeout
         self._published.add(topic)
-        self._board.post(topic, json.dumps(value))
+        self._say(topic, value)
         if self.rank == self.ranks[0]:
-            try:
-                answer = decide(self._of_all(topic, begin))
-            except _Settled as early:
-                answer = early.answer
-            return self._settle(topic, answer)
-        key, deadline = f"{topic}/answer", begin + self.timeout
-        if not self._board.await_keys([key], deadline, self._look, SLICE):
-            raise self._late(topic, self.ranks, begin)
-        return dict(json.loads(self._store.get(key)))
+            return self._settle(topic, self._decided(topic, deadline, decide))
+        answer = self._conversation.await_verdict(f"{topic}/answer", deadline, self._look, _LOOK)
+        if not answer:
+            missing = self._conversation.silent(topic, self.ranks) or self.ranks[:1]  # it has not decided
+            raise DeadlineExceededError(
+                self._late(topic).replace("{missing}", str(missing)),
+                rank=self.rank,
+                peer=missing[0],
+                op="pipeline",
+                phase="agree",
+                elapsed=time.monotonic() - begin,
+                limit=self.timeout,
+            )
+        return dict(json.loads(answer))
 
-    def fail_agreement(self, topic: str, message: str) -> None:
-        """Makes an agreement that this rank has not entered fail on all ranks."""
-        self._tell_failure(topic, [f"{topic}/{self.rank}", f"{topic}/answer"], message)
+    def _decided(
+        self, topic: str, deadline: float, decide: Callable[[dict[int, Any]], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """What the values of all ranks come to; {} where there is an answer before that: other ranks may then
+        never come."""
+
+        def check() -> None:
+            if self._conversation.verdict(f"{topic}/answer"):
+                raise _Settled
+            self._look()
+
+        try:
+            said = self._hear(topic, self.ranks, deadline, check)
+        except _Settled:
+            return {}
+        values = {rank: json.loads(text) for rank, text in said.items()}
+        failed = next((value for value in values.values() if "error" in value), None)
+        return {"error": failed["error"]} if failed else decide(values)
 
     def forget_past(self) -> None:
         """Deletes what agreements before the last one have left in the store. Only after one that all ranks
         took part in: they have read those before."""
         for topic in self._past[:-1]:
             self.forget(topic)
-            if self.rank == self.ranks[0]:
-                key = f"{topic}/answer"
-                self._ask(lambda: self._store.delete_key(key), self.timeout, f"forgetting {topic!r}")  # noqa: B023  called here
         del self._past[:-1]
-
-    def _of_all(self, topic: str, begin: float) -> dict[int, dict[str, Any]]:
-        """The value of every rank. Raises _Settled with the error of one that failed, or the answer that one
-        has given already: others may then never come."""
-
-        def check() -> None:
-            if self._store.check([f"{topic}/answer"]):
-                raise _Settled(json.loads(self._store.get(f"{topic}/answer")))
-            present = [rank for rank in self.ranks if self._board.has(topic, rank)]
-            failed(self._board.read(topic, present))
-            self._look()
-
-        def failed(texts: dict[int, str]) -> dict[int, dict[str, Any]]:
-            said = {rank: json.loads(text) for rank, text in texts.items()}
-            for each in said.values():
-                if "error" in each:
-                    raise _Settled({"error": each["error"]})
-            return said
-
-        try:
-            return failed(self._board.gather(topic, self.ranks, begin + self.timeout, check, SLICE))
-        except NotPostedError as cause:
-            raise self._late(topic, self.ranks, begin) from cause
 
     def forget(self, topic: str) -> None:
         self._published.discard(topic)
-        self._ask(lambda: self._board.forget(topic), self.timeout, f"forgetting {topic!r}")
+
+        def forget() -> None:
+            self._conversation.forget(topic)
+            if self.rank == self.ranks[0] and topic in self._past:
+                self._conversation.erase(f"{topic}/answer")
+
+        self._ask(forget, self.timeout, f"forgetting {topic!r}")
 
     def collect(self, topic: str, ranks: Iterable[int] | None = None) -> dict[int, dict[str, Any]]:
         """Returns what `ranks` (all by default) published. Raises AbortedError with the message of a rank
@@ -355,40 +340,45 @@ class PipelineBoard:
         return self._ask(lambda: self._collect(topic, wanted), self.timeout, f"reading {topic!r}")
 
     def _collect(self, topic: str, wanted: list[int]) -> dict[int, dict[str, Any]]:
-        begin = time.monotonic()
-        found: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + self.timeout
+        if wanted == self.ranks and not self._has_met:
+            self._known.add(self._hear("here", self.ranks, deadline, late=topic))
+            self._has_met = True
 
-        def gather(what: str, ranks: list[int]) -> dict[int, str]:
-            try:
-                return self._board.gather(what, ranks, begin + self.timeout, self._look, SLICE)
-            except NotPostedError as cause:
-                raise self._late(topic, wanted, begin) from cause
+        def value(rank: int, text: str) -> dict[str, Any]:
+            said = dict(json.loads(text))
+            if "error" in said and rank != self.rank:
+                raise AbortedError(said["error"], rank=self.rank, peer=rank, op="pipeline", phase="agree")
+            return said
 
-        if wanted == self.ranks and not self._here:
-            self._here.update(gather("here", self.ranks))
-        for rank in wanted:
-            said = gather(topic, [rank])
-            found[rank] = json.loads(said[rank])
-            # Checked at once: the ranks after a failed one may be waiting for it in turn.
-            if "error" in found[rank] and rank != self.rank:
-                raise AbortedError(
-                    found[rank]["error"], rank=self.rank, peer=rank, op="pipeline", phase="agree"
-                )
-        return found
+        def check() -> None:  # the other ranks may be waiting for one that failed
+            for rank in wanted:
+                if (text := self._conversation.heard(topic, rank)) is not None:
+                    value(rank, text)
+            self._look()
 
-    def _late(self, topic: str, wanted: list[int], begin: float) -> MeshcastError:
-        missing = [rank for rank in wanted if not self._board.has(topic, rank)]
-        elapsed = time.monotonic() - begin
-        return DeadlineExceededError(
-            f"rank {self.rank}: ranks {missing} of the pipeline did not reach {topic!r} within "
+        said = self._hear(topic, wanted, deadline, check)
+        return {rank: value(rank, text) for rank, text in said.items()}
+
+    def _hear(
+        self,
+        topic: str,
+        ranks: Sequence[int],
+        deadline: float,
+        check: Callable[[], None] | None = None,
+        late: str = "",
+    ) -> dict[int, str]:
+        """late: topic that an error names."""
+        text = self._late(late or topic)
+        return self._conversation.hear(
+            topic, ranks, deadline, text, "pipeline", "agree", check or self._look, _LOOK
+        )
+
+    def _late(self, topic: str) -> str:
+        return (
+            f"rank {self.rank}: ranks {{missing}} of the pipeline did not reach {topic!r} within "
             f"{self.timeout:g} s; every rank of every "
-            "stage makes its stage and schedule and calls step in the same order",
-            rank=self.rank,
-            peer=missing[0] if missing else None,
-            op="pipeline",
-            phase="agree",
-            elapsed=elapsed,
-            limit=self.timeout,
+            "stage makes its stage and schedule and calls step in the same order"
         )
 
 

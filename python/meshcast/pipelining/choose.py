@@ -216,7 +216,9 @@ class _Search:
                         timeout=self._timeout,
                     )
         except BaseException as error:
-            self._board.fail_agreement("times", f"rank {self._first.rank}: {error or type(error).__name__}")
+            self._board.fail(
+                "times", f"rank {self._first.rank}: {error or type(error).__name__}", agreement=True
+            )
             raise
         answer = self._board.agree("times", found, lambda said: self._decided(said, plan))
         if "refused" in answer:

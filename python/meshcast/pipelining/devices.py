@@ -12,9 +12,8 @@ import torch.distributed as dist
 from meshcast.errors import LayoutError
 from meshcast.groups.parent import parent_group
 from meshcast.planning.plan import Problem
-from meshcast.transfers.gpu_offer import own_obstacle
-from meshcast.transfers.make import new_transfer
-from meshcast.transfers.persistent import DEFAULT_OPTIONS, PersistentTransfer, PlanOptions
+from meshcast.transfers.gpu import own_obstacle
+from meshcast.transfers.transfer import DEFAULT_OPTIONS, PersistentTransfer, PlanOptions, new_transfer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

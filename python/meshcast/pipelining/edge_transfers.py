@@ -10,7 +10,7 @@ import torch
 from meshcast.pipelining.deliveries import Delivery
 from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.transfers.handle import Handle
-from meshcast.transfers.persistent import PersistentTransfer
+from meshcast.transfers.transfer import PersistentTransfer
 
 __all__ = ["Arrival", "EdgeTransfers", "LocalShape"]
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from meshcast.base import forks
-from meshcast.base.observe import Flight
+from meshcast.base.observe import calls_begun
 from meshcast.errors import LayoutError
 from meshcast.pipelining.fsdp_fakes import can_be_faked, fake_state, without_fsdp
 from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values
@@ -264,11 +264,11 @@ class Collectives(TorchDispatchMode):
     def __init__(self, peers: Sequence[int], stops: bool) -> None:
         super().__init__()
         self._peers, self._stops = set(peers), stops
-        self._collective, self._calls = False, Flight.made
+        self._collective, self._calls = False, calls_begun()
 
     @property
     def found(self) -> bool:
-        return self._collective or Flight.made != self._calls
+        return self._collective or calls_begun() != self._calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "namespace", "") in ("_c10d_functional", "c10d"):

@@ -338,7 +338,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         self._board.check_process()
         if self._failed is not None:
             cause = f"the pipeline failed before: {self._failed}"
-            self._board.fail_agreement(f"call/{self._calls}", cause)  # of others that have not failed
+            self._board.fail(f"call/{self._calls}", cause, agreement=True)  # of others that have not failed
             raise AbortedError(cause, rank=self._rank, op="pipeline")
         try:
             with current(self._device):
@@ -530,7 +530,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         """Takes the other ranks along, in bounded time, with the first cause."""
         cause = f"rank {self._rank}: {type(error).__name__}" if not str(error) else str(error)
         self._failed = cause
-        self._board.fail_agreement(f"call/{self._calls}", cause)
+        self._board.fail(f"call/{self._calls}", cause, agreement=True)
         self._board.fail(f"weight/{self._weighings}", cause)
         self._wirings.abort(cause)
         if self._runtime is None:

@@ -14,7 +14,7 @@ from meshcast.pipelining.devices import make_transfer
 from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.table import StageTable
 from meshcast.planning.plan import Problem
-from meshcast.transfers.persistent import PersistentTransfer
+from meshcast.transfers.transfer import PersistentTransfer
 
 __all__ = ["SharedGradients"]
 

@@ -23,7 +23,7 @@ from meshcast.pipelining.shared import SharedGradients
 from meshcast.pipelining.step import StepFeed
 from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.wiring import Wiring, connect
-from meshcast.transfers.persistent import PersistentTransfer
+from meshcast.transfers.transfer import PersistentTransfer
 
 __all__ = ["Wirings", "agree_on_step", "check_fit"]
 

@@ -27,7 +27,7 @@ from meshcast.pipelining.shared import SharedGradients
 from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.wire import decode_value, encode_value
 from meshcast.planning.plan import Problem
-from meshcast.transfers.persistent import PersistentTransfer, PlanOptions
+from meshcast.transfers.transfer import PersistentTransfer, PlanOptions
 
 __all__ = ["StageValue", "Wiring", "connect", "gradient_layout"]
 

@@ -21,15 +21,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError, MeshcastError
-from ..transfers.shards import settled
-from .dtensors import as_dtensor
+from ..transfers.medium import settled
+from .memory import as_dtensor
 
 if TYPE_CHECKING:
-    from ..transfers.call import Call, CallNumber
-    from .compiled_call import Compiled
-    from .tensor_move import TensorMove
+    from ..transfers.transfer import Call, CallNumber
+    from .compiled import Compiled, TensorMove
 
-__all__ = ["backward", "differentiable_call"]
+__all__ = ["backward", "differentiable_call", "start"]
 
 
 class _Chain:
@@ -274,3 +273,17 @@ def _end(chain: _Chain | None) -> None:
         if _retained is chain:
             _retained = None
     chain.token = torch.zeros(())
+
+
+def start(
+    compiled: Compiled,
+    xs: Sequence[DTensor | None],
+    limit: float,
+    outs: Sequence[DTensor | None] | None = None,
+    *,
+    driven: bool,
+) -> tuple[list[DTensor], Call | None]:
+    """Starts a compiled call, with autograd where it was compiled for it. driven: who calls waits at once."""
+    if compiled.differentiable and outs is None:
+        return differentiable_call(compiled, xs, limit, driven=driven)
+    return compiled.begin(xs, limit, outs, driven=driven)

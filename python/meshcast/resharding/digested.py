@@ -14,17 +14,16 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError, MeshcastError, typed
 from ..groups.parent import ParentGroup
-from ..transfers.call import Call
 from ..transfers.handle import Handle
-from .arguments import Request, destination_of, source_of
-from .mesh_family import slices_called
+from ..transfers.transfer import Call
+from .compiled import Request, compile_move, destination_of, source_of
+from .meshes import slices_called
 from .state_arguments import Given
 from .state_background import started
 from .state_kept import Known
 from .state_results import ReshardedState
 from .state_run import Conversation, Prepared, conversation
 from .state_specs import OP
-from .tensor_move import compile_move
 
 __all__ = ["Digested"]
 

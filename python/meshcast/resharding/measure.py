@@ -15,7 +15,7 @@ from ..base.gather import gather_facts, ranks_by_host
 from ..base.host import host_identity
 from ..layout import Layout
 from ..topology import Host, Nic, Topology
-from .local import reshard_local
+from .reshard import reshard_local
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement

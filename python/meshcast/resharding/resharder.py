@@ -12,16 +12,12 @@ from ..errors import LayoutError, typed
 from ..groups.parent import parent_group, seconds
 from ..groups.telling import raise_refused
 from ..spec import TensorSpec
-from ..transfers.call import Call
 from ..transfers.handle import Handle
-from ..transfers.persistent import PlanOptions
-from .arguments import handle_of, places_called, source_of
+from ..transfers.transfer import Call, PlanOptions
 from .autograd import differentiable_call
-from .compiled_call import compile_call
-from .dtensors import copied
-from .memory import check_storage
-from .repeat import Repeat
-from .tensor_move import Destination, positive_placements
+from .compiled import compile_call, handle_of, places_called, source_of
+from .memory import check_storage, copied
+from .meshes import Destination, positive_placements
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -100,7 +96,6 @@ class Resharder:
             options = PlanOptions(strategy, topology)
             self._compiled = compile_call(parent, [source], [destination], _OP, options, kept=False)
             self._kept = self._compiled.moves[0].allocate() if reuse_output else None
-            self._repeat = Repeat.of(self._compiled, self._kept, _OP, self._limit)
         except Exception as error:  # of this rank alone, where it has no GPU: the others raise as they call
             raise_refused(error, _OP, places_called(src_spec, dst_spec), group, timeout)
         self._known_spec: Any = _NO_SPEC  # the spec object that the last source came with
@@ -125,23 +120,10 @@ class Resharder:
 
     def run(self, x: DTensor | None = None, *, out: DTensor | None = None) -> DTensor:
         """start() and wait in one; costs less than both."""
-        if out is None and self._repeat is not None and self._is_plain(x) and self._repeat.run(x):
-            assert self._kept is not None
-            return self._kept
         result, call = self._begin(x, out, driven=True)
         if call is not None:
             call.wait()
         return result
-
-    def _is_plain(self, x: DTensor | None) -> bool:
-        """Returns whether x has passed the checks before, and no gradient is recorded."""
-        if x is not None and getattr(x, "_spec", None) is not self._known_spec:
-            if not isinstance(x, DTensor) or x._spec != self._known_spec:
-                return False
-            self._known_spec = x._spec
-        return not torch.is_grad_enabled() or not (
-            self._compiled.differentiable or (x is not None and x.requires_grad)
-        )
 
     def reverse(self) -> Resharder:
         """The Resharder of the way back, made at the first call; a Partial source comes back as Replicate.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..transfers.call import Call
+from ..transfers.transfer import Call
 from .state_arguments import Given, StateCall
 from .state_batches import Batch
 from .state_entries import local_of, same_memory

@@ -15,15 +15,14 @@ from ..base.boxes import Box
 from ..errors import LayoutError
 from ..layout import Layout
 from ..spec import TensorSpec
-from ..transfers.gpu_offer import own_obstacle
-from .lost import check_lost
+from ..transfers.gpu import own_obstacle
 from .memory import check_outs, near, storage_of
+from .meshes import check_lost, positive_placements
 from .state_entries import Held, Reading, Wanted, local_of, same_memory
 from .state_loaded import Loaded, memory_with, read_loaded
 from .state_specs import OP, Output, Side, encode
 from .state_values import CARRIED, carried, not_carried
 from .tensor_map import TensorMap
-from .tensor_move import positive_placements
 
 if TYPE_CHECKING:
     from ..topology import Topology

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from ..groups.parent import ParentGroup
-from ..transfers.call import Call
-from ..transfers.futures import call_back
-from ..transfers.handle import Handle
+from ..transfers.handle import Handle, call_back
+from ..transfers.transfer import Call
 from .state_kept import Known
 from .state_results import ReshardedState
 from .state_run import Conversation, Prepared, conversation
@@ -78,8 +77,10 @@ def behind(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 class _Work:
-    """One call; what a Call waits for. On a GPU it is behind what the caller's stream held, as a call that
+    """One call, as its handle sees it. On a GPU it is behind what the caller's stream held, as a call that
     blocks would be."""
+
+    op = OP
 
     def __init__(self, step: Callable[[], list[Call]]) -> None:
         self._step = step
@@ -101,20 +102,35 @@ class _Work:
             # Not here: a callback may wait for a later call, which this thread is to do.
             call_back(partial(self._future.set_result, None))
 
-    def wait(self) -> bool:
+    @property
+    def work(self) -> _Work:
+        return self
+
+    def wait(self) -> None:
         self._ended.wait()
         if self._error is not None:
-            raise self._error.with_traceback(None)
-        return True
+            raise self._error.with_traceback(None)  # else each raise would add to the last one's
 
     def is_completed(self) -> bool:
         return self._ended.is_set()
+
+    def is_settled(self) -> bool:
+        return True
+
+    def when_settled(self, call: Callable[[], None]) -> None:
+        call()
+
+    def make_final(self) -> None:
+        pass
+
+    def retract(self, why: str) -> None:
+        pass
 
     def get_future(self) -> torch.futures.Future[None]:
         return self._future
 
     def figures(self) -> dict[str, Any]:
-        each = [call.statistics() for call in self._made if call.statistics is not None]
+        each = [figures for call in self._made if (figures := call.figures()) is not None]
         return {
             name: sum(figures[name] for figures in each)
             for name in ("bytes_sent", "bytes_received", "seconds")
@@ -156,7 +172,5 @@ def started(
         return made
 
     work = _Work(step)
-    call = Call(OP, limit)
-    call.started(work, work.figures)
     queue.put(work)
-    return Handle(call, result, lambda: sum(bounds))
+    return Handle(work, result, lambda: sum(bounds))

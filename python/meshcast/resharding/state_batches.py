@@ -13,16 +13,14 @@ from ..errors import DeadlineExceededError, mark_told
 from ..groups.parent import ParentGroup
 from ..layout import Layout
 from ..planning.plan import Problem
-from ..transfers.call import Call
-from ..transfers.casts import Casts, Ends, ends_of
-from ..transfers.gpu_offer import DeviceTypes, require_gpu
-from ..transfers.make import new_transfer
-from ..transfers.persistent import PersistentTransfer, PlanOptions, ranks_of
-from .reduction import Reduction, check_reducible, reduced_layout, reduction_inside
+from ..transfers.gpu import require_gpu
+from ..transfers.medium import Casts, DeviceTypes, Ends, ends_of
+from ..transfers.transfer import Call, PersistentTransfer, PlanOptions, new_transfer, ranks_of
+from .compiled import Reduction, check_reducible, reduced_layout, reduction_inside, wire_dtype
+from .meshes import Source
 from .state_arguments import StateCall
 from .state_moves import Agreed, Move
 from .state_specs import OP
-from .tensor_move import Source, wire_dtype
 
 __all__ = ["Batch", "Part", "compile_batches"]
 
@@ -95,9 +93,9 @@ class Batch:
         if plan is None:
             return 0, 0
         call = self._call
-        figures = None if call is None else call.statistics
+        figures = None if call is None else call.figures()
         expected = plan.bytes_sent(self._rank) + plan.bytes_received(self._rank)
-        return 0 if figures is None else int(figures()["bytes_done"]), expected
+        return 0 if figures is None else int(figures["bytes_done"]), expected
 
     def refuse(self, error: Exception, limit: float) -> None:
         """Tells the other ranks that this one does not run it. limit: seconds."""

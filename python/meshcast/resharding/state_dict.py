@@ -16,7 +16,7 @@ from ..groups.parent import parent_group, seconds
 from ..groups.telling import raise_refused
 from ..layout import Layout
 from ..transfers.handle import Handle
-from .lost import check_lost, lost_ranks
+from .meshes import check_lost, lost_ranks
 from .state_arguments import Given
 from .state_background import started
 from .state_results import ReshardedState

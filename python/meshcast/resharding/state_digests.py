@@ -11,7 +11,7 @@ from ..errors import MeshcastError
 from ..layout import Box, Layout
 from ..planning.plan import Problem
 from ..transfers.digest import added, pieces_digest, shard_digest
-from .lost import ranks_text
+from .meshes import ranks_text
 from .state_batches import Part
 from .state_sources import Origin
 from .state_specs import OP, mismatch

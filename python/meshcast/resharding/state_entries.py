@@ -13,10 +13,9 @@ from ..base import checks
 from ..errors import LayoutError
 from ..layout import Layout
 from ..spec import TensorSpec
-from ..transfers.shards import settled
-from .arguments import source_of
-from .lost import renumbered
-from .mesh_family import Family, family_of, ranks_then
+from ..transfers.medium import settled
+from .compiled import source_of
+from .meshes import Family, family_of, ranks_then, renumbered
 
 __all__ = ["Held", "Reading", "Wanted", "local_of", "same_memory"]
 

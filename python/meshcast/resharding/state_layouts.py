@@ -11,8 +11,8 @@ from torch.distributed.tensor import Replicate
 from ..base.boxes import Held, Piece, box_text
 from ..errors import LayoutError
 from ..layout import Box, Layout
+from .meshes import positive_placements
 from .tensor_map import Block
-from .tensor_move import positive_placements
 
 __all__ = ["check_blocks", "check_holds", "copies_on", "mapped_layout", "positive", "together"]
 

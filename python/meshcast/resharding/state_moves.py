@@ -10,8 +10,8 @@ import torch
 from ..base import checks
 from ..errors import LayoutError
 from ..layout import Layout
-from ..transfers.gpu_offer import DeviceTypes, device_types_of
-from .lost import Gone, gone, raise_gone
+from ..transfers.medium import DeviceTypes, device_types_of
+from .meshes import Gone, gone, raise_gone
 from .state_layouts import check_blocks, check_holds, mapped_layout, positive
 from .state_sources import Goal, Origin, Said
 from .state_specs import OP, Side

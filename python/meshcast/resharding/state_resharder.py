@@ -11,8 +11,8 @@ import torch
 from typing_extensions import Unpack
 
 from ..groups.parent import parent_group, seconds
-from ..transfers.call import Call
 from ..transfers.handle import Handle
+from ..transfers.transfer import Call
 from .state_again import Repeated
 from .state_arguments import Given
 from .state_background import started

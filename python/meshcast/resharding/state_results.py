@@ -11,12 +11,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from .dtensors import as_dtensor
-from .memory import note_written
+from .memory import as_dtensor, note_written
+from .meshes import positive_placements
 from .state_arguments import StateCall
 from .state_entries import local_of
 from .state_moves import Target
-from .tensor_move import positive_placements
 
 __all__ = ["Memory", "ReshardedState", "arriving", "fill", "note_outputs"]
 

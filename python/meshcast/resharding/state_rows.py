@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from ..errors import DeadlineExceededError
-from ..groups.board import Board, NotPostedError
 from ..groups.store import within
 from ..layout import Layout
 from ..planning.plan import Problem
-from ..transfers.make import kept_transfer
+from ..transfers.transfer import kept_transfer
 
 if TYPE_CHECKING:
     from ..groups.parent import ParentGroup
@@ -41,11 +39,6 @@ class Rows:
         self._all = Layout(self.ranks, [Replicate()])
         self._posted: list[str] = []
 
-    @property
-    def _board(self) -> Board:
-        assert self._group.board is not None  # all ranks have been in gather()
-        return self._group.board
-
     def number(self) -> int:
         """Returns the number of the next gathering, the same on all ranks."""
         return self._group.next_ordinal(0)
@@ -62,28 +55,21 @@ class Rows:
     def post(self, topic: str, text: str, deadline: float) -> None:
         """deadline: by time.monotonic(); that of the call, as everywhere here."""
         self._posted.append(topic)
-        self._ask(lambda: self._board.post(topic, text), deadline)
+        self._ask(lambda: self._group.conversation.say(topic, text), deadline)
 
     def read(self, topic: str, ranks: Sequence[int], deadline: float) -> dict[int, str]:
         """Returns what `ranks` have posted, or are about to post."""
         if not ranks:
             return {}
-        try:
-            return self._ask(lambda: self._board.gather(topic, ranks, deadline), deadline)
-        except NotPostedError as late:
-            raise DeadlineExceededError(
-                f"{_OP}: rank {late.ranks[0]} did not say what it holds",
-                rank=self._parent.rank,
-                peer=late.ranks[0],
-                op=_OP,
-                phase="agree",
-                elapsed=late.elapsed,
-            ) from None
+        late = f"{_OP}: rank {{first}} did not say what it holds"
+        return self._ask(
+            lambda: self._group.conversation.hear(topic, ranks, deadline, late, _OP, "agree"), deadline
+        )
 
     def forget(self, deadline: float) -> None:
         """Deletes what this rank posted. Only after a round that followed the reading of it."""
         for topic in self._posted:
-            self._ask(partial(self._board.forget, topic), deadline)
+            self._ask(partial(self._group.conversation.forget, topic), deadline)
         self._posted.clear()
 
     def _ask(self, call: Callable[[], _T], deadline: float) -> _T:

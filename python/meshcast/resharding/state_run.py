@@ -20,9 +20,9 @@ from ..base import checks
 from ..errors import AbortedError, DeadlineExceededError, PeerLostError, PlanMismatchError, typed, was_told
 from ..groups.parent import ParentGroup
 from ..layout import Layout
-from ..transfers.call import Call
 from ..transfers.digest import shard_digest, values_digest
-from .dtensors import copied
+from ..transfers.transfer import Call
+from .memory import copied
 from .state_arguments import Given, StateCall, checked_call
 from .state_batches import Batch, compile_batches
 from .state_digests import Digests, check_twins, check_whole

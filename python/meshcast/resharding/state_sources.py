@@ -12,8 +12,7 @@ import torch
 from ..base import checks
 from ..errors import LayoutError
 from ..layout import Layout
-from .lost import check_not_wanted, survivors
-from .mesh_family import everywhere, joined, separate
+from .meshes import check_not_wanted, everywhere, joined, separate, survivors
 from .state_entries import Held
 from .state_layouts import copies_on, positive, together
 from .state_loaded import with_boxes

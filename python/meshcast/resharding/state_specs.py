@@ -12,7 +12,7 @@ from ..base import checks
 from ..base.json_reader import Reader
 from ..errors import PlanMismatchError
 from ..layout import Layout
-from .mesh_family import Family
+from .meshes import Family
 from .state_entries import Held, Wanted
 
 __all__ = [

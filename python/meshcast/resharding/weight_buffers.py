@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import AbortedError, DeadlineExceededError, MeshcastError
-from ..groups.board import SLICE
 from .state_results import Memory, ReshardedState
 
 __all__ = ["Buffer", "Buffers", "WeightProgress", "WeightStats"]
 
 _OP = "WeightSync"
+_LOOK = 0.25  # seconds between two looks for ranks that have gone
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Buffers:
                 now = time.monotonic()
                 if now >= deadline:
                     raise self.late(wanted, now - begin)
-                told = self._changed.wait(min(SLICE, deadline - now))
+                told = self._changed.wait(min(_LOOK, deadline - now))
             if not told:
                 look()
 

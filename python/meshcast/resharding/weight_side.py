@@ -13,9 +13,8 @@ import torch.distributed as dist
 from ..base import forks
 from ..base.whereabouts import call_site
 from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
-from ..groups.board import LONGEST_PAUSE, SLICE
-from ..groups.muster import Late, Muster
 from ..groups.parent import ParentGroup
+from ..groups.ready_barrier import Late, ReadyBarrier
 from ..groups.store import first_line, store_failed, within
 from .state_again import Repeated
 from .state_arguments import Given
@@ -49,7 +48,7 @@ class Side:
     def __init__(
         self,
         parent: ParentGroup,
-        muster: Muster,
+        barrier: ReadyBarrier,
         given: Given,
         state: Any,
         out: Any,
@@ -57,7 +56,7 @@ class Side:
         limit: float,
     ) -> None:
         """parent: a twin, whose private groups nothing else uses. limit: of a transfer, seconds."""
-        self.parent, self.muster, self.buffers, self.limit = parent, muster, buffers, limit
+        self.parent, self.barrier, self.buffers, self.limit = parent, barrier, buffers, limit
         self.pushes = state is not None
         self._state, self._out = state, out
         self._states: dict[str, Current] = {}
@@ -100,13 +99,12 @@ class Side:
         """Ends everything on all ranks, since this one goes. Takes a second at most."""
         if not self._left and self._born == forks.count:
             self._left = f"rank {self.parent.rank} {why}"
-            self.end(
-                "closed", self._left, AbortedError(f"{_OP}: {self._left}", rank=self.parent.rank, op=_OP)
-            )
+            error = AbortedError(f"{_OP}: {self._left}", rank=self.parent.rank, op=_OP)
+            self.end(AbortedError, self._left, error)
 
     def ask(self, call: Callable[[], None], seconds: float, what: str) -> None:
         """call(), which uses the store and ends by itself within so many seconds where that answers."""
-        within(seconds + _TELL, call, f"{_OP}, {what}", self.muster.gone, rank=self.parent.rank, op=_OP)
+        within(seconds + _TELL, call, f"{_OP}, {what}", self.barrier.gone, rank=self.parent.rank, op=_OP)
 
     def pushed(self, version: int, state: Any = None) -> None:
         """One push, within the limit. Blocks. Raises Late where other ranks were not ready in half of it.
@@ -115,8 +113,8 @@ class Side:
         begin, site = time.monotonic(), call_site()
 
         def settle() -> None:
-            self.muster.answer()
-            self.muster.verdict(begin + _READY * self.limit, self.leaving, site)
+            self.barrier.answer()
+            self.barrier.verdict(begin + _READY * self.limit, self.leaving, site)
 
         self._together(lambda: self.ask(settle, _READY * self.limit, "getting ready"))
         self._moved(version, begin, begin + self.limit)
@@ -124,24 +122,18 @@ class Side:
     def pulled(self, begin: float, deadline: float) -> None:
         """One version into this rank's only buffer. Blocks. Raises Late where there was none, or other ranks
         were not ready for it."""
-        site = call_site()
+        start, site = time.monotonic(), call_site()
+
+        def check() -> None:
+            if why := self.leaving():
+                raise AbortedError(f"{_OP}: {why}", rank=self.parent.rank, op=_OP)
 
         def settle() -> None:
-            looked = time.monotonic()
-            while not self.muster.called():
-                now = time.monotonic()
-                if why := self.leaving():
-                    raise AbortedError(f"{_OP}: {why}", rank=self.parent.rank, op=_OP)
-                if now >= deadline:
-                    raise Late(self.buffers.late(None, now - begin))
-                if now - looked > SLICE:
-                    self.muster.look_after(self.muster.callers())
-                    looked = time.monotonic()
-                time.sleep(LONGEST_PAUSE)
-            self.muster.answer()
-            self.muster.verdict(deadline, self.leaving, site)
+            if not self.barrier.await_call(deadline, check):
+                raise Late(self.buffers.late(None, time.monotonic() - begin))
+            self.barrier.answer()
+            self.barrier.verdict(deadline, self.leaving, site)
 
-        start = time.monotonic()
         self._together(lambda: self.ask(settle, max(deadline - start, 0.0), "waiting for a push"))
         self._moved(None, start)
 
@@ -151,12 +143,12 @@ class Side:
 
         def settle() -> None:
             nonlocal start
-            self.muster.wait_for_call()
-            if self.leaving() or not self.muster.called():
+            self.barrier.wait_for_call()
+            if self.leaving() or not self.barrier.called():
                 raise Late(self.buffers.late(None, 0.0))
             start = time.monotonic()
-            self.muster.answer()
-            self.muster.verdict(None, self.leaving)
+            self.barrier.answer()
+            self.barrier.verdict(None, self.leaving)
 
         with suppress(Late):
             self._together(settle)
@@ -172,7 +164,7 @@ class Side:
     def look(self) -> None:
         """For who waits for a version: whether those that push are still there."""
         with suppress(DeadlineExceededError):  # the store does not answer: the limit of the wait holds
-            self.ask(lambda: self.muster.look_after(self.muster.callers()), 0.0, "looking after ranks")
+            self.ask(lambda: self.barrier.look_after(self.barrier.callers()), 0.0, "looking after ranks")
 
     def _together(self, settle: Callable[[], None]) -> None:
         """Waits with the other ranks until all are ready. Any error but Late ends everything."""
@@ -181,8 +173,8 @@ class Side:
         except Late:
             raise
         except (dist.DistError, OSError) as error:
-            if self.muster.ended is not None:  # the others know
-                self.buffers.end(self.muster.ended)
+            if self.barrier.ended is not None:  # the others know
+                self.buffers.end(self.barrier.ended)
                 raise
             failed = error if isinstance(error, MeshcastError) else self._store_failed(error)
             self._give_up(failed)
@@ -195,7 +187,7 @@ class Side:
 
     def _store_failed(self, error: Exception) -> MeshcastError:
         where: Any = {"rank": self.parent.rank, "op": _OP, "phase": "agree"}
-        return store_failed(error, _OP, self.muster.gone(), **where)
+        return store_failed(error, _OP, self.barrier.gone(), **where)
 
     def _moved(self, version: Any, start: float, deadline: float | None = None) -> None:
         """The transfer, which this rank has waited for since `start`; deadline: by default the limit, from
@@ -234,7 +226,7 @@ class Side:
                 self._moves,
             )
             assert result.version is not None  # each rank that pushes gives one
-            each = [call.statistics() for call in made if call.statistics is not None]
+            each = [figures for call in made if (figures := call.figures()) is not None]
             sent, got = (
                 sum(int(figures[name]) for figures in each) for name in ("bytes_sent", "bytes_received")
             )
@@ -257,16 +249,17 @@ class Side:
     def _give_up(self, error: MeshcastError) -> None:
         """The others may wait for this rank."""
         self.parent.abort(f"rank {self.parent.rank} gave up a push: {error}")
-        self.end("failed", str(error), error)
+        self.end(AbortedError, str(error), error)
 
-    def end(self, kind: str, text: str, error: MeshcastError) -> None:
-        """Ends everything on all ranks, and here with `error`. Takes a second at most."""
+    def end(self, kind: type[MeshcastError], text: str, error: MeshcastError) -> None:
+        """Ends everything on all ranks, with an error of this kind, and here with `error`. Takes a second at
+        most."""
         self.buffers.end(error)
         told = threading.Event()
 
         def tell() -> None:
             with suppress(Exception):  # where the store does not answer, the others wait to their limits
-                self.muster.end(kind, text)
+                self.barrier.end(kind, text)
             told.set()
 
         try:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Unpack
 
 from ..base import checks, forks
-from ..errors import DeadlineExceededError, LayoutError, MeshcastError, typed
-from ..groups.muster import Late, Muster
+from ..errors import DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError, typed
 from ..groups.parent import parent_group, seconds
+from ..groups.ready_barrier import Late, ReadyBarrier
 from .state_arguments import Given
 from .state_current import State
 from .state_dict import StateOptions, Where
@@ -117,11 +117,11 @@ class WeightSync:
             wrong, given = as_call_of(_OP, typed(error, _OP, parent.rank)), Given(None, None)
         twin = parent.twin(self._name)
         ranks, within = list(parent.ranks), twin.full_name
-        muster = Muster(self._name, twin.store, twin.another_store, ranks, parent.rank, limit, within)
+        barrier = ReadyBarrier(self._name, twin.store, ranks, parent.rank, limit, within)
         self._buffers = Buffers(count, parent.rank)
         self._limit, self._one = limit, count == 1
-        self._side = Side(twin, muster, given, state, out, self._buffers, limit)
-        self._side.ask(lambda: muster.open(state is not None), limit, "connecting with the rendezvous store")
+        self._side = Side(twin, barrier, given, state, out, self._buffers, limit)
+        self._side.ask(lambda: barrier.open(state is not None), limit, "connecting with the rendezvous store")
         try:
             if wrong is not None:
                 raise wrong
@@ -130,7 +130,7 @@ class WeightSync:
                 self._receiver = Receiver(self._side, on_gpu)
                 self._receiver.start()
         except MeshcastError as error:
-            self._side.end("refused", f"rank {parent.rank} refused its arguments: {error}", error)
+            self._side.end(PlanMismatchError, f"rank {parent.rank} refused its arguments: {error}", error)
             raise
         receiver, side = self._receiver, self._side
 

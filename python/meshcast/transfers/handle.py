@@ -2,21 +2,75 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from .._C import CHANGED
+from .. import _C
+from .._C import CHANGED, Refusal
 from ..errors import MeshcastError
-from .call import Call
-from .futures import call_back, fail
 
-__all__ = ["Handle", "TransferStats"]
+__all__ = [
+    "Handle",
+    "Running",
+    "TransferStats",
+    "call_back",
+    "fail",
+]
+
+
+def call_back(function: Callable[[], None]) -> None:
+    """Calls it soon, on a thread that may wait for what it likes. For what completes a future, and so runs
+    the callbacks that a user has chained on it: no thread that others need may do that, and no lock may be
+    held meanwhile. What it raises is printed."""
+    _C.run_callback(function)
+
+
+def fail(future: torch.futures.Future[Any], error: Exception) -> None:
+    """Ends the future with the error, as set_exception does.
+
+    A raised error has the frames that it passed, which may have the future. Torch's future has the error in
+    turn, where no garbage collector looks: all of it would stay for ever, and the call and its group as well.
+    So the future has a copy without frames, and each raise is of one more.
+    """
+    bare = _copy_of(error)
+
+    def raise_it(_: Any) -> None:
+        raise _copy_of(bare)
+
+    future._set_unwrap_func(raise_it)
+    future.set_result(bare)
+
+
+def _copy_of(error: Exception) -> Exception:
+    """Without frames and causes. The same where its type cannot be copied."""
+    try:
+        return copy.copy(error)
+    except Exception:
+        return error
+
 
 T = TypeVar("T")
+
+
+class Running(Protocol):
+    """A call as its handle sees it; `_C.Call` is one."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def work(self) -> Any: ...  # None before it was started
+    def wait(self) -> None: ...
+    def is_completed(self) -> bool: ...
+    def is_settled(self) -> bool: ...  # it runs, or has failed
+    def when_settled(self, call: Callable[[], None]) -> None: ...
+    def make_final(self) -> None: ...  # it does not begin once more in another life of its group
+    def retract(self, why: str) -> Refusal | None: ...  # a source was changed while it may have travelled
+    def figures(self) -> dict[str, Any] | None: ...  # None before it was started
 
 
 @dataclass(frozen=True)
@@ -62,12 +116,12 @@ class Handle(Generic[T]):
 
     def __init__(
         self,
-        call: Call | None,
+        call: Running | None,
         result: T,
         bound: Callable[[], float],
         sources: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._call = call or _nothing_to_do()
+        self._call: Running = _Done() if call is None else call
         self._result = result
         self._bound = bound
         # Tensors made in inference mode do not count what is written on them.
@@ -80,9 +134,9 @@ class Handle(Generic[T]):
         MeshcastError if a source was changed in place in the meantime: what arrived may then be a mixture of
         old and new values. The other ranks of the call are told: those that wait for it raise as well, and
         those that have its result do so as they next wait for a call of these ranks, once."""
-        return self._wait(lambda told: told())
+        return self._wait(Refusal.wait)
 
-    def _wait(self, until: Callable[[Callable[[], None]], None]) -> T:
+    def _wait(self, until: Callable[[Refusal], None]) -> T:
         """until(told): may wait until the others can know that a source was changed."""
         self.is_completed()
         error = self._source_error()
@@ -94,7 +148,9 @@ class Handle(Generic[T]):
             return self._result
         if not self._intact and not self._told:
             self._told = True
-            until(self._call.retract(error))
+            told = self._call.retract(str(error))
+            if told is not None:
+                until(told)
         with suppress(MeshcastError):  # nothing reads the source any more once it has ended
             self._call.wait()
         raise error
@@ -137,7 +193,7 @@ class Handle(Generic[T]):
                 self._call.work.get_future().add_done_callback(finish)
 
         # What settles a call later is the thread that brings its group up, which callbacks may wait for.
-        if self._call.settled:
+        if self._call.is_settled():
             chain()
         else:
             self._call.when_settled(lambda: call_back(chain))
@@ -156,11 +212,12 @@ class Handle(Generic[T]):
 
     def figures(self) -> dict[str, Any]:
         """bytes_sent, bytes_received and seconds of `stats`, for callers that count them often."""
-        if not self.is_completed() or self._call.statistics is None:
+        found = self._call.figures() if self.is_completed() else None
+        if found is None:
             raise MeshcastError(
                 f"{self._call.op}: stats exist once the call has finished; wait() first", op=self._call.op
             )
-        return self._call.statistics()
+        return found
 
     def _source_error(self) -> MeshcastError | None:
         for tensor, version in self._sources:
@@ -179,7 +236,7 @@ class _Future(torch.futures.Future[T]):
     """torch's wait of a future hears of no signal: the call's own, which does, comes first. So it is for this
     future; what then() makes of it is torch's."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Running) -> None:
         super().__init__()
         self._call = call
 
@@ -190,21 +247,36 @@ class _Future(torch.futures.Future[T]):
 
 
 class _Done:
-    """Work of a rank that takes no part in a call."""
+    """The call of a rank that takes no part."""
 
-    def wait(self) -> bool:
-        return True
+    op = "reshard"
+
+    @property
+    def work(self) -> _Done:
+        return self
+
+    def wait(self) -> None:
+        pass
 
     def is_completed(self) -> bool:
         return True
+
+    def is_settled(self) -> bool:
+        return True
+
+    def when_settled(self, call: Callable[[], None]) -> None:
+        call()
+
+    def make_final(self) -> None:
+        pass
+
+    def retract(self, why: str) -> None:
+        pass
+
+    def figures(self) -> dict[str, Any]:
+        return {"bytes_sent": 0, "bytes_received": 0, "seconds": 0.0}
 
     def get_future(self) -> torch.futures.Future[None]:
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
         return future
-
-
-def _nothing_to_do() -> Call:
-    call = Call("reshard", 0.0)
-    call.started(_Done(), lambda: {"bytes_sent": 0, "bytes_received": 0, "seconds": 0.0})
-    return call

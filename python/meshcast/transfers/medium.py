@@ -1,14 +1,199 @@
-"""Medium: where the tensors of a transfer are, and what moves them between ranks."""
+"""The tensors of a transfer on one rank: what their elements are, whether they fit, where a call that changes
+their type converts them, and what moves those that are not all on CPUs."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from .. import _C
-from .call import Call
-from .shards import Shards
+from ..base.checks import dtype_name
+from ..errors import LayoutError, typed
 
-__all__ = ["HostMedium", "Medium", "Started", "StartingMedium", "Statistics"]
+__all__ = [
+    "DeviceTypes",
+    "device_types_of",
+    "CASTS",
+    "Casts",
+    "Ends",
+    "Medium",
+    "REDUCTIONS",
+    "Shards",
+    "Started",
+    "Statistics",
+    "Types",
+    "check_shards",
+    "ends_of",
+    "filled",
+    "resolved",
+    "settled",
+    "tensor_text",
+    "types_of",
+    "types_text",
+]
+
+REDUCTIONS: dict[torch.dtype, frozenset[str]] = {
+    getattr(torch, name): frozenset(reductions) for name, reductions, _ in _C.ELEMENT_TYPES if reductions
+}
+"""The operations by which partial values of a type can be reduced; some types lack some: truth values have no
+mean, complex numbers no order."""
+
+DeviceTypes = tuple[str, str]  # of the source and the destination of a call: "cpu" or "cuda" each
+CASTS = frozenset(getattr(torch, name) for name, _, casts in _C.ELEMENT_TYPES if casts)
+"""Between these, kernels cast while they pack and unpack."""
+
+
+Shards = Sequence[torch.Tensor | None]
+
+
+def check_shards(
+    shards: Shards,
+    shapes: Sequence[tuple[int, ...] | None],
+    dtypes: Sequence[torch.dtype],
+    *,
+    op: str,
+    rank: int,
+    side: str,
+    on_cpu: bool,
+) -> None:
+    """Raises LayoutError unless the shards are as their layouts say. shapes: None where this rank is not in
+    the mesh. side: "source" or "destination"."""
+    if len(shards) != len(shapes):
+        raise LayoutError(f"{op}: expected {len(shapes)} {side} shards, one per tensor, found {len(shards)}")
+    for index, (shard, shape) in enumerate(zip(shards, shapes, strict=True)):
+        if shard is None and shape is None:
+            continue
+        dtype = dtypes[index]
+        if shard is None:
+            if shape is not None and 0 not in shape:
+                raise LayoutError(
+                    f"{op}: rank {rank} is in the {side} mesh and must give its shard of tensor {index}: "
+                    f"expected {tensor_text(shape, dtype)}, found None",
+                    rank=rank,
+                    op=op,
+                )
+        elif shape is None:
+            if shard.numel():
+                raise LayoutError(
+                    f"{op}: rank {rank} is not in the {side} mesh and holds nothing of tensor {index}: "
+                    f"expected None, found {tensor_text(shard.shape, shard.dtype)}",
+                    rank=rank,
+                    op=op,
+                )
+        elif shard.shape != shape or shard.dtype != dtype or shard.is_cpu is not on_cpu:
+            raise LayoutError(
+                f"{op}: the {side} shard of tensor {index} on rank {rank} does not fit its layout: expected "
+                f"{tensor_text(shape, dtype)} on {'cpu' if on_cpu else 'cuda'}, found "
+                f"{tensor_text(shard.shape, shard.dtype)} on {shard.device}",
+                rank=rank,
+                op=op,
+            )
+        elif side == "destination" and _is_lazy(shard):
+            raise LayoutError(
+                f"{op}: the destination shard of tensor {index} on rank {rank} is a view that conjugates or "
+                f"negates its memory when it is read ({tensor_text(shard.shape, shard.dtype)}): expected "
+                "memory that holds the values themselves; give the tensor behind the view, or a clone()",
+                rank=rank,
+                op=op,
+            )
+
+
+def filled(shards: Shards) -> list[torch.Tensor | None]:
+    return [None if shard is None or shard.numel() == 0 else settled(shard) for shard in shards]
+
+
+def resolved(shards: Shards) -> Shards:
+    """The shards with conjugations and negations done that torch has only noted (`x.conj()`, and gradients of
+    such): transfers read the memory as it is."""
+    if not any(shard is not None and _is_lazy(shard) for shard in shards):
+        return shards
+    return [None if shard is None else shard.resolve_conj().resolve_neg() for shard in shards]
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor behind the wrapper in which functional collectives return before they have finished; the
+    wrapper has no memory of its own."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def tensor_text(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
+
+
+Types = tuple[torch.dtype, torch.dtype, torch.dtype]  # of a tensor: source, on the way, destination
+
+
+class Ends(NamedTuple):
+    """What a transfer is given of a tensor, at its source, and what it fills, at its destination."""
+
+    source: torch.dtype
+    destination: torch.dtype
+
+
+class Casts(NamedTuple):
+    """Ends of the tensors of a transfer and of its backward, which has none where there is no gradient; alike
+    on all ranks. Their types on the way are those of the problems."""
+
+    forth: tuple[Ends, ...]
+    back: tuple[Ends, ...] = ()
+
+
+def ends_of(
+    source: torch.dtype,
+    wire: torch.dtype,
+    destination: torch.dtype,
+    device_types: DeviceTypes,
+    scale: float = 1.0,
+) -> Ends:
+    """Decides what a transfer casts: between GPUs, and between floats of 32 bits or less, all of it, so that
+    no tensor is made in between. Elsewhere the ends are what travels, and the caller converts with torch. A
+    function of what all ranks know.
+
+    wire: what travels, the type of either end. scale: what the caller multiplies with afterwards, in the type
+    that travelled. float16 that becomes bfloat16 only where it arrives, as after a sum in float16, is left to
+    torch too: a rank forwards what it has unpacked, and 65504 would become infinite there.
+    """
+    cast_by_kernels = device_types == ("cuda", "cuda") and CASTS.issuperset({source, destination})
+    too_wide = source == wire == torch.float16 and destination == torch.bfloat16
+    if not cast_by_kernels or too_wide or scale != 1.0:
+        return Ends(wire, wire)
+    return Ends(source, destination)
+
+
+def types_of(wires: Iterable[torch.dtype], ends: Sequence[Ends]) -> tuple[Types, ...]:
+    """By tensor; empty where the transfer casts none."""
+    if all(end.source == end.destination for end in ends):
+        return ()
+    return tuple((end.source, wire, end.destination) for wire, end in zip(wires, ends, strict=True))
+
+
+def types_text(types: Sequence[Types]) -> str:
+    """Which casts there are, and of which of the tensors; equal texts mean equal casts."""
+    found: dict[str, list[int]] = {}
+    for index, (source, wire, destination) in enumerate(types):
+        if source != destination:
+            text = f"{dtype_name(source)} to {dtype_name(destination)} as {dtype_name(wire)}"
+            found.setdefault(text, []).append(index)
+    return "; ".join(f"casts {text}: tensors {_ranges(indices)}" for text, indices in found.items())
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, runs as "3-7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 class Statistics:
@@ -29,46 +214,52 @@ class Statistics:
 Started = tuple[Any, Statistics]  # a work, and what it tells
 
 
-class Medium(Protocol):
-    """Place of the tensors of a transfer, as the transfer needs it. One object serves one transfer."""
+class Medium(ABC):
+    """Place of the tensors of a transfer, as its calls need it. One object serves one transfer."""
 
-    by_host: bool
+    by_host: ClassVar[bool]
     """Whether the host moves the bytes, over the interfaces of its group."""
 
-    def check(self, shards: Shards) -> None:
-        """In the caller's thread. Raises LayoutError for shards it cannot move."""
+    def check(self, shards: Shards) -> None:  # noqa: B027  most can move all
+        """Raises LayoutError for shards it cannot move. In the caller's thread."""
 
-    def bring(self, call: Call, src: Shards, dst: Shards, *, reverse: bool) -> tuple[Shards, Shards]:
-        """The shards where they can be moved; in the caller's thread, before the call is counted. What it
-        raises is told to the other ranks."""
+    @abstractmethod
+    def bring(self, call: _C.MediumCall, src: Shards, dst: Shards, *, reverse: bool) -> tuple[Shards, Shards]:
+        """Returns the shards where they can be moved; in the caller's thread, before the call is counted.
+        What it raises is reported to the other ranks."""
 
-    def text(self) -> str:
-        """For descriptors: "" for the host, whose texts name no place."""
+    @abstractmethod
+    def ready(self, call: _C.MediumCall) -> bool:
+        """Returns whether a start would not have to wait. Only while no command of the group is running."""
 
+    def connect(self, core: _C.GroupCore, call: _C.MediumCall, ordinal: int) -> None:  # noqa: B027
+        """Makes connections of its own, where some lack, once the ranks have agreed on the call `ordinal`."""
 
-class StartingMedium(Medium, Protocol):
-    """One that starts the plan itself."""
-
-    def ready(self, call: Call) -> bool:
-        """Whether a start would not have to wait. Only while no command of the group is running."""
-
-    def connect(self, core: _C.GroupCore, call: Call, ordinal: int) -> None:
-        """Once the ranks have agreed on the call `ordinal`: makes connections of its own, where some lack."""
-
-    def start(self, core: _C.GroupCore, call: Call, agreed: _C.AgreedPlan, **arguments: Any) -> Started:
+    @abstractmethod
+    def start(
+        self, core: _C.GroupCore, call: _C.MediumCall, agreed: _C.AgreedPlan, **arguments: Any
+    ) -> Started:
         """Starts the plan; the arguments are those of GroupCore.start."""
 
+    def begin(
+        self, core: _C.GroupCore, call: _C.MediumCall, agreed: _C.AgreedPlan, **arguments: Any
+    ) -> Started:
+        """The same for the group; raises typed errors."""
+        try:
+            return self.start(core, call, agreed, **arguments)
+        except Exception as error:
+            found = typed(error, call.op, call.flight.rank)
+            raise found from error.__cause__ if found is error else error
 
-class HostMedium:
-    """Tensors on CPUs: the private group's own connections move them, and need nothing from here."""
-
-    by_host = True
-
-    def check(self, shards: Shards) -> None:
-        pass
-
-    def bring(self, call: Call, src: Shards, dst: Shards, *, reverse: bool) -> tuple[Shards, Shards]:  # noqa: ARG002
-        return src, dst
-
+    @abstractmethod
     def text(self) -> str:
-        return ""
+        """Returns what a descriptor says of it; that of CPUs names no place."""
+
+
+def device_types_of(source: str, destination: str, op: str) -> DeviceTypes:
+    """Where both ends of a call are, from the device types of their meshes. Raises LayoutError for one that
+    is neither "cpu" nor "cuda"."""
+    for kind in (source, destination):
+        if kind not in ("cpu", "cuda"):
+            raise LayoutError(f"{op}: the meshes are on {kind}; tensors on cpu and cuda can be moved", op=op)
+    return source, destination

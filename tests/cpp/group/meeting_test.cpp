@@ -4,7 +4,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -14,58 +13,14 @@
 
 #include "catch.h"
 #include "group/conversation.h"
+#include "group/roll.h"
+#include "support/memory_store.h"
 
 namespace meshcast {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-
-// A store of this process, in which something may happen right after a question for a count.
-class MemoryStore final : public Store {
- public:
-  std::function<void()> after_count;
-
-  void set(const std::string& key, const std::string& value) override {
-    const std::lock_guard lock(mutex_);
-    content_[key] = value;
-  }
-  std::string compare_set(const std::string& key, const std::string& expected,
-                          const std::string& desired) override {
-    const std::lock_guard lock(mutex_);
-    const auto found = content_.find(key);
-    if (found != content_.end() && found->second != expected) return found->second;
-    if (found == content_.end() && !expected.empty()) return expected;
-    return content_[key] = desired;
-  }
-  int64_t add(const std::string& key, int64_t count) override {
-    int64_t sum = 0;
-    {
-      const std::lock_guard lock(mutex_);
-      std::string& value = content_[key];
-      sum = (value.empty() ? 0 : std::stoll(value)) + count;
-      value = std::to_string(sum);
-    }
-    if (count == 0 && after_count) std::exchange(after_count, nullptr)();
-    return sum;
-  }
-  void erase(const std::string& key) override {
-    const std::lock_guard lock(mutex_);
-    content_.erase(key);
-  }
-  std::optional<std::vector<std::string>> read(const std::vector<std::string>& keys) override {
-    const std::lock_guard lock(mutex_);
-    std::vector<std::string> out;
-    for (const auto& key : keys)
-      if (content_.count(key)) out.push_back(content_[key]);
-    return out.size() == keys.size() ? std::optional(out) : std::nullopt;
-  }
-  const void* connection() const override { return this; }
-
- private:
-  std::mutex mutex_;
-  std::map<std::string, std::string> content_;
-};
 
 // A machine on which nothing is connected. gone: offers of ranks that have died.
 class Machine final : public Connector {
@@ -101,6 +56,10 @@ class Machine final : public Connector {
   const std::string gone_;
 };
 
+std::shared_ptr<BoardStore> life_in(const std::shared_ptr<Store>& store, const std::string& prefix = "life") {
+  return std::make_shared<BoardStore>(std::make_shared<PrefixedStore>(prefix, store));
+}
+
 struct Part {
   int32_t rank = 3;
   milliseconds limit{5000};
@@ -116,7 +75,7 @@ struct Part {
 std::pair<Met, std::map<int32_t, std::string>> part_of(const std::shared_ptr<Store>& store, const Part& part) {
   Machine machine(store, part.rank, part.gone);
   MeetingPart own;
-  own.life = [] { return std::string("life"); };
+  own.life = [&] { return LifeKeys{"life", life_in(store)}; };
   own.what = part.what;
   own.next = [&] { return part.next; };
   own.deadline = Clock::now() + part.limit;
@@ -142,14 +101,27 @@ bool says(const Error& error, const std::string& text) {
   return std::string(error.what()).find(text) != std::string::npos;
 }
 
-TEST_CASE("texts are heard once all ranks have said theirs, and those that have by the deadline") {
+TEST_CASE("texts are heard once all ranks have said theirs; else the error names those that have not") {
   const auto store = std::make_shared<MemoryStore>();
   Conversation first(store, 0, 3);
   Conversation second(store, 1, 3);
   first.say("a", "x");
   second.say("b", "of another topic");
   using Texts = std::map<int32_t, std::string>;
-  CHECK(first.hear("a", {0, 1, 2}, Clock::now() + milliseconds(5)) == Texts{{0, "x"}});
+  try {
+    first.hear("a", {0, 1, 2}, Clock::now() + milliseconds(5),
+               {"{missing}, {first} within {elapsed} s", "o", "p"});
+    FAIL("no error");
+  } catch (const Error& error) {
+    CHECK(error.kind() == ErrorKind::DeadlineExceeded);
+    CHECK(says(error, "[1, 2], 1 within 0."));
+    const ErrorContext& context = error.context();
+    CHECK(context.rank == 0);
+    CHECK(context.peer == 1);
+    CHECK(context.op + context.phase == "op");
+    CHECK(context.elapsed >= context.limit);
+    CHECK(context.limit > 0.004);
+  }
   CHECK(first.silent("a", {0, 1, 2}) == std::vector<int32_t>{1, 2});
   std::thread late([&] {
     std::this_thread::sleep_for(milliseconds(10));
@@ -160,8 +132,53 @@ TEST_CASE("texts are heard once all ranks have said theirs, and those that have 
   second.forget("a");
   CHECK(!first.heard("a", 1));
   CHECK(first.heard("b", 1) == "of another topic");
-  CHECK_THROWS_AS(first.hear("never", {1}, Clock::now() + seconds(20), [] { throw LayoutError("no more"); }),
-                  LayoutError);
+  CHECK_THROWS_AS(
+      first.hear("never", {1}, Clock::now() + seconds(20), {}, [] { throw LayoutError("no more"); }),
+      LayoutError);
+}
+
+TEST_CASE("a text that comes while those missing are looked for is heard") {
+  const auto store = std::make_shared<MemoryStore>();
+  Conversation first(store, 0, 2);
+  const auto come = [&] { Conversation(store, 1, 2).say("a", "late"); };
+  const auto now = Clock::now();
+  CHECK(first.hear("a", {1}, now, {}, come) == std::map<int32_t, std::string>{{1, "late"}});
+}
+
+TEST_CASE("a verdict is waited for, with looks that are not too frequent") {
+  const auto store = std::make_shared<MemoryStore>();
+  Conversation first(store, 0, 2);
+  int looks = 0;
+  const auto look = [&] { ++looks; };
+  CHECK(first.await_verdict("v", Clock::now() + milliseconds(30), look, std::chrono::hours(1)) == "");
+  CHECK(looks == 1);  // at the deadline
+  CHECK(first.await_verdict("v", Clock::now() + milliseconds(30), look) == "");
+  CHECK(looks > 3);
+  const auto decide = [&] { Conversation(store, 1, 2).verdict("v", "theirs"); };
+  CHECK(first.await_verdict("v", TimePoint::max(), decide) == "theirs");
+  first.erase("v");
+  CHECK(first.verdict("v", "") == "");
+}
+
+TEST_CASE("a rank looks after the next one that has come, or after all") {
+  const auto store = std::make_shared<MemoryStore>();
+  for (const int32_t rank : {0, 2, 3}) Conversation(store, rank, 4).say("here", std::to_string(rank));
+  Conversation second(store, 1, 4);
+  std::vector<std::string> watched;
+  const auto known = std::make_shared<KnownOffers>();
+  Watches watches(known, [&](const std::string& said) -> Watch {
+    watched.push_back(said);
+    return [said] { return said == "3" ? std::string("killed") : std::string(); };
+  });
+  const std::vector<int32_t> ranks{0, 1, 2, 3};
+  CHECK(!watches.lost(second, "here", ranks));
+  CHECK(watched == std::vector<std::string>{"2"});
+  CHECK(!watches.lost(second, "here", {0, 2}, true));
+  const auto lost = watches.lost(second, "here", {0, 3, 2}, true);
+  REQUIRE(lost);
+  CHECK(lost->rank == 3);
+  CHECK(lost->why == "killed");
+  CHECK(watched == std::vector<std::string>{"2", "0", "3"});
 }
 
 TEST_CASE("the first proposal is the verdict of all") {
@@ -231,6 +248,7 @@ TEST_CASE("a late rank finds a group that has failed") {
 TEST_CASE("a death is seen by the rank before it, and named by all") {
   const auto store = std::make_shared<MemoryStore>();
   store->set("life/member/5", "\noffer of 5");
+  Roll(life_in(store), "members", 4).sign(1);
   Part before;
   before.ranks = {3, 5, 7, 9};
   before.gone = "offer of 5";
@@ -260,7 +278,7 @@ TEST_CASE("a rank known from earlier is looked after before it comes") {
 TEST_CASE(
     "a refusal ends the meeting for its own call, and sends ranks that meet for another to the next life") {
   const auto store = std::make_shared<MemoryStore>();
-  CHECK(refuse_meeting(store, "life", 5, "0.4", "wrong shape"));
+  CHECK(refuse_meeting(life_in(store), 5, "0.4", "wrong shape"));
   Part part;
   part.what = "0.4";
   const auto error = error_of<MeetAgainError>(store, part);
@@ -273,6 +291,16 @@ TEST_CASE(
   CHECK(met.refused->call.ordinal == 4);
   CHECK(met.refused->rank == 5);
   CHECK(met.refused->text == "wrong shape");
+}
+
+TEST_CASE("where two calls are refused in one meeting, the second rank knows that it was not heard") {
+  const auto store = std::make_shared<MemoryStore>();
+  CHECK(refuse_meeting(life_in(store), 5, "0.4", "wrong shape"));
+  CHECK(refuse_meeting(life_in(store), 3, "0.4", "wrong as well"));
+  CHECK(!refuse_meeting(life_in(store), 3, "0.5", "another call"));
+  CHECK(refuse_meeting(life_in(store, "life 2"), 3, "0.5", "another call"));
+  store->set("life 3/verdict", "deadline/3 late");
+  CHECK(refuse_meeting(life_in(store, "life 3"), 3, "0.5", "another call"));
 }
 
 }  // namespace

@@ -19,9 +19,9 @@ from meshcast.pipelining.devices import make_transfer, stage_device
 from meshcast.pipelining.edge_transfers import EdgeTransfers, LocalShape
 from meshcast.pipelining.table import agree_on_stages, describe_stages
 from meshcast.pipelining.wiring import Wiring
-from meshcast.transfers.gpu_medium import GpuMedium
+from meshcast.transfers.gpu import GpuMedium
 from meshcast.transfers.medium import HostMedium
-from meshcast.transfers.persistent import PersistentTransfer, PlanOptions
+from meshcast.transfers.transfer import PersistentTransfer, PlanOptions
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from meshcast import Layout, LayoutError
-from meshcast.resharding.lost import gone, lost_ranks, raise_gone, renumbered, survivors
+from meshcast.resharding.meshes import gone, lost_ranks, raise_gone, renumbered, survivors
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 

@@ -9,12 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 from meshcast.errors import DeadlineExceededError
-from meshcast.groups.board import Board
 from meshcast.resharding.state_rows import Rows
 
 
 class CutOff:
-    """A store whose connection has been cut: nothing that is asked of it ends."""
+    """A conversation over a connection that has been cut: nothing that is asked of it ends."""
 
     def __init__(self) -> None:
         self.over = threading.Event()
@@ -25,8 +24,8 @@ class CutOff:
 
 def test_no_use_of_the_store_outlives_the_call() -> None:
     """The process group's limit is of no account, where the call's is shorter."""
-    store = CutOff()
-    group = SimpleNamespace(board=Board(store, 0), timeout=3600.0)
+    conversation = CutOff()
+    group = SimpleNamespace(conversation=conversation, timeout=3600.0)
     parent = SimpleNamespace(rank=0, ranks=frozenset({0, 1}), private=lambda *_: group)
     rows = Rows(parent)  # type: ignore[arg-type]
     begin = time.monotonic()
@@ -38,4 +37,4 @@ def test_no_use_of_the_store_outlives_the_call() -> None:
         with pytest.raises(DeadlineExceededError, match="the rendezvous store does not answer"):
             use(time.monotonic() + 0.1)
     assert time.monotonic() - begin < 30.0
-    store.over.set()
+    conversation.over.set()

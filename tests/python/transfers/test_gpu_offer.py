@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from meshcast.errors import LayoutError, MeshcastError
-from meshcast.transfers.gpu_offer import (
+from meshcast.transfers.gpu import (
     CUDA_IPC,
     NCCL,
     GpuOffer,
-    device_types_of,
+    choose_transport,
     gpu_obstacle,
     own_offer,
     require_gpu,
 )
-from meshcast.transfers.gpu_transport import choose_transport
+from meshcast.transfers.medium import device_types_of
 
 
 def offer(number: int, **changes: object) -> GpuOffer:

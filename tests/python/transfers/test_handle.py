@@ -11,15 +11,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from meshcast.errors import PeerLostError
-from meshcast.transfers.call import Call
 from meshcast.transfers.handle import Handle
 
 
 class Later:
-    """A start that waits in the queue of its group, and fails there."""
+    """A call that waits in the queue of its group, and fails there."""
 
-    work = None
-    begun_again = 0
+    op, work = "reshard", None
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -50,13 +48,18 @@ class Later:
     def make_final(self) -> None:
         pass
 
+    def retract(self, why: str) -> None:
+        pass
 
-def _failed_call() -> tuple[weakref.ref[Call], weakref.ref[torch.Tensor]]:
+    def figures(self) -> None:
+        pass
+
+
+def _failed_call() -> tuple[weakref.ref[Later], weakref.ref[torch.Tensor]]:
     """A call that has failed, of whose error this frame, with the future, was part."""
-    call, result = Call("reshard", 5.0), torch.zeros(3)
-    later = call.start = Later()
+    call, result = Later(), torch.zeros(3)
     future = Handle(call, result, lambda: 0.0).get_future()
-    later.fail(PeerLostError("rank 2 is gone", peer=2, op="reshard"))
+    call.fail(PeerLostError("rank 2 is gone", peer=2, op="reshard"))
     for _ in range(2):
         with pytest.raises(PeerLostError, match="rank 2 is gone") as caught:
             future.wait()
@@ -82,9 +85,8 @@ def test_a_future_raises_errors_that_cannot_be_copied() -> None:
         def __init__(self, first: str, second: str) -> None:
             super().__init__(first + second)
 
-    call = Call("reshard", 5.0)
-    later = call.start = Later()
+    call = Later()
     future = Handle(call, None, lambda: 0.0).get_future()
-    later.fail(OddError("no ", "way"))
+    call.fail(OddError("no ", "way"))
     with pytest.raises(OddError, match="no way"):
         future.wait()

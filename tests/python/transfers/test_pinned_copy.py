@@ -11,9 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from meshcast.errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
-from meshcast.transfers.call import Call
-from meshcast.transfers.pinned import PinnedPool
-from meshcast.transfers.pinned_copy import Passage
+from meshcast.transfers.pinned import Passage, PinnedPool
 from multiproc.fake_gpu import FakeGpu
 
 pytestmark = pytest.mark.timeout(60)
@@ -35,12 +33,26 @@ class Work:
             raise self.error
 
 
-def new_call(timeout: float = 30.0) -> Call:
-    return Call("reshard", timeout)
+class Call:
+    """One that the test starts, or lets fail."""
+
+    op = "reshard"
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout, self.deadline = timeout, time.monotonic() + timeout
+        self.work: Any = None
+        self.error: Exception | None = None
+
+    def is_completed(self) -> bool:
+        return self.error is not None or (self.work is not None and self.work.is_completed())
+
+
+def new_call(timeout: float = 30.0) -> Any:
+    return Call(timeout)
 
 
 def passage(
-    gpu: FakeGpu, tensor: torch.Tensor, way: tuple[bool, bool], call: Call | None = None, pool: Any = None
+    gpu: FakeGpu, tensor: torch.Tensor, way: tuple[bool, bool], call: Any = None, pool: Any = None
 ) -> Passage:
     sides = ([tensor], [None]) if way == TO_HOST else ([None], [tensor])
     return Passage(gpu, pool or PinnedPool(gpu.pinned), call or new_call(), 3, *sides, way)
@@ -78,8 +90,7 @@ def test_blocks_are_lent_to_one_call_at_a_time_and_nobody_waits_for_them() -> No
     pool.watch(call, lent)
     assert len({*blocks_of(lent)}) == 3
     kept = [lent]
-    for step in (lambda: None, lambda: call.started(work, dict)):  # queued; under way
-        step()
+    for call.work in (None, work):  # queued; under way
         kept.append(pool.lend([8192, 100]))
         assert not {*blocks_of(kept[-1])} & {*blocks_of(lent)}, "a block of a call in flight was lent"
     work.over = True
@@ -99,10 +110,10 @@ def test_blocks_of_a_call_that_failed_are_given_up(started: bool) -> None:
     pool.watch(call, lent)
     if started:
         work = Work(MeshcastError("a rank is gone"))
-        call.started(work, dict)
+        call.work = work
         work.over = True
     else:
-        call.failed(MeshcastError("the group has failed before"))
+        call.error = MeshcastError("the group has failed before")
     for _ in range(2):
         assert blocks_of(pool.lend([9000])) != blocks_of(lent)
 
@@ -113,7 +124,7 @@ def test_the_memory_of_a_call_is_its_own_until_it_has_landed() -> None:
     made = passage(gpu, torch.zeros(2000), TO_GPU, call, pool)
     (host,) = made.dst
     assert host is not None
-    call.started(made.landing(work), dict)
+    call.work = made.landing(work)
     others = pool.lend([8000])
     work.over = True
     until(call.is_completed)

@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from meshcast.groups.parent import parent_group
 from meshcast.planning.plan import STRATEGIES, Problem
-from meshcast.resharding.local import reshard_local
-from meshcast.transfers.make import new_transfer
-from meshcast.transfers.persistent import PersistentTransfer, PlanOptions
+from meshcast.resharding.reshard import reshard_local
+from meshcast.transfers.transfer import PersistentTransfer, PlanOptions, new_transfer
 
 from ..cases import Case
 from ..groups import Groups

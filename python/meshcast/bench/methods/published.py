@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 
 from meshcast.layout import Layout
 from meshcast.planning.plan import Problem
-from meshcast.transfers.persistent import PersistentTransfer, PlanOptions
+from meshcast.transfers.transfer import PersistentTransfer, PlanOptions
 
 from ..move import Batch, Box, Move, cuts, extent, intersection, turns
 from .method import Method

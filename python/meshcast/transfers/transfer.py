@@ -11,31 +11,33 @@ from zlib import crc32
 import torch
 
 from .. import _C
+from .._C import Call, CallNumber
 from ..base.checks import dtype_name
-from ..base.counters import Moved, Traffic, begun
-from ..base.observe import Flight, log, profiled, profiling
 from ..errors import LayoutError, MeshcastError, mark_told, typed
 from ..groups.parent import ParentGroup, seconds
 from ..planning.plan import Plan, Problem, plan_many
-from .call import Call, CallNumber
-from .gpu_offer import DeviceTypes
+from .gpu import GpuMedium
 from .handle import Handle
-from .medium import HostMedium, Medium, StartingMedium, Statistics
-from .shards import Shards, check_shards, filled, resolved, tensor_text
+from .medium import DeviceTypes, Medium, Shards, check_shards, filled, resolved, tensor_text, types_of
+from .pinned import PinnedMedium
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ..layout import Layout
     from ..topology import Topology
-    from .casts import Casts
+    from .medium import Casts
 
 __all__ = [
-    "DEFAULT_OPTIONS",
-    "REVERSE_LANE",
+    "Call",
+    "CallNumber",
     "CallOptions",
+    "DEFAULT_OPTIONS",
     "PersistentTransfer",
     "PlanOptions",
+    "REVERSE_LANE",
+    "kept_transfer",
+    "new_transfer",
     "ranks_of",
 ]
 
@@ -66,9 +68,9 @@ class PersistentTransfer:
     """The moves of a call: their plan, their private group, and the agreement of all ranks on both.
 
     problems: what moves; backward: those of the gradients.
-    lane: ordering domain, see start(). medium: where the tensors are, of device_types. casts: what it casts
-    itself. kind: transfers of one kind share an agreement; None: this one has its own, made in its first call
-    or by agree_ahead(). All ranks of both meshes make the same calls in one order.
+    lane: ordering domain, see start(). medium: moves what is not on CPUs, of device_types. casts: what it
+    casts itself. kind: transfers of one kind share an agreement; None: this one has its own, made in its
+    first call or by agree_ahead(). All ranks of both meshes make the same calls in one order.
 
     Raises LayoutError if a layout does not fit its shape, a rank is outside the parent group, or this rank is
     in no mesh.
@@ -97,7 +99,7 @@ class PersistentTransfer:
         self._destination_dtypes = wires if casts is None else [ends.destination for ends in casts.forth]
         self._backward = backward
         self._op, self._options, self._lane, self._kind = op, options, lane, kind
-        self._medium, self._device_types = medium or HostMedium(), device_types
+        self._medium, self._device_types = medium, device_types
         known: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...] | None] = {}
         for shape, _, src, dst in self.problems:
             for layout in (src, dst):
@@ -110,16 +112,21 @@ class PersistentTransfer:
         self._parent = parent
         self._group = parent.private(ranks_of(problems), op)
         self._plan: Plan | None = None
-        self._reverse_plan: Plan | None = None
-        self._traffic: dict[bool, Traffic] = {}  # by `reverse`, once started
-        self._facts: dict[str, Any] | None = None
-        self._reverse_facts: dict[str, Any] | None = None
-        self.what = self._what()  # moves, in words; the same on all ranks
-        self._descriptor = ""
-        self._told = False  # to the log
+        self._what = self._moves_text()
         # Through C++ a cycle would never be freed.
         this = weakref.ref(self)
-        self._core = _C.Transfer(self._group.calls, lane, kind is not None, lambda: _compiled(this()))
+        self._core = _C.Transfer(
+            self._group,
+            lane,
+            kind is not None,
+            lambda: _compiled(this()),
+            op,
+            self._what,
+            self._group.members,
+            medium,
+            list(zip(self._source, self._source_dtypes, strict=True)),
+            list(zip(self._destination, self._destination_dtypes, strict=True)),
+        )
 
     @property
     def plan(self) -> Plan:
@@ -159,30 +166,25 @@ class PersistentTransfer:
         self._core.close(MeshcastError(f"{self._op}: the transfer was closed", op=self._op))
 
     def launch(self, src: Shards, dst: Shards, timeout: float, *, driven: bool = False) -> Call:
-        """start() below the handle. driven: the caller waits at once, and lends a hand in that."""
-        if not profiling():
-            return self._launch(src, dst, timeout, driven)
-        with profiled("launch", self._op):
-            return self._launch(src, dst, timeout, driven)
-
-    def _launch(self, src: Shards, dst: Shards, timeout: float, driven: bool) -> Call:
-        call = self._new_call(self._op, timeout, driven)
+        """start() below the handle. driven: the caller waits at once, and helps to move the data."""
+        call: Call | None = None
         try:
-            self._check("source", src, self._source)
-            self._check("destination", dst, self._destination)
-            self._medium.check((*src, *dst))
-            src, dst = self._medium.bring(call, resolved(src), dst, reverse=False)
-            start = self._start(call, src, dst, reverse=False)
+            if self._medium is None:
+                call = _C.HostCall.of_fitting(self._core, timeout, driven, src, dst)
+            if call is None:
+                call = self._new_call(CallNumber(), timeout, driven, reverse=False)
+                self._check("source", src, self._source)
+                self._check("destination", dst, self._destination)
+                if self._medium is not None:
+                    self._medium.check((*src, *dst))
+                self._bring(call, src, dst, reverse=False)
         except Exception as error:
             found = typed(error, self._op, self._group.rank)
-            call.failed(found)
+            (call.flight if call is not None else self._core.new_flight(reverse=False)).failed(found)
             self._group.refuse(self._lane, found, timeout).wait()
             mark_told(found)
             raise found from error.__cause__ if found is error else error
-        if type(self._medium) is HostMedium:  # others copy the source as the call is made
-            group = self._group.calls
-            call.retract = lambda error: start.retract(group, str(error)).wait
-        self._submit(call, start, reverse=False)
+        self._submit(call)
         return call
 
     def launch_reverse(
@@ -190,69 +192,33 @@ class PersistentTransfer:
     ) -> Call:
         """The backward transfer of the call `number`: src are gradients in the destination layout, dst
         receives those of the source. driven: as in launch()."""
-        call = self._new_call(f"{self._op} backward", timeout, driven)
-        call.number = number
+        call = self._new_call(number, timeout, driven, reverse=True)
         try:
-            src, dst = self._medium.bring(call, resolved(src), dst, reverse=True)
-            start = self._start(call, src, dst, reverse=True)
+            self._bring(call, src, dst, reverse=True)
         except MeshcastError as error:  # the others wait for this rank
             self.reject_reverse(number, error, timeout)
             raise
-        self._submit(call, start, reverse=True)
+        self._submit(call)
         return call
 
-    def _start(self, call: Call, src: Shards, dst: Shards, *, reverse: bool) -> _C.Start:
-        sources, destinations = filled(src), filled(dst)
-        medium = self._medium
-        if isinstance(medium, HostMedium):
-            return _C.HostStart(
-                self._core, call.number, call.timeout, reverse, call.op, sources, destinations
-            )
-        starting: StartingMedium = medium  # type: ignore[assignment]
+    def _new_call(self, number: CallNumber, timeout: float, driven: bool, *, reverse: bool) -> Call:
+        kind = _C.HostCall if self._medium is None else _C.MediumCall
+        return kind(self._core, number, timeout, driven, reverse)
 
-        def begin(
-            core: _C.GroupCore, agreed: _C.AgreedPlan, ordinal: int, backward: bool, timeout: float
-        ) -> Any:
-            try:
-                work, call.statistics = starting.start(
-                    core,
-                    call,
-                    agreed,
-                    ordinal=ordinal,
-                    reverse=backward,
-                    src=sources,
-                    dst=destinations,
-                    timeout=timeout,
-                )
-            except Exception as error:
-                found = typed(error, call.op, self._group.rank)
-                raise found from error.__cause__ if found is error else error
-            return work
+    def _bring(self, call: Call, src: Shards, dst: Shards, *, reverse: bool) -> None:
+        """Gives the call its shards as the transfer can move them."""
+        src = resolved(src)
+        if isinstance(call, _C.MediumCall):
+            assert self._medium is not None
+            src, dst = self._medium.bring(call, src, dst, reverse=reverse)
+        call.give(filled(src), filled(dst))
 
-        return _C.PythonStart(
-            self._core,
-            call.number,
-            call.timeout,
-            reverse,
-            call.op,
-            lambda: starting.ready(call),
-            lambda core, ordinal: starting.connect(core, call, ordinal),
-            begin,
-        )
-
-    def plain_start(self, src: Shards, dst: Shards, timeout: float) -> _C.Start:
-        """Returns a start without a call, to be submitted to the group: of shards on CPUs that are known to
-        fit, which nothing has to be done for."""
-        return _C.HostStart(self._core, CallNumber(), timeout, False, self._op, src, dst)
-
-    def _submit(self, call: Call, start: _C.Start, *, reverse: bool) -> None:
-        call.start = start
+    def _submit(self, call: _C.Call) -> None:
+        """Counts the call and begins it behind all earlier ones: at once in this thread where nothing has to
+        be waited for, else on the control thread. Raises AbortedError in a forked child."""
         try:
-            self._group.submit(start)
-            flight = call.flight
-            if flight is not None:
-                flight.lane, flight.position = start.lane, start.ordinal
-            start.when_settled(lambda: self._settled(call, start, reverse))  # it may wait for a long time
+            self._group.before_call()
+            call.submit()
         except MeshcastError as error:
             mark_told(error)
             raise
@@ -261,85 +227,43 @@ class PersistentTransfer:
             mark_told(raised)
             raise
 
-    def _settled(self, call: Call, start: _C.Start, reverse: bool) -> None:
-        """It runs, or it has failed: what the flight record says of it."""
-        flight, error = call.flight, start.error
-        if flight is not None and call.number.run >= 0:
-            flight.plan = self._reverse_facts if reverse else self._facts
-            flight.run = call.number.run
-        if error is not None:
-            if flight is not None:
-                flight.failed(error)
-            return
-        if not self._told:
-            self._told = True
-            log.info("rank %d: agreed on %s", self._group.rank, self._descriptor)
-        work = start.work
-        statistics = call.statistics
-        if statistics is None:
-            statistics = call.statistics = Statistics(work)
-        if flight is not None:
-            assert isinstance(statistics, Statistics)
-            traffic = flight.traffic = self._carried(call.op, statistics, reverse)
-            # What arrives is waited for; until then it would be kept as long as the count.
-            if not call.driven and traffic.only_sends:
-                begun(flight, traffic, work, statistics)
-        self._group.watch(call)
-
     def reject_reverse(self, number: CallNumber, error: Exception, timeout: float) -> None:
         """Lets the ranks that wait in the backward transfer of a call raise: this rank does not take part."""
         self._group.refuse(REVERSE_LANE, error, timeout, ordinal=number.ordinal)
 
-    def _new_call(self, op: str, timeout: float, driven: bool) -> Call:
-        call = Call(op, timeout, driven)
-        call.interrupted = self._group.interrupted
-        call.take_news = self._group.take_news
-        call.flight = Flight(op, self._group.members, self._group.rank, call, self.what)
-        return call
-
-    def _compile(self) -> None:
-        if self._plan is not None:
-            return
+    def _compile(self) -> tuple[Any, ...]:
+        """Returns op, descriptor, plan and that of the backward, on which the ranks agree, and what the
+        flight record shows of both plans."""
         options, group = self._options, self._group
         topology = options.topology or group.topology
-        if topology is not None and self._medium.by_host and group.interfaces > 1:
+        by_host = self._medium is None or self._medium.by_host
+        if topology is not None and by_host and group.interfaces > 1:
             topology = topology.striped()
         plan = plan_many(self.problems, topology=topology, strategy=options.strategy, balance=options.balance)
-        self._facts = _facts(plan, group.rank)
+        back = None
         if self._backward is not None:
-            self._reverse_plan = plan_many(self._backward, topology=topology, strategy=options.strategy)
-            self._reverse_facts = _facts(self._reverse_plan, group.rank)
+            back = plan_many(self._backward, topology=topology, strategy=options.strategy)
         self._plan = plan
-        self._descriptor = self._describe(plan)
+        reverse, reverse_facts = (None, None) if back is None else (back._core, _facts(back, group.rank))
+        described = self._describe(plan, back)
+        return self._op, described, plan._core, reverse, _facts(plan, group.rank), reverse_facts
 
-    def _carried(self, op: str, statistics: Statistics, reverse: bool) -> Traffic:
-        """What each call carries: the messages of its program, which is made when it is first started."""
-        found = self._traffic.get(reverse)
-        if found is None:
-            rank, ranks = self._group.rank, self._group.ranks
-            moved = [
-                Moved(*((rank, ranks[peer]) if sent else (ranks[peer], rank)), messages, nbytes)
-                for peer, sent, messages, nbytes in statistics.traffic()
-            ]
-            facts = self._reverse_facts if reverse else self._facts
-            assert facts is not None  # it has been compiled
-            found = self._traffic[reverse] = Traffic(op, facts["bound"], rank, moved)
-        return found
-
-    def _what(self) -> str:
+    def _moves_text(self) -> str:
+        """What moves, in words that are the same on all ranks."""
         tensors = "; ".join(
             f"{tensor_text(shape, dtype)}: {src} -> {dst}" for shape, dtype, src, dst in self.problems[:3]
         )
         more = f"; {_more_text(self.problems[3:])}" if len(self.problems) > 3 else ""
         return f"{tensors}{more}"
 
-    def _describe(self, plan: Plan) -> str:
+    def _describe(self, plan: Plan, back: Plan | None) -> str:
         gradient = "no gradient"
-        if self._backward is not None and self._reverse_plan is not None:
+        if self._backward is not None and back is not None:
             _, _, src, dst = self._backward[0]
-            gradient = f"gradient {src} -> {dst}, plan {self._reverse_plan.hash}"
+            gradient = f"gradient {src} -> {dst}, plan {back.hash}"
         planned = f"strategy {self._options.strategy}; plan {plan.hash}"
-        return f"{self._op} {self.what}; {gradient}; {planned}{self._medium.text()}"
+        place = "" if self._medium is None else self._medium.text()
+        return f"{self._op} {self._what}; {gradient}; {planned}{place}"
 
     def _check(self, side: str, shards: Shards, expected: Sequence[tuple[int, ...] | None]) -> None:
         check_shards(
@@ -353,18 +277,14 @@ class PersistentTransfer:
         )
 
 
-def _compiled(transfer: PersistentTransfer | None) -> tuple[str, str, Any, Any]:
-    """Op, descriptor, plan and that of the backward, on which the ranks agree."""
+def _compiled(transfer: PersistentTransfer | None) -> tuple[Any, ...]:
     if transfer is None:
         raise MeshcastError("the transfer was dropped before its first call")
     try:
-        transfer._compile()
+        return transfer._compile()
     except Exception as error:
         found = typed(error, transfer._op, transfer._group.rank)
         raise found from error.__cause__ if found is error else error
-    assert transfer._plan is not None
-    reverse = None if transfer._reverse_plan is None else transfer._reverse_plan._core
-    return transfer._op, transfer._descriptor, transfer._plan._core, reverse
 
 
 def _more_text(problems: Sequence[Problem]) -> str:
@@ -388,3 +308,84 @@ def _facts(plan: Plan, rank: int) -> dict[str, Any]:
 def ranks_of(problems: Sequence[Problem]) -> list[int]:
     """Ranks of all meshes, ascending: the private group of these problems."""
     return sorted({rank for _, _, src, dst in problems for rank in (*src.ranks, *dst.ranks)})
+
+
+_KEPT = 256  # transfers of a group, which this rank keeps for later calls
+
+
+def kept_transfer(
+    parent: ParentGroup,
+    problems: Sequence[Problem],
+    op: str,
+    options: PlanOptions = DEFAULT_OPTIONS,
+    *,
+    backward: Sequence[Problem] | None = None,
+    device_types: DeviceTypes = ("cpu", "cpu"),
+    casts: Casts | None = None,
+) -> PersistentTransfer:
+    """The transfer of an ordinary call: one kept from before, or a new one. It agrees within a launch, unless
+    the ranks have agreed on one of its kind, so that every call takes one ordinal in either case."""
+    kept = parent.private(ranks_of(problems), op).transfers
+    kind = (op, tuple(problems), None if backward is None else tuple(backward), options, device_types, casts)
+    transfer: PersistentTransfer | None = kept.get(kind)
+    if transfer is None:
+        transfer = new_transfer(
+            parent,
+            problems,
+            op,
+            options,
+            backward=backward,
+            device_types=device_types,
+            casts=casts,
+            kind=kind,
+        )
+        if len(kept) >= _KEPT:
+            kept.pop(next(iter(kept)), None)
+        kept[kind] = transfer
+    return transfer
+
+
+def new_transfer(
+    parent: ParentGroup,
+    problems: Sequence[Problem],
+    op: str,
+    options: PlanOptions = DEFAULT_OPTIONS,
+    *,
+    backward: Sequence[Problem] | None = None,
+    device_types: DeviceTypes = ("cpu", "cpu"),
+    casts: Casts | None = None,
+    **more: Any,
+) -> PersistentTransfer:
+    """A transfer with a slot of its own, which it agrees on within its first launch. device_types: see
+    medium.device_types_of; casts: what it casts, between GPUs alone; more: lane, kind of
+    PersistentTransfer."""
+    medium: Medium | None = None
+    if device_types != ("cpu", "cpu"):
+        group = parent.private(ranks_of(problems), op)
+        if device_types == ("cuda", "cuda"):
+            lane = more.get("lane", 0)
+            # Of both directions: in a backward, ranks may come by too late to make one.
+            lanes = (lane,) if backward is None else (lane, REVERSE_LANE)
+            medium = GpuMedium(group, op, lanes, _types(problems, backward, casts))
+        else:
+            medium = PinnedMedium(group, device_types)
+    return PersistentTransfer(
+        parent,
+        problems,
+        op,
+        options,
+        backward=backward,
+        medium=medium,
+        device_types=device_types,
+        casts=casts,
+        **more,
+    )
+
+
+def _types(problems: Sequence[Problem], backward: Sequence[Problem] | None, casts: Casts | None) -> Any:
+    """Of the tensors on the way there and, in the backward, back; see types_of."""
+    if casts is None:
+        return (), ()
+    forth = [dtype for _, dtype, _, _ in problems]
+    back = [dtype for _, dtype, _, _ in backward or ()]
+    return types_of(forth, casts.forth), types_of(back, casts.back)

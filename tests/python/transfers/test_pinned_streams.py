@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshcast.transfers.gpu_copies import CudaCopies
+from meshcast.transfers.pinned import CudaCopies
 
 Log = list[tuple[Any, ...]]
 

@@ -1,0 +1,156 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "binding/core_binding.h"
+#include "group/record.h"
+#include "group/transfer.h"
+
+// The calls of a private group as Python makes them. One call of this module checks, counts, begins and records
+// a compiled reshard; another waits for it.
+namespace meshcast {
+
+// Beside the record, what Python does about it. Any thread; each prints what fails in it.
+void observe(const std::function<void(const py::object&)>& tell);  // tell(observer), if there is one
+std::shared_ptr<Flight> new_flight(const std::string& op, const std::shared_ptr<const Members>& group,
+                                   int32_t rank, const std::shared_ptr<const std::string>& what,
+                                   const py::object& site = py::none());
+void note_end(const Flight& flight);
+void note_failure(Flight& flight, const std::exception_ptr& error);
+
+// What a shard must be; no shape where the rank is in no mesh of that side.
+struct ExpectedShard {
+  std::optional<std::vector<int64_t>> shape;
+  at::ScalarType dtype;
+};
+
+// A transfer that Python compiles.
+class PythonTransfer final : public Transfer {
+ public:
+  struct Names {
+    std::string op;
+    std::string what;  // is moved, in words
+    std::shared_ptr<const Members> members;
+  };
+
+  // compile: returns op, descriptor, plan and that of the backward, and of both plans what the record shows.
+  // medium: moves what is not on CPUs; None.
+  PythonTransfer(std::shared_ptr<Group> group, int32_t lane, bool is_shared, py::function compile, Names names,
+                 py::object medium, std::vector<ExpectedShard> source, std::vector<ExpectedShard> destination);
+
+  // Whether the shards are what is expected, on CPUs, and need nothing done before they are moved. Where not,
+  // who called finds out why.
+  bool fit(const OptionalTensors& source, const OptionalTensors& destination) const;
+  std::shared_ptr<Flight> new_flight(bool reverse) const;  // with the lock of the interpreter
+  std::shared_ptr<PyObject> facts(bool reverse) const;     // null before it is compiled
+  // That of one direction, with `moved`, by peer, where it has none yet.
+  std::shared_ptr<Traffic> traffic(bool reverse, const std::function<std::vector<PeerTraffic>()>& moved);
+  bool note_agreed() { return !agreed_.exchange(true); }  // true the first time
+  std::string descriptor() const;
+
+  const std::string op;
+  const std::string backward_op;
+  const std::shared_ptr<PyObject> medium;  // null for CPUs
+
+ private:
+  CompiledPlans compile() override;
+
+  const std::shared_ptr<PyObject> compile_;
+  const std::shared_ptr<const std::string> what_;
+  const std::shared_ptr<const Members> members_;
+  const std::vector<ExpectedShard> source_;
+  const std::vector<ExpectedShard> destination_;
+  mutable std::mutex made_mutex_;  // whoever holds it waits for nothing
+  std::string descriptor_;
+  std::array<std::shared_ptr<PyObject>, 2> facts_;
+  std::array<double, 2> bounds_{};  // seconds
+  std::array<std::shared_ptr<Traffic>, 2> traffic_;
+  std::atomic<bool> agreed_{false};
+};
+
+// One start of a transfer with its entry in the record.
+class Call : public Start {
+ public:
+  // driven: who made it waits at once, and helps to move. With the lock of the interpreter.
+  Call(std::shared_ptr<PythonTransfer> transfer, std::shared_ptr<CallNumber> number, double timeout_seconds,
+       bool driven, bool reverse);
+
+  void give(OptionalTensors source, OptionalTensors destination) {
+    source_ = std::move(source);
+    destination_ = std::move(destination);
+  }
+  void submit();
+  // Waits as Start, then does the last steps, the first time. Throws what is left of earlier calls to be
+  // raised.
+  void wait_for_all();
+  // Last steps, given before anybody waits: `from`, of another type, is copied to `to`; autograd learns that
+  // `tensor` was written.
+  void copy_at_end(at::Tensor to, at::Tensor from) { copied_.emplace_back(std::move(to), std::move(from)); }
+  void wrote(at::Tensor tensor) { written_.push_back(std::move(tensor)); }
+  // On the thread that settles it; at once where it is settled.
+  void when_settled(py::function call);
+  // Null where nothing of the source can be read after the call was made.
+  virtual std::shared_ptr<Refusal> retract(const std::string& /*why*/) { return nullptr; }
+  virtual py::object work() const = 0;     // None before it was started
+  virtual py::object figures() const = 0;  // likewise
+  void count_unwaited();                   // once it has ended, if it only sends
+  void land();                             // it has ended: nothing waits for it when its group closes
+
+  const std::shared_ptr<PythonTransfer> transfer;
+  const std::shared_ptr<CallNumber> call_number;
+  const std::string& op;
+  const bool driven;
+  const std::shared_ptr<Flight> flight;
+
+ protected:
+  struct Sums {
+    int64_t expected = 0;
+    int64_t done = 0;
+    double seconds = 0;
+  };
+  virtual std::vector<PeerTraffic> moved() const = 0;  // once it was started
+  virtual Sums sums() const = 0;                       // likewise
+  void began_again() override { flight->again(); }
+  void settled() override;
+  void release() override {
+    source_.clear();
+    destination_.clear();
+  }
+
+  OptionalTensors source_;
+  OptionalTensors destination_;
+
+ private:
+  void finish();
+  void fly();
+
+  const Origin call_origin_;
+  const bool is_reverse_;
+  std::optional<std::list<std::shared_ptr<Call>>::iterator> flies_;  // among those that nobody has waited for
+  std::vector<std::pair<at::Tensor, at::Tensor>> copied_;
+  std::vector<at::Tensor> written_;
+  std::mutex finish_mutex_;
+  bool finished_ = false;
+  std::mutex calls_mutex_;
+  bool was_settled_ = false;
+  std::vector<std::shared_ptr<PyObject>> calls_;
+};
+
+// Waits for calls of the group that nobody has waited for, to `limit`: a rank that only sends returns from its
+// call before its peers have the data.
+void drain(const Group& group, TimePoint limit);
+
+// Counts and drops, of all of these, what has ended.
+void look_at_flying();
+
+}  // namespace meshcast

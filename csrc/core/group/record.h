@@ -1,0 +1,175 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/forks.h"
+#include "common/sync.h"
+
+namespace meshcast {
+
+class Flight;
+class Start;
+class Traffic;
+
+// Messages and bytes of one call, from one rank to another.
+struct Moved {
+  int32_t sender = 0;
+  int32_t receiver = 0;
+  int64_t messages = 0;
+  int64_t nbytes = 0;
+};
+
+// Sums over calls. Seconds: start to finish; waited, in wait(); bound, of their plans; moving_seconds, those of
+// the calls whose plan has a bound.
+struct CallSums {
+  int64_t calls = 0;  // that have ended without an error
+  int64_t failed = 0;
+  int64_t retries = 0;
+  int64_t messages = 0;
+  int64_t bytes_sent = 0;
+  int64_t bytes_received = 0;
+  double seconds = 0;
+  double waited = 0;
+  double bound = 0;
+  double moving_seconds = 0;
+
+  CallSums& operator+=(const CallSums& other);
+};
+
+struct Counted {
+  std::map<std::string, CallSums> calls;  // by operation
+  std::map<std::pair<int32_t, int32_t>, CallSums>
+      pairs;  // by sender and receiver; their bytes are `bytes_sent`
+};
+
+// The calls of this process: the last ones, and sums over all. A forked child begins with none. Thread-safe;
+// whoever holds its lock waits for nothing else.
+class Record {
+ public:
+  static Record& of_process();
+
+  std::vector<std::shared_ptr<const Flight>> flights() const;  // the oldest first
+  int64_t begun() const;                                       // calls, ever
+  Counted counted() const;
+  // For calls of this operation that move nothing, or did not come to that.
+  Traffic& traffic_of(const std::string& op);
+
+ private:
+  friend class Flight;
+  friend class Traffic;
+
+  const Origin origin_;
+  mutable std::mutex mutex_;
+  std::deque<std::shared_ptr<const Flight>> flights_;
+  int64_t begun_ = 0;
+  std::set<const Traffic*> open_;  // still added to
+  Counted closed_;                 // of those that are gone
+  std::map<std::string, std::shared_ptr<Traffic>> operations_;
+};
+
+// The messages that each call of a transfer carries on this rank, and the sums over these calls.
+class Traffic {
+ public:
+  // bound: of the plan, in seconds. moved: `rank` is the sender or the receiver of each.
+  explicit Traffic(std::string op, double bound = 0, int32_t rank = -1, std::vector<Moved> moved = {});
+  ~Traffic();
+  Traffic(const Traffic&) = delete;
+  Traffic& operator=(const Traffic&) = delete;
+
+  void ended(double seconds, double waited);
+  void waited(double seconds);  // for a call that has been counted before
+  void failed();
+  void again();  // a call was begun once more
+
+  bool only_sends() const;
+  std::string text() const;  // such as "sends 48 B, receives 0 B", each time
+
+ private:
+  friend class Record;
+
+  void add_to(Counted& counted) const;
+
+  const std::string op_;
+  const double bound_;
+  const int32_t rank_;
+  const std::vector<Moved> moved_;
+  Record& record_;
+  CallSums sums_;  // calls, failed, retries, seconds and waited. Guarded by the record
+};
+
+// A private group as the record shows it. within: the process group it was made in.
+struct Members {
+  std::string name;
+  std::vector<int32_t> ranks;
+  std::string within;
+};
+
+// One call in the record. It outlives the call, and keeps no tensor alive.
+class Flight {
+ public:
+  // A line of a program. code: what the language that calls this one knows it by.
+  struct Site {
+    std::shared_ptr<void> code;
+    int line = 0;
+  };
+  struct Failure {
+    std::string text;
+    std::optional<int32_t> peer;
+    std::optional<std::string> phase;
+  };
+  struct Progress {
+    std::optional<int32_t> lane;
+    std::optional<int64_t> position;  // in the lane
+    std::optional<int64_t> run;       // of its plan
+    std::shared_ptr<void> facts;      // of its plan, for who shows it
+    std::optional<double> seconds;    // from the call to the end of the first wait
+    std::optional<Failure> failure;
+    std::shared_ptr<Traffic> traffic;  // null while it is not known
+    std::weak_ptr<Start> call;         // where it may end without being waited for
+  };
+
+  // Adds it to the record.
+  static std::shared_ptr<Flight> add(std::string op, std::shared_ptr<const Members> group, int32_t rank,
+                                     std::shared_ptr<const std::string> what, Site site);
+  Flight(Record& record, std::string op, std::shared_ptr<const Members> group, int32_t rank,
+         std::shared_ptr<const std::string> what, Site site);
+
+  void counted_as(int32_t lane, int64_t position, std::weak_ptr<Start> call);
+  void settled(int64_t run, std::shared_ptr<void> facts, std::shared_ptr<Traffic> traffic);
+  // waiting: when the wait for it began, if that was not at once. moved: seconds from the start of the transfer
+  // to its end, where they are known. False where it had ended before.
+  bool ended(std::optional<TimePoint> waiting, std::optional<double> moved);
+  void ended_unwaited(double moved);  // nobody has waited for it yet
+  bool failed(Failure failure);       // false where it had failed before
+  void failed_unwaited();
+  void again();  // it is begun once more
+
+  Progress progress() const;
+
+  const std::string op;
+  const std::shared_ptr<const Members> group;
+  const int32_t rank;
+  const std::shared_ptr<const std::string> what;  // is moved, in words that are the same on all ranks
+  const Site site;
+  const double begun;  // seconds since the epoch
+  const TimePoint clock;
+
+ private:
+  Traffic& traffic();
+  double elapsed() const;
+
+  Record& record_;
+  Progress progress_;     // guarded by the record
+  bool counted_ = false;  // likewise
+};
+
+}  // namespace meshcast

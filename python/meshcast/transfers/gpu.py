@@ -1,0 +1,490 @@
+"""Transfers between GPUs: which transport connects them, its communicators, and the medium that uses these.
+
+What a transfer enqueues runs behind the caller's current stream. Waiting for it orders the stream that is
+current then, and does not block the host; over CUDA IPC only until the other ranks have made the same
+call."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from .. import _C
+from ..base import settings
+from ..base.host import host_identity
+from ..base.observe import log
+from ..errors import AbortedError, LayoutError, MeshcastError
+from ..groups.private import PrivateGroup
+from .medium import Medium, Shards, Started, Statistics, Types, types_text
+
+__all__ = [
+    "AUTO",
+    "CUDA_IPC",
+    "CudaLanes",
+    "GpuMedium",
+    "GpuOffer",
+    "NCCL",
+    "SHARING_SWITCH",
+    "TRANSPORT_SWITCH",
+    "attach_gpu",
+    "choose_transport",
+    "connect_lanes",
+    "gpu_obstacle",
+    "gpu_of",
+    "own_obstacle",
+    "own_offer",
+    "require_gpu",
+]
+
+
+AUTO, NCCL, CUDA_IPC = "auto", "nccl", "cuda_ipc"
+TRANSPORT_SWITCH = settings.CUDA_TRANSPORT.name
+
+CAPTURED = (
+    "the current stream is being captured into a CUDA graph, which a reshard cannot be part of: call it "
+    "outside of the capture"
+)
+SHARING_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+@dataclass(frozen=True)
+class GpuOffer:
+    """One rank's GPU. device: its index in that process; uuid: of the GPU itself; nccl: version, "2.28.9";
+    may_share: NCCL is told to let ranks share a GPU; wants: the transport asked for, "auto", "nccl" or
+    "cuda_ipc"; reaches: uuids of the other GPUs whose memory it can read. no_nccl, no_ipc: why it cannot use
+    that transport. obstacle: why this rank cannot take part at all, the rest is then empty."""
+
+    host: str = ""
+    device: int = -1
+    uuid: str = ""
+    gpu: str = ""
+    nccl: str = ""
+    may_share: bool = False
+    wants: str = AUTO
+    reaches: tuple[str, ...] = ()
+    no_nccl: str = ""
+    no_ipc: str = ""
+    obstacle: str = ""
+
+    def as_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> GpuOffer:
+        fields = json.loads(text)
+        return cls(**(fields | {"reaches": tuple(fields["reaches"])}))
+
+
+def require_gpu(op: str, *, copies_only: bool = False) -> None:
+    """Raises LayoutError where this process can move nothing on GPUs. copies_only: nothing but torch's copies
+    between a GPU and the host is needed."""
+    reason = own_obstacle(copies_only=copies_only)
+    if reason:
+        meshes = "one of the meshes is" if copies_only else "the meshes are"
+        raise LayoutError(f"{op}: {meshes} on cuda, but {reason}", op=op)
+
+
+def several_gpus(devices: Sequence[int]) -> str:
+    """What is wrong with tensors of one call on several GPUs of a rank."""
+    return (
+        f"the tensors of one call are on several GPUs of this rank, {sorted(devices)}; results are made on "
+        "the current one: call torch.cuda.set_device with that of the source first"
+    )
+
+
+def own_obstacle(*, copies_only: bool) -> str:
+    """Why this process can move nothing on GPUs; empty if it can. copies_only: see require_gpu."""
+    built = copies_only or hasattr(_C, "GpuGroupCore")
+    return gpu_obstacle(built, torch.version.cuda, torch.cuda.is_available())
+
+
+def gpu_obstacle(built: bool, torch_cuda: str | None, available: bool) -> str:
+    """Why a process cannot use a GPU; empty if it can. built: meshcast has CUDA code; torch_cuda: the CUDA of
+    torch."""
+    if torch_cuda is None:
+        return "torch is a CPU build: install a CUDA build of torch and build meshcast for it"
+    if not built:
+        return "this build of meshcast has no CUDA code: build it again with MESHCAST_CUDA=ON"
+    if not available:
+        return "torch sees no GPU here: look at CUDA_VISIBLE_DEVICES and the driver"
+    return ""
+
+
+def own_offer(device: int) -> GpuOffer:
+    """What this process says of its GPU `device`."""
+    try:
+        properties = torch.cuda.get_device_properties(device)
+        nccl, no_nccl = _own_nccl()
+        wish = settings.CUDA_TRANSPORT.choice()
+        return GpuOffer(
+            host=host_identity(),
+            device=device,
+            uuid=str(properties.uuid),
+            gpu=properties.name,
+            nccl=nccl,
+            may_share=os.environ.get(SHARING_SWITCH) == "1",
+            wants=wish,
+            reaches=_reachable(device),
+            no_nccl=no_nccl,
+            no_ipc="" if wish == NCCL else _C.cuda_ipc_obstacle(device),  # the look takes memory of the GPU
+        )
+    except Exception as error:  # of CUDA; the other ranks must hear of it
+        return GpuOffer(obstacle=str(error))
+
+
+def _own_nccl() -> tuple[str, str]:
+    """The version of NCCL, or why there is none."""
+    try:
+        return _C.nccl_version(), ""
+    except MeshcastError as error:
+        return "", str(error)
+
+
+def _reachable(device: int) -> tuple[str, ...]:
+    """The GPUs that this process sees and whose memory `device` can read."""
+    others = [other for other in range(torch.cuda.device_count()) if other != device]
+    return tuple(
+        str(torch.cuda.get_device_properties(other).uuid)
+        for other in others
+        if torch.cuda.can_device_access_peer(device, other)
+    )
+
+
+_OP = "connect"
+_SHARING = (2, 30, 3)  # the first NCCL that can serve several ranks on one GPU
+
+
+def choose_transport(offers: Mapping[int, GpuOffer], rank: int) -> str:
+    """The transport that connects the GPUs of these ranks: `CUDA_IPC` where that is asked for, or where ranks
+    share a GPU; else `NCCL`.
+
+    Raises unless there is one that can: MeshcastError where a rank cannot take part, ranks ask for unlike
+    things, or NCCL differs; LayoutError where the GPUs are not where it needs them.
+    """
+    for other, offer in sorted(offers.items()):
+        if offer.obstacle:
+            raise _unfit(MeshcastError, rank, other, f"rank {other} cannot use its GPU: {offer.obstacle}")
+    first = min(offers)
+    for other, offer in sorted(offers.items()):
+        if offer.wants != offers[first].wants:
+            text = (
+                f"rank {first} has {TRANSPORT_SWITCH}={offers[first].wants}, rank {other} has "
+                f"{TRANSPORT_SWITCH}={offer.wants}: set it alike on all ranks"
+            )
+            raise _unfit(MeshcastError, rank, other, text)
+    wanted = offers[first].wants
+    obstacle = _ipc_obstacle(offers)
+    if wanted == CUDA_IPC:
+        if obstacle is not None:
+            other, why = obstacle
+            text = f"{TRANSPORT_SWITCH}=cuda_ipc cannot serve these ranks: {why}; or set it to auto"
+            raise _unfit(LayoutError, rank, other, text)
+        return CUDA_IPC
+    if wanted == AUTO and obstacle is None and _sharing(offers):
+        return CUDA_IPC
+    _refuse_nccl(offers, rank, "" if obstacle is None else obstacle[1])
+    return NCCL
+
+
+def _ipc_obstacle(offers: Mapping[int, GpuOffer]) -> tuple[int, str] | None:
+    """Why CUDA IPC cannot serve these ranks, with what to do, and the rank that shows it."""
+    first = min(offers)
+    for other, offer in sorted(offers.items()):
+        if offer.host != offers[first].host:
+            return other, f"ranks {first} and {other} are on two hosts: use NCCL between hosts"
+        if offer.no_ipc:
+            return other, f"on rank {other}, {offer.no_ipc}"
+    for one, offer in sorted(offers.items()):
+        for other, peer in sorted(offers.items()):
+            if peer.uuid != offer.uuid and peer.uuid not in offer.reaches:
+                return other, (
+                    f"the GPU of rank {one}, {offer.uuid}, cannot read the memory of rank {other}'s, "
+                    f"{peer.uuid}: let CUDA_VISIBLE_DEVICES of every rank name all GPUs of the group, choose "
+                    "one by torch.cuda.set_device, and look at `nvidia-smi topo -p2p r`"
+                )
+    return None
+
+
+def _sharing(offers: Mapping[int, GpuOffer]) -> tuple[int, int] | None:
+    """The first two ranks on one GPU."""
+    owners: dict[tuple[str, str], int] = {}
+    for other, offer in sorted(offers.items()):
+        owner = owners.setdefault((offer.host, offer.uuid), other)
+        if owner != other:
+            return owner, other
+    return None
+
+
+def _refuse_nccl(offers: Mapping[int, GpuOffer], rank: int, no_ipc: str) -> None:
+    """Raises unless NCCL can connect these ranks. no_ipc: why CUDA IPC cannot; empty: NCCL is asked for."""
+    first = min(offers)
+    for other, offer in sorted(offers.items()):
+        if offer.no_nccl:
+            raise _unfit(MeshcastError, rank, other, f"rank {other} cannot use its GPU: {offer.no_nccl}")
+        if _numbers(offer.nccl)[:2] != _numbers(offers[first].nccl)[:2]:
+            text = (
+                f"rank {first} has NCCL {offers[first].nccl}, rank {other} has NCCL "
+                f"{offer.nccl}: install one version everywhere"
+            )
+            raise _unfit(MeshcastError, rank, other, text)
+    pair = _sharing(offers)
+    may_share = all(offer.may_share and _numbers(offer.nccl) >= _SHARING for offer in offers.values())
+    if pair is None or may_share:
+        return
+    owner, other = pair
+    offer = offers[other]
+    needed = ".".join(map(str, _SHARING))
+    instead = (
+        f"cuda_ipc cannot: {no_ipc}" if no_ipc else f"so does cuda_ipc, which {TRANSPORT_SWITCH}=nccl forbids"
+    )
+    text = (
+        f"ranks {owner} and {other} both use GPU {offer.uuid} ({offer.gpu}; cuda:"
+        f"{offers[owner].device} and cuda:{offer.device}): give each rank its own, for example "
+        f"torch.cuda.set_device(local rank) before the first call; NCCL {needed} or newer with "
+        f"{SHARING_SWITCH}=1 on all ranks lets them share, here it is {offer.nccl}; {instead}"
+    )
+    raise _unfit(LayoutError, rank, other, text)
+
+
+def _unfit(kind: type[MeshcastError], rank: int, peer: int, text: str) -> MeshcastError:
+    return kind(f"rank {rank}: {text}", rank=rank, peer=peer, op=_OP, phase="connect")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+_KEY = "gpu"  # among what is attached to a group
+
+
+class Place(Protocol):
+    """Where a call is. problem: why this rank cannot take part; the others hear of it."""
+
+    device: int
+    problem: Exception | None
+
+
+class CudaLanes:
+    """The communicators of a group by lane, all on GPU `device` of this process. Only commands touch them."""
+
+    def __init__(self, core: Any, device: int, transport: str) -> None:
+        self.core = core
+        self.device = device
+        self.transport = transport  # "nccl" or "cuda_ipc": all lanes have one
+        self.lanes: set[int] = set()
+
+    def abort(self, reason: str) -> None:
+        self.core.abort(reason)
+
+    def close(self) -> None:
+        self.core.shutdown()
+
+    def check_device(self, device: int, op: str) -> None:
+        """Raises LayoutError for tensors on another GPU than that of the communicators."""
+        if device != self.device:
+            raise LayoutError(
+                f"{op}: the tensors are on cuda:{device}, but this group's communicators are on "
+                f"cuda:{self.device}, where its first call was; keep the tensors of a group on one GPU of "
+                "each rank",
+                op=op,
+            )
+
+
+def gpu_of(group: PrivateGroup) -> CudaLanes | None:
+    """The GPU side of a group; None until its ranks first moved tensors on GPUs."""
+    found = group.attached(_KEY)
+    assert found is None or isinstance(found, CudaLanes)
+    return found
+
+
+def attach_gpu(group: PrivateGroup, gpu: CudaLanes) -> None:
+    group.attach(_KEY, gpu)
+
+
+def connect_lanes(
+    group: PrivateGroup,
+    control: _C.GroupCore,
+    lanes: Sequence[int],
+    place: Place,
+    call: tuple[int, int],
+    deadline: float,
+) -> None:
+    """Makes the communicators of those `lanes` that have none, together with all ranks of the group, which do
+    so within the same `call` (lane, ordinal).
+
+    Raises MeshcastError or LayoutError, alike on all ranks, where they do not fit together;
+    DeadlineExceededError, PeerLostError or AbortedError where a rank is missing, which ends the group.
+    """
+    gpu = gpu_of(group)
+    known = gpu.lanes if gpu is not None else set()
+    missing = [lane for lane in lanes if lane not in known]
+    if not missing:
+        return
+    topic = f"gpu/{call[0]}/{call[1]}"
+    offer = own_offer(place.device) if place.problem is None else GpuOffer(obstacle=str(place.problem))
+    ids: list[str] = []
+    if group.rank == group.ranks[0] and not offer.obstacle and not offer.no_nccl:
+        try:
+            ids = [_C.nccl_unique_id().hex() for _ in missing]
+        except MeshcastError as error:
+            offer = replace(offer, no_nccl=str(error))
+    try:
+        told = _gather(group, control, topic, json.dumps([offer.as_text(), ids]), deadline)
+    except MeshcastError as error:
+        control.abort(str(error))  # the ranks no longer count calls alike
+        raise
+    transport = choose_transport(
+        {rank: GpuOffer.from_text(text) for rank, (text, _) in told.items()}, group.rank
+    )
+    if gpu is None:
+        core = _C.GpuGroupCore(
+            control, group.control, list(group.ranks), group.rank, group.name, place.device
+        )
+        gpu = CudaLanes(core, place.device, transport)
+        attach_gpu(group, gpu)
+    try:
+        if gpu.transport == NCCL:
+            for lane, text in zip(missing, told[group.ranks[0]][1], strict=True):
+                gpu.core.connect(lane, bytes.fromhex(text), max(deadline - time.monotonic(), 1e-3))
+                gpu.lanes.add(lane)
+        else:
+            _connect_ipc(group, control, gpu, missing, f"{topic}/{CUDA_IPC}", deadline)
+    except MeshcastError as error:
+        control.abort(str(error))
+        raise
+    log.info(
+        "rank %d: GPUs of ranks %s connected over %s for lanes %s",
+        group.rank,
+        group.name,
+        gpu.transport,
+        missing,
+    )
+
+
+def _connect_ipc(
+    group: PrivateGroup,
+    control: _C.GroupCore,
+    gpu: CudaLanes,
+    lanes: Sequence[int],
+    topic: str,
+    deadline: float,
+) -> None:
+    """Every rank listens, tells where, and connects with all others, lane by lane."""
+    meetings = [_C.IpcMeeting() for _ in lanes]
+    addresses = json.dumps([meeting.address for meeting in meetings])
+    told = _gather(group, control, topic, addresses, deadline)
+    for number, (lane, meeting) in enumerate(zip(lanes, meetings, strict=True)):
+        of_lane = [told[rank][number] for rank in group.ranks]
+        gpu.core.connect_ipc(lane, meeting, of_lane, max(deadline - time.monotonic(), 1e-3))
+        gpu.lanes.add(lane)
+
+
+def _gather(
+    group: PrivateGroup, control: _C.GroupCore, topic: str, mine: str, deadline: float
+) -> dict[int, list[Any]]:
+    """Posts what this rank says, a list as JSON, and returns what all of them said."""
+
+    def check() -> None:
+        cause = control.error() or group.posted_cause()
+        if cause is not None:
+            raise AbortedError(
+                f"rank {group.rank}: group {group.name} was aborted while its GPUs were being connected: "
+                f"{cause}",
+                rank=group.rank,
+                op="connect",
+                phase="connect",
+            )
+
+    late = (
+        f"rank {group.rank}: ranks {{missing}} did not come to connect their GPUs within {{elapsed}} s "
+        "(stuck elsewhere, or dead)"
+    )
+    group.conversation.say(topic, mine)
+    said = group.conversation.hear(topic, group.ranks, deadline, late, "connect", "connect", check)
+    return {rank: json.loads(text) for rank, text in said.items()}
+
+
+class GpuMedium(Medium):
+    """Tensors on GPUs, one GPU per rank. lanes: that need communicators, the transfer's own first. types: of
+    the tensors on the way there and back, see casts.types_of."""
+
+    by_host = False
+
+    def __init__(
+        self,
+        group: PrivateGroup,
+        op: str,
+        lanes: tuple[int, ...],
+        types: tuple[tuple[Types, ...], tuple[Types, ...]],
+    ) -> None:
+        self._group, self._op, self._lanes, self._types = group, op, lanes, types
+
+    def check(self, shards: Shards) -> None:
+        gpu = gpu_of(self._group)
+        if gpu is not None:
+            for shard in shards:
+                if shard is not None:
+                    gpu.check_device(shard.device.index, self._op)
+        if torch.cuda.is_current_stream_capturing():
+            raise LayoutError(f"{self._op}: {CAPTURED}", rank=self._group.rank, op=self._op)
+
+    def bring(self, call: _C.MediumCall, src: Shards, dst: Shards, *, reverse: bool) -> tuple[Shards, Shards]:  # noqa: ARG002
+        # In the caller's thread: what its stream holds now is what the transfer comes behind, however much
+        # later it is started.
+        call.brought = _Mark((*src, *dst))
+        return src, dst
+
+    def ready(self, call: _C.MediumCall) -> bool:  # noqa: ARG002
+        gpu = gpu_of(self._group)
+        return gpu is not None and gpu.lanes.issuperset(self._lanes)
+
+    def connect(self, core: _C.GroupCore, call: _C.MediumCall, ordinal: int) -> None:
+        number = (self._lanes[0], ordinal)
+        connect_lanes(self._group, core, self._lanes, call.brought, number, call.deadline)
+
+    def start(
+        self,
+        core: _C.GroupCore,  # noqa: ARG002  the GPU's own core moves them
+        call: _C.MediumCall,
+        agreed: _C.AgreedPlan,
+        **arguments: Any,
+    ) -> Started:
+        mark, gpu = call.brought, gpu_of(self._group)
+        if mark.problem is not None:
+            raise MeshcastError(f"{call.op}: {mark.problem}", op=call.op) from mark.problem
+        if gpu is None:
+            raise MeshcastError(f"{call.op}: the call itself has failed", op=call.op)
+        gpu.check_device(mark.device, call.op)
+        gpu_core = gpu.core  # also after the group was closed
+        types = self._types[arguments["reverse"]]
+        work = gpu_core.start(agreed, types=types, after=mark.event.cuda_event, **arguments)
+        return work, Statistics(work, gpu_core)
+
+    def text(self) -> str:
+        forth, back = (types_text(types) for types in self._types)
+        casts = (f"; {forth}" if forth else "") + (f"; gradient {back}" if back else "")
+        return f"; on cuda{casts}"
+
+
+class _Mark:
+    """Which GPU a call is on, and an event behind what its caller's stream held. problem: why there is
+    none."""
+
+    def __init__(self, shards: Sequence[torch.Tensor | None]) -> None:
+        self.device = -1
+        self.problem: Exception | None = None
+        try:
+            devices = sorted({shard.device.index for shard in shards if shard is not None})
+            if len(devices) > 1:
+                raise LayoutError(several_gpus(devices))
+            self.device = devices[0] if devices else torch.cuda.current_device()
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(self.device))
+        except Exception as error:  # of CUDA; raised where the call is counted, and the others are told
+            self.problem = error
