@@ -19,7 +19,7 @@ check_torch(torch.__version__, torch.version.cuda)  # before anything loads _C
 
 from .backend.backend import register as _register_backend  # noqa: E402
 from .base.observe import set_up as _set_up_observation  # noqa: E402
-from .resharding.compile import register as _register_operator  # noqa: E402
+from .resharding.compile_op import register as _register_operator  # noqa: E402
 
 _register_backend()
 _register_operator()

@@ -9,7 +9,7 @@ import itertools
 import meshcast
 import torch
 from meshcast.errors import PlanMismatchError
-from meshcast.resharding.compile import new_token, register_call
+from meshcast.resharding.compile_op import new_token, register_call
 from multiproc.fake_gpu import held, mesh_on
 from multiproc.fake_rounds import Dispatched, Start, fake_rounds
 from multiproc.floats import BF16, E4M3, E5M2, F16, F32, FORMATS, numbers, same

@@ -8,7 +8,7 @@ import os
 
 import meshcast
 import torch
-from meshcast.resharding.compile import new_token, register_call
+from meshcast.resharding.compile_op import new_token, register_call
 from meshcast.transfers.transfer import PersistentTransfer, PlanOptions
 from multiproc.meshes import sharded
 from multiproc.oracle import coordinates, cut

@@ -11,7 +11,7 @@ import meshcast
 import torch
 import torch.distributed as dist
 from meshcast.errors import MeshcastError
-from meshcast.resharding.compile import new_token, register_call
+from meshcast.resharding.compile_op import new_token, register_call
 from multiproc.fake_gpu import FakeGpu, check, fake_gpu, held, mesh_on
 from multiproc.meshes import spread
 from multiproc.oracle import unique_fill

@@ -25,7 +25,7 @@ from ..transfers.handle import Handle
 from ..transfers.medium import DeviceTypes, device_types_of
 from ..transfers.transfer import Call, CallOptions, PersistentTransfer, PlanOptions, kept_transfer
 from .autograd import start
-from .compile import traced_reshard
+from .compile_trace import traced_reshard
 from .compiled import Compiled, Request, call_key, check_reducible, compiled_call, handle_of, places_called
 from .digested import Digested
 from .memory import check_storage, copied, overlaps, storage_of

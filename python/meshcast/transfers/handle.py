@@ -11,10 +11,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from .. import _C
-from .._C import CHANGED, Refusal
+from .._C import CHANGED, CallNumber, Refusal
 from ..errors import MeshcastError
 
 __all__ = [
+    "CallNumber",
     "Handle",
     "Running",
     "TransferStats",

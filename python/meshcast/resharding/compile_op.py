@@ -1,36 +1,31 @@
-"""meshcast.reshard under torch.compile: the operator torch.ops.meshcast.reshard, and the tracing that puts it
-into the graph."""
+"""torch.ops.meshcast.reshard: the operator behind meshcast.reshard under torch.compile.
+
+    reshard(Tensor local, Tensor(a!) token, int call) -> Tensor
+
+local: this rank's shard of the source, or any tensor outside its mesh; the result: this rank's shard
+under the destination, or an empty one, on the GPU or CPU of its mesh. call: a number from register_call().
+token: three int64 on the CPU, mutated: as a pure operator, the compiler would merge two equal calls and drop
+one whose result is unused here but not on other ranks. The call leaves its own number in the token, by which
+its backward finds its peers: so two equal backwards are not merged either.
+
+The operator takes no part in the chain of order tokens (autograd.py): the compiled graph has one order.
+"""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError, MeshcastError
-from ..groups.parent import parent_group, seconds
-from ..spec import TensorSpec
-from ..transfers.transfer import CallNumber, PlanOptions
-from .compiled import compile_call, source_of
-from .meshes import Destination
+from ..transfers.handle import CallNumber
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
-
     from .compiled import Compiled
 
-__all__ = [
-    "new_token",
-    "register",
-    "register_call",
-    "traced_reshard",
-]
+__all__ = ["new_token", "register", "register_call"]
 
 _library: torch.library.Library | None = None
 # Slots of one call whose backwards may be to come. It has another one only after its group has forgotten it.
@@ -196,78 +191,3 @@ def _autograd(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tens
 def _below_autograd(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.meshcast.reshard(local, token, call)
-
-
-_token = new_token()  # an input of every graph; one for all traced calls keeps their order
-
-
-def traced_reshard(
-    x: Any,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    group: Any,
-    dtype: torch.dtype | None,
-    strategy: str,
-    timeout: float | timedelta | None,
-) -> DTensor:
-    """The arguments of meshcast.reshard; x is a DTensor on every rank."""
-    if not isinstance(x, DTensor):
-        raise LayoutError("reshard under torch.compile: x must be a DTensor on every rank")
-    needs_grad = x.requires_grad and torch.is_grad_enabled()
-    call = _constant_call(
-        tuple(x.shape),
-        x.dtype,
-        x.device_mesh,
-        tuple(x.placements),
-        needs_grad,
-        mesh,
-        tuple(placements),
-        group,
-        dtype,
-        strategy,
-        timeout,
-    )
-    local = torch.ops.meshcast.reshard(x.to_local(), _token, call)
-    return DTensor.from_local(
-        local, mesh, tuple(placements), run_check=False, shape=x.shape, stride=x.stride()
-    )
-
-
-def _constant_call(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    source_mesh: DeviceMesh,
-    source_placements: tuple[Placement, ...],
-    needs_grad: bool,
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    group: Any,
-    result_dtype: torch.dtype | None,
-    strategy: str,
-    timeout: float | timedelta | None,
-) -> int:
-    """Number of the call."""
-    if needs_grad and set(source_mesh.mesh.flatten().tolist()) != set(mesh.mesh.flatten().tolist()):
-        # On a shell, torch traces operations as fresh empty tensors: nothing would lead to the backward
-        # transfer there, and the other ranks would wait for it.
-        raise LayoutError(
-            "reshard under torch.compile: with a gradient, both meshes must have the same ranks; leave the "
-            "call outside the compiled function, or run it under torch.no_grad()"
-        )
-    parent = parent_group(group, "reshard")
-    limit = seconds(timeout, parent.timeout)
-    known = parent.extras.setdefault("traced", {})
-    key = (shape, dtype, source_mesh, source_placements, needs_grad, mesh, placements, result_dtype, strategy)
-    full_key = (*key, limit)
-    found = known.get(full_key)
-    if found is None:
-        spec = TensorSpec(shape, dtype, source_mesh, source_placements, needs_grad)
-        source = source_of(spec, parent.rank, True, "reshard", spec_inside=True)
-        destination = Destination(mesh, placements, result_dtype)
-        compiled = compile_call(parent, [source], [destination], "reshard", PlanOptions(strategy))
-        found = known[full_key] = (register_call(compiled, limit), compiled)
-    return found[0]
-
-
-# torch._dynamo.assume_constant_result, without the import of torch._dynamo: run while tracing, not traced.
-_constant_call._dynamo_marked_constant = True  # type: ignore[attr-defined]
