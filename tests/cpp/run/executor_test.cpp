@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <fstream>
 #include <functional>
 #include <future>
 #include <memory>
@@ -195,7 +196,12 @@ TEST_CASE("a task that no thread can be had for is refused, or waits for one tha
       ++begun;
       go.wait();
     };
-    const rlimit none{1, 1};  // no room for the stack of a thread
+    // Room for what the test itself allocates, and none for the stack of a thread.
+    std::ifstream sizes("/proc/self/statm");
+    rlim_t pages = 0;
+    sizes >> pages;
+    const rlim_t room = pages * static_cast<rlim_t>(sysconf(_SC_PAGESIZE)) + (rlim_t{2} << 20);
+    const rlimit none{room, room};
     setrlimit(RLIMIT_AS, &none);
     int taken = 0;  // by stacks that earlier threads left
     while (executor.try_post(blocks)) {
