@@ -434,7 +434,7 @@ class Call:
     def error(self) -> Exception | None: ...
 
 class HostCall(Call):
-    """Of tensors on CPUs, which the group itself moves."""
+    """A call whose tensors are on CPUs. The group itself moves them."""
 
     def __init__(
         self, transfer: Transfer, number: CallNumber, timeout: float, driven: bool, reverse: bool
@@ -451,7 +451,7 @@ class HostCall(Call):
         types."""
 
 class MediumCall(Call):
-    """Of tensors that the transfer's medium brings to where they are moved, or moves."""
+    """A call whose tensors the medium of its transfer moves, or brings to where they are moved."""
 
     def __init__(
         self, transfer: Transfer, number: CallNumber, timeout: float, driven: bool, reverse: bool

@@ -82,7 +82,7 @@ class ReadyBarrier:
         self._conversation.say("here", json.dumps({"calls": calls, "network": self._network.offer()}))
 
     def called(self) -> bool:
-        """Whether somebody has called for the next barrier, or ended them all."""
+        """Returns whether a rank has called for the next barrier, or has ended them all."""
         return bool(self._conversation.verdict(self._call))
 
     @property

@@ -300,8 +300,8 @@ class PipelineBoard:
     def _decided(
         self, topic: str, deadline: float, decide: Callable[[dict[int, Any]], dict[str, Any]]
     ) -> dict[str, Any]:
-        """What the values of all ranks come to; {} where there is an answer before that: other ranks may then
-        never come."""
+        """Returns the decision on the values of all ranks; {} where there is an answer before that: other
+        ranks may then never come."""
 
         def check() -> None:
             if self._conversation.verdict(f"{topic}/answer"):

@@ -307,14 +307,12 @@ class Compiled:
         xs: Sequence[DTensor | None],
         timeout: float,
         outs: Sequence[DTensor | None] | None = None,
-        observe: Callable[[int, torch.Tensor], None] | None = None,
         *,
         driven: bool = False,
     ) -> tuple[list[DTensor], Call | None]:
         """Starts the transfer of xs, one per move (None on ranks outside the source). The results' local
         tensors are filled once the call has been waited for: new ones, or those of `outs`.
-        observe(i, shard) sees what travels from here, in the type it travels in, before it does. driven: the
-        caller waits at once."""
+        driven: the caller waits at once."""
         results, sources, targets = [], [], []
         cast: list[tuple[torch.Tensor, torch.Tensor]] = []
         written: list[torch.Tensor] = []
@@ -323,8 +321,6 @@ class Compiled:
             result = move.allocate() if out is None else out
             results.append(result)
             source = move.outgoing(x._local_tensor) if move.is_holder and x is not None else None
-            if observe is not None and source is not None:
-                observe(index, source.to(move.wire_dtype))
             target = None
             if move.local_shape is not None:
                 local = result._local_tensor

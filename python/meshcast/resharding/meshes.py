@@ -46,7 +46,7 @@ Slices = tuple[tuple[int, ...], ...]
 """The ranks of slices of one mesh, each row-major. An empty one stands for a mesh that is by itself."""
 
 Family = tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...], tuple[int, ...]]
-"""What sub-meshes that belong together have in common: the names of their dimensions; names of dimensions,
+"""Properties that sub-meshes of one mesh share: the names of their dimensions; names of dimensions,
 shape and ranks of the mesh that they are parts of."""
 
 # Dimensions along which ranks hold unlike tensors, by the names that torch's own programs give them.

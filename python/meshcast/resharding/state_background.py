@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..groups.parent import ParentGroup
-from ..transfers.handle import Handle, call_back
+from ..transfers.handle import Handle, Unordered, call_back
 from ..transfers.transfer import Call
 from .state_kept import Known
 from .state_results import ReshardedState
@@ -76,7 +76,7 @@ def behind(stream: torch.cuda.Stream | None) -> Iterator[None]:
         yield
 
 
-class _Work:
+class _Work(Unordered):
     """One call, as its handle sees it. On a GPU it is behind what the caller's stream held, as a call that
     blocks would be."""
 
@@ -102,10 +102,6 @@ class _Work:
             # Not here: a callback may wait for a later call, which this thread is to do.
             call_back(partial(self._future.set_result, None))
 
-    @property
-    def work(self) -> _Work:
-        return self
-
     def wait(self) -> None:
         self._ended.wait()
         if self._error is not None:
@@ -113,18 +109,6 @@ class _Work:
 
     def is_completed(self) -> bool:
         return self._ended.is_set()
-
-    def is_settled(self) -> bool:
-        return True
-
-    def when_settled(self, call: Callable[[], None]) -> None:
-        call()
-
-    def make_final(self) -> None:
-        pass
-
-    def retract(self, why: str) -> None:
-        pass
 
     def get_future(self) -> torch.futures.Future[None]:
         return self._future

@@ -91,7 +91,7 @@ def require_gpu(op: str, *, copies_only: bool = False) -> None:
 
 
 def several_gpus(devices: Sequence[int]) -> str:
-    """What is wrong with tensors of one call on several GPUs of a rank."""
+    """Returns the error text for tensors of one call on several GPUs of a rank."""
     return (
         f"the tensors of one call are on several GPUs of this rank, {sorted(devices)}; results are made on "
         "the current one: call torch.cuda.set_device with that of the source first"
@@ -117,7 +117,7 @@ def gpu_obstacle(built: bool, torch_cuda: str | None, available: bool) -> str:
 
 
 def own_offer(device: int) -> GpuOffer:
-    """What this process says of its GPU `device`."""
+    """Returns the description of GPU `device` that this process gives to others."""
     try:
         properties = torch.cuda.get_device_properties(device)
         nccl, no_nccl = _own_nccl()
@@ -264,7 +264,7 @@ _KEY = "gpu"  # among what is attached to a group
 
 
 class Place(Protocol):
-    """Where a call is. problem: why this rank cannot take part; the others hear of it."""
+    """The device of a call. problem: why this rank cannot take part; the others are notified."""
 
     device: int
     problem: Exception | None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from typing_extensions import Self
 
 from .. import _C
 from .._C import CHANGED, CallNumber, Refusal
@@ -19,6 +20,7 @@ __all__ = [
     "Handle",
     "Running",
     "TransferStats",
+    "Unordered",
     "call_back",
     "fail",
 ]
@@ -247,20 +249,12 @@ class _Future(torch.futures.Future[T]):
         return super().wait()
 
 
-class _Done:
-    """The call of a rank that takes no part."""
-
-    op = "reshard"
+class Unordered:
+    """The parts of `Running` that are the same for all calls that no group orders: each is its own work."""
 
     @property
-    def work(self) -> _Done:
+    def work(self) -> Self:
         return self
-
-    def wait(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
 
     def is_settled(self) -> bool:
         return True
@@ -273,6 +267,18 @@ class _Done:
 
     def retract(self, why: str) -> None:
         pass
+
+
+class _Done(Unordered):
+    """The call of a rank that takes no part."""
+
+    op = "reshard"
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
 
     def figures(self) -> dict[str, Any]:
         return {"bytes_sent": 0, "bytes_received": 0, "seconds": 0.0}
