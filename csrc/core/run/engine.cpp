@@ -129,9 +129,8 @@ void Engine::hand_out(const std::shared_ptr<Run>& run) {
     const std::lock_guard lock(mutex_);
     if (error_) std::rethrow_exception(error_);
     local = local_;
-    runs_.erase(std::remove_if(runs_.begin(), runs_.end(), [](const auto& w) { return w.expired(); }),
-                runs_.end());
     runs_.push_back(run);
+    if (runs_.size() > look_at_runs_) forget_ended_runs_locked();
     if (!sends.empty() || !recvs.empty()) run->network = transport_;
     if (!local_recvs.empty() || !program->local_sends.empty()) run->local = local_;
     // Before any message: the first that has ended lets those of other channels go, and a receive that ends at
@@ -220,6 +219,16 @@ void Engine::forward(const std::shared_ptr<Run>& run, const RecvOp& op) {
     const SendTicket& ticket = run->send_tickets[static_cast<size_t>(send)];
     ticket.channel->mark_ready(ticket.position);
   }
+}
+
+// A caller may keep thousands that have ended: a look at all of them with each start would cost more than the
+// start.
+void Engine::forget_ended_runs_locked() {
+  std::erase_if(runs_, [](const std::weak_ptr<Run>& weak) {
+    const auto run = weak.lock();
+    return !run || run->ended();
+  });
+  look_at_runs_ = 2 * runs_.size() + 16;
 }
 
 void Engine::fail(std::exception_ptr error) {

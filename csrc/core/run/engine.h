@@ -55,6 +55,7 @@ class Engine {
   OutChannel& out_channel_locked(ChannelKey key);
   LocalInChannel& local_channel_locked(ChannelKey key);
   void forward(const std::shared_ptr<Run>& run, const RecvOp& op);
+  void forget_ended_runs_locked();
 
   const std::shared_ptr<Transport> transport_;
   const ChannelFailure failure_;
@@ -66,6 +67,7 @@ class Engine {
   std::map<ChannelKey, std::unique_ptr<LocalInChannel>> local_in_;
   std::map<ChannelKey, int64_t> local_sent_;  // messages to each peer of this host, over all runs
   std::vector<std::weak_ptr<Run>> runs_;
+  size_t look_at_runs_ = 16;  // when there are more, which of them have ended
   std::exception_ptr error_;
   bool closed_ = false;
   Admission admission_;  // of users' threads that start runs
