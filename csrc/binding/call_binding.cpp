@@ -428,12 +428,18 @@ void bind_transfers(py::module_& m) {
   py::class_<CallNumber, std::shared_ptr<CallNumber>>(m, "CallNumber")
       .def(py::init([](int64_t ordinal, int64_t run, std::shared_ptr<AgreedPlan> agreed,
                        const std::shared_ptr<TensorGroup>& core) {
-             return std::make_shared<CallNumber>(CallNumber{ordinal, run, std::move(agreed), core});
+             auto made = std::make_shared<CallNumber>();
+             made->ordinal = ordinal;
+             made->run = run;
+             made->agreed = std::move(agreed);
+             made->core = core;
+             return made;
            }),
            py::arg("ordinal") = -1, py::arg("run") = -1, py::arg("agreed") = nullptr, py::arg("core") = nullptr)
       .def_readonly("ordinal", &CallNumber::ordinal)
       .def_readonly("run", &CallNumber::run)
       .def_readonly("agreed", &CallNumber::agreed)
+      .def_property_readonly("failed", [](const CallNumber& self) { return self.failed.load(); })
       .def_property_readonly("core", [](const CallNumber& self) { return as_python(self.core.lock()); });
 
   py::class_<PythonTransfer, std::shared_ptr<PythonTransfer>>(m, "Transfer")

@@ -352,6 +352,8 @@ class CallNumber:
     run: int
     agreed: AgreedPlan | None
     @property
+    def failed(self) -> bool: ...  # it has no result
+    @property
     def core(self) -> GroupCore | None: ...
 
 class Transfer:

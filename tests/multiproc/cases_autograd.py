@@ -11,6 +11,7 @@ import weakref
 import meshcast
 import torch
 import torch.distributed as dist
+from meshcast.resharding import autograd
 from multiproc.meshes import sharded
 from multiproc.oracle import coordinates, cut
 from torch.distributed.device_mesh import DeviceMesh
@@ -285,6 +286,29 @@ def graphs_are_freed(context) -> None:
     assert [ref() for ref in alive] == [None] * 3
 
 
+def chains_are_freed_at_once(context) -> None:
+    """Without the garbage collector, which may not come for thousands of steps."""
+    a, b = meshes()
+    x = leaf(values(14, 5, 3), a, [Shard(0)], context.rank)
+
+    def visits() -> int:
+        return sum(isinstance(each, autograd._Visit) for each in gc.get_objects())
+
+    meshcast.backward()
+    gc.collect()
+    before = visits()
+    gc.disable()
+    try:
+        y = meshcast.reshard(x, b, [Shard(0)])
+        again = meshcast.reshard(y * y, a, [Shard(0)])
+        assert visits() == before + 2  # the test sees what it looks for
+        meshcast.backward((again * again).sum())
+        del y, again
+        assert visits() == before
+    finally:
+        gc.enable()
+
+
 def several_groups(context) -> None:
     """Reshards of different private groups in one loss: the chain orders their backwards across groups."""
     a, b = meshes()
@@ -344,6 +368,7 @@ CASES = [
     no_second_derivative,
     without_gradient,
     graphs_are_freed,
+    chains_are_freed_at_once,
     several_groups,
     asynchronous,
     order_differs,

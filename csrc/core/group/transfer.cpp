@@ -178,7 +178,7 @@ void Start::settle(const std::exception_ptr& error) {
   {
     const std::lock_guard lock(mutex_);
     if (std::exchange(settles_, true)) return;
-    error_ = error;
+    if (error) fails_with_locked(error);
   }
   settled();
   bool is_final = error != nullptr;
@@ -189,6 +189,11 @@ void Start::settle(const std::exception_ptr& error) {
     changed_.notify_all();
   }
   if (is_final) make_final();
+}
+
+void Start::fails_with_locked(const std::exception_ptr& error) {
+  error_ = error;
+  if (!reverse_) number_->failed = true;
 }
 
 void Start::await_settled() {
@@ -231,7 +236,7 @@ void Start::wait() {
     if (const auto failed = error()) {
       if (const auto news = group.take_news()) {
         const std::lock_guard lock(mutex_);
-        error_ = std::make_exception_ptr(*news);
+        fails_with_locked(std::make_exception_ptr(*news));
       }
       std::rethrow_exception(error());
     }
@@ -247,7 +252,7 @@ void Start::wait() {
       make_final();
       const auto news = group.take_news();
       const std::lock_guard lock(mutex_);
-      error_ = news ? std::make_exception_ptr(*news) : failed;
+      fails_with_locked(news ? std::make_exception_ptr(*news) : failed);
       std::rethrow_exception(error_);
     }
   }

@@ -80,6 +80,7 @@ struct CallNumber {
   int64_t run = -1;                    // how often its plan had run before
   std::shared_ptr<AgreedPlan> agreed;  // where a backward may come
   std::weak_ptr<GroupCore> core;       // with which that was made
+  std::atomic<bool> failed{false};     // it has no result, and its backward nothing to do
 };
 
 // A command: one start of a transfer, which the ranks agree on first where they have not. It is settled once
@@ -134,6 +135,7 @@ class Start : public Command {
   void settle(const std::exception_ptr& error);
   void await_settled();
   bool begins_again();
+  void fails_with_locked(const std::exception_ptr& error);
 
   const Origin origin_;
   mutable Mutex mutex_;

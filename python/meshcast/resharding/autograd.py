@@ -47,21 +47,21 @@ _retained: _Chain | None = (
 
 
 class _Visit:
-    """One differentiable reshard on this rank."""
+    """One differentiable reshard on this rank. It leads to no graph: a chain and what its token leads to are
+    freed at once when it ends, not by the garbage collector."""
 
-    def __init__(self, compiled: Compiled, timeout: float, chain: _Chain | None, driven: bool) -> None:
+    __slots__ = ("compiled", "driven", "number", "position", "timeout")
+
+    def __init__(self, compiled: Compiled, timeout: float, position: int, driven: bool) -> None:
         self.compiled = compiled
         self.timeout = timeout
+        self.position = position  # in its chain
         self.driven = driven
-        self.chain = chain  # None on a rank of neither mesh
-        self.position = len(chain.calls) if chain is not None else 0
-        self.launch: Call | None = None
-        self.number: CallNumber | None = None
+        self.number: CallNumber | None = None  # once it has begun; None on a rank of neither mesh
 
-    def check_order(self, grad_token: torch.Tensor | None) -> None:
+    def check_order(self, chain: _Chain, grad_token: torch.Tensor | None) -> None:
         """The engine reaches the last call first, and every other one through the token of its successor."""
-        chain = self.chain
-        if chain is None or grad_token is not None or self.position == len(chain.calls) - 1:
+        if grad_token is not None or self.position == len(chain.calls) - 1:
             return
         later = chain.calls[self.position + 1 :]
         error = MeshcastError(
@@ -162,38 +162,54 @@ def _gradient(move: TensorMove, local: torch.Tensor | None) -> DTensor:
 
 
 class _Reshard(torch.autograd.Function):
-    """token, call, *xs -> next token, *ys"""
+    """token, visit, chain, *xs -> next token, call, *ys"""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, call: _Visit, *xs: DTensor | None) -> tuple[Any, ...]:
-        ctx.call = call
+    def forward(
+        ctx: Any, token: torch.Tensor, visit: _Visit, chain: _Chain | None, *xs: DTensor | None
+    ) -> tuple[Any, ...]:
+        ctx.visit, ctx.chain = visit, chain
         ctx.has_input = [x is not None for x in xs]
         ctx.set_materialize_grads(False)
         # Saved so that a second backward without retain_graph raises here as well, alike on every rank.
         ctx.save_for_backward(token)
-        ys, call.launch = call.compiled.begin(xs, call.timeout, driven=call.driven)
-        call.number = None if call.launch is None else call.launch.number
-        carried = set(call.compiled.differentiable)
-        if len(carried) < len(ys):
+        compiled = visit.compiled
+        ys, call = compiled.begin(xs, visit.timeout, driven=visit.driven)
+        if call is not None:
+            visit.number = call.number
+        if len(compiled.differentiable) < len(ys):
+            carried = set(compiled.differentiable)
             ctx.mark_non_differentiable(*(y for i, y in enumerate(ys) if i not in carried))
-        return torch.zeros(()), *ys
+        return token.detach(), call, *ys
 
     @staticmethod
-    def backward(ctx: Any, grad_token: torch.Tensor | None, *grads: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_token: torch.Tensor | None, _: None, *grads: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise MeshcastError(
                 "reshard has no second derivative: create_graph=True is not supported", op="reshard backward"
             )
         (token,) = ctx.saved_tensors
-        call: _Visit = ctx.call
-        call.check_order(grad_token)
-        _end(call.chain)
+        visit: _Visit = ctx.visit
+        if ctx.chain is not None:
+            visit.check_order(ctx.chain, grad_token)
+            _end(ctx.chain)
         grad_xs: list[Any] = [None] * len(ctx.has_input)
-        if call.launch is None or call.launch.error is None:  # else there was no value: no gradient either
-            for index, grad_x in zip(call.compiled.differentiable, call.reverse(grads), strict=True):
+        if visit.number is None or not visit.number.failed:  # else there was no value: no gradient either
+            reached = zip(visit.compiled.differentiable, visit.reverse(grads), strict=True)
+            for index, grad_x in reached:
                 if ctx.has_input[index]:
                     grad_xs[index] = grad_x
-        return torch.zeros_like(token), None, *grad_xs
+        return torch.zeros_like(token), None, None, *grad_xs
+
+
+def _apply(
+    token: torch.Tensor, visit: _Visit, chain: _Chain | None, xs: Sequence[DTensor | None]
+) -> tuple[Any, ...]:
+    if torch._C._are_functorch_transforms_active():
+        return _Reshard.apply(token, visit, chain, *xs)
+    # The same without a look for what a transform of torch.func has left behind, which is no DTensor. The
+    # look costs 2 us.
+    return super(torch.autograd.Function, _Reshard).apply(token, visit, chain, *xs)
 
 
 def differentiable_call(
@@ -203,19 +219,18 @@ def differentiable_call(
     caller waits at once."""
     global _current, _retained
     if compiled.transfer is None:
-        alone = _Visit(compiled, timeout, None, driven)
-        _, *ys = _Reshard.apply(torch.zeros((), requires_grad=True), alone, *xs)
+        alone = _Visit(compiled, timeout, 0, driven)
+        _, _, *ys = _apply(torch.zeros((), requires_grad=True), alone, None, xs)
         return ys, None
     with _lock:
         chain = _current if _current is not None else _Chain()
-        call = _Visit(compiled, timeout, chain, driven)
-        token, *ys = _Reshard.apply(chain.token, call, *xs)
-        chain.token = token
-        chain.calls.append(call)
+        visit = _Visit(compiled, timeout, len(chain.calls), driven)
+        chain.token, call, *ys = _apply(chain.token, visit, chain, xs)
+        chain.calls.append(visit)
         if _retained is not None:
             _retained.token = torch.zeros(())  # its calls refer to the chain: only this breaks the circle
         _current, _retained = chain, None
-    return ys, call.launch
+    return ys, call
 
 
 def backward(*roots: torch.Tensor | None, retain_graph: bool = False) -> None:
@@ -254,7 +269,8 @@ def backward(*roots: torch.Tensor | None, retain_graph: bool = False) -> None:
     try:
         torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
     finally:
-        _end(chain)
+        if chain is not None:
+            _end(chain)
     if retain_graph and chain is not None:
         with _lock:
             if _current is None:
@@ -262,11 +278,9 @@ def backward(*roots: torch.Tensor | None, retain_graph: bool = False) -> None:
                 _retained = chain
 
 
-def _end(chain: _Chain | None) -> None:
+def _end(chain: _Chain) -> None:
     """The chain takes no further calls and lets go of the graph."""
     global _current, _retained
-    if chain is None:
-        return
     with _lock:
         if _current is chain:
             _current = None
