@@ -143,6 +143,7 @@ void Progress::enter_locked(std::initializer_list<Source*> sources) {
   for (Source* const source : sources) {
     Entry* const entry = find_locked(source);
     if (!entry || entry->drivers++ > 0) continue;
+    entry->in_vain = 0;
     keep_locked(*entry, Keeper::Driver);
     more = true;
   }
@@ -182,20 +183,24 @@ bool Progress::each(std::unique_lock<std::mutex>& lock, Who who, const Call& cal
   struct Called {
     Entry* entry;
     Source* source;
+    bool answer;
   };
   std::array<Called, kMostSources> called{};
   size_t count = 0;
   for (Entry& entry : entries_) {
     if (!entry.source || (who == Who::Driver && !keeps(who, entry))) continue;
     ++entry.inside;
-    called[count++] = {&entry, entry.source};
+    called[count++] = {&entry, entry.source, false};
   }
   lock.unlock();
-  bool any = false;
-  for (size_t i = 0; i < count; ++i) any = call(*called[i].source) || any;
+  for (size_t i = 0; i < count; ++i) called[i].answer = call(*called[i].source);
   lock.lock();
+  bool any = false;
   for (size_t i = 0; i < count; ++i) {
-    if (--called[i].entry->inside == 0 && !called[i].entry->source) changed_->notify_all();
+    Entry& entry = *called[i].entry;
+    any = any || called[i].answer;
+    entry.in_vain = called[i].answer ? 0 : std::min(entry.in_vain + 1, entry.patience);
+    if (--entry.inside == 0 && !entry.source) changed_->notify_all();
   }
   return any;
 }
@@ -204,12 +209,11 @@ bool Progress::turns(std::unique_lock<std::mutex>& lock, Who who) {
   return each(lock, who, [who](Source& source) { return source.turn(who); });
 }
 
-int Progress::patience_locked(Who who) const {
-  int out = 1;
-  for (const Entry& entry : entries_) {
-    if (entry.source && keeps(who, entry)) out = std::max(out, entry.patience);
-  }
-  return out;
+// A source that has had nothing for long does not keep anybody awake when another has.
+bool Progress::may_sleep_locked(Who who) const {
+  return std::none_of(entries_.begin(), entries_.end(), [who](const Entry& entry) {
+    return entry.source && keeps(who, entry) && entry.in_vain < entry.patience;
+  });
 }
 
 // It says that it sleeps, looks once more, and then does: what comes meanwhile is seen, or rings.
@@ -249,12 +253,9 @@ void Progress::wait(const Side& mine, TimePoint limit) {
 
 void Progress::loop() {
   std::unique_lock lock(mutex_);
-  int empty = 0;
   while (!stopping_) {
     take_over_locked();
-    empty = turns(lock, Who::Thread) ? 0 : empty + 1;
-    if (empty < patience_locked(Who::Thread)) continue;
-    empty = 0;
+    if (turns(lock, Who::Thread) || !may_sleep_locked(Who::Thread)) continue;
     sleep(
         lock, Who::Thread, [] { return false; }, TimePoint::max());
   }
@@ -267,16 +268,12 @@ void Progress::drive(std::initializer_list<Source*> sources, const std::function
   if (origin_.foreign()) return;
   std::unique_lock lock(mutex_);
   enter_locked(sources);
-  int empty = 0;
   while (!done() && Clock::now() < limit) {
     if (taken_) {
       changed_->wait_until(lock, limit);
       continue;
     }
-    const bool busy = turns(lock, Who::Driver);
-    empty = busy ? 0 : empty + 1;
-    if (busy || taken_ || empty < patience_locked(Who::Driver)) continue;
-    empty = 0;
+    if (turns(lock, Who::Driver) || taken_ || !may_sleep_locked(Who::Driver)) continue;
     taken_ = true;
     sleep(lock, Who::Driver, done, limit);
     taken_ = false;

@@ -87,6 +87,7 @@ class Progress {
     int inside = 0;     // threads that call it
     Descriptor events;  // epoll: its fds(); none where it has none
     int patience = 1;
+    int in_vain = 0;  // turns since something happened, up to that many
   };
   // What one of the two sleeps on.
   struct Side {
@@ -110,7 +111,7 @@ class Progress {
   void leave_locked(std::initializer_list<Source*> sources);
   void set_timer(std::chrono::nanoseconds after);
   bool turns(std::unique_lock<std::mutex>& lock, Who who);
-  int patience_locked(Who who) const;
+  bool may_sleep_locked(Who who) const;
   void sleep(std::unique_lock<std::mutex>& lock, Who who, const std::function<bool()>& done, TimePoint limit);
   void wait(const Side& mine, TimePoint limit);
   template <typename Call>

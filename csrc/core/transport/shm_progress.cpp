@@ -118,27 +118,20 @@ void ShmProgress::announce_locked() {
 // A driver takes in what arrives, and the thread sends beside it: then both directions go on at once on two
 // cores. Without a driver the thread does both.
 bool ShmProgress::turn(Who who) {
-  bool driven = false;
-  {
-    const std::lock_guard lock(mutex_);
-    driven = keeper_ == Keeper::Driver;
-  }
   const bool sends = who == Who::Thread || sleeps(Who::Thread);
-  const bool receives = who == Who::Driver || !driven;
+  const bool receives = who == Who::Driver || keeper_ != Keeper::Driver;
   const bool received = receives && serve(ShmHalf::Receiving, who);
   return (sends && serve(ShmHalf::Sending, who)) || received;
 }
 
 bool ShmProgress::arm(Who who) {
-  bool driven = false;
   {
     const std::lock_guard lock(mutex_);
     sleeps_[static_cast<size_t>(who)] = true;
-    driven = keeper_ == Keeper::Driver;
     announce_locked();
   }
   const bool sends = who == Who::Thread || sleeps(Who::Thread);
-  const bool receives = who == Who::Driver || !driven;
+  const bool receives = who == Who::Driver || keeper_ != Keeper::Driver;
   return !(receives && bell_.called(ShmHalf::Receiving)) && !(sends && bell_.called(ShmHalf::Sending));
 }
 

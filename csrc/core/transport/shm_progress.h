@@ -95,7 +95,7 @@ class ShmProgress final : public Source {
   std::map<std::pair<uint64_t, uint64_t>, std::weak_ptr<ShmBell>> peers_;  // by their memory
   std::array<std::atomic<uint32_t>, 2> cursors_{};                         // of each half
   // Written with the lock held. While the thread is awake and another drives, the sending is the thread's.
-  Keeper keeper_ = Keeper::Thread;
+  std::atomic<Keeper> keeper_{Keeper::Thread};
   std::array<std::atomic<bool>, 2> sleeps_{};  // as of Who
 };
 

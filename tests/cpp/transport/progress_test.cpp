@@ -27,7 +27,8 @@ constexpr auto kLong = std::chrono::seconds(40);
 // Something comes by its descriptor, or by a ring to who keeps it. The one that takes it in calls `at_turn`.
 class Parcels final : public Source {
  public:
-  Parcels(Progress& progress, bool by_descriptor) : progress_(progress), by_descriptor_(by_descriptor) {
+  Parcels(Progress& progress, bool by_descriptor, int patience = 1)
+      : progress_(progress), by_descriptor_(by_descriptor), patience_(patience) {
     progress_.add(*this);
   }
   ~Parcels() override { progress_.remove(*this); }
@@ -40,11 +41,14 @@ class Parcels final : public Source {
   }
   int taken(Who who) const { return taken_[static_cast<size_t>(who)]; }
   int taken() const { return taken(Who::Thread) + taken(Who::Driver); }
+  int turns() const { return turns_; }
   Keeper keeper() const { return keeper_; }
   std::function<void()> at_turn;
 
   Progress& progress() override { return progress_; }
+  int patience() override { return patience_; }
   bool turn(Who who) override {
+    ++turns_;
     if (who == Who::Thread && keeper_ != Keeper::Thread) return false;
     uint64_t count = 0;
     if (by_descriptor_ && read(event_.get(), &count, sizeof(count)) < 0) return false;
@@ -62,6 +66,8 @@ class Parcels final : public Source {
  private:
   Progress& progress_;
   const bool by_descriptor_;
+  const int patience_;
+  std::atomic<int> turns_{0};
   const Descriptor event_{eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
   std::atomic<int> waiting_{0};
   std::array<std::atomic<int>, 2> taken_{};
@@ -213,6 +219,20 @@ TEST_CASE("drives that follow each other closely do not wake the thread", "[exec
     return parcels.keeper() == Keeper::Nobody;
   }));
   CHECK(soon([&] { return parcels.keeper() == Keeper::Thread; }));
+}
+
+TEST_CASE("a patient source that has nothing keeps nobody awake for another", "[exec][progress]") {
+  constexpr int kPatience = 1000;
+  Progress progress;
+  Parcels patient(progress, true, kPatience);
+  Parcels other(progress, false);
+  REQUIRE(soon([&] { return patient.turns() >= kPatience; }));
+  const int before = patient.turns();
+  for (int round = 1; round <= 20; ++round) {
+    other.send();
+    REQUIRE(soon([&] { return other.taken() == round; }));
+  }
+  CHECK(patient.turns() < before + kPatience);
 }
 
 TEST_CASE("a source that was removed has no turn, and none under way", "[exec][progress]") {
