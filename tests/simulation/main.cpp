@@ -97,8 +97,7 @@ int show(uint64_t seed, bool shrinks) {
   if (shrinks && !failure_of(program).empty()) program = shrink(std::move(program));
   std::cout << describe(program) << std::flush;
   const Outcome outcome = run_program(program);
-  for (const auto& [end, count] : outcome.ends)
-    std::cout << "  " << count << " calls of ranks: " << end << "\n";
+  for (const std::string& line : outcome.calls) std::cout << "  " << line << "\n";
   std::cout << fmt::format("  {:.3f} s of virtual time, {} hand-overs, {} requests to the store\n",
                            outcome.seconds, outcome.hand_overs, outcome.requests);
   std::cout << (outcome.violation.empty() ? "holds" : "FAILS: " + outcome.violation) << std::endl;

@@ -97,8 +97,13 @@ class Run {
       out.violation = error.what();
     }
     Simulation::install(nullptr);
-    for (const auto& rank : endings_)
-      for (const Ending& each : rank) ++out.ends[text_of_ending(each)];
+    for (int rank = 0; rank < program_.ranks; ++rank) {
+      const auto& its = endings_[static_cast<size_t>(rank)];
+      for (size_t call = 0; call < its.size(); ++call) {
+        ++out.ends[text_of_ending(its[call])];
+        out.calls.push_back(line_of(rank, call, its[call]));
+      }
+    }
     out.hand_overs = scheduler_.hand_overs();
     out.requests = storage_.requests();
     out.seconds = duration_cast<std::chrono::duration<double>>(scheduler_.elapsed()).count();
@@ -124,6 +129,13 @@ class Run {
   static std::string text_of_ending(const Ending& each) {
     if (!each.done) return "not made";
     return each.error ? kKinds[static_cast<size_t>(*each.error)] : "success";
+  }
+
+  static std::string line_of(int rank, size_t call, const Ending& each) {
+    if (!each.done) return fmt::format("rank {}, call {}: not made", rank, call);
+    const auto seconds = [](Clock::duration time) { return std::chrono::duration<double>(time).count(); };
+    return fmt::format("rank {}, call {}: {:.6f} to {:.6f} s: {}{}", rank, call, seconds(each.begun),
+                       seconds(each.at), text_of_ending(each), each.error ? ": " + each.text : "");
   }
 
   bool is_hurt(int rank) const {  // its time stood still, or ended
@@ -594,7 +606,9 @@ class Run {
   }
 
   // Whether an error names a rank as not in the call that had been in it for long, and had told so.
+  // Of other lanes nothing is kept, and the text does not say the lane.
   bool waited_too(size_t call, const Ending& each) const {
+    if (!program_.sides.empty()) return false;
     if (each.text.find(fmt::format("reshard call {} of", call)) == std::string::npos) return false;
     if (each.text.find("do not wait in it") == std::string::npos || store_is_hurt()) return false;
     if (program_.faults.size() > 1 || is_hurt(each.peer)) return false;
@@ -684,7 +698,10 @@ class Run {
     const bool has_left = left != left_at_.end() && left->second <= when;
     for (const Ending& each : its)
       if (each.error && has_left) return true;
-    // Without a store, and over a network that tells nothing, the end of a rank's group looks like its death.
+    // Over a network that tells nothing, the end of a rank's group looks like its death to who sees it before
+    // the board says why, and without a store to all.
+    for (const Ending& each : its)
+      if (each.error && !program_.tells && each.at <= when) return true;
     if (store_is_hurt() && !program_.tells) return true;
     return std::any_of(program_.faults.begin(), program_.faults.end(), [&](const Fault& fault) {
       switch (fault.kind) {

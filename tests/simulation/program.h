@@ -87,6 +87,7 @@ std::vector<std::string> kinds_of(const Program& program);
 struct Outcome {
   std::string violation;                // of a property; empty: it has them all
   std::map<std::string, int64_t> ends;  // calls by how they ended
+  std::vector<std::string> calls;       // each with when and how, by rank
   uint64_t hand_overs = 0;
   uint64_t requests = 0;  // to the store
   double seconds = 0;     // of virtual time

@@ -279,10 +279,7 @@ bool Group::bring_up(const Command& command, uint64_t turn) {
     Met met = meet(identity_, *connector_, known_, part);
     if (met.core) return take(std::move(met), turn);
     if (!met.refused) continue;
-    {
-      const std::lock_guard lock(mutex_);
-      refused_ = met.refused;
-    }
+    note_refused(*met.refused);
     if (const auto ended = ended_before(command.call())) throw MeetAgainError(*ended);
   }
 }
@@ -382,6 +379,13 @@ Error Group::error_of(const RefusedCall& refused, CallId call) const {
                      fmt::format("rank {}: call {} of {}: rank {} {}: {}", identity_.rank, call.ordinal,
                                  identity_.name, refused.rank, what, refused.text),
                      {.peer = refused.rank, .op = "reshard", .sequence = call.ordinal, .phase = "agree"});
+}
+
+// Of two of a lane the later one counts: the ranks are past the other.
+void Group::note_refused(const RefusedCall& refused) {
+  const std::lock_guard lock(mutex_);
+  if (!refused_ || refused_->call.lane != refused.call.lane || refused_->call.ordinal < refused.call.ordinal)
+    refused_ = refused;
 }
 
 // Of a call that this rank had yet to make when a later one was refused, or that one itself: nobody meets for
@@ -679,7 +683,11 @@ Command::Begun Refusal::tell(const std::shared_ptr<GroupCore>& core, bool failed
   }
   if (!core && !failed) {
     try {
-      while (!refuse_meeting(group->next_life().store, group->identity_.rank, meeting_for(call()), why_)) {
+      for (;;) {
+        const RefusedMeeting said =
+            refuse_meeting(group->next_life().store, group->identity_.rank, meeting_for(call()), why_);
+        if (said.counts) break;
+        if (said.instead) group->note_refused(*said.instead);
       }
     } catch (const std::exception&) {
       // The store does not answer: the others wait to their limits.

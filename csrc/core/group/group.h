@@ -177,6 +177,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::shared_ptr<Store> control() const;
 
   Error error_of(const RefusedCall& refused, CallId call) const;
+  void note_refused(const RefusedCall& refused);
   std::optional<Error> ended_before(CallId call) const;
   std::optional<Error> refused_last(CallId call) const;
   std::exception_ptr skipped(int64_t ordinal) const;

@@ -79,6 +79,14 @@ struct Verdict {
     rank = number_in(head.substr(one + 1, other == std::string::npos ? other : other - one - 1));
     if (other != std::string::npos) what = head.substr(other + 1);
   }
+
+  // None where what was refused is no call.
+  std::optional<RefusedCall> refused() const {
+    RefusedCall out{{}, rank, text};
+    char point = 0;
+    if (kind == kRefused && std::istringstream(what) >> out.call.lane >> point >> out.call.ordinal) return out;
+    return std::nullopt;
+  }
 };
 
 class MeetingCall {
@@ -118,7 +126,7 @@ class MeetingCall {
       joining_ = connector_.join(prefix);
       brings_ = encode(part_.next(), joining_->offer());
     } catch (const MeetAgainError& error) {
-      if (refuse_meeting(store_, group_.rank, std::string(), error.what())) throw;
+      if (refuse_meeting(store_, group_.rank, std::string(), error.what()).counts) throw;
       throw Error(error);  // the others got another verdict
     }
   }
@@ -190,12 +198,7 @@ class MeetingCall {
 
   bool ends_another_call(const Verdict& verdict) {
     if (verdict.kind != kRefused || verdict.what == part_.what) return false;
-    RefusedCall refused;
-    refused.rank = verdict.rank;
-    refused.text = verdict.text;
-    char point = 0;
-    if (std::istringstream(verdict.what) >> refused.call.lane >> point >> refused.call.ordinal)
-      refused_ = std::move(refused);
+    refused_ = verdict.refused();
     return true;
   }
 
@@ -387,14 +390,15 @@ std::string meeting_for(CallId call) {
   return call.lane == kNoLane ? "prepare" : fmt::format("{}.{}", call.lane, call.ordinal);
 }
 
-bool refuse_meeting(const std::shared_ptr<BoardStore>& store, int32_t rank, const std::string& what,
-                    const std::string& why) {
+RefusedMeeting refuse_meeting(const std::shared_ptr<BoardStore>& store, int32_t rank, const std::string& what,
+                              const std::string& why) {
   const std::string verdict =
       what.empty() ? fmt::format("{} {}", kShort, why) : fmt::format("{}/{}/{} {}", kRefused, rank, what, why);
   const std::string found = store->compare_set(kVerdict, std::string(), verdict);
-  if (found == verdict) return true;
+  if (found == verdict) return {true, {}};
   const Verdict other(found);
-  return !what.empty() && (other.kind != kRefused || other.what == what);
+  if (what.empty() || (other.kind == kRefused && other.what != what)) return {false, other.refused()};
+  return {true, {}};
 }
 
 }  // namespace meshcast

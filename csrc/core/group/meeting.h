@@ -141,10 +141,16 @@ Met meet(const GroupIdentity& group, Connector& connector, const std::shared_ptr
 // What a meeting for a call is for, as MeetingPart::what.
 std::string meeting_for(CallId call);
 
+// Whether a refusal is the verdict of a meeting; of a call, whether those who meet for that call end there. Else
+// they meet for it in the next life, and `instead` is what was refused before, where that was a call.
+struct RefusedMeeting {
+  bool counts = false;
+  std::optional<RefusedCall> instead;
+};
+
 // Ends a meeting for all ranks, without waiting for them: this one has refused the call that they meet for, or,
-// where `what` is empty, has run out of something. Whether that is the verdict; of a refusal, whether those who
-// meet for that call end here. Else another was refused before, and they meet for it in the next life.
-bool refuse_meeting(const std::shared_ptr<BoardStore>& store, int32_t rank, const std::string& what,
-                    const std::string& why);
+// where `what` is empty, has run out of something.
+RefusedMeeting refuse_meeting(const std::shared_ptr<BoardStore>& store, int32_t rank, const std::string& what,
+                              const std::string& why);
 
 }  // namespace meshcast

@@ -154,6 +154,10 @@ void Watcher::transport_failed(int32_t peer, const TransportError& error, const 
     }
     return end_if_refused();
   }
+  {
+    const std::lock_guard lock(mutex_);
+    if (!broken_) broken_ = CallId{run.label().lane, run.label().ordinal};
+  }
   note_local(error.told().empty() ? describe_transport_error(peer, error, run) : decode_cause(error.told()),
              &run);
 }
@@ -188,9 +192,10 @@ void Watcher::give_up(const Cause& given) {
     if (local_) local = *local_;
     if (!first_ || (knows_refusal_ && !refused_in(given))) first_ = given;
     cause = *first_;
-    const bool refused = refused_in(cause).has_value();
+    const auto refused = refused_in(cause);
     if (refused && !knows_refusal_) refusal_seen_ = Clock::now();
-    knows_refusal_ = refused;
+    if (refused && broken_ && meshcast::goes_before(*broken_, refused->call)) hopeless_ = true;
+    knows_refusal_ = refused.has_value();
   }
   if (knows_refusal_) return end_if_refused();
   end_with(cause, error_of_cause(cause, local));

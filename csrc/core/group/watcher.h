@@ -130,6 +130,7 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   // before it can come to no good end.
   TimePoint refusal_seen_{};
   std::optional<RefusedCall> earlier_;  // that another rank refused, before it knew of that
+  std::optional<CallId> broken_;        // lost a peer before this rank knew of that
   bool leaves_ = false;
   bool hopeless_ = false;
   std::atomic<bool> knows_refusal_{false};

@@ -278,7 +278,7 @@ TEST_CASE("a rank known from earlier is looked after before it comes") {
 TEST_CASE(
     "a refusal ends the meeting for its own call, and sends ranks that meet for another to the next life") {
   const auto store = std::make_shared<MemoryStore>();
-  CHECK(refuse_meeting(life_in(store), 5, "0.4", "wrong shape"));
+  CHECK(refuse_meeting(life_in(store), 5, "0.4", "wrong shape").counts);
   Part part;
   part.what = "0.4";
   const auto error = error_of<MeetAgainError>(store, part);
@@ -295,12 +295,16 @@ TEST_CASE(
 
 TEST_CASE("where two calls are refused in one meeting, the second rank knows that it was not heard") {
   const auto store = std::make_shared<MemoryStore>();
-  CHECK(refuse_meeting(life_in(store), 5, "0.4", "wrong shape"));
-  CHECK(refuse_meeting(life_in(store), 3, "0.4", "wrong as well"));
-  CHECK(!refuse_meeting(life_in(store), 3, "0.5", "another call"));
-  CHECK(refuse_meeting(life_in(store, "life 2"), 3, "0.5", "another call"));
+  CHECK(refuse_meeting(life_in(store), 5, "0.4", "wrong shape").counts);
+  CHECK(refuse_meeting(life_in(store), 3, "0.4", "wrong as well").counts);
+  const RefusedMeeting unheard = refuse_meeting(life_in(store), 3, "0.5", "another call");
+  CHECK(!unheard.counts);
+  REQUIRE(unheard.instead);
+  CHECK(unheard.instead->call.ordinal == 4);
+  CHECK(unheard.instead->rank == 5);
+  CHECK(refuse_meeting(life_in(store, "life 2"), 3, "0.5", "another call").counts);
   store->set("life 3/verdict", "deadline/3 late");
-  CHECK(refuse_meeting(life_in(store, "life 3"), 3, "0.5", "another call"));
+  CHECK(refuse_meeting(life_in(store, "life 3"), 3, "0.5", "another call").counts);
 }
 
 }  // namespace
