@@ -91,12 +91,6 @@ MUTANTS = [
         "",
     ),
     Mutant(
-        "agree: the end of a life hides that this call was refused",
-        "group/agreement.cpp",
-        "      if (objection) take(*objection);\n      throw;",
-        "      throw;",
-    ),
-    Mutant(
         "roll: a rank is never seen",
         "group/roll.cpp",
         "  for (size_t each = first; each < std::min(ranks_, first + kBits); ++each)\n",
@@ -107,12 +101,6 @@ MUTANTS = [
         "group/group.cpp",
         "if (!objection || !objection->rejected ||",
         "if (true ||",
-    ),
-    Mutant(
-        "meeting: the second of two refusals is lost",
-        "group/meeting.cpp",
-        "return !what.empty() && (other.kind != kRefused || other.what == what);",
-        "return !what.empty();",
     ),
     Mutant(
         "refusals: the refused call goes before itself",

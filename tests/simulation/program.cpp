@@ -543,6 +543,8 @@ class Run {
         if (each.text.find("refused its arguments") != std::string::npos &&
             !refused_up_to(is_own(each, call) ? call : last))
           return "no rank had refused this call or one before it";
+        if (!faults && each.ran > 0 && names_later(each, call) && !has_other_arguments())
+          return "it was under way, and only a later call was refused";
         // In another call it cannot know which of the two is the one that differs.
         if (each.peer >= 0 && is_own(each, call) && !rank_differs_up_to(last, each.peer) &&
             !rank_differs_up_to(last, rank))
@@ -587,6 +589,11 @@ class Run {
   // Whether it tells of the limit of that call, and not of another with which the group failed.
   static bool is_own(const Ending& each, size_t call) {
     return each.text.find(fmt::format("call {} of", call)) != std::string::npos;
+  }
+  bool names_later(const Ending& each, size_t call) const {
+    for (size_t later = call + 1; later < program_.calls.size(); ++later)
+      if (is_own(each, later)) return !is_own(each, call);
+    return false;
   }
   static bool is_queued(const Ending& each) { return each.text.find("was still queued") != std::string::npos; }
   bool anybody_succeeded(size_t call) const {
