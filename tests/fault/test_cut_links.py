@@ -43,8 +43,9 @@ def test_cut(moment: str, library: str) -> None:
     print(_run(PROGRAM, moment, "cuts", library, library=library))
 
 
-@pytest.mark.parametrize("ports", ["port1x0", "port1x1", "port1x0,port1x1"])
-@pytest.mark.parametrize("call", ["local", "state"])
+@pytest.mark.parametrize(
+    ("call", "ports"), [("local", "port1x0"), ("state", "port1x1"), ("state", "port1x0,port1x1")]
+)
 def test_cut_while_plans_are_new(call: str, ports: str) -> None:
     """port1x0 is the link of the store, port1x1 that of the data."""
     print(_run(NEW_PLANS, call, ports))

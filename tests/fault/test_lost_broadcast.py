@@ -13,8 +13,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 MODULE = Path(__file__).with_name("cases_lost_broadcast.py")
 
 
-@pytest.mark.parametrize("shm", ["0", "1"])
-@pytest.mark.parametrize("victim", [-1, 0, 1], ids=["control", "root", "receiver"])
+@pytest.mark.parametrize(
+    ("victim", "shm"), [(-1, "0"), (0, "0"), (1, "1")], ids=["control", "root", "receiver"]
+)
 def test_killed(victim: int, shm: str) -> None:
     env = {"VICTIM": str(victim), "MESHCAST_SHM": shm}
     world = run_world(MODULE, 3, limit=150.0, backend="meshcast", env=env)

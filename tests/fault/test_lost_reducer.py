@@ -27,21 +27,11 @@ def test_control() -> None:
     _run(-1, "killed", "0", 60.0)
 
 
-@pytest.mark.parametrize(
-    ("victim", "shm"),
-    [
-        (1, "0"),
-        pytest.param(0, "0", marks=pytest.mark.slow),
-        pytest.param(2, "0", marks=pytest.mark.slow),
-        pytest.param(0, "1", marks=pytest.mark.slow),
-        pytest.param(1, "1", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("victim", "shm"), [(1, "0"), pytest.param(0, "1", marks=pytest.mark.slow)])
 def test_killed(victim: int, shm: str) -> None:
     _run(victim, "killed", shm, 60.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "shm"), [(0, "0"), (2, "1")])
-def test_frozen(victim: int, shm: str) -> None:
-    _run(victim, "frozen", shm, 5.0)
+def test_frozen() -> None:
+    _run(0, "frozen", "0", 5.0)

@@ -11,7 +11,6 @@ from multiproc.harness import run_world
 pytestmark = pytest.mark.timeout(200)
 
 MODULE = Path(__file__).with_name("cases_lost_weights.py")
-slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -21,12 +20,7 @@ slow = pytest.mark.slow
         (3, "killed", 1),
         (3, "idle", 2),
         (3, "thawed", 2),
-        pytest.param(1, "killed", 1, marks=slow),
-        pytest.param(2, "killed", 2, marks=slow),
-        pytest.param(0, "idle", 2, marks=slow),
-        pytest.param(0, "idle", 1, marks=slow),
-        pytest.param(0, "frozen", 2, marks=slow),
-        pytest.param(2, "frozen", 1, marks=slow),
+        pytest.param(2, "frozen", 1, marks=pytest.mark.slow),
     ],
 )
 def test_lost_weights(victim: int, fault: str, buffers: int) -> None:
