@@ -1,0 +1,43 @@
+#pragma once
+
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "common/error.h"
+#include "common/sync.h"
+#include "simulation/program.h"
+
+namespace meshcast::simulation {
+
+// How one call of one rank ended.
+struct Ending {
+  bool done = false;
+  std::optional<ErrorKind> error;
+  int32_t peer = -1;
+  std::string text;
+  Clock::duration begun{};
+  Clock::duration at{};
+  double ran = 0;  // seconds since it was started; 0 if that never came
+};
+
+std::string line_of(int rank, size_t call, const Ending& each);
+std::string text_of(const Ending& each);  // its kind of error, or "success"
+
+// What came of a program, for its judge.
+struct Findings {
+  std::vector<std::vector<Ending>> endings;  // by rank and call
+  std::vector<std::vector<Ending>> beside;   // of sides, then backwards by call, then of the second group
+  std::map<int, Clock::duration> left_at;    // when a rank had made its calls
+  std::set<int> joined;                      // ranks that have met others
+  Clock::duration ended{};                   // when the last of them was through
+  uint64_t requests = 0;                     // to the store
+  size_t keys = 0;                           // that are left in it
+};
+
+// Throws Violation where a property does not hold.
+void judge(const Program& program, const Findings& found);
+
+}  // namespace meshcast::simulation
