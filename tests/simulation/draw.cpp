@@ -16,9 +16,9 @@ const char* name_of(Act::Kind kind) {
 }
 
 const char* name_of(Fault::Kind kind) {
-  constexpr std::array<const char*, 12> names{"kill",       "freeze",       "cut",           "cut unseen",
-                                              "store slow", "store frozen", "store dead",    "abort",
-                                              "close",      "hang",         "store emptied", "half open"};
+  constexpr std::array<const char*, 13> names{
+      "kill",  "freeze", "cut",  "cut unseen",    "store slow", "store frozen", "store dead",
+      "abort", "close",  "hang", "store emptied", "half open",  "interrupt"};
   return names[static_cast<size_t>(kind)];
 }
 
@@ -70,7 +70,7 @@ Program draw_program(uint64_t seed) {
   if (plain || out.joined || draw(1, 3) == 1) return out;
   for (int64_t i = draw(1, 2); i > 0; --i) {
     Fault fault;
-    fault.kind = static_cast<Fault::Kind>(draw(0, 11));
+    fault.kind = static_cast<Fault::Kind>(draw(0, 12));
     fault.at = draw(0, 1) == 1 ? draw(0, 3000) : draw(0, 3000000);
     fault.rank = static_cast<int>(draw(0, out.ranks - 1));
     fault.other = static_cast<int>((fault.rank + draw(1, out.ranks - 1)) % out.ranks);

@@ -64,6 +64,7 @@ class Judge {
       }
     }
     judge_culprits();
+    judge_interrupt();
     judge_meeting();
     for (int rank = 0; rank < program_.ranks; ++rank)
       for (size_t i = 0; i < found_.beside.front().size(); ++i) judge_beside(rank, i);
@@ -294,6 +295,19 @@ class Judge {
     if (culprits.size() > 1) throw Violation("ranks name different culprits:" + texts);
   }
 
+  // Where a rank was interrupted, which is all that happened, nobody waits for it any longer.
+  void judge_interrupt() const {
+    if (program_.faults.size() != 1 || found_.interrupted.empty()) return;
+    if (differs_up_to(program_.calls.size() - 1) || late_up_to(program_.calls.size() - 1)) return;
+    const auto& [interrupted, when] = *found_.interrupted.begin();
+    for (const auto& its : found_.endings)
+      for (const Ending& each : its)
+        if (each.done && each.error && each.at > std::max(each.begun, when) + milliseconds(1500))
+          throw Violation(fmt::format("rank {} was interrupted at {:.3f} s, and others wait for it: {}",
+                                      interrupted, duration_cast<std::chrono::duration<double>>(when).count(),
+                                      each.text));
+  }
+
   // In a call in which ranks differ, up to this one.
   bool anybody_succeeded_unlike(size_t call) const {
     for (size_t i = 0; i <= call; ++i)
@@ -333,6 +347,7 @@ class Judge {
         case Fault::Kind::Kill:
         case Fault::Kind::Close:
         case Fault::Kind::Abort:
+        case Fault::Kind::Interrupt:
         case Fault::Kind::Freeze: return fault.rank == peer;
         case Fault::Kind::Cut:
         case Fault::Kind::HalfOpen:

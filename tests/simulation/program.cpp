@@ -12,6 +12,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "common/signals.h"
 #include "cpp/run/harness.h"
 #include "cpp/run/random_plans.h"
 #include "group/group.h"
@@ -45,6 +46,11 @@ std::shared_ptr<const Plan> reversed(const Plan& plan) {
   return std::make_shared<const Plan>(make_plan({problem}, plan.topology, options));
 }
 
+// What a handler of a signal raises.
+struct Interrupted : std::runtime_error {
+  Interrupted() : std::runtime_error("a signal came") {}
+};
+
 class Run {
  public:
   explicit Run(const Program& program)
@@ -72,6 +78,8 @@ class Run {
 
   Outcome go() {
     Simulation::install(&scheduler_);
+    running = this;
+    look_for_signals_by([] { running->look(); });
     Outcome out;
     try {
       for (int rank = 0; rank < program_.ranks; ++rank)
@@ -90,6 +98,7 @@ class Run {
       out.violation = error.what();
     }
     Simulation::install(nullptr);
+    look_for_signals_by(nullptr);
     for (int rank = 0; rank < program_.ranks; ++rank) {
       const auto& its = found_.endings[static_cast<size_t>(rank)];
       for (size_t call = 0; call < its.size(); ++call) {
@@ -152,10 +161,24 @@ class Run {
         case Fault::Kind::StoreEmptied: storage_.lose_all(); break;
         case Fault::Kind::HalfOpen: network_.half_open(fault.rank, fault.other); break;
         case Fault::Kind::Hang: network_.hang(fault.rank, lasts); break;
+        case Fault::Kind::Interrupt: signals_.insert(fault.rank); break;
         case Fault::Kind::Abort:
         case Fault::Kind::Close: break;  // a thread of the rank does it
       }
     });
+  }
+
+  // Handlers of signals run in a main thread alone.
+  void look() {
+    const Unwatched unwatched;
+    const auto found = mains_.find(scheduler_.thread());
+    if (found == mains_.end() || signals_.erase(found->second) == 0) return;
+    found_.interrupted[found->second] = scheduler_.elapsed();
+    throw Interrupted();
+  }
+  void note_main(int rank) {
+    const Unwatched unwatched;
+    mains_[scheduler_.thread()] = rank;
   }
 
   // A rank's part is over. With the last one all that still waits is let go: the dead, whose threads end then,
@@ -174,6 +197,7 @@ class Run {
   }
 
   void live(int rank) {
+    note_main(rank);
     std::vector<int32_t> ranks(static_cast<size_t>(program_.ranks));
     std::iota(ranks.begin(), ranks.end(), 0);
     const auto group_of = [&](const std::string& name) {
@@ -210,7 +234,11 @@ class Run {
         std::unique_lock lock(lane->mutex);
         while (!lane->over) lane->changed.wait(lock);
       });
-    calls(rank, group);
+    try {
+      calls(rank, group);
+    } catch (const Interrupted&) {
+      // The program ends, in good order.
+    }
     note_left(rank);
     for (Thread& each : others) each.join();
     group->close(Clock::now() + seconds(2));
@@ -227,6 +255,7 @@ class Run {
 
   void note_left(int rank) {
     const Unwatched unwatched;
+    mains_.erase(scheduler_.thread());
     found_.left_at[rank] = scheduler_.elapsed();
   }
   bool is_gone(int rank) const {
@@ -338,6 +367,11 @@ class Run {
       start.wait();
     } catch (const Error&) {
       error = std::current_exception();
+    } catch (const Interrupted& raised) {
+      start.group()->abort(fmt::format("rank {} was interrupted: {}", rank, raised.what()));
+      end(rank, ending, what, limit, start.took(begun), start.ran(),
+          std::make_exception_ptr(Error(ErrorKind::Aborted, raised.what())));
+      throw;
     }
     const double beyond = seconds_since(from);
     if (!error && !start.is_right())
@@ -395,9 +429,14 @@ class Run {
   std::vector<std::shared_ptr<const Plan>> reverse_plans_;  // null without backwards
   std::set<int> gone_;                                      // ranks whose part is over
   std::set<int> dead_;
+  std::map<uint64_t, int> mains_;  // threads, with their ranks
+  std::set<int> signals_;          // ranks to which one has come
   Findings found_;
   int left_ = 0;
+  static Run* running;
 };
+
+Run* Run::running = nullptr;
 
 }  // namespace
 

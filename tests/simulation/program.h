@@ -43,7 +43,8 @@ struct Fault {
     Close,
     Hang,
     StoreEmptied,  // it is started anew, and has lost all
-    HalfOpen       // nothing passes from the rank to the other, which does not see that
+    HalfOpen,      // nothing passes from the rank to the other, which does not see that
+    Interrupt      // a handler of a signal raises in the rank's main thread
   };
   Kind kind = Kind::Kill;
   int64_t at = 0;  // microseconds

@@ -353,6 +353,8 @@ void Scheduler::join(uint64_t thread) {
   take_over(this);
 }
 
+uint64_t Scheduler::thread() const { return running_->id; }
+
 void Scheduler::freeze(uint64_t process) {
   const Unwatched unwatched;
   frozen_.push_back(process);

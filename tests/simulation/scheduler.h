@@ -81,6 +81,7 @@ class Scheduler final : public Simulation {
   void at(TimePoint when, std::function<void()> event);  // runs between threads, and must not wait
   void yield();
   bool inside() const { return running_ != nullptr; }
+  uint64_t thread() const;  // that runs
   uint64_t hand_overs() const { return hand_overs_; }
   Clock::duration elapsed() const { return time_ - TimePoint(kEpoch); }
   // Lets go of what singletons of a process were kept for.
