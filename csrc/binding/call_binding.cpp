@@ -5,6 +5,7 @@
 #include <pybind11/functional.h>
 
 #include "binding/call.h"
+#include "common/of_process.h"
 #include "common/signals.h"
 
 namespace meshcast {
@@ -40,7 +41,6 @@ bool fit_all(const OptionalTensors& shards, const std::vector<ExpectedShard>& ex
 // Calls that nobody has waited for yet. A forked child has none of its parent's. Whoever holds the lock waits
 // for nothing else.
 struct Flying {
-  const Origin origin;
   std::mutex mutex;
   std::list<std::shared_ptr<Call>> calls;
   size_t limit = 64;  // before a look which of them have ended
@@ -51,16 +51,9 @@ struct Flying {
   }
 };
 
-std::atomic<Flying*> flying_of_process{nullptr};
+PerProcess<Flying> flying_of_process;
 
-Flying& flying() {
-  Flying* found = flying_of_process.load();
-  while (!found || found->origin.foreign()) {
-    auto fresh = std::make_unique<Flying>();
-    if (flying_of_process.compare_exchange_strong(found, fresh.get())) found = fresh.release();
-  }
-  return *found;
-}
+Flying& flying() { return flying_of_process.get(); }
 
 // Such as "KeyboardInterrupt: text".
 std::string name_of(const std::exception& raised) {

@@ -11,6 +11,35 @@
 
 namespace meshcast {
 
+// One for each process, made at its first use and never freed. A forked child has its own, and leaves that of
+// its parent alone, whose lock may be held. Thread-safe; for static objects.
+template <typename T>
+class PerProcess {
+ public:
+  T& get() {
+    Kept* found = kept_.load();
+    while (!found || found->origin.foreign()) {
+      auto fresh = std::make_unique<Kept>();
+      if (kept_.compare_exchange_strong(found, fresh.get())) found = fresh.release();
+    }
+    return found->thing;
+  }
+
+  // Null where there is none, and in a forked child.
+  T* there() {
+    Kept* const found = kept_.load();
+    return found && !found->origin.foreign() ? &found->thing : nullptr;
+  }
+
+ private:
+  struct Kept {
+    const Origin origin;
+    T thing;
+  };
+
+  std::atomic<Kept*> kept_{nullptr};
+};
+
 // What a process has one of, from the first who asks for it until nobody holds it any more. A forked child has
 // its own, and leaves that of its parent alone, whose lock may be held. Thread-safe; for static objects, which
 // it outlives.
@@ -20,7 +49,7 @@ class OfProcess {
   template <typename Make>
   std::shared_ptr<T> get(const Make& make) {
     const std::shared_ptr<State> simulated = simulated_state();
-    State& state = simulated ? *simulated : real_state();
+    State& state = simulated ? *simulated : state_.get();
     const std::lock_guard lock(state.mutex);
     auto found = state.made.lock();
     if (!found) state.made = found = make();
@@ -30,27 +59,17 @@ class OfProcess {
   // Null where there is none, and in a forked child.
   std::shared_ptr<T> there() {
     const std::shared_ptr<State> simulated = simulated_state();
-    State* const state = simulated ? simulated.get() : state_.load();
-    if (!state || state->origin.foreign()) return nullptr;
+    State* const state = simulated ? simulated.get() : state_.there();
+    if (!state) return nullptr;
     const std::lock_guard lock(state->mutex);
     return state->made.lock();
   }
 
  private:
   struct State {
-    const Origin origin;
     Mutex mutex;
     std::weak_ptr<T> made;
   };
-
-  State& real_state() {
-    State* state = state_.load();
-    while (!state || state->origin.foreign()) {
-      auto fresh = std::make_unique<State>();
-      if (state_.compare_exchange_strong(state, fresh.get())) state = fresh.release();
-    }
-    return *state;
-  }
 
   // Of a process in a simulation, where the caller is in one.
   std::shared_ptr<State> simulated_state() {
@@ -62,7 +81,7 @@ class OfProcess {
     return found;
   }
 
-  std::atomic<State*> state_{nullptr};
+  PerProcess<State> state_;
   std::mutex simulated_mutex_;
   std::map<uint64_t, std::shared_ptr<State>> simulated_;
 };

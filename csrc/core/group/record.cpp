@@ -1,16 +1,17 @@
 #include "group/record.h"
 
 #include <algorithm>
-#include <atomic>
 
 #include <fmt/format.h>
+
+#include "common/of_process.h"
 
 namespace meshcast {
 namespace {
 
 constexpr size_t kKeptFlights = 2000;
 
-std::atomic<Record*> record_of_process{nullptr};
+PerProcess<Record> record_of_process;
 
 }  // namespace
 
@@ -28,15 +29,7 @@ CallSums& CallSums::operator+=(const CallSums& other) {
   return *this;
 }
 
-// That of a parent is left as it is, whose lock may be held.
-Record& Record::of_process() {
-  Record* found = record_of_process.load();
-  while (!found || found->origin_.foreign()) {
-    auto fresh = std::make_unique<Record>();
-    if (record_of_process.compare_exchange_strong(found, fresh.get())) found = fresh.release();
-  }
-  return *found;
-}
+Record& Record::of_process() { return record_of_process.get(); }
 
 std::vector<std::shared_ptr<const Flight>> Record::flights() const {
   const std::lock_guard lock(mutex_);
