@@ -110,6 +110,8 @@ int show(const Measured& measured) {
   std::_Exit(measured.violation.empty() ? 0 : 1);
 }
 
+constexpr const char* kAllRows = "~ all";  // sorts behind the others
+
 // Counts of what was drawn, and of how calls ended then; as lines "row<tab>column<tab>count".
 class Table {
  public:
@@ -127,6 +129,10 @@ class Table {
     for (std::string count;
          std::getline(in, row, '\t') && std::getline(in, column, '\t') && std::getline(in, count);)
       add(row, column, std::stoll(count));
+  }
+  int64_t programs() const {
+    const auto all = counts_.find(kAllRows);
+    return all == counts_.end() ? 0 : all->second.at("programs");
   }
   void print() const {
     constexpr std::array<const char*, 8> columns{
@@ -169,23 +175,24 @@ bool run(uint64_t first, uint64_t step, uint64_t programs, double seconds, bool 
       return false;
     }
     auto rows = kinds_of(program);
-    rows.emplace_back("~ all");  // sorts behind the others
+    rows.emplace_back(kAllRows);
     for (const std::string& row : rows) {
       table.add(row, "programs", 1);
       for (const auto& [end, count] : outcome.ends) table.add(row, end, count);
     }
-    table.add("~ all", "hand-overs", static_cast<int64_t>(outcome.hand_overs));
+    table.add(kAllRows, "hand-overs", static_cast<int64_t>(outcome.hand_overs));
   }
   return true;
 }
 
-// The same in processes of their own. False where one of them found something, or ended by itself.
-bool run_beside(uint64_t first, uint64_t jobs, uint64_t programs, double seconds, bool progress, Table& table) {
+// The same in processes of their own. How many of them found something, or ended by a signal.
+int64_t run_beside(uint64_t first, uint64_t jobs, uint64_t programs, double seconds, bool progress,
+                   Table& table) {
   std::vector<std::pair<pid_t, int>> children;
   std::cout.flush();
   for (uint64_t job = 0; job < jobs; ++job) {
     int ends[2];
-    if (pipe(ends) != 0) return false;
+    if (pipe(ends) != 0) return 1;
     const pid_t child = fork();
     if (child == 0) {
       Table mine;
@@ -197,15 +204,15 @@ bool run_beside(uint64_t first, uint64_t jobs, uint64_t programs, double seconds
     close(ends[1]);
     children.emplace_back(child, ends[0]);
   }
-  bool held = true;
+  int64_t failures = 0;
   for (const auto& [child, end] : children) {
     table.add_lines(read_all(end));
     int status = 0;
     waitpid(child, &status, 0);
-    held = held && status == 0;
+    failures += status != 0 ? 1 : 0;
     if (WIFSIGNALED(status)) std::cout << "a process ended by signal " << WTERMSIG(status) << std::endl;
   }
-  return held;
+  return failures;
 }
 
 }  // namespace
@@ -257,11 +264,12 @@ int main(int argc, char** argv) {
   if (seed != 0) return show(seed, shrinks);
   const auto begun = std::chrono::steady_clock::now();
   Table table;
-  const bool held = jobs == 1 ? run(first, 1, programs, seconds, progress, table)
-                              : run_beside(first, jobs, programs, seconds, progress, table);
-  if (!held) std::_Exit(1);  // threads are in the middle
-  table.print();
-  std::cout << fmt::format("all have their properties; {:.0f} s\n",
-                           std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count());
+  const int64_t failures = jobs == 1 ? (run(first, 1, programs, seconds, progress, table) ? 0 : 1)
+                                     : run_beside(first, jobs, programs, seconds, progress, table);
+  if (failures == 0) table.print();
+  std::cout << fmt::format("{} programs, {} failures; {:.0f} s", table.programs() + failures, failures,
+                           std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count())
+            << std::endl;
+  if (failures > 0) std::_Exit(1);  // threads are in the middle
   return 0;
 }

@@ -141,8 +141,8 @@ Met meet(const GroupIdentity& group, Connector& connector, const std::shared_ptr
 // What a meeting for a call is for, as MeetingPart::what.
 std::string meeting_for(CallId call);
 
-// Whether a refusal is the verdict of a meeting; of a call, whether those who meet for that call end there. Else
-// they meet for it in the next life, and `instead` is what was refused before, where that was a call.
+// Whether a refusal is the verdict of a meeting; of a call, whether those who meet for that call end there.
+// Else they meet for it in the next life, and `instead` is what was refused before, where that was a call.
 struct RefusedMeeting {
   bool counts = false;
   std::optional<RefusedCall> instead;
