@@ -3,7 +3,8 @@
 
 A field is None where it does not apply. All classes derive from `MeshcastError`, which is a `RuntimeError`
 and, where torch has it, a `torch.distributed.DistError`, so that handlers written for torch.distributed catch
-them too.
+them too. `LayoutError` is a `ValueError` as well, `DeadlineExceededError` a `TimeoutError` and
+`PeerLostError` a `ConnectionError`.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class DeadlineExceededError(MeshcastError, TimeoutError):
     """The call did not finish within its deadline; the message names the ranks waited for."""
 
 
-class PeerLostError(MeshcastError):
+class PeerLostError(MeshcastError, ConnectionError):
     """A peer died or closed its connection.
 
     Attributes:

@@ -33,6 +33,7 @@ def test_standard_handlers_catch_them() -> None:
     assert all(issubclass(cls, dist.DistError) for cls in CLASSES)
     assert issubclass(errors.LayoutError, ValueError)
     assert issubclass(errors.DeadlineExceededError, TimeoutError)
+    assert issubclass(errors.PeerLostError, ConnectionError)
 
 
 def test_lost_peers_say_how_far_they_came() -> None:

@@ -227,6 +227,9 @@ class PipelineStage(StageCompute):
         own = {id(each) for each in self.submod.parameters()} if given else set()
         self.loss_parameters = [each for each in given if id(each) not in own]
 
+    def __repr__(self) -> str:
+        return f"<PipelineStage {self.stage_index} of {self.num_stages}, a {type(self.submod).__name__}>"
+
     def scale_grads(self, grad_scale_factor: float | torch.Tensor) -> None:
         """Divides all that is in ``grad``, as torch does; what several stages of a rank hold, only once. A
         factor that is a tensor has no dimensions."""

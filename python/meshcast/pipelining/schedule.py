@@ -123,6 +123,10 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
     _given_order: tuple[Any, bool] | None = None  # of actions that came later; whether with their transfers
     _backward_requires_autograd = True
     _gathering: Gathering = FSDP_DEFAULTS
+    _size = "no stages"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._size}>"
 
     def _begin(
         self,
@@ -141,6 +145,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         weight_fn: Callable[..., Any] | None = None,
     ) -> None:
         """Initializes what torch does not have, after torch's constructor."""
+        self._size = f"{stages[0].num_stages} stages, {self._n_microbatches} micro-batches"
         n_microbatches, loss_fn = self._n_microbatches, self._loss_fn
         self._runs = all(isinstance(stage, PipelineStage) for stage in stages)
         if not self._runs:  # stages of another kind, which can only be looked at

@@ -63,6 +63,10 @@ class StateResharder:
         self._limit = seconds(timeout, self._parent.timeout)
         self._calls = Repeated(self._parent.rank, Given(None, destinations, **options))
         self._memory = Memory() if reuse_output else None
+        self._names = len(destinations or ())
+
+    def __repr__(self) -> str:
+        return f"<StateResharder of {self._names} name{'' if self._names == 1 else 's'}>"
 
     def run(
         self,

@@ -226,6 +226,9 @@ class WeightSync:
         thread, while another is in push or pull."""
         return self._side.progress()
 
+    def __repr__(self) -> str:
+        return f"<{self._name} of group {self._parent.name!r}{', closed' if self._closed else ''}>"
+
     def close(self) -> None:
         """Ends it on all ranks: pushes, and pulls that would have to wait, raise AbortedError. What is
         current can be used on. Waits a few seconds at most, for a version that is on its way."""

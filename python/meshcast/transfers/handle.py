@@ -132,6 +132,9 @@ class Handle(Generic[T]):
         self._intact = False  # whether the call is known to have ended before any of them was changed
         self._told = False
 
+    def __repr__(self) -> str:
+        return f"<Handle of {self._call.op}, {'completed' if self._call.is_completed() else 'in flight'}>"
+
     def wait(self) -> T:
         """Blocks until the data is here and returns the result. Raises the call's typed error, or
         MeshcastError if a source was changed in place in the meantime: what arrived may then be a mixture of
