@@ -11,6 +11,7 @@ one, round by round; a round is a pair of processes of each. Figures are medians
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import socket
@@ -27,6 +28,14 @@ CALLS = ("stays, gradient", "stays", "reshard", "reshard_", "Resharder", "gloo")
 TRANSPORTS = {"shm": "1", "ucx": "0"}  # MESHCAST_SHM
 _SECONDS = 0.25  # of one figure, about
 _LIMIT = 300.0  # seconds of one pair
+
+
+def _resharder(source: Any, mesh: Any, placements: Any, spec: Any) -> Any:
+    import meshcast
+
+    if "placements" in inspect.signature(meshcast.Resharder).parameters:
+        return meshcast.Resharder(source, mesh, placements, reuse_output=True)
+    return meshcast.Resharder(source, spec, reuse_output=True)  # of a tree before 2026-11-29
 
 
 def _steps(rank: int, kib: int) -> dict[str, tuple[Callable[[], None], int]]:
@@ -52,8 +61,8 @@ def _steps(rank: int, kib: int) -> dict[str, tuple[Callable[[], None], int]]:
         )
         for holder, mesh in enumerate(meshes)
     ]
-    there = meshcast.Resharder(ends[0], ends[1], reuse_output=True)
-    back = meshcast.Resharder(ends[1], ends[0], reuse_output=True)
+    there = _resharder(ends[0], meshes[1], place, ends[1])
+    back = _resharder(ends[1], meshes[0], place, ends[0])
     split = distribute_tensor(torch.arange(2.0 * count), both, [Shard(0)])
     tracked = split.detach().requires_grad_()
     plain = torch.arange(float(count))

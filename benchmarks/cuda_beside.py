@@ -41,7 +41,7 @@ def transfer(rank: int) -> tuple[meshcast.Resharder, DTensor]:
         local.view(shape if rank == 0 else (0, 0)), source, [Shard(0)], run_check=False, shape=shape,
         stride=(shape[1], 1),
     )  # fmt: skip
-    resharder = meshcast.Resharder(x, meshcast.TensorSpec(shape, torch.float32, target, [Shard(0)]))
+    resharder = meshcast.Resharder(x, target, [Shard(0)])
     found = resharder.run(x).to_local()
     expected = torch.arange(shape.numel(), dtype=torch.float32, device="cuda").remainder_(4093)
     if rank == 1 and not torch.equal(found.flatten(), expected):

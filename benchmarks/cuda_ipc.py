@@ -87,8 +87,7 @@ def reshard_seconds(nbytes: int, rank: int) -> float:
     local = torch.full((64 if mine else 0, shape[1]), float(rank + 1), device="cuda")
     local += torch.arange(local.numel(), device="cuda", dtype=torch.float32).view_as(local) % 4096
     x = DTensor.from_local(local, src, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1))
-    target = meshcast.TensorSpec(shape, torch.float32, dst, [Shard(0)])
-    resharder = meshcast.Resharder(x, target, reuse_output=True)
+    resharder = meshcast.Resharder(x, dst, [Shard(0)], reuse_output=True)
     found = resharder.run(x).to_local()
     if not mine:
         count = torch.arange(found.numel(), device="cuda", dtype=torch.float32).view_as(found) % 4096

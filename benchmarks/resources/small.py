@@ -38,13 +38,13 @@ def calls(repeats: int) -> dict[str, Figure]:
     if rank < 2:
         specs = [TensorSpec((_FLOATS,), torch.float32, mesh, [Shard(0)]) for mesh in meshes]
         mine = DTensor.from_local(torch.zeros(_FLOATS), meshes[rank], [Shard(0)], run_check=False)
-        forth = Resharder(specs[0], specs[1], reuse_output=True)
-        home = Resharder(specs[1], specs[0], reuse_output=True)
+        forth = Resharder(specs[0], meshes[1], [Shard(0)], reuse_output=True)
+        home = Resharder(specs[1], meshes[0], [Shard(0)], reuse_output=True)
         there = partial(forth.run, mine if rank == 0 else None)
         back = partial(home.run, mine if rank == 1 else None)
     if rank == 0:
         parameter = mine.detach().requires_grad_()
-        alone = partial(Resharder(specs[0], specs[0], reuse_output=True).run, mine)
+        alone = partial(Resharder(specs[0], meshes[0], [Shard(0)], reuse_output=True).run, mine)
 
         def grad() -> None:
             kept.append(meshcast.reshard(parameter, meshes[0], [Shard(0)]))

@@ -106,9 +106,10 @@ class MeshcastMessages:
         specs = [
             meshcast.TensorSpec((nbytes // 4,), torch.int32, mesh, [Replicate()]) for mesh in self._meshes
         ]
-        self._forth = meshcast.Resharder(specs[0], specs[1], reuse_output=True)
-        self._home = meshcast.Resharder(specs[1], specs[0], reuse_output=True)
-        self._starts = meshcast.Resharder(specs[0], specs[1])
+        here, there = self._meshes
+        self._forth = meshcast.Resharder(specs[0], there, [Replicate()], reuse_output=True)
+        self._home = meshcast.Resharder(specs[1], here, [Replicate()], reuse_output=True)
+        self._starts = meshcast.Resharder(specs[0], there, [Replicate()])
         self._given = on_mesh(pattern(nbytes, self._rank))
         self._outs: list[Any] = [None] * window
         if self._rank == 1:

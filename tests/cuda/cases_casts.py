@@ -10,6 +10,7 @@ import meshcast
 import torch
 from multiproc.devices import GPU, given, mesh_on, use_a_gpu
 from multiproc.floats import BF16, E4M3, E5M2, F16, F32, FORMATS, numbers, same
+from multiproc.meshes import resharder_between
 from multiproc.oracle import coordinates, cut
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -138,7 +139,7 @@ def a_cached_resharder_takes_no_memory(context) -> None:
             meshcast.TensorSpec(shape, dtype, mesh, [Shard(dim)])
             for dtype, mesh, dim in ((source, src, 0), (destination, dst, 1))
         ]
-        resharder = meshcast.Resharder(*specs, reuse_output=True)
+        resharder = resharder_between(*specs, reuse_output=True)
         full = numbers(shape, source, 8)
         x = given(full, src, [Shard(0)], context.rank)
         with torch.no_grad():

@@ -16,6 +16,7 @@ from meshcast.errors import AbortedError, PeerLostError
 from meshcast.groups.parent import parent_group
 from meshcast.transfers.gpu import gpu_of
 from multiproc.devices import GPU, check, given, use_a_gpu
+from multiproc.meshes import resharder_between
 from multiproc.oracle import unique_fill
 from torch.distributed.tensor import Replicate, Shard
 
@@ -50,7 +51,7 @@ def a_cached_reshard_of_64_kib(context) -> None:
     mesh = mesh_of(list(range(context.world)))
     full = unique_fill((64, 256), torch.float32, 3)
     x = given(full, mesh, [Shard(0)], context.rank)
-    resharder = meshcast.Resharder(x, meshcast.TensorSpec(full.shape, full.dtype, mesh, [Shard(1)]))
+    resharder = resharder_between(x, meshcast.TensorSpec(full.shape, full.dtype, mesh, [Shard(1)]))
     for number in range(300):
         y = resharder.run(x)
         if number % 50 == 0:

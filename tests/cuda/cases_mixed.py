@@ -9,6 +9,7 @@ import meshcast
 import torch
 from multiproc.cases_staged import positive
 from multiproc.devices import GPU, check, given, mesh_on, use_a_gpu
+from multiproc.meshes import resharder_between
 from multiproc.oracle import unique_fill
 from multiproc.random_layouts import draw
 from torch.distributed.tensor import Replicate, Shard
@@ -87,7 +88,7 @@ def a_result_is_read_before_it_is_overwritten(context) -> None:
     use_a_gpu(context.rank)
     src, dst = mesh_on("cpu", A, context.rank), mesh_on(GPU, B, context.rank)
     specs = [meshcast.TensorSpec((300, 500), torch.float32, mesh, [Shard(0)]) for mesh in (src, dst)]
-    call = meshcast.Resharder(*specs, reuse_output=True)
+    call = resharder_between(*specs, reuse_output=True)
     sums = []
     for step in range(8):
         full = torch.full((300, 500), float(step))

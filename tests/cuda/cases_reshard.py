@@ -7,6 +7,7 @@ import meshcast
 import torch
 import torch.distributed as dist
 from multiproc.devices import GPU, check, given, use_a_gpu
+from multiproc.meshes import resharder_between
 from multiproc.oracle import coordinates, cut, unique_fill
 from multiproc.random_layouts import Draw, draw
 from torch.distributed.device_mesh import DeviceMesh
@@ -96,7 +97,7 @@ def a_capture_is_refused(context) -> None:
     mesh = mesh_of(list(range(context.world)))
     full = unique_fill((8, 4), torch.float32, 9)
     x = given(full, mesh, [Shard(0)], context.rank)
-    resharder = meshcast.Resharder(x, meshcast.TensorSpec((8, 4), torch.float32, mesh, [Replicate()]))
+    resharder = resharder_between(x, meshcast.TensorSpec((8, 4), torch.float32, mesh, [Replicate()]))
     resharder.run(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -12,6 +12,7 @@ import meshcast
 import torch
 import torch.distributed as dist
 from multiproc.devices import GPU, check, given, use_a_gpu
+from multiproc.meshes import resharder_between
 from multiproc.oracle import cut, unique_fill
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.multiprocessing.reductions import reduce_tensor
@@ -38,7 +39,7 @@ def calls_of_two_groups_in_unlike_orders(context) -> None:
     mesh, shape = mesh_of(everybody), (512, 4096)
     specs = [meshcast.TensorSpec(shape, torch.float32, mesh, [Shard(dim)]) for dim in (0, 1)]
     groups = [dist.new_group(everybody) for _ in range(2)]
-    calls = [meshcast.Resharder(*specs, group=group) for group in groups]
+    calls = [resharder_between(*specs, group=group) for group in groups]
     fulls = [unique_fill(shape, torch.float32, number) for number in range(2)]
     xs = [given(full, mesh, [Shard(0)], context.rank) for full in fulls]
     for call, x in zip(calls, xs, strict=True):
@@ -66,9 +67,9 @@ def nothing_waits_for_a_busy_stream(context) -> None:
     count, width = (72, OWN_SEGMENT) if ON_GPU else (5, 64)
     shape = (context.world, width)
     specs = [meshcast.TensorSpec(shape, torch.float32, each, [Shard(0)]) for each in (mesh, other)]
-    call = meshcast.Resharder(*specs, reuse_output=True)
+    call = resharder_between(*specs, reuse_output=True)
     # Its kernels have not run before: they must have been loaded when the ranks were connected.
-    cold = meshcast.Resharder(
+    cold = resharder_between(
         meshcast.TensorSpec((48, 48), torch.bfloat16, mesh, [Shard(0)]),
         meshcast.TensorSpec((48, 48), torch.float32, mesh, [Shard(1)]),
     )
@@ -157,7 +158,7 @@ def a_rank_ends_while_another_has_yet_to_pass_its_event(context) -> None:
         meshcast.TensorSpec(full.shape, torch.float32, mesh, [placement])
         for mesh, placement in ((src, Replicate()), (dst, Shard(0)))
     ]
-    call = meshcast.Resharder(*specs, group=group)
+    call = resharder_between(*specs, group=group)
     x = given(full, src, [Replicate()], context.rank)
     call.run(x)
     context.wait_for_all("known", [0, 1, 2])

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from fault.bad_values import PLACEMENTS, SHAPES, SHARDS, TIMEOUTS, WRONG, spoiled
 from meshcast import Layout, MeshcastError, PlanMismatchError
-from multiproc.meshes import quiet_mesh, sharded
+from multiproc.meshes import quiet_mesh, resharder_between, sharded
 from multiproc.oracle import cut, unique_fill
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -204,14 +204,6 @@ def _state(case: Draw, rank: int, group: Any, number: int) -> dict[str, Any]:
     }
 
 
-def _specs(case: Draw, rank: int, group: Any, number: int) -> dict[str, Any]:
-    return {
-        "src_spec": _tensor(case, rank, number),
-        "dst_spec": _target(case, rank),
-        "group": group,
-    }
-
-
 def _run(case: Draw, rank: int, group: Any, number: int) -> dict[str, Any]:
     return {
         "resharder": group,
@@ -224,9 +216,8 @@ def _locals(*results: Any) -> list[torch.Tensor | None]:
     return [result._local_tensor if isinstance(result, DTensor) else result for result in results]
 
 
-def _construct(src_spec: Any, dst_spec: Any, **options: Any) -> list[torch.Tensor | None]:
-    resharder = meshcast.Resharder(src_spec, dst_spec, **options)
-    return _locals(resharder.run(src_spec))
+def _construct(x: Any, **given: Any) -> list[torch.Tensor | None]:
+    return _locals(meshcast.Resharder(x, **given).run(x))
 
 
 def _started(resharder: Any, **given: Any) -> list[torch.Tensor | None]:
@@ -287,7 +278,11 @@ FUNCTIONS = {
             **_OPTIONS,
         },
     ),
-    "Resharder": Function(_specs, _construct, {"src_spec": _SPECS, "dst_spec": _SPECS, **_OPTIONS}),
+    "Resharder": Function(
+        _reshard,
+        _construct,
+        {"x": _SPECS, "mesh": _OTHER, "placements": _PLACEMENTS, "dtype": _KINDS, **_OPTIONS},
+    ),
     "Resharder.run": Function(
         _run,
         lambda resharder, **given: _locals(resharder.run(**given)),
@@ -357,7 +352,7 @@ def _run_draw(context, case: Draw, rank: int, group: Any) -> float:
     owner = group
     name = case.function
     if name.startswith("Resharder."):
-        owner = meshcast.Resharder(_tensor(case, rank, 0), _target(case, rank), group=group)
+        owner = resharder_between(_tensor(case, rank, 0), _target(case, rank), group)
     if case.argument == "group" and not case.before:
         _valid(
             case, rank, group, 0, "reshard_local"

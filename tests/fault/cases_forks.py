@@ -23,7 +23,7 @@ import meshcast
 import torch
 import torch.distributed as dist
 from meshcast import AbortedError, Layout
-from multiproc.meshes import quiet_mesh, sharded
+from multiproc.meshes import quiet_mesh, resharder_between, sharded
 from torch.distributed.tensor import Replicate, Shard
 
 GROUP_TIMEOUT = 60.0
@@ -121,7 +121,7 @@ def a_child_calls(context: Any) -> None:
     full = _values()
     x = sharded(full, quiet_mesh([0, 1]), [Shard(0)], context.rank)
     there = sharded(full, quiet_mesh([2]), [Shard(0)], context.rank)
-    resharder = meshcast.Resharder(x, there, reuse_output=True)
+    resharder = resharder_between(x, there, reuse_output=True)
     for _ in range(3):
         resharder.run(x)
     context.wait_for_all("ready")

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshcast import DeadlineExceededError, Layout, MeshcastError, Resharder, TensorSpec
-from multiproc.meshes import quiet_mesh
+from multiproc.meshes import quiet_mesh, resharder_between
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 GROUP_TIMEOUT = 60.0
@@ -96,7 +96,7 @@ def compiled(group: Any, given: torch.Tensor | None, taken: torch.Tensor | None,
     source, destination = quiet_mesh([0]), quiet_mesh([1])
     if group not in _compiled:
         _compiled[group] = {
-            each: Resharder(
+            each: resharder_between(
                 TensorSpec(SHAPE, torch.float32, source, [Replicate()]),
                 TensorSpec(SHAPE, torch.float32, destination, [Replicate()]),
                 group=group,

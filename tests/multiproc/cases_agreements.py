@@ -10,7 +10,7 @@ import meshcast
 import torch
 from meshcast.groups import private
 from meshcast.groups.parent import parent_group
-from multiproc.meshes import sharded
+from multiproc.meshes import resharder_between, sharded
 from multiproc.oracle import coordinates, cut, unique_fill
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -77,7 +77,7 @@ def slots_of_dropped_resharders_return(context) -> None:
     full, x = source(11, 5, context.rank)
     before = core().slots_taken
     for _ in range(3):
-        resharder = meshcast.Resharder(
+        resharder = resharder_between(
             meshcast.TensorSpec(full.shape, full.dtype, a, [Shard(0)]),
             meshcast.TensorSpec(full.shape, full.dtype, b, [Replicate()]),
         )

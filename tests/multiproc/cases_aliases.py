@@ -9,7 +9,7 @@ import meshcast
 import torch
 import torch.distributed as dist
 from multiproc.cases_many import fresh, raises
-from multiproc.meshes import quiet_mesh, sharded
+from multiproc.meshes import quiet_mesh, resharder_between, sharded
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 GROUP_TIMEOUT = 30.0
@@ -68,7 +68,7 @@ def _resharder() -> Callable:
         if not made:
             source = meshcast.TensorSpec((6, 3), torch.float32, quiet_mesh(A), [Shard(0)])
             target = meshcast.TensorSpec((6, 3), torch.float32, quiet_mesh(B), [Replicate()])
-            made.append(meshcast.Resharder(source, target, group))
+            made.append(resharder_between(source, target, group))
         x = sharded(FULL, quiet_mesh(A), [Shard(0)], context.rank)
         made[0].run(x, out=shell_or(local, context.rank))
 
@@ -158,10 +158,10 @@ def halves_of_one_buffer(context) -> None:
     turned = [2, 0, 1]
     layouts = meshcast.Layout([0, 1, 2], [Shard(0)]), meshcast.Layout(turned, [Shard(0)])
     spec = meshcast.TensorSpec((6, 3), torch.float32, quiet_mesh([0, 1, 2]), [Shard(0)])
-    there = meshcast.Resharder(
+    there = resharder_between(
         spec, meshcast.TensorSpec((6, 3), torch.float32, quiet_mesh(turned), [Shard(0)])
     )
-    here = meshcast.Resharder(spec, spec, reuse_output=True)
+    here = resharder_between(spec, spec, reuse_output=True)
     for source, out in (
         (slice(2), slice(2, 4)),
         (slice(0, 4, 2), slice(1, 4, 2)),

@@ -13,6 +13,7 @@ from meshcast.resharding.compile_op import new_token, register_call
 from multiproc.fake_gpu import held, mesh_on
 from multiproc.fake_rounds import Dispatched, Start, fake_rounds
 from multiproc.floats import BF16, E4M3, E5M2, F16, F32, FORMATS, numbers, same
+from multiproc.meshes import resharder_between
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 GROUP_TIMEOUT = 60.0
@@ -193,7 +194,7 @@ def a_cached_resharder_makes_no_tensor(context) -> None:
             for dtype, mesh, dim in ((source, src, 0), (destination, dst, 1))
         ]
         with fake_rounds() as gpu, torch.no_grad():
-            call = meshcast.Resharder(*specs, reuse_output=True)
+            call = resharder_between(*specs, reuse_output=True)
             for step in range(4):
                 full = numbers((11, 8), source, step)
                 x = held(full, src, [Shard(0)], context.rank)
@@ -241,7 +242,7 @@ def the_operator_casts_within_the_transfer(context) -> None:
             meshcast.TensorSpec((7, 5), dtype, mesh, [Shard(dim)], True)
             for dtype, mesh, dim in ((F32, src, 0), (BF16, dst, 1))
         ]
-        compiled = meshcast.Resharder(*specs)._compiled
+        compiled = resharder_between(*specs)._compiled
         x = held(full, src, [Shard(0)], context.rank)._local_tensor.requires_grad_()
         y = torch.ops.meshcast.reshard(x, new_token(), register_call(compiled, 30.0))
         assert same(y.detach(), held(full.to(BF16), dst, [Shard(1)], context.rank)._local_tensor)

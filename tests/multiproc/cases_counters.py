@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshcast import Layout
-from multiproc.meshes import quiet_mesh, sharded
+from multiproc.meshes import quiet_mesh, resharder_between, sharded
 from torch.distributed.tensor import Replicate, Shard
 
 GROUP_TIMEOUT = 30.0
@@ -139,7 +139,7 @@ def backwards_and_repeats(context) -> None:
         meshcast.TensorSpec((12, 7), torch.float32, quiet_mesh(ranks), [placement])
         for ranks, placement in ((A, Replicate()), (B, Shard(0)))
     ]
-    resharder = meshcast.Resharder(*specs, reuse_output=True)
+    resharder = resharder_between(*specs, reuse_output=True)
     before = meshcast.counters()
     for _ in range(5):
         resharder.run(None if x is None else x.detach())
@@ -177,7 +177,7 @@ def retries_are_counted(context) -> None:
             meshcast.TensorSpec(shape, torch.float32, quiet_mesh(ranks), [placement])
             for ranks, placement in ((A, Replicate()), (B, Shard(0)))
         ]
-        resharder = meshcast.Resharder(*specs, group, reuse_output=reuse)
+        resharder = resharder_between(*specs, group, reuse_output=reuse)
         x = sharded(torch.ones(shape), quiet_mesh(A), [Replicate()], context.rank)
         for _ in range(3):
             resharder.run(x)

@@ -18,7 +18,7 @@ from meshcast.groups.private import PrivateGroup
 from meshcast.resharding.compiled import tensor_spec
 from meshcast.transfers import gpu as gpu_module
 from meshcast.transfers.gpu import GpuOffer
-from multiproc.meshes import sharded
+from multiproc.meshes import resharder_between, sharded
 from multiproc.oracle import unique_fill
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -83,7 +83,7 @@ def a_cuda_mesh_without_gpu_is_refused(context) -> None:
     mesh = DeviceMesh("cuda", _WORLD, _init_backend=False)
     spec = meshcast.TensorSpec((6, 4), torch.float32, mesh, [Shard(0)])
     try:
-        meshcast.Resharder(spec, spec)
+        resharder_between(spec, spec)
     except LayoutError as error:
         assert "the meshes are on cuda, but" in str(error)
     else:
@@ -104,7 +104,7 @@ def a_rank_without_gpu_refuses_what_is_for_it(context) -> None:
         lambda: meshcast.reshard_local(
             local, layouts[0], None, layouts[1], shape=(6, 4), dtype=full.dtype, device=("cpu", "cuda")
         ),
-        lambda: meshcast.Resharder(x, spec).run(x),
+        lambda: resharder_between(x, spec).run(x),
         lambda: meshcast.reshard_state_dict({"x": x}, {"x": (there, [Replicate()])}),
     ]
     for number, call in enumerate(calls):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import meshcast
 import torch
 import torch.distributed as dist
-from multiproc.meshes import quiet_mesh
+from multiproc.meshes import quiet_mesh, resharder_between
 from multiproc.oracle import coordinates, cut
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -49,7 +49,7 @@ def sources(context) -> None:
         check(meshcast.reshard(x, quiet_mesh(B), [Shard(1)]), whole, context.rank)
         wide = torch.complex128 if kind == "conj" else torch.float64
         check(meshcast.reshard(x, quiet_mesh(B), [Shard(1)], dtype=wide), whole.to(wide), context.rank)
-        call = meshcast.Resharder(x, meshcast.TensorSpec((5, 3), whole.dtype, quiet_mesh(B), [Shard(1)]))
+        call = resharder_between(x, meshcast.TensorSpec((5, 3), whole.dtype, quiet_mesh(B), [Shard(1)]))
         for _ in range(2):
             check(call.run(x), whole, context.rank)
         local = meshcast.reshard_local(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import warnings
 
 import meshcast
 import torch
 import torch.distributed as dist
 from meshcast.groups.parent import parent_group
-from multiproc.meshes import quiet_mesh, sharded
+from multiproc.meshes import quiet_mesh, resharder_between, sharded
 from multiproc.oracle import coordinates, cut, unique_fill
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -200,11 +201,11 @@ def resharder(context) -> None:
     result that every run overwrites."""
     a, b = quiet_mesh(A), quiet_mesh(B)
     full = unique_fill((9, 4), torch.float32, 5)
-    there = meshcast.Resharder(
+    there = resharder_between(
         meshcast.TensorSpec((9, 4), torch.float32, a, [Shard(0)]),
         meshcast.TensorSpec((9, 4), torch.bfloat16, b, [Shard(-1)]),
     )
-    reusing = meshcast.Resharder(
+    reusing = resharder_between(
         sharded(full, a, [Shard(0)], context.rank),
         meshcast.TensorSpec((9, 4), torch.float32, b, [Replicate()]),
         reuse_output=True,
@@ -231,7 +232,7 @@ def resharder(context) -> None:
 
 def wrong_source(context, a, b) -> None:
     """Every rank passes something else than it said, in a group of its own."""
-    call = meshcast.Resharder(
+    call = resharder_between(
         meshcast.TensorSpec((9, 4), torch.float32, a, [Shard(0)]),
         meshcast.TensorSpec((9, 4), torch.float32, b, [Shard(0)]),
         fresh(context),
@@ -243,7 +244,7 @@ def resharder_refuses(context) -> None:
     """One rank's source does not fit: it says so, and the others raise as well instead of waiting."""
     a, b = quiet_mesh(A), quiet_mesh(B)
     specs = [meshcast.TensorSpec((9, 4), torch.float32, mesh, [Shard(0)]) for mesh in (a, b)]
-    call = meshcast.Resharder(*specs, fresh(context))
+    call = resharder_between(*specs, fresh(context))
     x = sharded(torch.zeros(9, 4, dtype=torch.float32), a, [Shard(0)], context.rank)
     if context.rank == 1:
         raises(meshcast.LayoutError, "float64", lambda: call.run(x.double()))
@@ -252,20 +253,47 @@ def resharder_refuses(context) -> None:
     check(call.run(x), torch.zeros(9, 4), context.rank)
     tracked = x.detach().requires_grad_(True)
     raises(
-        meshcast.LayoutError, "requires_grad", lambda: meshcast.Resharder(*specs, fresh(context)).run(tracked)
+        meshcast.LayoutError, "requires_grad", lambda: resharder_between(*specs, fresh(context)).run(tracked)
     )
-    raises(
-        meshcast.LayoutError,
-        "(9, 4)",
-        lambda: meshcast.Resharder(specs[0], meshcast.TensorSpec((4, 9), torch.float32, b, [Shard(0)])),
-    )
+
+
+def the_old_form_of_a_resharder(context) -> None:
+    """Resharder(src_spec, dst_spec) warns, and is the same otherwise."""
+    a, b = quiet_mesh(A), quiet_mesh(B)
+    specs = [meshcast.TensorSpec((9, 4), torch.float32, mesh, [Shard(0)]) for mesh in (a, b)]
+    x = sharded(torch.ones(9, 4), a, [Shard(0)], context.rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        calls = [
+            meshcast.Resharder(*specs, fresh(context)),
+            meshcast.Resharder(src_spec=specs[0], dst_spec=specs[1], group=fresh(context)),
+        ]
+        wrong = meshcast.TensorSpec((4, 9), torch.float32, b, [Shard(0)])
+        raises(meshcast.LayoutError, "(9, 4)", lambda: meshcast.Resharder(specs[0], wrong))
+    assert [each.category for each in caught] == [DeprecationWarning] * 3, caught
+    assert all(each.filename == __file__ for each in caught), caught
+    for call in calls:
+        check(call.run(x), torch.ones(9, 4), context.rank)
+
+
+def objects_say_what_they_are(context) -> None:
+    a, b = quiet_mesh(A), quiet_mesh(B)
+    spec = meshcast.TensorSpec((9, 4), torch.float32, a, [Shard(0)])
+    call = meshcast.Resharder(spec, b, [Replicate()], group=fresh(context))
+    layouts = meshcast.Layout(A, [Shard(0)]), meshcast.Layout(B, [Replicate()])
+    assert repr(call) == f"<Resharder of float32 (9, 4), {layouts[0]} to {layouts[1]}>", call
+    handle = call.start(sharded(torch.ones(9, 4), a, [Shard(0)], context.rank))
+    handle.wait()
+    assert repr(handle) == "<Handle of Resharder, completed>", handle
+    state = meshcast.StateResharder({"x": (b, [Replicate()])}, group=fresh(context))
+    assert repr(state) == "<StateResharder of 1 name>", state
 
 
 def resharder_gradient(context) -> None:
     a, b = meshes()
     full = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
     source = meshcast.TensorSpec((5, 4), torch.float32, a, [Shard(0)], requires_grad=True)
-    call = meshcast.Resharder(source, meshcast.TensorSpec((5, 4), torch.float32, b, [Shard(1)]))
+    call = resharder_between(source, meshcast.TensorSpec((5, 4), torch.float32, b, [Shard(1)]))
     x = sharded(full, a, [Shard(0)], context.rank).detach().requires_grad_(True)
     y = call.run(x)
     meshcast.backward((y * y).sum())
@@ -337,6 +365,8 @@ CASES = [
     aliases,
     resharder,
     resharder_refuses,
+    the_old_form_of_a_resharder,
+    objects_say_what_they_are,
     resharder_gradient,
     prepared,
 ]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from meshcast.resharding.memory import as_dtensor
 from multiproc.cases_many import check, fresh, raises
-from multiproc.meshes import quiet_mesh, sharded
+from multiproc.meshes import quiet_mesh, resharder_between, sharded
 from multiproc.oracle import unique_fill
 from torch.distributed.tensor import DTensor, Shard
 
@@ -21,7 +21,7 @@ SHAPE = (6, 5)
 
 def made(group: dist.ProcessGroup, **options) -> meshcast.Resharder:
     specs = [meshcast.TensorSpec(SHAPE, torch.float32, quiet_mesh(ranks), [Shard(0)]) for ranks in (A, B)]
-    return meshcast.Resharder(*specs, group, **{"reuse_output": True, **options})
+    return resharder_between(*specs, group, **{"reuse_output": True, **options})
 
 
 def given(context, step: int) -> DTensor | None:
@@ -116,7 +116,7 @@ def cast_kept_or_new(context) -> None:
         (meshcast.TensorSpec(SHAPE, torch.float32, both, [Shard(0)]), {"reuse_output": True}),
         (meshcast.TensorSpec(SHAPE, torch.float32, mesh_b, [Shard(0)]), {}),
     ]:
-        call = meshcast.Resharder(spec, destination, group, **options)
+        call = resharder_between(spec, destination, group, **options)
         for step in range(3):
             check(call.run(given(context, step)), full(step).to(destination.dtype), context.rank)
 

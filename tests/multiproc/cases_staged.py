@@ -13,7 +13,7 @@ import torch.distributed as dist
 from meshcast.errors import MeshcastError
 from meshcast.resharding.compile_op import new_token, register_call
 from multiproc.fake_gpu import FakeGpu, check, fake_gpu, held, mesh_on
-from multiproc.meshes import spread
+from multiproc.meshes import resharder_between, spread
 from multiproc.oracle import unique_fill
 from multiproc.random_layouts import draw
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -132,7 +132,7 @@ def memory_is_pinned_once(context) -> None:
     with fake_gpu(2) as gpu:  # the shard of rank 6 is empty
         for way, (src, dst) in enumerate(((here, there), (there, here))):
             spec = [meshcast.TensorSpec((11, 300), torch.float32, mesh, [Shard(0)]) for mesh in (src, dst)]
-            call = meshcast.Resharder(*spec, group, reuse_output=True)
+            call = resharder_between(*spec, group, reuse_output=True)
             pinned = 0
             for step in range(12):
                 full = unique_fill((11, 300), torch.float32, step)
@@ -281,7 +281,7 @@ def the_operator_moves_between_devices(context) -> None:
             specs = [
                 meshcast.TensorSpec((7, 3), torch.float32, mesh, [Shard(0)], True) for mesh in (src, dst)
             ]
-            compiled = meshcast.Resharder(*specs)._compiled
+            compiled = resharder_between(*specs)._compiled
             x = held(full, src, [Shard(0)], context.rank)._local_tensor.requires_grad_()
             y = torch.ops.meshcast.reshard(x, new_token(), register_call(compiled, 30.0))
             check(

@@ -16,6 +16,7 @@ from meshcast.groups.parent import parent_group
 from meshcast.transfers import gpu as gpu_module
 from multiproc.cases_shared_memory import environment
 from multiproc.fake_gpu import FakeGpu, check, fake_gpu, held, mesh_on
+from multiproc.meshes import resharder_between
 from multiproc.oracle import unique_fill
 from torch.distributed.tensor import Replicate, Shard
 
@@ -212,7 +213,7 @@ def a_rank_on_the_host_needs_no_gpu(context) -> None:
         works(context, gpu, group)
         x = held(FULL, src, [Shard(0)], context.rank)
         spec = meshcast.TensorSpec(FULL.shape, FULL.dtype, dst, [Shard(1)])
-        check(gpu, meshcast.Resharder(x, spec, group).run(x), FULL, dst, [Shard(1)])
+        check(gpu, resharder_between(x, spec, group).run(x), FULL, dst, [Shard(1)])
         weights = {"x": x} if context.rank in HERE else None
         moved = meshcast.reshard_state_dict(weights, {"x": (dst, [Shard(1)])}, group=group)
         check(gpu, moved["x"], FULL, dst, [Shard(1)])

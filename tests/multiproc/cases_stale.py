@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from meshcast import elastic
 from meshcast.resharding.state_run import Conversation
-from multiproc.meshes import quiet_mesh, sharded
+from multiproc.meshes import quiet_mesh, resharder_between, sharded
 from multiproc.oracle import unique_fill
 from multiproc.weight_job import raises
 from torch.distributed.device_mesh import DeviceMesh
@@ -301,7 +301,7 @@ def results_that_moved(context) -> None:
     specs = [
         meshcast.TensorSpec((6, 5), torch.float32, mesh, [Shard(0)]) for mesh in (quiet_mesh(HOLDERS), there)
     ]
-    call = meshcast.Resharder(*specs, reuse_output=True)
+    call = resharder_between(*specs, reuse_output=True)
     for step in range(6):
         x = sharded(full + step, quiet_mesh(HOLDERS), [Shard(0)], context.rank)
         y = call.run(x if context.rank in HOLDERS else None)
@@ -383,7 +383,7 @@ def changed_in_flight(context) -> None:
                 meshcast.TensorSpec((3, 6), torch.float32, mesh, [Shard(dim)])
                 for dim, mesh in enumerate((quiet_mesh(HOLDERS), there))
             ]
-            call = meshcast.Resharder(*specs, reuse_output=True)
+            call = resharder_between(*specs, reuse_output=True)
             begin = lambda x=x, call=call: call.start(x if context.rank in HOLDERS else None)  # noqa: E731
             run = lambda x=x, call=call: call.run(x if context.rank in HOLDERS else None)  # noqa: E731
             run()
@@ -487,7 +487,7 @@ def refilled_at_once(context) -> None:
         meshcast.TensorSpec(shape, torch.float32, mesh, [Shard(dim)])
         for dim, mesh in enumerate((quiet_mesh(HOLDERS), there))
     ]
-    resharder, states = meshcast.Resharder(*specs), meshcast.StateResharder({"x": (there, [Shard(1)])})
+    resharder, states = resharder_between(*specs), meshcast.StateResharder({"x": (there, [Shard(1)])})
     inside = context.rank in HOLDERS
     for number, digest in enumerate((False, True)):
         full = unique_fill(shape, torch.float32, number)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from meshcast import Resharder, TensorSpec
 from multiproc.oracle import coordinates, cut
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -32,6 +34,17 @@ def sharded(
     return DTensor.from_local(
         local, mesh, list(placements), run_check=False, shape=full.shape, stride=full.stride()
     )
+
+
+def resharder_between(
+    source: TensorSpec | DTensor,
+    destination: TensorSpec | DTensor,
+    group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> Resharder:
+    """A Resharder from one to the layout and dtype of the other."""
+    mesh = destination.device_mesh if isinstance(destination, DTensor) else destination.mesh
+    return Resharder(source, mesh, destination.placements, dtype=destination.dtype, group=group, **options)
 
 
 def spread(tensor: torch.Tensor) -> torch.Tensor:

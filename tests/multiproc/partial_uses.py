@@ -12,7 +12,7 @@ import meshcast
 import pytest
 import torch
 import torch.distributed as dist
-from multiproc.meshes import quiet_mesh
+from multiproc.meshes import quiet_mesh, resharder_between
 from multiproc.oracle import coordinates, cut
 from multiproc.partial_values import reduced, summand
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -157,7 +157,7 @@ def several_in_flight(context) -> None:
 def reused(context) -> None:
     """A Resharder runs again with other values, into the same output."""
     x, _ = source(context.rank, (13, 5), torch.int64, "sum", 1)
-    there = meshcast.Resharder(
+    there = resharder_between(
         meshcast.TensorSpec((13, 5), torch.int64, x.device_mesh, x.placements),
         meshcast.TensorSpec((13, 5), torch.int64, quiet_mesh(TARGET.tolist()), [Shard(0)]),
         reuse_output=True,

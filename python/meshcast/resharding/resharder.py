@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from typing_extensions import deprecated
 
 from ..errors import LayoutError, typed
 from ..groups.parent import parent_group, seconds
 from ..groups.telling import raise_refused
 from ..spec import TensorSpec
 from ..transfers.handle import Handle
+from ..transfers.medium import tensor_text
 from ..transfers.transfer import Call, PlanOptions
 from .autograd import differentiable_call
-from .compiled import compile_call, handle_of, places_called, source_of
+from .compiled import Request, compile_call, destination_of, handle_of, places_called, source_of
 from .memory import check_storage, copied
-from .meshes import Destination, positive_placements
+from .meshes import positive_placements
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
     from ..planning.plan import Plan
     from ..topology import Topology
@@ -28,19 +34,25 @@ if TYPE_CHECKING:
 __all__ = ["Resharder"]
 
 _OP = "Resharder"
+_OLD_FORM = (
+    "meshcast.Resharder(src_spec, dst_spec) is deprecated: write Resharder(src_spec, dst_spec.mesh, "
+    "dst_spec.placements, dtype=dst_spec.dtype, group=group), as for meshcast.reshard"
+)
 _NO_SPEC = object()  # None is what something else than a DTensor has
 
 
 class Resharder:
-    """A reshard from one spec to another, compiled once.
+    """A reshard of one spec to one layout, compiled once.
 
     Constructed by every rank of both meshes, in one order with their other calls; started likewise. No call
     looks anything up or exchanges anything after the first one, and the plan is never dropped while the
     Resharder lives.
 
     Args:
-        src_spec, dst_spec: a TensorSpec or a DTensor each, of one global shape; from a DTensor only its spec
-            is taken. The result has the dtype of dst_spec. src_spec.requires_grad: calls record gradients.
+        x: a DTensor or a TensorSpec; from a DTensor only its spec is taken, so any rank may give either. With
+            requires_grad, calls record gradients.
+        mesh, placements: of the results, as for meshcast.reshard.
+        dtype: of the results; None for that of x.
         group: process group that holds both meshes; None for the default group.
         strategy, topology: see meshcast.plan.
         reuse_output: run() and start() write every result into the same DTensor, which the next call
@@ -53,17 +65,30 @@ class Resharder:
     Example, on the four ranks of ``torchrun --nproc-per-node 4``::
 
         source, target = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
-        there = meshcast.Resharder(
-            meshcast.TensorSpec((4, 2), torch.float32, source, [Shard(0)]),
-            meshcast.TensorSpec((4, 2), torch.float32, target, [Replicate()]),
-            reuse_output=True,
-        )
+        spec = meshcast.TensorSpec((4, 2), torch.float32, source, [Shard(0)])
+        there = meshcast.Resharder(spec, target, [Replicate()], reuse_output=True)
         for step in (1.0, 2.0):
             x = distribute_tensor(torch.full((4, 2), step), source, [Shard(0)])
             y = there.run(x)
             assert bool((y.to_local() == step).all())
     """
 
+    @overload
+    def __init__(
+        self,
+        x: TensorSpec | DTensor,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        *,
+        dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
+        strategy: str = "auto",
+        topology: Topology | None = None,
+        reuse_output: bool = False,
+        timeout: float | timedelta | None = None,
+    ) -> None: ...
+    @overload
+    @deprecated("Resharder(src_spec, dst_spec): give x, mesh and placements, as for meshcast.reshard")
     def __init__(
         self,
         src_spec: TensorSpec | DTensor,
@@ -74,7 +99,32 @@ class Resharder:
         topology: Topology | None = None,
         reuse_output: bool = False,
         timeout: float | timedelta | None = None,
+    ) -> None: ...
+    def __init__(  # type: ignore[misc]  # the third of the old form is the group
+        self,
+        x: Any = None,
+        mesh: Any = None,
+        placements: Any = None,
+        *,
+        dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
+        strategy: str = "auto",
+        topology: Topology | None = None,
+        reuse_output: bool = False,
+        timeout: float | timedelta | None = None,
+        src_spec: Any = None,
+        dst_spec: Any = None,
     ) -> None:
+        x = src_spec if x is None else x
+        old = dst_spec if mesh is None else mesh
+        if isinstance(old, TensorSpec | DTensor):
+            warnings.warn(_OLD_FORM, DeprecationWarning, stacklevel=2)
+            group = placements if group is None else group
+            spec = _spec_of("dst_spec", old)
+            mesh, placements, dtype = spec.mesh, spec.placements, spec.dtype
+            expected: tuple[int, ...] | None = tuple(spec.shape)
+        else:
+            expected = None
         self._options: dict[str, Any] = {
             "group": group,
             "strategy": strategy,
@@ -85,21 +135,24 @@ class Resharder:
         try:
             parent = parent_group(group, _OP)
             self._limit = seconds(timeout, parent.timeout)
-            self._src, self._dst = _spec_of("src_spec", src_spec), _spec_of("dst_spec", dst_spec)
-            if tuple(self._src.shape) != tuple(self._dst.shape):
-                raise LayoutError(
-                    f"{_OP}: src_spec has shape {tuple(self._src.shape)}, but dst_spec "
-                    f"{tuple(self._dst.shape)}"
-                )
+            self._src = _spec_of("x", x)
+            shape = tuple(self._src.shape)
+            if expected is not None and expected != shape:
+                raise LayoutError(f"{_OP}: src_spec has shape {shape}, but dst_spec {expected}")
             source = source_of(self._src, parent.rank, True, _OP, spec_inside=True)
-            destination = Destination(self._dst.mesh, tuple(self._dst.placements), self._dst.dtype)
+            destination = destination_of(Request(x, mesh, placements, dtype), _OP)
+            self._dst = TensorSpec(shape, dtype or self._src.dtype, mesh, destination.placements)
             options = PlanOptions(strategy, topology)
             self._compiled = compile_call(parent, [source], [destination], _OP, options, kept=False)
             self._kept = self._compiled.moves[0].allocate() if reuse_output else None
         except Exception as error:  # of this rank alone, where it has no GPU: the others raise as they call
-            raise_refused(error, _OP, places_called(src_spec, dst_spec), group, timeout)
+            raise_refused(error, _OP, places_called(x, mesh), group, timeout)
         self._known_spec: Any = _NO_SPEC  # the spec object that the last source came with
         self._reverse: Resharder | None = None
+
+    def __repr__(self) -> str:
+        shape, dtype, src, dst = self._compiled.problems[0]
+        return f"<Resharder of {tensor_text(shape, dtype)}, {src} to {dst}>"
 
     @property
     def plan(self) -> Plan:
@@ -113,8 +166,8 @@ class Resharder:
         self, x: DTensor | None = None, *, out: DTensor | None = None, copy: bool = False
     ) -> Handle[DTensor]:
         """Starts one call and returns at once. x: the source on the ranks of its mesh; others may pass None.
-        out: where the result goes, under dst_spec; what reshard_ says of its own holds for it. copy: of x,
-        which may be changed from then on."""
+        out: a DTensor of the layout of the results, which is filled, as reshard_ does. copy: x is copied, and
+        may be changed from then on."""
         result, call = self._begin(x, out, driven=False, copy=copy)
         return handle_of(call, result, self._compiled, [None if copy else x], result)
 
@@ -130,9 +183,9 @@ class Resharder:
         Called by every rank of both meshes."""
         if self._reverse is None:
             back = tuple(Replicate() if isinstance(p, Partial) else p for p in self._src.placements)
-            target = TensorSpec(self._src.shape, self._src.dtype, self._src.mesh, back)
             origin = TensorSpec(self._dst.shape, self._dst.dtype, self._dst.mesh, self._dst.placements)
-            self._reverse = Resharder(origin, target, **self._options)
+            mesh: Any = self._src.mesh
+            self._reverse = Resharder(origin, mesh, back, dtype=self._src.dtype, **self._options)
         return self._reverse
 
     def _begin(
@@ -169,8 +222,9 @@ class Resharder:
             )
         if x is not None and x.requires_grad and not self._src.requires_grad and torch.is_grad_enabled():
             raise LayoutError(
-                f"{_OP}: the source requires a gradient, but src_spec says requires_grad=False; change the "
-                "spec, detach the source, or call it under torch.no_grad()"
+                f"{_OP}: the source requires a gradient, but what the Resharder was made with has "
+                "requires_grad=False: make it with a source that requires one, detach the source, or call it "
+                "under torch.no_grad()"
             )
 
     def _check_source(self, x: Any) -> None:
