@@ -26,8 +26,14 @@ _register_operator()
 _set_up_observation()
 
 if TYPE_CHECKING:
-    from .base.counters import CallCounters, Counters, PairCounters, counters
-    from .base.observe import dump_flight_record, flight_record
+    from .base.observe import (
+        CallCounters,
+        Counters,
+        PairCounters,
+        counters,
+        dump_flight_record,
+        flight_record,
+    )
     from .errors import (
         AbortedError,
         DeadlineExceededError,
@@ -107,8 +113,8 @@ __all__ = [
 
 _HOME = {
     "AbortedError": "errors",
-    "CallCounters": "base.counters",
-    "Counters": "base.counters",
+    "CallCounters": "base.observe",
+    "Counters": "base.observe",
     "DeadlineExceededError": "errors",
     "Handle": "transfers.handle",
     "Host": "topology",
@@ -117,7 +123,7 @@ _HOME = {
     "LocalCopy": "planning.views",
     "MeshcastError": "errors",
     "Nic": "topology",
-    "PairCounters": "base.counters",
+    "PairCounters": "base.observe",
     "PeerLostError": "errors",
     "Plan": "planning.plan",
     "PlanCacheInfo": "planning.cache",
@@ -136,7 +142,7 @@ _HOME = {
     "WeightStats": "resharding.weight_buffers",
     "WeightSync": "resharding.weight_sync",
     "backward": "resharding.autograd",
-    "counters": "base.counters",
+    "counters": "base.observe",
     "dump_flight_record": "base.observe",
     "enable_dtensor_redistribute": "resharding.redistribute",
     "flight_record": "base.observe",

@@ -10,9 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .base import checks
-from .base.arguments import typed_arguments
 from .base.boxes import Box, Held, held_in_order, read_boxes, read_held
-from .base.json_reader import Reader
+from .base.checks import Reader, typed_arguments
 from .errors import LayoutError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .base import checks
-from .base.arguments import typed_arguments
+from .base.checks import typed_arguments
 from .errors import LayoutError
 
 if TYPE_CHECKING:

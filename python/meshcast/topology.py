@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from .base import checks
-from .base.arguments import typed_arguments
+from .base.checks import Reader, read_json, typed_arguments
 from .base.gather import gather_facts, ranks_by_host
 from .base.host import host_identity, network_links
-from .base.json_reader import Reader, read_json
 from .errors import LayoutError
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
-"""Reports of meshcast about itself: log lines, the flight record of the last calls, profiler ranges.
+"""Reports of meshcast about itself: log lines, the flight record of the last calls and where the program made
+them, totals of all calls.
 
 docs/environment.md: MESHCAST_LOG shows the log on stderr, MESHCAST_FLIGHT_RECORD writes the last calls of a
 rank to a file when one fails, when an exception ends the program, and on SIGUSR1, also while its main thread
@@ -17,9 +18,10 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from types import CodeType, FrameType, TracebackType
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
@@ -27,21 +29,81 @@ from .. import _C
 from .._C import Flight, Members, calls_begun
 from ..errors import LayoutError
 from . import checks, forks, settings  # noqa: F401  forks has to be there before the first fork
-from .whereabouts import call_site, main_thread_site, raised_site, site_text
 
 __all__ = [
+    "CallCounters",
+    "Counters",
     "FORMAT",
-    "LISTENER",
     "Flight",
+    "LISTENER",
     "Members",
+    "PairCounters",
+    "Site",
+    "call_site",
     "calls_begun",
+    "counters",
     "dump_flight_record",
     "flight_record",
     "job_ids",
     "join_job",
     "log",
+    "main_thread_site",
+    "raised_site",
     "set_up",
+    "site_text",
 ]
+
+# A frame itself would keep the values of its variables alive, tensors among them.
+Site: TypeAlias = tuple[CodeType, int]
+_OURS = ("meshcast", "torch", "threading")  # whose frames are passed by; the last begins every thread
+_files: dict[str, bool] = {}  # whether a file is of these: each call asks
+
+
+def call_site() -> Site | None:
+    """The innermost line outside of meshcast and torch in this thread; None in a thread without one."""
+    return _users(sys._getframe(1))
+
+
+def main_thread_site() -> Site | None:
+    """The same of the main thread, from any other one."""
+    return _users(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def raised_site(traceback: TracebackType | None) -> Site | None:
+    """The innermost such line that an exception has passed."""
+    found: Site | None = None
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if not _is_ours(frame):
+            found = frame.f_code, traceback.tb_lineno
+        traceback = traceback.tb_next
+    return found
+
+
+def site_text(site: Site | None) -> str | None:
+    """FILE:LINE in FUNCTION, as one line."""
+    if site is None:
+        return None
+    code, line = site
+    return f"{code.co_filename}:{line} in {code.co_name}"
+
+
+def _users(frame: FrameType | None) -> Site | None:
+    while frame is not None:
+        ours = _files.get(frame.f_code.co_filename)
+        if not (_is_ours(frame) if ours is None else ours):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def _is_ours(frame: FrameType) -> bool:
+    name, file = frame.f_globals.get("__name__"), frame.f_code.co_filename
+    ours = isinstance(name, str) and name.partition(".")[0] in _OURS
+    if not file.startswith("<"):  # code that was made at run time is anybody's
+        _files[file] = ours
+    return ours
+
 
 log = logging.getLogger("meshcast")
 
@@ -270,3 +332,115 @@ def _dump_for(rank: int) -> None:
         dump_flight_record(f"{path}.rank{rank}")
     except OSError as error:
         log.warning("rank %d: the flight record cannot be written: %s", rank, error)
+
+
+_T = TypeVar("_T", bound="_Totals")
+
+
+@dataclass(frozen=True)
+class _Totals:
+    calls: int = 0
+    failed: int = 0
+    retries: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+    bound: float = 0.0
+    moving_seconds: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """moving_seconds / bound; 1.0 where nothing travels."""
+        return self.moving_seconds / self.bound if self.bound > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class CallCounters(_Totals):
+    """Totals of all calls of one operation on this rank, in `Counters.calls`.
+
+    Attributes:
+        calls: that have ended without an error.
+        failed: that have raised.
+        retries: how often a call was begun once more, since another rank had refused the one before it.
+        seconds: start to finish, as `TransferStats` has them, of the calls that ended; of what moves no
+            tensor, such as an agreement of a pipeline, from the call to its end.
+        waited: seconds that the program stood in wait(), or in a call that waits itself.
+        bound: the plans' lower bounds together, in seconds.
+        moving_seconds: those of `seconds` that belong to calls with a bound, in which something travels.
+        ratio: moving_seconds / bound; 1.0 where nothing travels.
+        messages: to and from other ranks.
+        bytes_sent, bytes_received: to and from other ranks, as `TransferStats` counts them.
+    """
+
+    messages: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Sent plus received."""
+        return self.bytes_sent + self.bytes_received
+
+
+@dataclass(frozen=True)
+class PairCounters(_Totals):
+    """Totals of all calls that send from one rank to another, in `Counters.pairs`.
+
+    Attributes:
+        messages: from the one to the other, over the network or through shared memory.
+        bytes: of these messages.
+
+    The other attributes are those of `CallCounters`, of the calls that these messages belong to: a slow pair
+    is one whose calls have a high ratio.
+    """
+
+    messages: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Totals since the process has imported meshcast. Subtract an earlier one for those of a step.
+
+    Attributes:
+        calls: by operation, such as "reshard" and "reshard backward".
+        pairs: by (sender, receiver), global ranks, one of which is this rank.
+    """
+
+    calls: dict[str, CallCounters]
+    pairs: dict[tuple[int, int], PairCounters]
+
+    def __sub__(self, earlier: Counters) -> Counters:
+        calls = {op: _less(found, earlier.calls.get(op)) for op, found in self.calls.items()}
+        pairs = {pair: _less(found, earlier.pairs.get(pair)) for pair, found in self.pairs.items()}
+        return Counters(calls, pairs)
+
+
+def counters() -> Counters:
+    """Returns the totals of all calls of this process: what they have moved, how long they took and how long
+    they were waited for.
+
+    A call is in it once it has been waited for, or has ended if it only sends. Counting costs a call less
+    than a microsecond; this function takes time in proportion to the number of compiled transfers and pairs.
+    A forked child begins at zero.
+
+    Example::
+
+        before = meshcast.counters()
+        # ... a step of training
+        step = meshcast.counters() - before
+        for op, found in step.calls.items():
+            print(op, found.calls, found.bytes_sent, found.seconds, found.ratio, found.waited)
+        for (sender, receiver), found in step.pairs.items():
+            print(sender, receiver, found.messages, found.bytes)
+    """
+    calls, pairs = _C.counted()
+    return Counters(
+        {op: CallCounters(**sums) for op, sums in calls.items()},
+        {pair: PairCounters(**sums) for pair, sums in pairs.items()},
+    )
+
+
+def _less(later: _T, earlier: _T | None) -> _T:
+    if earlier is None:
+        return later
+    return type(later)(**{name: value - getattr(earlier, name) for name, value in vars(later).items()})

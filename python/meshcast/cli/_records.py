@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..base import checks
-from ..base.json_reader import Reader, read_json
+from ..base.checks import Reader, read_json
 from ..base.observe import FORMAT
 from ..base.progress import track
 from ..errors import LayoutError

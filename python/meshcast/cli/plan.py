@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..base import checks
-from ..base.json_reader import read_json
+from ..base.checks import read_json
 from ..base.progress import Progress, track
 from ..errors import LayoutError
 from ..layout import Layout

@@ -18,8 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import _C, errors
-from ..base.observe import Flight, Members
-from ..base.whereabouts import Site
+from ..base.observe import Flight, Members, Site
 from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
 from .network import Network
 from .rails import interfaces

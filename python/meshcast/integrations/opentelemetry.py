@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch.distributed as dist
 from opentelemetry.metrics import CallbackOptions, Meter, Observation, get_meter
 
-from ..base.counters import CallCounters, Counters, PairCounters, counters
+from ..base.observe import CallCounters, Counters, PairCounters, counters
 
 __all__ = ["observe"]
 

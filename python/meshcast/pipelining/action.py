@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from meshcast.base.arguments import typed_arguments
-from meshcast.base.checks import shown
+from meshcast.base.checks import shown, typed_arguments
 from meshcast.pipelining.errors import ScheduleError
 
 __all__ = ["Action", "ActionKind", "Actions", "dump_csv", "load_csv"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshcast.base.arguments import typed_arguments
+from meshcast.base.checks import typed_arguments
 from meshcast.errors import LayoutError
 from meshcast.pipelining.auto import ScheduleAuto
 from meshcast.pipelining.classes import CLASSES

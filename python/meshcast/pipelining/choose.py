@@ -10,8 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshcast.base.arguments import typed_arguments
-from meshcast.base.checks import shown
+from meshcast.base.checks import shown, typed_arguments
 from meshcast.errors import AbortedError, LayoutError
 from meshcast.groups.parent import parent_group, seconds
 from meshcast.pipelining.board import PipelineBoard, refusals_told

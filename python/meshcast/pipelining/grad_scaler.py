@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from meshcast.base.arguments import typed_arguments
+from meshcast.base.checks import typed_arguments
 from meshcast.pipelining.counting import all_reduce_over, outside_mesh, own_stages, parameters
 from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.shapes import local_values

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from meshcast.base.arguments import typed_arguments
+from meshcast.base.checks import typed_arguments
 from meshcast.errors import LayoutError
 
 __all__ = ["PipelineActivationLiveness", "analyze_pipeline_activation_liveness"]

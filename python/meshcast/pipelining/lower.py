@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from meshcast.base.arguments import typed_arguments
+from meshcast.base.checks import typed_arguments
 from meshcast.pipelining.action import Action, ActionKind, Actions
 from meshcast.pipelining.errors import ScheduleError
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshcast.base.arguments import typed_arguments
+from meshcast.base.checks import typed_arguments
 from meshcast.errors import LayoutError
 from meshcast.pipelining.counting import all_reduce_over, counted, own_stages, parameters
 from meshcast.pipelining.pipeline_stage import PipelineStage

@@ -17,8 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from meshcast.base.arguments import typed_arguments
-from meshcast.base.checks import shown
+from meshcast.base.checks import shown, typed_arguments
 from meshcast.pipelining.candidates import Candidate, best_of
 from meshcast.pipelining.classes import CLASSES
 from meshcast.pipelining.errors import ScheduleError

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from meshcast.base.arguments import typed_arguments
+from meshcast.base.checks import typed_arguments
 from meshcast.pipelining.pipeline_stage import PipelineStage
 
 __all__ = ["microbatch_seed", "random_state"]

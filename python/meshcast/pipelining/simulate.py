@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from meshcast.base.arguments import typed_arguments
+from meshcast.base.checks import typed_arguments
 from meshcast.base.progress import tell
 from meshcast.pipelining.action import Action, Actions
 from meshcast.pipelining.auto_warmup import AutoWarmup, check_budget, resolve_warmup

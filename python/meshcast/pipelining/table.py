@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshcast.base.json_reader import Reader
+from meshcast.base.checks import Reader
 from meshcast.errors import LayoutError
 from meshcast.layout import Layout
 from meshcast.pipelining.board import PipelineBoard

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from meshcast.base.arguments import typed_arguments
+from meshcast.base.checks import typed_arguments
 from meshcast.pipelining.action import Action, ActionKind, Actions
 from meshcast.pipelining.costs import Costs
 from meshcast.pipelining.errors import ScheduleError

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from meshcast.base.checks import dtype_name
-from meshcast.base.json_reader import Reader
+from meshcast.base.checks import Reader, dtype_name
 from meshcast.layout import Layout
 from meshcast.pipelining.shapes import LocalValue, SentDTensor
 

@@ -12,7 +12,7 @@ import torch
 
 from .. import _C
 from ..base import checks
-from ..base.arguments import typed_arguments
+from ..base.checks import typed_arguments
 from ..errors import LayoutError
 from ..layout import Layout
 from ..topology import DEFAULT, Host, Nic, Topology

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base import checks
-from ..base.json_reader import Reader, read_json
+from ..base.checks import Reader, read_json
 from ..errors import LayoutError
 from ..layout import Layout
 from ..topology import Topology

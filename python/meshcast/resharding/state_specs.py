@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..base import checks
-from ..base.json_reader import Reader
+from ..base.checks import Reader
 from ..errors import PlanMismatchError
 from ..layout import Layout
 from .meshes import Family

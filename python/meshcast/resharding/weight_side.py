@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..base import forks
-from ..base.whereabouts import call_site
+from ..base.observe import call_site
 from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
 from ..groups.parent import ParentGroup
 from ..groups.ready_barrier import Late, ReadyBarrier

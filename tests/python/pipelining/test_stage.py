@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.pipelining as theirs
 from meshcast import Layout
 from meshcast import pipelining as ours
-from meshcast.base.json_reader import Reader
+from meshcast.base.checks import Reader
 from meshcast.errors import AbortedError, LayoutError, MeshcastError
 from meshcast.pipelining import (
     PipelineStage,

@@ -11,7 +11,7 @@ import meshcast
 import pytest
 import torch
 from meshcast import Layout, LayoutError
-from meshcast.base.json_reader import Reader
+from meshcast.base.checks import Reader
 from meshcast.cli import main
 from plan_interpreter import execute
 from torch.distributed.tensor import Partial, Replicate, Shard

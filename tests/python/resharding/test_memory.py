@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from meshcast import LayoutError
-from meshcast.base import strides
+from meshcast.resharding import memory as strides
 from meshcast.resharding.memory import check_outs, check_storage, near, overlaps
 
 

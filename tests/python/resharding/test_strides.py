@@ -7,7 +7,7 @@ import math
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from meshcast.base.strides import Region, meet, repeats
+from meshcast.resharding.memory import Region, meet, repeats
 
 # Small strides make overlaps, zeros among them; powers and multiples make layouts like those of views.
 _DIMS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4) | st.integers(0, 40)), max_size=4)
