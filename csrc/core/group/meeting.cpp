@@ -136,11 +136,17 @@ class MeetingCall {
     const TimePoint begun = looked_ = Clock::now();
     const bool late = !conversation_->verdict(kVerdict, {}).empty();
     conversation_->say(kMember, brings_);
+    // The last one knows that it is, and says so. The others look for themselves now and then, should it have
+    // died before it could.
     bool complete = members_->answer(group_.place());
+    TimePoint asked = begun;
     BackOff pause = conversation_->back_off();
     for (;;) {
-      complete = complete || members_->all_answered();
       const TimePoint now = Clock::now();
+      if (!complete && now - asked > kLookAfterPeers * conversation_->crowd()) {
+        asked = now;
+        complete = members_->all_answered();
+      }
       std::string verdict = conversation_->verdict(kVerdict, complete ? kMet : std::string());
       if (verdict.empty())
         if (const std::string reason = reason_to_end(now - begun); !reason.empty())
