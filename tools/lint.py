@@ -83,6 +83,7 @@ def torch_free(file: str) -> list[Path]:
 def checks(jobs: int) -> dict[str, Callable[[], tuple[int, str]]]:
     return {
         "file size": lambda: run([sys.executable, "tools/check_file_size.py"]),
+        "docstrings": lambda: run([sys.executable, "tools/check_docstrings.py"]),
         "layers": lambda: run([sys.executable, "tools/check_layers.py"]),
         "docs width": lambda: run([sys.executable, "tools/check_docs.py"]),
         "ruff check": lambda: run([BIN / "ruff", "check", "."]),

@@ -1,4 +1,4 @@
-"""How the hosts of a private group exchange messages: over UCX, or over gloo."""
+"""The network over which the hosts of a private group exchange messages: UCX, or gloo."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Network:
                 _told.add(str(error))
 
     def offer(self) -> dict[str, Any]:
-        """What the other ranks have to know."""
+        """Returns what the other ranks have to know."""
         if self._failure:
             return {"kind": "none", "why": self._failure}
         if self._plane is None:
@@ -63,8 +63,8 @@ class Network:
         }
 
     def watch(self, offer: Mapping[str, Any]) -> Callable[[], str] | None:
-        """What tells why the rank that made this offer has gone, "" as far as this is not known; None over
-        gloo, which knows of no rank before all of them have connected."""
+        """Returns a function that says why the rank that made this offer has left, "" while that is not
+        known; None over gloo, which knows no rank before all have connected."""
         if self._plane is None or offer["kind"] != "ucx":
             return None
         return self._plane.watch(_member(offer))

@@ -1,5 +1,5 @@
-"""What meshcast keeps for each process group of the user: the private groups made inside it, and what they
-have in common."""
+"""State that meshcast keeps for each process group of the user: the private groups made inside it, and what
+they share."""
 
 from __future__ import annotations
 
@@ -179,8 +179,8 @@ _exit_registered = False
 
 
 def parent_group(group: dist.ProcessGroup | None, op: str) -> ParentGroup:
-    """What meshcast knows of a process group, None for the default one. A group that was destroyed takes its
-    private groups along; one that came in its place starts anew."""
+    """Returns the state of a process group; None: of the default one. A destroyed group takes its private
+    groups along, and one made in its place starts anew."""
     if not dist.is_available() or not dist.is_initialized():
         raise MeshcastError(f"{op}: no process group; call torch.distributed.init_process_group first", op=op)
     key = dist.group.WORLD if group is None else group
@@ -212,7 +212,7 @@ def parent_group(group: dist.ProcessGroup | None, op: str) -> ParentGroup:
 
 
 def known_parents() -> list[ParentGroup]:
-    """Of all process groups that meshcast has been used with."""
+    """Returns the state of all process groups that meshcast has been used with."""
     return [parent for parent in list(_parents.values()) if not parent.closed]
 
 

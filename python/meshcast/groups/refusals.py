@@ -1,5 +1,5 @@
-"""How a rank tells the others that it refused a call: those whose call it is, as far as its arguments say;
-else those that are seen to wait for this rank.
+"""Refused calls: a rank notifies the ranks of the call, as far as its arguments name them; else those that
+are seen to wait for this rank.
 
 A rank that waits for others to meet writes in the store which group meets. One that waits for an agreement,
 or in a transfer, has written so for its group. What nobody waits for stays open: it is taken for a call of
@@ -30,7 +30,7 @@ _lock = threading.Lock()  # of all open refusals: one may be open in several pro
 
 
 class Group(Protocol):
-    """What is used of a private group."""
+    """The part of a private group that is used here."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -56,7 +56,7 @@ class OpenRefusal:
 
 
 class OpenRefusals:
-    """Those of one process group, and which of its groups meet here."""
+    """The open refusals of one process group, and which of its groups meet here."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a process may run out of while its groups come up, and what is said then."""
+"""Resources that a process may run out of while its groups come up, and the errors for that."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def few_descriptors() -> str:
 
 
 def shortage(error: Exception) -> str:
-    """What this process can have no more of, threads or file descriptors, where something failed that needs
-    them; "" where that is not why. What failed does not always say why."""
+    """Names what this process can have no more of, threads or file descriptors, after a failure that may come
+    of that; "" if it does not. The failure itself does not always say why."""
     if _NO_THREAD in str(error) or "can't start new thread" in str(error):
         return _THREADS
     descriptors = few_descriptors()

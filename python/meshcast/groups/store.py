@@ -79,7 +79,7 @@ def _refuse_if_gone(store: Any) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says without the stack that torch appends."""
+    """Returns the text of an error without the stack that torch appends."""
     return (str(error) or type(error).__name__).partition("\n")[0]
 
 
@@ -116,8 +116,9 @@ def within(
     op: str,
     phase: str = "agree",
 ) -> _T:
-    """What call() returns or raises, which uses a store. It gets a thread of its own, since that may never
-    return; then DeadlineExceededError. What torch raises of the store becomes an error by store_failed()."""
+    """Runs call(), which uses a store, and returns or raises what it does. It has a thread of its own, since
+    it may never return; then DeadlineExceededError. What torch raises of the store becomes an error by
+    store_failed()."""
     done = threading.Event()
     found: list[Any] = []
     failed: list[Exception] = []

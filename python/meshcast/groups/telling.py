@@ -1,4 +1,4 @@
-"""What a public call raises on one rank before it has begun: the other ranks of the call raise as well."""
+"""Errors of a public call on one rank before it has begun: the other ranks of the call raise as well."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def _tell(
 
 
 def _parents(group: Any, op: str) -> tuple[list[ParentGroup], bool]:
-    """Where a call with this group may have ranks that wait, and whether that is sure. None in a forked
-    child, which has no part in any, and for a group without this rank."""
+    """Returns the process groups in which ranks may wait for a call with this group, and whether that is
+    sure. None in a forked child, which has no part in any, and for a group without this rank."""
     try:
         return [parent_group(group, op)], True
     except AbortedError:

@@ -96,8 +96,8 @@ def _flags(name: str) -> int:
 
 
 def _may_reach_hosts(name: str) -> bool:
-    """Whether an interface is up and neither a loopback nor a bridge, as containers have: UCX takes those of
-    two hosts with alike addresses for one network."""
+    """Returns whether an interface is up and neither a loopback nor a bridge, as containers have: UCX takes
+    bridges of two hosts that have the same addresses for one network."""
     flags = _flags(name)
     return bool(flags & _IFF_UP) and not flags & _IFF_LOOPBACK and not (_NET / name / "bridge").exists()
 

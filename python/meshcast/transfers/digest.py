@@ -48,7 +48,7 @@ _FLOATS = {
 
 
 def added(digests: Iterable[int]) -> int:
-    """Of parts together: half by half, unsigned. Any of them may be signed."""
+    """Returns the digest of parts together: half by half, unsigned. Any of them may be signed."""
     lower = upper = 0
     for each in digests:
         lower, upper = lower + (each & _HALF), upper + (each >> 32)
@@ -62,8 +62,8 @@ def shard_digest(
     rank: int,
     dtype: torch.dtype | None = None,
 ) -> int:
-    """Of this rank's shard, as a signed 64-bit integer; 0 for an empty one. All NaNs count as one value,
-    since casts do not keep their payload. dtype: that the elements are cast to first."""
+    """Returns the digest of this rank's shard, a signed 64-bit integer; 0 if it is empty. NaNs count as one
+    value, since casts do not keep their payload. dtype: that the elements are cast to first."""
     held = layout.pieces(shape).get(rank)
     total = 0 if held is None else pieces_digest(local, held[1], shape, dtype)
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
@@ -72,14 +72,14 @@ def shard_digest(
 def pieces_digest(
     local: torch.Tensor, pieces: Sequence[Piece], shape: Sequence[int], dtype: torch.dtype | None = None
 ) -> int:
-    """Of boxes in a local tensor, unsigned. The tensor is read once and not copied, except block by block
-    where it is cast, is on a GPU, or is the conjugate of what is in memory."""
+    """Returns the digest of boxes in a local tensor, unsigned. The tensor is read once and not copied, except
+    block by block where it is cast, is on a GPU, or is the conjugate of what is in memory."""
     kind = dtype or local.dtype
     return added(_box_digest(_view(local, piece), piece[0], shape, kind) for piece in pieces)
 
 
 def values_digest(local: torch.Tensor) -> int:
-    """Of a tensor by itself, unsigned."""
+    """Returns the digest of a tensor by itself, unsigned."""
     return _box_digest(local, tuple((0, size) for size in local.shape), local.shape, local.dtype)
 
 
@@ -125,7 +125,7 @@ def _digest_by_torch(
     magnitude: int,
     limit: int,
 ) -> int:
-    """What _C.digest does, for tensors on GPUs. Takes tens of bytes for each element."""
+    """Does what _C.digest does, for tensors on GPUs. Takes tens of bytes for each element."""
     position = torch.zeros((), dtype=torch.int64, device=part.device)
     for begin, size, extent in zip(low, part.shape, shape, strict=True):
         along = torch.arange(begin, begin + size, device=part.device)
@@ -149,7 +149,7 @@ def _digest_by_torch(
 
 @cache
 def _weights() -> tuple[torch.Tensor, torch.Tensor]:
-    """Of words in a block, for the lower and the upper half: numbers of 16 bits with a sign."""
+    """Returns the weights of words in a block, for the lower and the upper half: signed, of 16 bits."""
     x = (torch.arange(_BLOCK) + 0x9E37_79B9) & 0xFFFF_FFFF
     x = ((x ^ (x >> 16)) * 0x85EB_CA6B) & 0xFFFF_FFFF
     x = ((x ^ (x >> 13)) * 0xC2B2_AE35) & 0xFFFF_FFFF

@@ -473,7 +473,7 @@ class GpuMedium(Medium):
 
 
 class _Mark:
-    """Which GPU a call is on, and an event behind what its caller's stream held. problem: why there is
+    """The GPU that a call is on, and an event behind what its caller's stream held. problem: why there is
     none."""
 
     def __init__(self, shards: Sequence[torch.Tensor | None]) -> None:

@@ -132,7 +132,7 @@ Types = tuple[torch.dtype, torch.dtype, torch.dtype]  # of a tensor: source, on 
 
 
 class Ends(NamedTuple):
-    """What a transfer is given of a tensor, at its source, and what it fills, at its destination."""
+    """The types that a transfer is given of a tensor, at its source, and fills, at its destination."""
 
     source: torch.dtype
     destination: torch.dtype
@@ -176,7 +176,7 @@ def types_of(wires: Iterable[torch.dtype], ends: Sequence[Ends]) -> tuple[Types,
 
 
 def types_text(types: Sequence[Types]) -> str:
-    """Which casts there are, and of which of the tensors; equal texts mean equal casts."""
+    """Names the casts, and of which of the tensors they are; equal texts mean equal casts."""
     found: dict[str, list[int]] = {}
     for index, (source, wire, destination) in enumerate(types):
         if source != destination:
@@ -257,8 +257,8 @@ class Medium(ABC):
 
 
 def device_types_of(source: str, destination: str, op: str) -> DeviceTypes:
-    """Where both ends of a call are, from the device types of their meshes. Raises LayoutError for one that
-    is neither "cpu" nor "cuda"."""
+    """Returns where both ends of a call are, from the device types of their meshes. Raises LayoutError for
+    one that is neither "cpu" nor "cuda"."""
     for kind in (source, destination):
         if kind not in ("cpu", "cuda"):
             raise LayoutError(f"{op}: the meshes are on {kind}; tensors on cpu and cuda can be moved", op=op)

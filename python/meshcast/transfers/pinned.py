@@ -44,13 +44,13 @@ class Event(Protocol):
 
 
 class Copies(Protocol):
-    """What a passage asks of CUDA. device: index of a GPU. Nothing here blocks the host but pinned()."""
+    """The part of CUDA that a passage uses. device: index of a GPU. Nothing but pinned() blocks the host."""
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Pinned host memory, uint8, not initialised."""
 
     def capturing(self) -> bool:
-        """Whether the current stream is being captured into a CUDA graph."""
+        """Returns whether the current stream is being captured into a CUDA graph."""
 
     def mark(self, device: int) -> Event:
         """Behind all that the current stream of the device holds."""
@@ -162,7 +162,7 @@ class PinnedPool:
 
 
 def _succeeded(call: _C.Call) -> bool:
-    """Of a call that has ended."""
+    """Returns whether a call that has ended succeeded."""
     if call.error is not None:
         return False
     try:
@@ -233,7 +233,7 @@ class Passage:
         return devices.pop()
 
     def has_left(self) -> bool:
-        """Whether the source is in host memory, or there is none to bring there. Never raises."""
+        """Returns whether the source is in host memory, or there is none to bring there. Never raises."""
         try:
             return self._query()
         except Exception:  # leave() raises it

@@ -45,7 +45,7 @@ REVERSE_LANE = _C.AgreedPlan.REVERSE_LANE  # of all backwards; their forwards ha
 
 
 class CallOptions(TypedDict, total=False):
-    """What the functions that reshard take alike; documented at meshcast.reshard."""
+    """Options that all functions that reshard take; documented at meshcast.reshard."""
 
     group: dist.ProcessGroup | None
     strategy: str
@@ -54,7 +54,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class PlanOptions(NamedTuple):
-    """How the calls of a transfer are planned; the values are those of meshcast.plan."""
+    """Options of planning the calls of a transfer; the values are those of meshcast.plan."""
 
     strategy: str = "auto"
     topology: Topology | None = None  # None: that of the group, once its ranks have met
@@ -249,7 +249,7 @@ class PersistentTransfer:
         return self._op, described, plan._core, reverse, _facts(plan, group.rank), reverse_facts
 
     def _moves_text(self) -> str:
-        """What moves, in words that are the same on all ranks."""
+        """Describes what moves, in words that are the same on all ranks."""
         tensors = "; ".join(
             f"{tensor_text(shape, dtype)}: {src} -> {dst}" for shape, dtype, src, dst in self.problems[:3]
         )
@@ -295,7 +295,7 @@ def _more_text(problems: Sequence[Problem]) -> str:
 
 
 def _facts(plan: Plan, rank: int) -> dict[str, Any]:
-    """What the flight record says of a plan: 2,000 plans themselves might fill the memory."""
+    """Returns what the flight record says of a plan: 2,000 plans themselves might fill the memory."""
     return {
         "plan": plan.hash,
         "strategy": plan.strategy,
@@ -383,7 +383,7 @@ def new_transfer(
 
 
 def _types(problems: Sequence[Problem], backward: Sequence[Problem] | None, casts: Casts | None) -> Any:
-    """Of the tensors on the way there and, in the backward, back; see types_of."""
+    """Returns the types of the tensors on the way there and, in the backward, back; see types_of."""
     if casts is None:
         return (), ()
     forth = [dtype for _, dtype, _, _ in problems]

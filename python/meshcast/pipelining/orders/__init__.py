@@ -17,7 +17,7 @@ __all__ = ["SCHEDULES", "build", "check_size", "delay_weights", "forward_only", 
 
 
 def _specs() -> dict[str, OrderSpec]:
-    """Of every module here that has one: a new schedule is a new file."""
+    """Collects the specs of all modules here that have one: a new schedule is a new file."""
     modules = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
     specs = [value for module in modules for value in vars(module).values() if isinstance(value, OrderSpec)]
     return {spec.name: spec for spec in sorted(specs, key=lambda spec: spec.name)}
@@ -65,7 +65,7 @@ def build(
 
 
 def spec_of(name: str) -> OrderSpec:
-    """Of a schedule; case does not matter. Raises ScheduleError that lists those there are."""
+    """Returns the spec of a schedule; case does not matter. Raises ScheduleError, which lists them all."""
     for known, spec in _SPECS.items():
         if known.lower() == name.lower():
             return spec

@@ -11,7 +11,7 @@ from meshcast.pipelining.orders.spec import OrderSpec
 
 
 def forward_only(actions: Actions) -> Actions:
-    """What evaluation runs of a schedule: its forwards in their order."""
+    """Returns what evaluation runs of a schedule: its forwards in their order."""
     return {rank: [action for action in row if action.kind is ActionKind.F] for rank, row in actions.items()}
 
 
