@@ -13,7 +13,7 @@
 
 namespace meshcast {
 
-// A store of this process, in which something may happen right after a question for a count.
+// A store of this process, in which something may happen right after something was counted.
 class MemoryStore final : public Store {
  public:
   std::function<void()> after_count;
@@ -38,7 +38,7 @@ class MemoryStore final : public Store {
       sum = (value.empty() ? 0 : std::stoll(value)) + count;
       value = std::to_string(sum);
     }
-    if (count == 0 && after_count) std::exchange(after_count, nullptr)();
+    if (count != 0 && after_count) std::exchange(after_count, nullptr)();
     return sum;
   }
   void erase(const std::string& key) override {
