@@ -298,12 +298,6 @@ MUTANTS = [
         "if (refused_ || !refused_) return {};",
     ),
     Mutant(
-        "group: a refused call begins again",
-        "group/group.cpp",
-        "return call.lane != refused->call.lane || call.ordinal > refused->call.ordinal;",
-        "return true;",
-    ),
-    Mutant(
         "group: a stale life",
         "group/group.cpp",
         "origin_of_lives_, ++lives_);",
@@ -341,12 +335,6 @@ MUTANTS = [
         "group/meeting.cpp",
         "if (Clock::now() >= part_.deadline) {",
         "if (part_.deadline == TimePoint::min()) {",
-    ),
-    Mutant(
-        "refuse: ranks between two refused calls do not hear of the first",
-        "group/group_core.cpp",
-        "if (first && goes_before(call, first->call))",
-        "if (first && goes_before(first->call, call))",
     ),
 ]
 
