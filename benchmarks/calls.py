@@ -35,7 +35,7 @@ def _resharder(source: Any, mesh: Any, placements: Any, spec: Any) -> Any:
 
     if "placements" in inspect.signature(meshcast.Resharder).parameters:
         return meshcast.Resharder(source, mesh, placements, reuse_output=True)
-    return meshcast.Resharder(source, spec, reuse_output=True)  # of a tree before 2026-11-29
+    return meshcast.Resharder(source, spec, reuse_output=True)  # another tree may know this form alone
 
 
 def _steps(rank: int, kib: int) -> dict[str, tuple[Callable[[], None], int]]:

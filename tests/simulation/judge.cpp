@@ -4,6 +4,9 @@
 #include <array>
 #include <charconv>
 #include <initializer_list>
+#include <map>
+#include <set>
+#include <utility>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -245,14 +248,25 @@ class Judge {
   }
 
   // Whether an error names a rank as not in the call that had been in it for long, and had told so.
-  // Of other lanes nothing is kept, and the text does not say the lane.
+  // The text does not say the lane: where others have calls of that number too, it may be of one of them.
   bool waited_too(size_t call, const Ending& each) const {
-    if (!program_.sides.empty()) return false;
+    if (call < most_in_a_lane_beside()) return false;
     if (each.text.find(fmt::format("reshard call {} of", call)) == std::string::npos) return false;
     if (each.text.find("do not wait in it") == std::string::npos || store_is_hurt()) return false;
     if (program_.faults.size() > 1 || is_hurt(each.peer)) return false;
     const Ending& its = found_.endings[static_cast<size_t>(each.peer)][call];
     return its.done && its.error && its.ran > 3 && its.at + milliseconds(500) > each.at;
+  }
+
+  // Calls, and agreements before them, one for each plan.
+  size_t most_in_a_lane_beside() const {
+    std::map<int32_t, size_t> counts;
+    std::set<std::pair<int32_t, int>> agreed;
+    for (const Side& side : program_.sides)
+      counts[side.lane] += agreed.emplace(side.lane, side.plan).second ? 2 : 1;
+    size_t most = 0;
+    for (const auto& [lane, count] : counts) most = std::max(most, count);
+    return most;
   }
 
   bool refused_up_to(size_t call) const {
@@ -340,7 +354,7 @@ class Judge {
     // Over a network that tells nothing, the end of a rank's group looks like its death to who sees it before
     // the board says why, and without a store to all.
     for (const Ending& each : its)
-      if (each.error && !program_.tells && each.at <= when) return true;
+      if (each.error && !program_.tells && each.at <= when && when < each.at + milliseconds(500)) return true;
     if (store_is_hurt() && !program_.tells) return true;
     return std::any_of(program_.faults.begin(), program_.faults.end(), [&](const Fault& fault) {
       switch (fault.kind) {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from typing_extensions import deprecated
+from typing_extensions import Unpack, deprecated
 
 from ..errors import LayoutError, typed
 from ..groups.parent import parent_group, seconds
@@ -17,7 +17,7 @@ from ..groups.telling import raise_refused
 from ..spec import TensorSpec
 from ..transfers.handle import Handle
 from ..transfers.medium import tensor_text
-from ..transfers.transfer import Call, PlanOptions
+from ..transfers.transfer import Call, CallOptions, PlanOptions
 from .autograd import differentiable_call
 from .compiled import Request, compile_call, destination_of, handle_of, places_called, source_of
 from .memory import check_storage, copied
@@ -81,11 +81,8 @@ class Resharder:
         placements: Sequence[Placement],
         *,
         dtype: torch.dtype | None = None,
-        group: dist.ProcessGroup | None = None,
-        strategy: str = "auto",
-        topology: Topology | None = None,
         reuse_output: bool = False,
-        timeout: float | timedelta | None = None,
+        **options: Unpack[CallOptions],
     ) -> None: ...
     @overload
     @deprecated("Resharder(src_spec, dst_spec): give x, mesh and placements, as for meshcast.reshard")
