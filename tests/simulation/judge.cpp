@@ -178,7 +178,7 @@ class Judge {
         if (each.text.find("refused its arguments") != std::string::npos &&
             !refused_up_to(is_own(each, call) ? call : last))
           return "no rank had refused this call or one before it";
-        if (!faults && each.ran > 0 && names_later(each, call) && !has_other_arguments())
+        if (!faults && !late && each.ran > 0 && names_later(each, call) && !has_other_arguments())
           return "it was under way, and only a later call was refused";
         // In another call it cannot know which of the two is the one that differs.
         if (each.peer >= 0 && is_own(each, call) && !rank_differs_up_to(last, each.peer) &&

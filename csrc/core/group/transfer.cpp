@@ -31,9 +31,10 @@ bool is_aborted(const std::exception& error) {
 }
 
 // This very call, in the life that it was begun in: the next has no part in it.
-bool is_refused(const std::exception& error) {
+bool is_refused(const std::exception& error, CallId call) {
   const auto* typed = dynamic_cast<const Error*>(&error);
-  return typed && typed->kind() == ErrorKind::PlanMismatch && !dynamic_cast<const BrokenError*>(typed);
+  return typed && typed->kind() == ErrorKind::PlanMismatch && typed->context().sequence == call.ordinal &&
+         !dynamic_cast<const BrokenError*>(typed);
 }
 
 }  // namespace
@@ -319,7 +320,7 @@ Command::Begun Start::begin(const std::shared_ptr<GroupCore>& core, const std::e
   } catch (const std::exception& raised) {
     std::exception_ptr cause = std::current_exception();
     if (core) {
-      if (group.left(core, call()) && !reverse_ && !is_refused(raised)) return Begun::Again;
+      if (group.left(core, call()) && !reverse_ && !is_refused(raised, call())) return Begun::Again;
       if (starts && !core->error()) {
         refusal = raised.what();
         refusal_error_ = cause;
